@@ -1,4 +1,4 @@
-"""All exceptions, as one tree. Floor 1. `web/errors.py` maps the classes to these HTTP statuses, `web/grpc/codes.py` to gRPC codes.
+"""All exceptions, as one tree. Floor 1. `web/errors.py` maps the classes to these HTTP statuses, and to gRPC codes.
 
     AttendError                   500
     ├── RequestError              422  the caller can correct it
@@ -29,8 +29,8 @@
 Every refusal has `Problem`s: where (a JSON pointer), what was expected, what was received.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 
@@ -70,6 +70,10 @@ class AttendError(Exception):
 
 class RequestError(AttendError):
     title = "the request cannot be served"
+
+    def with_paths(self, translate: Callable[[str], str]) -> Self:
+        """The same error with translated pointers."""
+        return type(self)(problems=[replace(problem, at=translate(problem.at)) for problem in self.problems])
 
 
 class MalformedRequest(RequestError):

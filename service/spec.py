@@ -25,24 +25,30 @@ Positive = Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False, 
 Gain = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+Side = Annotated[int, Field(ge=1, le=65536, strict=True)]
+Axis = Annotated[int, Field(ge=0, le=15, strict=True)]
 
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 PROJECTIONS = ("query", "key", "value", "output")
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
-    "": {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None},
-    "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None},
+    "": {"chunk_size": None, "query_scale": None, "grid_bias": None, "output_gate": None, "latent": None, "differential": None},
+    "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None, "axes": None, "requires_positions": False},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
 
+NULLABLE = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init"}
+NULLABLE |= {"grid_bias", "differential"}  # fields in which null has a meaning of its own
 
-def disagreement(at: str, expected: str, got: str) -> PydanticCustomError:
+
+def field_error(at: str, expected: str, got: str) -> PydanticCustomError:
     """An error for validators to raise; `at` is a pointer below the field or model that is validated."""
-    return PydanticCustomError("disagreement", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
+    return PydanticCustomError("field_error", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
 
 
 def _zero_or_normal(value: float) -> float:
     if 0 < value < SMALLEST:
-        raise disagreement("", f"0, or a number from {SMALLEST} to 1", str(value))
+        raise field_error("", f"0, or a number from {SMALLEST} to 1", str(value))
     return value
 
 
@@ -60,7 +66,7 @@ def _one_or_each(value: Any) -> Any:
         return value
     if isinstance(value, Mapping) and set(value) == set(PROJECTIONS) and all(isinstance(flag, bool) for flag in value.values()):
         return Biases(**value)
-    raise disagreement("", f"true or false, or one of them for each of {', '.join(PROJECTIONS)}", json.dumps(value)[:60])
+    raise field_error("", f"true or false, or one of them for each of {', '.join(PROJECTIONS)}", json.dumps(value)[:60])
 
 
 class Biases(Part):
@@ -91,7 +97,7 @@ class RopeScaling(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise disagreement("/low_freq_factor", f"less than high_freq_factor {self.high_freq_factor}", str(self.low_freq_factor))
+            raise field_error("/low_freq_factor", f"less than high_freq_factor {self.high_freq_factor}", str(self.low_freq_factor))
         return self
 
 
@@ -109,15 +115,28 @@ class Rope(Part):
     max_length: Width | None = Field(
         default=None, description="Longer calls are refused, since the model has other frequencies there (longrope, dynamic)."
     )
+    axes: tuple[Axis, ...] | None = Field(
+        default=None,
+        description="Axis of the positions that each pair turns by, dims/2 numbers (m-RoPE, images); null if there is one axis.",
+    )
+    requires_positions: Flag = Field(
+        default=False,
+        description="Whether calls must have `positions` (images); otherwise they are the indices of the rows, on every axis.",
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.frequencies is not None:
-            if self.scaling is not None:
-                raise disagreement("/scaling", "null, since frequencies are given", self.scaling.type)
-            if self.dims is not None and len(self.frequencies) * 2 != self.dims:
-                raise disagreement("/frequencies", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(self.frequencies)))
+        if self.frequencies is not None and self.scaling is not None:
+            raise field_error("/scaling", "null, since frequencies are given", self.scaling.type)
+        for name, numbers in (("frequencies", self.frequencies), ("axes", self.axes)):
+            if numbers is not None and self.dims is not None and len(numbers) * 2 != self.dims:
+                raise field_error(f"/{name}", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(numbers)))
         return self
+
+    @property
+    def num_axes(self) -> int:
+        """Number of coordinates of a position."""
+        return 1 + max(self.axes, default=0) if self.axes is not None else 1
 
 
 class QueryScale(Part):
@@ -142,10 +161,40 @@ class RelativeBias(Part):
     def _agree(self) -> Self:
         exact = self.buckets // (4 if self.bidirectional else 2)
         if self.max_distance <= exact:
-            raise disagreement(
+            raise field_error(
                 "/max_distance", f"more than {exact}, the number of distances with a bucket of their own", str(self.max_distance)
             )
         return self
+
+
+class GridBias(Part):
+    """Scores by relative position in a grid of height x width tokens in row-major order, such as a window of an image.
+
+    With dy and dx the row and column of the query less those of the key, and the projected query q, a head's score is increased by
+    `grid_bias`[(dy + height - 1) (2 width - 1) + dx + width - 1, head] (table; Swin, Liu et al. 2021, equation 4), or by
+    q · `grid_rows`[dy + height - 1] + q · `grid_columns`[dx + width - 1] (decomposed; MViTv2, Li et al. 2022, equation 4).
+    """
+
+    height: Side
+    width: Side
+    kind: Literal["table", "decomposed"] = Field(
+        default="table", description="A bias for each head and relative position (Swin, BEiT), or a vector for each row and column (SAM)."
+    )
+    class_token: Flag = Field(
+        default=False,
+        description="Whether a class token precedes the grid; the table ends with its biases to keys, from queries and to itself (BEiT).",
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.class_token and self.kind == "decomposed":
+            raise field_error("/class_token", "false, since decomposed positions have no class token", "true")
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the grid, and the class token if there is one."""
+        return self.height * self.width + self.class_token
 
 
 class QKNorm(Part):
@@ -164,9 +213,9 @@ class QKNorm(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.bias and self.weights == "none":
-            raise disagreement("/bias", "false, since the norm has no weights", "true")
+            raise field_error("/bias", "false, since the norm has no weights", "true")
         if self.over == "all" and self.weights == "shared":
-            raise disagreement("/weights", "own or none, since the norm is over all heads", "shared")
+            raise field_error("/weights", "own or none, since the norm is over all heads", "shared")
         return self
 
 
@@ -199,6 +248,21 @@ class OutputGate(Part):
     )
     activation: Literal["sigmoid", "softplus"] = "sigmoid"
     bias: Flag = Field(default=False, description="Whether the projection of the gate has a bias, `gate.bias`.")
+
+
+class Differential(Part):
+    """Differential attention (Ye et al. 2024, arXiv 2410.05258): weights are the difference of two softmaxes, and may be negative.
+
+    Queries and keys of a head are two halves of head_dim/2 numbers: A = softmax(scale q1 k1^T) - lambda softmax(scale q2 k2^T). The head's
+    output is (1 - lambda_init) norm(A v), with an RMS norm. lambda = exp(lambda_q1 · lambda_k1) - exp(lambda_q2 · lambda_k2) + lambda_init,
+    with four weights [head_dim/2] of these names, which all heads share.
+    """
+
+    lambda_init: Finite = Field(default=0.8, description="0.8 - 0.6 exp(-0.3 n) in layer n of the paper's models, counted from 0.")
+    eps: Annotated[Eps, Field(gt=0)] = Field(default=1e-5, description="Of the norm of each head's output.")
+    norm_weights: Flag = Field(
+        default=True, description="Whether that norm has a weight for all heads, `head_norm.weight` [value_head_dim]."
+    )
 
 
 def _admit_null(schema: dict[str, Any]) -> None:
@@ -247,7 +311,9 @@ class LayerSpec(BaseModel):
     projections: Flag = Field(
         default=True, description="If false, requests have projected queries, keys and values, and the output is not projected."
     )
-    scale: Finite = Field(default=math.nan, description="Factor on query·key; 1/sqrt(head_dim) if left out.")
+    scale: Finite = Field(
+        default=math.nan, description="Factor on query·key; 1/sqrt(head_dim) if left out, with `differential` 1/sqrt(head_dim/2)."
+    )
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(
         default=None, description="c in c·tanh(scores/c), before masks; null or 0 for none."
     )
@@ -259,12 +325,14 @@ class LayerSpec(BaseModel):
     query_scale: QueryScale | None = Field(default=None, description="Factor on queries that grows with their position.")
     alibi: Flag = Field(default=False, description="Biases linear in the distance (Press et al. 2022).")
     relative_bias: RelativeBias | None = Field(default=None, description="T5's relative position bias.")
+    grid_bias: GridBias | None = Field(default=None, description="Scores by relative position in a grid of tokens, such as an image.")
     qk_norm: QKNorm | None = Field(default=None, description="Normalisation of queries and keys.")
     sinks: Flag = Field(
         default=False, description="A learnt logit for each head, the weight `sinks`, that takes part in the softmax but has no value."
     )
     output_gate: OutputGate | None = Field(default=None, description="Gate on the output of each head, before the output projection.")
     latent: Latent | None = Field(default=None, description="Multi-head latent attention.")
+    differential: Differential | None = Field(default=None, description="Differential attention, whose weights may be negative.")
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
         default=0, description="Seed of the drawn weights; null if weights were given."
     )
@@ -281,8 +349,7 @@ class LayerSpec(BaseModel):
     def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        optional = ("softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init")
-        filled = {k: v for k, v in data.items() if v is not None or k in optional}
+        filled = {k: v for k, v in data.items() if v is not None or k in NULLABLE}
         d_model, heads = filled.get("d_model"), filled.get("num_heads")
         if type(d_model) is int and type(heads) is int and heads > 0 and d_model > 0:
             filled.setdefault("num_kv_heads", heads)
@@ -303,9 +370,13 @@ class LayerSpec(BaseModel):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise disagreement("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
-        if self.rope and ((dims := self.rope.dims or self.head_dim) > self.head_dim or dims % 2):
-            raise disagreement("/rope/dims", f"an even number of at most head_dim {self.head_dim}", str(dims))
+            raise field_error("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
+        if self.differential:
+            self._check_differential()
+        width = self.head_dim // 2 if self.differential else self.head_dim
+        if self.rope and ((dims := self.rope.dims or width) > width or dims % 2):
+            most = f"{width}, half of head_dim," if self.differential else f"head_dim {width}"
+            raise field_error("/rope/dims", f"an even number of at most {most}", str(dims))
         init, square = self.init or "", dict.fromkeys(self._widths(), self.d_model)
         if not self.projections:
             projected = self._projected_widths()
@@ -316,27 +387,37 @@ class LayerSpec(BaseModel):
             self._require_widths(square | {"key_dim": self.key_dim, "value_dim": self.value_dim}, "as torch.nn.MultiheadAttention has")
             if isinstance(self.bias, Biases):
                 expected = "true or false for all, as torch.nn.MultiheadAttention has"
-                raise disagreement("/bias", expected, "one for each projection")
+                raise field_error("/bias", expected, "one for each projection")
         if self.bias and not self.projections:
-            raise disagreement("/bias", "false, since nothing is projected", "a bias")
+            raise field_error("/bias", "false, since nothing is projected", "a bias")
         if self.bias and init.startswith("numpy_"):
-            raise disagreement("/bias", f"false, since init {init} has no bias", "true")
+            raise field_error("/bias", f"false, since init {init} has no bias", "true")
         for name in ("output_gate", "latent"):
             if getattr(self, name) and not self.projections:
-                raise disagreement(f"/{name}", "null, since nothing is projected", "one")
+                raise field_error(f"/{name}", "null, since nothing is projected", "one")
             if getattr(self, name) and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
-                raise disagreement(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
+                raise field_error(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
         if self.latent and self.latent.rope_key_dim >= self.head_dim:
-            raise disagreement("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
+            raise field_error("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
         if self.latent and self.value_dim != self.key_dim:
             expected = f"{self.key_dim}, the key_dim, since latent projects keys and values by one matrix, key_value_down.weight"
-            raise disagreement("/value_dim", expected, str(self.value_dim))
+            raise field_error("/value_dim", expected, str(self.value_dim))
         return self
+
+    def _check_differential(self) -> None:
+        if self.head_dim % 2:
+            raise field_error("/head_dim", "an even number, since differential attention halves it", str(self.head_dim))
+        for name, absent in (("qk_norm", "null"), ("latent", "null"), ("sinks", "false")):
+            if getattr(self, name):
+                raise field_error(f"/{name}", f"{absent}, since differential attention has no such form", "one")
+
+        if self.grid_bias and self.grid_bias.kind == "decomposed":
+            raise field_error("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
 
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
         for name, width in self._widths().items():
             if name in expected and width != expected[name]:
-                raise disagreement(f"/{name}", f"{expected[name]}, {reason}", str(width))
+                raise field_error(f"/{name}", f"{expected[name]}, {reason}", str(width))
 
     def _widths(self) -> dict[str, int]:
         """Field -> the width that it determines, for all widths that may differ from d_model."""
@@ -385,18 +466,30 @@ class LayerSpec(BaseModel):
     @property
     def positional(self) -> str:
         """The first field that makes results depend on the positions of queries and keys, "" if there is none."""
-        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias")
+        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "grid_bias")
         return next((name for name in names if getattr(self, name)), "")
 
     @property
     def is_relative(self) -> bool:
         """Whether results depend on differences of positions only.
 
-        Chunks, factors by position, and a norm after RoPE that treats dimensions differently end that.
+        Chunks, factors by position, grids, and a norm after RoPE that treats dimensions differently end that.
         """
         norm = self.qk_norm
         uneven = self.rope and norm and norm.after_rope and (norm.weights != "none" or norm.kind == "layer")
-        return not (self.chunk_size or self.query_scale or uneven)
+        return not (self.chunk_size or self.query_scale or self.grid_bias or uneven)
+
+    @property
+    def splits_over_keys(self) -> bool:
+        """Whether the result of a call follows from those of parts that have some of its keys each, numbered from 0."""
+        return self.is_relative and not self.differential
+
+    @property
+    def undefined_outputs(self) -> dict[str, str]:
+        """Outputs that the layer does not have -> why."""
+        if self.differential:
+            return dict.fromkeys(("scores", "log_sum_exp"), "whose differential attention has two scores of each query and key")
+        return {}
 
     def has_bias(self, projection: str) -> bool:
         return self.bias if isinstance(self.bias, bool) else bool(getattr(self.bias, projection))
@@ -423,10 +516,20 @@ class LayerSpec(BaseModel):
             shapes["gate.weight"] = (self.gate_dim, self.d_model)
             if self.output_gate.bias:
                 shapes["gate.bias"] = (self.gate_dim,)
+        if self.differential:
+            shapes |= dict.fromkeys(LAMBDAS, (self.head_dim // 2,))
+            if self.differential.norm_weights:
+                shapes["head_norm.weight"] = (self.value_head_dim,)
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         if self.relative_bias:
             shapes["relative_bias"] = (self.relative_bias.buckets, self.num_heads)
+        if (grid := self.grid_bias) is not None:
+            rows, columns = 2 * grid.height - 1, 2 * grid.width - 1
+            if grid.kind == "table":
+                shapes["grid_bias"] = (rows * columns + 3 * grid.class_token, self.num_heads)
+            else:
+                shapes |= {"grid_rows": (rows, self.head_dim), "grid_columns": (columns, self.head_dim)}
         return shapes
 
     def _down_shapes(self, latent: Latent) -> dict[str, tuple[int, ...]]:
@@ -448,13 +551,14 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
     head_dim, kv = filled.get("head_dim"), filled["num_kv_heads"]
     if type(head_dim) is not int or type(kv) is not int:
         if "head_dim" not in filled:
-            raise disagreement("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
+            raise field_error("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
         return
     value_head_dim = filled.setdefault("value_head_dim", head_dim)
+    width = head_dim if filled.get("differential") is None else head_dim // 2
     if isinstance(rope := filled.get("rope"), Mapping) and rope.get("dims") is None:
-        filled["rope"] = {**rope, "dims": head_dim}
-    if head_dim > 0:
-        filled.setdefault("scale", 1 / math.sqrt(head_dim))
+        filled["rope"] = {**rope, "dims": width}
+    if width > 0:
+        filled.setdefault("scale", 1 / math.sqrt(width))
     if filled.get("projections") is False and type(value_head_dim) is int:
         filled.setdefault("key_dim", kv * head_dim)
         filled.setdefault("value_dim", kv * value_head_dim)

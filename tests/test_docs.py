@@ -21,7 +21,7 @@ from support.server import Server
 
 from service.settings import Settings
 from service.spec import Init
-from service.web.openapi.operations import ATTEND_EXAMPLE, PUT_LAYER_EXAMPLE
+from service.web.openapi import ATTEND_EXAMPLE, PUT_LAYER_EXAMPLE
 from service.wire.schemas.figure import Figure
 
 ROOT = Path(__file__).parent.parent

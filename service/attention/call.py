@@ -23,6 +23,8 @@ class Call:
     scale: float
     outputs: frozenset[str]
     softcap: float | None = None
+    positions: Tensor | None = None  # float64 [b|1, q] or [b|1, q, axes], by which RoPE rotates queries; None: masks.positions
+    key_positions: Tensor | None = None  # float64 [b|1, k] or [b|1, k, axes]; None: 0, 1, …
     fully_masked: FullyMasked = "zero"
     head_scale: Tensor | None = None  # [b|1, h, 1, 1]
     dropout: tuple[float, int] | None = None  # p, seed
@@ -47,7 +49,8 @@ class Call:
         key = query if self.key is self.query else self.key.to(device)
         value = key if self.value is self.key else self.value.to(device)
         moved = {name: tensor.to(device) for name in TENSORS if (tensor := getattr(self.masks, name)) is not None}
-        others = {name: tensor.to(device) for name in ("head_scale", "output_gradient") if (tensor := getattr(self, name)) is not None}
+        names = ("positions", "key_positions", "head_scale", "output_gradient")
+        others = {name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None}
         return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), **others)
 
 

@@ -5,7 +5,7 @@
     O = A V                               [batch, heads, rows, value_head_dim]
 
 A block has at most BLOCK scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink is an extra
-score in the softmax of each row; it has no value vector.
+score in the softmax of each row; it has no value vector. Other kinds of weights are computed by subclasses, in `weightings.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from service.attention.call import Call
 from service.attention.masks import Masks
-from service.attention.positions import alibi, alibi_slopes, relative_bias
+from service.attention.positions import alibi, alibi_slopes, decomposed_bias, grid_bias, relative_bias
 from service.attention.selection import selection
 from service.attention.weights import torch_dtype
 from service.spec import LayerSpec
@@ -26,6 +26,7 @@ from service.spec import LayerSpec
 BLOCK = 1 << 20  # most scores in one block of query rows: 4 MB in float32, which fits into caches
 DROPOUT_ROWS = 256  # rows between two saved states of the random generator (2.5 KB each)
 PER_HEAD = frozenset({"output", "concatenated", "head_outputs"})  # outputs computed from the heads' outputs
+LayerBias = Callable[[Tensor, Masks, slice, slice, Sequence[int] | None], Tensor]  # query, masks, rows, keys, heads -> [b|1, h, rows, keys]
 
 
 class RowBlock(NamedTuple):
@@ -44,7 +45,10 @@ class Eager:
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.weights, self.layer_dtype = spec, weights, torch_dtype(spec.dtype)
         self.dtype = torch.float64 if self.layer_dtype == torch.float64 else torch.float32
+        self.is_fusible = type(self) is Eager and not spec.sinks  # whether torch's fused kernels compute such weights
         self._slopes = torch.tensor(alibi_slopes(spec.num_heads) if spec.alibi else [], dtype=self.dtype, device=device)
+        biases = ((spec.alibi, self._alibi), (spec.relative_bias, self._relative_bias), (spec.grid_bias, self._grid_bias))
+        self.biases: list[LayerBias] = [bias for on, bias in biases if on]
         self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores
 
     def __call__(
@@ -101,24 +105,36 @@ class Eager:
         scores = torch.baddbmm(self._zero, q, k.transpose(1, 2), beta=0, alpha=call.scale).view(batch, heads, num_rows, num_keys)
         if call.softcap:
             scores = torch.tanh(scores / call.softcap) * call.softcap
-        if (bias := self.bias(call.masks, rows, slice(0, num_keys), call.heads)) is not None:
+        if (bias := self.bias(query, call.masks, rows, slice(0, num_keys), call.heads)) is not None:
             scores = scores + bias
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
 
-    def bias(self, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None = None) -> Tensor | None:
-        """The sum of the biases, [b|1, h|1, rows|1, keys|1]: the call's bias, ALiBi without `_alibi_shift`, and T5's relative bias; None if
-        there are none. `heads` selects heads of the layer's biases; None: all.
+    def bias(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None = None) -> Tensor | None:
+        """The sum of the call's bias and those of the layer, for query [b, h, rows, d]: [b|1, h|1, rows|1, keys|1]; None if there are none.
+
+        ALiBi is without `_alibi_shift`. `heads` selects heads of the layer's biases; None: all.
         """
-        parts = [masks.bias_at(rows, keys)]
-        if self.spec.alibi:
-            parts.append(alibi(_of_heads(self._slopes, heads), masks.clamped_positions(rows), keys))
-        if self.spec.relative_bias is not None:
-            table = _of_heads(self.weights["relative_bias"].T, heads).T
-            parts.append(relative_bias(table, self.spec.relative_bias, masks.positions[:, rows], keys))
-        total: Tensor | None = None
-        for part in parts:
-            total = part if total is None else total if part is None else total + part
+        total = masks.bias_at(rows, keys)
+        for bias in self.biases:
+            part = bias(query, masks, rows, keys, heads)
+            total = part if total is None else total + part
         return total
+
+    def _alibi(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None) -> Tensor:
+        return alibi(_of_heads(self._slopes, heads), masks.clamped_positions(rows), keys)
+
+    def _relative_bias(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None) -> Tensor:
+        assert self.spec.relative_bias is not None
+        table = _of_heads(self.weights["relative_bias"].T, heads).T
+        return relative_bias(table, self.spec.relative_bias, masks.positions[:, rows], keys)
+
+    def _grid_bias(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None) -> Tensor:
+        grid, positions = self.spec.grid_bias, masks.positions[:, rows]
+        assert grid is not None
+        if grid.kind == "table":
+            return grid_bias(_of_heads(self.weights["grid_bias"].T, heads).T, grid, positions, keys)
+        of_rows, of_columns = (self.weights[name].to(self.dtype) for name in ("grid_rows", "grid_columns"))
+        return decomposed_bias(query.to(self.dtype), of_rows, of_columns, grid, positions, keys)
 
     def _sinks(self, heads: Sequence[int] | None) -> Tensor | None:
         """The sinks' scores [heads, 1]; None if the layer has none."""

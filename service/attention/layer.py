@@ -3,7 +3,7 @@
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
     Y = Attention(Q, K, V) ∘ gate(X)                                      (layers with an output gate; Qiu et al. 2025, equation 5)
 
-`_forward` chooses the implementation: `short`, in C, for few rows without masks; `sdpa`, torch's fused kernels, if neither weights nor
+`forward` chooses the implementation: `short`, in C, for few rows without masks; `sdpa`, torch's fused kernels, if neither weights nor
 scores are requested; `eager` for everything else.
 `nn.MultiheadAttention` is not used: some of its code paths ignore masks, and its results for fully masked rows depend on flags.
 """
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result, WeightBlock
-from service.attention.eager import PER_HEAD, Eager, rows_per_block
+from service.attention.eager import PER_HEAD, rows_per_block
 from service.attention.linear import set_precision
 from service.attention.projections import Projected, Projections
 from service.attention.sdpa import sdpa
 from service.attention.selection import select_heads_and_queries
 from service.attention.short import Short
+from service.attention.weightings import eager_for
 from service.attention.weights import torch_dtype
 from service.spec import PROJECTIONS, LayerSpec
 
@@ -37,7 +38,7 @@ class MultiHeadAttention:
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
         self.projections = Projections(spec, weights)
-        self.eager = Eager(spec, self.projections.weights, device)
+        self.eager = eager_for(spec)(spec, self.projections.weights, device)
         self.short = Short(spec, self.projections.weights) if Short.suits_layer(spec, device) else None
 
     @property
@@ -45,16 +46,16 @@ class MultiHeadAttention:
         """The weights by canonical name."""
         return self.projections.weights
 
-    @torch.inference_mode()
     def forward(self, call: Call) -> Result:
         """Compute the outputs named in `call.outputs`, in the layer's dtype; scores and weights of half-precision layers are float32."""
-        result = self._forward(call)
-        return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
+        if self.short is not None and self.short.suits(call) and (result := self.short(call)) is not None:
+            return result
+        with torch.inference_mode():
+            result = self._forward(call)
+            return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
 
     def _forward(self, call: Call) -> Result:
         set_precision(self.spec.matmul_precision)
-        if self.short is not None and self.short.suits(call) and (result := self.short(call)) is not None:
-            return result
         tensors, fully_masked = self._attend(call, *self.projections.project(call))
         if "output" in call.outputs:
             tensors["output"] = self.projections.project_back(tensors["concatenated"])

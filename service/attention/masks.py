@@ -94,13 +94,13 @@ class Masks:
     def visible(self, rows: slice, keys: slice | None = None) -> Tensor | None:
         """bool [b|1, h|1, rows|1, keys|1]: the pairs that may attend; None if nothing is blocked."""
         keys = keys or slice(0, self.num_keys)
-        seen = self._sets(rows, keys)
+        visible = self._sets(rows, keys)
         if not self.has_intervals:
-            return seen
+            return visible
         first, last = (index[:, None, :, None] for index in self.interval(rows))
         j = torch.arange(keys.start, keys.stop, device=self.positions.device)
-        seen = _and(seen, j <= last)
-        return seen & (j >= first) if self._has_first else seen
+        visible = _and(visible, j <= last)
+        return visible & (j >= first) if self._has_first else visible
 
     def _sets(self, rows: slice, keys: slice) -> Tensor | None:
         parts: list[Tensor] = []
@@ -129,10 +129,10 @@ class Masks:
             return (last < first)[:, None]
         parts = []
         for start in range(0, q, block):
-            seen = self.visible(slice(start, min(start + block, q)))
-            assert seen is not None
+            visible = self.visible(slice(start, min(start + block, q)))
+            assert visible is not None
             rows = min(block, q - start)
-            parts.append(~seen.any(-1).expand(-1, -1, rows) if self.num_keys else seen.new_ones(1, 1, rows))
+            parts.append(~visible.any(-1).expand(-1, -1, rows) if self.num_keys else visible.new_ones(1, 1, rows))
         return torch.cat(parts, -1) if parts else None
 
     def narrowed(self, heads: Sequence[int] | None, queries: Sequence[int] | None) -> "Masks":
@@ -153,8 +153,8 @@ class Masks:
         )
 
 
-def _and(seen: Tensor | None, part: Tensor) -> Tensor:
-    return part if seen is None else seen & part
+def _and(visible: Tensor | None, part: Tensor) -> Tensor:
+    return part if visible is None else visible & part
 
 
 def _block(tensor: Tensor, rows: slice, keys: slice) -> Tensor:

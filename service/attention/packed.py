@@ -45,7 +45,9 @@ class PackedAttention:
                 key=key,
                 value=key if call.value is call.key else call.value[:, k],
                 masks=self.masks[q.stop - q.start, k.stop - k.start],
-                output_gradient=None if call.output_gradient is None else call.output_gradient[:, q],
+                positions=_rows(call.positions, q),
+                key_positions=_rows(call.key_positions, k),
+                output_gradient=_rows(call.output_gradient, q),
             )
 
     def to(self, device: torch.device) -> Self:
@@ -54,6 +56,10 @@ class PackedAttention:
 
 def _slices(lengths: Sequence[int]) -> Iterator[slice]:
     return (slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0)))
+
+
+def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[:, rows]
 
 
 def _fully_masked(results: Sequence[Result], queries: Sequence[int], heads: int) -> Tensor | None:

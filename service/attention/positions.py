@@ -1,4 +1,4 @@
-"""Rotary position embedding, factors on queries by position, ALiBi and T5's relative bias.
+"""Rotary position embedding, factors on queries by position, ALiBi, T5's relative bias and relative positions in a grid.
 
 The position of query i is i + offset, that of key j is j.
 """
@@ -8,11 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from service.spec import QueryScale, RelativeBias, Rope
+from service.spec import GridBias, QueryScale, RelativeBias, Rope
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """Rotate pairs of the first `dims` numbers of x [b, heads, n, head_dim] by positions [b|1, n] (Su et al. 2021, equation 34).
+    """Rotate pairs of the first `dims` numbers of x [b, heads, n, head_dim] by positions (Su et al. 2021, equation 34).
+
+    Positions are [b|1, n], or [b|1, n, axes], of which each pair turns by that of its axis (Wang et al. 2024, section 2.1).
 
     Half-split pairs are (i, i + dims/2), as in GPT-NeoX and Llama; interleaved ones (2i, 2i + 1), as in GPT-J. Angles are computed in
     float64: the rounding of a float32 angle grows with the position (4e-5 of a pair's length at position 6,000). Cosines, sines and the
@@ -20,7 +22,8 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     """
     dims = rope.dims or x.shape[-1]
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-    angles = positions.to(torch.float64)[:, None, :, None] * _frequencies(rope, dims).to(x.device)  # [b|1, 1, n, dims/2]
+    of_pairs = positions[..., None] if positions.ndim == 2 else positions[..., list(rope.axes or ())]
+    angles = of_pairs.to(torch.float64)[:, None] * _frequencies(rope, dims).to(x.device)  # [b|1, 1, n, dims/2]
     turned, rest = x[..., :dims].to(exact), x[..., dims:]
     cos, sin = ((rope.attention_factor * wave).to(exact) for wave in (angles.cos(), angles.sin()))
     if rope.interleaved:
@@ -31,6 +34,11 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     turned = turned.to(x.dtype)
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+def rotate_halves(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """Rotate each half of the heads of x [b, heads, n, head_dim] by itself, as differential attention does."""
+    return torch.cat([rotate(half, positions, rope) for half in x.chunk(2, -1)], -1)
 
 
 def _frequencies(rope: Rope, dims: int) -> Tensor:
@@ -94,3 +102,34 @@ def _buckets(distance: Tensor, spec: RelativeBias) -> Tensor:
     ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact)
     far = (exact + (ratio * (buckets - exact)).to(torch.int64)).clamp(max=buckets - 1)
     return offset + torch.where(distance < exact, distance, far)
+
+
+def grid_bias(table: Tensor, grid: GridBias, positions: Tensor, keys: slice) -> Tensor:
+    """The bias of a table [relative positions, h] for queries at positions [b|1, rows]: [b|1, h, rows, keys]."""
+    down, across = _grid_distances(grid, positions, keys)
+    index = down * (2 * grid.width - 1) + across
+    if grid.class_token:
+        of_query, of_key = positions[:, :, None] == 0, torch.arange(keys.start, keys.stop, device=positions.device) == 0
+        index = torch.where(of_query, len(table) - 3, index)
+        index = torch.where(of_key, len(table) - 2 + of_query.to(index.dtype), index)
+    return table[index].movedim(-1, 1)
+
+
+def decomposed_bias(query: Tensor, rows: Tensor, columns: Tensor, grid: GridBias, positions: Tensor, keys: slice) -> Tensor:
+    """q · rows[dy] + q · columns[dx] for query [b, h, rows, d] at positions [b|1, rows]: [b, h, rows, keys] (Li et al. 2022, equation 4).
+
+    Every query is multiplied with all vectors of an axis, of which each key then takes its own.
+    """
+    of_axes = [
+        torch.gather(query @ vectors.T, -1, distances[:, None].expand(*query.shape[:3], -1))
+        for vectors, distances in zip((rows, columns), _grid_distances(grid, positions, keys), strict=True)
+    ]
+    return of_axes[0] + of_axes[1]
+
+
+def _grid_distances(grid: GridBias, positions: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
+    """Row and column of the query less those of the key, each from 0 for the smallest, [b|1, rows, keys]; 0 for a class token's."""
+    i, j = (x - int(grid.class_token) for x in (positions[:, :, None], torch.arange(keys.start, keys.stop, device=positions.device)))
+    down = torch.div(i, grid.width, rounding_mode="floor") - torch.div(j, grid.width, rounding_mode="floor") + grid.height - 1
+    across = i % grid.width - j % grid.width + grid.width - 1
+    return (down.clamp(0, 2 * grid.height - 2), across) if grid.class_token else (down, across)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from service.attention.call import Call
 from service.attention.linear import Linear
-from service.attention.positions import rotate, scale_queries
+from service.attention.positions import rotate, rotate_halves, scale_queries
 from service.attention.weights import torch_dtype
 from service.spec import PROJECTIONS, Latent, LayerSpec, QKNorm
 
@@ -20,6 +20,7 @@ class Projections:
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
         self.spec, self.weights, self.dtype = spec, dict(weights), torch_dtype(spec.dtype)
+        self._rotate = rotate if spec.differential is None else rotate_halves
         self._products: dict[str, Linear] = {}  # created when first needed, since each may store its weight a second time
 
     def project(self, call: Call) -> Projected:
@@ -35,8 +36,9 @@ class Projections:
         if norm is not None and not norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         if spec.rope is not None:
-            positions = torch.arange(key.shape[2], device=key.device)[None]
-            query, key = rotate(query, call.masks.positions, spec.rope), rotate(key, positions, spec.rope)
+            of_keys = torch.arange(key.shape[2], device=key.device)[None] if call.key_positions is None else call.key_positions
+            query = self._rotate(query, call.masks.positions if call.positions is None else call.positions, spec.rope)
+            key = self._rotate(key, of_keys, spec.rope)
         if norm is not None and norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         if spec.query_scale is not None:

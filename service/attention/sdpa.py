@@ -17,12 +17,12 @@ from service.attention.masks import Masks
 def sdpa(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor | None:
     """Head outputs [b, h, q, value_head_dim]; None if torch's kernels cannot compute the call exactly.
 
-    They support no sinks, softcap or seeded dropout. They mask by adding -inf to scores, so a NaN or overflow in a masked key reaches the
-    outputs; masked outputs that are not finite are therefore rejected. A row whose scores all overflow to -inf they take for a fully masked
-    one and return zeros; outputs with zeros are therefore rejected if scores may have overflowed.
+    They support softmax alone, without sinks, softcap or seeded dropout. They mask by adding -inf to scores, so a NaN or overflow in a
+    masked key reaches the outputs; masked outputs that are not finite are therefore rejected. A row whose scores all overflow to -inf they
+    take for a fully masked one and return zeros; outputs with zeros are therefore rejected if scores may have overflowed.
     """
     uniform = fully_masked is not None and call.fully_masked == "uniform"
-    if eager.spec.sinks or call.softcap or call.dropout or call.reproducible or uniform or 0 in call.query.shape or 0 in call.key.shape:
+    if not eager.is_fusible or call.softcap or call.dropout or call.reproducible or uniform or 0 in call.query.shape or 0 in call.key.shape:
         return None
     outputs = _in_blocks(eager, call, query, key, value, fully_masked)
     if not outputs[..., 0].all() and _may_overflow(call.scale, query, key):
@@ -43,7 +43,7 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
     """Compute one block of query rows at a time, only with the range of keys that its rows may attend to."""
     spec, masks, (batch, heads, num_queries, _), num_keys = eager.spec, call.masks, query.shape, key.shape[2]
     attend = partial(F.scaled_dot_product_attention, scale=call.scale, enable_gqa=spec.num_heads > spec.num_kv_heads)
-    if not (spec.alibi or spec.relative_bias):
+    if not eager.biases:
         if masks.only_causal or not (masks.has_any or masks.bias is not None):
             return attend(query, key, value, is_causal=masks.has_any)
         if (keys := masks.shared_keys()) is not None:
@@ -51,7 +51,7 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
     assembly = Assembly(num_queries)
     for rows in row_blocks(batch * heads * num_keys, num_queries):
         keys = _visible_keys(masks, rows)
-        mask, bias = masks.visible(rows, keys), eager.bias(masks, rows, keys)
+        mask, bias = masks.visible(rows, keys), eager.bias(query[:, :, rows], masks, rows, keys)
         if bias is not None:
             mask = (bias if mask is None else bias.masked_fill(~mask, -torch.inf)).to(query.dtype)
         if mask is not None:

@@ -1,6 +1,6 @@
 """Draws the seeded weights of a spec on the CPU, without changing a global random state.
 
-Five schemes, one function each. The NumPy schemes draw from `RandomState`, whose streams NumPy guarantees not to change. The torch schemes
+The NumPy schemes draw from `RandomState`, whose streams NumPy guarantees not to change. The torch schemes
 repeat the draws of torch's modules, in their order, with a separate generator; their stability is that of torch.
 """
 
@@ -60,17 +60,11 @@ def _xavier_uniform(spec: LayerSpec) -> Weights:
     return weights
 
 
-def _numpy(spec: LayerSpec, draw: Callable[[int, int], Array]) -> Weights:
+def _numpy(spec: LayerSpec) -> Weights:
     """Square matrices W that are applied as `x @ W`, as in tutorials; the canonical weight is W transposed."""
+    stream = np.random.RandomState(spec.seed)
+    draw = stream.randn if spec.init == "numpy_normal" else stream.rand
     return {f"{name}.weight": draw(spec.d_model, spec.d_model).T for name in PROJECTIONS}
-
-
-def _numpy_normal(spec: LayerSpec) -> Weights:
-    return _numpy(spec, np.random.RandomState(spec.seed).randn)
-
-
-def _numpy_uniform(spec: LayerSpec) -> Weights:
-    return _numpy(spec, np.random.RandomState(spec.seed).rand)
 
 
 def _linear(shape: tuple[int, ...], bias: bool, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -117,8 +111,8 @@ def _torch_mha(spec: LayerSpec) -> Weights:
 
 SCHEMES: dict[str, Callable[[LayerSpec], Weights]] = {
     "xavier_uniform": _xavier_uniform,
-    "numpy_normal": _numpy_normal,
-    "numpy_uniform": _numpy_uniform,
+    "numpy_normal": _numpy,
+    "numpy_uniform": _numpy,
     "torch_linear": _torch_linear,
     "torch_mha": _torch_mha,
 }

@@ -6,7 +6,9 @@ GPT-2's Conv1D [in, out]. Norms of queries and keys may have any of the usual na
 of the queries (`gated queries`) or of queries, keys and values (`gated stack`). `latent` has DeepSeek's matrices in two steps.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,14 +21,28 @@ SPELLINGS = {
     "query": "q_proj query self.query q attn.q q_lin Wq self.q_proj attention.query q_proj.linear query_proj",
     "key": "k_proj key self.key k attn.k k_lin Wk self.k_proj attention.key k_proj.linear key_proj",
     "value": "v_proj value self.value v attn.v v_lin Wv self.v_proj attention.value v_proj.linear value_proj",
-    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv att_proj gqkv_proj",
-    "output": "o_proj out_proj dense output.dense o attn.o out_lin Wo wo c_proj proj projection o_proj.linear attn_out projection_layer",
+    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv att_proj gqkv_proj attention.qkv",
+    "output": "o_proj out_proj dense output.dense o attn.o out_lin Wo wo c_proj proj projection o_proj.linear attn_out projection_layer "
+    "post_attention.conv1d",
     "query_norm": "q_norm query_layernorm q_layernorm query_norm",
     "key_norm": "k_norm key_layernorm k_layernorm key_norm",
     "gate": "gate_proj g_proj",
 }
+GRIDS = {  # tables of relative positions in a grid: Swin and BEiT, SAM
+    "self.relative_position_bias_table": "grid_bias",
+    "relative_position_bias.relative_position_bias_table": "grid_bias",
+    "attention.relative_position_bias.relative_position_bias_table": "grid_bias",
+    "rel_pos_h": "grid_rows",
+    "rel_pos_w": "grid_columns",
+}
 KINDS, SINKS = ("weight", "bias"), ("sinks", "softmax_offset", "attention_sink_bias")
-IGNORED = {"*LayerNorm.*": None, "*rotary_emb.inv_freq": None, "bias": 4, "masked_bias": 0}  # norms of blocks, buffers of old files
+IGNORED = {
+    "*LayerNorm.*": None,
+    "*rotary_emb.inv_freq": None,
+    "*relative_position_index": 2,
+    "bias": 4,
+    "masked_bias": 0,
+}  # norms of blocks, buffers of old files
 Take = Callable[[LayerTensors, Array], tuple[Array, ...]]
 
 
@@ -35,7 +51,7 @@ def _names(*parts: str) -> dict[str, str]:
     names = {f"{spelling}.{kind}": f"{part}.{kind}" for part in parts for spelling in SPELLINGS[part].split() for kind in KINDS}
     packed = {f"in_proj_{kind}": f"qkv.{kind}" for kind in KINDS} if "qkv" in parts else {}
     packed |= {"attention.q_bias": "query.bias", "attention.v_bias": "value.bias"} if "query" in parts else {}  # VideoMAE
-    return names | packed | dict.fromkeys(SINKS, "sinks")
+    return names | packed | dict.fromkeys(SINKS, "sinks") | {"gate_bias": "gate.bias"} | GRIDS
 
 
 def _norms(tensors: LayerTensors, one_plus: bool = False) -> Weights:
@@ -54,6 +70,9 @@ def _norms(tensors: LayerTensors, one_plus: bool = False) -> Weights:
 def _extras(tensors: LayerTensors) -> Weights:
     found = {part: tensors.get(part, "n") for part in (*ALL_BIASES, "gate.bias", "sinks") if tensors.has(part)}
     found |= {"gate.weight": tensors.get("gate.weight", "out", "in")} if tensors.has("gate.weight") else {}
+    if "gate.bias" in found and "gate.weight" in found and len(found["gate.bias"]) == tensors.given["num_heads"]:
+        found["gate.bias"] = np.repeat(found["gate.bias"], len(found["gate.weight"]) // tensors.given["num_heads"])  # one for each head
+    found |= {part: tensors.get(part, "places", "n") for part in GRIDS.values() if tensors.has(part)}
     return found | ({"relative_bias": tensors.get("relative_bias", "buckets", "heads")} if tensors.has("relative_bias") else {})
 
 
@@ -71,6 +90,22 @@ def separate(tensors: LayerTensors, one_plus: bool = False) -> Converted:
 def one_plus(tensors: LayerTensors) -> Converted:
     """As `separate`, for norm weights stored less 1: adds 1 in float32, as Gemma does."""
     return separate(tensors, one_plus=True)
+
+
+def cosine(tensors: LayerTensors) -> Converted:
+    """Swin v2 (Liu et al. 2022, arXiv 2111.09883, section 3.3): a cosine is the product of normed vectors, and 16 σ(a network of the
+    distances on a logarithmic scale) is a table.
+    """
+    converted, grid, head_dim = separate(tensors), tensors.given["grid_bias"], tensors.given["head_dim"]
+    scales = np.exp(np.minimum(tensors.get("logit_scale", "heads", "1", "1"), math.log(100))).reshape(-1, 1)
+    norms = {"query": scales * head_dim**-0.5, "key": np.full_like(scales, head_dim**-0.5)}
+    sides = [np.arange(1 - n, n) * 8 / max(n - 1, 1) for n in (grid["height"], grid["width"])]
+    places = np.stack(np.meshgrid(*sides, indexing="ij"), axis=-1).reshape(-1, 2)
+    places = np.sign(places) * np.log2(np.abs(places) + 1) / 3
+    hidden = np.maximum(places @ tensors.get("network.weight", "out", "in").T + tensors.get("network.bias", "n"), 0)
+    table = 16 / (1 + np.exp(-hidden @ tensors.get("network_out.weight", "heads", "in").T))
+    made = {f"{name}_norm.weight": np.repeat(norm, head_dim, axis=1) for name, norm in norms.items()} | {"grid_bias": table}
+    return replace(converted, weights=converted.weights | {name: x.astype(np.float32) for name, x in made.items()})
 
 
 def gated_queries(tensors: LayerTensors) -> Converted:
@@ -142,6 +177,11 @@ LATENT_NAMES = {
 }
 
 
+NETWORK = "self.continuous_position_bias_mlp"
+COSINE = {"self.logit_scale": "logit_scale", f"{NETWORK}.2.weight": "network_out.weight"}
+COSINE |= {f"{NETWORK}.0.{kind}": f"network.{kind}" for kind in KINDS}
+
+
 def latent(tensors: LayerTensors) -> Converted:
     """DeepSeek's multi-head latent attention: the shared part of the keys goes from the end of each head to its beginning.
 
@@ -198,6 +238,11 @@ MODEL_LAYOUTS: dict[str, Layout] = {
     for layout in (
         _layout("separate", separate, "query", "key", "value"),
         _layout("separate, norms less 1", one_plus, "query", "key", "value"),
+        replace(
+            _layout("cosine", cosine, "query", "key", "value"),
+            names=_names("query", "key", "value", "output") | COSINE,
+            optional=tuple((bias,) for bias in ALL_BIASES),
+        ),
         _layout("gated queries, norms less 1", gated_queries, "query", "key", "value"),
         _layout("stacked", packed(stacked_rows), "qkv"),
         _layout("gated stack", packed(gated_stack_rows, gated=True), "qkv"),

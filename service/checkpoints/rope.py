@@ -8,6 +8,7 @@ are taken, and `max_length` refuses longer ones.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -41,15 +42,20 @@ class Rotary:
     theta_fields: Mapping[str, tuple[str, float]] | None = None  # layer type -> field with its theta in transformers 4, and default
     scaled_layer_types: tuple[str, ...] | None = None  # layer types to which rope_scaling of transformers 4 applies; None: all
     dims_field: str = ""  # field with the number of rotated dims
+    sections: Literal["", "blocks", "thirds"] = ""  # which pairs mrope_section gives each axis: blocks (Qwen2-VL), every third (Qwen3-VL)
+    image: Literal["", "blocks", "alternating"] = ""  # rows and columns of an image, whose frequencies are the same, or alternate (Pixtral)
+    unit: float = 1.0  # radians that the fastest pair turns for a distance of 1 in an image
     others: tuple[str, ...] = ()  # fields of rope_parameters that are not about RoPE, and that a trait reads
 
 
 def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) -> Fields:
     """LayerSpec's `rope`. Raises InvalidRequest for a kind or a field that is not understood.
 
-    `rope_parameters` may have one entry for each layer type. m-RoPE is RoPE for text, where all its positions are equal.
+    `rope_parameters` may have one entry for each layer type.
     """
     settings = _settings(config, rotary, layer_type)
+    if rotary.image:
+        return image_fields(config, settings, rotary, head_dim)
     kind = settings.get("rope_type", "type", default="default")
     kind = ALIASES.get(kind, kind)
     if kind not in KINDS:
@@ -73,7 +79,45 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
         rope |= SCALINGS[kind](RopeInputs(config, settings, plain, theta, partial)) if kind in SCALINGS else {}
     if rotary.negate_angles:
         rope["frequencies"] = [-x for x in rope.get("frequencies", plain.tolist())]
+    if rotary.sections and settings.get("mrope_section") is not None:
+        rope["axes"] = section_axes(settings, rotary, dims // 2)
     return rope
+
+
+def section_axes(settings: Config, rotary: Rotary, pairs: int) -> list[int]:
+    """m-RoPE (Wang et al. 2024, section 2.1): the axis of each pair, time, height or width. Raises InvalidRequest."""
+    sections = settings.get("mrope_section")
+    if not isinstance(sections, list) or len(sections) != 3 or any(type(n) is not int or n < 0 for n in sections) or sum(sections) != pairs:
+        raise settings.refusal("mrope_section", f"three numbers of pairs, {pairs} in all", sections)
+    if rotary.sections == "blocks":
+        return [axis for axis, n in enumerate(sections) for _ in range(n)]
+    axes = [0] * pairs
+    for axis in (1, 2):
+        axes[axis : sections[axis] * 3 : 3] = [axis] * len(axes[axis : sections[axis] * 3 : 3])
+    return axes
+
+
+def image_fields(config: Config, settings: Config, rotary: Rotary, head_dim: int) -> Fields:
+    """RoPE of an image: half of the pairs turn by the row of a patch, the others by its column. Raises InvalidRequest."""
+    settings.expect("rope_type", "axial")
+    for name, value in settings.fields.items():
+        if name not in ("rope_type", "rope_theta") and value is not None:
+            raise settings.refusal(name, "only fields that rope_type axial has", value)
+    if head_dim % 4:
+        raise config.refusal("head_dim", "a multiple of 4", head_dim)
+    theta = settings.number("rope_theta", default=config.number("rope_theta", default=rotary.theta))
+    if theta <= 0:
+        raise config.refusal("rope_theta", "a positive number", theta)
+    of_rows = np.arange(0, head_dim, 4) / head_dim
+    exponents = np.concatenate([of_rows, of_rows + (2 / head_dim if rotary.image == "alternating" else 0)])
+    frequencies, axes = rotary.unit * theta**-exponents, [0] * len(of_rows) + [1] * len(of_rows)
+    return {
+        "dims": head_dim,
+        "interleaved": rotary.interleaved,
+        "frequencies": frequencies.tolist(),
+        "axes": axes,
+        "requires_positions": True,
+    }
 
 
 def _settings(config: Config, rotary: Rotary, layer_type: str) -> Config:

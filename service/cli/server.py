@@ -30,8 +30,8 @@ from service.cli.logs import configure_logs
 from service.serving.service import Service
 from service.settings import Settings
 from service.web.app import create_app
-from service.web.connections import Connection
-from service.web.slow_peers import SlowPeerTimer
+from service.web.connections import Connection, SlowPeerTimer
+from service.web.http_protocol import RefusalReports
 
 log = structlog.get_logger("attend")
 POLL = 0.1  # seconds
@@ -170,13 +170,8 @@ def application(settings: Settings, threads: int, pages: Mapping[str, str]) -> F
     app = create_app(settings)
     service, inner = app.state.service, app.router.lifespan_context
     service.logged_when_ready = pages
-    Connection.timer = SlowPeerTimer(
-        settings.client_timeout,
-        service.metrics.failed,
-        settings.access_log,
-        partial(service.metrics.answered, "other"),
-        settings.min_client_rate,
-    )
+    Connection.timer = SlowPeerTimer(settings.client_timeout, settings.min_client_rate)
+    Connection.reports = RefusalReports(service.metrics.failed, partial(service.metrics.answered, "other"), settings.access_log)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:

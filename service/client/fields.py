@@ -99,6 +99,10 @@ class CallFields(TypedDict, total=False):
     """Query i attends to keys from i + query_offset - left to i + query_offset + right only."""
     query_offset: int | Sequence[int] | TensorLike | Literal["end"] | None
     """Position of the first query among the keys: an integer, [b], or "end", which puts the last query at the last real key."""
+    positions: TensorLike | None
+    """Positions by which RoPE rotates the queries, in place of their indices; [b,q], or [b,q,axes] for layers with several axes."""
+    key_positions: TensorLike | None
+    """The same of the keys; those of the queries if the key is left out."""
     fully_masked: Literal["zero", "uniform", "error"] | None
     """Weights of a query without any key: 0, which is the default, 1/k, or an error."""
     head_scale: TensorLike | None

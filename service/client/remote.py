@@ -24,7 +24,7 @@ from service.client.client import Client
 from service.errors import InvalidRequest, LayerConflict
 from service.spec import Biases, LayerSpec
 from service.tensors import DATATYPES, Array
-from service.wire.schemas.attend import LayerDocument
+from service.wire.schemas.layers import LayerDocument
 
 BFLOAT16 = DATATYPES["BF16"].numpy
 SEEDS = 2**32  # number of seeds of dropout

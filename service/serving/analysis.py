@@ -9,13 +9,13 @@ import torch
 
 from service.attention.call import Call, Result
 from service.attention.masks import real_keys
-from service.attention.metrics.compute import OVERFLOWED, MetricsOperation
+from service.attention.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOperation
 from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
-from service.serving.casting import cast, numpy_of
-from service.serving.cost import Cost, ServingLimits, reply_sizes, require_admitted
+from service.serving.cost import Admission, Cost, reply_sizes
 from service.serving.cost import predict as predict_call
+from service.serving.device import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
@@ -25,25 +25,27 @@ from service.wire.problems import validate
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, TOKEN_METRICS, AnalysisRequest
 
-PER_HEAD_FIELDS = ("alibi", "relative_bias", "sinks", "output_gate")  # fields with parameters per head, unknown for a single head
+PER_HEAD_FIELDS = ("alibi", "relative_bias", "grid_bias", "sinks", "output_gate")  # with parameters per head, unknown for a single head
 VALUE_METRICS = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
 SORTING_METRICS = {"keys_for_mass"}
 OUTPUT_METRICS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
 BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
-def bind_analysis(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
-    """The bound call of a request for metrics. `shards` is ignored, since metrics need all keys of a row at once.
-
-    Raises InvalidRequest, or TooLarge for a cost beyond the limits.
-    """
+def bind_analysis(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
+    """The bound call of a request for metrics. Raises InvalidRequest, or TooLarge for a cost beyond the limits."""
     request = validate(AnalysisRequest, decoded.members)
     binding.check_against_layer(request, layer.spec)
     check_metrics(request, layer.spec)
     cost = predict(request, layer.spec)
-    require_admitted(cost, limits)
+    admission.require(request, layer.spec, cost)
     call = binding.bind(request, layer.spec)
-    return BoundCall(request, layer, call, cost, operation=operation_of(request, layer.spec, call))
+    log_fields = {
+        **binding.shape_fields(request, call),
+        "outputs": request.wanted(bool(layer.spec.positional)),
+        "operations": cost.operations,
+    }
+    return BoundCall(request, layer, call, cost, log_fields, operation=operation_of(request, layer.spec, call))
 
 
 def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
@@ -62,6 +64,12 @@ def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
         wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
         if request.direction.shape != wanted:
             raise InvalidRequest.where("/direction", f"shape {list(wanted)} {layer}", f"shape {list(request.direction.shape)}")
+    for i, name in enumerate(metrics):
+        if spec.differential and name in {*OF_WEIGHTS, *VALUE_METRICS}:
+            expected = (
+                f"metrics of the heads' outputs, such as contribution, {layer}, whose weights may be negative (differential attention)"
+            )
+            raise InvalidRequest.where("/metrics" if request.metrics is None else f"/metrics/{i}", expected, name)
     for name in VALUE_METRICS:
         if spec.output_gate and name in metrics:
             expected = f"a metric other than {name} {layer}, whose output_gate scales values by another factor for each query"
@@ -119,7 +127,7 @@ def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | Non
 
 def _kept(request: AnalysisRequest, side: Literal["query", "key"]) -> torch.Tensor | None:
     """bool [b|1, n]: the queries or keys whose tokens are not omitted; None: all."""
-    tokens, words = request.tokens, request.words(side)
+    tokens, words = request.tokens, request.tokens_of(side)
     if tokens is None or not tokens.omit or not words:
         return None
     rows: list[Any] = [words] if isinstance(words[0], str) else words
@@ -215,7 +223,7 @@ def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) 
 
 def _link_words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:
     """The query and key words of the strongest links; None for missing links."""
-    named = (("query_words", request.words("query"), parts["queries"]), ("key_words", request.words("key"), parts["keys"]))
+    named = (("query_words", request.tokens_of("query"), parts["queries"]), ("key_words", request.tokens_of("key"), parts["keys"]))
     return {part: _words_at(words, indices, request.batched) for part, words, indices in named if words}
 
 

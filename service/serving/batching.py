@@ -24,6 +24,7 @@ from service.serving.load import INTERNAL, Flow
 
 MAX_SCORE = 8.0  # largest estimated score of a call that may share a batch; about 1 for xavier weights and inputs of unit variance
 MAX_BIAS = 64.0  # largest |bias| of such a call: adding a larger one rounds the scores by more than results may differ
+STACKED = ("positions", "key_positions", "head_scale")
 
 BatchKey = tuple[Any, ...]  # calls with equal keys can be stacked
 
@@ -129,6 +130,7 @@ def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
         call.softcap,
         call.fully_masked,
         call.head_scale is None,
+        tuple(None if positions is None else positions.shape[1:] for positions in (call.positions, call.key_positions)),
         call.heads,
         call.queries,
         call.average,
@@ -152,7 +154,7 @@ def _may_amplify_rounding(layer: LoadedLayer, call: Call) -> bool:
         query = _max_row_norm(call.query)
         score *= query * (query if call.key is call.query else _max_row_norm(call.key))
     bias = call.masks.bias
-    return score > MAX_SCORE or (bias is not None and bool((bias.isfinite() & (bias.abs() > MAX_BIAS)).any()))
+    return not score <= MAX_SCORE or (bias is not None and bool((bias.isfinite() & (bias.abs() > MAX_BIAS)).any()))
 
 
 def _max_row_norm(rows: Tensor) -> float:
@@ -171,13 +173,14 @@ def stack(calls: Sequence[Call]) -> Call:
     key = query if first.key is first.query else torch.cat([call.key for call in calls])
     value = key if first.value is first.key else torch.cat([call.value for call in calls])
     masks: dict[str, Any] = {name: _stacked([getattr(call.masks, name) for call in calls], sizes) for name in TENSORS}
+    others: dict[str, Any] = {name: _stacked([getattr(call, name) for call in calls], sizes) for name in STACKED}
     return replace(
         first,
         query=query,
         key=key,
         value=value,
         masks=replace(first.masks, **masks, bias_blocks=any(call.masks.bias_blocks for call in calls)),
-        head_scale=_stacked([call.head_scale for call in calls], sizes),
+        **others,
     )
 
 

@@ -14,41 +14,48 @@ import torch
 from service.attention.call import Call
 from service.attention.masks import PADDING, Masks, last_keys
 from service.attention.packed import PackedAttention
-from service.errors import InvalidRequest, TooLarge
-from service.serving.casting import cast
-from service.serving.cost import ServingLimits, predict, refusals
+from service.errors import InvalidRequest
+from service.serving.cost import Admission, predict
+from service.serving.device import cast
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.validation_cache import cache_key
 from service.spec import LayerSpec
 from service.tensors import Array
 from service.wire.codec import Decoded
-from service.wire.problems import validate
+from service.wire.problems import describe_value, validate
 from service.wire.schemas.attend import AttendRequest
 
+BEYOND = "positions below {}, beyond which this model rotates by other frequencies, {}"
 
-def bind_attend(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+
+def bind_attend(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
     """The bound call of a request to POST /attend. The validation result of an earlier request with the same cache key is reused.
 
-    Raises InvalidRequest, or TooLarge for a cost beyond the limits, even when divided among `shards`.
+    Raises InvalidRequest, or TooLarge for a cost beyond the limits.
     """
     members = decoded.members
     key = cache_key(members)
     if key is not None and (cached := layer.validated.get(key)) is not None:
         query, keys, values = sequences(members["query"], members.get("key"), members.get("value"), layer.spec)
-        return BoundCall(cached.request, layer, Call(query, keys, values, **cached.options), cached.cost, cached.in_parts)
+        call = Call(query, keys, values, **cached.options)
+        return BoundCall(cached.request, layer, call, cached.cost, cached.log_fields, cached.in_parts)
     request = validate(AttendRequest, members)
     check_against_layer(request, layer.spec)
     cost = predict(request, layer.spec)
-    problems, in_parts = refusals(request, cost, limits, shards if layer.spec.is_relative else 0)
-    if problems:
-        raise TooLarge(problems=problems)
+    in_parts = admission.require(request, layer.spec, cost)
     call = bind(request, layer.spec)
+    log_fields = {**shape_fields(request, call), "outputs": request.outputs, "operations": cost.operations}
     if request.query_lengths is not None:
-        return BoundCall(request, layer, call, cost, operation=_packed(request, layer.spec))
+        return BoundCall(request, layer, call, cost, log_fields, operation=_packed(request, layer.spec))
     if key is not None:
-        layer.validated.keep(key, request, call, cost, in_parts)
-    return BoundCall(request, layer, call, cost, in_parts)
+        layer.validated.keep(key, request, call, cost, in_parts, log_fields)
+    return BoundCall(request, layer, call, cost, log_fields, in_parts)
+
+
+def shape_fields(request: AttendRequest, call: Call) -> dict[str, Any]:
+    """The fields of the log line that every call has: its layer, and the lengths of its sequences."""
+    return {"layer": request.layer, "query": request.query.shape, "keys": call.masks.num_keys}
 
 
 def _packed(request: AttendRequest, spec: LayerSpec) -> PackedAttention:
@@ -83,8 +90,9 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
         offset = request.query_offset if isinstance(request.query_offset, int | list) else 0
         length = max(k, q + max(offset if isinstance(offset, list) else [offset], default=0))
         if length > spec.rope.max_length:
-            expected = f"positions below {spec.rope.max_length}, beyond which this model rotates by other frequencies, {layer}"
-            raise InvalidRequest.where("/query", expected, f"up to {length - 1}")
+            raise InvalidRequest.where("/query", BEYOND.format(spec.rope.max_length, layer), f"up to {length - 1}")
+    _check_positions(request, spec, layer)
+    _check_grid(request, spec, q, k, layer)
     if request.output_gradient is not None:
         wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
         if request.output_gradient.shape != wanted:
@@ -95,10 +103,49 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
             raise InvalidRequest.where(f"/{name}", f"{h} heads (or 1) {layer}", str(array.shape[-3]))
     if request.head_scale is not None and request.head_scale.shape[-1] != h:
         raise InvalidRequest.where("/head_scale", f"{h} factors {layer}", str(request.head_scale.shape[-1]))
+    for i, name in enumerate(request.outputs):
+        if (reason := spec.undefined_outputs.get(name)) is not None:
+            raise InvalidRequest.where(f"/outputs/{i}", f"an output other than {name} {layer}, {reason}", name)
+    if spec.differential and request.dropout is not None:
+        raise InvalidRequest.where("/dropout", f"none {layer}, since dropout of a difference of two softmaxes is not defined", "dropout")
     if request.select and request.select.heads:
         for i, head in enumerate(request.select.heads):
             if head >= h:
                 raise InvalidRequest.where(f"/select/heads/{i}", f"a head below {h} {layer}", str(head))
+
+
+def _check_positions(request: AttendRequest, spec: LayerSpec, layer: str) -> None:
+    """Raises InvalidRequest if RoPE's positions do not fit the layer, or are missing."""
+    if request.positions is None:
+        if spec.rope is not None and spec.rope.requires_positions:
+            raise InvalidRequest.where("/positions", f"the positions of the queries {layer}, by which its rope rotates them", "nothing")
+        return
+    if spec.rope is None:
+        raise InvalidRequest.where("/positions", f"none {layer}, which has no rope", "positions")
+    axes = (spec.rope.num_axes,) if spec.rope.num_axes > 1 else ()
+    for name in ("positions", "key_positions"):
+        if (array := getattr(request, name)) is None:
+            continue
+        if (got := array.shape[1 + request.batched :]) != axes:
+            raise InvalidRequest.where(f"/{name}", f"axes {list(axes)} after those of the rows {layer}", str(list(got)))
+        if spec.rope.max_length is not None and (last := array.max(initial=0)) >= spec.rope.max_length:
+            raise InvalidRequest.where(f"/{name}", BEYOND.format(spec.rope.max_length, layer), str(last))
+
+
+def _check_grid(request: AttendRequest, spec: LayerSpec, q: int, k: int, layer: str) -> None:
+    """Raises InvalidRequest unless all queries and keys are tokens of the layer's grid."""
+    if (grid := spec.grid_bias) is None:
+        return
+    if request.query_lengths is not None:  # each sequence has a grid of its own
+        keys = request.query_lengths if request.key_lengths is None else request.key_lengths
+        q, k = int(request.query_lengths.max()), int(keys.max())
+    size = f"{grid.num_tokens} tokens of the grid of {grid.height} x {grid.width} {layer}"
+    if k > grid.num_tokens:
+        raise InvalidRequest.where("/query" if request.key is None else "/key", f"at most the {size}", str(k))
+    offsets = request.query_offset if isinstance(request.query_offset, list) else [request.query_offset or 0]
+    for offset in offsets:
+        if offset == "end" or offset < 0 or offset + q > grid.num_tokens:
+            raise InvalidRequest.where("/query_offset", f"the index of the first query among the {size}", describe_value(offset))
 
 
 def bind(request: AttendRequest, spec: LayerSpec) -> Call:
@@ -109,7 +156,7 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
     if request.head_scale is not None:
         head_scale = _numbers("head_scale", request.head_scale, spec, True)
         head_scale = head_scale.view(*((1,) if head_scale.ndim == 1 else ()), *head_scale.shape, 1, 1)
-    gradient = request.output_gradient
+    gradient, positions = request.output_gradient, _rotary_positions("positions", request)
     softcap = spec.softcap if request.softcap is None else request.softcap
     return Call(
         query=query,
@@ -119,6 +166,8 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
         scale=spec.scale if request.scale is None else request.scale,
         outputs=frozenset(request.outputs),
         softcap=softcap or None,
+        positions=positions,
+        key_positions=positions if request.key_positions is None else _rotary_positions("key_positions", request),
         fully_masked=request.fully_masked,
         head_scale=head_scale,
         dropout=None if request.dropout is None else (request.dropout.p, request.dropout.seed),
@@ -129,6 +178,12 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
         reproducible=request.reproducible,
         output_gradient=None if gradient is None else _numbers("output_gradient", gradient, spec, request.batched),
     )
+
+
+def _rotary_positions(name: str, request: AttendRequest) -> torch.Tensor | None:
+    """RoPE's positions, float64 [b|1, n] or [b|1, n, axes]."""
+    array = getattr(request, name)
+    return None if array is None else cast(name, array if request.batched else array[None], "float64")
 
 
 def sequences(query: Array, key: Array | None, value: Array | None, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,11 +20,12 @@ from typing import Literal
 from service.attention.call import Result
 from service.attention.figures import FigureSpec, Format, compose, draw, operation_for
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
-from service.serving.binding import bind, check_against_layer, refuse_packed
-from service.serving.cost import ServingLimits, predict, require_admitted
+from service.serving.binding import bind, check_against_layer, refuse_packed, shape_fields
+from service.serving.cost import Admission, predict
 from service.serving.layers.registry import LoadedLayer
-from service.serving.requests import BoundCall, CallerState
+from service.serving.requests import BoundCall, RawRequest
 from service.serving.threads import lower_priority
+from service.spec import LayerSpec
 from service.wire.codec import Decoded
 from service.wire.negotiation import PICTURES
 from service.wire.problems import validate
@@ -39,7 +40,7 @@ MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets n
 MAX_WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
 
 
-def bind_figure(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+def bind_figure(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
     """The bound call of a request for a figure. `decoded.reply_format` is the accepted media type, "" if no picture type is accepted.
 
     Raises InvalidRequest, NotAcceptable, or TooLarge for a cost beyond the limits.
@@ -50,22 +51,27 @@ def bind_figure(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, sha
     for i, head in enumerate(options.heads or ()):
         if head >= num_heads:
             raise InvalidRequest.where(f"/figure/heads/{i}", f'a head below {num_heads} for layer "{request.layer}"', str(head))
+    if layer.spec.differential:
+        for field, value, other in (("pool", options.pool, "max"), ("scale", options.scale, "log")):
+            if value == other:
+                raise InvalidRequest.where(f"/figure/{field}", f'another for layer "{request.layer}", whose weights may be negative', other)
     num_drawn = len(options.heads or range(num_heads))
     if num_drawn > MAX_HEADS and options.kind in ("heads", "similarity"):
         raise TooLarge.where("/figure/heads", f"at most {MAX_HEADS} heads in one picture", str(num_drawn))
     format = options.format or PICTURES.get(decoded.reply_format or "")
     if format is None:
         raise NotAcceptable.where("", f"an Accept that admits {' or '.join(PICTURES)}, or a figure.format", "neither")
-    spec = _spec(request, num_heads, format)
+    spec = _spec(request, layer.spec, format)
     outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if options.kind == "concatenation" else []
     # reproducible: equal requests get equal bytes
     request = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
     refuse_packed(request)
     cost = predict(request, layer.spec)
-    require_admitted(cost, limits)
+    admission.require(request, layer.spec, cost)
     operation = operation_for(spec)
     call = replace(bind(request, layer.spec), heads=spec.heads if operation else None)
-    return BoundCall(request, layer, call, cost, operation=operation, figure=spec)
+    log_fields = {**shape_fields(request, call), "figure": spec.kind, "format": spec.format}
+    return BoundCall(request, layer, call, cost, log_fields, operation=operation, figure=spec)
 
 
 def draw_figure(bound: BoundCall, result: Result, check: Check) -> bytes:
@@ -80,10 +86,10 @@ def media_type_of(spec: FigureSpec) -> str:
     return next(media for media, form in PICTURES.items() if form == spec.format)
 
 
-def _spec(request: FigureRequest, num_heads: int, format: Format) -> FigureSpec:
+def _spec(request: FigureRequest, layer: LayerSpec, format: Format) -> FigureSpec:
     options = request.figure
     key = request.query if request.key is None else request.key
-    heads = options.heads or ([0] if options.kind == "head" else range(num_heads))
+    heads = options.heads or ([0] if options.kind == "head" else range(layer.num_heads))
     kept, tokens = {side: request.kept(side) for side in SIDES}, {side: request.item_tokens(side) for side in SIDES}
     labels = {side: tokens[side] if (at := kept[side]) is None else tuple(tokens[side][i] for i in at) for side in SIDES}
     return FigureSpec(
@@ -98,6 +104,7 @@ def _spec(request: FigureRequest, num_heads: int, format: Format) -> FigureSpec:
         key_positions=kept["key"],
         omitted=tuple(sorted({*tokens["query"], *tokens["key"]} - {*labels["query"], *labels["key"]})),
         pool=options.pool or "mean",
+        signed=layer.differential is not None,
         title=options.title,
         maximum=options.maximum,
         logarithmic=options.scale == "log",
@@ -119,17 +126,19 @@ class FigureRenderer:
         self._waiting = 0
         self._seconds = 0.5  # moving average of the seconds per figure
 
-    async def draw(self, drawing: Drawing, caller_state: CallerState) -> bytes:
-        """Run `drawing` in the thread and return its bytes. Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
+    async def draw(self, drawing: Drawing, raw: RawRequest) -> bytes:
+        """Run `drawing` in the thread and return its bytes, the reply to `raw`.
+
+        Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
         if self._waiting >= MAX_WAITING:
             expected = f"at most {MAX_WAITING} pictures that wait to be drawn"
             raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", expected, str(self._waiting + 1))])
         deadline = self.clock() + MAX_SECONDS
-        if caller_state.deadline is not None:
-            deadline = min(deadline, caller_state.deadline)
+        if raw.deadline is not None:
+            deadline = min(deadline, raw.deadline)
         self._waiting += 1
         try:
-            drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, caller_state.gone)
+            drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
             return await asyncio.wait_for(drawn, max(0.0, deadline - self.clock()))
         except TimeoutError:
             raise _too_late() from None

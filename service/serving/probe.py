@@ -30,7 +30,8 @@ class Probe:
 
         Raises TooLarge if even a call of one query and one key exceeds the limits.
         """
-        cost.require_admitted(cost.predict(_zeros(layer, 1), layer.spec), limits)
+        request = _zeros(layer, 1)
+        cost.Admission(limits).require(request, layer.spec, cost.predict(request, layer.spec))
         await self._submit_zeros(layer, 1)
 
     async def measure(self, layer: LoadedLayer) -> None:
@@ -76,6 +77,8 @@ class Probe:
 
 
 def _zeros(layer: LoadedLayer, length: int) -> AttendRequest:
-    """A request of zeros with `length` queries and keys."""
+    """A request of zeros with `length` queries and keys, or as many as the layer's grid has tokens."""
+    if (grid := layer.spec.grid_bias) is not None:
+        length = min(length, grid.num_tokens)
     widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
     return AttendRequest(layer=layer.name, **{name: np.zeros((1, length, width)) for name, width in widths.items()})  # type: ignore[arg-type]

@@ -65,9 +65,9 @@ def split_call(call: Call, shards: int) -> list[Call]:
         key = call.key[:, first:end].clone()  # a copy: sending a view would send all of the memory under it
         value = key if call.value is call.key else call.value[:, first:end].clone()
         masks = _key_range(call.masks, first, end)
-        part = replace(
-            call, key=key, value=value, masks=masks, outputs=frozenset(wanted), head_scale=None, average=False, top_k=None, part=True
-        )
+        positions = None if call.key_positions is None else call.key_positions[:, first:end].clone()
+        part = replace(call, key=key, value=value, key_positions=positions, masks=masks, outputs=frozenset(wanted), part=True)
+        part = replace(part, head_scale=None, average=False, top_k=None)
         parts.append(part)
     return parts
 

@@ -19,12 +19,11 @@ from service.serving.engine import ANALYSIS, ATTEND
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
 from service.settings import Settings
-from service.web import errors
+from service.web import errors, openapi
 from service.web.keys import Keyring
 from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, open_telemetry
-from service.web.openapi import document
 from service.web.routes import attend, health, layers, page, text
 from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
@@ -95,7 +94,7 @@ def create_app(settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=document.operation_id,
+        generate_unique_id_function=openapi.operation_id,
     )
     attend.install(app, service)
     layers.install(app, service, extensions.why_not_writable)
@@ -105,7 +104,7 @@ def create_app(settings: Settings) -> FastAPI:
     page.install(app, service, _index_members(settings, service))
     health.install(app, service)
     app.state.service = service
-    document.install(app)
+    openapi.install(app)
     app.wrap_in_middleware(service, settings, _guard(settings, keyring), traces)
     return app
 

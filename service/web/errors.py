@@ -1,6 +1,6 @@
-"""Turns errors into HTTP responses: RFC 9457 problem details, or {"error": "…"} under /v2.
+"""Turns errors into HTTP responses (RFC 9457 problem details, or {"error": "…"} under /v2) and gRPC codes.
 
-An error class without a row in STATUSES has the status of its nearest ancestor. No response contains a stack trace or a file path.
+An error class without a row in STATUSES has the row of its nearest ancestor. No response contains a stack trace or a file path.
 """
 
 import json
@@ -18,27 +18,27 @@ from starlette.routing import BaseRoute, Match
 from service import errors
 from service.wire.negotiation import PROBLEM_JSON
 
-STATUSES: dict[type[errors.AttendError], int] = {
-    errors.AttendError: 500,
-    errors.RequestError: 422,
-    errors.MalformedRequest: 400,
-    errors.MalformedBody: 400,
-    errors.InvalidRequest: 422,
-    errors.Unauthenticated: 401,
-    errors.Forbidden: 403,
-    errors.LayerNotFound: 404,
-    errors.LayerConflict: 409,
-    errors.TooLarge: 413,
-    errors.UnsupportedMediaType: 415,
-    errors.NotAcceptable: 406,
-    errors.CapacityError: 503,
-    errors.NotReady: 503,
-    errors.Overloaded: 429,
-    errors.DeadlinePassed: 504,
-    errors.OutOfMemory: 507,
-    errors.StorageFull: 507,
-    errors.CallerGone: 499,  # never sent: the client has disconnected
-    errors.ServiceFault: 500,
+STATUSES: dict[type[errors.AttendError], tuple[int, str]] = {  # HTTP status, gRPC code
+    errors.AttendError: (500, "INTERNAL"),
+    errors.RequestError: (422, "INVALID_ARGUMENT"),
+    errors.MalformedRequest: (400, "INVALID_ARGUMENT"),
+    errors.MalformedBody: (400, "INVALID_ARGUMENT"),
+    errors.InvalidRequest: (422, "INVALID_ARGUMENT"),
+    errors.Unauthenticated: (401, "UNAUTHENTICATED"),
+    errors.Forbidden: (403, "PERMISSION_DENIED"),
+    errors.LayerNotFound: (404, "NOT_FOUND"),
+    errors.LayerConflict: (409, "FAILED_PRECONDITION"),
+    errors.TooLarge: (413, "INVALID_ARGUMENT"),
+    errors.UnsupportedMediaType: (415, "INVALID_ARGUMENT"),
+    errors.NotAcceptable: (406, "INVALID_ARGUMENT"),
+    errors.CapacityError: (503, "UNAVAILABLE"),
+    errors.NotReady: (503, "UNAVAILABLE"),
+    errors.Overloaded: (429, "RESOURCE_EXHAUSTED"),
+    errors.DeadlinePassed: (504, "DEADLINE_EXCEEDED"),
+    errors.OutOfMemory: (507, "RESOURCE_EXHAUSTED"),
+    errors.StorageFull: (507, "UNAVAILABLE"),
+    errors.CallerGone: (499, "CANCELLED"),  # never sent: the client has disconnected
+    errors.ServiceFault: (500, "INTERNAL"),
 }
 TITLES = {404: "no such page", 405: "method not allowed"}
 log = structlog.get_logger("attend")
@@ -47,7 +47,16 @@ UNEXPECTED_ERROR = "unexpected error; the server's log has the cause"
 
 
 def status_of(error: errors.AttendError) -> int:
-    """The status of the error's class, or of its nearest ancestor in the table."""
+    """The HTTP status of an error."""
+    return _row_of(error)[0]
+
+
+def grpc_code_of(error: errors.AttendError) -> str:
+    """The name of an error's gRPC code."""
+    return _row_of(error)[1]
+
+
+def _row_of(error: errors.AttendError) -> tuple[int, str]:
     return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
 
 

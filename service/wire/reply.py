@@ -22,7 +22,7 @@ class Reply:
     fully_masked_rows: int
     datatype: str  # V2 name of the datatype in which numbers are sent
     tensors: dict[str, Array | dict[str, Array]] = field(default_factory=dict)
-    metrics: dict[str, Any] | None = None  # of an analysis: name -> array, or parts by name; a part that is a list contains words
+    metrics: dict[str, Any] | None = None  # of an analysis: name -> array, or parts by name; a part that is a list contains tokens
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """Every array with its name; those of one tensor as `name.keys` and `name.values`."""
@@ -49,7 +49,7 @@ def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) ->
         with np.errstate(over="ignore", invalid="ignore"):
             array = array.astype(wanted)
     finite = np.isfinite(array)
-    if finite.all():
+    if np.count_nonzero(finite) == finite.size:  # `all` takes a microsecond more
         return array, None
     if options.nonfinite == "error":
         wrong = ~finite

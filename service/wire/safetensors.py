@@ -163,15 +163,15 @@ def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
 
 
 def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> dict[str, Any]:
-    """Adds the metrics to `arrays` as `metrics.name` or `metrics.name.part`, and returns their parts that are words."""
-    words: dict[str, Any] = {}
+    """Adds the metrics to `arrays` as `metrics.name` or `metrics.name.part`, and returns their parts that are texts."""
+    texts: dict[str, Any] = {}
     for name, value in (reply.metrics or {}).items():
         for part, inner in value.items() if isinstance(value, dict) else [("", value)]:
             if isinstance(inner, list):
-                words.setdefault(name, {})[part] = inner
+                texts.setdefault(name, {})[part] = inner
             else:
                 arrays[f"metrics.{name}{'.' if part else ''}{part}"] = wire_array("", inner, reply.datatype, options)[0]
-    return words
+    return texts
 
 
 def write_tensors(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Buffer]:

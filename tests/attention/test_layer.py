@@ -1,7 +1,7 @@
-"""Random calls over HTTP against the reference in float64: every init, every mask, every output, whichever way the service computes them.
+"""Random calls over HTTP against the reference in float64: every init, mask and output, by every implementation.
 
-The weights are drawn here once more, from the words of the design and with the libraries' own modules, so that nothing but the
-reference's arithmetic is shared with the server.
+The weights are drawn here independently, as the documents say and with the libraries' own modules, so that tests and server share only the
+arithmetic of the reference.
 """
 
 import base64
@@ -21,7 +21,7 @@ from service.attention.reference import forward
 from service.attention.reference.forward import Reference
 from service.attention.reference.gradients import gradients
 from service.attention.weights import draw_weights, in_dtype
-from service.cli.server_check import compare_reply, largest_score
+from service.cli.server_check import compare_reply, largest_score, outputs_of
 from service.client import Client
 from service.spec import Init, LayerSpec
 
@@ -37,7 +37,7 @@ GRADIENTS = ["query_gradient", "key_gradient", "value_gradient"]
 
 
 def draw(spec: LayerSpec) -> Weights:
-    """The weights of a spec, by the table of the design."""
+    """The weights of a spec, as the documents define them."""
     d, widths = spec.d_model, (spec.d_model, spec.key_dim, spec.value_dim, spec.d_model)
     names = ("query", "key", "value", "output")
     stream = np.random.RandomState(spec.seed)
@@ -73,15 +73,15 @@ def torch_weights(spec: LayerSpec, names: tuple[str, ...], widths: tuple[int, ..
     return {name: tensor.detach().numpy() for name, tensor in state.items()}
 
 
-def make(http: httpx.Client, case: Case) -> Reference:
-    """The case's layer on the server, and the case's answer by the reference."""
+def put_layer(http: httpx.Client, case: Case) -> Reference:
+    """Puts the case's layer on the server. Returns the reference's result of the case."""
     made = http.put("/layers/random", json={"spec": case.spec.model_dump(mode="json")})
     assert made.is_success, made.text
     return forward.attend(case.spec, draw(case.spec), **case.request)
 
 
-def ask(http: httpx.Client, case: Case, **fields: Any) -> dict[str, Any]:
-    """The server's reply, exact: its tensors as arrays."""
+def attend(http: httpx.Client, case: Case, **fields: Any) -> dict[str, Any]:
+    """The tensors of the server's reply as arrays, without rounding."""
     body = {**json_body(case.request), "layer": "random", "reply": {"form": "base64", "datatype": "FP64"}, **fields}
     answer = http.post("/attend", json=body)
     assert answer.status_code == 200, answer.text
@@ -102,11 +102,11 @@ def largest_sum(case: Case, forward: Reference) -> float:
     return largest_score(case, sizes)
 
 
-def hold(name: str, ours: Any, exact: Any, case: Case, forward: Reference) -> None:
-    """Asserts the ask: float64 to 1e-10, float32 to 1e-5 * max(1, max|scores|), each times max|output|.
+def assert_close(name: str, ours: Any, exact: Any, case: Case, forward: Reference) -> None:
+    """Asserts errors of at most 1e-10 in float64, and 1e-5 * max(1, max|scores|) in float32, each times max|output|.
 
-    max|scores| is taken before anything is capped or blocked: that is where rounding happens. Where a sum's terms cancel out it is theirs
-    that counts: scores, and the logarithm of a row of one, are held to the size of what they are added up from.
+    max|scores| is taken before caps and masks, since rounding happens there. The terms of a score may cancel out, so the errors of scores
+    and of the logarithm of a row of one key are relative to the size of these terms.
     """
     exact = np.asarray(exact)
     assert ours.shape == exact.shape, name
@@ -123,36 +123,36 @@ def hold(name: str, ours: Any, exact: Any, case: Case, forward: Reference) -> No
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("init", INITS)
 @given(seed=SEEDS, rate=st.sampled_from([0.15, 0.35, 0.7]))
-def test_random_calls(http: httpx.Client, init: Init, dtype: str, seed: int, rate: float) -> None:
-    """All nine outputs at once; then each that has a way of its own, alone; and the count of rows without a key in each reply."""
+def test_random_calls_agree_with_the_reference(http: httpx.Client, init: Init, dtype: str, seed: int, rate: float) -> None:
+    """All nine outputs at once; those with an implementation of their own also alone; and the number of fully masked rows."""
     case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES, init=init, dtype=dtype, rate=rate)
-    exact = make(http, case)
+    exact = put_layer(http, case)
 
     for outputs in (OUTPUTS, ("output",), ("log_sum_exp",)):
-        reply = ask(http, case, outputs=outputs)
+        reply = attend(http, case, outputs=outputs)
         assert list(reply) == ["fully_masked_rows", *outputs]
         assert reply["fully_masked_rows"] == exact.fully_masked_rows
         for name in outputs:
-            hold(name, reply[name], getattr(exact, name), case, exact)
+            assert_close(name, reply[name], getattr(exact, name), case, exact)
 
 
 @given(seed=SEEDS)
-def test_reproducible_calls(http: httpx.Client, seed: int) -> None:
-    """Their arithmetic is as exact as any. That they run alone, bit for bit, is in `web/test_attend.py` and `test_scheduler.py`."""
+def test_reproducible_calls_agree_with_the_reference(http: httpx.Client, seed: int) -> None:
+    """That they are computed alone, bit for bit, is tested in `web/routes/test_attend.py` and `serving/test_scheduler.py`."""
     case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES)
-    exact = make(http, case)
+    exact = put_layer(http, case)
 
-    reply = ask(http, case, outputs=("output", "attention_weights"), reproducible=True)
+    reply = attend(http, case, outputs=("output", "attention_weights"), reproducible=True)
 
     for name in ("output", "attention_weights"):
-        hold(name, reply[name], getattr(exact, name), case, exact)
+        assert_close(name, reply[name], getattr(exact, name), case, exact)
 
 
 @given(seed=SEEDS, data=st.data())
-def test_selected_weights(http: httpx.Client, seed: int, data: st.DataObject) -> None:
-    """Any heads and queries in any order, averaged or not, whole or the largest: the same numbers, dropout and all."""
+def test_selected_weights_agree_with_the_reference(http: httpx.Client, seed: int, data: st.DataObject) -> None:
+    """Any heads and queries in any order, averaged or not, all keys or the largest, also with dropout."""
     case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES, rate=0.5)
-    exact = make(http, case)
+    exact = put_layer(http, case)
     heads, queries = exact.attention_weights.shape[-3:-1]
     select: dict[str, Any] = {"average": data.draw(st.booleans())}
     for name, n in (("heads", heads), ("queries", queries)):
@@ -161,20 +161,20 @@ def test_selected_weights(http: httpx.Client, seed: int, data: st.DataObject) ->
     expected = exact.attention_weights[..., select.get("heads", range(heads)), :, :][..., select.get("queries", range(queries)), :]
     expected = expected.mean(-3) if select["average"] else expected
 
-    whole = ask(http, case, outputs=("attention_weights",), select=select)["attention_weights"]
+    whole = attend(http, case, outputs=("attention_weights",), select=select)["attention_weights"]
     n = data.draw(st.integers(1, expected.shape[-1] + 2))
-    top = ask(http, case, outputs=("output", "attention_weights"), select={**select, "top_k": n})
+    top = attend(http, case, outputs=("output", "attention_weights"), select={**select, "top_k": n})
 
-    hold("attention_weights", whole, expected, case, exact)
-    hold("output", top["output"], exact.output, case, exact)
+    assert_close("attention_weights", whole, expected, case, exact)
+    assert_close("output", top["output"], exact.output, case, exact)
     order = np.argsort(-whole, axis=-1, kind="stable")[..., :n]
     np.testing.assert_array_equal(top["attention_weights"]["keys"], order)
     np.testing.assert_array_equal(top["attention_weights"]["values"], np.take_along_axis(whole, order, -1))
 
 
 @given(seed=SEEDS)
-def test_loaded_weights(http: httpx.Client, seed: int) -> None:
-    """The same weights given in numbers instead of by seed: the same fingerprint, so the same layer."""
+def test_loaded_weights_give_the_fingerprint_of_drawn_ones(http: httpx.Client, seed: int) -> None:
+    """The weights of a seed, sent as numbers."""
     case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES)
     spec = case.spec.model_dump(mode="json")
     seeded = http.put("/layers/random", json={"spec": spec}).json()
@@ -187,25 +187,25 @@ def test_loaded_weights(http: httpx.Client, seed: int) -> None:
 
 
 @given(seed=SEEDS, shift=st.floats(-3, 3), factor=st.sampled_from([1e-3, 1.0, 30.0]))
-def test_large_scores(http: httpx.Client, seed: int, shift: float, factor: float) -> None:
-    """Scores in the hundreds, where a softmax that does not subtract the largest overflows."""
+def test_large_scores_do_not_overflow(http: httpx.Client, seed: int, shift: float, factor: float) -> None:
+    """Scores in the hundreds, for which a softmax that does not subtract the largest overflows."""
     drawn = random_case(np.random.default_rng(seed), features=("key", "mask", "causal", "query_offset", "bias"), init="xavier_uniform")
     case = Case(drawn.spec.model_copy(update={"softcap": None}), drawn.request)  # a cap would hide how large they are
     case.request["query"] = ((case.request["query"] + shift) * factor).astype(case.spec.dtype)
     if "key" in case.request:
         case.request["key"] = (case.request["key"] * factor).astype(case.spec.dtype)
-    exact = make(http, case)
+    exact = put_layer(http, case)
 
-    reply = ask(http, case, outputs=OUTPUTS)
+    reply = attend(http, case, outputs=OUTPUTS)
 
     for name in OUTPUTS:
-        hold(name, reply[name], getattr(exact, name), case, exact)
-    hold("output", ask(http, case, outputs=("output",))["output"], exact.output, case, exact)
+        assert_close(name, reply[name], getattr(exact, name), case, exact)
+    assert_close("output", attend(http, case, outputs=("output",))["output"], exact.output, case, exact)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 4099), (1031, 1033), (2053, 3)])
-def test_long_calls(http: httpx.Client, queries: int, keys: int) -> None:
-    """More rows than one block holds: outputs put together from blocks are those of the whole."""
+def test_long_calls_agree_with_the_reference(http: httpx.Client, queries: int, keys: int) -> None:
+    """Outputs are assembled from several blocks of rows."""
     rng = np.random.default_rng(queries)
     spec = LayerSpec(d_model=15, num_heads=5, seed=7, dtype="float64", softcap=3.0)
     request = {
@@ -217,24 +217,24 @@ def test_long_calls(http: httpx.Client, queries: int, keys: int) -> None:
         "dropout": {"p": 0.2, "seed": 5},
     }
     case = Case(spec, request)
-    exact = make(http, case)
+    exact = put_layer(http, case)
 
     for outputs in (("output", "log_sum_exp"), ("concatenated",)):
-        reply = ask(http, case, outputs=outputs)
+        reply = attend(http, case, outputs=outputs)
         assert reply["fully_masked_rows"] == exact.fully_masked_rows
         for name in outputs:
-            hold(name, reply[name], getattr(exact, name), case, exact)
+            assert_close(name, reply[name], getattr(exact, name), case, exact)
     plain = Case(spec.model_copy(update={"softcap": None}), {name: field for name, field in request.items() if name != "dropout"})
-    exact = make(http, plain)
-    hold("output", ask(http, plain, outputs=("output",))["output"], exact.output, plain, exact)
+    exact = put_layer(http, plain)
+    assert_close("output", attend(http, plain, outputs=("output",))["output"], exact.output, plain, exact)
 
 
 @pytest.mark.parametrize(
     "rope", [{}, {"interleaved": True, "dims": 6, "theta": 5e5}, {"scaling": {"type": "linear", "factor": 4.0}}], ids=str
 )
 @pytest.mark.parametrize("offset", [0, 6_000, -6_000, 10_000_000, -10_000_000])
-def test_rope_is_as_exact_far_away_as_near(http: httpx.Client, offset: int, rope: dict[str, Any]) -> None:
-    """In float32, 1e-6 of the largest value at any position, of queries far ahead and far behind; keys stand at 0 to 6,000."""
+def test_rope_is_exact_at_distant_positions(http: httpx.Client, offset: int, rope: dict[str, Any]) -> None:
+    """In float32 to 1e-6 of the largest value, for queries far before and after the keys, which are at 0 to 6,000."""
     rng = np.random.default_rng(0)
     spec = LayerSpec.model_validate({"d_model": 8, "num_heads": 1, "projections": False, "rope": rope})
     query, key = (rng.standard_normal((1, n, 8)).astype(np.float32) for n in (3, 6_001))
@@ -244,7 +244,7 @@ def test_rope_is_as_exact_far_away_as_near(http: httpx.Client, offset: int, rope
     assert made.is_success, made.text
     exact = forward.attend(spec, {}, **request)
 
-    reply = ask(http, case, outputs=("query_projection", "key_projection", "scores"))
+    reply = attend(http, case, outputs=("query_projection", "key_projection", "scores"))
 
     for name in ("query_projection", "key_projection", "scores"):
         wanted = getattr(exact, name)
@@ -252,37 +252,37 @@ def test_rope_is_as_exact_far_away_as_near(http: httpx.Client, offset: int, rope
 
 
 @given(seed=SEEDS, offset=st.sampled_from(OFFSETS), windowed=st.booleans())
-def test_alibi_is_as_exact_far_away_as_near(http: httpx.Client, seed: int, offset: int, windowed: bool) -> None:
-    """In float32: what all keys of a query have in common takes no digits from the weights, and is in the scores all the same."""
+def test_alibi_is_exact_at_distant_positions(http: httpx.Client, seed: int, offset: int, windowed: bool) -> None:
+    """In float32: a bias that all keys of a query have in common is in the scores, and does not round the weights."""
     drawn = random_case(np.random.default_rng(seed), features=MASKS, dtype="float32", init="xavier_uniform")
     request = drawn.request | {"query_offset": offset}
-    if windowed:  # that ends among the keys
+    if windowed:  # the window ends among the keys
         request |= {"causal": False, "window": {"left": offset, "right": None} if offset > 0 else {"left": None, "right": 2 - offset}}
     case = Case(drawn.spec.model_copy(update={"alibi": True, "softcap": None}), request)
-    exact = make(http, case)
+    exact = put_layer(http, case)
 
-    reply = ask(http, case, outputs=OUTPUTS)
+    reply = attend(http, case, outputs=OUTPUTS)
 
     for name in ("scores", "log_sum_exp"):
         np.testing.assert_allclose(reply[name], getattr(exact, name), rtol=1e-6, atol=1e-5)
     calls = {"selected": {"select": {"heads": [1]}}, "reproducible": {"reproducible": True}, "plain": {}}
-    replies = {name: ask(http, case, outputs=("output", "attention_weights"), **fields) for name, fields in calls.items()}
+    replies = {name: attend(http, case, outputs=("output", "attention_weights"), **fields) for name, fields in calls.items()}
     np.testing.assert_allclose(replies["selected"].pop("attention_weights"), exact.attention_weights[..., 1:2, :, :], rtol=0, atol=1e-5)
-    for each in (reply, *replies.values(), ask(http, case, outputs=("output",))):
+    for each in (reply, *replies.values(), attend(http, case, outputs=("output",))):
         for name in each.keys() & {"output", "attention_weights"}:
             wanted = getattr(exact, name)
             np.testing.assert_allclose(each[name], wanted, rtol=0, atol=1e-5 * max(1.0, np.abs(wanted).max(initial=0)))
 
 
 @pytest.mark.parametrize("offset", [1_000_000, -1_000_000])
-def test_alibi_far_away_in_several_blocks(http: httpx.Client, offset: int) -> None:
+def test_alibi_at_distant_positions_is_exact_in_several_blocks(http: httpx.Client, offset: int) -> None:
     rng = np.random.default_rng(0)
     spec = LayerSpec(d_model=4, num_heads=2, alibi=True)
     case = Case(spec, {"query": rng.standard_normal((1, 1031, 4)).astype(np.float32), "query_offset": offset})
-    exact = make(http, case)
+    exact = put_layer(http, case)
 
     for outputs in (("output",), ("output", "log_sum_exp")):
-        np.testing.assert_allclose(ask(http, case, outputs=outputs)["output"], exact.output, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(attend(http, case, outputs=outputs)["output"], exact.output, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +302,7 @@ def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
     client.put_layer("operator", case.spec, case.weights)
     exact = forward.attend(case.spec, weights_of(case), **case.request)
 
-    result = client.attend(**case.request, layer="operator", outputs=list(OUTPUTS))
+    result = client.attend(**case.request, layer="operator", outputs=outputs_of(case.spec))
 
     wrong = [finding for finding in compare_reply(case, exact, result, result.fully_masked_rows) if not finding.agrees]
     assert wrong == [], case.spec
@@ -310,7 +310,7 @@ def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
 
 @given(seed=SEEDS)
 def test_gradients_agree_with_the_formulas(client: Client, seed: int) -> None:
-    """Of a random direction in the output, by each of the three inputs, for float64 layers."""
+    """Gradients along a random direction of the output, by each of the three inputs, for float64 layers."""
     case = random_case(np.random.default_rng(seed), dtype="float64")
     layer = client.put_layer("operator", case.spec, case.weights).spec
     width = layer.output_dim if layer.projections else layer.concatenated_dim

@@ -1,4 +1,4 @@
-"""The product of a projection is exact, whichever library computes it. Which one that is is forced here, never assumed."""
+"""Products of projections are exact with torch's product and with oneDNN's. The tests choose which one is used."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from service.attention.linear import MIN_INPUTS, Linear, has_onednn, suits_onedn
 
 @pytest.fixture(params=["F.linear", "oneDNN"])
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both products for every weight; where this torch has no oneDNN, one in its place."""
+    """Both products for every weight; a substitute for oneDNN's if this torch has none."""
     name: str = request.param
     if name == "oneDNN" and not has_onednn():
         monkeypatch.setattr(linear, "_reorder", lambda weight: weight if weight.numel() > linear.MAX_REORDERED else weight.clone())
@@ -30,7 +30,7 @@ def weight_of(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> 
 @pytest.mark.parametrize("shape", [(1,), (13,), (3, 5), (2, 0), (0, 4), (300,)])
 @pytest.mark.usefixtures("product")
 @torch.inference_mode()
-def test_a_product_is_that_of_a_float64_reference(shape: tuple[int, ...], outputs: int, inputs: int, bias: bool) -> None:
+def test_products_agree_with_float64(shape: tuple[int, ...], outputs: int, inputs: int, bias: bool) -> None:
     weight = weight_of(outputs, inputs)
     added = weight_of(1, outputs)[0] if bias else None
     x = weight_of(max(1, torch.Size(shape).numel()), inputs)[: torch.Size(shape).numel()].reshape(*shape, inputs)
@@ -42,8 +42,8 @@ def test_a_product_is_that_of_a_float64_reference(shape: tuple[int, ...], output
 
 
 @pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of rows of each product that oneDNN, or what stands in its place, computes."""
+def onednn_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each product that is passed to oneDNN's operation, which is replaced."""
     rows: list[int] = []
 
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -57,37 +57,37 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @torch.inference_mode()
-def test_few_numbers_of_rows_are_met_for_which_code_is_made_and_kept(met: list[int]) -> None:
+def test_onednn_gets_few_different_numbers_of_rows(onednn_rows: list[int]) -> None:
     product = Linear(weight_of(131, 137), None)
     for rows in range(1, 1025):
         assert product(torch.ones(rows, 137)).shape == (rows, 131)
-    assert len(set(met)) < 50
-    assert max(met) == 1024
+    assert len(set(onednn_rows)) < 50
+    assert max(onednn_rows) == 1024
 
 
-def test_gradients_go_through_it(met: list[int]) -> None:
-    """oneDNN's operation knows none."""
+def test_gradients_are_computed_by_torch(onednn_rows: list[int]) -> None:
+    """oneDNN's operation has no gradient."""
     weight = weight_of(3, MIN_INPUTS)
     x = torch.ones(2, MIN_INPUTS, requires_grad=True)
     Linear(weight, None)(x).sum().backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
     assert torch.allclose(x.grad, weight.sum(0).expand(2, -1))
-    assert not met
+    assert not onednn_rows
 
 
 @pytest.mark.parametrize(
     ("dtype", "inputs"), [(torch.float64, 300), (torch.bfloat16, 300), (torch.float16, 300), (torch.float32, MIN_INPUTS - 1)]
 )
 @torch.inference_mode()
-def test_other_numbers_and_short_sums_are_left_to_torch(dtype: torch.dtype, inputs: int, met: list[int]) -> None:
+def test_other_datatypes_and_narrow_inputs_are_left_to_torch(dtype: torch.dtype, inputs: int, onednn_rows: list[int]) -> None:
     weight, x = weight_of(300, inputs, dtype), weight_of(5, inputs, dtype)
     assert not suits_onednn(weight)
     assert torch.equal(Linear(weight, None)(x), torch.nn.functional.linear(x, weight))
-    assert not met
+    assert not onednn_rows
 
 
 @torch.inference_mode()
-def test_what_is_too_heavy_is_not_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_not_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "has_onednn", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: weight.clone(), raising=False)
     monkeypatch.setattr(linear, "MAX_REORDERED", 300 * 769)
@@ -106,7 +106,9 @@ def refusing(*_: Any) -> Any:
 
 @pytest.mark.parametrize("operation", [lacking, refusing])
 @pytest.mark.parametrize("name", ["_reorder", "_onednn"])
-def test_where_torch_lacks_it_the_product_is_torchs_own(name: str, operation: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_onednn_operation_torch_computes_the_product(
+    name: str, operation: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, name, operation)
     assert not has_onednn.__wrapped__()
     monkeypatch.setattr(linear, "has_onednn", has_onednn.__wrapped__)
@@ -115,7 +117,7 @@ def test_where_torch_lacks_it_the_product_is_torchs_own(name: str, operation: Ca
 
 
 @pytest.mark.parametrize(("capability", "fast"), [("DEFAULT", False), ("AVX2", True), ("AVX512", True), ("SVE256", False)])
-def test_it_is_used_where_the_processor_has_vectors_for_it(capability: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_is_used_on_processors_with_avx2_or_avx512(capability: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_reorder", lambda weight: weight)
     monkeypatch.setattr(linear, "_onednn", torch.nn.functional.linear)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)

@@ -80,7 +80,7 @@ def test_every_implementation_agrees_with_the_reference(heads: int, head_dim: in
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "queries", "keys"), [(8, 8, 16, 16), (3, 7, 11, 13), (5, 3, 2, 31)])
-def test_a_server_answers_as_the_reference(http: httpx.Client, heads: int, head_dim: int, queries: int, keys: int) -> None:
+def test_replies_of_a_server_agree_with_the_reference(http: httpx.Client, heads: int, head_dim: int, queries: int, keys: int) -> None:
     fields = {"d_model": heads * head_dim, "num_heads": heads, "init": "torch_linear", "seed": 3}
     layer, _ = make(**fields)
     call = cross_attention(layer, 2, queries, keys)
@@ -107,7 +107,7 @@ def test_scores_of_any_size(size: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e20, 1e30, 3e38])
-def test_numbers_that_overflow_are_those_of_torch(scale: float) -> None:
+def test_overflow_is_the_same_as_in_torch(scale: float) -> None:
     """Infinity, NaN and everything beside them, wherever the sum overflows."""
     layer, plain = make(d_model=6, num_heads=3)
     call = call_of(layer, 2, 4)
@@ -186,7 +186,7 @@ def test_selected_weights_are_those_of_the_whole_call(select: dict[str, Any]) ->
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_calls_that_want_more_are_left_to_torch(more: dict[str, Any]) -> None:
+def test_calls_with_other_outputs_or_masks_are_left_to_torch(more: dict[str, Any]) -> None:
     layer, plain = make(d_model=6, num_heads=3)
     call = call_of(layer, 2, 7, **more)
     assert not is_short(layer, call)
@@ -217,6 +217,8 @@ def test_calls_that_are_long_or_empty_are_left_to_torch(items: int, rows: int) -
         {"qk_norm": {"kind": "rms"}},
         {"output_gate": {}},
         {"latent": {"key_value_rank": 8, "rope_key_dim": 1}},
+        {"grid_bias": {"height": 3, "width": 5}},
+        {"differential": {}},
         {"dtype": "float16"},
         {"dtype": "float64"},
         {"d_model": MAX_WIDTH + 2},

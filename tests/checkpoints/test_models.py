@@ -233,6 +233,25 @@ def test_latents_that_config_and_tensors_disagree_about_are_refused(
     assert refused.json()["errors"][0]["at"].startswith(at), refused.text
 
 
+@pytest.mark.parametrize(
+    ("model", "config", "at"),
+    [
+        ("squeezebert", {"q_groups": 2}, "/weights/encoder.layers.0.attention.query.weight"),
+        ("squeezebert", {"post_attention_groups": 5}, "/weights/encoder.layers.0.post_attention.conv1d.weight"),
+        ("luke", {"use_entity_aware_attention": True}, "/config/use_entity_aware_attention"),
+        ("ibert", {"quant_mode": True}, "/config/quant_mode"),
+        ("beam", {"layer_types": ["full_attention"] * 6}, "/config/layer_types"),
+        ("longcat_flash", {"q_lora_rank": None}, "/config/q_lora_rank"),
+        ("longcat_flash", {"kv_lora_rank": 6}, "/weights/"),
+    ],
+)
+def test_configs_that_would_need_another_operation_are_refused(model: str, config: dict[str, Any], at: str) -> None:
+    case = MODELS[model]["cases"][0]
+    with pytest.raises(InvalidRequest) as refusal:
+        read_model_layer(tensors_of(case), MODELS[model]["config"] | config, case["layer"], case["part"])
+    assert refusal.value.problems[0].at.startswith(at)
+
+
 NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
 
 
@@ -394,6 +413,7 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
     expected = {"scale": 1 / 8**0.5, "softcap": None, "window": None, "alibi": False, "relative_bias": None, "qk_norm": None}
     expected |= {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None}
     expected |= {"rope.scaling": None, "rope.frequencies": None, "rope.attention_factor": 1.0, "rope.max_length": None}
+    expected |= {"rope.axes": None, "rope.requires_positions": False, "grid_bias": None}
     assert made.json()["assumed"] == expected
     assert "assumed" not in layers.get("/layers/model").json()
     assert "assumed" not in put(layers, "llama", 0).json()

@@ -10,8 +10,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from service import errors
-from service.web.errors import status_of
-from service.web.grpc.codes import code_of
+from service.web.errors import grpc_code_of, status_of
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -44,12 +43,12 @@ def test_the_rules_see_both_protocols() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AttendError)]
     for kind in kinds:
         error = kind(1) if kind is errors.Overloaded else kind()
-        status, code = str(status_of(error)), code_of(error).name
+        status, code = str(status_of(error)), grpc_code_of(error)
         ours = status in ("500", "507")
         assert (status in statuses or kind.__name__ in reasons) == ours, kind
         if not issubclass(kind, errors.CallerGone):
             assert (code in statuses or kind.__name__ in reasons) == ours, kind
-    assert matched(alert("AttendOverloaded"), "status") == {str(status_of(errors.Overloaded(1))), code_of(errors.Overloaded(1)).name}
+    assert matched(alert("AttendOverloaded"), "status") == {str(status_of(errors.Overloaded(1))), grpc_code_of(errors.Overloaded(1))}
 
 
 @pytest.mark.parametrize("expressions", [rules(), panels()], ids=["rules", "panels"])

@@ -21,7 +21,8 @@ from service.wire.json import reader as json_reader
 from service.wire.json.strict import parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import validate
-from service.wire.schemas.attend import AttendRequest, PutLayer
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.layers import PutLayer
 from service.wire.v2.codec import V2Codec
 
 LIMITS = WireLimits(body_bytes=1 << 20, depth=16)

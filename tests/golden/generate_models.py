@@ -37,9 +37,9 @@ def layers_of(config):
     return [(n, part) for part, (inner, attention) in parts_of(config).items() for n in range(number_of_layers(attention, inner))]
 
 
-def compare(config):
-    """(layer, part) -> ("refused", why) or ("right" | "wrong", (shapes, query, key, output))."""
-    model, verdicts, loaded, modules = TinyModel(config), {}, {}, {}
+def compare(config, in_memory=False):
+    """(layer, part) -> ("refused", why) or ("right" | "wrong", (shapes, query, key, output)). `in_memory`: see TinyModel."""
+    model, verdicts, loaded, modules = TinyModel(config, in_memory), {}, {}, {}
     for layer in layers_of(config):
         try:
             described = describe(config, *layer)
@@ -55,7 +55,10 @@ def compare(config):
         if not seen:  # such as a tower for images, in a run on tokens
             continue
         spec, weights, tensors, described = loaded[layer]
-        inputs = {name: seen[name] for name in ("query", "key", "value")}
+        if spec.rope and spec.rope.axes:
+            shape = (seen["query"].shape[1], spec.rope.num_axes)
+            seen["positions"] = next(positions for positions in model.positions if positions.shape[1:] == shape)
+        inputs = {name: seen[name] for name in ("query", "key", "value", "positions") if name in seen}
         ours = attend(spec, weights, **inputs, causal=described.attention.causal).output
         largest = np.abs(seen["output"]).max()
         right = np.isfinite(largest) and largest > 1e-3 and np.abs(ours - seen["output"]).max() <= TOLERANCE * largest
@@ -80,6 +83,8 @@ def document(config):
         for name, default in (("key", "query"), ("value", "key")):
             if not np.array_equal(seen[name], seen[default]):
                 request |= {"key": tensor(seen["key"]), name: tensor(seen[name])}
+        if "positions" in seen:
+            request["positions"] = tensor(seen["positions"])
         request["causal"] = described.attention.causal
         case = {"layer": number, "part": part, "shapes": {name: list(shape) for name, shape in shapes.items()}}
         cases.append(case | {"request": request, "output": tensor(seen["output"])})

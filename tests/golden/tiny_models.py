@@ -10,6 +10,7 @@ import re
 import tempfile
 import warnings
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ AutoModel.register(Step3p7TextConfig, Step3p7TextModel, exist_ok=True)  # which 
 AutoModel.register(SiglipTextConfig, SiglipTextModel, exist_ok=True)  # likewise
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])
+AXES = torch.tensor([[[0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7]], [[0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7]], [[0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]]])
 SHORTER = torch.tensor([[2, 7, 18, 28, 18, 28, 4]])
 KEPT = re.compile(r"embed_positions|inv_freq|position_ids|running_")  # tables that some models compute
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "n_embed")
@@ -85,14 +87,30 @@ def drawn(name, shape):
     return np.asarray(np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape) * 0.35, np.float32)
 
 
-class TinyModel:
-    """A model in eager mode, and the tensors of its file."""
+def filled(name, tensor):
+    """The tensor as an array, with drawn numbers in place of its own unless it is kept."""
+    array = tensor.numpy()
+    if array.dtype.kind == "f" and not KEPT.search(name):
+        array[...] = drawn(name, array.shape)
+    return array
 
-    def __init__(self, config):
+
+class TinyModel:
+    """A model in eager mode, and the tensors of its file.
+
+    `in_memory`: the file is neither written nor read, which is faster. Its tensors are those of the model, which not all families save as
+    they are.
+    """
+
+    def __init__(self, config, in_memory=False):
         torch.manual_seed(0)  # for what is kept
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
             (path / "config.json").write_text(json.dumps(config))
+            if in_memory:
+                self.model = AutoModel.from_config(AutoConfig.from_pretrained(path), attn_implementation="eager").float().eval()
+                self.tensors = {name: filled(name, x) for name, x in self.model.state_dict().items()}
+                return
             AutoModel.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
             (path / "config.json").write_text(json.dumps(config))
             (file,) = path.glob("*.safetensors")
@@ -106,7 +124,7 @@ class TinyModel:
         for module in self.model.modules():
             for parameter in module._parameters.values():
                 own = np.zeros(0) if parameter is None else parameter.detach().numpy()
-                if own.ndim == 2 and (np.array_equal(own, array[: len(own)]) or np.array_equal(own.T, array)):
+                if own.ndim > 1 and (np.array_equal(own, array[: len(own)]) or np.array_equal(own.T, array)):
                     return module
         raise LookupError(f"no module has a tensor of shape {array.shape}")
 
@@ -116,20 +134,34 @@ class TinyModel:
         Raises ValueError if the model cannot be run with any of the usual inputs.
         """
         seen = {key: {} for key in layers}
-        hooks = []
+        hooks, self.positions = [], []  # what goes into rotary embeddings, each [1, n, axes]
+        for module in self.model.modules():
+            if "Rotary" in type(module).__name__ or "Rope" in type(module).__name__:
+                hooks.append(module.register_forward_pre_hook(self.keep_positions, with_kwargs=True))
         for key, (*inputs, output) in layers.items():
-            here = seen[key]
             for name, module in zip(("query", "key", "value"), inputs, strict=True):
-                hooks.append(
-                    module.register_forward_pre_hook(lambda _, x, named, here=here, name=name: keep(here, name, x, named), with_kwargs=True)
-                )
-            hooks.append(output.register_forward_hook(lambda _, x, result, here=here: keep(here, "output", (result,), {})))
+                hook = partial(keep_input, seen[key], name)
+                hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            hooks.append(output.register_forward_hook(partial(keep_output, seen[key])))
         try:
             forward(self.model)
         finally:
             for hook in hooks:
                 hook.remove()
         return seen
+
+    def keep_positions(self, rotary, x, named):
+        """Keeps position ids of several axes, [n, 2] or [3, 1, n]; DINOv3's are the centres of patches, 0 for the tokens before them."""
+        ids = named.get("position_ids", x[1] if len(x) > 1 else None)
+        if hasattr(rotary, "num_patches_h"):
+            rows, columns = (2 * (np.arange(n) + 0.5) / n - 1 for n in (rotary.num_patches_h, rotary.num_patches_w))
+            centres = np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1).reshape(-1, 2)
+            before = np.zeros((1 + self.model.config.num_register_tokens, 2))
+            self.positions.append(np.concatenate([before, centres])[None])
+        elif ids is not None and ids.shape[0] == 3 and ids.ndim == 3:
+            self.positions.append(ids.movedim(0, -1).numpy().astype(np.float64))
+        elif ids is not None and ids.shape[-1] == 2:
+            self.positions.append(ids.reshape(1, -1, 2).numpy().astype(np.float64))
 
 
 def forward(model):
@@ -149,7 +181,12 @@ def usual_inputs(model):
     config = model.config
     extra = {"decoder_input_ids": SHORTER} if getattr(config, "is_encoder_decoder", False) else {}
     images = next((c for c in (config, getattr(config, "vision_config", None)) if hasattr(c, "image_size")), None)
+    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+        yield {"input_ids": IDS, "position_ids": AXES}
     yield {"input_ids": IDS, **extra}
+    if hasattr(config, "spatial_merge_size"):
+        patches = getattr(config, "temporal_patch_size", 1) * config.patch_size**2 * getattr(config, "in_channels", 3)
+        yield {"hidden_states": stirred(24, patches), "grid_thw": torch.tensor([[1, 4, 6]])}
     if images is not None:
         size, channels = images.image_size, getattr(images, "num_channels", 3)
         sides = (size, size) if isinstance(size, int) else tuple(size)
@@ -170,9 +207,19 @@ def stirred(*shape):
     return torch.from_numpy(drawn(str(shape), shape) * 3)
 
 
-def keep(here, name, values, named):
-    """Keeps the first tensor as [b, n, width]."""
-    value = values[0] if values else next(iter(named.values()))
+def keep_input(here, name, module, values, named):
+    """A hook that keeps what goes into a module."""
+    keep(here, name, module, values[0] if values else next(iter(named.values())))
+
+
+def keep_output(here, module, _, result):
+    """A hook that keeps what comes out of a module."""
+    keep(here, "output", module, result)
+
+
+def keep(here, name, module, value):
+    """Keeps a tensor, or the first of several, as [b, n, width]; n may be two axes, of a grid."""
     while isinstance(value, tuple | list):
         value = value[0]
-    here[name] = value.detach().numpy().reshape(1, -1, value.shape[-1]).copy()
+    value = value.transpose(1, 2) if isinstance(module, torch.nn.Conv1d) else value  # [b, width, n]
+    here[name] = value.detach().numpy().reshape(len(value) if value.ndim > 2 else 1, -1, value.shape[-1]).copy()

@@ -18,7 +18,7 @@ from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, Case, random_case
 from service.attention.layer import MultiHeadAttention
 from service.attention.metrics import compute
-from service.attention.metrics.compute import measure
+from service.attention.metrics.compute import OF_WEIGHTS, measure
 from service.attention.metrics.rows import MetricsQuery
 from service.attention.reference import forward
 from service.attention.reference.forward import Reference
@@ -106,6 +106,7 @@ def test_metrics_agree_with_plain_numpy_on_random_layers_and_masks(client: Clien
     direction = rng.standard_normal((*np.shape(case.request["query"])[:-1], width)) if rng.random() < 0.5 else None
 
     names = [name for name in (*WORDLESS, *WORDS) if spec.output_gate is None or name not in VALUE_METRICS]
+    names = [name for name in names if spec.differential is None or name not in {*OF_WEIGHTS, *VALUE_METRICS}]
     result = ask(client, case, metrics=names, tokens={"query": words[0], "key": words[1]}, direction=direction)
 
     assert list(result) == names
@@ -230,6 +231,15 @@ def test_value_metrics_and_single_head_are_refused_for_gated_layers(client: Clie
         client.analysis(np.ones((3, 4)), layer="analysed", metrics=["entropy", metric])
 
     assert caught.value.problems[0].at == "/metrics/1"
+
+
+@pytest.mark.parametrize("metrics", [None, ["contribution", "entropy"], ["value_norms"], ["subspace_disagreement", "single_head"]])
+def test_metrics_of_weights_are_refused_where_weights_may_be_negative(client: Client, metrics: list[str] | None) -> None:
+    client.put_layer("analysed", {"d_model": 8, "num_heads": 2, "differential": {}})
+    with pytest.raises(InvalidRequest, match="may be negative") as caught:
+        client.analysis(np.ones((3, 8)), layer="analysed", metrics=metrics)
+
+    assert caught.value.problems[0].at == ("/metrics" if metrics is None else f"/metrics/{len(metrics) - 1}")
 
 
 def test_single_head_is_refused_for_layers_with_parameters_per_head(client: Client) -> None:

@@ -25,8 +25,7 @@ from uvicorn.server import ServerState
 
 from service.client.connection import LIMITS
 from service.settings import Settings
-from service.web.connections import SEND_BYTES, Connection, connection_of
-from service.web.slow_peers import SlowPeerTimer
+from service.web.connections import SEND_BYTES, Connection, SlowPeerTimer, connection_of
 
 BODY = json.dumps({"query": [[0.25] * 64] * 3}).encode()
 HEAD = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"

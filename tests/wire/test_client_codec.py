@@ -10,7 +10,8 @@ from service.wire.json.reader import parse
 from service.wire.json.writer import encode_json
 from service.wire.limits import WireLimits
 from service.wire.reply import Reply
-from service.wire.schemas.attend import AttendRequest, PutLayer, ReplyOptions
+from service.wire.schemas.attend import AttendRequest, ReplyOptions
+from service.wire.schemas.layers import PutLayer
 
 FLOATS = ["FP16", "BF16", "FP32", "FP64"]
 

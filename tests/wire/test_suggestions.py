@@ -8,9 +8,10 @@ from service.errors import InvalidRequest
 from service.spec import LayerSpec
 from service.wire.problems import validate
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, PutLayer
+from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.figure import FigureRequest
-from service.wire.suggestions import COMPARED, OTHER_NAMES, did_you_mean
+from service.wire.schemas.layers import PutLayer
+from service.wire.suggestions import ADVICE, COMPARED, OTHER_NAMES, did_you_mean
 
 FIELDS = {*AttendRequest.model_fields, *AnalysisRequest.model_fields, *FigureRequest.model_fields}
 
@@ -29,8 +30,9 @@ def test_so_is_a_name_in_a_spec(name: str, meaning: str) -> None:
         validate(PutLayer, {"spec": {"d_model": 4, "num_heads": 2, name: 1}})
 
 
-def test_the_table_is_in_alphabetical_order() -> None:
-    assert list(OTHER_NAMES) == sorted(OTHER_NAMES)
+def test_each_name_has_one_advice() -> None:
+    names = " ".join(ADVICE.values()).split()
+    assert sorted(names) == sorted(OTHER_NAMES)
 
 
 def test_the_closest_name_is_suggested() -> None:

@@ -47,6 +47,7 @@ LEFT_OUT = {  # field of a spec -> its name in hints
     "query_scale": "the factor on queries by their position",
     "alibi": "ALiBi",
     "relative_bias": "the relative bias",
+    "grid_bias": "the bias by places in a grid",
     "sinks": "the sink of the softmax",
 }
 
@@ -190,6 +191,11 @@ MISTAKES: dict[str, dict[str, Change]] = {
     **{
         name: {f"{words} is left out": in_spec(**{name: lambda spec, name=name: False if getattr(spec, name) is True else None})}
         for name, words in LEFT_OUT.items()
+    },
+    "normalizer": {"the scores are normalised by a plain softmax": in_spec(normalizer=lambda spec: "softmax")},
+    "buckets": {
+        "relative biases are off by one: each is that of the bucket before": each_weight("relative_bias", lambda w: np.roll(w, 1, axis=0)),
+        "relative biases are off by one: each is that of the bucket after": each_weight("relative_bias", lambda w: np.roll(w, -1, axis=0)),
     },
     "rope scaling": {
         "the scaling of RoPE's frequencies is ignored": in_part("rope", scaling=None, frequencies=None, attention_factor=1.0),

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from service.spec import PROJECTIONS, Init, LayerSpec
+from service.spec import LAMBDAS, PROJECTIONS, Init, LayerSpec
 from service.tensors import BY_TORCH, Array
 
 REQUEST_FEATURES = (
@@ -29,6 +29,7 @@ REQUEST_FEATURES = (
     "dropout",
     "scale",
     "softcap",
+    "positions",  # of layers with rope
 )
 LAYER_FEATURES = (
     "num_kv_heads",
@@ -48,6 +49,9 @@ LAYER_FEATURES = (
     "latent",
     "chunk_size",
     "query_scale",
+    "differential",
+    "axes",  # of layers with rope
+    "grid_bias",
 )
 FEATURES = (*REQUEST_FEATURES, *LAYER_FEATURES)
 
@@ -108,7 +112,7 @@ def random_case(
     if "value" in drawn:
         request["value"] = rng.standard_normal(sizes.lead(sizes.keys, spec.value_dim))
     request |= _draw_masks(rng, sizes, drawn)
-    request |= _draw_positions(rng, sizes, drawn, positional=bool(spec.positional))
+    request |= _draw_positions(rng, sizes, drawn, spec)
     request |= _draw_modifiers(rng, sizes, drawn)
     request = {name: rounded(x, spec.dtype) if isinstance(x, np.ndarray) else x for name, x in request.items()}
     return Case(spec, request, draw_case_weights(rng, spec, drawn))
@@ -142,18 +146,24 @@ def _mask_shape(rng: np.random.Generator, sizes: Sizes) -> tuple[int, ...]:
     return tuple(1 if rng.random() < 0.2 else n for n in shape)
 
 
-def _draw_positions(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], positional: bool) -> dict[str, Any]:
-    """Causality, window and query offset. `positional`: the layer depends on positions."""
+def _draw_positions(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], spec: LayerSpec) -> dict[str, Any]:
+    """Causality, window, query offset and RoPE's positions."""
     fields: dict[str, Any] = {}
     if "causal" in drawn:
         fields["causal"] = True
     if "window" in drawn:
         fields["window"] = draw_window(rng)
-    if "query_offset" in drawn or ((fields or positional) and sizes.queries != sizes.keys):
-        per_item = rng.integers(-3, sizes.keys, sizes.lead())
-        one = int(rng.integers(-3, sizes.keys))
-        choices = ["end", one] if sizes.batch is None else ["end", one, per_item]
+    if "query_offset" in drawn or ((fields or spec.positional) and sizes.queries != sizes.keys):
+        lowest, highest = (-3, sizes.keys) if spec.grid_bias is None else (0, spec.grid_bias.num_tokens - sizes.queries + 1)
+        per_item = rng.integers(lowest, highest, sizes.lead())
+        one = int(rng.integers(lowest, highest))
+        choices = [one, *(["end"] if spec.grid_bias is None else []), *([] if sizes.batch is None else [per_item])]
         fields["query_offset"] = choices[rng.integers(len(choices))]
+    if "positions" in drawn and spec.rope is not None:
+        axes = (spec.rope.num_axes,) if spec.rope.num_axes > 1 else ()
+        for name, rows in (("positions", sizes.queries), ("key_positions", sizes.keys))[: 1 + ("key" in drawn)]:
+            lead = sizes.lead() if rng.random() < 0.5 else (1,) * len(sizes.lead())
+            fields[name] = rng.uniform(-9, 30, (*lead, rows, *axes))
     return fields
 
 
@@ -184,6 +194,10 @@ def settle(drawn: Collection[str], init: str) -> set[str]:
         settled.discard("biases")
     if "projections" in settled or init == "torch_mha" or init.startswith("numpy_"):
         settled -= {"output_gate", "latent"}
+    if "differential" in settled:
+        settled -= {"qk_norm", "latent", "sinks", "dropout"}
+    if "rope" not in settled:
+        settled -= {"axes", "positions"}
     if "projections" in settled:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
         settled -= {"output_dim", "biases"}
         settled -= set() if "key" in settled else {"num_kv_heads"}
@@ -197,6 +211,7 @@ def draw_sizes(rng: np.random.Generator, drawn: Collection[str], batched: bool |
     while True:
         batch, head_dim, value_head_dim = map(int, rng.choice([2, 3, 5, 7], 3))
         head_dim += rotated and head_dim > 2 and rng.random() < 0.5  # an even head_dim can be rotated completely
+        head_dim *= 1 + ("differential" in drawn)
         kv_heads = int(rng.choice([1, 2, 3] if grouped else [2, 3, 4, 5, 7]))
         heads = kv_heads * int(rng.choice([2, 3, 4])) if grouped else kv_heads
         queries, keys = map(int, rng.choice([2, 3, 5, 7, 11, 13], 2))
@@ -229,7 +244,7 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
     if "layer_window" in drawn:
         fields["window"] = draw_window(rng)
     if "rope" in drawn:
-        fields["rope"] = _draw_rope(rng, sizes.head_dim)
+        fields["rope"] = _draw_rope(rng, sizes.head_dim // (1 + ("differential" in drawn)), "axes" in drawn)
     if "relative_bias" in drawn:
         buckets, bidirectional = int(rng.choice([4, 7, 8, 9, 32])), bool(rng.random() < 0.5)
         exact = buckets // (4 if bidirectional else 2)
@@ -253,6 +268,13 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
         fields["chunk_size"] = int(rng.integers(1, 6))
     if "query_scale" in drawn:
         fields["query_scale"] = {"factor": float(rng.uniform(0.1, 1)), "length": int(rng.integers(1, 4)), "shift": int(rng.integers(2))}
+    if "differential" in drawn:
+        norm = {"eps": rng.choice([1e-5, 0.1]).item(), "norm_weights": bool(rng.random() < 0.5)}
+        fields["differential"] = {"lambda_init": float(rng.uniform(0.2, 0.5)), **norm}
+    if "grid_bias" in drawn:
+        height, width = [(2, 11), (3, 5), (5, 3), (7, 2)][rng.integers(4)]  # more tokens than any call has
+        kind = "table" if "differential" in drawn else rng.choice(["table", "decomposed"]).item()
+        fields["grid_bias"] = {"height": height, "width": width, "kind": kind, "class_token": kind == "table" and bool(rng.random() < 0.5)}
     return LayerSpec.model_validate(fields)
 
 
@@ -261,12 +283,14 @@ def draw_window(rng: np.random.Generator) -> dict[str, int | None]:
     return {"left": left, "right": right}
 
 
-def _draw_rope(rng: np.random.Generator, head_dim: int) -> dict[str, Any]:
+def _draw_rope(rng: np.random.Generator, head_dim: int, has_axes: bool) -> dict[str, Any]:
     """Settings of RoPE. `dims` may be omitted if equal to head_dim. Short training contexts let llama3 scale some frequencies only."""
     dims = int(rng.choice(range(2, head_dim + 1, 2)))
     rope: dict[str, Any] = {"theta": rng.choice([10.0, 10000.0, 500000.0]).item(), "interleaved": bool(rng.random() < 0.5)}
     if dims < head_dim or rng.random() < 0.5:
         rope["dims"] = dims
+    if has_axes:
+        rope["axes"] = rng.integers(0, 3, dims // 2).tolist()
     kind = rng.choice(["none", "linear", "llama3", "own"])
     if kind == "own":
         rope["frequencies"] = [0.0, *rng.uniform(0, 2, dims // 2 - 1).tolist()]
@@ -291,8 +315,8 @@ def _draw_norm(rng: np.random.Generator) -> dict[str, Any]:
 def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collection[str]) -> dict[str, Array] | None:
     """All weights of a layer; None if its seed draws all of them.
 
-    Layers with norms, sinks, relative bias, a gate or latents always get explicit weights. Norms are not 1; biases, sinks and relative
-    biases are not 0. Weights are values of the layer's dtype.
+    Layers with norms, sinks, relative bias, a gate, latents or lambdas always get explicit weights. Norms are not 1; biases, sinks and
+    relative biases are not 0. Weights are values of the layer's dtype.
     """
     shapes = spec.weight_shapes()
     if "weights" not in drawn and shapes and all(name.partition(".")[0] in PROJECTIONS for name in shapes):
@@ -304,6 +328,8 @@ def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collecti
             weights[name] = rng.uniform(0.5, 2, shape)
         elif name.endswith(".weight"):
             weights[name] = 1.5 * normal / np.sqrt(shape[1])
+        elif name in LAMBDAS:
+            weights[name] = 0.5 * normal / np.sqrt(shape[0])
         else:
             weights[name] = normal
     return {name: rounded(x, spec.dtype) for name, x in weights.items()}

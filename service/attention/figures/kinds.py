@@ -104,9 +104,9 @@ def _output_panels(spec: FigureSpec, tensors: Mapping[str, Tensor]) -> tuple[lis
 def _scale(spec: FigureSpec, name: str, panels: Sequence[Panel]) -> Scale:
     largest = max(float(np.nanmax(np.abs(panel.values), initial=0.0)) for panel in panels)
     if spec.kind == "similarity":
-        largest = 1.0  # cosines of weights, which are never negative
+        largest = 1.0  # cosines
     high = min(max(spec.maximum or largest or 1.0, SMALLEST), 1 / SMALLEST)
-    if spec.kind == "concatenation":
+    if spec.kind == "concatenation" or (spec.signed and spec.kind != "std"):
         return Scale(name, -high, high, diverging=True)
     if spec.logarithmic:
         smallest = min(float(np.min(panel.values, where=panel.values > 0, initial=high)) for panel in panels)

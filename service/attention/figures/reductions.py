@@ -40,8 +40,8 @@ class WeightReduction:
             if here:
                 at = torch.tensor(here, device=weights.device)[:, None] - rows.start
                 keys = torch.tensor(range(weights.shape[-1]) if self.keys is None else self.keys, device=weights.device)
-                seen = None if visible is None else visible.expand(*visible.shape[:2], *weights.shape[2:])[:, :, at, keys]
-                yield slice(start, start + len(here)), weights[:, :, at, keys], seen
+                chosen = None if visible is None else visible.expand(*visible.shape[:2], *weights.shape[2:])[:, :, at, keys]
+                yield slice(start, start + len(here)), weights[:, :, at, keys], chosen
                 start += len(here)
 
     def to(self, device: torch.device) -> "WeightReduction":
@@ -76,13 +76,13 @@ class Pooling:
         pooled = counts = torch.empty(0)
         cells = -(-self.shape[0] // self.query_step), -(-self.shape[1] // self.key_step)
         for block, weights, visible in rows:
-            values, seen = _of_item(weights, visible, self.item)
+            values, attended = _of_item(weights, visible, self.item)
             if self.across is not None:
-                values, seen = self.across(values), seen.any(0, keepdim=True)
+                values, attended = self.across(values), attended.any(0, keepdim=True)
             if not pooled.numel():
                 pooled = torch.zeros(values.shape[0], *cells, dtype=torch.float64, device=values.device)
-                counts = torch.zeros(seen.shape[0], *cells, dtype=torch.float64, device=values.device)
-            values, number = self._pool_keys(values.double(), self.pool), self._pool_keys(seen.double(), "mean")
+                counts = torch.zeros(attended.shape[0], *cells, dtype=torch.float64, device=values.device)
+            values, number = self._pool_keys(values.double(), self.pool), self._pool_keys(attended.double(), "mean")
             for cell in range(block.start // self.query_step, (block.stop - 1) // self.query_step + 1):
                 part = slice(max(cell * self.query_step - block.start, 0), (cell + 1) * self.query_step - block.start)
                 counts[:, cell] += number[:, part].sum(1)
@@ -133,6 +133,6 @@ def _of_item(weights: Tensor, visible: Tensor | None, item: int) -> tuple[Tensor
     values = weights[item]
     if visible is None:
         return values, torch.ones(1, 1, 1, dtype=torch.bool, device=values.device).expand(1, *values.shape[1:])
-    seen = visible[item if visible.shape[0] > 1 else 0]
-    seen = seen.expand(seen.shape[0], *values.shape[1:])
-    return values.masked_fill(~seen, 0), seen
+    visible = visible[item if visible.shape[0] > 1 else 0]
+    visible = visible.expand(visible.shape[0], *values.shape[1:])
+    return values.masked_fill(~visible, 0), visible

@@ -64,9 +64,9 @@ def deviation(block: Block) -> Tensor:
     NaN for rows that do not count for every head.
     """
     spread = block.shares.std(1, correction=0)  # [b, rows, k]
-    seen = torch.ones(1, 1, spread.shape[-1], dtype=torch.bool, device=spread.device) if block.seen is None else block.seen.any(1)
-    keys = seen.expand(*seen.shape[:-1], spread.shape[-1]).sum(-1)
-    return (spread.masked_fill(~seen, 0).sum(-1).double() / keys).masked_fill(~block.counts.all(1), torch.nan)
+    visible = torch.ones(1, 1, spread.shape[-1], dtype=torch.bool, device=spread.device) if block.visible is None else block.visible.any(1)
+    keys = visible.expand(*visible.shape[:-1], spread.shape[-1]).sum(-1)
+    return (spread.masked_fill(~visible, 0).sum(-1).double() / keys).masked_fill(~block.counts.all(1), torch.nan)
 
 
 def cosines(gram: Tensor) -> Tensor:

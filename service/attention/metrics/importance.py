@@ -44,9 +44,8 @@ def products(heads: Tensor, counts: Tensor, weight: Tensor | None, bias: Tensor 
     outputs = heads.double().masked_fill(~counts[..., None], 0).transpose(1, 2).flatten(2)  # [b, q, h * d]
     weight = torch.eye(h * d, dtype=torch.float64, device=heads.device) if weight is None else weight.double()
     offset = torch.zeros(len(weight), dtype=torch.float64, device=heads.device) if bias is None else bias.double()
-    form = weight.T @ weight  # [h * d, h * d]
-    gram = (outputs.transpose(1, 2) @ outputs) * form
-    inner = gram.view(b, h, d, h, d).sum((2, 4))
+    weight_products = weight.T @ weight  # [h * d, h * d]
+    inner = ((outputs.transpose(1, 2) @ outputs) * weight_products).view(b, h, d, h, d).sum((2, 4))
     to_bias = (outputs.sum(1) * (offset @ weight)).view(b, h, d).sum(-1)
     bias_square = some.sum(1) * offset.square().sum()
     rows = counts.double()
@@ -54,7 +53,7 @@ def products(heads: Tensor, counts: Tensor, weight: Tensor | None, bias: Tensor 
     own = sums.diagonal(dim1=1, dim2=2).transpose(1, 2)  # [b, h, d]
     number = rows.sum(-1)  # [b, h]
     mean = own / number[..., None]
-    blocks = form.view(h, d, h, d)
+    blocks = weight_products.view(h, d, h, d)
     mean_square = number * torch.einsum("bhd,hdhe,bhe->bh", mean, blocks, mean)
     along = torch.einsum("bijd,jdie,bie->bi", sums, blocks, mean)
     along = along + number * (mean * (offset @ weight).view(h, d)).sum(-1)
@@ -127,6 +126,6 @@ def value_norms(value: Tensor, weight: Tensor | None, groups: int, real: Tensor)
         norms = exact.square().sum(-1).sqrt().repeat_interleave(groups, 1)
     else:
         of_heads = weight.double().view(len(weight), kv, groups, d)
-        forms = torch.einsum("ogad,ogae->gade", of_heads, of_heads)  # W_h^T W_h, [kv, groups, d, d]
-        norms = torch.stack([((exact @ forms[:, a]) * exact).sum(-1) for a in range(groups)], 2).flatten(1, 2).clamp(min=0).sqrt()
+        squares = torch.einsum("ogad,ogae->gade", of_heads, of_heads)  # W_h^T W_h, [kv, groups, d, d]
+        norms = torch.stack([((exact @ squares[:, a]) * exact).sum(-1) for a in range(groups)], 2).flatten(1, 2).clamp(min=0).sqrt()
     return norms.view(b, kv * groups, k).masked_fill(~real[:, None], torch.nan)

@@ -25,8 +25,8 @@ class MetricsQuery:
     top_links: int = 5
     mass: float = 0.9
     queries: Tensor | None = None  # bool [b|1, q]: which queries count; all if None
-    query_words: Tensor | None = None  # int64 [b|1, q]: equal words have equal numbers ...
-    key_words: Tensor | None = None  # ... [b|1, k]
+    query_tokens: Tensor | None = None  # int64 [b|1, q]: equal tokens have equal numbers ...
+    key_tokens: Tensor | None = None  # ... [b|1, k]
     direction: Tensor | None = None  # [b, q, output_dim]
     link_keys: Tensor | None = None  # bool [b|1, k]: the keys that strongest links may have; all if None
 
@@ -36,7 +36,7 @@ class MetricsQuery:
 
     def to(self, device: torch.device) -> "MetricsQuery":
         """The query with its tensors on `device`."""
-        names = ("queries", "query_words", "key_words", "direction", "link_keys")
+        names = ("queries", "query_tokens", "key_tokens", "direction", "link_keys")
         return replace(self, **{name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None})
 
 
@@ -48,7 +48,7 @@ class Block:
     weights: Tensor  # [b, h, rows, k], from the layer
     shares: Tensor  # [b, h, rows, k]: weights over the row's sum; 0 in rows that do not count
     counts: Tensor  # bool [b, h, rows]
-    seen: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the pairs that may attend; None: all
+    visible: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the pairs that may attend; None: all
     positions: Tensor  # [b|1, rows]: key positions of the queries
     first_key: Tensor  # [b|1]: the first key that is not padding
     overflowed: Tensor  # bool [b, h, rows]: rows with NaN weights that would count otherwise
@@ -65,7 +65,7 @@ class Block:
 def read_block(
     rows: slice,
     weights: Tensor,
-    seen: Tensor | None,
+    visible: Tensor | None,
     positions: Tensor,
     fully_masked: Tensor | None,
     first_key: Tensor,
@@ -84,7 +84,7 @@ def read_block(
     shares = weights / total.masked_fill(~counts, 1)[..., None]
     if not counts.all():
         shares = shares.masked_fill(~counts[..., None], 0)
-    return Block(rows, weights, shares, counts, seen, positions[:, rows], first_key, overflowed)
+    return Block(rows, weights, shares, counts, visible, positions[:, rows], first_key, overflowed)
 
 
 def entropy(block: Block, metrics_query: MetricsQuery) -> Tensor:
@@ -95,7 +95,7 @@ def entropy(block: Block, metrics_query: MetricsQuery) -> Tensor:
 
 def normalised_entropy(block: Block, metrics_query: MetricsQuery) -> Tensor:
     """Entropy over ln n for n visible keys; NaN if n is 1."""
-    return entropy(block, metrics_query).double() / torch.log(_keys_seen(block).double()).clamp(min=0)
+    return entropy(block, metrics_query).double() / torch.log(_visible_keys(block).double()).clamp(min=0)
 
 
 def confidence(block: Block, metrics_query: MetricsQuery) -> Tensor:
@@ -141,13 +141,13 @@ def previous_token_score(block: Block, metrics_query: MetricsQuery) -> Tensor:
 
 
 def duplicate_token_score(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """Mass on earlier positions with the query's word; NaN if none is visible."""
-    return _mass_where_any(block, _earlier_same_words(block, metrics_query))
+    """Mass on earlier positions with the query's token; NaN if none is visible."""
+    return _mass_where_any(block, _earlier_same_tokens(block, metrics_query))
 
 
 def induction_score(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """Mass on the positions after earlier ones with the query's word (Olsson et al. 2022); NaN if none is visible."""
-    return _mass_where_any(block, F.pad(_earlier_same_words(block, metrics_query), (1, 0))[..., :-1])
+    """Mass on the positions after earlier ones with the query's token (Olsson et al. 2022); NaN if none is visible."""
+    return _mass_where_any(block, F.pad(_earlier_same_tokens(block, metrics_query), (1, 0))[..., :-1])
 
 
 POSITION_METRICS = (self_share, local_share, global_share, mean_distance, previous_token_score, duplicate_token_score, induction_score)
@@ -163,8 +163,8 @@ def _mass(block: Block, pattern: Tensor) -> Tensor:
 
 def _mass_where_any(block: Block, pattern: Tensor) -> Tensor:
     """As `_mass`, but NaN if no key of the pattern is visible to the row."""
-    if block.seen is not None:
-        pattern = pattern & block.seen
+    if block.visible is not None:
+        pattern = pattern & block.visible
     return _mass(block, pattern).masked_fill(~pattern.any(-1), torch.nan)
 
 
@@ -173,19 +173,19 @@ def _distance(block: Block) -> Tensor:
     return (block.positions[:, None, :, None] - block.keys).abs()
 
 
-def _earlier_same_words(block: Block, metrics_query: MetricsQuery) -> Tensor:
-    """bool [b|1, 1, rows, k]: keys before the query's position with the query's word."""
-    assert metrics_query.query_words is not None and metrics_query.key_words is not None
-    same = metrics_query.query_words[:, None, block.rows, None] == metrics_query.key_words[:, None, None, :]
+def _earlier_same_tokens(block: Block, metrics_query: MetricsQuery) -> Tensor:
+    """bool [b|1, 1, rows, k]: keys before the query's position with the query's token."""
+    assert metrics_query.query_tokens is not None and metrics_query.key_tokens is not None
+    same = metrics_query.query_tokens[:, None, block.rows, None] == metrics_query.key_tokens[:, None, None, :]
     return same & (block.keys < block.positions[:, None, :, None])
 
 
-def _keys_seen(block: Block) -> Tensor:
+def _visible_keys(block: Block) -> Tensor:
     """[b|1, h|1, rows|1]: number of visible keys of each row."""
     num_keys = block.shares.shape[-1]
-    if block.seen is None:
+    if block.visible is None:
         return torch.full((1, 1, 1), num_keys, device=block.shares.device)
-    return block.seen.expand(*block.seen.shape[:-1], num_keys).sum(-1)
+    return block.visible.expand(*block.visible.shape[:-1], num_keys).sum(-1)
 
 
 class StrongestLinks:

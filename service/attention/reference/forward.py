@@ -1,7 +1,8 @@
 """Multi-head attention in NumPy float64: the reference that the layer of the service is compared with.
 
 It shares no code with that layer and prefers clarity to speed: arrays of shape [batch, heads, queries, keys] are formed at once. The steps
-are project, norm, RoPE, scales of queries by position, scale, softcap, add biases, block, softmax, dropout, gate, in this order.
+are project, norm, RoPE, scales of queries by position, scale, softcap, add biases, block, softmax, dropout, gate, in this order. Layers
+with differential attention have two softmaxes, and a norm before the gate.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
     Attention(Q, K, V) = softmax(Q Kᵀ / √d) V
@@ -24,8 +25,8 @@ from service.attention.reference.masks import (
     query_positions,
     spread,
 )
-from service.attention.reference.positions import position_bias, query_factors, rotate
-from service.spec import LayerSpec, OutputGate, QKNorm
+from service.attention.reference.positions import grid_bias, position_bias, query_factors, rotary_positions, rotate
+from service.spec import LAMBDAS, LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
 
@@ -35,8 +36,9 @@ class Reference:
 
     output: Array  # [b, q, output_dim]; without projections, concatenated
     attention_weights: Array  # [b, h, q, k], after dropout
-    scores: Array  # [b, h, q, k], after everything added and blocked, before the softmax
+    scores: Array  # [b, h, q, k], after everything added and blocked, before the softmax; in differential layers before the first
     log_sum_exp: Array  # [b, h, q], of the scores and the sink
+    normalised: Array  # [b, n, h, q, k], before dropout, 0 in fully masked rows; n = 2 in differential layers, otherwise 1
     query_projection: Array  # [b, h, q, d], after the norm, RoPE and query_scale
     key_projection: Array  # [b, kv heads, k, d], after the norm and RoPE
     value_projection: Array  # [b, kv heads, k, dv]
@@ -67,6 +69,8 @@ def attend(
     key_segments: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | Literal["end"] | None = None,
+    positions: ArrayLike | None = None,
+    key_positions: ArrayLike | None = None,
     causal: bool = False,
     window: Mapping[str, int | None] | None = None,
     fully_masked: Literal["zero", "uniform", "error"] = "zero",
@@ -78,7 +82,8 @@ def attend(
     """Every output of the layer `spec` with these canonical weights. Arguments are named and shaped as the fields of a request.
 
     query [b, q, query_dim], key [b, k, key_dim], value [b, k, value_dim]; masks and bias [q, k], [b, q, k] or [b, h, q, k], axes of 1
-    broadcast; key masks [b, k]; valid_lens [b] or [b, q]; query_offset an integer, [b] or "end"; head_scale [h] or [b, h].
+    broadcast; key masks [b, k]; valid_lens [b] or [b, q]; query_offset an integer, [b] or "end"; positions [b, q] or [b, q, axes] and
+    key_positions [b, k] or [b, k, axes], by which RoPE rotates; head_scale [h] or [b, h].
     A query [q, query_dim] has no batch axis, and then no argument has one.
 
     ValueError: a value without a key; q != k without query_offset where positions matter; fully masked rows with fully_masked="error".
@@ -94,21 +99,24 @@ def attend(
     if segments is not None:
         query_segments = key_segments = segments
     blocked_keys = blocked_by_keys(shape, *(as_batch(x, batched) for x in (valid_lens, attend_keys, block_keys, key_segments)))
-    positions = query_positions(query_offset, blocked_keys, needed=causal or window is not None or bool(spec.positional))
-    ahead = np.arange(shape[-1]) - positions[:, None, :, None]  # [b, 1, q, k], position of key j less that of query i
+    indices = query_positions(query_offset, blocked_keys, needed=causal or window is not None or bool(spec.positional))
+    ahead = np.arange(shape[-1]) - indices[:, None, :, None]  # [b, 1, q, k], position of key j less that of query i
     if spec.rope:
-        q, k = rotate(q, positions, spec.rope), rotate(k, np.arange(shape[-1])[None], spec.rope)
+        turned = rotary_positions(as_batch(positions, batched), as_batch(key_positions, batched), indices, shape[-1])
+        q, k = rotate_parts(spec, q, turned["query"]), rotate_parts(spec, k, turned["key"])
     if spec.qk_norm and spec.qk_norm.after_rope:
         q, k = (normalise_heads(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
     if spec.query_scale:
-        q = q * query_factors(positions, spec.query_scale)
+        q = q * query_factors(indices, spec.query_scale)
 
     # Sum of the biases, and the blocked pairs.
     added = spread(0.0 if bias is None else np.asarray(bias, np.float64), shape, batched) + position_bias(spec, weights, ahead)
+    if spec.grid_bias:
+        added = added + grid_bias(spec, weights, q, indices, shape[-1])
     windows = (spec.window.model_dump() if spec.window else {}, window or {})
     by_position = blocked_by_position(ahead, causal, windows)
     if spec.chunk_size:
-        by_position |= blocked_by_chunks(positions, shape[-1], spec.chunk_size)
+        by_position |= blocked_by_chunks(indices, shape[-1], spec.chunk_size)
     if query_segments is not None and key_segments is not None:
         by_position |= blocked_by_segments(as_batch(query_segments, batched), as_batch(key_segments, batched))
     blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | blocked_keys | by_position
@@ -116,17 +124,22 @@ def attend(
     if fully_masked == "error" and empty.any():
         raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(empty)[0].tolist()}")
 
-    scores = (spec.scale if scale is None else scale) * (q @ repeat_kv_heads(k, spec.num_heads).swapaxes(-1, -2))
-    if cap := spec.softcap if softcap is None else softcap:
-        scores = cap * np.tanh(scores / cap)
-    scores = np.where(blocked, -np.inf, scores + added)
-    attention_weights, log_sum_exp = softmax(scores, np.asarray(weights["sinks"], np.float64)[:, None] if spec.sinks else None)
-    if fully_masked == "uniform":
-        attention_weights[empty] = 1 / max(shape[-1], 1)
+    all_scores = []
+    for queries, keys in zip(parts_of(spec, q), parts_of(spec, repeat_kv_heads(k, spec.num_heads)), strict=True):
+        scores = (spec.scale if scale is None else scale) * (queries @ keys.swapaxes(-1, -2))
+        if cap := spec.softcap if softcap is None else softcap:
+            scores = cap * np.tanh(scores / cap)
+        all_scores.append(np.where(blocked, -np.inf, scores + added))
+    scores, sinks = all_scores[0], np.asarray(weights["sinks"], np.float64)[:, None] if spec.sinks else None
+    normalised, (log_sum_exp, *_) = zip(*(softmax(x, sinks) for x in all_scores), strict=True)
+    filling = np.where(empty, 1 / max(shape[-1], 1) if fully_masked == "uniform" else 0.0, 0.0)[..., None]
+    attention_weights = np.sum([factor * (x + filling) for factor, x in zip(factors(spec, weights), normalised, strict=True)], axis=0)
     if dropout is not None:
         attention_weights = attention_weights * dropout_multiplier(dropout, shape)
 
     heads = average_values(attention_weights, repeat_kv_heads(v, spec.num_heads))
+    if spec.differential:
+        heads = (1 - spec.differential.lambda_init) * normalise_heads(heads, weights, "head", QKNorm(eps=spec.differential.eps))
     if head_scale is not None:
         heads = heads * np.asarray(head_scale, np.float64)[..., None, None]  # [h, 1, 1] or [b, h, 1, 1]
     if spec.output_gate:
@@ -137,6 +150,7 @@ def attend(
         "attention_weights": attention_weights,
         "scores": scores,
         "log_sum_exp": log_sum_exp,
+        "normalised": np.stack(normalised, axis=1),
         "query_projection": q,
         "key_projection": k,
         "value_projection": v,
@@ -145,6 +159,25 @@ def attend(
         "fully_masked": empty,
     }
     return Reference(**{name: x if batched else x[0] for name, x in outputs.items()})
+
+
+def parts_of(spec: LayerSpec, x: Array) -> list[Array]:
+    """The queries or keys of each softmax: two halves of [b, h, n, d] in differential layers, otherwise x alone."""
+    return np.split(x, 2, axis=-1) if spec.differential else [x]
+
+
+def rotate_parts(spec: LayerSpec, x: Array, positions: Array) -> Array:
+    """RoPE of each of `parts_of` x [b, h, n, d]."""
+    assert spec.rope is not None
+    return np.concatenate([rotate(part, positions, spec.rope) for part in parts_of(spec, x)], axis=-1)
+
+
+def factors(spec: LayerSpec, weights: Mapping[str, Array]) -> list[float]:
+    """The factor of each softmax in the weights: 1 and -λ, with λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + λ_init (Ye et al., eq. 2)."""
+    if not spec.differential:
+        return [1.0]
+    q1, k1, q2, k2 = (np.asarray(weights[name], np.float64) for name in LAMBDAS)
+    return [1.0, -(float(np.exp(q1 @ k1) - np.exp(q2 @ k2)) + spec.differential.lambda_init)]
 
 
 def gate_logits(spec: LayerSpec, weights: Mapping[str, Array], query: ArrayLike) -> Array:

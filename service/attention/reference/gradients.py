@@ -8,8 +8,10 @@ head with queries Q, keys K, values V, raw scores R = scale · Q Kᵀ, weights A
     S = c tanh(R/c)     R̄ = S̄ ∘ (1 - tanh²(R/c))
     R = scale · Q Kᵀ    Q̄ = scale · R̄ K         K̄ = scale · R̄ᵀ Q
 
-Biases do not change these formulas, and blocked pairs have A = 0. A sink is a score with value vector 0, so the formula for S̄ also holds
-for rows that sum to less than 1. The weights of a fully masked row are constants, so its S̄ is 0.
+With differential attention A' = A1 - λ A2 for halves of Q and K, so each softmax has Ā1 = Ā, Ā2 = -λ Ā, and its own half of Q̄ and K̄.
+Biases do not change these formulas, but for those that depend on the query: q_i · r_ij adds Σ_j S̄_ij r_ij to Q̄_i. Blocked pairs have
+A = 0. A sink is a score with value vector 0, so the formula for S̄ also holds for rows that sum to less than 1. The weights of a fully
+masked row are constants, so its S̄ is 0.
 """
 
 from collections.abc import Mapping
@@ -25,17 +27,20 @@ from service.attention.reference.forward import (
     attend,
     average_values,
     dropout_multiplier,
+    factors,
     gate_logits,
     merge_heads,
     norm_weight,
     normalises,
+    parts_of,
     project,
     project_heads,
     repeat_kv_heads,
+    rotate_parts,
     split_heads,
 )
 from service.attention.reference.masks import blocked_by_keys, query_positions
-from service.attention.reference.positions import query_factors, rotate
+from service.attention.reference.positions import grid_vectors, query_factors, rotary_positions, rotate
 from service.spec import LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
@@ -71,17 +76,26 @@ def gradients(
         through_gate, back = _through_gate(spec, weights, inputs["query"], as_batch(forward.head_outputs, batched), back)
     if (head_scale := call.get("head_scale")) is not None:
         back = back * np.asarray(head_scale, np.float64)[..., None, None]
+    if spec.differential:
+        values = repeat_kv_heads(as_batch(forward.value_projection, batched), spec.num_heads)
+        averaged = average_values(as_batch(forward.attention_weights, batched), values)
+        norm, back = QKNorm(eps=spec.differential.eps), (1 - spec.differential.lambda_init) * back
+        back = _back_through_norm(averaged, weights, "head", norm, back)
 
-    through = dict(zip(inputs, _through_attention(spec, back, forward, call, batched), strict=True))
+    indices, num_keys = _indices(forward, call, batched), inputs["key"].shape[1]
+    vectors = None  # which a grid adds to the keys, [b, q, k, d]
+    if spec.grid_bias and spec.grid_bias.kind == "decomposed":
+        vectors = grid_vectors(spec.grid_bias, weights, indices, num_keys)
+    through = dict(zip(inputs, _through_attention(spec, weights, back, forward, call, batched, vectors), strict=True))
     if spec.query_scale:
-        through["query"] = query_factors(_positions(forward, call, batched), spec.query_scale) * through["query"]
+        through["query"] = query_factors(indices, spec.query_scale) * through["query"]
     if spec.rope:  # the gradient of a rotation is the opposite rotation
-        places = {"query": _positions(forward, call, batched), "key": np.arange(inputs["key"].shape[1])[None]}
-        for name, positions in places.items():
+        positions, key_positions = (as_batch(call.get(name), batched) for name in ("positions", "key_positions"))
+        for name, turned in rotary_positions(positions, key_positions, indices, num_keys).items():
             if spec.qk_norm and spec.qk_norm.after_rope:
-                rotated = rotate(project_heads(spec, weights, name, inputs[name]), positions, spec.rope)
+                rotated = rotate(project_heads(spec, weights, name, inputs[name]), turned, spec.rope)
                 through[name] = _back_through_norm(rotated, weights, name, spec.qk_norm, through[name])
-            through[name] = rotate(through[name], -positions, spec.rope)
+            through[name] = rotate_parts(spec, through[name], -turned)
     input_gradients = {name: _back_through_projection(spec, weights, name, inputs[name], x) for name, x in through.items()}
     input_gradients["query"] = input_gradients["query"] + through_gate
     return {f"{name}_gradient": x if batched else x[0] for name, x in input_gradients.items()}
@@ -102,25 +116,42 @@ def _through_gate(spec: LayerSpec, weights: Mapping[str, Array], query: Array, h
     return merge_heads(for_logits) @ np.asarray(weights["gate.weight"], np.float64), back * gate
 
 
-def _through_attention(spec: LayerSpec, back: Array, forward: Reference, call: Mapping[str, Any], batched: bool) -> tuple[Array, ...]:
+def _through_attention(
+    spec: LayerSpec,
+    weights: Mapping[str, Array],
+    back: Array,
+    forward: Reference,
+    call: Mapping[str, Any],
+    batched: bool,
+    vectors: Array | None,
+) -> tuple[Array, ...]:
     """From the gradient of the heads' outputs [b, h, q, dv] to those of their queries [b, h, q, d], keys and values [b, kv heads, k, …]."""
     projections = (forward.query_projection, forward.key_projection, forward.value_projection)
     q, k, v = (repeat_kv_heads(as_batch(x, batched), spec.num_heads) for x in projections)
-    scores, log_sum_exp, after_dropout = (as_batch(x, batched) for x in (forward.scores, forward.log_sum_exp, forward.attention_weights))
+    scores, normalised, after_dropout = (as_batch(x, batched) for x in (forward.scores, forward.normalised, forward.attention_weights))
     blocked = np.isneginf(scores)
-    before_dropout = np.where(blocked, 0.0, np.exp(scores - log_sum_exp[..., None]))
     multiplier = 1.0 if call.get("dropout") is None else dropout_multiplier(call["dropout"], scores.shape)
 
     for_values = after_dropout.swapaxes(-1, -2) @ back
     for_weights = np.where(blocked, 0.0, multiplier * (back @ v.swapaxes(-1, -2)))
-    for_scores = before_dropout * (for_weights - (before_dropout * for_weights).sum(axis=-1, keepdims=True))
     scale = spec.scale if call.get("scale") is None else call["scale"]
-    if cap := spec.softcap if call.get("softcap") is None else call["softcap"]:
-        slope = 1 - np.tanh(scale * (q @ k.swapaxes(-1, -2)) / cap) ** 2
-        for_scores = np.where(blocked, 0.0, for_scores * slope)
-    for_queries = scale * average_values(for_scores, k)
-    for_keys = scale * (for_scores.swapaxes(-1, -2) @ q)
-    return for_queries, _sum_over_groups(for_keys, spec.num_kv_heads), _sum_over_groups(for_values, spec.num_kv_heads)
+    cap = spec.softcap if call.get("softcap") is None else call["softcap"]
+    for_queries, for_keys = [], []
+    for i, (factor, queries, keys) in enumerate(zip(factors(spec, weights), parts_of(spec, q), parts_of(spec, k), strict=True)):
+        for_scores = factor * _through_softmax(normalised[:, i], for_weights)
+        through_vectors: Array | float = 0.0 if vectors is None else np.einsum("bhij,bijd->bhid", for_scores, vectors)
+        if cap:
+            slope = 1 - np.tanh(scale * (queries @ keys.swapaxes(-1, -2)) / cap) ** 2
+            for_scores = np.where(blocked, 0.0, for_scores * slope)
+        for_queries.append(scale * average_values(for_scores, keys) + through_vectors)
+        for_keys.append(scale * (for_scores.swapaxes(-1, -2) @ queries))
+    by_kv_head = (_sum_over_groups(x, spec.num_kv_heads) for x in (np.concatenate(for_keys, axis=-1), for_values))
+    return np.concatenate(for_queries, axis=-1), *by_kv_head
+
+
+def _through_softmax(softmax: Array, back: Array) -> Array:
+    result: Array = softmax * (back - (softmax * back).sum(axis=-1, keepdims=True))
+    return result
 
 
 def _sum_over_groups(x: Array, kv_heads: int) -> Array:
@@ -130,13 +161,13 @@ def _sum_over_groups(x: Array, kv_heads: int) -> Array:
     return summed
 
 
-def _positions(forward: Reference, call: Mapping[str, Any], batched: bool) -> Array:
+def _indices(forward: Reference, call: Mapping[str, Any], batched: bool) -> Array:
     """The key positions of the queries, as in `attend`: [b, q]."""
     shape = as_batch(forward.scores, batched).shape
     segments = "key_segments" if call.get("segments") is None else "segments"
     masks = ("valid_lens", "attend_keys", "block_keys", segments)
     blocked_keys = blocked_by_keys(shape, *(as_batch(call.get(name), batched) for name in masks))
-    return query_positions(call.get("query_offset"), blocked_keys, needed=True)
+    return query_positions(call.get("query_offset"), blocked_keys, needed=False)
 
 
 def _back_through_projection(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array, back: Array) -> Array:

@@ -1,4 +1,4 @@
-"""RoPE, factors on queries by position, ALiBi and T5's relative bias in NumPy float64.
+"""RoPE, factors on queries by position, ALiBi, T5's relative bias and relative positions in a grid, in NumPy float64.
 
 `ahead` is the position of key j less that of query i.
 """
@@ -9,23 +9,25 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import ArrayLike
 
-from service.spec import LayerSpec, QueryScale, RelativeBias, Rope
+from service.spec import GridBias, LayerSpec, QueryScale, RelativeBias, Rope
 from service.tensors import Array
 
 
 def rotate(x: Array, positions: Array, rope: Rope) -> Array:
-    """RoPE, Su et al. 2021, equation 34: x [b, h, n, d] at positions [b, n] or [1, n].
+    """RoPE, Su et al. 2021, equation 34: x [b, h, n, d] at positions [b, n] or [b, n, axes], whose b may be 1.
 
     The first `dims` numbers of a head are dims/2 points of the plane, and point i is rotated by the angle position · frequency_i. Its two
     coordinates are neighbours (interleaved: GPT-J) or dims/2 apart (GPT-NeoX, Llama). The rest of the head is unchanged. Points are also
-    lengthened by `attention_factor` (yarn, Peng et al. 2023, section 3.4).
+    lengthened by `attention_factor` (yarn, Peng et al. 2023, section 3.4). Where positions have several axes (m-RoPE, Wang et al. 2024,
+    section 2.1), `axes` has that of point i.
     """
     dims = rope.dims or x.shape[-1]
     if rope.interleaved:
         first, second = slice(0, dims, 2), slice(1, dims, 2)
     else:
         first, second = slice(0, dims // 2), slice(dims // 2, dims)
-    angles = positions[:, None, :, None] * frequencies(rope, dims)  # [b, 1, n, dims/2]
+    of_points = positions[..., None] if positions.ndim == 2 else np.stack([positions[..., axis] for axis in rope.axes or ()], axis=-1)
+    angles = of_points[:, None] * frequencies(rope, dims)  # [b, 1, n, dims/2]
     cos, sin = rope.attention_factor * np.cos(angles), rope.attention_factor * np.sin(angles)
     turned = x.copy()
     turned[..., first] = x[..., first] * cos - x[..., second] * sin
@@ -58,6 +60,16 @@ def query_factors(positions: Array, scale: QueryScale) -> Array:
     """1 + factor · ln(1 + ⌊(p + shift)/length⌋), Nakanishi 2025 as Llama 4 has it; p is at least 0: [b, q] -> [b, 1, q, 1]."""
     factors: Array = 1 + scale.factor * np.log(1 + (np.maximum(positions, 0) + scale.shift) // scale.length)
     return factors[:, None, :, None]
+
+
+def rotary_positions(given: Array | None, of_keys: Array | None, indices: Array, num_keys: int) -> dict[str, Array]:
+    """The positions by which RoPE rotates queries and keys, [b, n] or [b, n, axes]: those given, or else the indices of queries and keys.
+
+    Keys without positions of their own have those of the queries.
+    """
+    if given is None:
+        return {"query": indices, "key": np.arange(num_keys)[None]}
+    return {"query": given, "key": given if of_keys is None else of_keys}
 
 
 def position_bias(spec: LayerSpec, weights: Mapping[str, Array], ahead: Array) -> Array:
@@ -109,3 +121,38 @@ def relative_buckets(ahead: Array, settings: RelativeBias) -> Array:
     share = np.log(np.maximum(distance, exact).astype(np.float32) / np.float32(exact)) / np.float32(math.log(settings.max_distance / exact))
     wide = exact + (share * np.float32(buckets - exact)).astype(np.int64)
     return start + np.where(distance < exact, distance, np.minimum(wide, buckets - 1))
+
+
+def grid_bias(spec: LayerSpec, weights: Mapping[str, Array], queries: Array, indices: Array, num_keys: int) -> Array:
+    """What relative positions in a grid add to the scores of queries [b, h, q, d] at indices [b, q]: [b, h, q, k].
+
+    A table has a number for each relative position and head (Liu et al. 2021, equation 4, with the index of their code, which is also
+    BEiT's). Decomposed, it is q_i · (R^row_ij + R^column_ij) (Li et al. 2022, equation 4, with a sum for the product of axes).
+    """
+    grid = spec.grid_bias
+    assert grid is not None
+    if grid.kind == "decomposed":
+        decomposed: Array = np.einsum("bhid,bijd->bhij", queries, grid_vectors(grid, weights, indices, num_keys))
+        return decomposed
+    down, across = grid_distances(grid, indices, num_keys)
+    cells = np.asarray(weights["grid_bias"], np.float64)
+    by_place = cells[: (2 * grid.height - 1) * (2 * grid.width - 1)].reshape(2 * grid.height - 1, 2 * grid.width - 1, -1)
+    found: Array = by_place[down, across]  # [b, q, k, h]; for a class token any, replaced here
+    if grid.class_token:
+        of_query, of_key = indices[:, :, None, None] == 0, (np.arange(num_keys) == 0)[None, None, :, None]
+        found = np.where(of_query & of_key, cells[-1], np.where(of_key, cells[-2], np.where(of_query, cells[-3], found)))
+    return found.transpose(0, 3, 1, 2)
+
+
+def grid_vectors(grid: GridBias, weights: Mapping[str, Array], indices: Array, num_keys: int) -> Array:
+    """R^row + R^column of each query and key: [b, q, k, d]."""
+    down, across = grid_distances(grid, indices, num_keys)
+    vectors: Array = np.asarray(weights["grid_rows"], np.float64)[down] + np.asarray(weights["grid_columns"], np.float64)[across]
+    return vectors
+
+
+def grid_distances(grid: GridBias, indices: Array, num_keys: int) -> tuple[Array, Array]:
+    """Row and column of the query less those of the key, each from 0 for the smallest: [b, q] -> [b, q, k] twice."""
+    cells = np.array([[0, 0]] * grid.class_token + [[y, x] for y in range(grid.height) for x in range(grid.width)])  # [tokens, 2]
+    distances = cells[indices][:, :, None] - cells[:num_keys]  # [b, q, k, 2]
+    return distances[..., 0] + grid.height - 1, distances[..., 1] + grid.width - 1

@@ -29,6 +29,10 @@ VISION: dict[str, Family] = {
     **dict.fromkeys(("tipsv2_vision_model", "radio"), vision(TIMM)),
     **dict.fromkeys(("clip_vision_model", "siglip_vision_model", "chinese_clip_vision_model"), vision(CLIP)),
     **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), vision(CLIP)),
+    "timesformer": {
+        part: replace(VIT, path=f"encoder.layer.{{n}}.{name}", layout="stacked", irrelevant=f"{SIZES}|^attention_type$")
+        for part, name in (("time", "temporal_attention"), ("space", "attention"))
+    },
     "aimv2_vision_model": vision(replace(VIT, path="layers.{n}.attention", bias=biased("qkv_bias"))),
     "internvl_vision": vision(INTERN, FULL_NORM),
     "qianfan_ocr_vision": vision(replace(INTERN, path="layers.{n}.attention"), FULL_NORM),

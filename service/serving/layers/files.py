@@ -9,20 +9,20 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from service.checkpoints import parse_config, read_layer, read_model_layer
-from service.errors import InvalidRequest, Problem, RequestError, TooLarge
+from service.errors import InvalidRequest, TooLarge
 from service.serving.layers.registry import LoadedLayer
 from service.spec import LayerSpec, Part
 from service.tensors import BY_TORCH, Array
-from service.wire.json import reader as json_reader
-from service.wire.limits import JSON_TEXT_BYTES, WireLimits
+from service.wire.json.strict import parse_nested
+from service.wire.limits import JSON_TEXT_BYTES
 from service.wire.problems import describe_value, validate
 from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
 MAX_ORIGIN = 200  # characters
 SPEC, FINGERPRINT, ORIGIN = "spec", "fingerprint", "origin"
-POSITIONAL = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias")
-ASSUMABLE = ("scale", "softcap", *POSITIONAL, "qk_norm", "output_gate", "latent")
+POSITIONAL = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "grid_bias")
+ASSUMABLE = ("scale", "softcap", *POSITIONAL, "qk_norm", "output_gate", "latent", "differential")
 CONFIG, LAYER, PART = "config", "layer", "part"  # a layer of a model with its config.json
 
 
@@ -155,10 +155,7 @@ def write_layer_file(layer: LoadedLayer, **more: str) -> list[Buffer]:
 
 
 def _object(text: str, at: str) -> Mapping[str, Any]:
-    """Parse a JSON object. Raises MalformedBody, InvalidRequest or TooLarge; `at` is prepended to the paths of the errors."""
-    if len(text) > JSON_TEXT_BYTES:
-        raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(text)))
-    try:
-        return json_reader.parse(text.encode(errors="replace"), {}, WireLimits())
-    except RequestError as error:
-        raise type(error)(problems=[Problem(at + problem.at, problem.expected, problem.got) for problem in error.problems]) from None
+    """The JSON object in a text. Raises MalformedBody, InvalidRequest or TooLarge, with pointers below `at`."""
+    if not isinstance(document := parse_nested(text, at), dict):
+        raise InvalidRequest.where(at, "a JSON object", describe_value(document))
+    return document

@@ -208,48 +208,42 @@ class LayerLoader:
                 before, self._files[name] = self._files.get(name), files[name]
                 if name in self._configured:
                     log.warning("layer file ignored", layer=name, reason="a layer of that name is configured")
-                elif files[name].kind == UNLOADED:
-                    await self._unload_file(store, name, before)
-                elif not await self._load_file(store, name):
+                elif not await self._apply_file(store, name, before):
                     late.append(name)
             for name in late:  # loading the others may have made room, if one became smaller
-                await self._load_file(store, name, last=True)
+                await self._apply_file(store, name, None, last=True)
             store.coordinator.acknowledge(changes)
 
-    async def _unload_file(self, store: LayerStore, name: str, before: LayerFile | None) -> None:
-        """Mark a layer of the store as unloaded. `before`: the file of that name that was last read. On failure, log it."""
-        loaded = self.registry.get(name)
-        try:
-            if loaded is not None and before is not None and before.stamp == self._files[name].stamp:  # only renamed
-                unloaded = UnloadedLayer(name, loaded.spec, loaded.fingerprint, origin=loaded.origin)
-            else:
-                read, fingerprint = await self._run_in_thread(store.read, name, UNLOADED)
-                unloaded = UnloadedLayer(name, read.spec, fingerprint, origin=read.origin)
-            self._mark_unloaded(unloaded)
-        except FileNotFoundError:  # removed since; the next scan shows that
-            del self._files[name]
-        except (AttendError, OSError, MemoryError) as error:
-            log.error("layer file refused", layer=name, error=str(error))
-
-    async def _load_file(self, store: LayerStore, name: str, last: bool = False) -> bool:
-        """Load a layer of the store. On failure, log it and keep the old layer of that name.
+    async def _apply_file(self, store: LayerStore, name: str, before: LayerFile | None, last: bool = False) -> bool:
+        """Load or unload a layer as its file says; `before` is the file of that name that was last read. On failure, log it and keep the
+        old layer of that name.
 
         Returns False, without logging, if the layer is too large, unless this is the `last` attempt.
         """
         try:
+            if self._files[name].kind == UNLOADED:
+                self._mark_unloaded(await self._unloaded(store, name, before))
+                return True
             if self.registry.unloaded(name) is not None:
                 self.registry.remove(name)
             layer = await self._read(store, name)
+            self._add(layer)
+            log.info("layer loaded", layer=name, fingerprint=layer.fingerprint[:12])
         except FileNotFoundError:  # removed since; the next scan shows that
             del self._files[name]
         except (AttendError, OSError, MemoryError) as error:
             if isinstance(error, TooLarge) and not last:
                 return False
             log.error("layer file refused", layer=name, error=str(error))
-        else:
-            self._add(layer)
-            log.info("layer loaded", layer=name, fingerprint=layer.fingerprint[:12])
         return True
+
+    async def _unloaded(self, store: LayerStore, name: str, before: LayerFile | None) -> UnloadedLayer:
+        """The layer of an unloaded file; it is read unless it is the file `before` under another name."""
+        loaded = self.registry.get(name)
+        if loaded is not None and before is not None and before.stamp == self._files[name].stamp:
+            return UnloadedLayer(name, loaded.spec, loaded.fingerprint, origin=loaded.origin)
+        read, fingerprint = await self._run_in_thread(store.read, name, UNLOADED)
+        return UnloadedLayer(name, read.spec, fingerprint, origin=read.origin)
 
     async def _read(self, store: LayerStore, name: str, kind: str = SUFFIX) -> LoadedLayer:
         """Read and warm the layer of a file. Raises InvalidRequest if its fingerprint differs from the one in the file."""

@@ -9,13 +9,13 @@ import torch
 from service.attention.layer import MultiHeadAttention
 from service.attention.weights import draw_weights
 from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, pointer
-from service.serving.casting import cast, numpy_of
 from service.serving.cost import ServingLimits
+from service.serving.device import cast, numpy_of
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
 from service.tensors import Array
 from service.wire.problems import describe_value, one_of
-from service.wire.schemas.attend import LayerDocument
+from service.wire.schemas.layers import LayerDocument
 from service.wire.suggestions import did_you_mean
 
 MAX_NAMES_IN_ERROR = 8  # most layer names in an error
@@ -164,7 +164,12 @@ class LayerRegistry:
 
 
 def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
-    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components)."""
+    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components).
+
+    Infinite for differential attention: its norm may amplify the rounding of any difference, so its calls run alone.
+    """
+    if spec.differential:
+        return math.inf
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return math.sqrt(spec.head_dim)
     keys = _variance(tensors, "key")

@@ -19,16 +19,15 @@ from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, T
 from service.serving.admission import CallLimit
 from service.serving.service import Service
 from service.serving.streams import PreviousSent, answer_stream, message_reader
-from service.web.errors import UNEXPECTED_ERROR, retry_after
+from service.web.errors import UNEXPECTED_ERROR, grpc_code_of, retry_after
 from service.web.grpc.channel import MAX_CALLS, MAX_STREAMS, address_of
 from service.web.grpc.codec import refusal_in_stream
-from service.web.grpc.codes import code_of
 from service.web.grpc.inference_pb2 import DESCRIPTOR
 from service.web.grpc.methods import CallRecord, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
 from service.web.middleware.telemetry import Telemetry
-from service.web.record import request_id
+from service.web.request_reader import request_id
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY_SCOPE
@@ -170,7 +169,8 @@ class CallHandlers:
             await answer()
             record.code, record.reason = grpc.StatusCode.OK, ""
         except AttendError as error:
-            record.code, record.detail, record.reason = code_of(error), truncated_detail(error.detail), type(error).__name__
+            record.code, record.reason = grpc.StatusCode[grpc_code_of(error)], type(error).__name__
+            record.detail = truncated_detail(error.detail)
             if isinstance(error, Overloaded):
                 record.trailing.append(("retry-after", retry_after(error)))
             if record.code is grpc.StatusCode.INTERNAL:

@@ -16,11 +16,10 @@ from grpc_reflection.v1alpha import reflection
 
 from service.errors import AttendError, MalformedBody
 from service.serving.admission import ByteBudget, CallLimit
-from service.serving.lifecycle import ShutdownGate
-from service.serving.service import Service
+from service.serving.service import Service, ShutdownGate
 from service.serving.streams import MessageReader, in_time
+from service.web.errors import grpc_code_of
 from service.web.grpc.channel import MAX_KEYLESS, MAX_WATCHES, address_of
-from service.web.grpc.codes import code_of
 
 NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 CHECK_INTERVAL = 0.5  # seconds between two checks
@@ -55,7 +54,7 @@ class Health:
             with self._watches.slot(address_of(context.peer())):
                 await self._watch(context)
         except AttendError as refusal:
-            await context.abort(code_of(refusal), refusal.detail)
+            await _abort(context, refusal)
 
     async def _watch(self, context: Any) -> None:
         name, sent = await self._name(context), None
@@ -78,7 +77,7 @@ class Health:
             refusal: AttendError = MalformedBody.where("", "a HealthCheckRequest", f"{len(message)} bytes of something else")
         except AttendError as error:
             refusal = error
-        await context.abort(code_of(refusal), refusal.detail)
+        await _abort(context, refusal)
         raise AssertionError("ended by abort")
 
     async def _send(self, context: Any, status: int) -> None:
@@ -105,4 +104,8 @@ class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # th
                 async for reply in super().ServerReflectionInfo(requests, context):
                     yield reply
         except AttendError as refusal:
-            await context.abort(code_of(refusal), refusal.detail)
+            await _abort(context, refusal)
+
+
+async def _abort(context: Any, refusal: AttendError) -> None:
+    await context.abort(grpc.StatusCode[grpc_code_of(refusal)], refusal.detail)

@@ -16,9 +16,9 @@ export function choose(name) {
   table = ramp(RAMPS[name]);
 }
 
-/** [r, g, b] of a number in 0..1; exactly 0 has a separate colour. */
+/** [r, g, b] of a number in 0..1; exactly 0 has a separate colour. Negative numbers have that of the smallest positive ones. */
 export function colour(value) {
-  return value === 0 ? NONE[scheme] : table[Math.min(STEPS - 1, Math.floor(value * STEPS))];
+  return value === 0 ? NONE[scheme] : table[Math.max(0, Math.min(STEPS - 1, Math.floor(value * STEPS)))];
 }
 
 /** The colour in CSS. */
@@ -42,7 +42,7 @@ export function paint(canvas, { data, queries, keys }, factor) {
   const colours = Uint32Array.from(table, bytes);
   const none = bytes(NONE[scheme]);
   for (let i = 0; i < data.length; i++) {
-    packed[i] = data[i] === 0 ? none : colours[Math.min(STEPS - 1, (data[i] * factor(i) * STEPS) | 0)];
+    packed[i] = data[i] === 0 ? none : colours[Math.max(0, Math.min(STEPS - 1, (data[i] * factor(i) * STEPS) | 0))];
   }
   context.putImageData(pixels, 0, 0);
 }

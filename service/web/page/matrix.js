@@ -40,7 +40,7 @@ export class Matrix {
   /** A weight with four significant digits; exactly 0 is "0". */
   value({ q, k }) {
     const weight = this.square.at(q, k);
-    return weight === 0 ? "0" : weight < 0.001 ? weight.toExponential(2) : weight.toFixed(4);
+    return weight === 0 ? "0" : Math.abs(weight) < 0.001 ? weight.toExponential(2) : weight.toFixed(4);
   }
 
   name({ q, k }) {

@@ -5,7 +5,7 @@ from starlette.concurrency import run_in_threadpool
 
 from service.serving.service import Service
 from service.serving.text import TextEncoder
-from service.web.openapi.operations import WORDS_EXAMPLE, error_responses, request_body_doc
+from service.web.openapi import WORDS_EXAMPLE, error_responses, request_body_doc
 from service.web.request_reader import read
 from service.web.routes.attend import require_started
 from service.wire.negotiation import JSON

@@ -18,7 +18,7 @@ from service.serving.statistics import Statistics as Counted
 from service.serving.statistics import Totals
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
-from service.wire.schemas.attend import LayerDocument
+from service.wire.schemas.layers import LayerDocument
 from service.wire.v2.parameters import DEFAULT_OUTPUTS, VERSION
 from service.wire.v2.schemas import (
     BatchStatistics,
@@ -155,6 +155,9 @@ def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
         ("query_offset", "INT64", [-1, 1]),
         ("head_scale", number, [-1, spec.num_heads]),
     ]
+    if spec.rope is not None:
+        axes = [spec.rope.num_axes] if spec.rope.num_axes > 1 else []
+        table += [(name, "FP64", [-1, -1, *axes]) for name in ("positions", "key_positions")]
     return [TensorMetadata(name=name, datatype=datatype, shape=shape) for name, datatype, shape in table]
 
 
@@ -167,7 +170,8 @@ def _required(spec: LayerSpec) -> set[str]:
 
 def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
     shapes, datatype = output_shapes(spec, -1, -1, -1), BY_TORCH[spec.dtype].name
-    return [TensorMetadata(name=name, datatype=datatype, shape=list(shape)) for name, shape in shapes.items() if "gradient" not in name]
+    names = [name for name in shapes if "gradient" not in name and name not in spec.undefined_outputs]
+    return [TensorMetadata(name=name, datatype=datatype, shape=list(shapes[name])) for name in names]
 
 
 def _config(tensor: TensorMetadata, optional: bool | None) -> ConfigTensor:

@@ -1,26 +1,26 @@
 """The model repository extension: lists, creates, unloads and reloads layers."""
 
-from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from service.errors import RequestError
+from service.serving.documents import put_layer, read_object
 from service.serving.requests import NO_PARAMETERS, RawRequest
 from service.serving.service import Service
-from service.web.openapi.operations import LOAD_EXAMPLE, request_body_doc
+from service.web.openapi import LOAD_EXAMPLE, request_body_doc
 from service.web.request_reader import read_as
 from service.web.routes.attend import require_started
 from service.web.routes.layers import NewName
 from service.web.v2.description import ProtocolExtensions, index_of
 from service.web.v2.routes import error_responses
 from service.wire.codec import CODECS
+from service.wire.json.strict import parse_nested
 from service.wire.negotiation import JSON
 from service.wire.problems import validate
 from service.wire.schemas.attend import require_layer_name
 from service.wire.v2.error_paths import V2ErrorPaths
-from service.wire.v2.parameters import read_nested
 from service.wire.v2.schemas import IndexRequest, LoadParameters, LoadRequest, RepositoryModel, StrictModel, UnloadRequest
 
 MAX_BODY_BYTES = 1 << 16  # bytes of a body, before and after decompression; a spec has some hundreds
@@ -79,23 +79,25 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters) ->
         await service.loader.load(name)
         return
     require_layer_name(name)
-    await run_in_threadpool(read_nested, config, CONFIG_PATH)  # must be complete JSON: it is inserted into other JSON
+    await run_in_threadpool(parse_nested, config, CONFIG_PATH)  # must be complete JSON: it is inserted into other JSON
     try:
-        await service.put_layer(name, RawRequest(b'{"spec": %b}' % config.encode()))
+        await put_layer(service, name, RawRequest(b'{"spec": %b}' % config.encode()))
     except RequestError as refusal:
         if not refusal.problems:
             raise
-        raise type(refusal)(problems=[replace(p, at=CONFIG_PATH + p.at.removeprefix("/spec")) for p in refusal.problems]) from None
+        raise refusal.with_paths(lambda at: CONFIG_PATH + at.removeprefix("/spec")) from None
 
 
 async def unload_layer(service: Service, name: str) -> None:
     require_started(service)
-    with V2ErrorPaths():
+    try:
         await service.loader.unload(name)
+    except RequestError as refusal:
+        raise V2ErrorPaths().translated(refusal) from None
 
 
 async def _read(request: Request, service: Service, model: type[D]) -> D:
     """The body, validated as `model`; an empty body is {}."""
     limit = ("", MAX_BODY_BYTES) if service.wire_limits.body_bytes > MAX_BODY_BYTES else None
     raw = await read_as(CODECS[JSON], CODECS[JSON], NO_PARAMETERS, request.scope["attend"], request.receive, service, limit)
-    return validate(model, await service.read_object(raw, MAX_BODY_BYTES))
+    return validate(model, await read_object(service, raw, MAX_BODY_BYTES))

@@ -6,8 +6,8 @@ reads the numbers from the text. A small body that is refused is parsed again as
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,12 +15,13 @@ import numpy as np
 from service.errors import InvalidRequest, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64
-from service.wire.json.lists import PIECE_BYTES, NumberList, array_of_lists
+from service.wire.json.lists import NumberList, array_of_lists
 from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import SHOWN, describe_value
 
 MAX_REST_BYTES = 4 << 20  # bytes of a body without its numbers and base64
+MAX_CACHED_REST = 2048  # bytes of a rest whose parsed form is cached
 MAX_STRICT_BYTES = 1 << 20  # bytes of a body that the strict reader may parse as a whole
 MAX_UNCUT_BYTES = 1 << 16  # a longer base64 string, in bytes, is cut out
 MAX_TEXT_BYTES = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
@@ -29,11 +30,11 @@ CUT_DESCRIPTION = 'base64 and lists of numbers (a string other than "-inf", or a
 PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
 BEFORE_VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
 AFTER_VALUE = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
-FORM_KEYS = ("shape", "datatype", "data", "base64")
+ESCAPE = re.compile(rb"\\(?:/|u00([0-7][0-9A-Fa-f]))")  # of a character that base64 may have
+TENSOR_KEYS = ("shape", "datatype", "data", "base64")
 
 
-@dataclass(frozen=True, slots=True)
-class Base64Text:
+class Base64Text(NamedTuple):
     """A string in a JSON text: the content between its quotation marks is text[start:stop]."""
 
     text: bytes
@@ -41,30 +42,17 @@ class Base64Text:
     stop: int
 
     def content(self) -> bytes | memoryview:
-        """The content without escapes; a view if it has none. Raises MalformedBody."""
+        """The content, with escaped characters of ASCII unescaped; a view if it has none. Base64 has no other characters."""
         if self.text.find(b"\\", self.start, self.stop) < 0:
             return memoryview(self.text)[self.start : self.stop]
-        return b"".join(self._pieces())
-
-    def _pieces(self) -> Iterator[bytes]:
-        """The content in pieces, none of which ends within an escape."""
-        start = self.start
-        while start < self.stop:
-            stop = min(start + PIECE_BYTES, self.stop)
-            if stop < self.stop and (escape := self.text.rfind(b"\\", stop - 6, stop)) >= 0:
-                stop = escape if self.text[escape - 1 : escape] != b"\\" else escape - 1
-            piece = self.text[start:stop]
-            yield self._unescaped(start, stop).encode(errors="replace") if b"\\" in piece else piece
-            start = stop
+        return ESCAPE.sub(lambda escape: bytes.fromhex(escape[1].decode()) if escape[1] else b"/", self.text[self.start : self.stop])
 
     def plain(self, at: str) -> str:
+        """The string. Raises MalformedBody or TooLarge."""
         if self.stop - self.start > MAX_TEXT_BYTES:
             raise TooLarge.where(at, f"a text of at most {MAX_TEXT_BYTES} bytes", str(self.stop - self.start))
-        return self._unescaped(self.start, self.stop)
-
-    def _unescaped(self, start: int, stop: int) -> str:
-        place_of = lambda offset: line_and_column(self.text, start + offset - 1)  # noqa: E731
-        return str(parse_strictly(b'"%b"' % self.text[start:stop], place_of=place_of))
+        place_of = lambda offset: line_and_column(self.text, self.start + offset - 1)  # noqa: E731
+        return str(parse_strictly(self.text[self.start - 1 : self.stop + 1], place_of=place_of))
 
 
 Cut: TypeAlias = NumberList | Base64Text
@@ -79,6 +67,11 @@ class Parts(NamedTuple):
 
     def document(self) -> Any:
         """The parsed document; values that were cut out are `Cut` objects. Raises MalformedBody, InvalidRequest or TooLarge."""
+        if len(self.rest) <= MAX_CACHED_REST:
+            try:
+                return _filled(_parse_template(self.rest, len(self.cut)), self.cut)
+            except (RequestError, RecursionError):
+                pass  # refused below, with the place in the text
         return parse_strictly(self.rest, place_of=self._place_of, placed=self.cut)
 
     def _place_of(self, offset: int) -> str:
@@ -89,6 +82,25 @@ class Parts(NamedTuple):
                 break
             offset += stop - start - len(PLACEHOLDER)
         return line_and_column(self.text, min(offset, len(self.text)))
+
+
+class Slot(int):
+    """Stands for the cut value of that index in a parsed template."""
+
+
+@lru_cache(256)  # clients repeat what is around the numbers, and parsing it costs more than reading the numbers of a small call
+def _parse_template(rest: bytes, count: int) -> Any:
+    """The document of a rest with `count` cut values, each as a `Slot`. Raises MalformedBody, InvalidRequest or TooLarge."""
+    return parse_strictly(rest, placed=[Slot(i) for i in range(count)])
+
+
+def _filled(value: Any, cut: list[Cut]) -> Any:
+    """A copy of a parsed template, with the cut values in place of the slots."""
+    if type(value) is Slot:
+        return cut[value]
+    if isinstance(value, dict):
+        return {key: _filled(item, cut) for key, item in value.items()}
+    return [_filled(item, cut) for item in value] if isinstance(value, list) else value
 
 
 def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFORE_VALUE) -> Parts:
@@ -197,18 +209,18 @@ class Reader:
         if isinstance(value, list):
             return array_of_lists(value, kind, at)
         if isinstance(value, dict):
-            return self._form(value, kind, at)
+            return self._tensor_object(value, kind, at)
         if isinstance(value, bool) and kind == "mask":
             return np.array(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return value
         return np.array(float(value))
 
-    def _form(self, value: dict[str, Any], kind: Kind, at: str) -> Array:
+    def _tensor_object(self, value: dict[str, Any], kind: Kind, at: str) -> Array:
         """`{"shape", "datatype", "data"}` or `{"shape", "datatype", "base64"}`; with `shapes_alone` zeros that take no memory."""
         for key in value:
-            if key not in FORM_KEYS:
-                raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(FORM_KEYS), describe_value(key))
+            if key not in TENSOR_KEYS:
+                raise InvalidRequest.where(at + pointer([key]), "one of " + ", ".join(TENSOR_KEYS), describe_value(key))
         data, base64 = value.get("data"), value.get("base64")
         if "data" in value and "base64" in value:
             raise InvalidRequest.where(at, "either data or base64", "both")

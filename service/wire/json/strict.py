@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from service.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
+from service.wire.limits import JSON_TEXT_BYTES
 
 LONG_INTEGER = b"0" * 309  # an integer with fewer digits is in the range of float64
 DIGITS_TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
@@ -72,6 +73,16 @@ def parse_strictly(
     if placed is not None and constants != len(placed):
         raise MalformedBody.where("", "JSON", "NaN, which JSON does not have")
     return document
+
+
+def parse_nested(text: str, at: str) -> Any:
+    """Parses JSON text inside a request. Raises as `parse_strictly`, with pointers below `at`, and TooLarge for long text."""
+    if len(text) > JSON_TEXT_BYTES or len(encoded := text.encode(errors="surrogatepass")) > JSON_TEXT_BYTES:
+        raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", "more")
+    try:
+        return parse_strictly(encoded, "text")
+    except RequestError as refusal:
+        raise refusal.with_paths(at.__add__) from None
 
 
 def _integer(text: str) -> int | float:

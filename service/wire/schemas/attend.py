@@ -1,10 +1,11 @@
-"""The JSON documents of the service's own endpoints, as pydantic models. The OpenAPI document is made from them.
+"""The body of POST /attend, its reply, plan and refusal, as pydantic models. The OpenAPI document is made from them.
 
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
@@ -14,38 +15,30 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema, models_json_schema
+from pydantic.json_schema import SkipJsonSchema
 
 from service.errors import InvalidRequest
-from service.spec import Finite, LayerSpec, Window, disagreement
+from service.spec import Finite, LayerSpec, Window, field_error
 from service.wire import shapes
 from service.wire.arrays import Kind
 from service.wire.problems import HALF, describe_value, is_unicode
 from service.wire.schemas.tensors import (
-    REFERENCE,
     Bias,
     HeadScale,
     KeyMask,
     Lengths,
     Mask,
+    Positions,
     ReplyTensor,
     RowCounts,
     Segments,
     Sequences,
-    Weight,
     tensor_kinds,
-    with_definitions,
 )
 from service.wire.suggestions import OTHER_NAMES
 
-WEIGHTS_DESCRIPTION = (
-    "Name -> tensor; names are canonical, or those of another framework, such as W_q. If null, the weights are drawn by `init`, `seed` and "
-    "`gain`; if given, nothing is drawn, and these three must be left out, null or at their defaults."
-)
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 NAME_EXPECTED = "a layer name of at most 64 letters, digits, dots, underscores and hyphens, a letter or digit first"
 
@@ -78,9 +71,9 @@ def _offset(value: Any) -> Any:
         value = value.tolist()
     for number in value if isinstance(value, list) else [value]:
         if number != "end" and (type(number) is not int or abs(number) >= 2**31):
-            raise disagreement("", 'an integer of 32 bits, a list of them, or "end"', describe_value(number))
+            raise field_error("", 'an integer of 32 bits, a list of them, or "end"', describe_value(number))
         if number == "end" and value != "end":
-            raise disagreement("", "a list of integers", '"end" in a list')
+            raise field_error("", "a list of integers", '"end" in a list')
     return value
 
 
@@ -88,16 +81,16 @@ def _tokens(value: Any) -> Any:
     nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
     for i, row in enumerate(value if nested else [value]):
         if not isinstance(row, list) or not all(isinstance(word, str) for word in row):
-            raise disagreement("", "a list of tokens, or one such list per batch item", "something else")
+            raise field_error("", "a list of tokens, or one such list per batch item", "something else")
         for j, word in enumerate(row):
             if not is_unicode(word):  # replies and pictures cannot hold it
-                raise disagreement(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF)
+                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF)
     return value
 
 
 def _omitted(value: Any) -> Any:
     if value != "special" and not (isinstance(value, list) and all(isinstance(token, str) for token in value)):
-        raise disagreement("", '"special" or a list of tokens', describe_value(value))
+        raise field_error("", '"special" or a list of tokens', describe_value(value))
     return value
 
 
@@ -108,7 +101,7 @@ def unique(noun: str) -> AfterValidator:
         seen: set[Any] = set()
         for i, item in enumerate(items):
             if item in seen:
-                raise disagreement(f"/{i}", f"each {noun} once", f"{describe_value(item)} twice")
+                raise field_error(f"/{i}", f"each {noun} once", f"{describe_value(item)} twice")
             seen.add(item)
         return items
 
@@ -188,7 +181,11 @@ class Tokens(Document):
 
     def omits(self, token: str) -> bool:
         """Whether `omit` leaves this token out."""
-        return is_special(token) if self.omit == "special" else token in (self.omit or ())
+        return is_special(token) if self.omit == "special" else token in self._listed
+
+    @cached_property
+    def _listed(self) -> frozenset[str]:
+        return frozenset(self.omit or ())
 
 
 def is_special(token: str) -> bool:
@@ -234,6 +231,13 @@ class AttendRequest(Document):
     query_offset: Offset | None = Field(
         default=None, description='Query i is at key position i + offset; [b] or one. "end" puts the last query at the last real key.'
     )
+    positions: Positions | None = Field(
+        default=None,
+        description="[b,q], or [b,q,axes] if rope has axes; b may be 1. RoPE rotates queries by them; by their indices if null.",
+    )
+    key_positions: Positions | None = Field(
+        default=None, description="[b,k] or [b,k,axes]. RoPE rotates the keys by them; those of the queries if the key is left out."
+    )
     causal: StrictBool = Field(default=False, description="Query i attends only to keys j <= i + query_offset.")
     window: Window | None = Field(default=None, description="Window of keys around each query's position.")
     fully_masked: Literal["zero", "uniform", "error"] = Field(default="zero", description="Weights of rows without keys, or an error.")
@@ -261,29 +265,11 @@ class AttendRequest(Document):
     def batched(self) -> bool:
         return self.query.ndim == 3
 
-    def words(self, side: Literal["query", "key"]) -> list[str] | list[list[str]]:
+    def tokens_of(self, side: Literal["query", "key"]) -> list[str] | list[list[str]]:
         """The tokens of the queries or keys, empty if there are none. A key that is left out has the query's."""
         if self.tokens is None:
             return []
         return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
-
-
-class PutLayer(Document):
-    """A layer: its spec, and its weights unless they are to be drawn."""
-
-    tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
-    instead: ClassVar[Mapping[str, str]] = dict.fromkeys(SPEC_NAMES, 'no field of that name, which belongs inside "spec"')
-    spec: LayerSpec
-    weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS_DESCRIPTION)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drawn(cls, data: Any) -> Any:
-        """Removes an `init` of null if there are no weights: it is then the same as left out."""
-        spec = data.get("spec") if isinstance(data, dict) and data.get("weights") is None else None
-        if isinstance(spec, dict) and spec.get("init", ...) is None:
-            return {**data, "spec": {name: value for name, value in spec.items() if name != "init"}}
-        return data
 
 
 def require_layer_name(name: str) -> None:
@@ -324,43 +310,22 @@ class AttendReply(Document):
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
     output: OptionalTensor = _output("[b,q,output_dim].")
     attention_weights: OptionalTensor | Selection | BySequence = _output(
-        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`."
+        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, and "
+        "rows sum to 1, except after dropout, with sinks and in fully masked rows. In layers with `differential` they may be negative, "
+        "with any sum."
     )
-    scores: OptionalTensor | BySequence = _output("[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text.")
-    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores).")
+    scores: OptionalTensor | BySequence = _output(
+        "[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text. Layers with `differential` have none."
+    )
+    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores). Layers with `differential` have none.")
     query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
     key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
     value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
-    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's output gate.")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's norm and output gate.")
     concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
     query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
     key_gradient: OptionalTensor = _output("Shape of the key.")
     value_gradient: OptionalTensor = _output("Shape of the value.")
-
-
-class LayerDocument(Document):
-    """A layer, and whether it is loaded."""
-
-    name: str
-    state: Literal["ready", "unloaded"] = Field(default="ready", description="An unloaded layer computes nothing until it is loaded again.")
-    spec: LayerSpec
-    fingerprint: str
-    parameters: int
-    device: str
-    origin: str | None = Field(default=None, description="Where given weights are from; absent if that is not known.")
-    assumed: dict[str, Any] | None = Field(
-        default=None,
-        description="In replies to PUT: fields of the spec that neither a checkpoint's tensors nor the query gave, such as scale.",
-    )
-
-    @model_serializer(mode="wrap")
-    def _without_null(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # a type would replace the schema
-        """The document, without `origin` and `assumed` if they are null."""
-        return {name: value for name, value in serialize(self).items() if value is not None or name not in ("origin", "assumed")}
-
-
-class Layers(Document):
-    layers: list[LayerDocument]
 
 
 class PlannedTensor(Document):
@@ -396,10 +361,3 @@ class ProblemDocument(BaseModel):
     detail: str
     request_id: str
     errors: list[Refusal]
-
-
-def request_schemas(*more: type[BaseModel]) -> dict[str, Any]:
-    """Name -> JSON schema of the documents that routes read or write without FastAPI, for the OpenAPI document."""
-    models: list[Any] = [(model, "validation") for model in (AttendRequest, PutLayer, ProblemDocument, *more)]
-    _, definitions = models_json_schema(models, ref_template=REFERENCE)
-    return with_definitions(definitions["$defs"])

@@ -4,14 +4,16 @@ Decoders give arrays of any dtype, Python callers may give nested lists. A field
 `shapes.py` checks the shapes of fields against each other. Whether numbers are finite is checked when they are cast to the layer's dtype.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, RootModel
+from pydantic.json_schema import models_json_schema
 from pydantic_core import CoreSchema, core_schema
 
-from service.spec import disagreement
+from service.spec import field_error
 from service.tensors import BY_NUMPY, DATATYPES, Array
 from service.wire.arrays import Kind, element_text, first_index, without_broadcast
 from service.wire.problems import describe_value
@@ -94,19 +96,19 @@ class Tensor:
         array = self._array(value)
         if array.ndim not in self.ranks:
             wanted = " or ".join(map(str, self.ranks))
-            raise disagreement("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
+            raise field_error("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
         return array if self.kind in ("number", "bias") else self._integral(array)
 
     def _array(self, value: Any) -> Array:
         if isinstance(value, str | bool | dict) or value is None:
-            raise disagreement("", "a tensor", describe_value(value))
+            raise field_error("", "a tensor", describe_value(value))
         try:
             array = np.asarray(value)
         except (ValueError, TypeError):
-            raise disagreement("", "a tensor", "ragged rows") from None
+            raise field_error("", "a tensor", "ragged rows") from None
         datatype = BY_NUMPY.get(array.dtype.newbyteorder("<"))
         if datatype is None or (datatype.kind == "bool" and self.kind in ("number", "bias")):
-            raise disagreement("", "numbers", f"elements of type {array.dtype}")
+            raise field_error("", "numbers", f"elements of type {array.dtype}")
         return array
 
     def _integral(self, array: Array) -> Array:
@@ -114,18 +116,18 @@ class Tensor:
             return np.broadcast_to(self._integral(without_broadcast(array).copy()), array.shape)
         if array.dtype == np.bool_:
             if self.kind != "mask":
-                raise disagreement("", "whole numbers", "booleans")
+                raise field_error("", "whole numbers", "booleans")
             return array
         if self.kind == "mask":
             mask: Array = array != 0
             if (wrong := mask & (array != 1)).any():
                 at = first_index(wrong)
-                raise disagreement(at, "0, 1, true or false", element_text(array, at))
+                raise field_error(at, "0, 1, true or false", element_text(array, at))
             return mask
         least, expected = (0, "a number of keys") if self.kind == "count" else (-1, "the number of a segment, or -1 for padding")
         if (wrong := ~(array >= least) | (array > MAX_COUNT) | (array != np.floor(array))).any():
             at = first_index(wrong)
-            raise disagreement(at, f"{expected}: a whole number of at least {least}", element_text(array, at))
+            raise field_error(at, f"{expected}: a whole number of at least {least}", element_text(array, at))
         return array.astype(np.int64)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -168,8 +170,9 @@ def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
-def with_definitions(schemas: dict[str, Any]) -> dict[str, Any]:
-    """The schemas with one definition for each type of tensor, which the others reference."""
+def json_schemas(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    """Name -> JSON schema of the models, and of each type of tensor, which the others reference."""
+    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REFERENCE)
     found: dict[str, Any] = {}
 
     def referring(node: Any) -> Any:
@@ -185,7 +188,7 @@ def with_definitions(schemas: dict[str, Any]) -> dict[str, Any]:
         description = {"description": node["description"]} if "description" in node else {}
         return {"$ref": REFERENCE.format(model=name), **description}
 
-    return {**referring(schemas), **found}
+    return {**referring(schemas["$defs"]), **found}
 
 
 def tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:
@@ -205,5 +208,6 @@ Lengths = Annotated[Array, Tensor("Lengths", "count", (0, 1, 2))]
 Segments = Annotated[Array, Tensor("Segments", "segment", (1, 2))]
 RowCounts = Annotated[Array, Tensor("RowCounts", "count", (1,))]
 Bias = Annotated[Array, Tensor("Bias", "bias", (2, 3, 4))]
+Positions = Annotated[Array, Tensor("Positions", "number", (1, 2, 3))]
 HeadScale = Annotated[Array, Tensor("HeadScale", "number", (1, 2))]
 Weight = Annotated[Array, Tensor("Weight", "number", (1, 2))]

@@ -9,11 +9,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from service.errors import InvalidRequest, LayerNotFound, MalformedBody, Problem, RequestError, TooLarge, pointer
+from service.errors import InvalidRequest, LayerNotFound, MalformedBody, pointer
 from service.tensors import DATATYPES, Array, Datatype
 from service.wire.arrays import Kind
-from service.wire.json.strict import parse_strictly
-from service.wire.limits import JSON_TEXT_BYTES
+from service.wire.json.strict import parse_nested
 from service.wire.problems import describe_value, one_of
 from service.wire.reply import Reply
 from service.wire.safetensors import LIST_FIELDS
@@ -86,17 +85,6 @@ def refuse_decimals(members: Mapping[str, Any]) -> None:
         raise InvalidRequest.where(
             "/parameters/reply/decimals", "an output in JSON, whose numbers are text to round", "outputs in bytes alone"
         )
-
-
-def read_nested(text: str, at: str) -> Any:
-    """Parses JSON text inside a request. Raises as `parse_strictly`, with pointers below `at`, and TooLarge for long text."""
-    size = len(text) if len(text) > JSON_TEXT_BYTES else len(encoded := text.encode(errors="surrogatepass"))
-    if size > JSON_TEXT_BYTES:
-        raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(size))
-    try:
-        return parse_strictly(encoded, "text")
-    except RequestError as refusal:
-        raise type(refusal)(problems=[Problem(at + p.at, p.expected, p.got) for p in refusal.problems]) from None
 
 
 def _outputs(names: Sequence[str], select: Any) -> list[str]:
@@ -181,12 +169,12 @@ def _option(name: str, value: Any, at: str) -> Any:
     if name in JSON_TEXT_FIELDS:
         if not isinstance(value, str):
             raise InvalidRequest.where(at, "JSON text", describe_value(value))
-        nested = read_nested(value, at)
+        nested = parse_nested(value, at)
         if name == "reply" and isinstance(nested, dict) and "form" in nested:
             raise InvalidRequest.where(
                 f"{at}/form", "no field of that name, since the protocol defines the form of outputs", describe_value(nested["form"])
             )
         return nested
     if name in LIST_FIELDS and isinstance(value, str) and value.startswith("["):
-        return read_nested(value, at)
+        return parse_nested(value, at)
     return value

@@ -6,7 +6,6 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.json_schema import models_json_schema
 
 from service.tensors import DATATYPES
 from service.wire.arrays import MAX_RANK
@@ -222,11 +221,3 @@ class UnloadRequest(StrictModel):
 
 class IndexRequest(StrictModel):
     ready: bool = Field(default=False, description="List only ready models.")
-
-
-def protocol_schemas() -> dict[str, Any]:
-    """Name -> JSON schema of the documents that routes under /v2 read or write themselves."""
-    documents = (InferenceRequest, InferenceReply, LoadRequest, UnloadRequest, IndexRequest, V2Error)
-    models: list[Any] = [(document, "validation") for document in documents]
-    _, definitions = models_json_schema(models, ref_template=REFERENCE)
-    return dict(definitions["$defs"])

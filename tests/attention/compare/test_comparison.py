@@ -574,6 +574,7 @@ LAYERS = [
     LayerSpec(**GROUPED, rope=ROTARY | {"interleaved": True}, qk_norm={"weights": "own", "over": "all", "after_rope": True}),
     LayerSpec(**SIZES, output_gate={}, alibi=True, sinks=True),
     LayerSpec(**SIZES, relative_bias={}, chunk_size=5, query_scale={"factor": 0.5, "length": 3}),
+    LayerSpec(**SIZES, normalizer="sigmoid", grid_bias={"height": 3, "width": 5}),
     LayerSpec(**SIZES, scale=0.9, rope={"dims": 2}, latent={"query_rank": 7, "key_value_rank": 5, "rope_key_dim": 2}),
 ]
 

@@ -84,16 +84,31 @@ def test_layers_have_everything_that_a_layer_may_have():
         (n, bias) for n in (None, 11) for bias in (0, 1)
     }
     assert any(spec.chunk_size and spec.query_scale for spec in specs)
+    assert {spec.differential.norm_weights for spec in specs if spec.differential and spec.rope} == {True, False}
+    assert {(spec.grid_bias.kind, spec.grid_bias.class_token) for spec in specs if spec.grid_bias} == {
+        ("table", False),
+        ("table", True),
+        ("decomposed", False),
+    }
+    assert {spec.rope.num_axes for spec in specs if spec.rope} == {1, 2, 3}
     gates = [spec.output_gate for spec in specs if spec.output_gate]
     assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
     assert {gate.activation for gate in gates} == {"sigmoid", "softplus"}
     assert {gate.bias for gate in gates} == {True, False}
-    assert any(spec.rope and spec.alibi and spec.relative_bias and spec.qk_norm and spec.sinks for spec in specs)
+    crowded = [case.spec for case in cases(rate=0.6)]
+    assert any(spec.rope and spec.alibi and spec.relative_bias and spec.qk_norm and spec.sinks for spec in crowded)
     assert {spec.matmul_precision for spec in specs} == {"highest"}
 
 
 def test_features_that_do_not_go_together_are_dropped():
-    everything = set(FEATURES)
+    everything = set(FEATURES) - {"differential"}
+    assert settle(set(FEATURES) - {"projections"}, "xavier_uniform") == set(FEATURES) - {
+        "projections",
+        "qk_norm",
+        "latent",
+        "sinks",
+        "dropout",
+    }
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
     assert settle(everything, "torch_linear") == everything - {"output_dim", "biases", "output_gate", "latent"}
@@ -133,7 +148,7 @@ def test_all_sizes_differ():
 
 def test_masks_come_in_every_form():
     ranks, broadcast, kinds, lens, batches = set(), set(), set(), set(), set()
-    for case in cases():
+    for case in cases(600):
         batched = case.request["query"].ndim == 3
         batches.add(batched)
         for name in ("attend_mask", "block_mask", "bias"):
@@ -155,7 +170,7 @@ def test_values_reach_their_edges():
     requests = [case.request for case in cases()]
     fields = {name for request in requests for name in request}
     masks = {"attend_mask", "block_mask", "attend_keys", "block_keys", "query_segments", "key_segments"}
-    assert fields == {"query", *REQUEST_FEATURES} - {"mask", "key_mask", "segments"} | masks
+    assert fields == {"query", "key_positions", *REQUEST_FEATURES} - {"mask", "key_mask", "segments"} | masks
     assert any(np.any(np.equal(request.get("valid_lens", 1), 0)) for request in requests)
     assert any(np.isneginf(request["bias"]).any() for request in requests if "bias" in request)
     assert {None, 0} <= {side for request in requests for side in request.get("window", {}).values()}

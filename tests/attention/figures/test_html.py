@@ -1,4 +1,4 @@
-"""The page that POST /attend/figure answers, in a real browser: from a file, without any server or network."""
+"""The HTML page of POST /attend/figure in a real browser, opened from a file, without a network."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def browser():
 
 @pytest.fixture(params=["light", "dark"])
 def page(request, browser, http: httpx.Client, tmp_path):
-    """The page of three heads, opened; at the end it has complained of nothing and fetched nothing but itself."""
+    """The opened page of three heads; at the end it has logged no message and fetched nothing but itself."""
     figure = {"format": "html", "heads": HEADS, "title": "<b>Heads</b> & more", "theme": request.param}
     answer = http.post("/attend/figure", json={**BODY, "figure": figure})
     assert answer.status_code == 200, answer.text
@@ -56,7 +56,7 @@ def weights(http: httpx.Client):
 
 
 def middle(page, panel, row, column):
-    """Where a cell's middle is on the screen."""
+    """The position of a cell's middle on the screen."""
     x, y, width, high = json.loads(page.locator("#data").text_content())["panels"][panel]["place"]
     box = page.locator("#figure svg").bounding_box()
     scale = box["width"] / json.loads(page.locator("#data").text_content())["size"][0]
@@ -69,11 +69,11 @@ def said(head, row, column, number):
 
 
 def tip(page):
-    """The sentence in two parts: the cell, and its value, as they stand beside the pointer."""
+    """The text beside the pointer: the cell, and its value."""
     return f"{page.locator('#tip span').inner_text()}: {page.locator('#tip strong').inner_text()}"
 
 
-def test_words_stand_there_as_words(page):
+def test_tokens_are_never_markup(page):
     assert page.locator("svg text.row").all_text_contents()[3] == "a\\nb"
     assert page.locator("svg text.title").inner_html() == "&lt;b&gt;Heads&lt;/b&gt; &amp; more"
     assert page.title() == "<b>Heads</b> & more"
@@ -82,7 +82,7 @@ def test_words_stand_there_as_words(page):
     assert page.locator("svg text.row").first.locator("title").text_content() == WORDS[0]
 
 
-def test_hovering_shows_the_value_and_the_words(page, weights):
+def test_hovering_shows_the_value_and_the_tokens(page, weights):
     for panel, row, column in ((0, 0, 0), (1, 5, 2), (2, 6, 6), (2, 1, 0)):
         page.mouse.move(*middle(page, panel, row, column))
 
@@ -98,7 +98,7 @@ def test_hovering_shows_the_value_and_the_words(page, weights):
     assert page.locator("#tip").is_hidden()
 
 
-def test_the_keyboard_goes_everywhere(page, weights):
+def test_the_keyboard_reaches_every_cell(page, weights):
     value = page.locator("#value")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "figure"

@@ -1,4 +1,4 @@
-"""Figures from arrays and labels: pooling against float64 NumPy, and what is drawn, whatever the labels are."""
+"""Figures from arrays and labels: pooling against float64 NumPy, and the drawing, with any labels."""
 
 import os
 import subprocess
@@ -47,14 +47,14 @@ def rgb(colour):
 
 
 def rows_of(weights, visible, block):
-    """The weights as a layer yields them: so many query rows at a time."""
+    """The weights as a layer yields them: `block` query rows at a time."""
     for start in range(0, weights.shape[2], block):
         rows = slice(start, min(start + block, weights.shape[2]))
         yield rows, weights[:, :, rows], None if visible is None else visible[:, :, rows] if visible.shape[2] > 1 else visible
 
 
 def pooled_by_hand(weights, visible, steps, pool):
-    """[heads, q, k] -> cells, one cell after the other."""
+    """[heads, q, k] -> cells, in a loop over the cells."""
     heads, q, k = weights.shape
     cells = np.full((heads, -(-q // steps[0]), -(-k // steps[1])), np.nan)
     for h, i, j in np.ndindex(cells.shape):
@@ -81,7 +81,7 @@ def test_pooling_is_over_the_pairs_that_may_attend(pool, steps, block, masked):
 
 
 @pytest.mark.parametrize(("across", "by_hand"), [(mean_across, np.mean), (std_across, np.std)])
-def test_across_heads_comes_before_pooling(across, by_hand):
+def test_heads_are_reduced_before_pooling(across, by_hand):
     weights = RNG.random_sample((1, HEADS, QUERIES, KEYS))
     visible = np.tri(QUERIES, KEYS, dtype=bool)
 
@@ -92,7 +92,7 @@ def test_across_heads_comes_before_pooling(across, by_hand):
     np.testing.assert_allclose(made["pooled"].numpy(), expected, rtol=1e-13)
 
 
-def test_similarity_is_the_cosine_over_what_may_attend():
+def test_similarity_is_the_cosine_over_the_pairs_that_may_attend():
     weights, visible = RNG.random_sample((2, HEADS, QUERIES, KEYS)), RNG.random_sample((2, HEADS, QUERIES, KEYS)) < 0.5
     visible[1, 2] = False
 
@@ -105,7 +105,7 @@ def test_similarity_is_the_cosine_over_what_may_attend():
     assert np.isnan(made[2]).all()
 
 
-def test_numbers_of_either_sign_are_pooled():
+def test_negative_numbers_are_pooled():
     values = RNG.standard_normal((7, 11)) - 5
 
     for pool in ("mean", "max"):
@@ -152,7 +152,7 @@ def longer(n):
     "shape", [(1, 1, 1), (1, 13, 13), (1, 3, 41), (1, 41, 3), (1, 120, 90), (2, 7, 7), (8, 13, 13), (12, 29, 29), (17, 5, 11), (1, 1, 300)]
 )
 @pytest.mark.parametrize("worded", [False, True])
-def test_nothing_overlaps_and_nothing_is_cut_off(sheet_width, shape, worded):
+def test_labels_do_not_overlap_and_are_not_cut_off(sheet_width, shape, worded):
     panels, rows, columns = shape
     words = (longer(rows), longer(columns)) if worded else (None, None)
     picture = picture_of(panels, rows, columns, words[0], "A title of some length that has to be broken", words[1])
@@ -168,8 +168,8 @@ def test_nothing_overlaps_and_nothing_is_cut_off(sheet_width, shape, worded):
         assert not any(overlap(label[2], other[2]) for other in labels[i + 1 :]), label
 
 
-def test_words_are_kept_as_they_are_and_never_become_markup():
-    """Text of the SVG's elements, no element more than the sheet has; PNG and page hold out too."""
+def test_labels_are_never_markup():
+    """They are text of the SVG's elements; there are no other elements. PNG and page are drawn, too."""
     picture = picture_of(1, len(HOSTILE), len(HOSTILE), HOSTILE, "<b>$\\frac{1}{2}$ \x00 &")
 
     root = ET.fromstring(draw(picture, FigureSpec(format="svg")))
@@ -189,12 +189,12 @@ def test_words_are_kept_as_they_are_and_never_become_markup():
 @pytest.mark.parametrize(
     ("word", "shown"), [("a\nb", "a\\nb"), ("\u202eevil", "\\u202eevil"), ("\x00", "\\x00"), ("$x$ <b> 漢😀", "$x$ <b> 漢😀")]
 )
-def test_what_has_no_shape_is_written_out(word, shown):
+def test_invisible_characters_are_escaped(word, shown):
     assert printable(word) == shown
 
 
 def test_a_png_has_the_colours_of_its_cells(tmp_path):
-    """The middle of every cell, of a known pattern; NaN is grey, and no colour of the map."""
+    """The middle of every cell of a known pattern; NaN is grey."""
     from matplotlib.image import imread
 
     values = np.eye(5)
@@ -219,7 +219,7 @@ def test_a_png_has_the_colours_of_its_cells(tmp_path):
         assert (np.abs(down - paper) <= 1).all(-1).sum() >= 4  # a gap between each two cells
 
 
-def test_numbers_in_cells_stand_out():
+def test_numbers_in_cells_have_enough_contrast():
     """Contrast of at least 4.5 : 1 (WCAG AA) with every colour that a cell can have."""
 
     def luminance(colour):
@@ -234,7 +234,7 @@ def test_numbers_in_cells_stand_out():
                 assert (high + 0.05) / (low + 0.05) >= 4.5
 
 
-def test_many_cells_become_one_image():
+def test_many_cells_are_drawn_as_one_image():
     small, large = (ET.fromstring(draw(picture_of(1, n, n), FigureSpec(format="svg"))) for n in (13, 90))
 
     images = [len(root.findall(".//{http://www.w3.org/2000/svg}image")) for root in (small, large)]
@@ -243,7 +243,7 @@ def test_many_cells_become_one_image():
 
 
 def outputs_of_heads():
-    """Two panels that share no axis, with names longer than small panels are wide."""
+    """Two panels that share no axis, with names wider than small panels."""
     spec = FigureSpec("concatenation", 0, 5, 5, tuple(range(8)), title="x" * 300)
     tensors = {name: torch.from_numpy(RNG.standard_normal((1, 5, 64))) for name in ("concatenated", "output")}
     return compose(spec, tensors, {})
@@ -251,8 +251,8 @@ def outputs_of_heads():
 
 @pytest.mark.parametrize("wide", [None, 215, 300, 520, 1000])
 @pytest.mark.parametrize("kind", ["words", "heads", "outputs", "one"])
-def test_nothing_that_is_written_leaves_the_sheet_or_runs_into_the_colour_bar(kind, wide):
-    """Titles, words and names longer than there is room for are broken or cut; the whole of them can still be read in the SVG."""
+def test_long_texts_stay_on_the_sheet_and_off_the_colour_bar(kind, wide):
+    """Titles, tokens and names that are too long are wrapped or cut; the SVG has the uncut text."""
     titles = {"words": "long title " * 40, "heads": "漢字" * 150, "one": "x" * 999}
     picture = (
         outputs_of_heads()
@@ -274,7 +274,7 @@ def test_nothing_that_is_written_leaves_the_sheet_or_runs_into_the_colour_bar(ki
     assert 1 < len(plot.layout.title) <= 3
 
 
-def test_a_title_is_wrapped_between_words_and_a_long_word_within():
+def test_a_title_is_wrapped_between_words_and_within_a_long_word():
     assert wrapped("ab cdefgh i", 10.0, width("cdefgh", 10.0), 9) == ["ab", "cdefgh", "i"]
     assert "".join(wrapped("x" * 50, 12.0, 100.0, 99)) == "x" * 50
     assert wrapped("xy", 12.0, 1.0, 9) == ["x", "y"]
@@ -284,7 +284,7 @@ def test_a_title_is_wrapped_between_words_and_a_long_word_within():
 
 
 @pytest.mark.parametrize(("maximum", "logarithmic"), [(None, False), (0.5, False), (None, True), (0.5, True), (2.0, False)])
-def test_similarity_has_the_scale_that_is_asked_for(maximum, logarithmic):
+def test_similarity_has_the_requested_scale(maximum, logarithmic):
     spec = FigureSpec("similarity", 0, 3, 3, (0, 1), maximum=maximum, logarithmic=logarithmic)
     cosines = torch.tensor([[1.0, 0.25], [0.25, 1.0]], dtype=torch.float64)
 
@@ -294,7 +294,7 @@ def test_similarity_has_the_scale_that_is_asked_for(maximum, logarithmic):
     assert scale == Scale("cosine similarity", min(0.25, high / 10) if logarithmic else 0.0, high, logarithmic=logarithmic)
 
 
-def test_a_word_of_any_length_is_shown_by_its_beginning():
+def test_long_words_are_cut_with_an_ellipsis():
     assert printable("ab" * 10**6) == "ab" * 500 + "…"
     shown = cut("x" * 200, 12.0, 100.0)
     assert shown == "x" * (len(shown) - 1) + "…" and width(shown, 12.0) <= 100 < width("x" + shown, 12.0)
@@ -313,7 +313,7 @@ def test_numbers_of_any_size_are_drawn(size):
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_no_number_is_refused(wrong):
+def test_nan_and_infinity_are_refused(wrong):
     with pytest.raises(InvalidRequest, match="finite numbers in concatenated"):
         compose(FigureSpec("concatenation"), {"concatenated": torch.full((1, 1, 2), wrong)}, {})
     weights = torch.tensor([[[[0.5, wrong]]]])
@@ -322,7 +322,7 @@ def test_what_is_no_number_is_refused(wrong):
         compose(FigureSpec("heads", keys=2), made, {})
 
 
-def test_numbered_axes_have_round_numbers():
+def test_axis_numbers_are_round():
     for total, pooled, length in ((97, 1, 300), (900, 8, 240), (8192, 23, 700)):
         for ticks in (row_ticks, column_ticks):
             positions = [int(text) for text in ticks(Axis("key", total, pooled), length, 130.0).texts]
@@ -346,14 +346,14 @@ def scale_labels(picture, spec):
         (Scale("", 2e-4, 1.0, logarithmic=True), ["0.001", "0.01", "0.1", "1"]),
     ],
 )
-def test_scales_have_round_numbers_between_their_ends(scale, labels):
+def test_numbers_of_the_colour_bar_are_round_between_its_ends(scale, labels):
     axis = Axis("query", 3)
     picture = Picture("", (Panel("", axis, axis, np.eye(3)),), scale)
 
     assert scale_labels(picture, FigureSpec()) == labels
 
 
-def test_a_logarithmic_scale_tells_small_weights_apart():
+def test_a_logarithmic_scale_shows_small_weights_in_different_colours():
     axis = Axis("query", 2)
     picture = Picture("", (Panel("", axis, axis, np.array([[1e-3, 1e-2], [np.nan, 0.0]])),), Scale("", 1e-4, 1.0, logarithmic=True))
 
@@ -364,21 +364,21 @@ def test_a_logarithmic_scale_tells_small_weights_apart():
     assert cells[3] == "#440154"  # the first colour: below the scale
 
 
-def test_numbers_are_refused_where_they_do_not_fit():
+def test_numbers_that_do_not_fit_into_cells_are_refused():
     with pytest.raises(InvalidRequest, match="cells that numbers fit into"):
         draw(picture_of(1, 40, 40), FigureSpec(width=400, values=True))
     with pytest.raises(InvalidRequest, match="room for panels"):
         draw(picture_of(1, 5, 5, ["a rather long word indeed"] * 5), FigureSpec(width=160))
 
 
-def test_a_png_has_a_bound_on_its_pixels():
+def test_the_pixels_of_a_png_are_limited():
     with pytest.raises(TooLarge, match="at most 33554432 pixels"):
         draw(picture_of(), FigureSpec(width=4096, dpi=384))
 
 
 @pytest.mark.parametrize("form", ["png", "svg", "html"])
-def test_a_drawing_looks_at_the_clock(form):
-    """And ends where it is told to, at every place where it looks."""
+def test_drawing_stops_when_a_check_raises(form):
+    """At each of its checks."""
 
     class Clock:
         looks, allowed = 0, 10**6
@@ -417,7 +417,7 @@ assert "matplotlib.pyplot" not in sys.modules
 
 
 def test_two_processes_draw_the_same_bytes():
-    """Whatever matplotlib is set to there; and nothing of it is changed."""
+    """With other settings of matplotlib in one of them, which are unchanged afterwards."""
     tests = Path(__file__).parents[2]
     command = [sys.executable, "-W", "error", "-c", DETERMINISM, "b", "19"]
     there = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tests)})

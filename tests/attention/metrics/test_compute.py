@@ -1,4 +1,4 @@
-"""Metrics on weights whose answers are known: uniform, one-hot, previous token, blocks. And how much is held for a long sequence."""
+"""Metrics of weights with known results (uniform, one-hot, previous token, blocks), and memory for long sequences."""
 
 import math
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ def layer_of(**spec: Any) -> MultiHeadAttention:
 
 
 def metrics_of(weights: np.ndarray[Any, Any], *names: str, **metrics_query: Any) -> dict[str, torch.Tensor]:
-    """Of attention weights [h, n, n], by a layer without projections that is given them through the bias."""
+    """The metrics of attention weights [h, n, n]. They are the bias of a layer without projections, as logarithms."""
     heads, n, _ = weights.shape
     layer = layer_of(d_model=heads * 2, num_heads=heads, projections=False, dtype="float64")
     zeros = torch.zeros(1, n, heads * 2, dtype=torch.float64)
     with np.errstate(divide="ignore"):
         bias = torch.from_numpy(np.log(weights))[None]
     masks = Masks(torch.arange(n)[None], n, bias=bias, bias_blocks=bool((bias == -torch.inf).any()), aligned=True)
-    asked = MetricsQuery(tuple(names), query_words=WORDS, key_words=WORDS, **metrics_query)
+    asked = MetricsQuery(tuple(names), query_tokens=WORDS, key_tokens=WORDS, **metrics_query)
     return measure(layer, Call(zeros, zeros, zeros, masks, 1.0, frozenset()), asked).tensors
 
 
@@ -62,13 +62,13 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_known_patterns_have_known_numbers(name: str) -> None:
-    """Uniform, one's own position, the one before, the first, and two blocks."""
+def test_metrics_of_known_patterns(name: str) -> None:
+    """Uniform weights, and weight on the own position, the previous, the first, and two blocks."""
     np.testing.assert_allclose(metrics_of(PATTERNS, name, mass=0.95)[name][0], KNOWN[name], rtol=1e-12, atol=1e-12)
 
 
-def test_detectors_find_their_patterns() -> None:
-    """Each scores 1 on the pattern it is named for, and by chance on uniform weights."""
+def test_pattern_scores_are_1_on_their_pattern() -> None:
+    """And the expected share on uniform weights."""
     soft = 0.999 * PREVIOUS + 0.001 * UNIFORM
     seen = np.tril(np.ones((N, N)))
     duplicate, induction = (np.zeros((N, N)) for _ in range(2))
@@ -87,7 +87,7 @@ def test_detectors_find_their_patterns() -> None:
     np.testing.assert_allclose(made["previous_token_score"][0, 3], np.mean([1 / n for n in range(2, N + 1)]), rtol=1e-9)
 
 
-def test_heads_are_as_alike_as_theory_says() -> None:
+def test_similarity_of_equal_and_of_disjoint_heads() -> None:
     """Equal heads: cosine 1, divergence 0, deviation 0; heads that share no key: 0 and ln 2."""
     names = ("cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads")
     alike, apart = metrics_of(np.stack([UNIFORM, UNIFORM]), *names), metrics_of(np.stack([SELF, np.roll(SELF, 1, 1)]), *names)
@@ -103,7 +103,7 @@ def test_heads_are_as_alike_as_theory_says() -> None:
 
 
 def test_ties_go_to_the_lower_index() -> None:
-    """Wherever torch would leave them to chance, and across blocks."""
+    """Torch would choose any; also across blocks."""
     values = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 3.0], [0.0] * 7])
     links = metrics_of(np.stack([UNIFORM, SELF]), "strongest_links", top_links=9)
 
@@ -115,7 +115,7 @@ def test_ties_go_to_the_lower_index() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 12), levels=st.sampled_from([2, 5, 1000]), nan=st.booleans())
-def test_the_largest_are_the_first_of_a_stable_sort(seed: int, n: int, levels: int, nan: bool) -> None:
+def test_top_k_is_the_beginning_of_a_stable_sort(seed: int, n: int, levels: int, nan: bool) -> None:
     """With many ties, few and none; NaN counts as the largest."""
     values = torch.from_numpy(np.random.default_rng(seed).integers(0, levels, (3, 2, 30))).double()
     if nan:
@@ -127,7 +127,7 @@ def test_the_largest_are_the_first_of_a_stable_sort(seed: int, n: int, levels: i
 
 
 class Largest(TorchDispatchMode):
-    """Watches every operation, and keeps the bytes of the largest tensor that any of them made."""
+    """Records the bytes of the largest tensor that any operation returns."""
 
     largest = 0
 
@@ -141,7 +141,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Many small steps on shared cores: threads that wait for one another cost more than they do."""
+    """One thread of torch, since several threads slow down many small steps on shared cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -149,14 +149,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_long_sequence_is_read_in_blocks() -> None:
-    """1 x 2048 x 64 with 8 heads: no tensor comes near the 128 MB of its weights, whatever is asked but the weights themselves."""
+def test_the_weights_of_a_long_sequence_are_never_stored_whole() -> None:
+    """1 x 2048 x 64 with 8 heads: no tensor has more than 16 MB, while all weights have 128 MB."""
     layer, n = layer_of(d_model=64, num_heads=8), 2048
     x = torch.from_numpy(np.random.default_rng(1).standard_normal((1, n, 64), np.float32))
     words = torch.arange(n)[None] % 50
     names = {"entropy", "strongest_links", "mean_distance", "induction_score", "cosine_similarity"}
     others = {"zero_ablation", "pruning_order", "output_disagreement", "subspace_disagreement", "value_norms"}
-    metrics_query = MetricsQuery((*names, *others), query_words=words, key_words=words)
+    metrics_query = MetricsQuery((*names, *others), query_tokens=words, key_tokens=words)
     call = Call(x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True), 8**-0.5, frozenset())
 
     with Largest() as watched:
@@ -167,15 +167,15 @@ def test_a_long_sequence_is_read_in_blocks() -> None:
     assert torch.isfinite(result.tensors["entropy"]).all()
 
 
-def test_all_blocks_together_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every metric is the same whether rows come one at a time or all at once."""
+def test_metrics_do_not_depend_on_the_size_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every metric is the same with blocks of one row and with one block."""
     rng = np.random.default_rng(8)
     layer = layer_of(d_model=12, num_heads=6, num_kv_heads=2, dtype="float64")
     x = torch.from_numpy(rng.standard_normal((2, N, 12)))
     masks = Masks(torch.arange(N)[None], N, lengths=torch.tensor([[N], [4]]), right=1, aligned=True)
     names = (*OF_WEIGHTS, "zero_ablation")
     call = Call(x, x, x, masks, 2**-0.5, frozenset())
-    metrics_query = MetricsQuery(names, query_words=WORDS, key_words=WORDS)
+    metrics_query = MetricsQuery(names, query_tokens=WORDS, key_tokens=WORDS)
     whole = measure(layer, call, metrics_query).tensors
 
     monkeypatch.setattr(eager, "BLOCK", 1)
@@ -186,8 +186,8 @@ def test_all_blocks_together_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
         np.testing.assert_allclose(pieces[name], tensor, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-def test_gradient_importance_is_the_gradient() -> None:
-    """The closed form against torch's autograd through a factor before each head, for half the squared norm and for a direction."""
+def test_gradient_importance_agrees_with_autograd() -> None:
+    """By a factor on each head's output, of half the squared norm and of a direction."""
     rng = np.random.default_rng(9)
     layer = layer_of(d_model=12, num_heads=3, dtype="float64", init="torch_linear")
     x, direction = (torch.from_numpy(rng.standard_normal((2, N, 12))) for _ in range(2))

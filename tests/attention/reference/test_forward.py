@@ -43,7 +43,7 @@ def inputs(seed=0, b=3, q=5, k=11):
 # --- by hand --------------------------------------------------------------------------------------------------------------------------
 
 
-def test_two_by_two_by_hand():
+def test_two_queries_and_two_keys_by_hand():
     """Q = [[1, 0], [0, 2]], K = [[2, 0], [0, 1]], V = [[1, 2], [3, 4]], d = 2, one head, no projection."""
     spec = LayerSpec(d_model=2, num_heads=1, dtype="float64")
     got = attend(
@@ -77,13 +77,14 @@ def test_heads_are_columns_and_projections_are_applied_as_x_w_transposed_plus_b(
     assert got.output.tolist() == [[21.0, 120.0]]
 
 
-def test_shapes():
+def test_shapes_of_all_outputs():
     got = attend(LAYER, WEIGHTS, **inputs())
     shapes = {name: getattr(got, name).shape for name in got.__slots__}
     assert shapes == {
         "output": (3, 5, 10),
         "attention_weights": (3, 2, 5, 11),
         "scores": (3, 2, 5, 11),
+        "normalised": (3, 1, 2, 5, 11),
         "log_sum_exp": (3, 2, 5),
         "query_projection": (3, 2, 5, 5),
         "key_projection": (3, 2, 11, 5),
@@ -105,14 +106,14 @@ def test_defaults_of_key_and_value():
         attend(square, weights, query=x, value=y)
 
 
-def test_order_is_scale_softcap_bias_block():
+def test_scores_are_scaled_then_capped_then_biased_then_masked():
     """Scores of query 1 and keys 1, 2, 3: 2·tanh(0.5·s/2) + bias, then -inf."""
     got = tiny([1], [1, 2, 3], scale=0.5, softcap=2.0, bias=[[10, 20, 30]], block_mask=[[0, 0, 1]])
     expected = [2 * math.tanh(0.25) + 10, 2 * math.tanh(0.5) + 20, -math.inf]
     np.testing.assert_allclose(got.scores[0, 0], expected, rtol=1e-15)
 
 
-def test_scale_and_softcap_of_the_layer_hold_unless_the_call_says_otherwise():
+def test_scale_and_softcap_of_a_call_replace_those_of_the_layer():
     spec = LayerSpec(d_model=1, num_heads=1, scale=3.0, softcap=2.0, dtype="float64")
     score = {
         name: attend(spec, ONES, query=[[1.0]], **request).scores.item()
@@ -160,7 +161,7 @@ def test_causal_and_window_by_hand():
         ({"valid_lens": 0}, [[0, 0, 0, 0], [0, 0, 0, 0]]),
     ],
 )
-def test_end_puts_the_last_query_on_the_last_real_key(fields, expected):
+def test_offset_end_aligns_the_last_query_with_the_last_real_key(fields, expected):
     assert seen(2, 4, causal=True, query_offset="end", **fields) == expected
 
 
@@ -176,7 +177,7 @@ def test_offsets_and_lengths_of_each_item():
 
 
 @pytest.mark.parametrize("request_", [{"causal": True}, {"window": {"left": 1, "right": None}}])
-def test_an_offset_is_asked_for_where_it_matters(request_):
+def test_an_offset_is_required_if_causal_and_lengths_differ(request_):
     with pytest.raises(ValueError, match="expected query_offset, since 2 queries and 3 keys"):
         seen(2, 3, **request_)
     seen(3, 3, **request_)
@@ -249,7 +250,7 @@ def test_axes_without_length(queries, keys, fully_masked):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e300])
 @pytest.mark.parametrize("fields", [{"block_keys": [[0, 0, 1, 0]]}, {"valid_lens": [[2]]}, {"bias": [[0, 0, -np.inf, -np.inf]]}])
-def test_what_stands_in_a_blocked_key_is_harmless(poison, fields):
+def test_values_of_blocked_keys_have_no_effect(poison, fields):
     square = LayerSpec(d_model=10, num_heads=2, dtype="float64")
     weights = draw_weights(square)
     query, key = draw(3, (1, 1, 10), (1, 4, 10))
@@ -263,7 +264,7 @@ def test_what_stands_in_a_blocked_key_is_harmless(poison, fields):
 # --- what must always hold ------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_sum_to_one_and_log_sum_exp_is_what_they_were_divided_by():
+def test_rows_sum_to_one_and_log_sum_exp_is_their_denominator():
     got = attend(LAYER, WEIGHTS, **inputs(), valid_lens=[4, 1, 11])
     np.testing.assert_allclose(got.attention_weights.sum(axis=-1), 1, rtol=1e-14)
     np.testing.assert_allclose(np.exp(got.scores - got.log_sum_exp[..., None]), got.attention_weights, rtol=1e-13)
@@ -299,7 +300,7 @@ def test_huge_scores_do_not_overflow():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_item_alone_gets_what_it_gets_in_a_batch(seed):
+def test_items_do_not_depend_on_their_batch(seed):
     case = random_case(
         np.random.default_rng(seed), features={"key", "value", "mask", "key_mask", "valid_lens", "bias", "causal"}, batched=True
     )
@@ -415,7 +416,7 @@ def test_causal_is_torchs_causal(seed):
     np.testing.assert_allclose(got.head_outputs, expected.numpy(), atol=1e-13)
 
 
-def test_it_needs_no_torch():
+def test_the_reference_does_not_import_torch():
     modules = "service.attention.reference.gradients, service.attention.compare.random_cases"
     program = f"import sys; import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -61,8 +61,10 @@ def torchs(spec, weights, request, inputs, forward):
     q, k, v = (torch_heads(spec, weights, name, x) for name, x in inputs.items())
     (queries, keys), offset = forward.scores.shape[2:], offset_of(request, forward)
     if spec.rope:
-        q = torch_rope(q, torch.arange(queries) + offset[:, None], spec.rope)
-        k = torch_rope(k, torch.arange(keys).expand(len(k), keys), spec.rope)
+        of_queries = torch.as_tensor(request.get("positions", torch.arange(queries) + offset[:, None]))
+        of_keys = torch.as_tensor(request.get("key_positions", request.get("positions", torch.arange(keys).expand(len(k), keys))))
+        places = ((q, of_queries), (k, of_keys))
+        q, k = (torch.cat([torch_rope(part, at, spec.rope) for part in torch_parts(spec, x)], -1) for x, at in places)
     if spec.qk_norm and spec.qk_norm.after_rope:
         q, k = (torch_norm(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
     if spec.query_scale:
@@ -70,21 +72,24 @@ def torchs(spec, weights, request, inputs, forward):
         q = q * (1 + spec.query_scale.factor * torch.log1p(steps.double()))[:, None, :, None]
     group = spec.num_heads // spec.num_kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("bhid,bhjd->bhij", q, k) * request.get("scale", spec.scale)
-    if cap := request.get("softcap", spec.softcap):
-        scores = cap * torch.tanh(scores / cap)
     blocked = torch.tensor(np.isneginf(forward.scores))
     ahead = torch.arange(keys) - (torch.arange(queries) + offset[:, None])[..., None]  # [b, q, k]
-    scores = (scores + torch_bias(spec, weights, request, ahead)).masked_fill(blocked, -torch.inf)
-    sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
-    columns = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    attention_weights = torch.softmax(columns, dim=-1)[..., :-1]
-    empty = blocked.all(dim=-1, keepdim=True)
-    attention_weights = attention_weights.masked_fill(empty, 1 / keys if request.get("fully_masked") == "uniform" else 0.0)
+    bias = torch_bias(spec, weights, request, ahead)
+    if spec.grid_bias:
+        bias = bias + torch_grid(spec.grid_bias, weights, q, torch.arange(queries) + offset[:, None], keys)
+    pairs = zip(torch_parts(spec, q), torch_parts(spec, k), strict=True)
+    parts = [torch_weights(spec, weights, request, *pair, bias, blocked) for pair in pairs]
+    attention_weights = parts[0]
+    if spec.differential:
+        first, second = (torch.exp(weights[f"lambda_q{i}"] @ weights[f"lambda_k{i}"]) for i in (1, 2))
+        attention_weights = parts[0] - (first - second + spec.differential.lambda_init) * parts[1]
     if dropout := request.get("dropout"):
         stream = np.random.RandomState(dropout["seed"]).random_sample(forward.scores.shape)
         attention_weights = attention_weights * torch.tensor(stream >= dropout["p"]) / (1 - dropout["p"])
     heads = torch.einsum("bhij,bhjd->bihd", attention_weights, v)
+    if spec.differential:
+        heads = functional.rms_norm(heads, heads.shape[-1:], weights.get("head_norm.weight"), spec.differential.eps)
+        heads = heads * (1 - spec.differential.lambda_init)
     if "head_scale" in request:
         heads = heads * torch.tensor(np.asarray(request["head_scale"], np.float64)).expand(len(q), spec.num_heads)[:, None, :, None]
     if spec.output_gate:
@@ -93,6 +98,22 @@ def torchs(spec, weights, request, inputs, forward):
         heads = heads * function(logits).unflatten(-1, (spec.num_heads, -1))
     concatenated = heads.flatten(2)
     return functional.linear(concatenated, weights["output.weight"], weights.get("output.bias")) if spec.projections else concatenated
+
+
+def torch_parts(spec, x):
+    return x.chunk(2, dim=-1) if spec.differential else [x]
+
+
+def torch_weights(spec, weights, request, q, k, bias, blocked):
+    """One softmax."""
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * request.get("scale", spec.scale)
+    if cap := request.get("softcap", spec.softcap):
+        scores = cap * torch.tanh(scores / cap)
+    scores = (scores + bias).masked_fill(blocked, -torch.inf)
+    sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
+    columns = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    empty = blocked.all(dim=-1, keepdim=True)
+    return torch.softmax(columns, dim=-1)[..., :-1].masked_fill(empty, 1 / k.shape[2] if request.get("fully_masked") == "uniform" else 0.0)
 
 
 def torch_heads(spec, weights, name, x):
@@ -151,7 +172,8 @@ def torch_rope(x, positions, rope):
         frequencies = torch.lerp(frequencies / rope.scaling.factor, frequencies, smooth.clamp(0, 1))
     if rope.frequencies:
         frequencies = torch.tensor(rope.frequencies, dtype=torch.float64)
-    angles = positions[:, None, :, None] * frequencies
+    of_pairs = positions[..., None] if positions.ndim == 2 else positions[..., torch.tensor(rope.axes)]
+    angles = of_pairs[:, None] * frequencies
     lengths = torch.full_like(angles, rope.attention_factor)
     turning, rest = x[..., : rope.dims], x[..., rope.dims :]
     if rope.interleaved:
@@ -178,6 +200,25 @@ def torch_bias(spec, weights, request, ahead):
         buckets = t5_bucket(ahead, settings.bidirectional, settings.buckets, settings.max_distance)
         bias = bias + functional.embedding(buckets, table).permute(0, 3, 1, 2)
     return bias
+
+
+def torch_grid(grid, weights, q, indices, keys):
+    """The index of Swin's and BEiT's code in transformers, 5.23; and for SAM's, differences of its rows and columns."""
+    coords = torch.stack(torch.meshgrid(torch.arange(grid.height), torch.arange(grid.width), indexing="ij")).flatten(1)
+    relative = (coords[:, :, None] - coords[:, None, :]).permute(1, 2, 0)
+    relative = relative + torch.tensor([grid.height - 1, grid.width - 1])
+    if grid.kind == "decomposed":
+        vectors = weights["grid_rows"][relative[..., 0]] + weights["grid_columns"][relative[..., 1]]
+        return torch.einsum("bhid,bijd->bhij", q, vectors[indices][:, :, :keys])
+    tokens, last = grid.num_tokens, len(weights["grid_bias"])
+    index = torch.zeros(tokens, tokens, dtype=torch.int64)
+    inner = index[1:, 1:] if grid.class_token else index
+    inner.copy_((relative * torch.tensor([2 * grid.width - 1, 1])).sum(-1))
+    if grid.class_token:
+        index[0, 0:] = last - 3
+        index[0:, 0] = last - 2
+        index[0, 0] = last - 1
+    return weights["grid_bias"][index[indices][:, :, :keys]].permute(0, 3, 1, 2)
 
 
 def t5_bucket(relative_position, bidirectional, num_buckets, max_distance):
@@ -249,7 +290,7 @@ def test_a_sink_takes_its_share_of_the_gradient():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_inputs_that_default_are_separate_and_sum_to_the_gradient_of_the_one(seed):
+def test_gradients_of_defaulted_inputs_sum_to_that_of_the_query(seed):
     rng = np.random.default_rng(seed)
     features = set(FEATURES) - {"key", "value"}
     case = random_case(rng, dtype="float64", features=features, init="xavier_uniform")
@@ -269,7 +310,10 @@ def test_a_call_without_a_batch_has_the_gradients_of_an_item(seed):
     spec, weights, request, back = draw(seed, features=set(FEATURES) - {"dropout"}, batched=True)
     request = {name: x for name, x in request.items() if name not in ("attend_mask", "block_mask", "bias")}
     whole = gradients(spec, weights, back, **request)
-    item = {name: x[1] if isinstance(x, np.ndarray) and not (name == "head_scale" and x.ndim == 1) else x for name, x in request.items()}
+    item = {
+        name: x[1 % len(x)] if isinstance(x, np.ndarray) and not (name == "head_scale" and x.ndim == 1) else x
+        for name, x in request.items()
+    }
     for name, x in gradients(spec, weights, back[1], **item).items():
         close(x, whole[name][1], 1e-12)
 
@@ -286,7 +330,7 @@ def test_blocked_keys_and_empty_rows_have_no_gradient(seed):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e300])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_what_stands_in_a_blocked_key_is_harmless(poison, softcap):
+def test_values_of_blocked_keys_have_no_effect(poison, softcap):
     square = LayerSpec(d_model=10, num_heads=2, dtype="float64", softcap=softcap)
     weights = draw_weights(square)
     rng = np.random.default_rng(1)
@@ -298,7 +342,7 @@ def test_what_stands_in_a_blocked_key_is_harmless(poison, softcap):
         close(x, clean[name], 1e-13)
 
 
-def test_uniform_rows_are_constants():
+def test_uniform_rows_have_no_gradient_by_query_and_key():
     """Their weights depend on nothing, so the values alone have a gradient, of 1/k each."""
     got = gradients(TINY, ONES, [[1.0]], query=[[2.0]], key=[[1.0], [3.0]], block_keys=[1, 1], fully_masked="uniform")
     assert {name: x.ravel().tolist() for name, x in got.items()} == {
@@ -310,22 +354,12 @@ def test_uniform_rows_are_constants():
 
 @pytest.mark.parametrize("queries", [0, 2])
 @pytest.mark.parametrize("keys", [0, 3])
-def test_axes_without_length(queries, keys):
-    spec = LayerSpec(
-        d_model=4,
-        num_heads=2,
-        dtype="float64",
-        rope={},
-        alibi=True,
-        sinks=True,
-        qk_norm={},
-        relative_bias={},
-        output_gate={},
-        latent=LATENT,
-    )
+@pytest.mark.parametrize("more", [{"sinks": True, "qk_norm": {}, "latent": LATENT}, {"differential": {}}], ids=["latent", "differential"])
+def test_axes_without_length(queries, keys, more):
+    spec = LayerSpec(d_model=8, num_heads=2, dtype="float64", rope={}, alibi=True, relative_bias={}, output_gate={}, **more)
     weights = {name: np.ones(shape) for name, shape in spec.weight_shapes().items()}
     got = gradients(
-        spec, weights, np.ones((2, queries, 4)), query=np.ones((2, queries, 4)), key=np.ones((2, keys, 4)), causal=True, query_offset="end"
+        spec, weights, np.ones((2, queries, 8)), query=np.ones((2, queries, 8)), key=np.ones((2, keys, 8)), causal=True, query_offset="end"
     )
-    assert got["query_gradient"].shape == (2, queries, 4)
-    assert got["key_gradient"].shape == got["value_gradient"].shape == (2, keys, 4)
+    assert got["query_gradient"].shape == (2, queries, 8)
+    assert got["key_gradient"].shape == got["value_gradient"].shape == (2, keys, 8)

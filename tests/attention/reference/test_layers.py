@@ -99,6 +99,45 @@ def test_keys_and_values_of_a_latent_layer_have_one_width():
         assert (spec.d_model, spec.key_dim, spec.value_dim, spec.weight_shapes()["key_value_down.weight"]) == (4, 5, 5, (3, 5))
 
 
+# --- differential attention -----------------------------------------------------------------------------------------------------------
+
+
+def test_differential_weights_are_the_difference_of_two_softmaxes_and_outputs_are_normed():
+    """One head: q1 and k1 are the first numbers. Scores are ln 3 and 0 in the first softmax, 0 in the second; lambda is 2 - 1 + 0.5."""
+    spec = bare(d_model=2, head_dim=2, value_head_dim=1, differential={"lambda_init": 0.5, "eps": 1e-12})
+    weights = {"lambda_q1": [np.log(2)], "lambda_k1": [1.0], "lambda_q2": [0.0], "lambda_k2": [5.0], "head_norm.weight": [7.0]}
+    got = attend(spec, weights, query=[[1.0, 0.0]], key=[[np.log(3), 1.0], [0.0, 2.0]], value=[[1.0], [2.0]])
+    np.testing.assert_allclose(got.attention_weights, [[[0.75 - 1.5 * 0.5, 0.25 - 1.5 * 0.5]]], atol=1e-15)
+    np.testing.assert_allclose(got.output, [[-1.0 * 7.0 * 0.5]], rtol=1e-10)  # the norm leaves a single number its sign
+
+
+def test_both_halves_of_a_differential_head_are_rotated():
+    """By the same angles: with q1 = q2, k1 = k2 and lambda 1, nothing is left of the weights."""
+    spec = bare(d_model=8, head_dim=8, value_head_dim=3, differential={"lambda_init": 1.0}, rope={"theta": 10.0})
+    query, key, value = draw(3, (5, 4), (5, 4), (5, 3))
+    weights = dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), np.zeros(4)) | {"head_norm.weight": np.ones(3)}
+    got = attend(spec, weights, query=np.tile(query, 2), key=np.tile(key, 2), value=value)
+    np.testing.assert_allclose(got.attention_weights, 0, atol=1e-15)
+    assert spec.rope.dims == 4 and spec.scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"head_dim": 3}, "/head_dim"),
+        ({"rope": {"dims": 4}}, "/rope/dims"),
+        ({"qk_norm": {}}, "/qk_norm"),
+        ({"latent": {"key_value_rank": 3, "rope_key_dim": 1}}, "/latent"),
+        ({"sinks": True}, "/sinks"),
+    ],
+    ids=str,
+)
+def test_differential_layers_that_are_not_defined(fields, place):
+    with pytest.raises(ValidationError) as caught:
+        LayerSpec(**{"d_model": 8, "num_heads": 2, "differential": {}} | fields)
+    assert caught.value.errors()[0]["ctx"]["at"] == place
+
+
 # --- heads and widths -----------------------------------------------------------------------------------------------------------------
 
 
@@ -108,13 +147,13 @@ def test_neighbouring_query_heads_share_a_head_of_keys_and_values():
     assert got.output.tolist() == [[5, 5, 6, 6]]
 
 
-def test_one_head_of_keys_serves_all():
+def test_all_query_heads_may_share_one_key_head():
     got = attend(bare(num_heads=3, num_kv_heads=1), {}, query=[[1, 2, 3]], key=[[10]], value=[[5]])
     assert got.scores.ravel().tolist() == [10, 20, 30]
     assert got.output.tolist() == [[5, 5, 5]]
 
 
-def test_shapes():
+def test_shapes_of_all_outputs():
     spec = LayerSpec(d_model=29, num_heads=6, num_kv_heads=2, head_dim=4, value_head_dim=3, key_dim=7, value_dim=11, output_dim=13)
     query, key, value = draw(0, (5, 8, 29), (5, 9, 7), (5, 9, 11))
     got = attend(spec, draw_all(1, spec), query=query, key=key, value=value)
@@ -128,12 +167,13 @@ def test_shapes():
         "value_projection": (5, 2, 9, 3),
         "head_outputs": (5, 6, 8, 3),
         "concatenated": (5, 8, 18),
+        "normalised": (5, 1, 6, 8, 9),
         "fully_masked": (5, 6, 8),
     }
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
-def test_a_grouped_layer_is_the_plain_one_with_its_keys_and_values_repeated(kv_heads):
+def test_a_grouped_layer_equals_one_with_repeated_keys_and_values(kv_heads):
     grouped = LayerSpec(d_model=12, num_heads=6, num_kv_heads=kv_heads, head_dim=4, value_head_dim=3, rope={}, alibi=True)
     plain = LayerSpec(d_model=12, num_heads=6, head_dim=4, value_head_dim=3, rope={}, alibi=True)
     weights = draw_all(2, grouped)
@@ -174,7 +214,7 @@ def test_agrees_with_torchs_grouped_function(seed):
     np.testing.assert_allclose(got.head_outputs, expected.numpy(), atol=1e-11)
 
 
-def test_without_projections_the_heads_see_the_input_and_nothing_is_projected_back():
+def test_without_projections_heads_attend_to_the_inputs():
     spec = LayerSpec(d_model=6, num_heads=2, num_kv_heads=1, value_head_dim=5, projections=False)
     assert spec.weight_shapes() == {}
     query, key, value = draw(4, (3, 7, 6), (3, 4, 3), (3, 4, 5))
@@ -186,7 +226,7 @@ def test_without_projections_the_heads_see_the_input_and_nothing_is_projected_ba
     assert got.output.shape == (3, 7, 10)
 
 
-def test_no_projections_are_projections_that_change_nothing():
+def test_a_layer_without_projections_equals_identity_projections():
     fields = {"d_model": 6, "num_heads": 2, "sinks": True, "qk_norm": {}, "rope": {"dims": 2}, "alibi": True}
     without = LayerSpec(**fields, projections=False)
     weights = draw_all(5, without)
@@ -197,7 +237,7 @@ def test_no_projections_are_projections_that_change_nothing():
     )
 
 
-def test_what_comes_projected_must_be_as_wide_as_its_heads():
+def test_projected_inputs_must_have_the_width_of_the_heads():
     spec = LayerSpec(d_model=6, num_heads=2, num_kv_heads=1, value_head_dim=5, projections=False)
     query, key = draw(7, (3, 7, 6), (3, 4, 3))
     with pytest.raises(ValueError, match="expected a key of 1 heads of 3 numbers, got 6 numbers"):
@@ -207,7 +247,7 @@ def test_what_comes_projected_must_be_as_wide_as_its_heads():
 
 
 @pytest.mark.parametrize("biased", ["query", "key", "value", "output"])
-def test_each_projection_has_a_bias_of_its_own(biased):
+def test_each_projection_has_its_own_bias(biased):
     fields = {"d_model": 6, "num_heads": 2}
     one = LayerSpec(**fields, bias={name: name == biased for name in ("query", "key", "value", "output")})
     weights = draw_all(8, one)
@@ -231,14 +271,14 @@ def test_norms_by_hand():
 
 
 @pytest.mark.parametrize(("kind", "torchs"), [("rms", functional.rms_norm), ("layer", functional.layer_norm)])
-def test_norms_are_torchs(kind, torchs):
+def test_norms_agree_with_torch(kind, torchs):
     x, w = draw(10, (2, 3, 5, 7), (7,))
     for eps in (1e-6, 0.3):
         expected = torchs(torch.tensor(x), (7,), weight=torch.tensor(w), eps=eps)
         np.testing.assert_allclose(normalise(x, w, QKNorm(kind=kind, eps=eps)), expected.numpy(), rtol=1e-12, atol=1e-14)
 
 
-def test_each_head_is_normed_by_itself_and_values_are_not():
+def test_heads_are_normed_separately_and_values_are_not():
     spec = bare(num_heads=2, head_dim=2, qk_norm={"kind": "rms", "eps": 1e-12})
     weights = {"query_norm.weight": np.array([1.0, 10.0]), "key_norm.weight": np.array([2.0, 3.0])}
     got = attend(spec, weights, query=[[1, 1, 3, -3]], key=[[5, 5, 0, 7]], value=[[1, 2, 3, 4]])
@@ -256,7 +296,7 @@ def test_the_norm_comes_before_rope():
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_the_length_of_a_query_does_not_matter_to_a_layer_that_norms(kind):
+def test_with_a_norm_the_length_of_a_query_has_no_effect(kind):
     spec = LayerSpec(d_model=10, num_heads=2, qk_norm={"kind": kind, "eps": 1e-30}, bias=False, dtype="float64")
     weights = draw_all(11, spec)
     query, key = draw(12, (3, 5, 10), (3, 7, 10))
@@ -285,7 +325,7 @@ def sunken(sinks, **request):
     return attend(spec, weights, query=query, key=key, **request)
 
 
-def test_rows_sum_to_what_the_sink_leaves():
+def test_rows_sum_to_one_minus_the_sinks_share():
     got, plain = sunken([0.3, 4.0]), sunken(None)
     left = 1 - np.exp(np.array([0.3, 4.0])[:, None] - got.log_sum_exp)
     np.testing.assert_allclose(got.attention_weights.sum(axis=-1), left, rtol=1e-12)
@@ -294,7 +334,7 @@ def test_rows_sum_to_what_the_sink_leaves():
     np.testing.assert_array_equal(got.scores, plain.scores)
 
 
-def test_a_sink_is_a_key_of_value_zero():
+def test_a_sink_equals_a_key_with_value_zero():
     """In torch's words: one column more, dropped after the softmax."""
     got = sunken([0.3, 4.0], valid_lens=[7, 2, 1])
     sink = np.broadcast_to(np.array([0.3, 4.0])[:, None, None], (3, 2, 5, 1))
@@ -302,7 +342,7 @@ def test_a_sink_is_a_key_of_value_zero():
     np.testing.assert_allclose(got.attention_weights, columns[..., :-1].numpy(), rtol=1e-12)
 
 
-def test_a_sink_far_below_is_none_and_one_far_above_takes_all():
+def test_very_low_and_very_high_sinks():
     np.testing.assert_array_equal(sunken([-1e4, -1e4]).attention_weights, sunken(None).attention_weights)
     high = sunken([1e4, -1e4])
     assert (high.attention_weights[:, 0] == 0).all()
@@ -323,7 +363,7 @@ def test_a_sink_does_not_unmask_a_row():
     np.testing.assert_array_equal(uniform.attention_weights[0], got.attention_weights[0])
 
 
-def test_dropout_comes_after_the_sink():
+def test_dropout_is_applied_after_the_sink():
     got, plain = sunken([0.3, 4.0], dropout={"p": 0.5, "seed": 3}), sunken([0.3, 4.0])
     stream = np.random.RandomState(3).random_sample(plain.scores.shape)
     np.testing.assert_allclose(got.attention_weights, np.where(stream >= 0.5, 2 * plain.attention_weights, 0), rtol=1e-14)

@@ -52,25 +52,35 @@ def hold(spec, weights, request):
     group = spec.num_heads // spec.num_kv_heads
     for item in range(b):
         offset = offset_of(request, item, q, k)
-        keys = [[head(spec, weights, "key", key[item, j], g, position=j) for j in range(k)] for g in range(spec.num_kv_heads)]
+        keys = [
+            [head(spec, weights, "key", key[item, j], g, position=place(request, "key", item, j, j)) for j in range(k)]
+            for g in range(spec.num_kv_heads)
+        ]
         values = [[head(spec, weights, "value", value[item, j], g) for j in range(k)] for g in range(spec.num_kv_heads)]
         same(got.key_projection[item], keys)
         same(got.value_projection[item], values)
         side_by_side = [[] for _ in range(q)]
         for n in range(h):
             for i in range(q):
-                mine = grown(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, position=i + offset)
+                at = place(request, "query", item, i, i + offset)
+                mine = grown(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, position=at)
                 same(got.query_projection[item, n, i], mine)
-                scores = [score(spec, weights, request, (item, n, i, j), offset, mine, keys[n // group][j]) for j in range(k)]
+                attention_weights, log_sum_exp = np.zeros(k), 0.0
+                for part, factor in reversed([*enumerate(softmax_factors(spec, weights))]):
+                    pairs = [(halves(spec, mine)[part], halves(spec, keys[n // group][j])[part]) for j in range(k)]
+                    scores = [score(spec, weights, request, (item, n, i, j), offset, *pair) for j, pair in enumerate(pairs)]
+                    own_weights, log_sum_exp = normalised(scores, weights["sinks"][n] if spec.sinks else -math.inf)
+                    same(got.normalised[item, part, n, i], own_weights)
+                    if math.isinf(log_sum_exp) and request.get("fully_masked") == "uniform":
+                        own_weights = [1 / k] * k
+                    attention_weights += factor * np.array(own_weights)
                 same(got.scores[item, n, i], scores)
-                attention_weights, log_sum_exp = normalised(scores, weights["sinks"][n] if spec.sinks else -math.inf)
                 assert got.log_sum_exp[item, n, i] == pytest.approx(log_sum_exp, rel=1e-9, abs=1e-9)
-                if math.isinf(log_sum_exp) and request.get("fully_masked") == "uniform":
-                    attention_weights = [1 / k] * k
                 assert got.fully_masked[item, n, i] == math.isinf(log_sum_exp)
                 attention_weights = [w / (1 - dropout["p"]) if next(stream) >= dropout["p"] else 0.0 for w in attention_weights]
                 same(got.attention_weights[item, n, i], attention_weights)
                 mean = sum((w * v for w, v in zip(attention_weights, values[n // group], strict=True)), np.zeros(spec.value_head_dim))
+                mean = differential_norm(spec, weights, mean)
                 factor = np.broadcast_to(request.get("head_scale", 1.0), (b, h))[item, n] * gate(spec, weights, query[item, i], n)
                 same(got.head_outputs[item, n, i], factor * mean)
                 side_by_side[i] += (factor * mean).tolist()
@@ -100,10 +110,38 @@ def head(spec, weights, name, x, n, position=None):
     if norm and (norm.values if name == "value" else not norm.after_rope):
         heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
     if rotates:
-        heads = [turned(one.tolist(), spec.rope, position) for one in heads]
+        heads = [np.concatenate([turned(half.tolist(), spec.rope, position) for half in halves(spec, one)]) for one in heads]
     if norm and norm.after_rope and name != "value":
         heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
     return heads[n]
+
+
+def place(request, name, item, n, index):
+    """What RoPE turns row n by: its position or positions, one for each axis; its index among the keys if none are given."""
+    given = request.get("positions")
+    if name == "key":
+        given = request.get("key_positions", given)
+    return index if given is None else given[item % len(given), n]
+
+
+def halves(spec, x):
+    """What each softmax takes of a query or key."""
+    return np.split(np.asarray(x), 2) if spec.differential else [x]
+
+
+def softmax_factors(spec, weights):
+    """1 and minus lambda, equation 2 of Ye et al."""
+    if not spec.differential:
+        return [1.0]
+    first, second = (math.exp(math.fsum(weights[f"lambda_q{i}"] * weights[f"lambda_k{i}"])) for i in (1, 2))
+    return [1.0, -(first - second + spec.differential.lambda_init)]
+
+
+def differential_norm(spec, weights, mean):
+    if not spec.differential:
+        return mean
+    root = math.sqrt(math.fsum(a * a for a in mean) / len(mean) + spec.differential.eps)
+    return mean / root * weights.get("head_norm.weight", 1.0) * (1 - spec.differential.lambda_init)
 
 
 def grown(scale, position):
@@ -152,7 +190,8 @@ def turned(x, rope, position):
     dims = rope.dims
     for i in range(dims // 2):
         first, second = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + dims // 2)
-        point = complex(x[first], x[second]) * rope.attention_factor * cmath.exp(1j * position * frequency(rope, i))
+        at = position if np.ndim(position) == 0 else position[rope.axes[i]]
+        point = complex(x[first], x[second]) * rope.attention_factor * cmath.exp(1j * at * frequency(rope, i))
         x[first], x[second] = point.real, point.imag
     return np.array(x)
 
@@ -189,6 +228,7 @@ def score(spec, weights, request, place, offset, query, key):
         capped -= slopes(spec.num_heads)[n] * abs(ahead)
     if spec.relative_bias:
         capped += weights["relative_bias"][bucket(ahead, spec.relative_bias), n]
+    capped += of_grid(spec.grid_bias, weights, query, n, i + offset, j)
     windows = [spec.window.model_dump() if spec.window else {}, request.get("window", {})]
     blocked = [
         not pick(request.get("attend_mask", np.ones((1, 1))), place),
@@ -201,6 +241,21 @@ def score(spec, weights, request, place, offset, query, key):
         *(window.get("right") is not None and ahead > window["right"] for window in windows),
     ]
     return -math.inf if any(blocked) else capped
+
+
+def of_grid(grid, weights, query, n, i, j):
+    """What the places of two tokens in a grid add: an entry of the list of all distances, or products with the query."""
+    if grid is None:
+        return 0.0
+    if grid.class_token and (i == 0 or j == 0):
+        return weights["grid_bias"][{(True, False): -3, (False, True): -2, (True, True): -1}[i == 0, j == 0], n]
+    height, width = grid.height, grid.width
+    (y, x), (other_y, other_x) = (divmod(token - grid.class_token, width) for token in (i, j))
+    if grid.kind == "table":
+        distances = [(dy, dx) for dy in range(1 - height, height) for dx in range(1 - width, width)]
+        return weights["grid_bias"][distances.index((y - other_y, x - other_x)), n]
+    rows, columns = weights["grid_rows"], weights["grid_columns"]
+    return math.fsum(query * rows[y - other_y + height - 1]) + math.fsum(query * columns[x - other_x + width - 1])
 
 
 def pick(x, place):

@@ -30,7 +30,7 @@ def seen(spec, q, k, **request):
 
 
 @pytest.mark.parametrize("part", [{"window": {}}, {"rope": {}}, {"alibi": True}, {"relative_bias": {}}])
-def test_an_offset_is_asked_for_where_the_layer_depends_on_it(part):
+def test_an_offset_is_required_if_the_layer_depends_on_positions(part):
     spec = bare(head_dim=2, **part)
     weights = {"relative_bias": np.zeros((32, 1))}
     with pytest.raises(ValueError, match="expected query_offset, since 2 queries and 3 keys"):
@@ -47,7 +47,7 @@ def test_the_layers_window_by_hand():
     assert seen(bare(window={}), 2, 2) == [[1, 1], [1, 1]]
 
 
-def test_windows_of_the_layer_and_the_call_both_hold():
+def test_windows_of_the_layer_and_the_call_both_apply():
     spec = bare(window={"left": 2, "right": 0})
     assert seen(spec, 2, 4, query_offset=2, window={"left": 1, "right": 3}) == [[0, 1, 1, 0], [0, 0, 1, 1]]
     assert seen(spec, 2, 4, query_offset=2, window={"left": None, "right": None}) == [[1, 1, 1, 0], [0, 1, 1, 1]]
@@ -62,7 +62,7 @@ def test_a_window_past_the_keys_masks_fully():
 @pytest.mark.parametrize("seed", range(80))
 def test_only_differences_of_positions_matter(seed):
     """Three more keys in front that nobody may see, and every query three further: nothing changes."""
-    features = set(FEATURES) - {"mask", "dropout", "fully_masked"}
+    features = set(FEATURES) - {"mask", "dropout", "fully_masked", "positions"}
     case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
     if not case.spec.is_relative:
         return
@@ -92,9 +92,9 @@ def test_only_differences_of_positions_matter(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_query_alone_gets_what_it_gets_among_others(seed):
+def test_queries_do_not_depend_on_each_other(seed):
     """As a decoding step has it: query i alone, its offset i further."""
-    features = set(FEATURES) - {"dropout"}
+    features = set(FEATURES) - {"dropout", "positions"}
     case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
     if not case.spec.is_relative:
         return
@@ -121,7 +121,7 @@ def test_a_query_alone_gets_what_it_gets_among_others(seed):
 # --- RoPE -----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_pairs_of_rope_by_hand():
+def test_rope_pairs_by_hand():
     """Position 1, frequencies 1 and 1/10: each unit vector turns towards its partner."""
     c, s, c10, s10 = np.cos(1), np.sin(1), np.cos(0.1), np.sin(0.1)
     units = np.eye(4)[None, None]
@@ -134,7 +134,7 @@ def test_pairs_of_rope_by_hand():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dims", [2, 6, 8])
-def test_rope_turns_points_of_the_plane(interleaved, dims):
+def test_rope_rotates_points_of_the_plane(interleaved, dims):
     """As Su et al. introduce it: complex numbers times exp(i · position · frequency). Beyond `dims` nothing happens."""
     rng = np.random.default_rng(dims)
     x, positions = rng.standard_normal((3, 2, 5, 8)), rng.integers(-50, 50, (3, 5))
@@ -148,7 +148,7 @@ def test_rope_turns_points_of_the_plane(interleaved, dims):
     np.testing.assert_allclose(rotate(got, -positions, Rope(dims=dims, interleaved=interleaved)), x, atol=1e-13)
 
 
-def test_queries_stand_at_their_offset_and_keys_at_their_index():
+def test_queries_are_at_their_offset_and_keys_at_their_index():
     """A head of width 2 turns by 1 radian per position: everything is (1, 0), so projections are (cos p, sin p) and scores cosines."""
     ones = np.tile([1.0, 0.0], (2, 4, 1))
     got = attend(bare(head_dim=2, rope={}), {}, query=ones[:, :3], key=ones, query_offset=[5, -2])
@@ -161,7 +161,7 @@ def test_queries_stand_at_their_offset_and_keys_at_their_index():
     np.testing.assert_allclose(end.query_projection[:, 0, 2, 1], np.sin([3, 1]), atol=1e-15)
 
 
-def test_both_kinds_of_pairs_are_one_layer_after_its_rows_are_sorted():
+def test_interleaved_and_half_split_rope_agree_after_permuting_rows():
     """Checkpoints of Llama differ in this from one another: interleaved pairs (2i, 2i+1) are the halves (i, i + d/2) of a sorted head."""
     halves, interleaved = (LayerSpec(d_model=16, num_heads=2, rope={"interleaved": kind}) for kind in (False, True))
     rng = np.random.default_rng(1)
@@ -174,7 +174,7 @@ def test_both_kinds_of_pairs_are_one_layer_after_its_rows_are_sorted():
     )
 
 
-def test_linear_scaling_is_slower_positions():
+def test_linear_scaling_divides_positions():
     x = np.random.default_rng(2).standard_normal((1, 1, 5, 8))
     slow = rotate(x, np.arange(5)[None] * 4, Rope(dims=8, scaling=RopeScaling(type="linear", factor=4.0)))
     np.testing.assert_allclose(slow, rotate(x, np.arange(5)[None], Rope(dims=8)), atol=1e-14)
@@ -207,7 +207,7 @@ def test_llama3_scaling_is_that_of_transformers(theta, dims, context, expected):
         (12, [*(2.0 ** -np.arange(1, 9)), *(2.0 ** -np.arange(0.5, 4))]),
     ],
 )
-def test_slopes_of_alibi(heads, expected):
+def test_alibi_slopes_by_hand(heads, expected):
     """Those of Press et al. and of Bloom in transformers; for 8 heads as the paper prints them."""
     np.testing.assert_allclose(alibi_slopes(heads), expected, rtol=1e-15)
 
@@ -245,7 +245,7 @@ def test_buckets_are_those_of_transformers(settings, distances, expected):
     assert relative_buckets(np.array(distances), RelativeBias(**settings)).tolist() == expected
 
 
-def test_every_bucket_is_used_and_further_is_never_lower():
+def test_every_bucket_is_used_and_buckets_grow_with_distance():
     for bidirectional in (True, False):
         buckets = relative_buckets(np.arange(-200, 1), RelativeBias(bidirectional=bidirectional))[::-1]
         assert (np.diff(buckets) >= 0).all()
@@ -260,7 +260,7 @@ def test_relative_bias_by_hand():
     np.testing.assert_array_equal(got, [[[2, 1, 4], [2, 2, 1]], [[20, 10, 40], [20, 20, 10]]])
 
 
-def test_what_is_added_is_neither_scaled_nor_capped_and_adds_up():
+def test_biases_are_neither_scaled_nor_capped_and_are_summed():
     spec = bare(alibi=True, relative_bias={"buckets": 4, "max_distance": 2})
     table = {"relative_bias": np.array([[100.0], [200.0], [300.0], [400.0]])}
     got = attend(spec, table, query=[[3.0]], key=[[2.0], [5.0]], scale=0.5, softcap=1.5, bias=[[7.0, 9.0]], query_offset=1)

@@ -855,3 +855,34 @@ def test_factors_that_overflow_are_refused_with_a_pointer(http: httpx.Client, la
     assert (reply.status_code, reply.json()["errors"][0]["at"]) == (422, f"/{field}")
     reply = http.put("/layers/never", json={"spec": {"d_model": 4, "num_heads": 2, field: value}})
     assert (reply.status_code, reply.json()["errors"][0]["at"]) == (422, f"/spec/{field}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "at"),
+    [
+        ({"outputs": ["output", "scores"]}, "/outputs/1"),
+        ({"outputs": ["log_sum_exp"]}, "/outputs/0"),
+        ({"dropout": {"p": 0.5, "seed": 1}}, "/dropout"),
+    ],
+)
+def test_what_differential_attention_does_not_define_is_refused(http: httpx.Client, fields: dict[str, Any], at: str) -> None:
+    assert http.put("/layers/differential", json={"spec": {"d_model": 4, "num_heads": 2, "differential": {}}}).is_success
+    for path in ("/attend", "/attend/plan"):
+        answer = http.post(path, json={"layer": "differential", "query": [[1, 2, 3, 4]], **fields})
+        assert answer.status_code == 422 and answer.json()["errors"][0]["at"] == at
+    outputs = {tensor["name"] for tensor in http.get("/v2/models/differential").json()["outputs"]}
+    http.delete("/layers/differential")
+    assert "attention_weights" in outputs and not {"scores", "log_sum_exp"} & outputs
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_a_differential_layer_and_calls_to_it_in_every_datatype(http: httpx.Client, dtype: str) -> None:
+    """Rows sum to 1 - lambda, and lambda is lambda_init in a seeded layer; each head's output has the mean square (1 - lambda_init)²."""
+    spec = {"d_model": 12, "num_heads": 2, "num_kv_heads": 1, "differential": {"lambda_init": 0.3}, "dtype": dtype, "rope": {"dims": 2}}
+    assert http.put("/layers/differential", json={"spec": spec}).is_success
+    body = {"layer": "differential", "query": RNG.standard_normal((3, 7, 12)).tolist(), "outputs": ["attention_weights", "head_outputs"]}
+    reply = http.post("/attend", json=body | {"causal": True, "reply": {"datatype": "FP64"}}).json()
+    http.delete("/layers/differential")
+    weights, outputs = np.array(reply["attention_weights"]), np.array(reply["head_outputs"])
+    np.testing.assert_allclose(weights.sum(-1), 0.7, atol=1e-2 if dtype.endswith("16") else 1e-6)
+    np.testing.assert_allclose((outputs**2).mean(-1), 0.7**2, rtol=3e-2)

@@ -165,6 +165,29 @@ def test_refusals_have_a_pointer(http, layers, figure, at, expected, got):
         assert (problem["expected"], problem["got"]) == (expected, got)
 
 
+def test_negative_weights_have_colours_of_their_own(http, layers):
+    """0 is in the middle of the scale; kinds and options for numbers from 0 on are refused."""
+    http.put("/layers/differential", json={"spec": {"d_model": 8, "num_heads": 2, "differential": {"lambda_init": 1.0}, "gain": 3.0}})
+    body = {"layer": "differential", "query": np.tile(QUERY, 2).tolist()}
+    weights = np.array(http.post("/attend", json={**body, "outputs": ["attention_weights"]}).json()["attention_weights"])
+    assert weights.min() < -0.01 < 0.01 < weights.max()
+
+    root, texts = parsed(http.post("/attend/figure", json={**body, "figure": {"kind": "heads", "format": "svg"}}))
+    drawn = http.post("/attend/figure", json={**body, "figure": {"kind": "similarity", "format": "svg"}})
+
+    largest = f"{np.abs(weights).max():.3g}"
+    assert texts["note"] == [f"Colour: attention weight, -{largest} to {largest}."]
+    is_blue_by_head = ([int(colour[1:3], 16) < int(colour[5:7], 16) for colour in colours] for colours in cells(root))
+    for head, is_blue in zip(weights, is_blue_by_head, strict=True):
+        clear = np.abs(head.ravel()) > 0.02 * np.abs(weights).max()
+        assert (np.array(is_blue) == (head.ravel() < 0))[clear].all()
+    assert parsed(drawn)[1]["note"] == ["Colour: cosine similarity, -1 to 1."]
+    for field, value in (("pool", "max"), ("scale", "log")):
+        refused = http.post("/attend/figure", json={**body, "figure": {"kind": "mean", field: value}}).json()["errors"][0]
+        assert (refused["at"], refused["got"]) == (f"/figure/{field}", value)
+    http.delete("/layers/differential")
+
+
 @pytest.mark.parametrize("shape", [[0, 3, 64], [2, 0, 64], [0, 64]])
 def test_requests_without_queries_or_keys_are_refused(http, shape):
     answer = http.post("/attend/figure", json={"query": {"shape": shape, "datatype": "FP32", "data": []}})

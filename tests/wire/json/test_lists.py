@@ -25,7 +25,6 @@ LIMITS = WireLimits()
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few bytes, so that small bodies have many."""
     monkeypatch.setattr(json_lists, "PIECE_BYTES", 31)
-    monkeypatch.setattr(json_reader, "PIECE_BYTES", 31)
     monkeypatch.setattr(json_reader, "MAX_UNCUT_BYTES", 17)
 
 
@@ -164,7 +163,7 @@ def test_escapes_in_strings_are_skipped(outside: str) -> None:
 
 
 @pytest.mark.parametrize("escape", [("/", "\\/"), ("+", "\\u002B"), ("+", "\\u002b")])
-def test_base64_may_have_escapes_and_is_read_in_pieces(escape: tuple[str, str]) -> None:
+def test_base64_may_have_escapes(escape: tuple[str, str]) -> None:
     """PHP and .NET escape slashes and plus signs."""
     array = np.random.default_rng(3).integers(0, 256, 333).astype(np.uint8)
     text = base64.b64encode(array.tobytes()).decode().replace(*escape)

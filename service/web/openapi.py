@@ -1,0 +1,174 @@
+"""GET /openapi.json, generated from the routes and Pydantic models, and GET /docs, with assets from this server.
+
+`request_body_doc` and `error_responses` describe routes that read the body themselves; a test posts each of their examples.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from starlette.staticfiles import StaticFiles
+
+from service import __version__
+from service.wire.negotiation import JSON, PROBLEM_JSON, SAFETENSORS
+from service.wire.schemas.analysis import AnalysisRequest
+from service.wire.schemas.attend import AttendRequest, ProblemDocument
+from service.wire.schemas.figure import FigureRequest
+from service.wire.schemas.layers import PutLayer
+from service.wire.schemas.tensors import json_schemas
+from service.wire.schemas.text import WordsRequest
+from service.wire.v2 import schemas as v2
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'; form-action 'self'",
+    "Referrer-Policy": "no-referrer",
+}
+TAGS = {
+    "attend": "Attention, and what its heads do.",
+    "layers": "The layers that calls name.",
+    "words": "Vectors for a text.",
+    "v2": "The Open Inference Protocol: every layer is a model.",
+    "operation": "Health, metrics, and the index.",
+}
+SECURITY = {"bearer": {"type": "http", "scheme": "bearer"}, "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}}
+DESCRIPTION = """Post queries, keys, values and masks; get the output **and the attention weights**.
+
+In shapes, b is batch, q queries, k keys, h heads, d width of a head. Requests without a batch axis get replies without one.
+Every refusal is a problem document with what was expected, what was received, and where."""
+DOCUMENTS = (  # documents that routes read or write without FastAPI
+    *(AttendRequest, AnalysisRequest, FigureRequest, PutLayer, WordsRequest, ProblemDocument),
+    *(v2.InferenceRequest, v2.InferenceReply, v2.LoadRequest, v2.UnloadRequest, v2.IndexRequest, v2.V2Error),
+)
+BINARY = {"type": "string", "format": "binary"}
+CALL_ERRORS = (400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507)  # of an endpoint that computes
+
+PUT_LAYER_EXAMPLE = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
+ATTEND_EXAMPLE = {
+    "layer": "tiny",
+    "query": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]],
+    "causal": True,
+    "reply": {"decimals": 3},
+}
+# Four rows for the layer `default`, which every new server has
+ROWS_EXAMPLE = {"query": [[round(math.sin((row + 1) * (column + 1) / 9), 2) for column in range(64)] for row in range(4)], "causal": True}
+TOKENS_EXAMPLE = {"tokens": {"query": ["the", "cat", "saw", "the"]}}
+DEFAULT_LAYER_EXAMPLE = {**ROWS_EXAMPLE, "reply": {"decimals": 3}}
+FIGURE_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "figure": {"kind": "heads", "format": "svg"}}
+METRICS_EXAMPLE = ["entropy", "confidence", "strongest_links", "previous_token_score", "zero_ablation"]
+ANALYSIS_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "metrics": METRICS_EXAMPLE, "reply": {"decimals": 3}}
+PLAN_EXAMPLE = {"query": {"shape": [2, 1000, 64]}, "causal": True, "outputs": ["output"]}
+INFER_EXAMPLE = {
+    "inputs": [{"name": "query", "shape": [1, 3, 4], "datatype": "FP32", "data": [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]}],
+    "parameters": {"causal": True, "reply": '{"decimals": 3}'},
+}
+LOAD_EXAMPLE = {"parameters": {"config": '{"d_model": 4, "num_heads": 2, "seed": 7}'}}
+WORDS_EXAMPLE = {"text": "The cat sat on the mat", "layer": "default"}
+
+
+def install(app: FastAPI) -> None:
+    """Adds the document, and the routes of the page."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
+
+    @app.get("/docs", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        root = request.scope.get("root_path", "")
+        page = get_swagger_ui_html(
+            openapi_url=f"{root}/openapi.json",
+            title="attend",
+            swagger_js_url=f"{root}/docs/swagger-ui-bundle.js",
+            swagger_css_url=f"{root}/docs/swagger-ui.css",
+            swagger_favicon_url=f"{root}/docs/favicon-32x32.png",
+            swagger_ui_parameters={"tryItOutEnabled": True},
+        )
+        page.headers.update(HEADERS)
+        return page
+
+    app.mount("/docs", StaticFiles(packages=[("fastapi_swagger", "resources")]))
+
+
+def operation_id(route: APIRoute) -> str:
+    """The name of the route's function, which generated clients call theirs; those of the Open Inference Protocol begin with v2."""
+    return f"v2_{route.name}" if route.path.startswith("/v2") else route.name
+
+
+def _summarise(operation: dict[str, Any]) -> None:
+    """Makes the first paragraph of the description the summary."""
+    operation["summary"] = " ".join(operation["description"].partition("\n\n")[0].split()).removesuffix(".")
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(
+        title="attend",
+        version=__version__,
+        description=DESCRIPTION,
+        routes=app.routes,
+        tags=[{"name": name, "description": description} for name, description in TAGS.items()],
+        servers=[{"url": app.root_path or "/"}],
+        contact={"name": "The maintainers of attend"},
+        license_info={"name": "MIT", "identifier": "MIT"},
+    )
+    schemas = {**json_schemas(DOCUMENTS), **document["components"]["schemas"]}
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's refusals, which this service does not send
+        schemas.pop(unused, None)
+    document["components"]["schemas"] = dict(sorted(schemas.items()))
+    document["components"]["securitySchemes"] = SECURITY
+    document["security"] = [{}, *({name: []} for name in SECURITY)]  # {}: a server without keys needs none
+    for name, path in document["paths"].items():
+        for operation in path.values():
+            _summarise(operation)
+            if not name.startswith("/health/"):
+                operation["responses"] |= {str(status): refusal for status, refusal in error_responses(401, 403).items()}
+            refusal = operation["responses"].get("422", {}).get("content", {})
+            if "application/json" in refusal and "HTTPValidationError" in str(refusal["application/json"]):
+                del operation["responses"]["422"]
+    return document
+
+
+def request_body_doc(model: str, *examples: tuple[Any, str], binary: bool = False, required: bool = True) -> dict[str, Any]:
+    """The request body of a route that reads the body itself. An example is a body and its summary."""
+    named = {f"example{i}": {"summary": summary, "value": value} for i, (value, summary) in enumerate(examples, 1)}
+    content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": named}}
+    if binary:
+        content[SAFETENSORS] = {"schema": BINARY}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+def schema(model: str) -> dict[str, str]:
+    """A reference to the definition of a model."""
+    return {"$ref": f"#/components/schemas/{model}"}
+
+
+def error_responses(
+    *statuses: int, model: str = "ProblemDocument", media_type: str = PROBLEM_JSON, meaning: Mapping[int, str] = {}
+) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route. `meaning` replaces the descriptions of some statuses."""
+    meanings = {
+        400: "The body is not valid JSON, or a key is repeated.",
+        401: "An API key is required.",
+        403: "This server does not allow it.",
+        404: "No such layer.",
+        406: "No supported media type is accepted.",
+        409: "The layers cannot be changed that way here, or the layer is unloaded.",
+        413: "Too large: bytes, depth, parameters, or predicted memory.",
+        415: "An unsupported media type.",
+        422: "Well-formed, but it breaks the contract or does not fit the layer.",
+        429: "The queue is full; see Retry-After.",
+        500: "Server error.",
+        503: "Not ready yet.",
+        504: "The deadline of X-Request-Timeout passed.",
+        507: "Not enough memory, or no disk space for a layer.",
+        **meaning,
+    }
+    content = {media_type: {"schema": schema(model)}}
+    return {status: {"description": meanings[status], "content": content} for status in statuses}
