@@ -25,6 +25,7 @@ Positive = Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False, 
 Gain = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+Normalizer = Literal["softmax", "scalable_softmax", "sigmoid"]
 Side = Annotated[int, Field(ge=1, le=65536, strict=True)]
 Axis = Annotated[int, Field(ge=0, le=15, strict=True)]
 
@@ -32,7 +33,8 @@ DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim",
 PROJECTIONS = ("query", "key", "value", "output")
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
-    "": {"chunk_size": None, "query_scale": None, "grid_bias": None, "output_gate": None, "latent": None, "differential": None},
+    "": {"chunk_size": None, "query_scale": None, "grid_bias": None, "output_gate": None, "latent": None, "differential": None}
+    | {"normalizer": "softmax"},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None, "axes": None, "requires_positions": False},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
@@ -333,6 +335,12 @@ class LayerSpec(BaseModel):
     output_gate: OutputGate | None = Field(default=None, description="Gate on the output of each head, before the output projection.")
     latent: Latent | None = Field(default=None, description="Multi-head latent attention.")
     differential: Differential | None = Field(default=None, description="Differential attention, whose weights may be negative.")
+    normalizer: Normalizer = Field(
+        default="softmax",
+        description="How scores S become weights: softmax(S); scalable_softmax, softmax(ln(n) S) for a row that may attend to n keys "
+        "(Nakanishi 2025, arXiv 2501.19399); sigmoid, 1/(1 + exp(ln(n) - S)) for n keys in the query's sequence, without padding and other "
+        "segments (Ramapuram et al. 2024, arXiv 2409.04431).",
+    )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
         default=0, description="Seed of the drawn weights; null if weights were given."
     )
@@ -397,6 +405,8 @@ class LayerSpec(BaseModel):
                 raise field_error(f"/{name}", "null, since nothing is projected", "one")
             if getattr(self, name) and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
                 raise field_error(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
+        if self.sinks and self.normalizer == "sigmoid":
+            raise field_error("/sinks", "false, since sigmoid weights do not depend on other scores", "true")
         if self.latent and self.latent.rope_key_dim >= self.head_dim:
             raise field_error("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
         if self.latent and self.value_dim != self.key_dim:
@@ -410,6 +420,8 @@ class LayerSpec(BaseModel):
         for name, absent in (("qk_norm", "null"), ("latent", "null"), ("sinks", "false")):
             if getattr(self, name):
                 raise field_error(f"/{name}", f"{absent}, since differential attention has no such form", "one")
+        if self.normalizer != "softmax":
+            raise field_error("/normalizer", "softmax, of which differential attention is a difference", self.normalizer)
 
         if self.grid_bias and self.grid_bias.kind == "decomposed":
             raise field_error("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
@@ -482,13 +494,15 @@ class LayerSpec(BaseModel):
     @property
     def splits_over_keys(self) -> bool:
         """Whether the result of a call follows from those of parts that have some of its keys each, numbered from 0."""
-        return self.is_relative and not self.differential
+        return self.is_relative and not self.differential and self.normalizer == "softmax"
 
     @property
     def undefined_outputs(self) -> dict[str, str]:
         """Outputs that the layer does not have -> why."""
         if self.differential:
             return dict.fromkeys(("scores", "log_sum_exp"), "whose differential attention has two scores of each query and key")
+        if self.normalizer == "sigmoid":
+            return {"log_sum_exp": "whose sigmoid weights are not divided by a sum"}
         return {}
 
     def has_bias(self, projection: str) -> bool:

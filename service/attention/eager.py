@@ -4,8 +4,8 @@
     A = softmax(S)                        a masked key has exactly no influence
     O = A V                               [batch, heads, rows, value_head_dim]
 
-A block has at most BLOCK scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink is an extra
-score in the softmax of each row; it has no value vector. Other kinds of weights are computed by subclasses, in `weightings.py`.
+A block has at most MAX_BLOCK_SCORES scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink is
+an extra score in the softmax of each row; it has no value vector. Other kinds of weights are computed by subclasses, in `weightings.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +23,9 @@ from service.attention.selection import selection
 from service.attention.weights import torch_dtype
 from service.spec import LayerSpec
 
-BLOCK = 1 << 20  # most scores in one block of query rows: 4 MB in float32, which fits into caches
+MAX_BLOCK_SCORES = 1 << 20  # in one block of query rows: 4 MB in float32, which fits into caches
 DROPOUT_ROWS = 256  # rows between two saved states of the random generator (2.5 KB each)
+Keep = Callable[[slice], Tensor]  # rows -> the weights that dropout keeps
 PER_HEAD = frozenset({"output", "concatenated", "head_outputs"})  # outputs computed from the heads' outputs
 LayerBias = Callable[[Tensor, Masks, slice, slice, Sequence[int] | None], Tensor]  # query, masks, rows, keys, heads -> [b|1, h, rows, keys]
 
@@ -46,6 +47,7 @@ class Eager:
         self.spec, self.weights, self.layer_dtype = spec, weights, torch_dtype(spec.dtype)
         self.dtype = torch.float64 if self.layer_dtype == torch.float64 else torch.float32
         self.is_fusible = type(self) is Eager and not spec.sinks  # whether torch's fused kernels compute such weights
+        self._normalise: Callable[..., Tensor] = softmax
         self._slopes = torch.tensor(alibi_slopes(spec.num_heads) if spec.alibi else [], dtype=self.dtype, device=device)
         biases = ((spec.alibi, self._alibi), (spec.relative_bias, self._relative_bias), (spec.grid_bias, self._grid_bias))
         self.biases: list[LayerBias] = [bias for on, bias in biases if on]
@@ -91,7 +93,7 @@ class Eager:
             scores = self._scores(call, query[:, :, rows], key, rows, visible)
             shift = self._alibi_shift(call.masks, rows, call.heads)
             masked = None if fully_masked is None else fully_masked[:, :, rows]
-            yield RowBlock(rows, visible, scores, shift, partial(_weights, call, scores, shift, sinks, masked, keep, rows))
+            yield RowBlock(rows, visible, scores, shift, partial(self._weights, call, scores, shift, sinks, masked, keep, rows))
 
     def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None) -> Tensor:
         """Scores [b, h, rows, k] of the query rows, without `_alibi_shift`.
@@ -108,6 +110,13 @@ class Eager:
         if (bias := self.bias(query, call.masks, rows, slice(0, num_keys), call.heads)) is not None:
             scores = scores + bias
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+
+    def _weights(
+        self, call: Call, scores: Tensor, shift: Tensor | None, sinks: Tensor | None, masked: Tensor | None, keep: Keep | None, rows: slice
+    ) -> Tensor:
+        fill = 1 / max(1, scores.shape[-1]) if call.fully_masked == "uniform" else 0
+        weights = self._normalise(scores, sinks, masked, shift, fill)
+        return weights if keep is None or call.dropout is None else weights * keep(rows).to(weights.device) / (1 - call.dropout[0])
 
     def bias(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None = None) -> Tensor | None:
         """The sum of the call's bias and those of the layer, for query [b, h, rows, d]: [b|1, h|1, rows|1, keys|1]; None if there are none.
@@ -227,9 +236,6 @@ class DropoutStream:
         return torch.from_numpy(kept)
 
 
-Keep = Callable[[slice], Tensor]  # rows -> the weights that dropout keeps
-
-
 def _dropout(call: Call, num_heads: int) -> Keep | None:
     """Dropout for the call's selected heads and queries; None without dropout."""
     if call.dropout is None:
@@ -239,21 +245,13 @@ def _dropout(call: Call, num_heads: int) -> Keep | None:
     return lambda rows: stream.keep(heads, queries[rows])
 
 
-def _weights(
-    call: Call, scores: Tensor, shift: Tensor | None, sinks: Tensor | None, fully_masked: Tensor | None, keep: Keep | None, rows: slice
-) -> Tensor:
-    fill = 1 / max(1, scores.shape[-1]) if call.fully_masked == "uniform" else 0
-    weights = softmax(scores, sinks, fully_masked, shift, fill)
-    return weights if keep is None or call.dropout is None else weights * keep(rows).to(weights.device) / (1 - call.dropout[0])
-
-
 def _of_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
     return per_head if heads is None else per_head[list(heads)]
 
 
 def rows_per_block(scores_per_row: int) -> int:
     """Number of query rows in a block."""
-    return max(1, BLOCK // max(1, scores_per_row))
+    return max(1, MAX_BLOCK_SCORES // max(1, scores_per_row))
 
 
 def row_blocks(scores_per_row: int, rows: int) -> Iterator[slice]:

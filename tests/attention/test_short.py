@@ -219,6 +219,7 @@ def test_calls_that_are_long_or_empty_are_left_to_torch(items: int, rows: int) -
         {"latent": {"key_value_rank": 8, "rope_key_dim": 1}},
         {"grid_bias": {"height": 3, "width": 5}},
         {"differential": {}},
+        {"normalizer": "sigmoid"},
         {"dtype": "float16"},
         {"dtype": "float64"},
         {"d_model": MAX_WIDTH + 2},

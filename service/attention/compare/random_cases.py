@@ -50,6 +50,7 @@ LAYER_FEATURES = (
     "chunk_size",
     "query_scale",
     "differential",
+    "normalizer",
     "axes",  # of layers with rope
     "grid_bias",
 )
@@ -195,7 +196,7 @@ def settle(drawn: Collection[str], init: str) -> set[str]:
     if "projections" in settled or init == "torch_mha" or init.startswith("numpy_"):
         settled -= {"output_gate", "latent"}
     if "differential" in settled:
-        settled -= {"qk_norm", "latent", "sinks", "dropout"}
+        settled -= {"qk_norm", "latent", "sinks", "dropout", "normalizer"}
     if "rope" not in settled:
         settled -= {"axes", "positions"}
     if "projections" in settled:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
@@ -271,6 +272,8 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
     if "differential" in drawn:
         norm = {"eps": rng.choice([1e-5, 0.1]).item(), "norm_weights": bool(rng.random() < 0.5)}
         fields["differential"] = {"lambda_init": float(rng.uniform(0.2, 0.5)), **norm}
+    if "normalizer" in drawn:
+        fields["normalizer"] = rng.choice(["scalable_softmax", *([] if "sinks" in drawn else ["sigmoid"])]).item()
     if "grid_bias" in drawn:
         height, width = [(2, 11), (3, 5), (5, 3), (7, 2)][rng.integers(4)]  # more tokens than any call has
         kind = "table" if "differential" in drawn else rng.choice(["table", "decomposed"]).item()

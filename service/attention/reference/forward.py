@@ -2,7 +2,7 @@
 
 It shares no code with that layer and prefers clarity to speed: arrays of shape [batch, heads, queries, keys] are formed at once. The steps
 are project, norm, RoPE, scales of queries by position, scale, softcap, add biases, block, softmax, dropout, gate, in this order. Layers
-with differential attention have two softmaxes, and a norm before the gate.
+with differential attention have two softmaxes, and a norm before the gate; other layers may have another normaliser than softmax.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
     Attention(Q, K, V) = softmax(Q Kᵀ / √d) V
@@ -38,7 +38,7 @@ class Reference:
     attention_weights: Array  # [b, h, q, k], after dropout
     scores: Array  # [b, h, q, k], after everything added and blocked, before the softmax; in differential layers before the first
     log_sum_exp: Array  # [b, h, q], of the scores and the sink
-    normalised: Array  # [b, n, h, q, k], before dropout, 0 in fully masked rows; n = 2 in differential layers, otherwise 1
+    normalised: Array  # [b, n, h, q, k], each softmax or sigmoid, before dropout, 0 in fully masked rows; n = 2 if differential, else 1
     query_projection: Array  # [b, h, q, d], after the norm, RoPE and query_scale
     key_projection: Array  # [b, kv heads, k, d], after the norm and RoPE
     value_projection: Array  # [b, kv heads, k, dv]
@@ -117,8 +117,10 @@ def attend(
     by_position = blocked_by_position(ahead, causal, windows)
     if spec.chunk_size:
         by_position |= blocked_by_chunks(indices, shape[-1], spec.chunk_size)
+    in_sequence: Array = ~np.all(blocked_keys[:, :1], axis=2)  # [b, 1 or q, k], real keys of the query's segment
     if query_segments is not None and key_segments is not None:
-        by_position |= blocked_by_segments(as_batch(query_segments, batched), as_batch(key_segments, batched))
+        other = blocked_by_segments(as_batch(query_segments, batched), as_batch(key_segments, batched))
+        by_position, in_sequence = by_position | other, in_sequence & ~other[:, 0]
     blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | blocked_keys | by_position
     empty = np.all(blocked, axis=-1)  # [b, h, q]
     if fully_masked == "error" and empty.any():
@@ -129,9 +131,12 @@ def attend(
         scores = (spec.scale if scale is None else scale) * (queries @ keys.swapaxes(-1, -2))
         if cap := spec.softcap if softcap is None else softcap:
             scores = cap * np.tanh(scores / cap)
-        all_scores.append(np.where(blocked, -np.inf, scores + added))
+        factor, less = growth(spec, blocked, in_sequence)
+        all_scores.append(np.where(blocked, -np.inf, factor * (scores + added) - less))
     scores, sinks = all_scores[0], np.asarray(weights["sinks"], np.float64)[:, None] if spec.sinks else None
     normalised, (log_sum_exp, *_) = zip(*(softmax(x, sinks) for x in all_scores), strict=True)
+    if spec.normalizer == "sigmoid":
+        normalised = (np.exp(-np.logaddexp(0.0, -scores)),)
     filling = np.where(empty, 1 / max(shape[-1], 1) if fully_masked == "uniform" else 0.0, 0.0)[..., None]
     attention_weights = np.sum([factor * (x + filling) for factor, x in zip(factors(spec, weights), normalised, strict=True)], axis=0)
     if dropout is not None:
@@ -159,6 +164,20 @@ def attend(
         "fully_masked": empty,
     }
     return Reference(**{name: x if batched else x[0] for name, x in outputs.items()})
+
+
+def growth(spec: LayerSpec, blocked: Array, in_sequence: Array) -> tuple[Array, Array]:
+    """A factor on the scores [b, h, q, k], and what is taken from them: ln n of scalable softmax, of sigmoid, otherwise 1 and 0.
+
+    Scalable softmax (Nakanishi 2025, equation 3): n keys that the row may attend to. Sigmoid (Ramapuram et al. 2024, equation 3): n keys
+    `in_sequence`, bool [b, 1 or q, k]. ln 0 counts as 0.
+    """
+    factor, less = np.ones(1), np.zeros(1)
+    if spec.normalizer == "scalable_softmax":
+        factor = np.log(np.maximum((~blocked).sum(axis=-1, keepdims=True), 1))
+    if spec.normalizer == "sigmoid":
+        less = np.log(np.maximum(in_sequence.sum(axis=-1), 1))[:, None, :, None]
+    return factor, less
 
 
 def parts_of(spec: LayerSpec, x: Array) -> list[Array]:

@@ -8,6 +8,7 @@ head with queries Q, keys K, values V, raw scores R = scale · Q Kᵀ, weights A
     S = c tanh(R/c)     R̄ = S̄ ∘ (1 - tanh²(R/c))
     R = scale · Q Kᵀ    Q̄ = scale · R̄ K         K̄ = scale · R̄ᵀ Q
 
+Sigmoid weights have S̄ = Ā ∘ A ∘ (1 - A). Scores that are multiplied by f (scalable softmax) have f · S̄ in place of S̄.
 With differential attention A' = A1 - λ A2 for halves of Q and K, so each softmax has Ā1 = Ā, Ā2 = -λ Ā, and its own half of Q̄ and K̄.
 Biases do not change these formulas, but for those that depend on the query: q_i · r_ij adds Σ_j S̄_ij r_ij to Q̄_i. Blocked pairs have
 A = 0. A sink is a score with value vector 0, so the formula for S̄ also holds for rows that sum to less than 1. The weights of a fully
@@ -29,6 +30,7 @@ from service.attention.reference.forward import (
     dropout_multiplier,
     factors,
     gate_logits,
+    growth,
     merge_heads,
     norm_weight,
     normalises,
@@ -138,7 +140,7 @@ def _through_attention(
     cap = spec.softcap if call.get("softcap") is None else call["softcap"]
     for_queries, for_keys = [], []
     for i, (factor, queries, keys) in enumerate(zip(factors(spec, weights), parts_of(spec, q), parts_of(spec, k), strict=True)):
-        for_scores = factor * _through_softmax(normalised[:, i], for_weights)
+        for_scores = factor * _through_normalizer(spec, normalised[:, i], for_weights) * growth(spec, blocked, blocked)[0]
         through_vectors: Array | float = 0.0 if vectors is None else np.einsum("bhij,bijd->bhid", for_scores, vectors)
         if cap:
             slope = 1 - np.tanh(scale * (queries @ keys.swapaxes(-1, -2)) / cap) ** 2
@@ -149,8 +151,10 @@ def _through_attention(
     return np.concatenate(for_queries, axis=-1), *by_kv_head
 
 
-def _through_softmax(softmax: Array, back: Array) -> Array:
-    result: Array = softmax * (back - (softmax * back).sum(axis=-1, keepdims=True))
+def _through_normalizer(spec: LayerSpec, weights: Array, back: Array) -> Array:
+    """From the gradient of weights [b, h, q, k] to that of the scores that they were made from."""
+    sigmoid = spec.normalizer == "sigmoid"
+    result: Array = weights * (1 - weights) * back if sigmoid else weights * (back - (weights * back).sum(axis=-1, keepdims=True))
     return result
 
 

@@ -163,6 +163,9 @@ class LayerRegistry:
         self._unloaded.pop(name, None)
 
 
+MANY_KEYS = 1 << 16  # for which the scores of scalable softmax are estimated
+
+
 def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
     """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components).
 
@@ -170,12 +173,13 @@ def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> fl
     """
     if spec.differential:
         return math.inf
+    growth = math.log(MANY_KEYS) if spec.normalizer == "scalable_softmax" else 1.0
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
-        return math.sqrt(spec.head_dim)
+        return growth * math.sqrt(spec.head_dim)
     keys = _variance(tensors, "key")
     if (latent := spec.latent) is not None:
         keys += (_variance(tensors, "rope_key") - keys) * latent.rope_key_dim / spec.head_dim
-    return math.sqrt(spec.head_dim * _variance(tensors, "query") * keys)
+    return growth * math.sqrt(spec.head_dim * _variance(tensors, "query") * keys)
 
 
 def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:

@@ -85,6 +85,7 @@ def test_layers_have_everything_that_a_layer_may_have():
     }
     assert any(spec.chunk_size and spec.query_scale for spec in specs)
     assert {spec.differential.norm_weights for spec in specs if spec.differential and spec.rope} == {True, False}
+    assert {spec.normalizer for spec in specs} == {"softmax", "scalable_softmax", "sigmoid"}
     assert {(spec.grid_bias.kind, spec.grid_bias.class_token) for spec in specs if spec.grid_bias} == {
         ("table", False),
         ("table", True),
@@ -108,6 +109,7 @@ def test_features_that_do_not_go_together_are_dropped():
         "latent",
         "sinks",
         "dropout",
+        "normalizer",
     }
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}

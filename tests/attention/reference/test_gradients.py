@@ -109,7 +109,14 @@ def torch_weights(spec, weights, request, q, k, bias, blocked):
     scores = torch.einsum("bhid,bhjd->bhij", q, k) * request.get("scale", spec.scale)
     if cap := request.get("softcap", spec.softcap):
         scores = cap * torch.tanh(scores / cap)
-    scores = (scores + bias).masked_fill(blocked, -torch.inf)
+    scores = scores + bias
+    if spec.normalizer == "scalable_softmax":
+        scores = scores * (~blocked).sum(-1, keepdim=True).clamp(min=1).double().log()
+    if spec.normalizer == "sigmoid":
+        counts = torch.tensor(in_sequence(request, scores.shape).sum(-1)).clamp(min=1)
+        sigmoids = torch.sigmoid(scores - counts.double().log()[:, None, :, None]).masked_fill(blocked, 0.0)
+        return sigmoids.masked_fill(blocked.all(-1, keepdim=True), 1 / k.shape[2] if request.get("fully_masked") == "uniform" else 0.0)
+    scores = scores.masked_fill(blocked, -torch.inf)
     sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
     columns = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     empty = blocked.all(dim=-1, keepdim=True)
@@ -146,20 +153,34 @@ def torch_norm(x, weights, name, norm):
 
 def offset_of(request, forward):
     """query_offset of each item; where it is "end", what it comes to."""
-    b, _, q, k = forward.scores.shape
+    b, _, q, _ = forward.scores.shape
     offset = request.get("query_offset", 0)
     if isinstance(offset, str):
-        real = np.ones((b, q, k), bool)
-        if "valid_lens" in request:
-            real &= np.arange(k) < np.broadcast_to(request["valid_lens"].reshape(b, -1, 1), (b, q, 1))
-        if "attend_keys" in request:
-            real &= np.asarray(request["attend_keys"], bool)[:, None]
-        if "block_keys" in request:
-            real &= ~np.asarray(request["block_keys"], bool)[:, None]
-        if "key_segments" in request:
-            real &= (request["key_segments"] >= 0)[:, None]
-        offset = [1 + np.flatnonzero(item.any(axis=0)).max(initial=-1) - q for item in real]
+        offset = [1 + np.flatnonzero(item).max(initial=-1) - q for item in real_keys(request, forward.scores.shape)]
     return torch.tensor(np.broadcast_to(np.asarray(offset), (b,)).copy())
+
+
+def real_keys(request, shape):
+    """bool [b, k]: the keys that lengths, key masks and segments leave to some query."""
+    b, _, q, k = shape
+    real = np.ones((b, q, k), bool)
+    if "valid_lens" in request:
+        real &= np.arange(k) < np.broadcast_to(request["valid_lens"].reshape(b, -1, 1), (b, q, 1))
+    if "attend_keys" in request:
+        real &= np.asarray(request["attend_keys"], bool)[:, None]
+    if "block_keys" in request:
+        real &= ~np.asarray(request["block_keys"], bool)[:, None]
+    if "key_segments" in request:
+        real &= (request["key_segments"] >= 0)[:, None]
+    return real.any(axis=1)
+
+
+def in_sequence(request, shape):
+    """bool [b, q, k]: the real keys of each query's segment."""
+    real = np.repeat(real_keys(request, shape)[:, None], shape[2], axis=1)
+    if "query_segments" in request:
+        real &= request["query_segments"][:, :, None] == request["key_segments"][:, None]
+    return real
 
 
 def torch_rope(x, positions, rope):

@@ -69,7 +69,10 @@ def hold(spec, weights, request):
                 for part, factor in reversed([*enumerate(softmax_factors(spec, weights))]):
                     pairs = [(halves(spec, mine)[part], halves(spec, keys[n // group][j])[part]) for j in range(k)]
                     scores = [score(spec, weights, request, (item, n, i, j), offset, *pair) for j, pair in enumerate(pairs)]
+                    scores = counted(spec, scores, sum(in_sequence(request, item, i, j, q) for j in range(k)))
                     own_weights, log_sum_exp = normalised(scores, weights["sinks"][n] if spec.sinks else -math.inf)
+                    if spec.normalizer == "sigmoid":
+                        own_weights = [1 / (1 + math.exp(-s)) if s > -math.inf else 0.0 for s in scores]
                     same(got.normalised[item, part, n, i], own_weights)
                     if math.isinf(log_sum_exp) and request.get("fully_masked") == "uniform":
                         own_weights = [1 / k] * k
@@ -135,6 +138,20 @@ def softmax_factors(spec, weights):
         return [1.0]
     first, second = (math.exp(math.fsum(weights[f"lambda_q{i}"] * weights[f"lambda_k{i}"])) for i in (1, 2))
     return [1.0, -(first - second + spec.differential.lambda_init)]
+
+
+def in_sequence(request, item, i, j, q):
+    """Whether a key is no padding, and of the query's segment."""
+    same_segment = "query_segments" not in request or request["query_segments"][item, i] == request["key_segments"][item, j]
+    return same_segment and any(is_real(request, item, m, j) for m in range(q))
+
+
+def counted(spec, scores, real):
+    """Scores times the logarithm of the number of keys that are left, or less that of the keys that are no padding."""
+    if spec.normalizer == "scalable_softmax":
+        factor = math.log(max(1, sum(s > -math.inf for s in scores)))
+        return [s * factor if s > -math.inf else s for s in scores]
+    return [s - math.log(max(1, real)) for s in scores] if spec.normalizer == "sigmoid" else scores
 
 
 def differential_norm(spec, weights, mean):
