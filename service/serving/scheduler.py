@@ -143,7 +143,6 @@ class Scheduler:
             if not (self._inline and is_light):
                 entry.flow = Flow(caller, size_class(cost.operations))
                 return await self._enqueue(entry)
-            await asyncio.sleep(0)  # other requests are decoded first: equal steps in a row find their code in the processor's caches
             return self._compute_inline(entry)
         finally:
             del entry  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
