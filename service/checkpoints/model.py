@@ -18,7 +18,7 @@ import numpy as np
 
 from service.checkpoints.config import MAX_SHOWN, Config
 from service.checkpoints.detection import Match, complete, find_matches, normalised
-from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of
+from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of, place_of
 from service.checkpoints.families.traits import VALUE_FACTOR
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
@@ -40,12 +40,12 @@ class ModelLayer:
     number: int
     attention: Attention
     fields: Fields  # of LayerSpec
+    path: str  # the end of the layer's name in the checkpoint
     value_factor: float = 1.0  # to be multiplied into the projection of values
 
     def find(self, names: Iterable[str]) -> Match:
         """The layer's tensors. Raises InvalidRequest if there are none, or several layers of that name."""
-        path = self.attention.path.format(n=self.number)
-        names, layout = list(names), MODEL_LAYOUTS[self.attention.layout]
+        path, names, layout = self.path, list(names), MODEL_LAYOUTS[self.attention.layout]
         layout = replace(layout, ignored={**layout.ignored, **dict.fromkeys(self.attention.ignored)})
         at = [match for match in find_matches(names, [layout]) if f".{match.stem}".endswith(f".{path}")]
         if len({match.stem for match in at}) > 1:
@@ -123,14 +123,15 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
     assert part is not None
     config, attention = _for_layer(parts[part][0], layer), parts[part][1]
     model_type = str(config.get("model_type"))
-    if config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
+    if not attention.stages and config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
     try:
         spec = fields_of(attention, config, layer)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of another type than transformers writes
         raise InvalidRequest.where(config.at, f"values as {model_type} has them", str(error)[:MAX_SHOWN]) from error
     config.require_all_read(attention.irrelevant)
-    return ModelLayer(model_type, part, layer, attention, spec, spec.pop(VALUE_FACTOR, 1.0))
+    path = attention.path.format(**place_of(attention, config, layer))
+    return ModelLayer(model_type, part, layer, attention, spec, path, spec.pop(VALUE_FACTOR, 1.0))
 
 
 def _for_layer(config: Config, layer: int) -> Config:

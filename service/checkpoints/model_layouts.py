@@ -21,7 +21,7 @@ SPELLINGS = {
     "query": "q_proj query self.query q attn.q q_lin Wq self.q_proj attention.query q_proj.linear query_proj",
     "key": "k_proj key self.key k attn.k k_lin Wk self.k_proj attention.key k_proj.linear key_proj",
     "value": "v_proj value self.value v attn.v v_lin Wv self.v_proj attention.value v_proj.linear value_proj",
-    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv att_proj gqkv_proj",
+    "qkv": "qkv_proj attention.qkv Wqkv query_key_value c_attn qkv in_proj self.Wqkv att_proj gqkv_proj",
     "output": "o_proj out_proj dense output.dense o attn.o out_lin Wo wo c_proj proj projection o_proj.linear attn_out projection_layer",
     "query_norm": "q_norm query_layernorm q_layernorm query_norm",
     "key_norm": "k_norm key_layernorm k_layernorm key_norm",
@@ -223,10 +223,10 @@ def codegen_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
     return query, key, value
 
 
-def _layout(name: str, convert: Callable[[LayerTensors], Converted], *parts: str) -> Layout:
-    """Biases, norms, gates and sinks may be missing: the config says whether there are any."""
-    names = _names(*parts, "output", "query_norm", "key_norm", "gate")
-    needed = {f"{part}.weight" for part in (*parts, "output")}
+def _layout(name: str, convert: Callable[[LayerTensors], Converted], *parts: str, more: dict[str, str] | None = None) -> Layout:
+    """Biases, norms, gates, tables and sinks may be missing: the config says whether there are any. `more`: other names and parts."""
+    names = _names(*parts, "output", "query_norm", "key_norm", "gate") | (more or {})
+    needed = {f"{part}.weight" for part in (*parts, "output")} | set((more or {}).values())
     return Layout(name, names, convert, optional=tuple((part,) for part in {*names.values()} - needed), ignored=IGNORED)
 
 
@@ -235,11 +235,7 @@ MODEL_LAYOUTS: dict[str, Layout] = {
     for layout in (
         _layout("separate", separate, "query", "key", "value"),
         _layout("separate, norms less 1", one_plus, "query", "key", "value"),
-        replace(
-            _layout("cosine", cosine, "query", "key", "value"),
-            names=_names("query", "key", "value", "output") | COSINE,
-            optional=tuple((bias,) for bias in ALL_BIASES),
-        ),
+        _layout("cosine", cosine, "query", "key", "value", more=COSINE),
         _layout("gated queries, norms less 1", gated_queries, "query", "key", "value"),
         _layout("stacked", packed(stacked_rows), "qkv"),
         _layout("gated stack", packed(gated_stack_rows, gated=True), "qkv"),

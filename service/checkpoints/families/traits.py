@@ -16,6 +16,7 @@ from service.spec import PROJECTIONS
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
 WIDEST_HEAD = 1 << 16
 VALUE_FACTOR = "value_factor"  # among the fields that traits give: a factor on values, which is multiplied into their projection
+STAGE = "stage"  # among the fields of a config: the number of a layer's stage, in families with stages
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
 
