@@ -41,14 +41,14 @@ NULLABLE = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_
 NULLABLE |= {"grid_bias", "differential"}  # fields in which null has a meaning of its own
 
 
-def disagreement(at: str, expected: str, got: str) -> PydanticCustomError:
+def field_error(at: str, expected: str, got: str) -> PydanticCustomError:
     """An error for validators to raise; `at` is a pointer below the field or model that is validated."""
-    return PydanticCustomError("disagreement", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
+    return PydanticCustomError("field_error", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
 
 
 def _zero_or_normal(value: float) -> float:
     if 0 < value < SMALLEST:
-        raise disagreement("", f"0, or a number from {SMALLEST} to 1", str(value))
+        raise field_error("", f"0, or a number from {SMALLEST} to 1", str(value))
     return value
 
 
@@ -66,7 +66,7 @@ def _one_or_each(value: Any) -> Any:
         return value
     if isinstance(value, Mapping) and set(value) == set(PROJECTIONS) and all(isinstance(flag, bool) for flag in value.values()):
         return Biases(**value)
-    raise disagreement("", f"true or false, or one of them for each of {', '.join(PROJECTIONS)}", json.dumps(value)[:60])
+    raise field_error("", f"true or false, or one of them for each of {', '.join(PROJECTIONS)}", json.dumps(value)[:60])
 
 
 class Biases(Part):
@@ -97,7 +97,7 @@ class RopeScaling(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise disagreement("/low_freq_factor", f"less than high_freq_factor {self.high_freq_factor}", str(self.low_freq_factor))
+            raise field_error("/low_freq_factor", f"less than high_freq_factor {self.high_freq_factor}", str(self.low_freq_factor))
         return self
 
 
@@ -127,10 +127,10 @@ class Rope(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.frequencies is not None and self.scaling is not None:
-            raise disagreement("/scaling", "null, since frequencies are given", self.scaling.type)
+            raise field_error("/scaling", "null, since frequencies are given", self.scaling.type)
         for name, numbers in (("frequencies", self.frequencies), ("axes", self.axes)):
             if numbers is not None and self.dims is not None and len(numbers) * 2 != self.dims:
-                raise disagreement(f"/{name}", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(numbers)))
+                raise field_error(f"/{name}", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(numbers)))
         return self
 
     @property
@@ -161,7 +161,7 @@ class RelativeBias(Part):
     def _agree(self) -> Self:
         exact = self.buckets // (4 if self.bidirectional else 2)
         if self.max_distance <= exact:
-            raise disagreement(
+            raise field_error(
                 "/max_distance", f"more than {exact}, the number of distances with a bucket of their own", str(self.max_distance)
             )
         return self
@@ -188,7 +188,7 @@ class GridBias(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.class_token and self.kind == "decomposed":
-            raise disagreement("/class_token", "false, since decomposed positions have no class token", "true")
+            raise field_error("/class_token", "false, since decomposed positions have no class token", "true")
         return self
 
     @property
@@ -213,9 +213,9 @@ class QKNorm(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.bias and self.weights == "none":
-            raise disagreement("/bias", "false, since the norm has no weights", "true")
+            raise field_error("/bias", "false, since the norm has no weights", "true")
         if self.over == "all" and self.weights == "shared":
-            raise disagreement("/weights", "own or none, since the norm is over all heads", "shared")
+            raise field_error("/weights", "own or none, since the norm is over all heads", "shared")
         return self
 
 
@@ -370,13 +370,13 @@ class LayerSpec(BaseModel):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise disagreement("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
+            raise field_error("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
         if self.differential:
             self._check_differential()
         width = self.head_dim // 2 if self.differential else self.head_dim
         if self.rope and ((dims := self.rope.dims or width) > width or dims % 2):
             most = f"{width}, half of head_dim," if self.differential else f"head_dim {width}"
-            raise disagreement("/rope/dims", f"an even number of at most {most}", str(dims))
+            raise field_error("/rope/dims", f"an even number of at most {most}", str(dims))
         init, square = self.init or "", dict.fromkeys(self._widths(), self.d_model)
         if not self.projections:
             projected = self._projected_widths()
@@ -387,37 +387,37 @@ class LayerSpec(BaseModel):
             self._require_widths(square | {"key_dim": self.key_dim, "value_dim": self.value_dim}, "as torch.nn.MultiheadAttention has")
             if isinstance(self.bias, Biases):
                 expected = "true or false for all, as torch.nn.MultiheadAttention has"
-                raise disagreement("/bias", expected, "one for each projection")
+                raise field_error("/bias", expected, "one for each projection")
         if self.bias and not self.projections:
-            raise disagreement("/bias", "false, since nothing is projected", "a bias")
+            raise field_error("/bias", "false, since nothing is projected", "a bias")
         if self.bias and init.startswith("numpy_"):
-            raise disagreement("/bias", f"false, since init {init} has no bias", "true")
+            raise field_error("/bias", f"false, since init {init} has no bias", "true")
         for name in ("output_gate", "latent"):
             if getattr(self, name) and not self.projections:
-                raise disagreement(f"/{name}", "null, since nothing is projected", "one")
+                raise field_error(f"/{name}", "null, since nothing is projected", "one")
             if getattr(self, name) and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
-                raise disagreement(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
+                raise field_error(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
         if self.latent and self.latent.rope_key_dim >= self.head_dim:
-            raise disagreement("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
+            raise field_error("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
         if self.latent and self.value_dim != self.key_dim:
             expected = f"{self.key_dim}, the key_dim, since latent projects keys and values by one matrix, key_value_down.weight"
-            raise disagreement("/value_dim", expected, str(self.value_dim))
+            raise field_error("/value_dim", expected, str(self.value_dim))
         return self
 
     def _check_differential(self) -> None:
         if self.head_dim % 2:
-            raise disagreement("/head_dim", "an even number, since differential attention halves it", str(self.head_dim))
+            raise field_error("/head_dim", "an even number, since differential attention halves it", str(self.head_dim))
         for name, absent in (("qk_norm", "null"), ("latent", "null"), ("sinks", "false")):
             if getattr(self, name):
-                raise disagreement(f"/{name}", f"{absent}, since differential attention has no such form", "one")
+                raise field_error(f"/{name}", f"{absent}, since differential attention has no such form", "one")
 
         if self.grid_bias and self.grid_bias.kind == "decomposed":
-            raise disagreement("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
+            raise field_error("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
 
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
         for name, width in self._widths().items():
             if name in expected and width != expected[name]:
-                raise disagreement(f"/{name}", f"{expected[name]}, {reason}", str(width))
+                raise field_error(f"/{name}", f"{expected[name]}, {reason}", str(width))
 
     def _widths(self) -> dict[str, int]:
         """Field -> the width that it determines, for all widths that may differ from d_model."""
@@ -551,7 +551,7 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
     head_dim, kv = filled.get("head_dim"), filled["num_kv_heads"]
     if type(head_dim) is not int or type(kv) is not int:
         if "head_dim" not in filled:
-            raise disagreement("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
+            raise field_error("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
         return
     value_head_dim = filled.setdefault("value_head_dim", head_dim)
     width = head_dim if filled.get("differential") is None else head_dim // 2

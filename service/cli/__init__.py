@@ -1,5 +1,6 @@
 """FLOOR 5: the command `attend`, with a module for each subcommand. Only those that compute or serve import torch and FastAPI."""
 
+import inspect
 from typing import Annotated
 
 try:
@@ -37,7 +38,14 @@ def main() -> None:
     app.command(epilog=config.EPILOG)(config.config)
     app.command(epilog=check.EPILOG)(check.check)
     app.command(epilog=openapi.EPILOG)(openapi.openapi)
+    for command in (*app.registered_commands, *layers.group.registered_commands, *keys.group.registered_commands):
+        command.help = _paragraphs(inspect.getdoc(command.callback) or "")
     app(prog_name="attend")  # for completion, also under `python -m service`
+
+
+def _paragraphs(text: str) -> str:
+    """The text with one line for each paragraph: rich keeps line breaks, and the terminal has other widths than the source."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 @app.command(epilog="Example: attend version --json")

@@ -52,7 +52,7 @@ class Vectors(StrEnum):
 
 
 Text = Annotated[str, typer.Option("--sentence", metavar="TEXT", help="The sentence.")]
-Kind = Annotated[
+Source = Annotated[
     Vectors, typer.Option("--vectors", help="hash: from hashes of the words; minilm: all-MiniLM-L6-v2; auto: minilm if installed.")
 ]
 Layer = Annotated[int | None, typer.Option("--layer", min=0, help="Attention layer of all-MiniLM-L6-v2; default 0.", show_default=False)]
@@ -62,7 +62,9 @@ Save = Annotated[
 ]
 
 
-def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer = None, save: Save = None, as_json: AsJson = False) -> None:
+def demo(
+    sentence: Text = SENTENCE, vectors: Source = Vectors.AUTO, layer: Layer = None, save: Save = None, as_json: AsJson = False
+) -> None:
     """Start a server, send it a sentence, show what each head links, and stop it."""
     embedded, note = read_sentence(sentence, vectors, layer)
     try:
@@ -97,7 +99,7 @@ def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer =
     _show_exchange(console, embedded, result, seconds)
     console.print(links_table(result.attention_weights, embedded.tokens, links), soft_wrap=False)
     size = sum(file.stat().st_size for file in (request, layer_file) if file)
-    console.print(f"\nThe files in {folder} ({size / 1e6:.1f} MB) are not removed.", markup=False)
+    console.print(f"\nThe files in {folder} ({size / 1e3:,.0f} kB) are not removed.", markup=False)
     for title, lines in (("More of the same request", _more(request)), ("The same by hand", _commands(request, layer_file))):
         console.print(f"\n[bold]{title}[/bold]")
         for line in lines:

@@ -20,7 +20,7 @@ Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="The file to write: .png, .svg or .html; default: FILE.svg.", show_default=False),
 ]
-Kind = Annotated[str | None, typer.Option(help="heads, head, mean, std, similarity or concatenation.", show_default=False)]
+KindOption = Annotated[str | None, typer.Option(help="heads, head, mean, std, similarity or concatenation.", show_default=False)]
 Theme = Annotated[str | None, typer.Option(help="light or dark.", show_default=False)]
 Colours = Annotated[str | None, typer.Option(help="viridis or cividis.", show_default=False)]
 Title = Annotated[str | None, typer.Option(help="Title of the figure.", show_default=False)]
@@ -39,7 +39,7 @@ Dpi = Annotated[int | None, typer.Option(help="Resolution of a PNG; 96: a CSS pi
 def figure(
     file: File,
     output: Output = None,
-    kind: Kind = None,
+    kind: KindOption = None,
     theme: Theme = None,
     colours: Colours = None,
     title: Title = None,

@@ -84,8 +84,12 @@ def add(
 ) -> None:
     """Add or replace a layer from a model's folder, as the model's config describes it, or from a safetensors file."""
     fields = _object(spec)
-    if path.is_dir() == (number is None) or (path.is_dir() and (layout or prefix)) or (part and number is None):
-        raise typer.BadParameter("expected a model's folder with --layer and perhaps --part, or a file with neither")
+    if path.is_dir() and number is None:
+        raise typer.BadParameter(f"expected --layer with a model's folder; `attend layers inspect {path}` shows its layers")
+    if path.is_dir() and (layout or prefix):
+        raise typer.BadParameter("expected --layout and --prefix with a file, since the config of a model's folder determines them")
+    if not path.is_dir() and (part or number is not None):
+        raise typer.BadParameter("expected --layer and --part with a model's folder, got a file; --prefix selects one of its layers")
     with _opened("add", url, ca, layers_dir) as client:
         if number is None:
             layer = client.put_layer_file(name, path, layout=layout, prefix=prefix, spec=fields)

@@ -51,12 +51,11 @@ def _async_method(
 
 
 def _made(operation: Callable[P, Operation[T]], *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
-    """The operation of these arguments. Raises InvalidRequest, not TypeError, for a query under its name in another library."""
+    """The operation of these arguments. Raises InvalidRequest, not TypeError, for arguments under their names in another library."""
     try:
         return operation(*args, **kwargs)
     except TypeError:
-        if not args and "query" not in kwargs:
-            operations.refuse_other_names(kwargs)
+        operations.refuse_other_names(operation, kwargs)
         raise
 
 

@@ -61,19 +61,21 @@ def metric_tables(metrics: Mapping[str, Any], about: str) -> str | None:
     `metrics` are those of an `AnalysisResult`. Of a batch, the first item is shown.
     """
     columns: dict[str, list[str]] = {}
+    links: dict[str, list[str]] = {}  # the widest column, hence the last
     maps, others = [], []
     for name, metric in metrics.items():
         shapes = SHAPES.get(name, {})
         items = {part: _first_item(metric[part] if part else metric, letters) for part, letters in shapes.items()}
         if name == "strongest_links":
-            columns["strongest links"] = _links(items, metric)
+            links["strongest links"] = _links(items, metric)
         elif set(shapes.values()) == {"bh"}:
-            columns |= {f"{name} {part}".strip(): [_number(x) for x in array] for part, array in items.items()}
+            columns |= {f"{name} {part}".strip().replace("_", " "): [_number(x) for x in array] for part, array in items.items()}
         elif shapes == {"": "bhh"}:
             labels = [str(i) for i in range(len(items[""]))]
             maps.append(_heat_map(items[""], name.replace("_", " "), "largest", labels, labels))
         else:
             others.append(name)
+    columns |= links
     if not any(columns.values()) and not maps:
         return None
     heads = max(map(len, columns.values()), default=0)
@@ -122,7 +124,8 @@ def _beside(figures: Iterable[str]) -> str:
 
 
 def _row(tag: str, texts: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(text)}</{tag}>' for text in texts)}</tr>"
+    cells = "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
+    return f"<tr>{cells}</tr>" if tag == "th" else f'<tr style="white-space:nowrap">{cells}</tr>'
 
 
 def _labels(tokens: Mapping[str, Any], side: str) -> list[str]:

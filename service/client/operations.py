@@ -39,7 +39,6 @@ from service.wire.schemas.attend import AttendRequest, Plan, require_layer_name
 from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.layers import LayerDocument, Layers, PutLayer
 from service.wire.schemas.text import Vocabulary
-from service.wire.suggestions import OTHER_NAMES
 
 T = TypeVar("T")
 
@@ -308,9 +307,10 @@ def read_bytes(response: httpx.Response) -> bytes:
     return response.content
 
 
-def refuse_other_names(names: Iterable[str]) -> None:
-    """Raises InvalidRequest with the fields that are meant by names of other libraries, if there are any."""
-    if problems := [unknown_field(pointer([name]), name, AttendRequest) for name in names if name in OTHER_NAMES]:
+def refuse_other_names(operation: Callable[..., object], names: Iterable[str]) -> None:
+    """Raises InvalidRequest with what is meant by arguments of an operation that have names of other libraries or documents, if any."""
+    model = PutLayer if operation is put_layer else AttendRequest
+    if problems := [unknown_field(pointer([name]), name, model) for name in names if name in model.instead]:
         raise InvalidRequest(problems=problems)
 
 

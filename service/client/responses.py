@@ -32,6 +32,7 @@ from service.wire.problems import validate
 from service.wire.reply import Reply
 from service.wire.schemas.attend import Document, LayerReference, ProblemDocument
 from service.wire.schemas.text import Words
+from service.wire.suggestions import did_you_mean
 
 Model = TypeVar("Model", bound=Document)
 EXCERPT = 200  # characters of a response that is no problem document
@@ -65,11 +66,16 @@ class AttendResult(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.tensors:
-            raise AttributeError(f"no {name!r} among the outputs {', '.join(self.tensors)}; request it in outputs=[…]")
+            raise AttributeError(self._without(name))
         return self.tensors[name]
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self.tensors:
+            raise KeyError(self._without(name))
         return self.tensors[name]
+
+    def _without(self, name: str) -> str:
+        return f"no {name!r} among the outputs {', '.join(self.tensors)}{did_you_mean(name, self.tensors)}; request it in outputs=[…]"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -101,6 +107,8 @@ class AnalysisResult(Mapping[str, Any]):
     fully_masked_rows: int
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self.metrics:
+            raise KeyError(f"no {name!r} among the metrics {', '.join(self.metrics)}{did_you_mean(name, self.metrics)}")
         return self.metrics[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -108,6 +116,9 @@ class AnalysisResult(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.metrics)
+
+    def __repr__(self) -> str:
+        return f"AnalysisResult({', '.join(self.metrics)}; layer {self.layer.name!r})"
 
     def _repr_html_(self) -> str | None:
         return metric_tables(self.metrics, f"layer {self.layer.name!r}")
@@ -143,6 +154,9 @@ class WordsResult:
     def request(self) -> dict[str, Any]:
         """Arguments of `attend`, `analysis`, `figure` and `plan` for self-attention of the text: layer, query and tokens."""
         return {"layer": self.layer.name, "query": self.vectors, "tokens": {"query": self.tokens}}
+
+    def __repr__(self) -> str:
+        return f"WordsResult({' '.join(self.tokens)!r}; vectors {list(self.vectors.shape)} for layer {self.layer.name!r})"
 
     def _repr_html_(self) -> str:
         return word_table(self.tokens, self.vectors, f"layer {self.layer.name!r}; {self.note}")

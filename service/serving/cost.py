@@ -164,18 +164,30 @@ def exceeded_limits(cost: Cost, limits: ServingLimits) -> list[Problem]:
     return [Problem(at, expected.format(limit), str(value)) for value, limit, at, expected in table if value > limit]
 
 
-def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: int) -> tuple[list[Problem], bool]:
-    """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
+class Admission(NamedTuple):
+    """Decides which calls a process admits: those within `limits`, and those whose parts are, if `shards` processes compute one each."""
 
-    One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Calls with dropout or gradients
-    depend on all keys at once and are never cut, nor are several sequences in one query. For a layer whose spec has no
-    `splits_over_keys`, `shards` is 0.
-    """
-    problems = exceeded_limits(cost, limits)
-    is_whole = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
-    if not problems or shards < 2 or is_whole:
-        return problems, False
-    return (problems, False) if exceeded_limits(cost_of_part(cost, shards), limits) else ([], True)
+    limits: ServingLimits
+    shards: int = 0
+
+    def refusals(self, request: AttendRequest, spec: LayerSpec, cost: Cost) -> tuple[list[Problem], bool]:
+        """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
+
+        One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Metrics, and calls with
+        dropout or gradients, depend on all keys at once; such calls are never cut, nor are several sequences in one query.
+        """
+        problems = exceeded_limits(cost, self.limits)
+        is_whole = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
+        if not problems or self.shards < 2 or is_whole or type(request) is not AttendRequest or not spec.splits_over_keys:
+            return problems, False
+        return (problems, False) if exceeded_limits(cost_of_part(cost, self.shards), self.limits) else ([], True)
+
+    def require(self, request: AttendRequest, spec: LayerSpec, cost: Cost) -> bool:
+        """Whether the call is admitted only in parts. Raises TooLarge if it is not admitted."""
+        problems, in_parts = self.refusals(request, spec, cost)
+        if problems:
+            raise TooLarge(problems=problems)
+        return in_parts
 
 
 def cost_of_part(cost: Cost, shards: int) -> Cost:
@@ -189,12 +201,6 @@ def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
     inputs = CostInputs(1, 1, 1, ("output", "attention_weights"), None, None, False, None, False, False, "nested", None, None)
     batches = range(2, min(limits.max_batch_items, MAX_BATCH) + 1)
     return bisect_left(batches, True, key=lambda b: bool(exceeded_limits(_predict(inputs._replace(batch=b), spec), limits))) + 1
-
-
-def require_admitted(cost: Cost, limits: ServingLimits) -> None:
-    """Raises TooLarge if a call of this cost is not admitted."""
-    if problems := exceeded_limits(cost, limits):
-        raise TooLarge(problems=problems)
 
 
 def output_shapes(spec: LayerSpec, b: int, q: int, k: int) -> dict[str, tuple[int, ...]]:

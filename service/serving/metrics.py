@@ -61,9 +61,7 @@ class Metrics:
         self._received = Counter("attend_received_bytes", "Bytes of request bodies, as received.", registry=self.registry)
         self._sent = Counter("attend_sent_bytes", "Bytes of reply bodies, as sent.", registry=self.registry)
         self.abandoned = Counter("attend_abandoned_calls", "Calls dropped because the client disconnected.", registry=self.registry).inc
-        self.batched = Histogram(
-            "attend_batch_calls", "Calls in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry
-        ).observe
+        self._batch_calls = Histogram("attend_batch_calls", "Calls in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
         self.split = Counter("attend_out_of_memory_splits", "Batches split in halves for lack of memory.", registry=self.registry).inc
         self.layers = self._gauge("attend_layers", "Layers in memory.", "livemax")
         names = {"calls": "Waiting calls.", "operations": "Their predicted operations.", "bytes": "Their predicted memory."}
@@ -73,6 +71,7 @@ class Metrics:
         self._ready = self._gauge("attend_ready", "1 if the server is ready, else 0.", "livemin")
         self._answered: Counts[tuple[str, int]] = Counts()
         self._bytes = [0, 0]  # received, sent
+        self._batches: Counts[int] = Counts()
         self._computed: list[Phases] = []
         self._collectors: list[Collector] = []
 
@@ -95,6 +94,10 @@ class Metrics:
     def failed(self, reason: str) -> None:
         self._failures.labels(reason).inc()
 
+    def batched(self, calls: int) -> None:
+        """Count a batch of so many calls."""
+        self._batches[calls] += 1
+
     def computed(self, phases: Phases) -> None:
         """Count an answered call."""
         self._computed.append(phases)
@@ -109,6 +112,9 @@ class Metrics:
         (received, sent), self._bytes = self._bytes, [0, 0]
         self._received.inc(received)
         self._sent.inc(sent)
+        batches, self._batches = self._batches, Counts()
+        for calls in batches.elements():
+            self._batch_calls.observe(calls)
         computed, self._computed = self._computed, []
         for phases in computed:
             for name, histogram in zip(PHASES, self._phases, strict=True):

@@ -267,15 +267,15 @@ class Scheduler:
         """Learn speed and health of the device from computed calls. While it is busy, they come from the event loop and do not show that
         the device works.
         """
-        if self._running is None and any(isinstance(outcome, Outcome) for _, outcome in settled):
-            self.finished_at = self.clock()
-            self._finished.set()
         measured = None
         for entry, outcome in settled:
             self.out_of_memory = self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else 0
             if isinstance(outcome, Outcome) and outcome.execution is not measured:
                 measured = outcome.execution
                 self._throughput.observe(entry.flow.size, measured.operations, outcome.compute)
+        if measured is not None and self._running is None:
+            self.finished_at = self.clock()
+            self._finished.set()
 
     def _remove(self, entries: Sequence[Entry], served: Sequence[Entry] = ()) -> None:
         """Remove entries from the queue, and charge those in `served` to their flows."""

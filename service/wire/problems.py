@@ -97,7 +97,7 @@ def _problem(error: Any, at: str, model: type[BaseModel]) -> Problem:
     place, kind, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
     value = error.get("input")
     got = describe_value(value)
-    if kind == "disagreement":
+    if kind == "field_error":
         return Problem(place + context["at"], context["expected"], context["got"])
     if kind == "string_unicode":
         return Problem(place, EXPECTED[kind], HALF)

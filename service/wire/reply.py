@@ -49,7 +49,7 @@ def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) ->
         with np.errstate(over="ignore", invalid="ignore"):
             array = array.astype(wanted)
     finite = np.isfinite(array)
-    if finite.all():
+    if np.count_nonzero(finite) == finite.size:  # `all` takes a microsecond more
         return array, None
     if options.nonfinite == "error":
         wrong = ~finite

@@ -256,7 +256,6 @@ def test_latents_that_config_and_tensors_disagree_about_are_refused(
         ("sam3_vit_model", {"rope_parameters": {"rope_type": "axial", "twist": 2}}, "/config/rope_parameters/twist"),
         ("qwen2_vl_text", {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [2, 1]}}, "/config/rope_parameters/mrope_section"),
         ("qwen2_vl_text", {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [2, 1, 2]}}, "/config/rope_parameters/mrope_section"),
-        ("timesformer", {"attention_type": "space_only"}, "/config/attention_type"),
     ],
     ids=str,
 )
@@ -266,6 +265,25 @@ def test_grids_and_positions_that_config_and_tensors_disagree_about_are_refused(
     refused = put(layers, model, len(MODELS[model]["cases"]) - 1, **config)
     assert refused.status_code == 422, refused.text
     assert refused.json()["errors"][0]["at"].startswith(at), refused.text
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "at"),
+    [
+        ("squeezebert", {"q_groups": 2}, "/weights/encoder.layers.0.attention.query.weight"),
+        ("squeezebert", {"post_attention_groups": 5}, "/weights/encoder.layers.0.post_attention.conv1d.weight"),
+        ("luke", {"use_entity_aware_attention": True}, "/config/use_entity_aware_attention"),
+        ("ibert", {"quant_mode": True}, "/config/quant_mode"),
+        ("beam", {"layer_types": ["full_attention"] * 6}, "/config/layer_types"),
+        ("longcat_flash", {"q_lora_rank": None}, "/config/q_lora_rank"),
+        ("longcat_flash", {"kv_lora_rank": 6}, "/weights/"),
+    ],
+)
+def test_configs_that_would_need_another_operation_are_refused(model: str, config: dict[str, Any], at: str) -> None:
+    case = MODELS[model]["cases"][0]
+    with pytest.raises(InvalidRequest) as refusal:
+        read_model_layer(tensors_of(case), MODELS[model]["config"] | config, case["layer"], case["part"])
+    assert refusal.value.problems[0].at.startswith(at)
 
 
 NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]

@@ -31,6 +31,15 @@ def test_the_help_of_each_command_has_an_example(command):
     assert f"attend {command}" in done.stdout.decode().partition("Example")[2]
 
 
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_the_text_of_the_help_fills_its_lines(width):
+    """Also in terminals of another width than the source."""
+    shown = run_attend("heads", "--help", env={**WIDE, "COLUMNS": width}).stdout.decode()
+    lines = shown.partition("Without --metrics")[2].partition("╭")[0].strip().splitlines()
+    longest = int(width) - 20
+    assert len(lines) > 2 and all(len(line) > longest for line in lines[1:-1])
+
+
 def test_the_help_has_the_description_of_each_setting():
     """Brackets are not interpreted as markup. The columns of the table are narrow, so white space is not compared."""
     shown = run_attend("serve", "--help", env=WIDE).stdout.decode().replace("│", " ")

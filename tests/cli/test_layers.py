@@ -104,6 +104,12 @@ def test_invalid_arguments_are_refused(server: Server, checkpoint: Path, tmp_pat
         (("add", "one", str(checkpoint)), b"--layers-dir"),
         (("add", "one", str(checkpoint), "--url", "http://x", "--layers-dir", "y"), b"--layers-dir"),
         (("add", "one", str(tmp_path / "none"), "--url", "http://x"), b"does not exist"),
+        (("add", "one", str(checkpoint.parent), "--url", "http://x"), b"expected --layer with a model's folder; `attend layers inspect"),
+        (
+            ("add", "one", str(checkpoint.parent), "--layer", "0", "--prefix", "a", "--url", "http://x"),
+            b"expected --layout and --prefix with",
+        ),
+        (("add", "one", str(checkpoint), "--layer", "0", "--url", "http://x"), b"--prefix selects one of its layers"),
         (("add", "one", str(checkpoint), "--spec", "{", "--url", "http://x"), b"expected JSON in --spec"),
         (("add", "one", str(checkpoint), "--spec", "2", "--url", "http://x"), b"JSON object"),
         (("remove", "one", "--layers-dir", str(checkpoint)), b"cannot use the folder"),

@@ -185,6 +185,16 @@ def test_a_result_lists_its_outputs(client):
     result.output[0] = 0  # one's own to change
     with pytest.raises(AttributeError, match=r"no 'scores' among the outputs output, attention_weights"):
         _ = result.scores
+    with pytest.raises(KeyError, match=r"did you mean output\?"):
+        result["outptu"]
+    assert "scores" not in result and result.get("scores") is None
+
+
+def test_a_result_of_metrics_lists_their_names(client):
+    result = client.analysis(SMALL, layer="float32", metrics=["entropy", "strongest_links"])
+    assert repr(result) == "AnalysisResult(entropy, strongest_links; layer 'float32')"
+    with pytest.raises(KeyError, match=r"no 'entropi' among the metrics entropy, strongest_links \(did you mean entropy\?\)"):
+        result["entropi"]
 
 
 def test_headers_are_sent_with_every_call(server):
@@ -203,6 +213,7 @@ def test_words_of_a_text_are_arguments_of_every_operation(client, http):
     reply = http.post("/words", json={"text": "The cat sat.", "layer": "float32"}).json()
     np.testing.assert_array_equal(words.vectors, np.frombuffer(base64.b64decode(reply["vectors"]["base64"]), np.float32).reshape(4, 6))
     assert (words.meaningful, words.note) == (reply["meaningful"], reply["note"])
+    assert repr(words) == "WordsResult('The cat sat .'; vectors [4, 6] for layer 'float32')"
 
     result = client.attend(**words.request, causal=True)
     assert result.attention_weights.shape == (2, 4, 4) and result.tokens == {"query": words.tokens}
@@ -367,6 +378,7 @@ def test_values_that_json_does_not_have_are_refused_before_they_are_sent(fields,
         (lambda c: c.attend(SMALL, layer="float32", select={"head": [0]}), r"did you mean heads\?"),
         (lambda c: c.analysis(SMALL, layer="float32", metrics=["entropi"]), r"did you mean entropy\?"),
         (lambda c: c.figure(SMALL, layer="float32", figure={"colors": "cividis"}), r"did you mean colours\?"),
+        (lambda c: c.put_layer("x", d_model=6, num_heads=2), r'which belongs inside "spec", got a field "d_model"'),
         (lambda c: c.put_layer("x", {"d_modle": 6, "num_heads": 2}), r"did you mean d_model\?"),
     ],
 )

@@ -127,7 +127,7 @@ def test_metrics_of_heads_are_a_table(client):
     elements = shown(result)
     cells = [text for text in elements.texts if re.fullmatch(r"\d\.\d{3}", text)]
     assert cells == [f"{x:.3f}" for pair in zip(result["entropy"][0], result["confidence"][0], strict=True) for x in pair]
-    assert elements.texts[:4] == ["head", "entropy", "confidence", "induction_score"]  # undefined here: no token is repeated
+    assert elements.texts[:4] == ["head", "entropy", "confidence", "induction score"]  # undefined here: no token is repeated
     assert elements.texts[-1] == "layer 'default'" and len(elements.loads) == 1
     assert client.analysis(QUERY, metrics=["entropy_per_query"])._repr_html_() is None
     client.put_layer("many", {"d_model": 64, "num_heads": 64})
@@ -145,7 +145,7 @@ def test_strongest_links_are_words_and_similarities_are_a_heat_map(client, batch
     query, tokens = (QUERY, TOKENS["query"]) if batched else (QUERY[0], TOKENS["query"][0])
     result = client.analysis(query, metrics=metrics, tokens={"query": tokens})
     elements = shown(result)
-    assert elements.texts[:4] == ["head", "strongest links", "zero_ablation relative_change", "zero_ablation cosine"]
+    assert elements.texts[:4] == ["head", "zero ablation relative change", "zero ablation cosine", "strongest links"]
     links = {name: part[0] if batched else part for name, part in result["strongest_links"].items()}
     for head in range(8):
         row = zip(links["query_words"][head], links["key_words"][head], links["weights"][head], strict=True)

@@ -35,7 +35,6 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     **dict.fromkeys(("sam_vision_model", "sam_hq_vision_model"), SAM | {"global_attn_indexes": [1], "output_channels": 8, "mlp_dim": 16}),
     "vitdet": SAM | {"window_block_indices": [0], "use_relative_position_embeddings": True, "pretrain_image_size": 16},
     "sam3_vit_model": SAM | {"global_attn_indexes": [1], "pretrain_image_size": 16},
-    "timesformer": {"num_frames": 3},
     "pixtral": {"hidden_size": 32},
     "qwen2_vl_vision": {"embed_dim": 32, "hidden_size": 16, "num_heads": 4, "depth": 2, "mlp_ratio": 1},
     **{
@@ -52,6 +51,12 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "llama4_text": {"floor_scale": 3, "attn_scale": 0.5},
     "ministral3": {"rope_parameters": YARN | {"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}},
     "mimo_v2_flash": {"v_head_dim": 6},
+    "longcat_flash": LATENT
+    | {"num_layers": 2, "qk_head_dim": 7, "ffn_hidden_size": 16, "expert_ffn_hidden_size": 8, "zero_expert_num": 2, "moe_topk": 2},
+    "beam": TWO_KINDS | {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None}},
+    "luke": {"use_entity_aware_attention": False, "entity_vocab_size": 8, "entity_emb_size": 12},
+    "squeezebert": {"embedding_size": 32},
+    "timesformer": {"num_frames": 3},
     "esmc": {"num_key_value_heads": 4, "hidden_size": 32},
     "fsmt": {"use_cache": False},  # with a cache, its decoder sees the future in a first call
     "xmod": {"default_language": "en_XX"},

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from service.checkpoints.families.decoder_traits import (
+    beam,
     bigcode,
     falcon,
     gemma4_heads,
@@ -13,6 +14,7 @@ from service.checkpoints.families.decoder_traits import (
     laguna,
     llama4,
     llama4_type,
+    longcat,
     mimo,
     ministral3,
     mistral4,
@@ -176,6 +178,7 @@ DECODERS: dict[str, Family] = {
         irrelevant="^mup_enabled$",
     ),
     "laguna": decoder(normed(), laguna, window, rotary=Rotary(partial=1.0)),
+    "beam": decoder(beam, normed(), window),
     "step3p5": decoder(
         normed(default=1e-5),
         gated("headwise"),
@@ -190,6 +193,17 @@ DECODERS: dict[str, Family] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
     "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
     "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
+    "longcat_flash": {
+        part: replace(
+            LATENT["decoder"],
+            path=f"layers.{{n}}.self_attn.{i}",
+            layers=("num_layers",),
+            rotary=INTERLEAVED,
+            traits=(latent, longcat),
+            irrelevant="^head_dim$",
+        )
+        for i, part in enumerate(("first", "second"))
+    },
     "mistral4": {
         "decoder": replace(
             LATENT["decoder"],

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.row import Attention, Family
-from service.checkpoints.families.traits import ALL_BIASED, NO_BIASES, STAGE, WITHOUT_KEY_BIAS, Trait, biased, biased_but, normed, only
+from service.checkpoints.families.traits import ALL_BIASED, NO_BIASES, STAGE, WITHOUT_KEY_BIAS, Trait, biased, biased_but, normed
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary
 from service.spec import PROJECTIONS
@@ -108,10 +108,6 @@ VISION: dict[str, Family] = {
     "vitdet": vision(
         replace(VIT, layout="stacked"), vectors_of_window("use_relative_position_embeddings", window_layers="window_block_indices")
     ),
-    "timesformer": {
-        part: replace(VIT, path=f"layer.{{n}}.{name}", layout="stacked", traits=(only("attention_type", "divided_space_time"),))
-        for part, name in (("space", "attention"), ("time", "temporal_attention"))
-    },
     "dinov3_vit": vision(
         replace(VIT, bias=biased_each, rotary=Rotary(theta=100.0, image="blocks", unit=2 * math.pi), irrelevant=f"{SIZES}|^pos_embed_")
     ),
@@ -131,6 +127,10 @@ VISION: dict[str, Family] = {
     **dict.fromkeys(("tipsv2_vision_model", "radio"), vision(TIMM)),
     **dict.fromkeys(("clip_vision_model", "siglip_vision_model", "chinese_clip_vision_model"), vision(CLIP)),
     **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), vision(CLIP)),
+    "timesformer": {
+        part: replace(VIT, path=f"encoder.layer.{{n}}.{name}", layout="stacked", irrelevant=f"{SIZES}|^attention_type$")
+        for part, name in (("time", "temporal_attention"), ("space", "attention"))
+    },
     "aimv2_vision_model": vision(replace(VIT, path="layers.{n}.attention", bias=biased("qkv_bias"))),
     "internvl_vision": vision(INTERN, FULL_NORM),
     "qianfan_ocr_vision": vision(replace(INTERN, path="layers.{n}.attention"), FULL_NORM),

@@ -5,6 +5,7 @@ Each field is checked here on its own, and by `shapes.py` against the others. `s
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from service.errors import InvalidRequest
-from service.spec import Finite, LayerSpec, Window, disagreement
+from service.spec import Finite, LayerSpec, Window, field_error
 from service.wire import shapes
 from service.wire.arrays import Kind
 from service.wire.problems import HALF, describe_value, is_unicode
@@ -70,9 +71,9 @@ def _offset(value: Any) -> Any:
         value = value.tolist()
     for number in value if isinstance(value, list) else [value]:
         if number != "end" and (type(number) is not int or abs(number) >= 2**31):
-            raise disagreement("", 'an integer of 32 bits, a list of them, or "end"', describe_value(number))
+            raise field_error("", 'an integer of 32 bits, a list of them, or "end"', describe_value(number))
         if number == "end" and value != "end":
-            raise disagreement("", "a list of integers", '"end" in a list')
+            raise field_error("", "a list of integers", '"end" in a list')
     return value
 
 
@@ -80,16 +81,16 @@ def _tokens(value: Any) -> Any:
     nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
     for i, row in enumerate(value if nested else [value]):
         if not isinstance(row, list) or not all(isinstance(word, str) for word in row):
-            raise disagreement("", "a list of tokens, or one such list per batch item", "something else")
+            raise field_error("", "a list of tokens, or one such list per batch item", "something else")
         for j, word in enumerate(row):
             if not is_unicode(word):  # replies and pictures cannot hold it
-                raise disagreement(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF)
+                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF)
     return value
 
 
 def _omitted(value: Any) -> Any:
     if value != "special" and not (isinstance(value, list) and all(isinstance(token, str) for token in value)):
-        raise disagreement("", '"special" or a list of tokens', describe_value(value))
+        raise field_error("", '"special" or a list of tokens', describe_value(value))
     return value
 
 
@@ -100,7 +101,7 @@ def unique(noun: str) -> AfterValidator:
         seen: set[Any] = set()
         for i, item in enumerate(items):
             if item in seen:
-                raise disagreement(f"/{i}", f"each {noun} once", f"{describe_value(item)} twice")
+                raise field_error(f"/{i}", f"each {noun} once", f"{describe_value(item)} twice")
             seen.add(item)
         return items
 
@@ -180,7 +181,11 @@ class Tokens(Document):
 
     def omits(self, token: str) -> bool:
         """Whether `omit` leaves this token out."""
-        return is_special(token) if self.omit == "special" else token in (self.omit or ())
+        return is_special(token) if self.omit == "special" else token in self._listed
+
+    @cached_property
+    def _listed(self) -> frozenset[str]:
+        return frozenset(self.omit or ())
 
 
 def is_special(token: str) -> bool:
