@@ -14,7 +14,7 @@ from service.web.openapi import BINARY, PUT_LAYER_EXAMPLE, error_responses, requ
 from service.web.request_reader import deadline_of, lease_of, read
 from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
-from service.wire.problems import PROBLEMS, describe_value
+from service.wire.problems import MAX_PROBLEMS, describe_value
 from service.wire.reply import Buffer
 from service.wire.schemas.attend import LAYER_NAME, require_layer_name
 from service.wire.schemas.layers import LayerDocument, Layers
@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 20  # bytes sent at a time, so that a slow client does not ca
 
 def require_query(names: Sequence[str]) -> None:
     """Raises InvalidRequest if a query parameter of PUT is unknown or occurs twice."""
-    unknown = [name for name in names if name not in QUERY_PARAMETERS][:PROBLEMS]
+    unknown = [name for name in names if name not in QUERY_PARAMETERS][:MAX_PROBLEMS]
     problems = [
         Problem(pointer([name]), f"a query parameter among {', '.join(QUERY_PARAMETERS)}", describe_value(name)) for name in unknown
     ]

@@ -18,7 +18,7 @@ from service.wire.arrays import MAX_RANK, Kind, array_of_base64
 from service.wire.json.lists import NumberList, array_of_lists
 from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
-from service.wire.problems import SHOWN, describe_value
+from service.wire.problems import MAX_SHOWN, describe_value
 
 MAX_REST_BYTES = 4 << 20  # bytes of a body without its numbers and base64
 MAX_CACHED_REST = 2048  # bytes of a rest whose parsed form is cached
@@ -26,7 +26,7 @@ MAX_STRICT_BYTES = 1 << 20  # bytes of a body that the strict reader may parse a
 MAX_UNCUT_BYTES = 1 << 16  # a longer base64 string, in bytes, is cut out
 MAX_TEXT_BYTES = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
 MINUS_INFINITY = re.compile(rb'"-inf"\s*[,\]]')  # as an item of a list
-CUT_DESCRIPTION = 'base64 and lists of numbers (a string other than "-inf", or an object, makes a list another kind)'
+CUT_DESCRIPTION = 'base64 and lists of numbers (a list with an object, or a string other than "-inf", is no list of numbers)'
 PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
 BEFORE_VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
 AFTER_VALUE = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
@@ -205,7 +205,7 @@ class Reader:
         if isinstance(value, NumberList):
             return value.array(kind, at)
         if isinstance(value, Base64Text):
-            return bytes(value.content()[: 2 * SHOWN]).decode(errors="replace")
+            return bytes(value.content()[: 2 * MAX_SHOWN]).decode(errors="replace")
         if isinstance(value, list):
             return array_of_lists(value, kind, at)
         if isinstance(value, dict):

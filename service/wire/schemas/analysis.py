@@ -150,7 +150,7 @@ class AnalysisReply(Document):
     """The metrics under their names, without the axis b where the request has none.
 
     Rows without a key are not counted, nor is padding: positions closed by lengths and key masks, in self-attention also as queries. With
-    attention sinks, weights are shares of what the sinks leave. Means over queries are over those for which the number is defined.
+    attention sinks or sigmoid weights, weights are shares of their sum. Means over queries are over those for which the number is defined.
 
     Overflow is an error, unless `reply.nonfinite` allows it. Undefined numbers are null, never 0: a number about rows if no row is counted,
     about two heads if no row is counted for both, about keys (`value_norms`, `subspace_disagreement`) if all are padding. Numbers about the
