@@ -33,14 +33,14 @@ DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim",
 PROJECTIONS = ("query", "key", "value", "output")
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
-    "": {"chunk_size": None, "query_scale": None, "grid_bias": None, "output_gate": None, "latent": None, "differential": None}
+    "": dict.fromkeys(("chunk_size", "query_scale", "relative_scores", "grid_bias", "output_gate", "latent", "differential"), None)
     | {"normalizer": "softmax"},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None, "axes": None, "requires_positions": False},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
 
 NULLABLE = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init"}
-NULLABLE |= {"grid_bias", "differential"}  # fields in which null has a meaning of its own
+NULLABLE |= {"relative_scores", "grid_bias", "differential"}  # fields in which null has a meaning of its own
 
 
 def field_error(at: str, expected: str, got: str) -> PydanticCustomError:
@@ -167,6 +167,48 @@ class RelativeBias(Part):
                 "/max_distance", f"more than {exact}, the number of distances with a bucket of their own", str(self.max_distance)
             )
         return self
+
+
+class RelativeScores(Part):
+    """Scores that have terms of the content and the distance D, the position of query i less that of key j, beside query·key.
+
+    transformer_xl (Dai et al. 2019, arXiv 1901.02860, section 3.3): (q_i + u)·k_j + (q_i + v)·W_R R_D with sinusoids R_D [d_model]. W_R is
+    `position_key.weight` [num_heads*head_dim, d_model]; u and v are `content_bias` and `position_bias`, [num_heads, head_dim].
+
+    disentangled (He et al. 2021, arXiv 2006.03654, equation 4): q_i·k_j + q_i·r_D + k_j·s_D with the columns r_D and s_D of the weights
+    `position_key.weight` and `position_query.weight` [num_heads*head_dim, 2n] for this distance, n for each direction.
+    """
+
+    kind: Literal["transformer_xl", "disentangled"]
+    max_distance: Width | None = Field(
+        default=None, description="Keys further away than this count as this far; null: no bound (transformer_xl alone)."
+    )
+    interleaved: Flag = Field(
+        default=False, description="transformer_xl: whether sines and cosines alternate (Conformers), or all sines come first (XLNet)."
+    )
+    buckets: Annotated[int, Field(ge=4, le=65536, strict=True)] | None = Field(
+        default=None, description="disentangled: columns for each direction, logarithmic from the middle on; null: one for each distance."
+    )
+    position_to_content: Flag = Field(default=False, description="disentangled: whether there is the term k_j·s_D.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.kind == "transformer_xl":
+            for name in ("buckets", "position_to_content"):
+                if (value := getattr(self, name)) not in (None, False):
+                    raise field_error(f"/{name}", "none, since kind is transformer_xl", json.dumps(value))
+        elif self.interleaved:
+            raise field_error("/interleaved", "false, since kind is disentangled", "true")
+        elif self.max_distance is None:
+            raise field_error("/max_distance", "a number, since kind is disentangled", "null")
+        elif self.buckets is not None and self.max_distance <= (least := self.buckets // 2 + 1):
+            raise field_error("/max_distance", f"more than {least}, so that the logarithm grows", str(self.max_distance))
+        return self
+
+    @property
+    def columns(self) -> int:
+        """disentangled: the number of columns for each direction, n; transformer_xl: 0."""
+        return (self.buckets or self.max_distance or 0) if self.kind == "disentangled" else 0
 
 
 class GridBias(Part):
@@ -327,6 +369,9 @@ class LayerSpec(BaseModel):
     query_scale: QueryScale | None = Field(default=None, description="Factor on queries that grows with their position.")
     alibi: Flag = Field(default=False, description="Biases linear in the distance (Press et al. 2022).")
     relative_bias: RelativeBias | None = Field(default=None, description="T5's relative position bias.")
+    relative_scores: RelativeScores | None = Field(
+        default=None, description="Terms of the scores that depend on content and distance (Transformer-XL, DeBERTa)."
+    )
     grid_bias: GridBias | None = Field(default=None, description="Scores by relative position in a grid of tokens, such as an image.")
     qk_norm: QKNorm | None = Field(default=None, description="Normalisation of queries and keys.")
     sinks: Flag = Field(
@@ -400,7 +445,7 @@ class LayerSpec(BaseModel):
             raise field_error("/bias", "false, since nothing is projected", "a bias")
         if self.bias and init.startswith("numpy_"):
             raise field_error("/bias", f"false, since init {init} has no bias", "true")
-        for name in ("output_gate", "latent"):
+        for name in ("output_gate", "latent", "relative_scores"):
             if getattr(self, name) and not self.projections:
                 raise field_error(f"/{name}", "null, since nothing is projected", "one")
             if getattr(self, name) and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
@@ -412,12 +457,17 @@ class LayerSpec(BaseModel):
         if self.latent and self.value_dim != self.key_dim:
             expected = f"{self.key_dim}, the key_dim, since latent projects keys and values by one matrix, key_value_down.weight"
             raise field_error("/value_dim", expected, str(self.value_dim))
+        for name in ("rope", "query_scale"):
+            if self.relative_scores and getattr(self, name):
+                raise field_error(f"/{name}", "null, since relative_scores has the positions of this layer", "one")
+        if self.relative_scores and self.relative_scores.kind == "transformer_xl" and self.d_model % 2:
+            raise field_error("/d_model", "an even number, for the sines and cosines of relative_scores", str(self.d_model))
         return self
 
     def _check_differential(self) -> None:
         if self.head_dim % 2:
             raise field_error("/head_dim", "an even number, since differential attention halves it", str(self.head_dim))
-        for name, absent in (("qk_norm", "null"), ("latent", "null"), ("sinks", "false")):
+        for name, absent in (("qk_norm", "null"), ("latent", "null"), ("relative_scores", "null"), ("sinks", "false")):
             if getattr(self, name):
                 raise field_error(f"/{name}", f"{absent}, since differential attention has no such form", "one")
         if self.normalizer != "softmax":
@@ -478,7 +528,7 @@ class LayerSpec(BaseModel):
     @property
     def positional(self) -> str:
         """The first field that makes results depend on the positions of queries and keys, "" if there is none."""
-        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "grid_bias")
+        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "relative_scores", "grid_bias")
         return next((name for name in names if getattr(self, name)), "")
 
     @property
@@ -538,6 +588,12 @@ class LayerSpec(BaseModel):
             shapes["sinks"] = (self.num_heads,)
         if self.relative_bias:
             shapes["relative_bias"] = (self.relative_bias.buckets, self.num_heads)
+        if (relative := self.relative_scores) is not None:
+            shapes["position_key.weight"] = (widths["query"], 2 * relative.columns or self.d_model)
+            if relative.kind == "transformer_xl":
+                shapes |= dict.fromkeys(("content_bias", "position_bias"), (self.num_heads, self.head_dim))
+            elif relative.position_to_content:
+                shapes["position_query.weight"] = shapes["position_key.weight"]
         if (grid := self.grid_bias) is not None:
             rows, columns = 2 * grid.height - 1, 2 * grid.width - 1
             if grid.kind == "table":

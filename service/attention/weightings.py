@@ -9,6 +9,7 @@ from torch import Tensor
 from service.attention.call import Call
 from service.attention.eager import Eager, RowBlock
 from service.attention.masks import Masks, real_keys
+from service.attention.relative_scores import CallTerms
 from service.spec import LAMBDAS, LayerSpec
 
 
@@ -20,8 +21,8 @@ def eager_for(spec: LayerSpec) -> type[Eager]:
 class ScalableSoftmax(Eager):
     """Softmax of the scores times ln n, for a row that may attend to n keys (Nakanishi 2025, equation 3, with s in the scale)."""
 
-    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None) -> Tensor:
-        scores = super()._scores(call, query, key, rows, None) * self._log_count(call.masks, visible)
+    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, terms: CallTerms | None) -> Tensor:
+        scores = super()._scores(call, query, key, rows, None, terms) * self._log_count(call.masks, visible)
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
 
     def _alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
@@ -44,8 +45,8 @@ class Sigmoid(Eager):
         super().__init__(spec, weights, device)
         self._normalise = sigmoid
 
-    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None) -> Tensor:
-        scores = super()._scores(call, query, key, rows, None)
+    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, terms: CallTerms | None) -> Tensor:
+        scores = super()._scores(call, query, key, rows, None, terms)
         if (shift := super()._alibi_shift(call.masks, rows, call.heads)) is not None:
             scores = scores + shift[..., None].to(self.dtype)
         scores = scores - self._log_count(call.masks, rows, query.shape[0])

@@ -25,7 +25,7 @@ from service.wire.problems import validate
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, TOKEN_METRICS, AnalysisRequest
 
-PER_HEAD_FIELDS = ("alibi", "relative_bias", "grid_bias", "sinks", "output_gate")  # with parameters per head, unknown for a single head
+PER_HEAD_FIELDS = ("alibi", "relative_bias", "relative_scores", "grid_bias", "sinks", "output_gate")  # with parameters of each head
 VALUE_METRICS = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
 SORTING_METRICS = {"keys_for_mass"}
 OUTPUT_METRICS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}

@@ -19,6 +19,7 @@ from service.wire.schemas.attend import AttendRequest
 
 TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
 MAX_REPLY_MESSAGE = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
+MAX_BLOCK_ROWS = 1 << 11  # most rows of a block of `attention/relative_scores.py`, roughly
 OPERATIONS_PER_SEQUENCE = 1 << 16  # that take as long as the overhead of a sequence among several in one query
 ADDED = ("operations", "scores", "memory_bytes", "reply_bytes", "pairs", "tensor_bytes")  # fields of Cost that are sums over sequences
 MAX_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
@@ -126,7 +127,8 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     outputs = {name: shape if inputs.batch is not None else shape[1:] for name, shape in shapes.items()}
     query_width, key_width = h * spec.head_dim, spec.num_kv_heads * spec.head_dim
     value_width, joined_width = spec.num_kv_heads * spec.value_head_dim, spec.concatenated_dim
-    weights = {name: math.prod(shape) for name, shape in spec.weight_shapes().items() if name.endswith(".weight") and "norm" not in name}
+    matrices = ((name, shape) for name, shape in spec.weight_shapes().items() if name.endswith(".weight") and "norm" not in name)
+    weights = {name: math.prod(shape) for name, shape in matrices if not name.startswith("position_")}
     of_keys = sum(weights.get(f"{name}.weight", 0) for name in ("key", "value", "key_value_down", "rope_key"))
     projections = q * (sum(weights.values()) - of_keys) + k * of_keys
     if spec.grid_bias is not None and spec.grid_bias.kind == "decomposed":  # each query times the vectors of all rows and columns
@@ -134,7 +136,8 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     # softmax, dropout and sorting take time per score, beyond the matrix products
     softmaxes = 2 if spec.differential else 1
     per_score = pairs * (10 * softmaxes + 20 * inputs.dropout + 20 * bool(inputs.top_k))
-    products = 2 * (projections + q * k * (query_width + joined_width))
+    relative_products, relative_elements = _relative_cost(spec, b, q, k)
+    products = 2 * (projections + q * k * (query_width + joined_width) + relative_products)
     operations = b * (products + per_score) * (3 if inputs.gradients else 1)
     selected = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
     rows = selected * ("attention_weights" in inputs.outputs) + h * q * ("scores" in inputs.outputs) + 3 * h * q * inputs.gradients
@@ -145,10 +148,25 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
         per_query, per_key = per_query + 2 * (latent.query_rank or 0), per_key + 2 * latent.key_value_rank + latent.rope_key_dim
     sequences = b * (q * per_query + k * per_key)
     elements = sum(math.prod(shape) for shape in outputs.values())
-    memory = (sequences + elements) * size + max(4, size) * (2 * scores + softmaxes * min(b * pairs, 1 << 21))
+    memory = (sequences + elements) * size + max(4, size) * (2 * scores + softmaxes * min(b * pairs, 1 << 21) + relative_elements)
     datatypes = {name: wire_datatype(name, inputs.datatype, spec) for name in outputs}
     reply, tensors = reply_sizes(inputs.form, inputs.decimals, outputs, datatypes)
     return Cost(outputs, operations, scores, memory, reply, b, pairs, tensors)
+
+
+def _relative_cost(spec: LayerSpec, b: int, q: int, k: int) -> tuple[int, int]:
+    """Multiplications per batch item, and elements in memory, of the terms of `relative_scores`; 0 for other layers.
+
+    There is a position vector for each of q + k distances. A block of rows is multiplied by those of its keys and rows. Keys are multiplied
+    by the vectors of the buckets that these distances have.
+    """
+    if (relative := spec.relative_scores) is None:
+        return 0, 0
+    width, distances, of_block = spec.num_heads * spec.head_dim, q + k, q * (k + min(q, MAX_BLOCK_ROWS))
+    buckets = min(2 * relative.columns, distances) if relative.position_to_content else 0
+    embedded = 0 if relative.columns else distances * spec.d_model
+    elements = b * (distances * width + 4 * embedded + spec.num_heads * buckets * k) + min(2 * b * spec.num_heads * of_block, 1 << 22)
+    return width * (embedded + of_block + buckets * k), elements
 
 
 def exceeded_limits(cost: Cost, limits: ServingLimits) -> list[Problem]:

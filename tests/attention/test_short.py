@@ -217,6 +217,7 @@ def test_calls_that_are_long_or_empty_are_left_to_torch(items: int, rows: int) -
         {"qk_norm": {"kind": "rms"}},
         {"output_gate": {}},
         {"latent": {"key_value_rank": 8, "rope_key_dim": 1}},
+        {"relative_scores": {"kind": "transformer_xl"}},
         {"grid_bias": {"height": 3, "width": 5}},
         {"differential": {}},
         {"normalizer": "sigmoid"},

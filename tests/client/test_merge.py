@@ -46,6 +46,14 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"latent": {"key_value_rank": 5, "rope_key_dim": 2}, "rope": {"dims": 2}, "value_dim": 17},
         {"query_offset": 4, "value": KEY[:, ::-1].copy()},
     ),
+    "transformer_xl": (
+        {"relative_scores": {"kind": "transformer_xl"}, "d_model": 28},
+        {"query": QUERY[..., :28].copy(), "query_offset": [2, 9, 13]},
+    ),
+    "disentangled": (
+        {"relative_scores": {"kind": "disentangled", "max_distance": 9, "buckets": 4, "position_to_content": True}, "num_kv_heads": 3},
+        {"query_offset": [2, 9, 13]},
+    ),
     "axes": ({"rope": {"axes": [0, 1], "dims": 4}}, {"query_offset": 4}),
     "gate": ({"output_gate": {"granularity": "headwise", "bias": True}}, {}),
     "sinks": ({"sinks": True}, {"causal": True, "query_offset": 13}),

@@ -1,8 +1,9 @@
 """Multi-head attention in NumPy float64: the reference that the layer of the service is compared with.
 
 It shares no code with that layer and prefers clarity to speed: arrays of shape [batch, heads, queries, keys] are formed at once. The steps
-are project, norm, RoPE, scales of queries by position, scale, softcap, add biases, block, softmax, dropout, gate, in this order. Layers
-with differential attention have two softmaxes, and a norm before the gate; other layers may have another normaliser than softmax.
+are project, norm, RoPE, scales of queries by position, terms of the distance, scale, softcap, add biases, block, softmax, dropout, gate, in
+this order. Layers with differential attention have two softmaxes, and a norm before the gate; other layers may have another normaliser
+than softmax.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
     Attention(Q, K, V) = softmax(Q Kᵀ / √d) V
@@ -25,7 +26,14 @@ from service.attention.reference.masks import (
     query_positions,
     spread,
 )
-from service.attention.reference.positions import grid_bias, position_bias, query_factors, rotary_positions, rotate
+from service.attention.reference.positions import (
+    grid_bias,
+    position_bias,
+    query_factors,
+    relative_terms,
+    rotary_positions,
+    rotate,
+)
 from service.spec import LAMBDAS, LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
@@ -128,7 +136,7 @@ def attend(
 
     all_scores = []
     for queries, keys in zip(parts_of(spec, q), parts_of(spec, repeat_kv_heads(k, spec.num_heads)), strict=True):
-        scores = (spec.scale if scale is None else scale) * (queries @ keys.swapaxes(-1, -2))
+        scores = (spec.scale if scale is None else scale) * raw_scores(spec, weights, queries, keys, ahead)
         if cap := spec.softcap if softcap is None else softcap:
             scores = cap * np.tanh(scores / cap)
         factor, less = growth(spec, blocked, in_sequence)
@@ -197,6 +205,12 @@ def factors(spec: LayerSpec, weights: Mapping[str, Array]) -> list[float]:
         return [1.0]
     q1, k1, q2, k2 = (np.asarray(weights[name], np.float64) for name in LAMBDAS)
     return [1.0, -(float(np.exp(q1 @ k1) - np.exp(q2 @ k2)) + spec.differential.lambda_init)]
+
+
+def raw_scores(spec: LayerSpec, weights: Mapping[str, Array], q: Array, k: Array, ahead: Array) -> Array:
+    """Q Kᵀ and the terms of the distance, before the scale: [b, h, q, d], [b, h, k, d], [b, 1, q, k] -> [b, h, q, k]."""
+    products: Array = q @ k.swapaxes(-1, -2)
+    return products + relative_terms(spec, weights, q, k, ahead) if spec.relative_scores else products
 
 
 def gate_logits(spec: LayerSpec, weights: Mapping[str, Array], query: ArrayLike) -> Array:

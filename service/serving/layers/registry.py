@@ -176,10 +176,15 @@ def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> fl
     growth = math.log(MANY_KEYS) if spec.normalizer == "scalable_softmax" else 1.0
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
         return growth * math.sqrt(spec.head_dim)
-    keys = _variance(tensors, "key")
+    queries, keys = _variance(tensors, "query"), _variance(tensors, "key")
     if (latent := spec.latent) is not None:
         keys += (_variance(tensors, "rope_key") - keys) * latent.rope_key_dim / spec.head_dim
-    return growth * math.sqrt(spec.head_dim * _variance(tensors, "query") * keys)
+    if (relative := spec.relative_scores) is not None:
+        share = 1 / (2 * relative.columns or 2)  # mean square of an embedded distance: a unit vector, or sines and cosines
+        keys += share * _variance(tensors, "position_key")
+        queries += share * _variance(tensors, "position_query") if relative.position_to_content else 0
+        queries += sum(float(tensors[name].double().square().mean()) for name in ("content_bias", "position_bias") if name in tensors)
+    return growth * math.sqrt(spec.head_dim * queries * keys)
 
 
 def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:

@@ -129,6 +129,7 @@ def test_both_halves_of_a_differential_head_are_rotated():
         ({"qk_norm": {}}, "/qk_norm"),
         ({"latent": {"key_value_rank": 3, "rope_key_dim": 1}}, "/latent"),
         ({"sinks": True}, "/sinks"),
+        ({"relative_scores": {"kind": "transformer_xl"}}, "/relative_scores"),
     ],
     ids=str,
 )
