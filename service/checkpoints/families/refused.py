@@ -7,9 +7,9 @@ REASONS = {  # what the layer cannot compute -> the model types that need it
     "code that transformers does not have": "kimi_k2",
     "a norm of head outputs": "muse_spark_text bitnet",
     "scores from relative positions by content": """deberta deberta-v2 xlnet funnel wav2vec2-conformer fastspeech2_conformer
-        parakeet_encoder nemotron_asr_streaming_encoder vits sam_vision_model sam_hq_vision_model vitdet""",
+        parakeet_encoder nemotron_asr_streaming_encoder vits""",
     "relative biases with a gate, or between segments": "wavlm cpmant",
-    "positions in two dimensions": "dinov3_vit mlcd mlcd_vision_model sam3_vit_model",
+    "positions of a class token that are learnt": "mlcd mlcd_vision_model",
     "biases on keys from their values": "doge",
     "experts among its projections": "jetmoe",
     "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer",

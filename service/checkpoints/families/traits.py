@@ -17,6 +17,7 @@ Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, lay
 WIDEST_HEAD = 1 << 16
 FACTORS = "factors"  # among the fields that traits give: projection -> factor, which is multiplied into its weights
 GROUPS = "groups"  # likewise: projection -> groups of its convolution of width 1
+STAGE = "stage"  # among the fields of a config: the number of a layer's stage, in families with stages
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
 
