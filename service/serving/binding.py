@@ -106,6 +106,8 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
     for i, name in enumerate(request.outputs):
         if (reason := spec.undefined_outputs.get(name)) is not None:
             raise InvalidRequest.where(f"/outputs/{i}", f"an output other than {name} {layer}, {reason}", name)
+    if spec.indexer:
+        require_masks_of_all_heads(request, f"since the indexer of layer {request.layer} selects the same keys for all")
     if spec.differential and request.dropout is not None:
         raise InvalidRequest.where("/dropout", f"none {layer}, since dropout of a difference of two softmaxes is not defined", "dropout")
     if request.select and request.select.heads:
@@ -146,6 +148,14 @@ def _check_grid(request: AttendRequest, spec: LayerSpec, q: int, k: int, layer: 
     for offset in offsets:
         if offset == "end" or offset < 0 or offset + q > grid.num_tokens:
             raise InvalidRequest.where("/query_offset", f"the index of the first query among the {size}", describe_value(offset))
+
+
+def require_masks_of_all_heads(request: AttendRequest, reason: str) -> None:
+    """Raises InvalidRequest if a mask or bias has an axis of several heads."""
+    for name in ("attend_mask", "block_mask", "bias"):
+        array = getattr(request, name)
+        if array is not None and array.ndim == (4 if request.batched else 3) and array.shape[-3] > 1:
+            raise InvalidRequest.where(f"/{name}", f"the same for all heads, {reason}", f"{array.shape[-3]} heads")
 
 
 def bind(request: AttendRequest, spec: LayerSpec) -> Call:
