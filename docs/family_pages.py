@@ -143,8 +143,9 @@ def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
 
 
 def _others(spec: LayerSpec) -> list[str]:
-    """Fields of the spec that are set and have no formula above."""
-    return [name for name in LayerSpec.model_fields if name not in COVERED.split() and getattr(spec, name)]
+    """Fields of the spec that differ from their defaults and have no formula above."""
+    fields = LayerSpec.model_fields.items()
+    return [name for name, field in fields if name not in COVERED.split() and getattr(spec, name) != field.default]
 
 
 def _norm(spec: LayerSpec) -> str:
