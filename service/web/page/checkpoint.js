@@ -7,8 +7,9 @@ export async function openTensors(files) {
   const tensors = new Map();
   for (const file of files) {
     const { start, header } = await readHeader(file);
-    for (const [name, { dtype, shape, data_offsets: [begin, end] }] of Object.entries(header)) {
-      if (name !== "__metadata__") tensors.set(name, { dtype, shape, data: file.slice(start + begin, start + end) });
+    const { __metadata__, ...entries } = header; // files that transformers writes have metadata
+    for (const [name, { dtype, shape, data_offsets: [begin, end] }] of Object.entries(entries)) {
+      tensors.set(name, { dtype, shape, data: file.slice(start + begin, start + end) });
     }
   }
   return tensors;

@@ -53,7 +53,8 @@ def llama(folder: Path) -> Path:
 def write_model(folder: Path, config: dict[str, object], shapes: dict[str, tuple[int, ...]]) -> Path:
     rng = np.random.default_rng(7)
     folder.mkdir()
-    save_file({name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})  # the metadata that transformers writes
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
