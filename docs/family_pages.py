@@ -31,6 +31,15 @@ from support.model_cases import MODELS, tensors_of  # noqa: E402
 COVERED = """d_model num_heads num_kv_heads head_dim value_head_dim key_dim value_dim output_dim bias projections scale softcap window
 chunk_size rope query_scale alibi relative_bias grid_bias qk_norm sinks output_gate latent seed init gain dtype matmul_precision"""
 OLDER = """rope_scaling rope_theta rotary_emb_base rotary_pct partial_rotary_factor original_max_position_embeddings"""  # names about RoPE
+STORED = {  # layout -> how matrices are stored
+    "stacked": "One matrix has the rows [Q; K; V].",
+    "grouped": "One matrix has the rows [heads of K and V, (their heads of Q, K, V), head_dim].",
+    "codegen": "One matrix has its rows in four blocks [Q; V; K].",
+    "conv": "Matrices are [in, out], one of them with the columns [Q | K | V].",
+    "separate, norms less 1": "Weights of norms are stored less 1.",
+    "gated queries, norms less 1": "The matrix of Q has the rows [heads, (Q, gate), head_dim]; weights of norms are stored less 1.",
+    "gated stack": "One matrix has the rows [gate; Q; K; V].",
+}
 ABSENT = object()  # the value of a field that a config does not have
 MOST_NAMES = 4  # of layers in the remark on a line of a formula
 LABELS = ("part", "layers of type", "cases", "layers")
@@ -232,8 +241,8 @@ def _effect(case: Case, path: Sequence[str], value: Any) -> set[str] | str:
         layer = describe(_changed(case.config, path, value), case.layer.number, case.layer.part)
     except InvalidRequest as refusal:
         return name if any(problem.at.endswith(f"/{path[-1]}") for problem in refusal.problems) else "another"
-    factor = {"the weights of values"} if layer.value_factor != case.layer.value_factor else set()
-    return _differences(case.layer.fields, layer.fields) | factor
+    inside = _differences(case.layer.factors, layer.factors) | _differences(case.layer.groups, layer.groups)
+    return _differences(case.layer.fields, layer.fields) | {f"{name}.weight" for name in inside}
 
 
 def _variations(case: Case) -> Iterator[tuple[tuple[str, ...], Any, list[Any]]]:
@@ -323,13 +332,20 @@ def _listed(names: set[str]) -> str:
 
 def _tensors(cases: Sequence[Case]) -> Iterator[str]:
     """Names and shapes of the tensors of a layer of each part."""
+    layer = cases[0].layer
+    notes = [STORED[layer.attention.layout]] if layer.attention.layout in STORED else []
+    notes += [f"The config has factors that are multiplied into the weights of {', '.join(layer.factors)}."] if layer.factors else []
+    notes += ["Matrices are convolutions of width 1 in groups, which become their blocks."] if layer.groups else []
+    if notes:
+        yield " ".join(notes)
+        yield ""
     for case in list({case.layer.part: case for case in reversed(cases)}.values())[::-1]:
         spec, prefix = case.loaded[0], case.layer.find(case.fields["shapes"]).prefix
         sizes = f"{spec.num_heads} heads of {spec.head_dim}"
         sizes += f", {spec.num_kv_heads} of keys and values" if spec.num_kv_heads != spec.num_heads else ""
         shapes = [f"`{name.removeprefix(prefix + '.')}` {shape}" for name, shape in case.fields["shapes"].items()]
         path = case.layer.attention.path
-        path = prefix.removesuffix(path.format(n=case.layer.number)) + path
+        path = prefix.removesuffix(case.layer.path) + path
         yield f"Tensors below `{path}` in {case.model}, whose d_model is {spec.d_model}, with {sizes}:"
         yield f"{', '.join(shapes)}."
         yield ""

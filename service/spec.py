@@ -25,6 +25,7 @@ Positive = Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False, 
 Gain = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+Normalizer = Literal["softmax", "scalable_softmax", "sigmoid"]
 Side = Annotated[int, Field(ge=1, le=65536, strict=True)]
 Axis = Annotated[int, Field(ge=0, le=15, strict=True)]
 
@@ -32,23 +33,24 @@ DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim",
 PROJECTIONS = ("query", "key", "value", "output")
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
-    "": {"chunk_size": None, "query_scale": None, "grid_bias": None, "output_gate": None, "latent": None, "differential": None},
+    "": dict.fromkeys(("chunk_size", "query_scale", "relative_scores", "grid_bias", "output_gate", "latent", "differential"), None)
+    | {"normalizer": "softmax"},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None, "axes": None, "requires_positions": False},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
 
 NULLABLE = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init"}
-NULLABLE |= {"grid_bias", "differential"}  # fields in which null has a meaning of its own
+NULLABLE |= {"relative_scores", "grid_bias", "differential"}  # fields in which null has a meaning of its own
 
 
-def disagreement(at: str, expected: str, got: str) -> PydanticCustomError:
+def field_error(at: str, expected: str, got: str) -> PydanticCustomError:
     """An error for validators to raise; `at` is a pointer below the field or model that is validated."""
-    return PydanticCustomError("disagreement", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
+    return PydanticCustomError("field_error", "expected {expected}, got {got}", {"expected": expected, "got": got, "at": at})
 
 
 def _zero_or_normal(value: float) -> float:
     if 0 < value < SMALLEST:
-        raise disagreement("", f"0, or a number from {SMALLEST} to 1", str(value))
+        raise field_error("", f"0, or a number from {SMALLEST} to 1", str(value))
     return value
 
 
@@ -66,7 +68,7 @@ def _one_or_each(value: Any) -> Any:
         return value
     if isinstance(value, Mapping) and set(value) == set(PROJECTIONS) and all(isinstance(flag, bool) for flag in value.values()):
         return Biases(**value)
-    raise disagreement("", f"true or false, or one of them for each of {', '.join(PROJECTIONS)}", json.dumps(value)[:60])
+    raise field_error("", f"true or false, or one of them for each of {', '.join(PROJECTIONS)}", json.dumps(value)[:60])
 
 
 class Biases(Part):
@@ -97,7 +99,7 @@ class RopeScaling(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise disagreement("/low_freq_factor", f"less than high_freq_factor {self.high_freq_factor}", str(self.low_freq_factor))
+            raise field_error("/low_freq_factor", f"less than high_freq_factor {self.high_freq_factor}", str(self.low_freq_factor))
         return self
 
 
@@ -127,10 +129,10 @@ class Rope(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.frequencies is not None and self.scaling is not None:
-            raise disagreement("/scaling", "null, since frequencies are given", self.scaling.type)
+            raise field_error("/scaling", "null, since frequencies are given", self.scaling.type)
         for name, numbers in (("frequencies", self.frequencies), ("axes", self.axes)):
             if numbers is not None and self.dims is not None and len(numbers) * 2 != self.dims:
-                raise disagreement(f"/{name}", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(numbers)))
+                raise field_error(f"/{name}", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(numbers)))
         return self
 
     @property
@@ -161,10 +163,52 @@ class RelativeBias(Part):
     def _agree(self) -> Self:
         exact = self.buckets // (4 if self.bidirectional else 2)
         if self.max_distance <= exact:
-            raise disagreement(
+            raise field_error(
                 "/max_distance", f"more than {exact}, the number of distances with a bucket of their own", str(self.max_distance)
             )
         return self
+
+
+class RelativeScores(Part):
+    """Scores that have terms of the content and the distance D, the position of query i less that of key j, beside query·key.
+
+    transformer_xl (Dai et al. 2019, arXiv 1901.02860, section 3.3): (q_i + u)·k_j + (q_i + v)·W_R R_D with sinusoids R_D [d_model]. W_R is
+    `position_key.weight` [num_heads*head_dim, d_model]; u and v are `content_bias` and `position_bias`, [num_heads, head_dim].
+
+    disentangled (He et al. 2021, arXiv 2006.03654, equation 4): q_i·k_j + q_i·r_D + k_j·s_D with the columns r_D and s_D of the weights
+    `position_key.weight` and `position_query.weight` [num_heads*head_dim, 2n] for this distance, n for each direction.
+    """
+
+    kind: Literal["transformer_xl", "disentangled"]
+    max_distance: Width | None = Field(
+        default=None, description="Keys further away than this count as this far; null: no bound (transformer_xl alone)."
+    )
+    interleaved: Flag = Field(
+        default=False, description="transformer_xl: whether sines and cosines alternate (Conformers), or all sines come first (XLNet)."
+    )
+    buckets: Annotated[int, Field(ge=4, le=65536, strict=True)] | None = Field(
+        default=None, description="disentangled: columns for each direction, logarithmic from the middle on; null: one for each distance."
+    )
+    position_to_content: Flag = Field(default=False, description="disentangled: whether there is the term k_j·s_D.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.kind == "transformer_xl":
+            for name in ("buckets", "position_to_content"):
+                if (value := getattr(self, name)) not in (None, False):
+                    raise field_error(f"/{name}", "none, since kind is transformer_xl", json.dumps(value))
+        elif self.interleaved:
+            raise field_error("/interleaved", "false, since kind is disentangled", "true")
+        elif self.max_distance is None:
+            raise field_error("/max_distance", "a number, since kind is disentangled", "null")
+        elif self.buckets is not None and self.max_distance <= (least := self.buckets // 2 + 1):
+            raise field_error("/max_distance", f"more than {least}, so that the logarithm grows", str(self.max_distance))
+        return self
+
+    @property
+    def columns(self) -> int:
+        """disentangled: the number of columns for each direction, n; transformer_xl: 0."""
+        return (self.buckets or self.max_distance or 0) if self.kind == "disentangled" else 0
 
 
 class GridBias(Part):
@@ -188,7 +232,7 @@ class GridBias(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.class_token and self.kind == "decomposed":
-            raise disagreement("/class_token", "false, since decomposed positions have no class token", "true")
+            raise field_error("/class_token", "false, since decomposed positions have no class token", "true")
         return self
 
     @property
@@ -213,9 +257,9 @@ class QKNorm(Part):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.bias and self.weights == "none":
-            raise disagreement("/bias", "false, since the norm has no weights", "true")
+            raise field_error("/bias", "false, since the norm has no weights", "true")
         if self.over == "all" and self.weights == "shared":
-            raise disagreement("/weights", "own or none, since the norm is over all heads", "shared")
+            raise field_error("/weights", "own or none, since the norm is over all heads", "shared")
         return self
 
 
@@ -325,6 +369,9 @@ class LayerSpec(BaseModel):
     query_scale: QueryScale | None = Field(default=None, description="Factor on queries that grows with their position.")
     alibi: Flag = Field(default=False, description="Biases linear in the distance (Press et al. 2022).")
     relative_bias: RelativeBias | None = Field(default=None, description="T5's relative position bias.")
+    relative_scores: RelativeScores | None = Field(
+        default=None, description="Terms of the scores that depend on content and distance (Transformer-XL, DeBERTa)."
+    )
     grid_bias: GridBias | None = Field(default=None, description="Scores by relative position in a grid of tokens, such as an image.")
     qk_norm: QKNorm | None = Field(default=None, description="Normalisation of queries and keys.")
     sinks: Flag = Field(
@@ -333,6 +380,12 @@ class LayerSpec(BaseModel):
     output_gate: OutputGate | None = Field(default=None, description="Gate on the output of each head, before the output projection.")
     latent: Latent | None = Field(default=None, description="Multi-head latent attention.")
     differential: Differential | None = Field(default=None, description="Differential attention, whose weights may be negative.")
+    normalizer: Normalizer = Field(
+        default="softmax",
+        description="How scores S become weights: softmax(S); scalable_softmax, softmax(ln(n) S) for a row that may attend to n keys "
+        "(Nakanishi 2025, arXiv 2501.19399); sigmoid, 1/(1 + exp(ln(n) - S)) for n keys in the query's sequence, without padding and other "
+        "segments (Ramapuram et al. 2024, arXiv 2409.04431).",
+    )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
         default=0, description="Seed of the drawn weights; null if weights were given."
     )
@@ -370,13 +423,13 @@ class LayerSpec(BaseModel):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise disagreement("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
+            raise field_error("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
         if self.differential:
             self._check_differential()
         width = self.head_dim // 2 if self.differential else self.head_dim
         if self.rope and ((dims := self.rope.dims or width) > width or dims % 2):
             most = f"{width}, half of head_dim," if self.differential else f"head_dim {width}"
-            raise disagreement("/rope/dims", f"an even number of at most {most}", str(dims))
+            raise field_error("/rope/dims", f"an even number of at most {most}", str(dims))
         init, square = self.init or "", dict.fromkeys(self._widths(), self.d_model)
         if not self.projections:
             projected = self._projected_widths()
@@ -387,37 +440,46 @@ class LayerSpec(BaseModel):
             self._require_widths(square | {"key_dim": self.key_dim, "value_dim": self.value_dim}, "as torch.nn.MultiheadAttention has")
             if isinstance(self.bias, Biases):
                 expected = "true or false for all, as torch.nn.MultiheadAttention has"
-                raise disagreement("/bias", expected, "one for each projection")
+                raise field_error("/bias", expected, "one for each projection")
         if self.bias and not self.projections:
-            raise disagreement("/bias", "false, since nothing is projected", "a bias")
+            raise field_error("/bias", "false, since nothing is projected", "a bias")
         if self.bias and init.startswith("numpy_"):
-            raise disagreement("/bias", f"false, since init {init} has no bias", "true")
-        for name in ("output_gate", "latent"):
+            raise field_error("/bias", f"false, since init {init} has no bias", "true")
+        for name in ("output_gate", "latent", "relative_scores"):
             if getattr(self, name) and not self.projections:
-                raise disagreement(f"/{name}", "null, since nothing is projected", "one")
+                raise field_error(f"/{name}", "null, since nothing is projected", "one")
             if getattr(self, name) and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
-                raise disagreement(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
+                raise field_error(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
+        if self.sinks and self.normalizer == "sigmoid":
+            raise field_error("/sinks", "false, since sigmoid weights do not depend on other scores", "true")
         if self.latent and self.latent.rope_key_dim >= self.head_dim:
-            raise disagreement("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
+            raise field_error("/latent/rope_key_dim", f"less than head_dim {self.head_dim}", str(self.latent.rope_key_dim))
         if self.latent and self.value_dim != self.key_dim:
             expected = f"{self.key_dim}, the key_dim, since latent projects keys and values by one matrix, key_value_down.weight"
-            raise disagreement("/value_dim", expected, str(self.value_dim))
+            raise field_error("/value_dim", expected, str(self.value_dim))
+        for name in ("rope", "query_scale"):
+            if self.relative_scores and getattr(self, name):
+                raise field_error(f"/{name}", "null, since relative_scores has the positions of this layer", "one")
+        if self.relative_scores and self.relative_scores.kind == "transformer_xl" and self.d_model % 2:
+            raise field_error("/d_model", "an even number, for the sines and cosines of relative_scores", str(self.d_model))
         return self
 
     def _check_differential(self) -> None:
         if self.head_dim % 2:
-            raise disagreement("/head_dim", "an even number, since differential attention halves it", str(self.head_dim))
-        for name, absent in (("qk_norm", "null"), ("latent", "null"), ("sinks", "false")):
+            raise field_error("/head_dim", "an even number, since differential attention halves it", str(self.head_dim))
+        for name, absent in (("qk_norm", "null"), ("latent", "null"), ("relative_scores", "null"), ("sinks", "false")):
             if getattr(self, name):
-                raise disagreement(f"/{name}", f"{absent}, since differential attention has no such form", "one")
+                raise field_error(f"/{name}", f"{absent}, since differential attention has no such form", "one")
+        if self.normalizer != "softmax":
+            raise field_error("/normalizer", "softmax, of which differential attention is a difference", self.normalizer)
 
         if self.grid_bias and self.grid_bias.kind == "decomposed":
-            raise disagreement("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
+            raise field_error("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
 
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
         for name, width in self._widths().items():
             if name in expected and width != expected[name]:
-                raise disagreement(f"/{name}", f"{expected[name]}, {reason}", str(width))
+                raise field_error(f"/{name}", f"{expected[name]}, {reason}", str(width))
 
     def _widths(self) -> dict[str, int]:
         """Field -> the width that it determines, for all widths that may differ from d_model."""
@@ -466,7 +528,7 @@ class LayerSpec(BaseModel):
     @property
     def positional(self) -> str:
         """The first field that makes results depend on the positions of queries and keys, "" if there is none."""
-        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "grid_bias")
+        names = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "relative_scores", "grid_bias")
         return next((name for name in names if getattr(self, name)), "")
 
     @property
@@ -482,13 +544,15 @@ class LayerSpec(BaseModel):
     @property
     def splits_over_keys(self) -> bool:
         """Whether the result of a call follows from those of parts that have some of its keys each, numbered from 0."""
-        return self.is_relative and not self.differential
+        return self.is_relative and not self.differential and self.normalizer == "softmax"
 
     @property
     def undefined_outputs(self) -> dict[str, str]:
         """Outputs that the layer does not have -> why."""
         if self.differential:
             return dict.fromkeys(("scores", "log_sum_exp"), "whose differential attention has two scores of each query and key")
+        if self.normalizer == "sigmoid":
+            return {"log_sum_exp": "whose sigmoid weights are not divided by a sum"}
         return {}
 
     def has_bias(self, projection: str) -> bool:
@@ -524,6 +588,12 @@ class LayerSpec(BaseModel):
             shapes["sinks"] = (self.num_heads,)
         if self.relative_bias:
             shapes["relative_bias"] = (self.relative_bias.buckets, self.num_heads)
+        if (relative := self.relative_scores) is not None:
+            shapes["position_key.weight"] = (widths["query"], 2 * relative.columns or self.d_model)
+            if relative.kind == "transformer_xl":
+                shapes |= dict.fromkeys(("content_bias", "position_bias"), (self.num_heads, self.head_dim))
+            elif relative.position_to_content:
+                shapes["position_query.weight"] = shapes["position_key.weight"]
         if (grid := self.grid_bias) is not None:
             rows, columns = 2 * grid.height - 1, 2 * grid.width - 1
             if grid.kind == "table":
@@ -551,7 +621,7 @@ def _fill_widths(filled: dict[str, Any], d_model: int, heads: int) -> None:
     head_dim, kv = filled.get("head_dim"), filled["num_kv_heads"]
     if type(head_dim) is not int or type(kv) is not int:
         if "head_dim" not in filled:
-            raise disagreement("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
+            raise field_error("/num_heads", f"a divisor of d_model {d_model}, or a head_dim", str(heads))
         return
     value_head_dim = filled.setdefault("value_head_dim", head_dim)
     width = head_dim if filled.get("differential") is None else head_dim // 2

@@ -1,11 +1,12 @@
 """Eager attention: scores, softmax and weighted values, computed for one block of query rows at a time.
 
-    S = cap(scale · Q Kᵀ) + bias          [batch, heads, rows, keys], -inf where a key is masked; cap(s) = softcap · tanh(s / softcap)
+    S = cap(scale · (Q Kᵀ + T)) + bias    [batch, heads, rows, keys], -inf where a key is masked; cap(s) = softcap · tanh(s / softcap)
     A = softmax(S)                        a masked key has exactly no influence
     O = A V                               [batch, heads, rows, value_head_dim]
 
-A block has at most BLOCK scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink is an extra
-score in the softmax of each row; it has no value vector. Other kinds of weights are computed by subclasses, in `weightings.py`.
+A block has at most MAX_BLOCK_SCORES scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink is
+an extra score in the softmax of each row; it has no value vector. T are the terms of `relative_scores`. Other kinds of weights are computed
+by subclasses, in `weightings.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,12 +20,14 @@ from torch import Tensor
 from service.attention.call import Call
 from service.attention.masks import Masks
 from service.attention.positions import alibi, alibi_slopes, decomposed_bias, grid_bias, relative_bias
-from service.attention.selection import selection
+from service.attention.relative_scores import CallTerms, RelativeTerms
+from service.attention.selection import of_heads, selection
 from service.attention.weights import torch_dtype
 from service.spec import LayerSpec
 
-BLOCK = 1 << 20  # most scores in one block of query rows: 4 MB in float32, which fits into caches
+MAX_BLOCK_SCORES = 1 << 20  # in one block of query rows: 4 MB in float32, which fits into caches
 DROPOUT_ROWS = 256  # rows between two saved states of the random generator (2.5 KB each)
+Keep = Callable[[slice], Tensor]  # rows -> the weights that dropout keeps
 PER_HEAD = frozenset({"output", "concatenated", "head_outputs"})  # outputs computed from the heads' outputs
 LayerBias = Callable[[Tensor, Masks, slice, slice, Sequence[int] | None], Tensor]  # query, masks, rows, keys, heads -> [b|1, h, rows, keys]
 
@@ -45,8 +48,11 @@ class Eager:
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.weights, self.layer_dtype = spec, weights, torch_dtype(spec.dtype)
         self.dtype = torch.float64 if self.layer_dtype == torch.float64 else torch.float32
-        self.is_fusible = type(self) is Eager and not spec.sinks  # whether torch's fused kernels compute such weights
+        self._normalise: Callable[..., Tensor] = softmax
         self._slopes = torch.tensor(alibi_slopes(spec.num_heads) if spec.alibi else [], dtype=self.dtype, device=device)
+        relative = spec.relative_scores
+        self._relative = None if relative is None else RelativeTerms(spec, relative, weights, self.dtype)
+        self.is_fusible = type(self) is Eager and not (spec.sinks or relative)  # whether torch's fused kernels compute such weights
         biases = ((spec.alibi, self._alibi), (spec.relative_bias, self._relative_bias), (spec.grid_bias, self._grid_bias))
         self.biases: list[LayerBias] = [bias for on, bias in biases if on]
         self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores
@@ -86,14 +92,15 @@ class Eager:
         """
         batch, heads, num_queries, _ = query.shape
         sinks, keep = self._sinks(call.heads), _dropout(call, self.spec.num_heads)
+        terms = None if self._relative is None else self._relative.of_call(call.masks, key, call.heads)
         for rows in row_blocks(batch * heads * key.shape[2], num_queries) if blocks is None else blocks:
             visible = call.masks.visible(rows)
-            scores = self._scores(call, query[:, :, rows], key, rows, visible)
+            scores = self._scores(call, query[:, :, rows], key, rows, visible, terms)
             shift = self._alibi_shift(call.masks, rows, call.heads)
             masked = None if fully_masked is None else fully_masked[:, :, rows]
-            yield RowBlock(rows, visible, scores, shift, partial(_weights, call, scores, shift, sinks, masked, keep, rows))
+            yield RowBlock(rows, visible, scores, shift, partial(self._weights, call, scores, shift, sinks, masked, keep, rows))
 
-    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None) -> Tensor:
+    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, terms: CallTerms | None) -> Tensor:
         """Scores [b, h, rows, k] of the query rows, without `_alibi_shift`.
 
         Query heads that share a key head are computed as additional rows of one product, so keys are not copied.
@@ -103,11 +110,20 @@ class Eager:
         q = query.to(self.dtype).reshape(batch * kv_heads, heads // kv_heads * num_rows, head_dim)
         k = key.to(self.dtype).flatten(0, 1)
         scores = torch.baddbmm(self._zero, q, k.transpose(1, 2), beta=0, alpha=call.scale).view(batch, heads, num_rows, num_keys)
+        if terms is not None:
+            scores.add_(terms(query, rows), alpha=call.scale)
         if call.softcap:
             scores = torch.tanh(scores / call.softcap) * call.softcap
         if (bias := self.bias(query, call.masks, rows, slice(0, num_keys), call.heads)) is not None:
             scores = scores + bias
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+
+    def _weights(
+        self, call: Call, scores: Tensor, shift: Tensor | None, sinks: Tensor | None, masked: Tensor | None, keep: Keep | None, rows: slice
+    ) -> Tensor:
+        fill = 1 / max(1, scores.shape[-1]) if call.fully_masked == "uniform" else 0
+        weights = self._normalise(scores, sinks, masked, shift, fill)
+        return weights if keep is None or call.dropout is None else weights * keep(rows).to(weights.device) / (1 - call.dropout[0])
 
     def bias(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None = None) -> Tensor | None:
         """The sum of the call's bias and those of the layer, for query [b, h, rows, d]: [b|1, h|1, rows|1, keys|1]; None if there are none.
@@ -121,24 +137,24 @@ class Eager:
         return total
 
     def _alibi(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None) -> Tensor:
-        return alibi(_of_heads(self._slopes, heads), masks.clamped_positions(rows), keys)
+        return alibi(of_heads(self._slopes, heads), masks.clamped_positions(rows), keys)
 
     def _relative_bias(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None) -> Tensor:
         assert self.spec.relative_bias is not None
-        table = _of_heads(self.weights["relative_bias"].T, heads).T
+        table = of_heads(self.weights["relative_bias"].T, heads).T
         return relative_bias(table, self.spec.relative_bias, masks.positions[:, rows], keys)
 
     def _grid_bias(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None) -> Tensor:
         grid, positions = self.spec.grid_bias, masks.positions[:, rows]
         assert grid is not None
         if grid.kind == "table":
-            return grid_bias(_of_heads(self.weights["grid_bias"].T, heads).T, grid, positions, keys)
+            return grid_bias(of_heads(self.weights["grid_bias"].T, heads).T, grid, positions, keys)
         of_rows, of_columns = (self.weights[name].to(self.dtype) for name in ("grid_rows", "grid_columns"))
         return decomposed_bias(query.to(self.dtype), of_rows, of_columns, grid, positions, keys)
 
     def _sinks(self, heads: Sequence[int] | None) -> Tensor | None:
         """The sinks' scores [heads, 1]; None if the layer has none."""
-        return _of_heads(self.weights["sinks"].to(self.dtype), heads)[:, None] if self.spec.sinks else None
+        return of_heads(self.weights["sinks"].to(self.dtype), heads)[:, None] if self.spec.sinks else None
 
     def _alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
         """ALiBi of the key nearest to each query, float64 [b|1, heads, rows]; None if all are 0.
@@ -149,7 +165,7 @@ class Eager:
         if not self.spec.alibi:
             return None
         distance = (masks.positions[:, rows] - masks.clamped_positions(rows)).abs()
-        return -_of_heads(self._slopes, heads).double()[:, None] * distance[:, None] if distance.any() else None
+        return -of_heads(self._slopes, heads).double()[:, None] * distance[:, None] if distance.any() else None
 
 
 def softmax(
@@ -227,9 +243,6 @@ class DropoutStream:
         return torch.from_numpy(kept)
 
 
-Keep = Callable[[slice], Tensor]  # rows -> the weights that dropout keeps
-
-
 def _dropout(call: Call, num_heads: int) -> Keep | None:
     """Dropout for the call's selected heads and queries; None without dropout."""
     if call.dropout is None:
@@ -239,21 +252,9 @@ def _dropout(call: Call, num_heads: int) -> Keep | None:
     return lambda rows: stream.keep(heads, queries[rows])
 
 
-def _weights(
-    call: Call, scores: Tensor, shift: Tensor | None, sinks: Tensor | None, fully_masked: Tensor | None, keep: Keep | None, rows: slice
-) -> Tensor:
-    fill = 1 / max(1, scores.shape[-1]) if call.fully_masked == "uniform" else 0
-    weights = softmax(scores, sinks, fully_masked, shift, fill)
-    return weights if keep is None or call.dropout is None else weights * keep(rows).to(weights.device) / (1 - call.dropout[0])
-
-
-def _of_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
-    return per_head if heads is None else per_head[list(heads)]
-
-
 def rows_per_block(scores_per_row: int) -> int:
     """Number of query rows in a block."""
-    return max(1, BLOCK // max(1, scores_per_row))
+    return max(1, MAX_BLOCK_SCORES // max(1, scores_per_row))
 
 
 def row_blocks(scores_per_row: int, rows: int) -> Iterator[slice]:

@@ -3,7 +3,7 @@
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
     Y = Attention(Q, K, V) ∘ gate(X)                                      (layers with an output gate; Qiu et al. 2025, equation 5)
 
-`_forward` chooses the implementation: `short`, in C, for few rows without masks; `sdpa`, torch's fused kernels, if neither weights nor
+`forward` chooses the implementation: `short`, in C, for few rows without masks; `sdpa`, torch's fused kernels, if neither weights nor
 scores are requested; `eager` for everything else.
 `nn.MultiheadAttention` is not used: some of its code paths ignore masks, and its results for fully masked rows depend on flags.
 """
@@ -46,16 +46,16 @@ class MultiHeadAttention:
         """The weights by canonical name."""
         return self.projections.weights
 
-    @torch.inference_mode()
     def forward(self, call: Call) -> Result:
         """Compute the outputs named in `call.outputs`, in the layer's dtype; scores and weights of half-precision layers are float32."""
-        result = self._forward(call)
-        return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
+        if self.short is not None and self.short.suits(call) and (result := self.short(call)) is not None:
+            return result
+        with torch.inference_mode():
+            result = self._forward(call)
+            return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
 
     def _forward(self, call: Call) -> Result:
         set_precision(self.spec.matmul_precision)
-        if self.short is not None and self.short.suits(call) and (result := self.short(call)) is not None:
-            return result
         tensors, fully_masked = self._attend(call, *self.projections.project(call))
         if "output" in call.outputs:
             tensors["output"] = self.projections.project_back(tensors["concatenated"])

@@ -17,9 +17,9 @@ from service.attention.masks import Masks
 def sdpa(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor | None:
     """Head outputs [b, h, q, value_head_dim]; None if torch's kernels cannot compute the call exactly.
 
-    They support softmax alone, without sinks, softcap or seeded dropout. They mask by adding -inf to scores, so a NaN or overflow in a
-    masked key reaches the outputs; masked outputs that are not finite are therefore rejected. A row whose scores all overflow to -inf they
-    take for a fully masked one and return zeros; outputs with zeros are therefore rejected if scores may have overflowed.
+    They support softmax alone, without sinks, relative_scores, softcap or seeded dropout. They mask by adding -inf to scores, so a NaN or
+    overflow in a masked key reaches the outputs; masked outputs that are not finite are therefore rejected. A row whose scores all overflow
+    to -inf they take for a fully masked one and return zeros; outputs with zeros are therefore rejected if scores may have overflowed.
     """
     uniform = fully_masked is not None and call.fully_masked == "uniform"
     if not eager.is_fusible or call.softcap or call.dropout or call.reproducible or uniform or 0 in call.query.shape or 0 in call.key.shape:

@@ -1,5 +1,6 @@
 """Selects the attention weights to return: some heads and queries, the mean over heads, or the largest of each row."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,11 @@ def select_heads_and_queries(
         query, fully_masked = query.index_select(2, rows_at), None if fully_masked is None else fully_masked.index_select(2, rows_at)
     masks = call.masks.narrowed(call.heads, call.queries)
     return replace(call, masks=masks, heads=heads, queries=queries), query, key, fully_masked
+
+
+def of_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
+    """The selected heads of a tensor [h, …]; None: all."""
+    return per_head if heads is None else per_head[list(heads)]
 
 
 def select_weights(weights: Tensor, call: Call) -> Tensor:

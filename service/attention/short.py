@@ -5,6 +5,7 @@ The extension is optional: without it, torch computes these calls like all other
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,8 +43,8 @@ class Short:
         heads = spec.num_heads
         widths = {spec.d_model, spec.key_dim, spec.value_dim, spec.output_dim, heads * spec.head_dim, heads * spec.value_head_dim}
         is_plain = spec.projections and len(widths) == 1 and spec.d_model <= MAX_WIDTH and spec.num_kv_heads == heads
-        positions = spec.alibi, spec.relative_bias, spec.grid_bias, spec.rope, spec.query_scale
-        more = any((*positions, spec.qk_norm, spec.sinks, spec.output_gate, spec.latent, spec.differential))
+        positions = spec.alibi, spec.relative_bias, spec.relative_scores, spec.grid_bias, spec.rope, spec.query_scale
+        more = any((*positions, spec.qk_norm, spec.sinks, spec.output_gate, spec.latent, spec.differential, spec.normalizer != "softmax"))
         return bool(extension and is_plain and not more and spec.dtype == "float32" and device.type == "cpu")
 
     def suits(self, call: Call) -> bool:
@@ -61,11 +62,11 @@ class Short:
     def __call__(self, call: Call) -> Result | None:
         """Compute a call that suits. None if a number overflowed: it depends on the implementation which ones do, so torch decides."""
         (items, queries, _), keys = call.query.shape, call.key.shape[1]
-        output, weights = torch.empty(call.query.shape), torch.empty(items, self._num_heads, queries, keys)
         query, key, value = (tensor.contiguous().numpy() for tensor in (call.query, call.key, call.value))
-        if not extension.attend(self._layer, items, queries, keys, call.scale, query, key, value, output.numpy(), weights.numpy()):
+        output, weights = np.empty(query.shape, np.float32), np.empty((items, self._num_heads, queries, keys), np.float32)
+        if not extension.attend(self._layer, items, queries, keys, call.scale, query, key, value, output, weights):
             return None
-        tensors = {"output": output} if "output" in call.outputs else {}
+        tensors = {"output": torch.from_numpy(output)} if "output" in call.outputs else {}
         if "attention_weights" in call.outputs:
-            tensors |= selection(select_weights(weights, call), call)
+            tensors |= selection(select_weights(torch.from_numpy(weights), call), call)
         return Result(tensors)

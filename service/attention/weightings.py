@@ -1,6 +1,6 @@
-"""Attention weights that are not one softmax of the scores: differential attention."""
+"""Attention weights that are not one softmax of the scores: differential attention, scalable softmax and sigmoid."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -8,12 +8,66 @@ from torch import Tensor
 
 from service.attention.call import Call
 from service.attention.eager import Eager, RowBlock
+from service.attention.masks import Masks, real_keys
+from service.attention.relative_scores import CallTerms
 from service.spec import LAMBDAS, LayerSpec
 
 
 def eager_for(spec: LayerSpec) -> type[Eager]:
     """The class that computes the layer's weights."""
-    return DifferentialAttention if spec.differential else Eager
+    return DifferentialAttention if spec.differential else NORMALIZERS[spec.normalizer]
+
+
+class ScalableSoftmax(Eager):
+    """Softmax of the scores times ln n, for a row that may attend to n keys (Nakanishi 2025, equation 3, with s in the scale)."""
+
+    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, terms: CallTerms | None) -> Tensor:
+        scores = super()._scores(call, query, key, rows, None, terms) * self._log_count(call.masks, visible)
+        return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+
+    def _alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
+        shift = super()._alibi_shift(masks, rows, heads)
+        return None if shift is None else shift * self._log_count(masks, masks.visible(rows))[..., 0]
+
+    def _log_count(self, masks: Masks, visible: Tensor | None) -> Tensor:
+        """ln n of each row, [b|1, h|1, rows|1, 1]; 0 for fully masked rows."""
+        if visible is None:
+            count = torch.full((1, 1, 1, 1), masks.num_keys, device=masks.positions.device)
+        else:
+            count = visible.expand(*visible.shape[:-1], masks.num_keys).sum(-1, keepdim=True)
+        return count.clamp(min=1).to(self.dtype).log()
+
+
+class Sigmoid(Eager):
+    """The sigmoid of each score less ln n, for n keys in the query's sequence (Ramapuram et al. 2024, equation 3)."""
+
+    def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        super().__init__(spec, weights, device)
+        self._normalise = sigmoid
+
+    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, terms: CallTerms | None) -> Tensor:
+        scores = super()._scores(call, query, key, rows, None, terms)
+        if (shift := super()._alibi_shift(call.masks, rows, call.heads)) is not None:
+            scores = scores + shift[..., None].to(self.dtype)
+        scores = scores - self._log_count(call.masks, rows, query.shape[0])
+        return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+
+    def _alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> None:
+        """None: the shift is in the scores, since a sigmoid depends on it."""
+
+    def _log_count(self, masks: Masks, rows: slice, batch: int) -> Tensor:
+        """ln of the number of keys that are neither padding nor of other segments, [b, 1, rows|1, 1]; 0 without such keys."""
+        keys = real_keys(masks, batch)[:, None]
+        if (queries := masks.query_segments) is not None and masks.key_segments is not None:
+            queries = queries[:, rows] if queries.shape[1] > 1 else queries
+            keys = keys & (queries[:, :, None] == masks.key_segments[:, None])
+        return keys.sum(-1).clamp(min=1).to(self.dtype).log()[:, None, :, None]
+
+
+def sigmoid(scores: Tensor, sinks: Tensor | None, fully_masked: Tensor | None, shift: Tensor | None, fill: float) -> Tensor:
+    """The sigmoid of scores [b, h, rows, k]; 0 for -inf, and `fill` in fully masked rows, bool [b, h, rows]. Such layers have no sinks."""
+    weights = torch.sigmoid(scores)
+    return weights if fully_masked is None else weights.masked_fill(fully_masked[..., None], fill)
 
 
 class DifferentialAttention(Eager):
@@ -52,3 +106,6 @@ class DifferentialAttention(Eager):
 
     def _difference(self, one: RowBlock, other: RowBlock) -> Tensor:
         return one.attention_weights() - self._lambda * other.attention_weights()
+
+
+NORMALIZERS: dict[str, type[Eager]] = {"softmax": Eager, "scalable_softmax": ScalableSoftmax, "sigmoid": Sigmoid}

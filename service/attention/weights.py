@@ -16,7 +16,7 @@ from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
 
 Weights = dict[str, Array]
-DRAWN_MATRICES = (*PROJECTIONS, "gate", "query_down", "key_value_down", "rope_key")  # in the order in which they are drawn
+DRAWN_MATRICES = (*PROJECTIONS, "gate", "query_down", "key_value_down", "rope_key", "position_key", "position_query")  # in this order
 DRAWN = {f"{name}.weight" for name in DRAWN_MATRICES}
 
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from service.checkpoints.config import MAX_SHOWN, Config
 from service.checkpoints.detection import Match, complete, find_matches, normalised
-from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of
-from service.checkpoints.families.traits import VALUE_FACTOR
+from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of, place_of
+from service.checkpoints.families.traits import FACTORS, GROUPS
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
 from service.checkpoints.reader import read_match
-from service.checkpoints.refusals import field_pointer, listed
+from service.checkpoints.refusals import field_pointer, listed, shape_of, weight_pointer
 from service.errors import InvalidRequest
 from service.tensors import Array
 
@@ -40,12 +40,13 @@ class ModelLayer:
     number: int
     attention: Attention
     fields: Fields  # of LayerSpec
-    value_factor: float = 1.0  # to be multiplied into the projection of values
+    path: str  # the end of the layer's name in the checkpoint
+    factors: Mapping[str, float]  # projection -> factor, to be multiplied into its weights
+    groups: Mapping[str, int]  # projection -> groups of its convolution of width 1
 
     def find(self, names: Iterable[str]) -> Match:
         """The layer's tensors. Raises InvalidRequest if there are none, or several layers of that name."""
-        path = self.attention.path.format(n=self.number)
-        names, layout = list(names), MODEL_LAYOUTS[self.attention.layout]
+        path, names, layout = self.path, list(names), MODEL_LAYOUTS[self.attention.layout]
         layout = replace(layout, ignored={**layout.ignored, **dict.fromkeys(self.attention.ignored)})
         at = [match for match in find_matches(names, [layout]) if f".{match.stem}".endswith(f".{path}")]
         if len({match.stem for match in at}) > 1:
@@ -123,14 +124,15 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
     assert part is not None
     config, attention = _for_layer(parts[part][0], layer), parts[part][1]
     model_type = str(config.get("model_type"))
-    if config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
+    if not attention.stages and config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
     try:
         spec = fields_of(attention, config, layer)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of another type than transformers writes
         raise InvalidRequest.where(config.at, f"values as {model_type} has them", str(error)[:MAX_SHOWN]) from error
     config.require_all_read(attention.irrelevant)
-    return ModelLayer(model_type, part, layer, attention, spec, spec.pop(VALUE_FACTOR, 1.0))
+    path = attention.path.format(**place_of(attention, config, layer))
+    return ModelLayer(model_type, part, layer, attention, spec, path, spec.pop(FACTORS, {}), spec.pop(GROUPS, {}))
 
 
 def _for_layer(config: Config, layer: int) -> Config:
@@ -154,10 +156,29 @@ def read_model_layer(
             raise InvalidRequest.where(
                 field_pointer(name), f"{json.dumps(described.fields[name])}, as the config has it", json.dumps(value)
             )
-    known, weights = read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, full_spec=True)
-    if (factor := described.value_factor) != 1:
-        weights = weights | {name: _scaled(weights[name], factor) for name in ("value.weight", "value.bias") if name in weights}
-    return known, weights
+    match = described.find(tensors)
+    for projection, groups in described.groups.items():
+        name = match.names[f"{projection}.weight"]
+        tensors = {**tensors, name: _dense(name, tensors[name], groups)}
+    known, weights = read_match(match, tensors, {**(spec or {}), **described.fields}, full_spec=True)
+    scaled = {
+        name: _scaled(weights[name], factor)
+        for projection, factor in described.factors.items()
+        for name in (f"{projection}.weight", f"{projection}.bias")
+        if name in weights and factor != 1
+    }
+    return known, weights | scaled
+
+
+def _dense(name: str, array: Array, groups: int) -> Array:
+    """The matrix [n, n] of a convolution [n, n / groups, 1] of width 1, whose groups are blocks on its diagonal. Raises InvalidRequest."""
+    n = len(array) if array.ndim else 0
+    if n % groups or array.shape != (n, n // groups, 1):
+        raise InvalidRequest.where(weight_pointer(name), f"shape [n, n / {groups}, 1], for {groups} groups", shape_of(array))
+    matrix = np.zeros((groups, n // groups, groups, n // groups), array.dtype)
+    for i, block in enumerate(array.reshape(groups, n // groups, n // groups)):
+        matrix[i, :, i] = block
+    return matrix.reshape(n, n)
 
 
 def _scaled(array: Array, factor: float) -> Array:

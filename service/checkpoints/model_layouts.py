@@ -21,8 +21,9 @@ SPELLINGS = {
     "query": "q_proj query self.query q attn.q q_lin Wq self.q_proj attention.query q_proj.linear query_proj",
     "key": "k_proj key self.key k attn.k k_lin Wk self.k_proj attention.key k_proj.linear key_proj",
     "value": "v_proj value self.value v attn.v v_lin Wv self.v_proj attention.value v_proj.linear value_proj",
-    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv att_proj gqkv_proj",
-    "output": "o_proj out_proj dense output.dense o attn.o out_lin Wo wo c_proj proj projection o_proj.linear attn_out projection_layer",
+    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv att_proj gqkv_proj attention.qkv",
+    "output": "o_proj out_proj dense output.dense o attn.o out_lin Wo wo c_proj proj projection o_proj.linear attn_out projection_layer "
+    "post_attention.conv1d",
     "query_norm": "q_norm query_layernorm q_layernorm query_norm",
     "key_norm": "k_norm key_layernorm k_layernorm key_norm",
     "gate": "gate_proj g_proj",
@@ -50,7 +51,7 @@ def _names(*parts: str) -> dict[str, str]:
     names = {f"{spelling}.{kind}": f"{part}.{kind}" for part in parts for spelling in SPELLINGS[part].split() for kind in KINDS}
     packed = {f"in_proj_{kind}": f"qkv.{kind}" for kind in KINDS} if "qkv" in parts else {}
     packed |= {"attention.q_bias": "query.bias", "attention.v_bias": "value.bias"} if "query" in parts else {}  # VideoMAE
-    return names | packed | dict.fromkeys(SINKS, "sinks") | GRIDS
+    return names | packed | dict.fromkeys(SINKS, "sinks") | {"gate_bias": "gate.bias"} | GRIDS
 
 
 def _norms(tensors: LayerTensors, one_plus: bool = False) -> Weights:
@@ -69,6 +70,8 @@ def _norms(tensors: LayerTensors, one_plus: bool = False) -> Weights:
 def _extras(tensors: LayerTensors) -> Weights:
     found = {part: tensors.get(part, "n") for part in (*ALL_BIASES, "gate.bias", "sinks") if tensors.has(part)}
     found |= {"gate.weight": tensors.get("gate.weight", "out", "in")} if tensors.has("gate.weight") else {}
+    if "gate.bias" in found and "gate.weight" in found and len(found["gate.bias"]) == tensors.given["num_heads"]:
+        found["gate.bias"] = np.repeat(found["gate.bias"], len(found["gate.weight"]) // tensors.given["num_heads"])  # one for each head
     found |= {part: tensors.get(part, "places", "n") for part in GRIDS.values() if tensors.has(part)}
     return found | ({"relative_bias": tensors.get("relative_bias", "buckets", "heads")} if tensors.has("relative_bias") else {})
 
@@ -223,10 +226,10 @@ def codegen_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
     return query, key, value
 
 
-def _layout(name: str, convert: Callable[[LayerTensors], Converted], *parts: str) -> Layout:
-    """Biases, norms, gates and sinks may be missing: the config says whether there are any."""
-    names = _names(*parts, "output", "query_norm", "key_norm", "gate")
-    needed = {f"{part}.weight" for part in (*parts, "output")}
+def _layout(name: str, convert: Callable[[LayerTensors], Converted], *parts: str, more: dict[str, str] | None = None) -> Layout:
+    """Biases, norms, gates, tables and sinks may be missing: the config says whether there are any. `more`: other names and parts."""
+    names = _names(*parts, "output", "query_norm", "key_norm", "gate") | (more or {})
+    needed = {f"{part}.weight" for part in (*parts, "output")} | set((more or {}).values())
     return Layout(name, names, convert, optional=tuple((part,) for part in {*names.values()} - needed), ignored=IGNORED)
 
 
@@ -235,11 +238,7 @@ MODEL_LAYOUTS: dict[str, Layout] = {
     for layout in (
         _layout("separate", separate, "query", "key", "value"),
         _layout("separate, norms less 1", one_plus, "query", "key", "value"),
-        replace(
-            _layout("cosine", cosine, "query", "key", "value"),
-            names=_names("query", "key", "value", "output") | COSINE,
-            optional=tuple((bias,) for bias in ALL_BIASES),
-        ),
+        _layout("cosine", cosine, "query", "key", "value", more=COSINE),
         _layout("gated queries, norms less 1", gated_queries, "query", "key", "value"),
         _layout("stacked", packed(stacked_rows), "qkv"),
         _layout("gated stack", packed(gated_stack_rows, gated=True), "qkv"),

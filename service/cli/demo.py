@@ -52,7 +52,7 @@ class Vectors(StrEnum):
 
 
 Text = Annotated[str, typer.Option("--sentence", metavar="TEXT", help="The sentence.")]
-Kind = Annotated[
+Source = Annotated[
     Vectors, typer.Option("--vectors", help="hash: from hashes of the words; minilm: all-MiniLM-L6-v2; auto: minilm if installed.")
 ]
 Layer = Annotated[int | None, typer.Option("--layer", min=0, help="Attention layer of all-MiniLM-L6-v2; default 0.", show_default=False)]
@@ -62,7 +62,9 @@ Save = Annotated[
 ]
 
 
-def demo(sentence: Text = SENTENCE, vectors: Kind = Vectors.AUTO, layer: Layer = None, save: Save = None, as_json: AsJson = False) -> None:
+def demo(
+    sentence: Text = SENTENCE, vectors: Source = Vectors.AUTO, layer: Layer = None, save: Save = None, as_json: AsJson = False
+) -> None:
     """Start a server, send it a sentence, show what each head links, and stop it."""
     embedded, note = read_sentence(sentence, vectors, layer)
     try:

@@ -40,7 +40,7 @@ class Attend:
         self._app = create_app(_behind_proxy(settings))
         self._service = self._app.state.service
         if shards is not None:
-            self._service.engine.shards = RayShards(shards, settings.shards)
+            self._service.engine.use_shards(RayShards(shards, settings.shards))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return _Pickled(self._app)

@@ -52,11 +52,8 @@ class ByteBudget:
 
     def _wait(self, missing: float) -> int:
         """Whole seconds until `missing` bytes are released at the recent rate; at most MAX_RETRY_AFTER."""
-        rate = self._released * self._fading() / RATE_TIME_CONSTANT
+        rate = self._released * math.exp((self._at - self.clock()) / RATE_TIME_CONSTANT) / RATE_TIME_CONSTANT
         return math.ceil(min(missing / rate, MAX_RETRY_AFTER)) if rate else MAX_RETRY_AFTER
-
-    def _fading(self) -> float:
-        return math.exp((self._at - self.clock()) / RATE_TIME_CONSTANT)
 
     def change(self, caller: str, used: int, counted: int) -> None:
         """Add to the bytes of a caller; negative numbers release them."""
@@ -65,8 +62,8 @@ class ByteBudget:
             return
         self._counted += counted
         if counted < 0:
-            self._released = self._released * self._fading() - counted
-            self._at = self.clock()
+            now = self.clock()
+            self._released, self._at = self._released * math.exp((self._at - now) / RATE_TIME_CONSTANT) - counted, now
         taken = self._callers.get(caller, 0) + counted
         if taken:
             self._callers[caller] = taken

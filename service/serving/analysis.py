@@ -13,9 +13,9 @@ from service.attention.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOpe
 from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
-from service.serving.casting import cast, numpy_of
-from service.serving.cost import Cost, ServingLimits, reply_sizes, require_admitted
+from service.serving.cost import Admission, Cost, reply_sizes
 from service.serving.cost import predict as predict_call
+from service.serving.device import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
@@ -25,25 +25,27 @@ from service.wire.problems import validate
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, TOKEN_METRICS, AnalysisRequest
 
-PER_HEAD_FIELDS = ("alibi", "relative_bias", "grid_bias", "sinks", "output_gate")  # with parameters per head, unknown for a single head
+PER_HEAD_FIELDS = ("alibi", "relative_bias", "relative_scores", "grid_bias", "sinks", "output_gate")  # with parameters of each head
 VALUE_METRICS = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
 SORTING_METRICS = {"keys_for_mass"}
 OUTPUT_METRICS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
 BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
-def bind_analysis(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
-    """The bound call of a request for metrics. `shards` is ignored, since metrics need all keys of a row at once.
-
-    Raises InvalidRequest, or TooLarge for a cost beyond the limits.
-    """
+def bind_analysis(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
+    """The bound call of a request for metrics. Raises InvalidRequest, or TooLarge for a cost beyond the limits."""
     request = validate(AnalysisRequest, decoded.members)
     binding.check_against_layer(request, layer.spec)
     check_metrics(request, layer.spec)
     cost = predict(request, layer.spec)
-    require_admitted(cost, limits)
+    admission.require(request, layer.spec, cost)
     call = binding.bind(request, layer.spec)
-    return BoundCall(request, layer, call, cost, operation=operation_of(request, layer.spec, call))
+    log_fields = {
+        **binding.shape_fields(request, call),
+        "outputs": request.wanted(bool(layer.spec.positional)),
+        "operations": cost.operations,
+    }
+    return BoundCall(request, layer, call, cost, log_fields, operation=operation_of(request, layer.spec, call))
 
 
 def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:

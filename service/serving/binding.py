@@ -14,9 +14,9 @@ import torch
 from service.attention.call import Call
 from service.attention.masks import PADDING, Masks, last_keys
 from service.attention.packed import PackedAttention
-from service.errors import InvalidRequest, TooLarge
-from service.serving.casting import cast
-from service.serving.cost import ServingLimits, predict, refusals
+from service.errors import InvalidRequest
+from service.serving.cost import Admission, predict
+from service.serving.device import cast
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.validation_cache import cache_key
@@ -29,28 +29,33 @@ from service.wire.schemas.attend import AttendRequest
 BEYOND = "positions below {}, beyond which this model rotates by other frequencies, {}"
 
 
-def bind_attend(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+def bind_attend(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
     """The bound call of a request to POST /attend. The validation result of an earlier request with the same cache key is reused.
 
-    Raises InvalidRequest, or TooLarge for a cost beyond the limits, even when divided among `shards`.
+    Raises InvalidRequest, or TooLarge for a cost beyond the limits.
     """
     members = decoded.members
     key = cache_key(members)
     if key is not None and (cached := layer.validated.get(key)) is not None:
         query, keys, values = sequences(members["query"], members.get("key"), members.get("value"), layer.spec)
-        return BoundCall(cached.request, layer, Call(query, keys, values, **cached.options), cached.cost, cached.in_parts)
+        call = Call(query, keys, values, **cached.options)
+        return BoundCall(cached.request, layer, call, cached.cost, cached.log_fields, cached.in_parts)
     request = validate(AttendRequest, members)
     check_against_layer(request, layer.spec)
     cost = predict(request, layer.spec)
-    problems, in_parts = refusals(request, cost, limits, shards if layer.spec.splits_over_keys else 0)
-    if problems:
-        raise TooLarge(problems=problems)
+    in_parts = admission.require(request, layer.spec, cost)
     call = bind(request, layer.spec)
+    log_fields = {**shape_fields(request, call), "outputs": request.outputs, "operations": cost.operations}
     if request.query_lengths is not None:
-        return BoundCall(request, layer, call, cost, operation=_packed(request, layer.spec))
+        return BoundCall(request, layer, call, cost, log_fields, operation=_packed(request, layer.spec))
     if key is not None:
-        layer.validated.keep(key, request, call, cost, in_parts)
-    return BoundCall(request, layer, call, cost, in_parts)
+        layer.validated.keep(key, request, call, cost, in_parts, log_fields)
+    return BoundCall(request, layer, call, cost, log_fields, in_parts)
+
+
+def shape_fields(request: AttendRequest, call: Call) -> dict[str, Any]:
+    """The fields of the log line that every call has: its layer, and the lengths of its sequences."""
+    return {"layer": request.layer, "query": request.query.shape, "keys": call.masks.num_keys}
 
 
 def _packed(request: AttendRequest, spec: LayerSpec) -> PackedAttention:

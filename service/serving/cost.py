@@ -19,6 +19,7 @@ from service.wire.schemas.attend import AttendRequest
 
 TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
 MAX_REPLY_MESSAGE = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
+MAX_BLOCK_ROWS = 1 << 11  # most rows of a block of `attention/relative_scores.py`, roughly
 OPERATIONS_PER_SEQUENCE = 1 << 16  # that take as long as the overhead of a sequence among several in one query
 ADDED = ("operations", "scores", "memory_bytes", "reply_bytes", "pairs", "tensor_bytes")  # fields of Cost that are sums over sequences
 MAX_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
@@ -126,7 +127,8 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     outputs = {name: shape if inputs.batch is not None else shape[1:] for name, shape in shapes.items()}
     query_width, key_width = h * spec.head_dim, spec.num_kv_heads * spec.head_dim
     value_width, joined_width = spec.num_kv_heads * spec.value_head_dim, spec.concatenated_dim
-    weights = {name: math.prod(shape) for name, shape in spec.weight_shapes().items() if name.endswith(".weight") and "norm" not in name}
+    matrices = ((name, shape) for name, shape in spec.weight_shapes().items() if name.endswith(".weight") and "norm" not in name)
+    weights = {name: math.prod(shape) for name, shape in matrices if not name.startswith("position_")}
     of_keys = sum(weights.get(f"{name}.weight", 0) for name in ("key", "value", "key_value_down", "rope_key"))
     projections = q * (sum(weights.values()) - of_keys) + k * of_keys
     if spec.grid_bias is not None and spec.grid_bias.kind == "decomposed":  # each query times the vectors of all rows and columns
@@ -134,7 +136,8 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     # softmax, dropout and sorting take time per score, beyond the matrix products
     softmaxes = 2 if spec.differential else 1
     per_score = pairs * (10 * softmaxes + 20 * inputs.dropout + 20 * bool(inputs.top_k))
-    products = 2 * (projections + q * k * (query_width + joined_width))
+    relative_products, relative_elements = _relative_cost(spec, b, q, k)
+    products = 2 * (projections + q * k * (query_width + joined_width) + relative_products)
     operations = b * (products + per_score) * (3 if inputs.gradients else 1)
     selected = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
     rows = selected * ("attention_weights" in inputs.outputs) + h * q * ("scores" in inputs.outputs) + 3 * h * q * inputs.gradients
@@ -145,10 +148,25 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
         per_query, per_key = per_query + 2 * (latent.query_rank or 0), per_key + 2 * latent.key_value_rank + latent.rope_key_dim
     sequences = b * (q * per_query + k * per_key)
     elements = sum(math.prod(shape) for shape in outputs.values())
-    memory = (sequences + elements) * size + max(4, size) * (2 * scores + softmaxes * min(b * pairs, 1 << 21))
+    memory = (sequences + elements) * size + max(4, size) * (2 * scores + softmaxes * min(b * pairs, 1 << 21) + relative_elements)
     datatypes = {name: wire_datatype(name, inputs.datatype, spec) for name in outputs}
     reply, tensors = reply_sizes(inputs.form, inputs.decimals, outputs, datatypes)
     return Cost(outputs, operations, scores, memory, reply, b, pairs, tensors)
+
+
+def _relative_cost(spec: LayerSpec, b: int, q: int, k: int) -> tuple[int, int]:
+    """Multiplications per batch item, and elements in memory, of the terms of `relative_scores`; 0 for other layers.
+
+    There is a position vector for each of q + k distances. A block of rows is multiplied by those of its keys and rows. Keys are multiplied
+    by the vectors of the buckets that these distances have.
+    """
+    if (relative := spec.relative_scores) is None:
+        return 0, 0
+    width, distances, of_block = spec.num_heads * spec.head_dim, q + k, q * (k + min(q, MAX_BLOCK_ROWS))
+    buckets = min(2 * relative.columns, distances) if relative.position_to_content else 0
+    embedded = 0 if relative.columns else distances * spec.d_model
+    elements = b * (distances * width + 4 * embedded + spec.num_heads * buckets * k) + min(2 * b * spec.num_heads * of_block, 1 << 22)
+    return width * (embedded + of_block + buckets * k), elements
 
 
 def exceeded_limits(cost: Cost, limits: ServingLimits) -> list[Problem]:
@@ -164,18 +182,30 @@ def exceeded_limits(cost: Cost, limits: ServingLimits) -> list[Problem]:
     return [Problem(at, expected.format(limit), str(value)) for value, limit, at, expected in table if value > limit]
 
 
-def refusals(request: AttendRequest, cost: Cost, limits: ServingLimits, shards: int) -> tuple[list[Problem], bool]:
-    """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
+class Admission(NamedTuple):
+    """Decides which calls a process admits: those within `limits`, and those whose parts are, if `shards` processes compute one each."""
 
-    One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Calls with dropout or gradients
-    depend on all keys at once and are never cut, nor are several sequences in one query. For a layer whose spec has no
-    `splits_over_keys`, `shards` is 0.
-    """
-    problems = exceeded_limits(cost, limits)
-    is_whole = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
-    if not problems or shards < 2 or is_whole:
-        return problems, False
-    return (problems, False) if exceeded_limits(cost_of_part(cost, shards), limits) else ([], True)
+    limits: ServingLimits
+    shards: int = 0
+
+    def refusals(self, request: AttendRequest, spec: LayerSpec, cost: Cost) -> tuple[list[Problem], bool]:
+        """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
+
+        One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Metrics, and calls with
+        dropout or gradients, depend on all keys at once; such calls are never cut, nor are several sequences in one query.
+        """
+        problems = exceeded_limits(cost, self.limits)
+        is_whole = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
+        if not problems or self.shards < 2 or is_whole or type(request) is not AttendRequest or not spec.splits_over_keys:
+            return problems, False
+        return (problems, False) if exceeded_limits(cost_of_part(cost, self.shards), self.limits) else ([], True)
+
+    def require(self, request: AttendRequest, spec: LayerSpec, cost: Cost) -> bool:
+        """Whether the call is admitted only in parts. Raises TooLarge if it is not admitted."""
+        problems, in_parts = self.refusals(request, spec, cost)
+        if problems:
+            raise TooLarge(problems=problems)
+        return in_parts
 
 
 def cost_of_part(cost: Cost, shards: int) -> Cost:
@@ -189,12 +219,6 @@ def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
     inputs = CostInputs(1, 1, 1, ("output", "attention_weights"), None, None, False, None, False, False, "nested", None, None)
     batches = range(2, min(limits.max_batch_items, MAX_BATCH) + 1)
     return bisect_left(batches, True, key=lambda b: bool(exceeded_limits(_predict(inputs._replace(batch=b), spec), limits))) + 1
-
-
-def require_admitted(cost: Cost, limits: ServingLimits) -> None:
-    """Raises TooLarge if a call of this cost is not admitted."""
-    if problems := exceeded_limits(cost, limits):
-        raise TooLarge(problems=problems)
 
 
 def output_shapes(spec: LayerSpec, b: int, q: int, k: int) -> dict[str, tuple[int, ...]]:

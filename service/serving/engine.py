@@ -11,17 +11,17 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from service.attention.call import Result
-from service.errors import TooLarge
+from service.errors import RequestError, TooLarge
 from service.serving.analysis import bind_analysis
 from service.serving.binding import bind_attend
 from service.serving.codec_pool import CodecPool
-from service.serving.cost import ServingLimits
+from service.serving.cost import Admission, ServingLimits
 from service.serving.executor import Outcome
 from service.serving.figures import FigureRenderer, bind_figure, draw_figure, media_type_of
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.metrics import Metrics, Phases
 from service.serving.replies import build_reply, plan_of, refuse_fully_masked
-from service.serving.requests import BoundCall, CallerState, EncodedReply, RawRequest
+from service.serving.requests import BoundCall, EncodedReply, RawRequest
 from service.serving.scheduler import Scheduler
 from service.serving.shards import Shards, compute_in_shards
 from service.serving.statistics import LayerStatistics
@@ -43,7 +43,7 @@ class CallKind(NamedTuple):
     """What an endpoint computes: the model of its body, and the function that binds a decoded body to its layer."""
 
     document: type[AttendRequest]
-    bind: Callable[[Decoded, LoadedLayer, ServingLimits, int], BoundCall]
+    bind: Callable[[Decoded, LoadedLayer, Admission], BoundCall]
 
 
 ATTEND = CallKind(AttendRequest, bind_attend)  # POST /attend, and infer of the Open Inference Protocol
@@ -64,10 +64,14 @@ class Engine:
         limits: ServingLimits,
     ) -> None:
         self.registry, self.scheduler, self.metrics, self.statistics = registry, scheduler, metrics, statistics
-        self.wire_limits, self.limits, self.clock = wire_limits, limits, scheduler.clock
+        self.wire_limits, self.admission, self.clock = wire_limits, Admission(limits), scheduler.clock
         self.codecs = CodecPool(min(2, usable_cores()))  # more would contend for the interpreter's lock
         self.renderer = FigureRenderer(self.clock)
-        self.shards: Shards | None = None  # other processes, which compute parts of the calls that are too large for this one
+        self.shards: Shards | None = None
+
+    def use_shards(self, shards: Shards) -> None:
+        """Let other processes compute parts of the calls that are too large for this one."""
+        self.shards, self.admission = shards, Admission(self.admission.limits, shards.count)
 
     async def answer(self, raw: RawRequest, kind: CallKind) -> EncodedReply:
         """Decode, bind, compute and encode one call. Raises AttendError, whose paths point into the body that was sent."""
@@ -76,30 +80,38 @@ class Engine:
             decoded, bound = self.decode_and_bind(raw, kind)
         else:
             decoded, bound = await self.run(raw, size, self.decode_and_bind, raw, kind)
-        bound_at = self.clock()
-        caller_state = CallerState(_earliest(raw.deadline, decoded.timeout, started), raw.gone)
+        bound_at, cost = self.clock(), bound.cost
+        if decoded.timeout is not None:
+            raw.limit_seconds(decoded.timeout, started)
         try:
             if raw.lease is not None and bound.figure is None:
-                raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes)
-            outcome = await self.submit(bound, caller_state, raw.caller)
+                raw.lease.add(cost.reply_bytes if raw.reply_codec.writes_text else cost.tensor_bytes)
+            outcome = await self.submit(bound, raw)
             computed_at = self.clock()
-            encoded = await self.encode(bound, outcome.result, decoded, raw, caller_state)
+            if bound.figure is not None:
+                encoded = await self.draw(bound, outcome.result, decoded, raw)
+            elif cost.reply_bytes <= INLINE_BYTES:
+                encoded = _encode(bound, outcome.result, decoded, raw)
+            else:
+                encoded = await self.run(raw, cost.reply_bytes, _encode, bound, outcome.result, decoded, raw)
         except BaseException:  # including CancelledError when the caller disconnects
             self.statistics.failed(bound.layer.name, self.clock() - started)
             raise
         phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - computed_at)
         self.metrics.computed(phases)
-        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, bound.cost.operations)
-        return EncodedReply(encoded.headers, encoded.pieces, phases, _log_fields(bound, outcome))
+        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, cost.operations)
+        log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
+        return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
 
     def decode_and_bind(self, raw: RawRequest, kind: CallKind) -> tuple[Decoded, BoundCall]:
         """Decode the body, find its layer and bind the call."""
         decoded = self.decode(raw, kind.document)
-        with decoded.error_paths:
-            layer = self.find(decoded.members, kind.document)
-            bound = kind.bind(decoded, layer, self.limits, self.num_shards)
+        try:
+            bound = kind.bind(decoded, self.find(decoded.members, kind.document), self.admission)
             if raw.reply_codec.largest_reply is not None:
                 _require_small_reply(bound, *raw.reply_codec.largest_reply)
+        except RequestError as error:
+            raise decoded.error_paths.translated(error) from None
         return decoded, bound
 
     def decode(self, raw: RawRequest, document: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
@@ -118,25 +130,24 @@ class Engine:
         layer = self.registry.get(name) if isinstance(name, str) else None
         return self.registry.find(validate(document, members).layer) if layer is None else layer
 
-    def submit(self, bound: BoundCall, caller_state: CallerState, caller: str) -> Coroutine[Any, Any, Outcome]:
+    def submit(self, bound: BoundCall, raw: RawRequest) -> Coroutine[Any, Any, Outcome]:
         """Compute a bound call on this process's device, or in parts on the shards."""
         if self.shards is not None and bound.in_parts:
-            return compute_in_shards(self.shards, bound, caller_state.deadline, self.clock, self.codecs)
-        return self.scheduler.submit(bound.layer, bound.call, bound.cost, *caller_state, caller, bound.operation)
+            return compute_in_shards(self.shards, bound, raw.deadline, self.clock, self.codecs)
+        return self.scheduler.submit(bound.layer, bound.call, bound.cost, raw.deadline, raw.gone, raw.caller, bound.operation)
 
-    async def encode(self, bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest, caller_state: CallerState) -> Encoded:
-        """The reply's headers and bytes."""
-        if bound.figure is not None:
-            with decoded.error_paths:
-                refuse_fully_masked(bound, result)
-                picture = await self.renderer.draw(partial(draw_figure, bound, result), caller_state)
-            headers = ((b"content-type", media_type_of(bound.figure).encode()),)
-            encoded = Encoded(headers, [picture])
-            coding = raw.reply_coding if bound.figure.format != "png" else ""  # PNG is compressed already
-            return await self.run(raw, len(picture), _compressed, encoded, coding) if coding else encoded
-        if bound.cost.reply_bytes <= INLINE_BYTES:
-            return _build_and_encode(bound, result, decoded, raw)
-        return await self.run(raw, bound.cost.reply_bytes, _build_and_encode, bound, result, decoded, raw, caller_state=caller_state)
+    async def draw(self, bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
+        """The reply with the picture of the result."""
+        assert bound.figure is not None
+        try:
+            refuse_fully_masked(bound, result)
+            picture = await self.renderer.draw(partial(draw_figure, bound, result), raw)
+        except RequestError as error:
+            raise decoded.error_paths.translated(error) from None
+        encoded = Encoded(((b"content-type", media_type_of(bound.figure).encode()),), [picture])
+        if not raw.reply_coding or bound.figure.format == "png":  # PNG is compressed already
+            return encoded
+        return await self.run(raw, len(picture), _compressed, encoded, raw.reply_coding)
 
     async def plan(self, raw: RawRequest) -> Plan:
         """POST /attend/plan: the reply's shapes and the cost of a request, without computing it."""
@@ -146,35 +157,24 @@ class Engine:
         decoded = self.decode(raw, AnalysisRequest, shapes_alone=True)
         document = AnalysisRequest if "metrics" in decoded.members else AttendRequest
         layer = self.find(decoded.members, document)
-        return plan_of(validate(document, decoded.members), layer, self.limits, self.num_shards)
+        return plan_of(validate(document, decoded.members), layer, self.admission)
 
-    @property
-    def num_shards(self) -> int:
-        return 0 if self.shards is None else self.shards.count
-
-    async def run(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any, caller_state: CallerState | None = None) -> T:
+    async def run(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads or writes `size` bytes in a thread of the codec pool, and return its result.
 
         Raises CallerGone or DeadlinePassed, without running it, if the caller has disconnected or its deadline has passed when a thread is
         free.
         """
-        return await self.codecs.run(partial(self.check_and_run, caller_state or raw.caller_state, function, *args), size, raw.caller)
+        return await self.codecs.run(partial(self.check_and_run, raw, function, *args), size, raw.caller)
 
-    def check_and_run(self, caller_state: CallerState, function: Callable[..., T], *args: Any) -> T:
+    def check_and_run(self, raw: RawRequest, function: Callable[..., T], *args: Any) -> T:
         """Run the function. Raises CallerGone or DeadlinePassed instead if its result is no longer needed."""
-        caller_state.check(self.clock())
+        raw.check_caller(self.clock())
         return function(*args)
 
     def close(self) -> None:
         self.renderer.close()
         self.codecs.close()
-
-
-def _earliest(deadline: float | None, timeout: float | None, now: float) -> float | None:
-    """The earlier of `deadline` and `now + timeout`; None if both are None."""
-    if timeout is None:
-        return deadline
-    return now + timeout if deadline is None else min(deadline, now + timeout)
 
 
 def _require_small_reply(bound: BoundCall, setting: str, largest: int) -> None:
@@ -183,24 +183,15 @@ def _require_small_reply(bound: BoundCall, setting: str, largest: int) -> None:
         raise TooLarge.where("", f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP", str(size))
 
 
-def _build_and_encode(bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
+def _encode(bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
     """The reply's headers and bytes. Raises InvalidRequest for fully masked rows or non-finite numbers if the request asks for an error."""
-    with decoded.error_paths:
+    try:
         encoded = raw.reply_codec.encode(build_reply(bound, result), bound.request.reply, decoded.reply_format)
+    except RequestError as error:
+        raise decoded.error_paths.translated(error) from None
     return _compressed(encoded, raw.reply_coding) if raw.reply_coding else encoded
 
 
 def _compressed(encoded: Encoded, coding: str) -> Encoded:
     """The reply, compressed with this Content-Encoding."""
     return Encoded((*encoded.headers, (b"content-encoding", coding.encode())), pack(encoded.pieces, coding))
-
-
-def _log_fields(bound: BoundCall, outcome: Outcome) -> dict[str, Any]:
-    """The fields of a call's log line."""
-    request, layer = bound.request, bound.layer
-    fields: dict[str, Any] = {"layer": layer.name, "query": request.query.shape, "keys": bound.call.masks.num_keys}
-    if bound.figure is not None:
-        return {**fields, "figure": bound.figure.kind, "format": bound.figure.format}
-    fields["outputs"] = request.wanted(bool(layer.spec.positional)) if isinstance(request, AnalysisRequest) else request.outputs
-    fields["operations"], fields["batch"] = bound.cost.operations, outcome.batch
-    return fields

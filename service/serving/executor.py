@@ -59,11 +59,14 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
         failed, results = error_of_batch(error), None
     if results is not None:
         seconds = clock() - started
-        execution = Execution(sum(entry.call.query.shape[0] for entry in batch), sum(entry.cost.operations for entry in batch))
-        outcomes = (
-            Outcome(result, started - entry.arrived, seconds, len(batch), execution) for entry, result in zip(batch, results, strict=True)
-        )
-        return list(zip(batch, outcomes, strict=True))
+        execution = Execution(0)
+        for entry in batch:
+            execution.items += entry.call.query.shape[0]
+            execution.operations += entry.cost.operations
+        return [
+            (entry, Outcome(result, started - entry.arrived, seconds, len(batch), execution))
+            for entry, result in zip(batch, results, strict=True)
+        ]
     if isinstance(failed, OutOfMemory) and len(batch) > 1:
         on_split()
         middle = len(batch) // 2
@@ -72,26 +75,29 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
 
 
 def _results(batch: Sequence[Entry]) -> list[Result]:
-    """The result of every entry."""
+    """The result of every entry, with tensors on the CPU."""
+    first = batch[0]
+    if len(batch) == 1:
+        return [_run(first.layer, first.call, first.operation)]
     stacked = stack([entry.call for entry in batch])
-    result = _on_cpu(run(batch[0].layer, stacked, batch[0].operation))
-    return split(result, [entry.call.query.shape[0] for entry in batch])
+    return split(_run(first.layer, stacked, first.operation), [entry.call.query.shape[0] for entry in batch])
 
 
-def run(layer: LoadedLayer, call: Call, operation: Operation | None = None) -> Result:
+def _run(layer: LoadedLayer, call: Call, operation: Operation | None) -> Result:
     """Compute the call, or an operation on it, on the layer's device.
 
     A reproducible call is computed by one thread, so that its result does not depend on the server's number of threads.
     """
-    attention = layer.attention
-    call = call.to(attention.device)
-    forward = attention.forward if operation is None else partial(operation.to(attention.device), attention)
-    return one_core().submit(forward, call).result() if call.reproducible else forward(call)
+    attention, device = layer.attention, layer.attention.device
+    is_cpu = device.type == "cpu"
+    if not is_cpu:
+        call, operation = call.to(device), operation and operation.to(device)
+    forward = attention.forward if operation is None else partial(operation, attention)
+    result = one_core().submit(forward, call).result() if call.reproducible else forward(call)
+    return result if is_cpu else _on_cpu(result)
 
 
 def _on_cpu(result: Result) -> Result:
-    if all(tensor.device.type == "cpu" for tensor in result.tensors.values()):
-        return result
     fully_masked = None if result.fully_masked is None else result.fully_masked.cpu()
     return Result({name: tensor.cpu() for name, tensor in result.tensors.items()}, fully_masked)
 

@@ -20,10 +20,10 @@ from typing import Literal
 from service.attention.call import Result
 from service.attention.figures import FigureSpec, Format, compose, draw, operation_for
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
-from service.serving.binding import bind, check_against_layer, refuse_packed
-from service.serving.cost import ServingLimits, predict, require_admitted
+from service.serving.binding import bind, check_against_layer, refuse_packed, shape_fields
+from service.serving.cost import Admission, predict
 from service.serving.layers.registry import LoadedLayer
-from service.serving.requests import BoundCall, CallerState
+from service.serving.requests import BoundCall, RawRequest
 from service.serving.threads import lower_priority
 from service.spec import LayerSpec
 from service.wire.codec import Decoded
@@ -40,7 +40,7 @@ MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets n
 MAX_WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
 
 
-def bind_figure(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, shards: int = 0) -> BoundCall:
+def bind_figure(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
     """The bound call of a request for a figure. `decoded.reply_format` is the accepted media type, "" if no picture type is accepted.
 
     Raises InvalidRequest, NotAcceptable, or TooLarge for a cost beyond the limits.
@@ -67,10 +67,11 @@ def bind_figure(decoded: Decoded, layer: LoadedLayer, limits: ServingLimits, sha
     request = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
     refuse_packed(request)
     cost = predict(request, layer.spec)
-    require_admitted(cost, limits)
+    admission.require(request, layer.spec, cost)
     operation = operation_for(spec)
     call = replace(bind(request, layer.spec), heads=spec.heads if operation else None)
-    return BoundCall(request, layer, call, cost, operation=operation, figure=spec)
+    log_fields = {**shape_fields(request, call), "figure": spec.kind, "format": spec.format}
+    return BoundCall(request, layer, call, cost, log_fields, operation=operation, figure=spec)
 
 
 def draw_figure(bound: BoundCall, result: Result, check: Check) -> bytes:
@@ -125,17 +126,19 @@ class FigureRenderer:
         self._waiting = 0
         self._seconds = 0.5  # moving average of the seconds per figure
 
-    async def draw(self, drawing: Drawing, caller_state: CallerState) -> bytes:
-        """Run `drawing` in the thread and return its bytes. Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
+    async def draw(self, drawing: Drawing, raw: RawRequest) -> bytes:
+        """Run `drawing` in the thread and return its bytes, the reply to `raw`.
+
+        Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
         if self._waiting >= MAX_WAITING:
             expected = f"at most {MAX_WAITING} pictures that wait to be drawn"
             raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", expected, str(self._waiting + 1))])
         deadline = self.clock() + MAX_SECONDS
-        if caller_state.deadline is not None:
-            deadline = min(deadline, caller_state.deadline)
+        if raw.deadline is not None:
+            deadline = min(deadline, raw.deadline)
         self._waiting += 1
         try:
-            drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, caller_state.gone)
+            drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
             return await asyncio.wait_for(drawn, max(0.0, deadline - self.clock()))
         except TimeoutError:
             raise _too_late() from None

@@ -30,7 +30,8 @@ class Probe:
 
         Raises TooLarge if even a call of one query and one key exceeds the limits.
         """
-        cost.require_admitted(cost.predict(_zeros(layer, 1), layer.spec), limits)
+        request = _zeros(layer, 1)
+        cost.Admission(limits).require(request, layer.spec, cost.predict(request, layer.spec))
         await self._submit_zeros(layer, 1)
 
     async def measure(self, layer: LoadedLayer) -> None:

@@ -7,7 +7,7 @@ from service.attention.call import Result
 from service.errors import InvalidRequest
 from service.serving import analysis, cost
 from service.serving.binding import check_against_layer
-from service.serving.casting import numpy_of
+from service.serving.device import numpy_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
@@ -48,15 +48,15 @@ def _parts(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
     return {part.partition(".")[2]: array for part, array in arrays.items() if part.startswith(f"{name}.")}
 
 
-def plan_of(request: AttendRequest, layer: LoadedLayer, limits: cost.ServingLimits, shards: int) -> Plan:
+def plan_of(request: AttendRequest, layer: LoadedLayer, admission: cost.Admission) -> Plan:
     """Shapes and cost of the reply, and the limits that the request exceeds. Raises InvalidRequest if it does not fit the layer."""
     check_against_layer(request, layer.spec)
     if isinstance(request, AnalysisRequest):
         analysis.check_metrics(request, layer.spec)
-        predicted, shards = analysis.predict(request, layer.spec), 0
+        predicted = analysis.predict(request, layer.spec)
     else:
         predicted = cost.predict(request, layer.spec)
-    problems, _ = cost.refusals(request, predicted, limits, shards if layer.spec.splits_over_keys else 0)
+    problems, _ = admission.refusals(request, layer.spec, predicted)
     outputs = {}
     for name, shape in predicted.outputs.items():
         datatype = _datatype(name, request, layer.spec)

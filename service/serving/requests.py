@@ -22,25 +22,11 @@ ESTIMATED_COMPRESSION_RATIO = 10  # estimated bytes of an unpacked body for each
 NO_PARAMETERS: Mapping[str, str] = {}
 
 
-class CallerState(NamedTuple):
-    """Whether a reply is still needed: the deadline on the engine's clock, and a function that returns whether the client disconnected."""
-
-    deadline: float | None
-    gone: Callable[[], bool]
-
-    def check(self, now: float) -> None:
-        """Raises CallerGone if the caller has disconnected, DeadlinePassed if `now` is past the deadline."""
-        if self.gone():
-            raise CallerGone
-        if self.deadline is not None and now > self.deadline:
-            raise DeadlinePassed(TOO_LATE)
-
-
 @dataclass(slots=True)
 class RawRequest:
-    """A request body as received, the codecs of body and reply, and the caller's deadline.
+    """A request body as received, the codecs of body and reply, and whether the caller still needs a reply.
 
-    Only `body` changes after construction: `take_body` empties it.
+    Two fields change after construction: `take_body` empties `body`, and `limit_seconds` may set an earlier `deadline`.
     """
 
     body: bytes
@@ -49,8 +35,8 @@ class RawRequest:
     reply_codec: Codec = CODECS[JSON]
     reply_coding: str = ""
     parameters: Mapping[str, str] = field(default_factory=lambda: NO_PARAMETERS)  # the codec's parameters, from headers and path
-    deadline: float | None = None
-    gone: Callable[[], bool] = lambda: False
+    deadline: float | None = None  # on the engine's clock
+    gone: Callable[[], bool] = lambda: False  # whether the client has disconnected
     caller: str = ""  # name of the API key, or address, of the sender
     lease: Lease | None = None  # counts the bytes of the body, and then of the reply
 
@@ -59,10 +45,16 @@ class RawRequest:
         """Bytes of the decompressed body; estimated for a compressed one."""
         return len(self.body) * (ESTIMATED_COMPRESSION_RATIO if self.coding else 1)
 
-    @property
-    def caller_state(self) -> CallerState:
-        """The caller's state with the deadline of the headers; the body may set an earlier one."""
-        return CallerState(self.deadline, self.gone)
+    def limit_seconds(self, seconds: float, now: float) -> None:
+        """End the request `seconds` after `now`, unless it ends earlier."""
+        self.deadline = now + seconds if self.deadline is None else min(self.deadline, now + seconds)
+
+    def check_caller(self, now: float) -> None:
+        """Raises CallerGone if the client has disconnected, DeadlinePassed if `now` is past the deadline."""
+        if self.gone():
+            raise CallerGone
+        if self.deadline is not None and now > self.deadline:
+            raise DeadlinePassed(TOO_LATE)
 
     def take_body(self) -> bytes:
         """Return the body and drop the reference to it, so that a large one does not stay in memory next to its decoded arrays."""
@@ -77,6 +69,7 @@ class BoundCall(NamedTuple):
     layer: LoadedLayer
     call: Call
     cost: Cost
+    log_fields: Mapping[str, Any]  # of the request's log line
     in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards
     operation: Operation | None = None  # runs in place of the layer's forward pass
     figure: FigureSpec | None = None  # the picture that the result becomes
@@ -88,4 +81,4 @@ class EncodedReply(NamedTuple):
     headers: Headers
     pieces: list[Buffer]
     phases: Phases
-    log_fields: dict[str, Any]
+    log_fields: Mapping[str, Any]

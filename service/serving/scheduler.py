@@ -136,13 +136,13 @@ class Scheduler:
 
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
         """
-        entry = Entry(layer, call, cost, self.clock(), deadline, gone, Flow(caller, size_class(cost.operations)), operation)
+        entry = Entry(layer, call, cost, self.clock(), deadline, gone, operation=operation)
         # an operation is many small steps, and a reproducible call may wait for the one thread that computes such calls
         is_light = cost.operations <= LIGHT_OPERATIONS and operation is None and not call.reproducible
         try:
             if not (self._inline and is_light):
+                entry.flow = Flow(caller, size_class(cost.operations))
                 return await self._enqueue(entry)
-            await asyncio.sleep(0)  # other requests are decoded first: equal steps in a row find their code in the processor's caches
             return self._compute_inline(entry)
         finally:
             del entry  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
@@ -267,15 +267,15 @@ class Scheduler:
         """Learn speed and health of the device from computed calls. While it is busy, they come from the event loop and do not show that
         the device works.
         """
-        if self._running is None and any(isinstance(outcome, Outcome) for _, outcome in settled):
-            self.finished_at = self.clock()
-            self._finished.set()
         measured = None
         for entry, outcome in settled:
             self.out_of_memory = self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else 0
             if isinstance(outcome, Outcome) and outcome.execution is not measured:
                 measured = outcome.execution
                 self._throughput.observe(entry.flow.size, measured.operations, outcome.compute)
+        if measured is not None and self._running is None:
+            self.finished_at = self.clock()
+            self._finished.set()
 
     def _remove(self, entries: Sequence[Entry], served: Sequence[Entry] = ()) -> None:
         """Remove entries from the queue, and charge those in `served` to their flows."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import gc
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,30 +13,25 @@ import torch
 from service.serving.admission import ByteBudget
 from service.serving.batching import limits_on
 from service.serving.cost import ServingLimits
-from service.serving.decoding import read_document, read_layer, read_object
 from service.serving.device import find_device, memory_in_use, one_core
 from service.serving.engine import Engine
-from service.serving.layers.files import CheckpointQuery, write_layer_file
-from service.serving.layers.loader import AddedLayer, LayerLoader
+from service.serving.layers.loader import LayerLoader
 from service.serving.layers.registry import LayerRegistry
 from service.serving.layers.store import LayerStore
-from service.serving.lifecycle import ShutdownGate
 from service.serving.metrics import Metrics
 from service.serving.probe import Probe
-from service.serving.requests import RawRequest
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.statistics import LayerStatistics
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
-from service.wire.reply import Buffer
-from service.wire.schemas.attend import Document
 
-D = TypeVar("D", bound=Document)
+T = TypeVar("T")
+Close = Callable[[], Coroutine[Any, Any, Any]]
 log = structlog.get_logger("attend")
 
 
 class Service:
-    """Turns request bytes into reply bytes, in one process. Has no layers until `start` or `begin` has loaded them."""
+    """The parts that answer requests in one process, and its state. Has no layers until `start` or `begin` has loaded them."""
 
     def __init__(
         self, scheduler: Scheduler, metrics: Metrics, wire_limits: WireLimits, limits: ServingLimits, store: LayerStore | None
@@ -131,28 +126,6 @@ class Service:
         """A context manager that raises TimeoutError at `deadline`, a time of the service's clock."""
         return asyncio.timeout(deadline - self.clock())
 
-    async def join(self, pieces: list[bytes]) -> bytes:
-        """Concatenate the pieces of a body in another thread, so that copying does not block the event loop."""
-        return await self.engine.codecs.run(lambda: b"".join(pieces), 0, "")
-
-    async def put_layer(self, name: str, raw: RawRequest, source: CheckpointQuery | None = None) -> AddedLayer:
-        """PUT /layers/{name}: load the layer. Returns once calls to it are answered."""
-        read = partial(self.engine.check_and_run, raw.caller_state, read_layer, raw, source or CheckpointQuery(), self.wire_limits)
-        return await self.loader.put(name, read, raw.deadline)
-
-    async def export_layer(self, name: str) -> list[Buffer]:
-        """GET /layers/{name}/weights: the layer as safetensors, in the form that PUT accepts."""
-        layer = self.registry.find(name)
-        return await self.engine.codecs.run(lambda: write_layer_file(layer), 0, "")
-
-    async def read(self, raw: RawRequest, model: type[D]) -> D:
-        """Decode the body and validate it as `model`. Raises RequestError."""
-        return await self.engine.run(raw, raw.size, read_document, raw, model, self.wire_limits)
-
-    async def read_object(self, raw: RawRequest, largest: int) -> dict[str, Any]:
-        """The body as a JSON object of at most `largest` bytes after decompression; {} if it is empty. Raises RequestError."""
-        return await self.engine.run(raw, raw.size, read_object, raw, largest)
-
     def close(self) -> None:
         for waiting in (self._starting, self._sampling, self._recovering):
             if waiting is not None:
@@ -162,6 +135,56 @@ class Service:
         self.scheduler.close()
         self.statistics.close()
         self.engine.close()
+
+
+class ShutdownGate:
+    """Makes other servers (gRPC) close at the same time as the HTTP server, not after it. Open until `close`."""
+
+    def __init__(self) -> None:
+        self._closing = asyncio.Event()
+        self._servers: list[Close] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    @property
+    def open(self) -> bool:
+        return not self._closing.is_set()
+
+    def add(self, close: Close) -> None:
+        """Registers a server to be closed with this gate; its `close` returns when the calls that it had accepted are answered."""
+        self._servers.append(close)
+
+    def close(self) -> None:
+        """Close the gate and start to close the registered servers. Returns at once. Idempotent."""
+        if self.open:
+            self._closing.set()
+            self._tasks = [asyncio.get_running_loop().create_task(close()) for close in self._servers]
+
+    async def closed(self) -> None:
+        """Wait until the registered servers have closed."""
+        await asyncio.gather(*self._tasks)
+
+    async def closes_within(self, seconds: float) -> None:
+        """Wait until the gate closes, at most `seconds`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+
+    async def until_closed(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Yield the items until they end or the gate closes."""
+        closing = asyncio.create_task(self._closing.wait())
+        try:
+            while True:
+                item = asyncio.ensure_future(anext(items))
+                await asyncio.wait((item, closing), return_when=asyncio.FIRST_COMPLETED)
+                if not item.done():
+                    item.cancel()
+                    return
+                try:
+                    yield item.result()
+                except StopAsyncIteration:
+                    return
+        finally:
+            closing.cancel()
 
 
 def open_service(

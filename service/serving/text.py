@@ -6,6 +6,7 @@ If all-MiniLM-L6-v2 is installed, its layers are loaded on first use. A layer wi
 import asyncio
 
 from service.errors import InvalidRequest
+from service.serving.documents import read_document
 from service.serving.embeddings import ModelNotInstalled, Sentence, hash_words, read_minilm
 from service.serving.layers.files import ParsedLayer
 from service.serving.layers.registry import LoadedLayer
@@ -37,7 +38,7 @@ class TextEncoder:
 
     async def read(self, raw: RawRequest) -> Words:
         """POST /words. Raises LayerNotFound, or InvalidRequest for text without words or with too many."""
-        request = await self.service.read(raw, WordsRequest)
+        request = await read_document(self.service, raw, WordsRequest)
         try:
             if request.layer in (names := (await self.vocabulary()).layers):
                 number = names.index(request.layer)

@@ -29,6 +29,7 @@ class CachedValidation:
     options: dict[str, Any]
     cost: Cost
     in_parts: bool
+    log_fields: Mapping[str, Any]
 
 
 class ValidationCache:
@@ -38,17 +39,15 @@ class ValidationCache:
 
     def __init__(self) -> None:
         self._results: dict[Hashable, CachedValidation] = {}
+        self.get = self._results.get
         self._oldest: deque[Hashable] = deque()  # keys, oldest first
 
-    def get(self, key: Hashable) -> CachedValidation | None:
-        return self._results.get(key)
-
-    def keep(self, key: Hashable, request: AttendRequest, call: Call, cost: Cost, in_parts: bool) -> None:
+    def keep(self, key: Hashable, request: AttendRequest, call: Call, cost: Cost, in_parts: bool, log_fields: Mapping[str, Any]) -> None:
         """Store a validated request without its numbers."""
         arrays = {name: array for name in SEQUENCE_FIELDS if (array := getattr(request, name)) is not None}
         placeholders = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
         options = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in SEQUENCE_FIELDS}
-        result = CachedValidation(request.model_copy(update=placeholders), options, cost, in_parts)
+        result = CachedValidation(request.model_copy(update=placeholders), options, cost, in_parts, log_fields)
         if self._results.setdefault(key, result) is result:  # else another thread was first
             self._oldest.append(key)
             if len(self._oldest) > MAX_RESULTS:

@@ -1,17 +1,25 @@
-"""Reads the headers and body of an HTTP request into a `RawRequest`. Checks the declared size before it reads the body."""
+"""One HTTP request: the record of its headers, which also collects the fields of its log line, and its body, read into a `RawRequest`.
+
+The declared size is checked before the body is read.
+"""
 
 import math
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from ipaddress import IPv6Network
+from random import getrandbits
+from typing import Any
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, MalformedBody, TooLarge
 from service.serving.admission import Lease
+from service.serving.metrics import Phases
 from service.serving.requests import NO_PARAMETERS, RawRequest
 from service.serving.service import Service
-from service.web.record import Record
+from service.web.connections import Connection, connection_of
 from service.wire.codec import CODECS, Codec
 from service.wire.compression import coding_of_reply
 from service.wire.negotiation import SAFETENSORS, media_type_of_body, media_type_of_reply
@@ -19,6 +27,52 @@ from service.wire.negotiation import SAFETENSORS, media_type_of_body, media_type
 Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
 UNCHECKED_BYTES = 64 * 1024  # a body of at most this many bytes is checked against the memory budget only as it is read
 JOIN_IN_THREAD = 1 << 20  # a larger body, in bytes, is joined outside the event loop, which it would block for too long
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(slots=True)
+class Record:
+    """`web/middleware/access.py` creates it, and passes it to the endpoints that it calls itself. FastAPI's routes find it in their scope,
+    as `scope["attend"]`."""
+
+    request_id: str
+    headers: dict[bytes, bytes]  # names in lower case
+    repeated: Sequence[tuple[bytes, bytes]] = ()  # all headers in order, if one occurs twice; else empty
+    method: str = "GET"
+    path: str = "/"  # below the root path
+    address: str = ""  # the caller's, "" on a Unix socket
+    connection: Connection | None = None  # None under another ASGI server
+    status: int = 0
+    received: int = 0
+    body_complete: bool = False  # whether the body has been read to its end
+    sent: int = 0
+    reason: str = ""
+    detail: str = ""
+    key: str = ""  # the name of the caller's API key
+    lease: Lease | None = None  # the request's share of the memory budget, once it has one
+    phases: Phases | None = None
+    log_fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def header(self, name: bytes) -> str:
+        """The value of a header, "" if there is none."""
+        return self.headers[name].decode("latin-1") if name in self.headers else ""
+
+
+def record_of(scope: Scope) -> Record:
+    """The record of a new request, from its scope."""
+    pairs = scope["headers"]
+    headers = dict(pairs)
+    given = headers.get(b"x-request-id")
+    address = scope["client"][0] if scope.get("client") else ""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    repeated = pairs if len(headers) != len(pairs) else ()
+    identity = request_id(None if given is None else given.decode("latin-1"))
+    return Record(identity, headers, repeated, scope["method"], path, address, connection_of(scope))
+
+
+def request_id(given: str | None) -> str:
+    """The client's request id if it is valid, otherwise a new one."""
+    return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"
 
 
 async def read(record: Record, receive: Receive, service: Service, *, layer: bool = False, largest: int | None = None) -> RawRequest:
@@ -58,7 +112,12 @@ async def read_as(
         except TimeoutError:
             raise DeadlinePassed("the deadline (X-Request-Timeout or request_timeout) passed before the request's body arrived") from None
     record.received = sum(map(len, body))
-    joined = body[0] if len(body) == 1 else await service.join(body) if record.received > JOIN_IN_THREAD else b"".join(body)
+    if len(body) == 1:
+        joined = body[0]
+    elif record.received <= JOIN_IN_THREAD:
+        joined = b"".join(body)
+    else:
+        joined = await service.engine.codecs.run(partial(b"".join, body), 0, "")
     headers = record.headers
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""

@@ -7,7 +7,6 @@ sent as bytes). `CODECS` has the codecs of the service's own endpoints by media 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 from service.errors import Problem, RequestError
@@ -24,8 +23,7 @@ Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 
 class ErrorPaths:
-    """Translates JSON pointers into the members of a request to pointers into the body. As a context manager, it translates a RequestError
-    that leaves the block. This base class changes no pointers."""
+    """Translates JSON pointers into the members of a request to pointers into the body. This base class changes no pointers."""
 
     __slots__ = ()
 
@@ -33,12 +31,11 @@ class ErrorPaths:
         """The same problem, with a pointer into the body."""
         return problem
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, RequestError) and error.problems and type(self) is not ErrorPaths:
-            raise type(error)(problems=[self.translate(problem) for problem in error.problems]) from None
+    def translated(self, error: RequestError) -> RequestError:
+        """The same error, with pointers into the body."""
+        if not error.problems or type(self) is ErrorPaths:
+            return error
+        return type(error)(problems=[self.translate(problem) for problem in error.problems])
 
 
 SAME_PATHS = ErrorPaths()

@@ -12,9 +12,9 @@ from service.errors import InvalidRequest, Problem, pointer
 from service.wire.suggestions import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
-SHOWN = 60  # characters of a received value
-PROBLEMS = 16  # in one refusal
-HALF = "half of a surrogate pair"
+MAX_SHOWN = 60  # characters of a received value in a message
+MAX_PROBLEMS = 16  # of one refusal
+HALF_SURROGATE = "half of a surrogate pair"
 
 EXPECTED = {
     "missing": "a value",
@@ -51,7 +51,7 @@ def describe_value(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(str(value)) if isinstance(value, str) else str(value)
     text = '"' + text[1:-1] + '"' if isinstance(value, str) else text
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
 
 
 def is_unicode(text: str) -> bool:
@@ -72,7 +72,7 @@ def one_of(names: Iterable[str]) -> str:
 def unknown_field(at: str, name: str, model: type[BaseModel]) -> Problem:
     """The problem of a field that `model` does not have, with what to write instead, or the field that is most like it."""
     instead: Mapping[str, str] = getattr(model, "instead", {})
-    got = f"a field {describe_value(name[:SHOWN])}"
+    got = f"a field {describe_value(name[:MAX_SHOWN])}"
     if name in instead:
         return Problem(at, instead[name], got)
     return Problem(at, "no field of that name", got + did_you_mean(name, model.model_fields))
@@ -97,10 +97,10 @@ def _problem(error: Any, at: str, model: type[BaseModel]) -> Problem:
     place, kind, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
     value = error.get("input")
     got = describe_value(value)
-    if kind == "disagreement":
+    if kind == "field_error":
         return Problem(place + context["at"], context["expected"], context["got"])
     if kind == "string_unicode":
-        return Problem(place, EXPECTED[kind], HALF)
+        return Problem(place, EXPECTED[kind], HALF_SURROGATE)
     if kind in ("missing", "model_type", "model_attributes_type"):
         inner = _model_at(model, error["loc"])
         if kind == "missing":
@@ -125,5 +125,5 @@ def validate(model: type[Model], document: Any, at: str = "") -> Model:
     try:
         return model.model_validate(document)
     except ValidationError as refusal:
-        problems = [_problem(error, at, model) for error in refusal.errors(include_url=False)[:PROBLEMS]]
+        problems = [_problem(error, at, model) for error in refusal.errors(include_url=False)[:MAX_PROBLEMS]]
     raise InvalidRequest(problems=problems)

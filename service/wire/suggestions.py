@@ -41,7 +41,7 @@ OTHER_NAMES = {name: advice for advice, names in ADVICE.items() for name in name
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The words " (did you mean NAME?)" with the known name that is most like this one; "" if none is, or if this is no text."""
+    """A question after the most similar known name: " (did you mean NAME?)"; "" if none is similar, or if `name` is no string."""
     if not isinstance(name, str):
         return ""
     text = name[:64]

@@ -46,6 +46,14 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"latent": {"key_value_rank": 5, "rope_key_dim": 2}, "rope": {"dims": 2}, "value_dim": 17},
         {"query_offset": 4, "value": KEY[:, ::-1].copy()},
     ),
+    "transformer_xl": (
+        {"relative_scores": {"kind": "transformer_xl"}, "d_model": 28},
+        {"query": QUERY[..., :28].copy(), "query_offset": [2, 9, 13]},
+    ),
+    "disentangled": (
+        {"relative_scores": {"kind": "disentangled", "max_distance": 9, "buckets": 4, "position_to_content": True}, "num_kv_heads": 3},
+        {"query_offset": [2, 9, 13]},
+    ),
     "axes": ({"rope": {"axes": [0, 1], "dims": 4}}, {"query_offset": 4}),
     "gate": ({"output_gate": {"granularity": "headwise", "bias": True}}, {}),
     "sinks": ({"sinks": True}, {"causal": True, "query_offset": 13}),
@@ -118,7 +126,7 @@ def test_parts_of_any_call_to_any_layer_can_be_merged(client: Client, batched: b
     features = [
         feature
         for feature in FEATURES
-        if feature not in ("dropout", "fully_masked", "chunk_size", "query_scale", "differential", "grid_bias", "positions")
+        if feature not in ("dropout", "fully_masked", "chunk_size", "query_scale", "differential", "normalizer", "grid_bias", "positions")
     ]
     case = random_case(np.random.default_rng(seed), features=features, rate=0.4, dtype="float64", batched=batched)
     assume(case.spec.splits_over_keys)

@@ -1,4 +1,4 @@
-"""What deploy/ watches exists: every metric that a rule or a panel names is one that a server tells."""
+"""Every metric that a rule or a panel under deploy/ names exists."""
 
 import json
 import re
@@ -36,9 +36,8 @@ def matched(expression: str, label: str) -> set[str]:
     return {value for found in re.findall(rf'{label}=~?"([^"]*)"', expression) for value in found.split("|")}
 
 
-def test_the_rules_see_both_protocols() -> None:
-    """Every error whose fault is the server's is matched by AttendFaults, whichever protocol it is met over, and no other is; a full
-    queue by AttendOverloaded."""
+def test_the_rules_match_faults_of_both_protocols() -> None:
+    """AttendFaults matches exactly the errors that are faults of the server, over HTTP and gRPC; AttendOverloaded matches a full queue."""
     statuses, reasons = matched(alert("AttendFaults"), "status"), matched(alert("AttendFaults"), "reason")
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AttendError)]
     for kind in kinds:
@@ -52,8 +51,8 @@ def test_the_rules_see_both_protocols() -> None:
 
 
 @pytest.mark.parametrize("expressions", [rules(), panels()], ids=["rules", "panels"])
-def test_every_metric_that_is_watched_exists(http: httpx.Client, expressions: list[str]) -> None:
-    """Its labels too."""
+def test_rules_and_panels_name_existing_metrics(http: httpx.Client, expressions: list[str]) -> None:
+    """With their labels."""
     http.post("/attend", json={"query": [[0.5] * 64]})
     http.post("/attend", content=b"{")
     told: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""The sample configurations of gateways, as they stand but for ports and times, in front of a real server: HTTP kept alive, and gRPC."""
+"""The sample configurations of gateways in front of a real server, with other ports and shorter times: kept-alive HTTP, and gRPC."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ class Gateway:
         self.process = subprocess.Popen(command(folder, ports))
 
     def wait(self) -> None:
-        """Returns once it takes calls."""
+        """Returns once it accepts calls."""
         for port in (self.http, self.grpc):
             while True:
                 assert self.process.poll() is None, "the gateway has ended"
@@ -86,7 +86,7 @@ def gateway(request: pytest.FixtureRequest, start: Callable[..., Server], tmp_pa
 
 
 async def post(port: int, waves: list[float], callers: int) -> list[int]:
-    """The statuses of posts that all callers send at once, each on a connection of its own, and again after each of these pauses."""
+    """The statuses of posts that all callers send at once, each on its own connection, and again after each of these pauses."""
     body = json.dumps(QUERY).encode()
     request = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(callers)]
@@ -106,14 +106,14 @@ async def post(port: int, waves: list[float], callers: int) -> list[int]:
     return statuses
 
 
-def test_no_post_is_lost_at_the_edge_of_the_idle_time(gateway: Gateway) -> None:
+def test_no_post_is_lost_when_idle_connections_are_closed(gateway: Gateway) -> None:
     """Pauses about as long as gateway and server keep an idle connection."""
     pauses = [edge * IDLE + shift for edge in (1.0, 1.25) for shift in (-0.02, -0.005, 0.0, 0.005)]
     assert set(asyncio.run(post(gateway.http, [*pauses, 0.0], 40))) == {200}
 
 
-def test_a_gateway_passes_what_the_service_is_told(gateway: Gateway) -> None:
-    """Bodies that it may not refuse itself, refusals as they are, the caller's address, and gRPC."""
+def test_gateways_pass_large_bodies_refusals_addresses_and_grpc(gateway: Gateway) -> None:
+    """Bodies of any size that the service accepts, unchanged refusals, the caller's address, and gRPC."""
     elsewhere = httpx.HTTPTransport(local_address="127.0.0.2")
     with httpx.Client(base_url=f"http://127.0.0.1:{gateway.http}", timeout=60, transport=elsewhere) as client:
         large = json.dumps({"query": [[[0.25] * 64]] * 20_000, "outputs": ["log_sum_exp"]}).encode()  # 8 MB

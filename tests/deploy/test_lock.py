@@ -1,4 +1,4 @@
-"""deploy/requirements.txt locks what pyproject.toml asks for: remade by `.ci/lock` when that changes."""
+"""deploy/requirements.txt locks the requirements of pyproject.toml; `.ci/lock` generates it."""
 
 import re
 import tomllib
@@ -21,10 +21,10 @@ def test_each_requirement_is_locked_within_its_bounds(requirement):
     assert requirement.specifier.contains(LOCKED[canonicalize_name(requirement.name)])
 
 
-def test_every_file_is_known_by_its_hash():
+def test_every_requirement_has_hashes():
     packages = re.split(r"\n(?=\w)", LOCK.partition("\n")[2])
     assert len(packages) > 40 and all("--hash=sha256:" in package for package in packages)
 
 
-def test_torch_is_left_to_the_builder():
+def test_torch_is_not_locked():
     assert not {"torch", "triton"} & LOCKED.keys()

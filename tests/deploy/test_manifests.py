@@ -1,4 +1,4 @@
-"""The manifests under deploy/: core kinds against Kubernetes' own schemas, and what they say against what the server does."""
+"""The manifests under deploy/ follow Kubernetes' schemas and agree with the server."""
 
 import tomllib
 from pathlib import Path
@@ -21,23 +21,23 @@ def pods():
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_it_is_what_kubernetes_takes(name):
+def test_manifests_follow_the_schemas_of_kubernetes(name):
     kubernetes_validate.validate(DOCUMENTS[name], kubernetes_validate.latest_version(), strict=True)
 
 
-def test_that_check_can_fail():
+def test_the_schema_check_finds_an_error():
     wrong = {**DOCUMENTS["kubernetes/service.yaml"], "spec": {"ports": [{"port": "http"}]}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_everything_one_expects_is_there():
+def test_every_expected_kind_has_a_manifest():
     kinds = {"ConfigMap", "Deployment", "HorizontalPodAutoscaler", "NetworkPolicy", "PodDisruptionBudget", "Service"}
     assert {document["kind"] for document in DOCUMENTS.values()} == kinds | FOREIGN
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
-def test_a_pod_has_no_more_than_it_needs(kind):
+def test_pods_have_minimal_privileges(kind):
     pod = pods()[kind]
     container = pod["containers"][0]
     context = {**pod.get("securityContext", {}), **container["securityContext"]}
@@ -48,7 +48,7 @@ def test_a_pod_has_no_more_than_it_needs(kind):
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
-def test_its_environment_is_made_of_settings(kind, monkeypatch):
+def test_environment_variables_are_settings(kind, monkeypatch):
     for variable in pods()[kind]["containers"][0]["env"]:
         assert variable["name"].startswith(PREFIX)
         monkeypatch.setenv(variable["name"], variable["value"])
@@ -56,13 +56,13 @@ def test_its_environment_is_made_of_settings(kind, monkeypatch):
     assert settings.log_format == "json"
 
 
-def test_the_autoscaler_alone_says_how_many_replicas_there_are():
+def test_only_the_autoscaler_sets_the_number_of_replicas():
     assert DOCUMENTS["kubernetes/autoscaler.yaml"]["spec"]["scaleTargetRef"]["name"] == "attend"
     assert "replicas" not in DOCUMENTS["kubernetes/deployment.yaml"]["spec"], "each apply would reset what the autoscaler has chosen"
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
-def test_grpc_is_served_where_its_port_says(kind):
+def test_the_grpc_port_is_the_one_that_is_served(kind):
     container = pods()[kind]["containers"][0]
     environment = {variable["name"]: variable["value"] for variable in container["env"]}
     assert environment["ATTEND_GRPC_PORT"] == "8001"
@@ -78,13 +78,13 @@ def test_a_client_reaches_both_ports_through_service_and_policy():
     assert [port["port"] for port in scrapers["ports"]] == ["http"] and "namespaceSelector" in scrapers["from"][0]
 
 
-def test_the_grace_period_is_longer_than_leaving_takes():
+def test_the_grace_period_exceeds_the_time_of_a_shutdown():
     pod = pods()["Deployment"]
     drain = float(next(v["value"] for v in pod["containers"][0]["env"] if v["name"] == "ATTEND_DRAIN_SECONDS"))
     assert pod["terminationGracePeriodSeconds"] > drain + Settings.model_fields["shutdown_seconds"].default
 
 
-def test_the_settings_are_settings_of_layers(tmp_path):
+def test_the_config_map_has_valid_layers(tmp_path):
     text = DOCUMENTS["kubernetes/settings.yaml"]["data"]["attend.toml"]
     assert set(tomllib.loads(text)) <= set(Settings.model_fields)
     (tmp_path / "attend.toml").write_text(text)
@@ -92,20 +92,20 @@ def test_the_settings_are_settings_of_layers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
-def test_what_is_probed_is_served(kind, http):
+def test_probed_paths_are_served(kind, http):
     container = pods()[kind]["containers"][0]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         if probe in container:
             assert http.get(container[probe]["httpGet"]["path"]).status_code == 200, probe
 
 
-def test_the_autoscaler_and_the_monitor_read_metrics_that_are_there(http):
+def test_the_autoscaler_and_the_monitor_read_existing_metrics(http):
     scaled = DOCUMENTS["kubernetes/autoscaler.yaml"]["spec"]["metrics"][0]["pods"]["metric"]["name"]
     path = DOCUMENTS["kubernetes/monitor.yaml"]["spec"]["endpoints"][0]["path"]
     assert f"\n{scaled} " in http.get(path).text
 
 
-def test_everything_selects_the_same_pods():
+def test_all_manifests_select_the_same_pods():
     labels = DOCUMENTS["kubernetes/deployment.yaml"]["spec"]["template"]["metadata"]["labels"]
     for name, field in (("deployment", "selector"), ("disruption", "selector"), ("monitor", "selector"), ("network", "podSelector")):
         assert DOCUMENTS[f"kubernetes/{name}.yaml"]["spec"][field]["matchLabels"] == labels

@@ -1,4 +1,4 @@
-"""The application on a real Ray cluster of several nodes on this machine: the same answers, and nothing lost when parts of it leave."""
+"""The application on a real Ray cluster of several nodes on this machine: the same replies; no call is lost when processes or nodes end."""
 
 import asyncio
 import os
@@ -90,7 +90,7 @@ def same(got, expected):
         np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-6 * np.abs(expected[name]).max())
 
 
-def test_answers_errors_ids_and_metrics_are_those_of_one_process(client, embedded, url):
+def test_replies_errors_ids_and_metrics_equal_those_of_one_process(client, embedded, url):
     same(client.attend(SHORT, causal=True), embedded.attend(SHORT, causal=True))
     for ask in (lambda c: c.attend(SHORT[..., :5]), lambda c: c.layer("none"), lambda c: c.attend(SHORT, scale="x")):
         refused = []
@@ -110,7 +110,7 @@ def test_answers_errors_ids_and_metrics_are_those_of_one_process(client, embedde
 
 
 @pytest.mark.parametrize("name", LONG_CALLS)
-def test_a_call_too_large_for_one_process_is_answered_by_several(client, embedded, name):
+def test_a_call_too_large_for_one_process_is_computed_by_several(client, embedded, name):
     fields = {
         "outputs": ["output", "attention_weights", "log_sum_exp"],
         "select": {"queries": [700, 3], "heads": [5, 0]},
@@ -121,18 +121,18 @@ def test_a_call_too_large_for_one_process_is_answered_by_several(client, embedde
     same(client.attend(LONG, **fields), embedded.attend(LONG, **fields))
 
 
-def test_what_is_too_large_for_all_is_refused_as_everywhere(client):
+def test_a_call_too_large_for_all_processes_is_413(client):
     with pytest.raises(errors.TooLarge, match="max_memory_bytes"):
         client.attend(np.zeros((1, 9001, 64), np.float32), outputs=["output"])
 
 
 def under_load(client, embedded, happens):
-    """Calls of both sizes from four threads while `happens()`, and some after it: every one is answered, and right."""
+    """Sends calls of both sizes from four threads during `happens()` and after it; every reply is correct."""
     expected = {"short": embedded.attend(SHORT), "long": embedded.attend(LONG, outputs=["output"], causal=True)}
     over = threading.Event()
 
     def patiently(query, **fields):
-        """Ray's proxy may sit on a call that it gave to a replica in the moment of its death. Whoever has a timeout asks again."""
+        """Ray's proxy may never answer a call that it passed to a replica that ended then. So the call is repeated after a timeout."""
         try:
             return client.attend(query, **fields)
         except errors.TimedOut:
@@ -156,7 +156,7 @@ def under_load(client, embedded, happens):
         assert all(done.result() >= 3 for done in asking)
 
 
-def test_replicas_and_shards_that_are_killed_lose_nothing(client, embedded):
+def test_no_call_is_lost_when_replicas_and_shards_are_killed(client, embedded):
     def kill():
         for name in ("Attend", "Shard"):
             victim = replicas(name)[0]
@@ -165,7 +165,7 @@ def test_replicas_and_shards_that_are_killed_lose_nothing(client, embedded):
     under_load(client, embedded, kill)
 
 
-def test_a_node_that_leaves_is_survived(client, embedded, cluster):
+def test_no_call_is_lost_when_a_node_leaves(client, embedded, cluster):
     under_load(client, embedded, lambda: cluster.remove_node(cluster.leaver))
     assert client.ready()
 
@@ -182,7 +182,7 @@ class FailingHandle:
 
 
 def test_after_the_last_attempt_there_is_no_pause(monkeypatch):
-    """The caller hears of it at once."""
+    """The caller gets the error at once."""
     pauses = []
 
     async def sleep(seconds):

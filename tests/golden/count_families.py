@@ -2,9 +2,9 @@
 
 A family is a model type whose config has no sections: the others combine families, such as one for text and one for images, or are other
 names of a family.
-Run as `python count_families.py` where `generate_models.py` runs: it writes `tiny_families.txt`, from which `docs/list_checkpoints.py`
-makes its figures, with the reason of each refusal. A family is right if at least one kind of its layers is, and none is wrong; the others
-of its layers are refused.
+Run as `python count_families.py [NAME …]` where `generate_models.py` runs: it writes `tiny_families.txt`, or the lines of these names, with
+the reason of each refusal. `docs/list_checkpoints.py` makes its figures from it. A family is right if at least one kind
+of its layers is, and none is wrong; the others of its layers are refused.
 """
 
 import signal
@@ -79,7 +79,7 @@ def main():
         raise TimeoutError(f"{SECONDS} s")
 
     signal.signal(signal.SIGALRM, stop)
-    lines = []
+    lines = {line.split(": ")[1]: line for line in FILE.read_text().splitlines()} if sys.argv[1:] else {}
     for model_type in sys.argv[1:] or sorted(MODEL_MAPPING_NAMES):
         signal.alarm(SECONDS)
         try:
@@ -87,10 +87,9 @@ def main():
         except TimeoutError as error:
             kind, why = "not built", str(error)
         signal.alarm(0)
-        lines.append(f"{kind}: {model_type}: {why}" if kind == "refused" else f"{kind}: {model_type}")
+        lines[model_type] = f"{kind}: {model_type}: {why}" if kind == "refused" else f"{kind}: {model_type}"
         print(f"{kind}: {model_type}", why, flush=True)
-    if not sys.argv[1:]:
-        FILE.write_text("\n".join(sorted(lines, key=lambda line: (KINDS.index(line.partition(":")[0]), line))) + "\n")
+    FILE.write_text("\n".join(sorted(lines.values(), key=lambda line: (KINDS.index(line.partition(":")[0]), line))) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ def layers_of(config):
     return [(n, part) for part, (inner, attention) in parts_of(config).items() for n in range(number_of_layers(attention, inner))]
 
 
-def compare(config):
-    """(layer, part) -> ("refused", why) or ("right" | "wrong", (shapes, query, key, output))."""
-    model, verdicts, loaded, modules = TinyModel(config), {}, {}, {}
+def compare(config, in_memory=False):
+    """(layer, part) -> ("refused", why) or ("right" | "wrong", (shapes, query, key, output)). `in_memory`: see TinyModel."""
+    model, verdicts, loaded, modules = TinyModel(config, in_memory), {}, {}, {}
     for layer in layers_of(config):
         try:
             described = describe(config, *layer)

@@ -1,7 +1,8 @@
 """Changes each field of the configs of tiny models: what changes transformers' eager attention has to change ours too, or be refused.
 
-Run as `python perturb_models.py [NAME …]` where `generate_models.py` runs, for all families or those named. It prints every change after
-which a layer is wrong, and for each model how many changes led to what: right, refused, or not built by transformers itself.
+Run as `python perturb_models.py [--record] [NAME …]` where `generate_models.py` runs, for all models or those named. It prints every change
+after which a layer is wrong, and for each model how many changes led to what: right, refused, or not built by transformers itself. With
+`--record` it keeps that in `perturbed.txt`, which a test compares with the models there are.
 """
 
 import copy
@@ -9,10 +10,19 @@ import json
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 
-from generate_models import FOLDER, compare
+import numpy as np
+import torch
+from generate_models import FOLDER, compare, layers_of
+from tiny_models import TinyModel
+from transformers import CONFIG_MAPPING, AutoModel
 
+from service.checkpoints.model import describe
 from service.errors import InvalidRequest
+
+MOST_PARAMETERS = 1_000_000
+RECORD = Path(__file__).parent / "perturbed.txt"
 
 REMOVED = object()
 KEPT = re.compile(  # what the model is, and settings of training, generation and output
@@ -58,10 +68,40 @@ def changed(config, path, value):
     return config
 
 
-def verdict(config):
+def is_saved_as_it_is(config):
+    """Whether the model's file has the tensors of the model, so that changed models need not be saved."""
+    model, file = TinyModel(config, in_memory=True), TinyModel(config)
+    return all(name in model.tensors and np.array_equal(x, model.tensors[name]) for name, x in file.tensors.items())
+
+
+def is_small(config):
+    """Whether the model has few parameters; defaults of several sizes together can make a large one."""
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
+    except Exception:
+        return False
+    return sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
+
+
+def description(config):
+    """What the config alone says of every layer; None for those that it refuses."""
+    found = []
+    for layer in layers_of(config):
+        try:
+            described = describe(config, *layer)
+            found.append((layer, described.fields, described.factors, described.groups))
+        except InvalidRequest:
+            found.append(None)
+    return found
+
+
+def verdict(config, in_memory):
     """wrong if any layer is, right if some are and none is wrong, else refused or not built."""
     try:
-        found = {kind for kind, _ in compare(config).values()}
+        if not any(description(config)):
+            return "refused"
+        found = {kind for kind, _ in compare(config, in_memory).values()}
     except InvalidRequest:
         return "refused"
     except Exception:  # transformers has no such model
@@ -69,24 +109,62 @@ def verdict(config):
     return next((kind for kind in ("wrong", "right", "refused") if kind in found), "not built")
 
 
-def perturb(name):
-    """(number of changes by verdict, those that are wrong) for a model of `models`."""
-    config, counts, wrong = json.loads((FOLDER / f"{name}.json").read_text())["config"], Counter(), []
-    for path, value in places(config):
-        for other in alternatives(value):
-            kind = verdict(changed(config, path, other))
-            counts[kind] += 1
+class Perturbation:
+    """The changes of one model's config, and what became of each."""
+
+    def __init__(self, name):
+        self.config = json.loads((FOLDER / f"{name}.json").read_text())["config"]
+        self.in_memory, self.own = is_saved_as_it_is(self.config), description(self.config)
+        self.counts, self.wrong = Counter(), []
+        together = {}
+        for path, value in places(self.config):
+            for i, other in enumerate(alternatives(value)):
+                key = (i, len(path), other is REMOVED) if self.changes_nothing_of_ours(path, other) else (path, i)
+                together.setdefault(key, []).append((path, other))
+        for changes in together.values():
+            self.try_all(changes)
+
+    def changes_nothing_of_ours(self, path, value):
+        """Whether layers are described as before, so that such changes may be tried together."""
+        try:
+            return description(changed(self.config, path, value)) == self.own
+        except Exception:
+            return False
+
+    def try_all(self, changes):
+        """Tries changes at once; unless that is right, each half of them by itself."""
+        config = self.config
+        for path, value in changes:
+            config = changed(config, path, value)
+        kind = verdict(config, self.in_memory) if len(changes) == 1 or is_small(config) else "too large"
+        if kind == "right" or len(changes) == 1:
+            self.counts[kind] += len(changes)
             if kind == "wrong":
-                wrong.append(f"{'/'.join(path)}: {'removed' if other is REMOVED else other}")
-    return counts, wrong
+                ((path, value),) = changes
+                self.wrong.append(f"{'/'.join(path)}: {'removed' if value is REMOVED else value}")
+            return
+        middle = len(changes) // 2
+        self.try_all(changes[:middle])
+        self.try_all(changes[middle:])
+
+
+def record(name, counts):
+    """Replaces the line of this model in the record; drops those of models that are no more."""
+    lines = dict(line.split(": ") for line in RECORD.read_text().splitlines()) if RECORD.exists() else {}
+    lines[name] = ", ".join(f"{kind} {counts[kind]}" for kind in ("right", "refused", "not built", "wrong") if counts[kind])
+    kept = sorted(lines.keys() & {path.stem for path in FOLDER.glob("*.json")})
+    RECORD.write_text("".join(f"{name}: {lines[name]}\n" for name in kept))
 
 
 def main():
+    chosen = [name for name in sys.argv[1:] if not name.startswith("-")]
     total, failed = Counter(), False
-    for name in sys.argv[1:] or sorted(path.stem for path in FOLDER.glob("*.json")):
-        counts, wrong = perturb(name)
-        total, failed = total + counts, failed or bool(wrong)
-        print(name, dict(counts), *wrong, sep="\n  " if wrong else " ", flush=True)
+    for name in chosen or sorted(path.stem for path in FOLDER.glob("*.json")):
+        tried = Perturbation(name)
+        total, failed = total + tried.counts, failed or bool(tried.wrong)
+        print(name, dict(tried.counts), *tried.wrong, sep="\n  " if tried.wrong else " ", flush=True)
+        if "--record" in sys.argv:
+            record(name, tried.counts)
     print("all:", dict(total))
     sys.exit(failed)
 

@@ -10,6 +10,7 @@ import re
 import tempfile
 import warnings
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ import transformers
 from model_variants import SIZES as MODEL_SIZES
 from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, SiglipTextConfig, SiglipTextModel
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
@@ -26,6 +29,7 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
 AutoModel.register(Step3p7TextConfig, Step3p7TextModel, exist_ok=True)  # which transformers registers only inside of its composite
+AutoModel.register(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, exist_ok=True)  # likewise
 AutoModel.register(SiglipTextConfig, SiglipTextModel, exist_ok=True)  # likewise
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])
@@ -86,14 +90,30 @@ def drawn(name, shape):
     return np.asarray(np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape) * 0.35, np.float32)
 
 
-class TinyModel:
-    """A model in eager mode, and the tensors of its file."""
+def filled(name, tensor):
+    """The tensor as an array, with drawn numbers in place of its own unless it is kept."""
+    array = tensor.numpy()
+    if array.dtype.kind == "f" and not KEPT.search(name):
+        array[...] = drawn(name, array.shape)
+    return array
 
-    def __init__(self, config):
+
+class TinyModel:
+    """A model in eager mode, and the tensors of its file.
+
+    `in_memory`: the file is neither written nor read, which is faster. Its tensors are those of the model, which not all families save as
+    they are.
+    """
+
+    def __init__(self, config, in_memory=False):
         torch.manual_seed(0)  # for what is kept
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
             (path / "config.json").write_text(json.dumps(config))
+            if in_memory:
+                self.model = AutoModel.from_config(AutoConfig.from_pretrained(path), attn_implementation="eager").float().eval()
+                self.tensors = {name: filled(name, x) for name, x in self.model.state_dict().items()}
+                return
             AutoModel.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
             (path / "config.json").write_text(json.dumps(config))
             (file,) = path.glob("*.safetensors")
@@ -107,7 +127,7 @@ class TinyModel:
         for module in self.model.modules():
             for parameter in module._parameters.values():
                 own = np.zeros(0) if parameter is None else parameter.detach().numpy()
-                if own.ndim == 2 and (np.array_equal(own, array[: len(own)]) or np.array_equal(own.T, array)):
+                if own.ndim > 1 and (np.array_equal(own, array[: len(own)]) or np.array_equal(own.T, array)):
                     return module
         raise LookupError(f"no module has a tensor of shape {array.shape}")
 
@@ -120,16 +140,12 @@ class TinyModel:
         hooks, self.positions = [], []  # what goes into rotary embeddings, each [1, n, axes]
         for module in self.model.modules():
             if "Rotary" in type(module).__name__ or "Rope" in type(module).__name__:
-                hooks.append(
-                    module.register_forward_pre_hook(lambda rotary, x, named: self.keep_positions(rotary, x, named), with_kwargs=True)
-                )
+                hooks.append(module.register_forward_pre_hook(self.keep_positions, with_kwargs=True))
         for key, (*inputs, output) in layers.items():
-            here = seen[key]
             for name, module in zip(("query", "key", "value"), inputs, strict=True):
-                hooks.append(
-                    module.register_forward_pre_hook(lambda _, x, named, here=here, name=name: keep(here, name, x, named), with_kwargs=True)
-                )
-            hooks.append(output.register_forward_hook(lambda _, x, result, here=here: keep(here, "output", (result,), {})))
+                hook = partial(keep_input, seen[key], name)
+                hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            hooks.append(output.register_forward_hook(partial(keep_output, seen[key])))
         try:
             forward(self.model)
         finally:
@@ -194,9 +210,19 @@ def stirred(*shape):
     return torch.from_numpy(drawn(str(shape), shape) * 3)
 
 
-def keep(here, name, values, named):
-    """Keeps the first tensor as [b, n, width]; n may be two axes, of a grid."""
-    value = values[0] if values else next(iter(named.values()))
+def keep_input(here, name, module, values, named):
+    """A hook that keeps what goes into a module."""
+    keep(here, name, module, values[0] if values else next(iter(named.values())))
+
+
+def keep_output(here, module, _, result):
+    """A hook that keeps what comes out of a module."""
+    keep(here, "output", module, result)
+
+
+def keep(here, name, module, value):
+    """Keeps a tensor, or the first of several, as [b, n, width]; n may be two axes, of a grid."""
     while isinstance(value, tuple | list):
         value = value[0]
+    value = value.transpose(1, 2) if isinstance(module, torch.nn.Conv1d) else value  # [b, width, n]
     here[name] = value.detach().numpy().reshape(len(value) if value.ndim > 2 else 1, -1, value.shape[-1]).copy()

@@ -9,7 +9,7 @@ import pytest
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
 from service.serving.figures import MAX_WAITING, FigureRenderer
-from service.serving.requests import CallerState
+from service.serving.requests import RawRequest
 
 
 class Held:
@@ -34,7 +34,7 @@ def renderer():
 
 
 async def begin(renderer, figure, deadline=None, gone=lambda: False):
-    task = asyncio.create_task(renderer.draw(figure.draw, CallerState(deadline, gone)))
+    task = asyncio.create_task(renderer.draw(figure.draw, RawRequest(b"", deadline=deadline, gone=gone)))
     await asyncio.sleep(0)
     return task
 
@@ -44,7 +44,7 @@ def test_too_many_waiting_drawings_are_overloaded(renderer):
         held = Held()
         tasks = [await begin(renderer, held) for _ in range(MAX_WAITING)]
         with pytest.raises(Overloaded) as refusal:
-            await renderer.draw(held.draw, CallerState(None, lambda: False))
+            await renderer.draw(held.draw, RawRequest(b""))
         for task in tasks:
             task.cancel()
         held.go.set()
@@ -62,7 +62,7 @@ def test_a_drawing_whose_deadline_passes_while_it_waits_never_starts(renderer):
         first, second = Held(), Held()
         task = await begin(renderer, first)
         with pytest.raises(DeadlinePassed):
-            await renderer.draw(second.draw, CallerState(renderer.clock() + 0.01, lambda: False))
+            await renderer.draw(second.draw, RawRequest(b"", deadline=renderer.clock() + 0.01))
         task.cancel()
         first.go.set()
         await asyncio.gather(task, return_exceptions=True)

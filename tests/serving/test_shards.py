@@ -20,7 +20,7 @@ from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference import forward
 from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from service.serving.binding import bind
-from service.serving.cost import ServingLimits, cost_of_part, predict, refusals
+from service.serving.cost import Admission, ServingLimits, cost_of_part, predict
 from service.serving.engine import ATTEND
 from service.serving.layers.registry import LayerRegistry
 from service.serving.requests import RawRequest
@@ -32,7 +32,7 @@ from service.wire.schemas.attend import AttendRequest, Select
 
 OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "query_projection", "key_projection", "value_projection"]
 OUTPUTS += ["head_outputs", "concatenated"]
-WHOLE = [feature for feature in FEATURES if feature not in ("dropout", "chunk_size", "query_scale", "differential")]
+WHOLE = [feature for feature in FEATURES if feature not in ("dropout", "chunk_size", "query_scale", "differential", "normalizer")]
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 SELECTIONS = [None, {"top_k": 3}, {"average": True}, {"average": True, "top_k": 2}, {"queries": [0]}, {"heads": [0]}]
 
@@ -166,7 +166,7 @@ def ask(shards, limits=None, deadline=None, **fields):
         try:
             await service.start({"default": SPEC})
             if shards is not None:
-                service.engine.shards = shards
+                service.engine.use_shards(shards)
             body = orjson.dumps({**BODY, **fields})
             until = None if deadline is None else service.clock() + deadline
             answer = await service.engine.answer(RawRequest(body, deadline=until), ATTEND)
@@ -220,7 +220,7 @@ def test_a_call_too_large_for_all_shards_is_refused():
     assert ask(Here(4), limits)
     with pytest.raises(TooLarge, match="max_operations"):
         ask(Here(2), limits)
-    problems, in_parts = refusals(AttendRequest(**BODY), cost_of(), ServingLimits(max_scores=10), 64)
+    problems, in_parts = Admission(ServingLimits(max_scores=10), 64).refusals(AttendRequest(**BODY), SPEC, cost_of())
     assert problems and not in_parts, "weights come together in one place"
     assert cost_of_part(cost_of(), 2).operations == -(-cost_of().operations // 2)
 

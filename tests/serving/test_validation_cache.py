@@ -82,7 +82,8 @@ def outcome(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
     plain = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
     same = {"self": call.key is call.query, "shared": call.value is call.key, "dtype": str(call.query.dtype)}
     said = {"layer": bound.layer.name, "options": request.reply, "outputs": request.outputs, "shape": request.query.shape}
-    return {**plain, **same, **said, "batched": request.batched, "cost": bound.cost, "in_parts": bound.in_parts}
+    shared = {"cost": bound.cost, "in_parts": bound.in_parts, "log_fields": bound.log_fields}
+    return {**plain, **same, **said, **shared, "batched": request.batched}
 
 
 REMEMBERING = engine()
@@ -129,7 +130,7 @@ def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
 def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
     """Between any two bytecode instructions of one insertion another runs from beginning to end, as in another thread."""
     bound = bind(engine(), {"query": np.ones((1, 2, 6)).tolist()})
-    parts, code = (bound.request, bound.call, bound.cost, bound.in_parts), ValidationCache.keep.__code__
+    parts, code = (bound.request, bound.call, bound.cost, bound.in_parts, bound.log_fields), ValidationCache.keep.__code__
     instructions = place = 0
     cache = ValidationCache()
 

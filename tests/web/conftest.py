@@ -6,6 +6,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from support.raw_http import connect
+from support.server import Server, fork_server
 
 IDENTITY = {f"{name}.weight": np.eye(4).tolist() for name in ("query", "key", "value", "output")}
 LAYERS: dict[str, dict[str, Any]] = {
@@ -49,3 +51,14 @@ def answers_well(http: httpx.Client, layers: dict[str, Any]) -> Callable[[], Non
         np.testing.assert_allclose(answer.json()["output"], output, rtol=0, atol=1e-6)
 
     return ask
+
+
+@pytest.fixture(scope="session")
+def impatient_server() -> Iterator[Server]:
+    """A server with a client timeout of half a second. It exits at once although a connection is idle."""
+    server = fork_server("--client-timeout", "0.5")
+    yield server
+    with connect(server) as idle:
+        idle.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert idle.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert server.stop() == 0

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from support.app import application
 
-from service.serving import service as service_module
+from service.serving import documents
 from service.serving.engine import Engine
 from service.serving.layers.registry import LayerRegistry
-from service.serving.service import Service
 from service.settings import Settings
 
 QUERY = {"query": [[0.5] * 4]}
@@ -21,9 +20,9 @@ PLACES: list[tuple[str, str, Any, Any, str]] = [  # of each a request, and what 
     ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Engine, "decode"),
     ("POST", "/attend/plan", QUERY, Engine, "decode"),
     ("POST", "/attend/figure", {**QUERY, "figure": {}}, Engine, "decode"),
-    ("POST", "/words", {"text": "a cat"}, service_module, "read_document"),
+    ("POST", "/words", {"text": "a cat"}, documents, "_members"),
     ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, LayerRegistry, "make"),
-    ("GET", "/layers/default/weights", None, Service, "export_layer"),
+    ("GET", "/layers/default/weights", None, documents, "write_layer_file"),
     ("POST", "/v2/models/default/infer", V2, Engine, "decode"),
     ("POST", "/v2/repository/models/new/load", LOAD, LayerRegistry, "make"),
 ]

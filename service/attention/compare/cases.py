@@ -16,7 +16,7 @@ from service.tensors import BY_TORCH, Array
 
 BATCH, QUERIES, KEYS = 2, 5, 7
 POSITIONAL_QUERIES = 31  # where results depend on positions, so that windows and scaled frequencies show
-Kind = Literal["plain", "mask", "causal", "padding"]
+CaseKind = Literal["plain", "mask", "causal", "padding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class CheckCase:
     """One call. `mask` is passed to the candidate; `visible` is the reference's mask, which includes the candidate's own causality."""
 
     name: str
-    kind: Kind
+    kind: CaseKind
     query: Array  # [b, q, d_model]
     key: Array  # [b, k, key_dim]
     value: Array  # [b, k, value_dim]
@@ -55,10 +55,10 @@ def draw_check_cases(spec: LayerSpec, weights: Mapping[str, Array], requirements
     """The cases in order of difficulty. Inputs are values of the candidate's dtype, stored as float64."""
     rng = np.random.default_rng(seed)
     batch = BATCH if requirements.batched else 1
-    queries = POSITIONAL_QUERIES if spec.positional else QUERIES
+    queries = spec.grid_bias.num_tokens if spec.grid_bias else POSITIONAL_QUERIES if spec.positional else QUERIES
     same_widths = spec.query_dim == spec.key_dim == spec.value_dim
 
-    def draw(name: str, kind: Kind, keys: int, mask: Array, largest: float = 3.0) -> CheckCase:
+    def draw(name: str, kind: CaseKind, keys: int, mask: Array, largest: float = 3.0) -> CheckCase:
         query = rng.standard_normal((batch, queries, spec.query_dim))
         key = query if keys == queries and same_widths else rng.standard_normal((batch, keys, spec.key_dim))
         value = key if key is query or requirements.value_is_key else rng.standard_normal((batch, keys, spec.value_dim))

@@ -50,8 +50,10 @@ LAYER_FEATURES = (
     "chunk_size",
     "query_scale",
     "differential",
+    "normalizer",
     "axes",  # of layers with rope
     "grid_bias",
+    "relative_scores",
 )
 FEATURES = (*REQUEST_FEATURES, *LAYER_FEATURES)
 
@@ -193,9 +195,11 @@ def settle(drawn: Collection[str], init: str) -> set[str]:
     if init == "torch_mha" or init.startswith("numpy_"):
         settled.discard("biases")
     if "projections" in settled or init == "torch_mha" or init.startswith("numpy_"):
-        settled -= {"output_gate", "latent"}
+        settled -= {"output_gate", "latent", "relative_scores"}
+    if settled & {"rope", "query_scale", "differential"}:
+        settled.discard("relative_scores")
     if "differential" in settled:
-        settled -= {"qk_norm", "latent", "sinks", "dropout"}
+        settled -= {"qk_norm", "latent", "sinks", "dropout", "normalizer"}
     if "rope" not in settled:
         settled -= {"axes", "positions"}
     if "projections" in settled:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
@@ -227,7 +231,8 @@ def draw_sizes(rng: np.random.Generator, drawn: Collection[str], batched: bool |
 
 def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], init: str, dtype: str) -> LayerSpec:
     fields: dict[str, Any] = {"num_heads": sizes.heads, "seed": int(rng.integers(2**32)), "init": init, "dtype": dtype}
-    fields["d_model"] = int(rng.choice([29, 31])) if "head_dim" in drawn else sizes.heads * sizes.head_dim
+    free = int(rng.choice([29, 31])) + ("relative_scores" in drawn)  # Transformer-XL's need an even width
+    fields["d_model"] = free if "head_dim" in drawn else sizes.heads * sizes.head_dim
     settings = {"num_kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "value_head_dim": sizes.value_head_dim}
     settings |= {"output_dim": int(rng.choice([37, 41])), "projections": False, "alibi": True, "sinks": True}
     fields |= {name: setting for name, setting in settings.items() if name in drawn}
@@ -266,11 +271,15 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
         fields["latent"]["eps"] = rng.choice([1e-6, 0.1]).item()
     if "chunk_size" in drawn:
         fields["chunk_size"] = int(rng.integers(1, 6))
+    if "relative_scores" in drawn:
+        fields["relative_scores"] = _draw_relative_scores(rng, fields["d_model"])
     if "query_scale" in drawn:
         fields["query_scale"] = {"factor": float(rng.uniform(0.1, 1)), "length": int(rng.integers(1, 4)), "shift": int(rng.integers(2))}
     if "differential" in drawn:
         norm = {"eps": rng.choice([1e-5, 0.1]).item(), "norm_weights": bool(rng.random() < 0.5)}
         fields["differential"] = {"lambda_init": float(rng.uniform(0.2, 0.5)), **norm}
+    if "normalizer" in drawn:
+        fields["normalizer"] = rng.choice(["scalable_softmax", *([] if "sinks" in drawn else ["sigmoid"])]).item()
     if "grid_bias" in drawn:
         height, width = [(2, 11), (3, 5), (5, 3), (7, 2)][rng.integers(4)]  # more tokens than any call has
         kind = "table" if "differential" in drawn else rng.choice(["table", "decomposed"]).item()
@@ -312,11 +321,23 @@ def _draw_norm(rng: np.random.Generator) -> dict[str, Any]:
     return {"over": over, "weights": weights, "after_rope": after, "values": values, "bias": bias and weights != "none"}
 
 
+def _draw_relative_scores(rng: np.random.Generator, d_model: int) -> dict[str, Any]:
+    """Transformer-XL's if d_model is even, or else DeBERTa's. Bounds and buckets are so few that distances exceed them."""
+    bound, has_bound, flag = int(rng.integers(1, 8)), bool(rng.random() < 0.5), bool(rng.random() < 0.5)
+    if d_model % 2 == 0 and rng.random() < 0.7:
+        return {"kind": "transformer_xl", "max_distance": bound if has_bound else None, "interleaved": flag}
+    fields = {"kind": "disentangled", "max_distance": bound, "position_to_content": flag}
+    if has_bound:
+        buckets = int(rng.integers(4, 10))
+        fields |= {"buckets": buckets, "max_distance": buckets // 2 + 1 + bound}
+    return fields
+
+
 def draw_case_weights(rng: np.random.Generator, spec: LayerSpec, drawn: Collection[str]) -> dict[str, Array] | None:
     """All weights of a layer; None if its seed draws all of them.
 
-    Layers with norms, sinks, relative bias, a gate, latents or lambdas always get explicit weights. Norms are not 1; biases, sinks and
-    relative biases are not 0. Weights are values of the layer's dtype.
+    Layers with norms, sinks, relative bias or scores, a gate, latents or lambdas always get explicit weights. Norms are not 1; biases,
+    sinks and relative biases are not 0. Weights are values of the layer's dtype.
     """
     shapes = spec.weight_shapes()
     if "weights" not in drawn and shapes and all(name.partition(".")[0] in PROJECTIONS for name in shapes):

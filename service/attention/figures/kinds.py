@@ -12,9 +12,9 @@ from service.attention.figures.spec import Axis, FigureSpec, Panel, Picture, Sca
 from service.errors import InvalidRequest
 from service.tensors import Array
 
-CELLS = 1 << 18  # of all panels of a picture
-SMALLEST = 1e-300  # end of a scale: differences of smaller or larger ends underflow or overflow
-DARKEST = 1e-5  # as a share of the largest value: smaller values have the first colour of a logarithmic scale
+MAX_CELLS = 1 << 18  # in all panels of a picture
+SMALLEST_END = 1e-300  # end of a scale: differences of smaller or larger ends underflow or overflow
+DARKEST_SHARE = 1e-5  # as a share of the largest value: smaller values have the first colour of a logarithmic scale
 ACROSS = {"mean": mean_across, "std": std_across}
 OUTPUTS = {"concatenated": "heads' outputs, side by side", "output": "after the output projection"}
 TEXTS = {  # of each kind: its title, the name beside the colour bar, and that in the note
@@ -66,7 +66,7 @@ def compose(spec: FigureSpec, tensors: Mapping[str, Tensor], about: Mapping[str,
 
 def _steps(spec: FigureSpec) -> tuple[int, int]:
     """Queries and keys for each cell."""
-    side = resolution(len(spec.heads) if spec.kind == "heads" else 1, spec, CELLS)
+    side = resolution(len(spec.heads) if spec.kind == "heads" else 1, spec, MAX_CELLS)
     return -(-spec.queries // side), -(-spec.keys // side)
 
 
@@ -84,8 +84,8 @@ def _output_panels(spec: FigureSpec, tensors: Mapping[str, Tensor]) -> tuple[lis
     """The heads' outputs side by side, and their projection where the layer has one."""
     names = [name for name in OUTPUTS if name in tensors]
     widest = max(tensors[name].shape[-1] for name in names)
-    columns_each = -(-widest // resolution(1, spec, CELLS**2, WIDEST))
-    most = min(resolution(1, spec, CELLS), CELLS // 2 // -(-widest // columns_each))
+    columns_each = -(-widest // resolution(1, spec, MAX_CELLS**2, WIDEST))
+    most = min(resolution(1, spec, MAX_CELLS), MAX_CELLS // 2 // -(-widest // columns_each))
     steps = -(-spec.queries // most), columns_each
     panels = []
     for name in names:
@@ -105,12 +105,12 @@ def _scale(spec: FigureSpec, name: str, panels: Sequence[Panel]) -> Scale:
     largest = max(float(np.nanmax(np.abs(panel.values), initial=0.0)) for panel in panels)
     if spec.kind == "similarity":
         largest = 1.0  # cosines
-    high = min(max(spec.maximum or largest or 1.0, SMALLEST), 1 / SMALLEST)
+    high = min(max(spec.maximum or largest or 1.0, SMALLEST_END), 1 / SMALLEST_END)
     if spec.kind == "concatenation" or (spec.signed and spec.kind != "std"):
         return Scale(name, -high, high, diverging=True)
     if spec.logarithmic:
         smallest = min(float(np.min(panel.values, where=panel.values > 0, initial=high)) for panel in panels)
-        return Scale(name, min(max(smallest, high * DARKEST), high / 10), high, logarithmic=True)
+        return Scale(name, min(max(smallest, high * DARKEST_SHARE), high / 10), high, logarithmic=True)
     return Scale(name, 0.0, high)
 
 

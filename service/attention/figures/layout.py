@@ -19,7 +19,7 @@ from service.errors import InvalidRequest
 NARROWEST, WIDEST = 300, 1200  # width of a figure without `width`
 MARGIN, GAP, BAR = 18, 16, 96  # BAR: the colour bar with its numbers and its name
 TITLE, HEADING, TEXT, NOTE = 17.0, 13.0, 12.0, 11.0  # font sizes
-SMALLEST = 9.0  # font size of a label
+SMALLEST_LABEL = 9.0  # font size of a label
 LINE = 1.25  # height of a line, as a multiple of the font size
 LONGEST_LABEL = 130.0
 LARGEST_CELL, LARGEST_PANEL = 64, 720
@@ -108,7 +108,7 @@ class Ticks:
 def row_ticks(axis: Axis, length: float, longest: float) -> Ticks:
     """Labels of the rows of an axis of `length` pixels, as many as fit."""
     cell = length / axis.cells
-    size = min(TEXT, max(SMALLEST, 0.8 * cell))
+    size = min(TEXT, max(SMALLEST_LABEL, 0.8 * cell))
     return _ticks(axis, size * LINE / cell, size, longest)
 
 
@@ -124,7 +124,7 @@ def column_ticks(axis: Axis, length: float, longest: float) -> Ticks:
     level = _ticks(axis, 1 if has_words else (width(str(axis.total), TEXT) + 8) / cell, TEXT, longest)
     if not has_words or level.room + 6 <= cell:
         return replace(level, room=TEXT * LINE)
-    size = min(TEXT, max(SMALLEST, 0.8 * cell))
+    size = min(TEXT, max(SMALLEST_LABEL, 0.8 * cell))
     return replace(_ticks(axis, size * LINE / cell, size, longest), upright=True)
 
 

@@ -16,7 +16,8 @@ Reduction = Callable[[Iterable[WeightBlock]], dict[str, Tensor]]  # blocks of we
 
 @dataclass(frozen=True, slots=True)
 class WeightReduction:
-    """The operation that reduces a call's weights block by block, instead of computing outputs: those at some positions (None: at all)."""
+    """The operation that reduces a call's weights block by block, instead of computing outputs. It reads the weights at the positions
+    `queries` and `keys` (None: all)."""
 
     reduction: Reduction
     queries: tuple[int, ...] | None = None

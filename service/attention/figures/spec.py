@@ -6,7 +6,7 @@ from typing import Literal
 
 from service.tensors import Array
 
-Kind = Literal["heads", "head", "mean", "std", "similarity", "concatenation"]
+FigureKind = Literal["heads", "head", "mean", "std", "similarity", "concatenation"]
 Format = Literal["png", "svg", "html"]
 Theme = Literal["light", "dark"]
 Pool = Literal["mean", "max"]
@@ -21,7 +21,7 @@ class FigureSpec:
     numbers in the cells (None: where they fit). `maximum` is the value of the last colour (None: the largest value).
     """
 
-    kind: Kind = "heads"
+    kind: FigureKind = "heads"
     item: int = 0
     queries: int = 1
     keys: int = 1

@@ -4,7 +4,7 @@
 
 is linear in a factor xi_h before each y_h. So dL/dxi_h = <dL/dy, y_h> exactly, and the change of y when heads are removed or replaced
 follows from the products <y_i, y_j>. These are computed from O^T O and W^T W, so y_h is never stored. Sums are in float64 over the rows
-that count for any head. Without such rows the metrics are NaN, and -1 stands for a head.
+that count for any head. Without such rows the metrics are NaN, and the heads of the pruning order are -1.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Metrics of rows of attention weights: one number per (batch, head, query), and each head's strongest links.
 
-A row is a distribution over keys. With attention sinks its weights sum to less than 1, so metrics use `shares`, the weights divided by
-their sum. In rows that do not count (fully masked or padding) shares are 0, and the metrics NaN.
+A row is a distribution over keys. With attention sinks or sigmoid its weights do not sum to 1, so metrics use `shares`, the weights divided
+by their sum. In rows that do not count (fully masked or padding) shares are 0, and the metrics NaN.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """Multi-head attention in NumPy float64: the reference that the layer of the service is compared with.
 
 It shares no code with that layer and prefers clarity to speed: arrays of shape [batch, heads, queries, keys] are formed at once. The steps
-are project, norm, RoPE, scales of queries by position, scale, softcap, add biases, block, softmax, dropout, gate, in this order. Layers
-with differential attention have two softmaxes, and a norm before the gate.
+are project, norm, RoPE, scales of queries by position, terms of the distance, scale, softcap, add biases, block, softmax, dropout, gate, in
+this order. Layers with differential attention have two softmaxes, and a norm before the gate; other layers may have another normaliser
+than softmax.
 
 Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
     Attention(Q, K, V) = softmax(Q Kᵀ / √d) V
@@ -25,7 +26,14 @@ from service.attention.reference.masks import (
     query_positions,
     spread,
 )
-from service.attention.reference.positions import grid_bias, position_bias, query_factors, rotary_positions, rotate
+from service.attention.reference.positions import (
+    grid_bias,
+    position_bias,
+    query_factors,
+    relative_terms,
+    rotary_positions,
+    rotate,
+)
 from service.spec import LAMBDAS, LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
@@ -38,7 +46,7 @@ class Reference:
     attention_weights: Array  # [b, h, q, k], after dropout
     scores: Array  # [b, h, q, k], after everything added and blocked, before the softmax; in differential layers before the first
     log_sum_exp: Array  # [b, h, q], of the scores and the sink
-    normalised: Array  # [b, n, h, q, k], before dropout, 0 in fully masked rows; n = 2 in differential layers, otherwise 1
+    normalised: Array  # [b, n, h, q, k], each softmax or sigmoid, before dropout, 0 in fully masked rows; n = 2 if differential, else 1
     query_projection: Array  # [b, h, q, d], after the norm, RoPE and query_scale
     key_projection: Array  # [b, kv heads, k, d], after the norm and RoPE
     value_projection: Array  # [b, kv heads, k, dv]
@@ -117,8 +125,10 @@ def attend(
     by_position = blocked_by_position(ahead, causal, windows)
     if spec.chunk_size:
         by_position |= blocked_by_chunks(indices, shape[-1], spec.chunk_size)
+    in_sequence: Array = ~np.all(blocked_keys[:, :1], axis=2)  # [b, 1 or q, k], real keys of the query's segment
     if query_segments is not None and key_segments is not None:
-        by_position |= blocked_by_segments(as_batch(query_segments, batched), as_batch(key_segments, batched))
+        other = blocked_by_segments(as_batch(query_segments, batched), as_batch(key_segments, batched))
+        by_position, in_sequence = by_position | other, in_sequence & ~other[:, 0]
     blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | blocked_keys | by_position
     empty = np.all(blocked, axis=-1)  # [b, h, q]
     if fully_masked == "error" and empty.any():
@@ -126,12 +136,15 @@ def attend(
 
     all_scores = []
     for queries, keys in zip(parts_of(spec, q), parts_of(spec, repeat_kv_heads(k, spec.num_heads)), strict=True):
-        scores = (spec.scale if scale is None else scale) * (queries @ keys.swapaxes(-1, -2))
+        scores = (spec.scale if scale is None else scale) * raw_scores(spec, weights, queries, keys, ahead)
         if cap := spec.softcap if softcap is None else softcap:
             scores = cap * np.tanh(scores / cap)
-        all_scores.append(np.where(blocked, -np.inf, scores + added))
+        factor, less = growth(spec, blocked, in_sequence)
+        all_scores.append(np.where(blocked, -np.inf, factor * (scores + added) - less))
     scores, sinks = all_scores[0], np.asarray(weights["sinks"], np.float64)[:, None] if spec.sinks else None
     normalised, (log_sum_exp, *_) = zip(*(softmax(x, sinks) for x in all_scores), strict=True)
+    if spec.normalizer == "sigmoid":
+        normalised = (np.exp(-np.logaddexp(0.0, -scores)),)
     filling = np.where(empty, 1 / max(shape[-1], 1) if fully_masked == "uniform" else 0.0, 0.0)[..., None]
     attention_weights = np.sum([factor * (x + filling) for factor, x in zip(factors(spec, weights), normalised, strict=True)], axis=0)
     if dropout is not None:
@@ -161,6 +174,20 @@ def attend(
     return Reference(**{name: x if batched else x[0] for name, x in outputs.items()})
 
 
+def growth(spec: LayerSpec, blocked: Array, in_sequence: Array) -> tuple[Array, Array]:
+    """A factor on the scores [b, h, q, k], and what is taken from them: ln n of scalable softmax, of sigmoid, otherwise 1 and 0.
+
+    Scalable softmax (Nakanishi 2025, equation 3): n keys that the row may attend to. Sigmoid (Ramapuram et al. 2024, equation 3): n keys
+    `in_sequence`, bool [b, 1 or q, k]. ln 0 counts as 0.
+    """
+    factor, less = np.ones(1), np.zeros(1)
+    if spec.normalizer == "scalable_softmax":
+        factor = np.log(np.maximum((~blocked).sum(axis=-1, keepdims=True), 1))
+    if spec.normalizer == "sigmoid":
+        less = np.log(np.maximum(in_sequence.sum(axis=-1), 1))[:, None, :, None]
+    return factor, less
+
+
 def parts_of(spec: LayerSpec, x: Array) -> list[Array]:
     """The queries or keys of each softmax: two halves of [b, h, n, d] in differential layers, otherwise x alone."""
     return np.split(x, 2, axis=-1) if spec.differential else [x]
@@ -178,6 +205,12 @@ def factors(spec: LayerSpec, weights: Mapping[str, Array]) -> list[float]:
         return [1.0]
     q1, k1, q2, k2 = (np.asarray(weights[name], np.float64) for name in LAMBDAS)
     return [1.0, -(float(np.exp(q1 @ k1) - np.exp(q2 @ k2)) + spec.differential.lambda_init)]
+
+
+def raw_scores(spec: LayerSpec, weights: Mapping[str, Array], q: Array, k: Array, ahead: Array) -> Array:
+    """Q Kᵀ and the terms of the distance, before the scale: [b, h, q, d], [b, h, k, d], [b, 1, q, k] -> [b, h, q, k]."""
+    products: Array = q @ k.swapaxes(-1, -2)
+    return products + relative_terms(spec, weights, q, k, ahead) if spec.relative_scores else products
 
 
 def gate_logits(spec: LayerSpec, weights: Mapping[str, Array], query: ArrayLike) -> Array:

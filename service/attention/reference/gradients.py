@@ -8,6 +8,9 @@ head with queries Q, keys K, values V, raw scores R = scale · Q Kᵀ, weights A
     S = c tanh(R/c)     R̄ = S̄ ∘ (1 - tanh²(R/c))
     R = scale · Q Kᵀ    Q̄ = scale · R̄ K         K̄ = scale · R̄ᵀ Q
 
+With relative_scores, R_ij = scale · (q_i·k_j + u·k_j + (q_i + v)·r_ij + k_j·s_ij), so that scale · R̄_ij r_ij is added to q̄_i, and
+scale · R̄_ij (u + s_ij) to k̄_j.
+Sigmoid weights have S̄ = Ā ∘ A ∘ (1 - A). Scores that are multiplied by f (scalable softmax) have f · S̄ in place of S̄.
 With differential attention A' = A1 - λ A2 for halves of Q and K, so each softmax has Ā1 = Ā, Ā2 = -λ Ā, and its own half of Q̄ and K̄.
 Biases do not change these formulas, but for those that depend on the query: q_i · r_ij adds Σ_j S̄_ij r_ij to Q̄_i. Blocked pairs have
 A = 0. A sink is a score with value vector 0, so the formula for S̄ also holds for rows that sum to less than 1. The weights of a fully
@@ -29,18 +32,20 @@ from service.attention.reference.forward import (
     dropout_multiplier,
     factors,
     gate_logits,
+    growth,
     merge_heads,
     norm_weight,
     normalises,
     parts_of,
     project,
     project_heads,
+    raw_scores,
     repeat_kv_heads,
     rotate_parts,
     split_heads,
 )
 from service.attention.reference.masks import blocked_by_keys, query_positions
-from service.attention.reference.positions import grid_vectors, query_factors, rotary_positions, rotate
+from service.attention.reference.positions import grid_vectors, position_vectors, query_factors, rotary_positions, rotate
 from service.spec import LayerSpec, OutputGate, QKNorm
 from service.tensors import Array
 
@@ -135,23 +140,39 @@ def _through_attention(
     for_values = after_dropout.swapaxes(-1, -2) @ back
     for_weights = np.where(blocked, 0.0, multiplier * (back @ v.swapaxes(-1, -2)))
     scale = spec.scale if call.get("scale") is None else call["scale"]
+    ahead = np.arange(k.shape[2]) - _indices(forward, call, batched)[:, None, :, None]
     cap = spec.softcap if call.get("softcap") is None else call["softcap"]
     for_queries, for_keys = [], []
     for i, (factor, queries, keys) in enumerate(zip(factors(spec, weights), parts_of(spec, q), parts_of(spec, k), strict=True)):
-        for_scores = factor * _through_softmax(normalised[:, i], for_weights)
+        for_scores = factor * _through_normalizer(spec, normalised[:, i], for_weights) * growth(spec, blocked, blocked)[0]
         through_vectors: Array | float = 0.0 if vectors is None else np.einsum("bhij,bijd->bhid", for_scores, vectors)
         if cap:
-            slope = 1 - np.tanh(scale * (queries @ keys.swapaxes(-1, -2)) / cap) ** 2
+            slope = 1 - np.tanh(scale * raw_scores(spec, weights, queries, keys, ahead) / cap) ** 2
             for_scores = np.where(blocked, 0.0, for_scores * slope)
         for_queries.append(scale * average_values(for_scores, keys) + through_vectors)
         for_keys.append(scale * (for_scores.swapaxes(-1, -2) @ queries))
+        if spec.relative_scores:
+            through_terms = _through_relative_terms(spec, weights, scale * for_scores, ahead)
+            for_queries[i], for_keys[i] = for_queries[i] + through_terms[0], for_keys[i] + through_terms[1]
     by_kv_head = (_sum_over_groups(x, spec.num_kv_heads) for x in (np.concatenate(for_keys, axis=-1), for_values))
     return np.concatenate(for_queries, axis=-1), *by_kv_head
 
 
-def _through_softmax(softmax: Array, back: Array) -> Array:
-    result: Array = softmax * (back - (softmax * back).sum(axis=-1, keepdims=True))
+def _through_normalizer(spec: LayerSpec, weights: Array, back: Array) -> Array:
+    """From the gradient of weights [b, h, q, k] to that of the scores that they were made from."""
+    sigmoid = spec.normalizer == "sigmoid"
+    result: Array = weights * (1 - weights) * back if sigmoid else weights * (back - (weights * back).sum(axis=-1, keepdims=True))
     return result
+
+
+def _through_relative_terms(spec: LayerSpec, weights: Mapping[str, Array], back: Array, ahead: Array) -> tuple[Array, Array]:
+    """From the gradient of the terms [b, h, q, k] to those of queries, Σ_j back_ij r_ij, and keys, Σ_i back_ij (u + s_ij)."""
+    for_queries = np.einsum("bhij,bijhd->bhid", back, position_vectors(spec, weights, "position_key", ahead))
+    if "content_bias" in weights:
+        return for_queries, back.sum(axis=2)[..., None] * np.asarray(weights["content_bias"], np.float64)[:, None]
+    if "position_query.weight" in weights:
+        return for_queries, np.einsum("bhij,bijhd->bhjd", back, position_vectors(spec, weights, "position_query", ahead))
+    return for_queries, np.zeros(1)
 
 
 def _sum_over_groups(x: Array, kv_heads: int) -> Array:

@@ -1,4 +1,5 @@
-"""RoPE, factors on queries by position, ALiBi, T5's relative bias and relative positions in a grid, in NumPy float64.
+"""RoPE, factors on queries by position, ALiBi, T5's relative bias, scores by content and distance, and relative positions in a grid, in
+NumPy float64.
 
 `ahead` is the position of key j less that of query i.
 """
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import ArrayLike
 
-from service.spec import GridBias, LayerSpec, QueryScale, RelativeBias, Rope
+from service.spec import GridBias, LayerSpec, QueryScale, RelativeBias, RelativeScores, Rope
 from service.tensors import Array
 
 
@@ -121,6 +122,61 @@ def relative_buckets(ahead: Array, settings: RelativeBias) -> Array:
     share = np.log(np.maximum(distance, exact).astype(np.float32) / np.float32(exact)) / np.float32(math.log(settings.max_distance / exact))
     wide = exact + (share * np.float32(buckets - exact)).astype(np.int64)
     return start + np.where(distance < exact, distance, np.minimum(wide, buckets - 1))
+
+
+def relative_terms(spec: LayerSpec, weights: Mapping[str, Array], q: Array, k: Array, ahead: Array) -> Array:
+    """What `relative_scores` adds to q·k, before the scale: q, k [b, h, n, d], ahead [b, 1, q, k] -> [b, h, q, k].
+
+    Transformer-XL: u·k_j + (q_i + v)·r_ij, terms b to d of Dai et al. 2019, section 3.3. Disentangled: q_i·r_ij + k_j·s_ij, the second and
+    third terms of He et al. 2021, equation 4.
+    """
+    keys = position_vectors(spec, weights, "position_key", ahead)
+    if spec.relative_scores and spec.relative_scores.kind == "transformer_xl":
+        u, v = (np.asarray(weights[name], np.float64)[:, None] for name in ("content_bias", "position_bias"))
+        terms: Array = (u * k).sum(axis=-1)[:, :, None] + np.einsum("bhid,bijhd->bhij", q + v, keys)
+        return terms
+    terms = np.einsum("bhid,bijhd->bhij", q, keys)
+    if "position_query.weight" in weights:
+        terms = terms + np.einsum("bhjd,bijhd->bhij", k, position_vectors(spec, weights, "position_query", ahead))
+    return terms
+
+
+def position_vectors(spec: LayerSpec, weights: Mapping[str, Array], name: str, ahead: Array) -> Array:
+    """W R_D for the distance D of each pair, R_D its sinusoid, or 1 in its bucket and 0 elsewhere: [b, 1, q, k] -> [b, q, k, h, d]."""
+    relative, distances = spec.relative_scores, -ahead[:, 0]
+    assert relative is not None
+    if relative.kind == "transformer_xl":
+        embedded = sinusoids(distances, spec.d_model, relative)
+    else:
+        embedded = np.eye(2 * relative.columns)[distance_buckets(distances, relative)]
+    vectors = embedded @ np.asarray(weights[f"{name}.weight"], np.float64).T
+    return vectors.reshape(*distances.shape, spec.num_heads, spec.head_dim)
+
+
+def sinusoids(distances: Array, width: int, relative: RelativeScores) -> Array:
+    """sin(D w_i) and cos(D w_i) with w_i = 10000^(-2i/width), Vaswani et al. 2017, section 3.5: [...] -> [..., width]."""
+    if relative.max_distance is not None:
+        distances = np.clip(distances, -relative.max_distance, relative.max_distance)
+    angles = distances[..., None] * 10000.0 ** (-np.arange(0, width, 2) / width)
+    if relative.interleaved:
+        return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(*distances.shape, width)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+
+
+def distance_buckets(distances: Array, relative: RelativeScores) -> Array:
+    """The column of each distance, δ(D) + n within 0 to 2n - 1: He et al. 2021 (v1: arXiv 2006.03654, equation 3); log buckets as in v2.
+
+    With m = ⌊buckets/2⌋, δ(D) is D up to m, and sign(D) (m + ⌈(m - 1) ln(|D|/m) / ln((max_distance - 1)/m)⌉) beyond. The logarithm may be
+    off by a rounding error, so that it is lowered by 1e-9 before it is rounded up.
+    """
+    n, buckets = relative.columns, distances
+    if relative.buckets is not None and relative.max_distance is not None:
+        middle, far = relative.buckets // 2, np.abs(distances)
+        share = np.log(np.maximum(far, middle) / middle) / math.log((relative.max_distance - 1) / middle)
+        wide = middle + np.ceil((middle - 1) * share - 1e-9).astype(np.int64)
+        buckets = np.where(far <= middle, distances, np.sign(distances) * wide)
+    columns: Array = np.clip(buckets + n, 0, 2 * n - 1)
+    return columns
 
 
 def grid_bias(spec: LayerSpec, weights: Mapping[str, Array], queries: Array, indices: Array, num_keys: int) -> Array:

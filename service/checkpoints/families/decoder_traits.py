@@ -2,7 +2,7 @@
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, SLIDING
-from service.checkpoints.families.traits import VALUE_FACTOR, WIDEST_HEAD, WITHOUT, no_rope_layers, require_present
+from service.checkpoints.families.traits import FACTORS, WIDEST_HEAD, WITHOUT, no_rope_layers, require_present
 from service.checkpoints.layout import Fields
 from service.spec import PROJECTIONS
 
@@ -109,7 +109,23 @@ def mimo(config: Config, n: int, layer_type: str) -> Fields:
     require_present(config, "attention_value_scale")
     kv_heads, windowed = config.count("num_key_value_heads"), layer_type == SLIDING
     fields = {"num_kv_heads": kv_heads * (1 + windowed), "sinks": windowed, "value_head_dim": config.count("v_head_dim")}
-    return fields | {VALUE_FACTOR: config.number("attention_value_scale", default=1.0)}
+    return fields | {FACTORS: {"value": config.number("attention_value_scale", default=1.0)}}
+
+
+def longcat(config: Config, n: int, layer_type: str) -> Fields:
+    """LongCat: factors on queries, and on the latent vector of keys and values."""
+    width = config.count("hidden_size")
+    query, key_value = ((width / config.count(f"{name}_lora_rank")) ** 0.5 for name in ("q", "kv"))
+    return {FACTORS: {"query": query, "key": key_value, "value": key_value}}
+
+
+def beam(config: Config, n: int, layer_type: str) -> Fields:
+    """A gate with one bias for each head. Layers with full attention are refused: their queries grow by a power of their position."""
+    if layer_type != SLIDING:
+        raise config.refusal(
+            "layer_types", f"sliding_attention in layer {n}; others scale queries by a power of their position", layer_type
+        )
+    return {"output_gate": {"granularity": "elementwise", "activation": "sigmoid", "bias": True}}
 
 
 def molmo2(config: Config, n: int, layer_type: str) -> Fields:

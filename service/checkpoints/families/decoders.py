@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from service.checkpoints.families.decoder_traits import (
+    beam,
     bigcode,
     falcon,
     gemma4_heads,
@@ -13,6 +14,7 @@ from service.checkpoints.families.decoder_traits import (
     laguna,
     llama4,
     llama4_type,
+    longcat,
     mimo,
     ministral3,
     mistral4,
@@ -103,13 +105,16 @@ DECODERS: dict[str, Family] = {
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), decoder(GRANITE, window, layer_thetas, constant(sinks=True))),
     **dict.fromkeys(("mistral", "mixtral"), decoder(window_everywhere, bias=NO_BIASES)),
     **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=NO_BIASES)),
-    **dict.fromkeys(("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"), decoder(window, bias=QKV, layer_type=qwen_type)),
+    "qwen2": decoder(window, bias=QKV, layer_type=qwen_type),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text"), decoder(window, bias=QKV, layer_type=qwen_type, rotary=Rotary(sections="blocks"))
+    ),
     "qwen2_moe": decoder(window, bias=biased("qkv_bias", "qkv", default=True), layer_type=qwen_type),
     "qwen3": decoder(normed(), window, layer_type=qwen_type),
     **dict.fromkeys(("hyperclovax", "granite_docling_text"), decoder(scale("attention_multiplier"))),
     "qwen3_moe": decoder(normed(), window_if_used),
-    "qwen3_vl_text": decoder(normed()),
-    "qwen3_vl_moe_text": decoder(normed(), irrelevant="sliding_window|max_window_layers"),
+    "qwen3_vl_text": decoder(normed(), rotary=Rotary(sections="thirds")),
+    "qwen3_vl_moe_text": decoder(normed(), rotary=Rotary(sections="thirds"), irrelevant="sliding_window|max_window_layers"),
     "seed_oss": decoder(bias=biased_apart),
     "smollm3": decoder(no_rope_layers, window, layer_type=qwen_type),
     "starcoder2": decoder(window_everywhere, bias=biased("use_bias", default=True)),
@@ -132,10 +137,10 @@ DECODERS: dict[str, Family] = {
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), decoder(bias=biased("use_bias"), rotary=INTERLEAVED)),
     **dict.fromkeys(("glm", "glm4"), decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(interleaved=True, partial=0.5))),
     "glm4_moe": decoder(normed("use_qk_norm"), bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.5)),
-    "glm4v_text": decoder(bias=QKV, rotary=Rotary(interleaved=True, partial=1.0)),
-    "glm_ocr_text": decoder(bias=NO_BIASES, rotary=Rotary(interleaved=True, partial=1.0)),
-    "glm4v_moe_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=0.5)),
-    "glm_image_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=1.0)),
+    "glm4v_text": decoder(bias=QKV, rotary=Rotary(interleaved=True, partial=1.0, sections="blocks")),
+    "glm_ocr_text": decoder(bias=NO_BIASES, rotary=Rotary(interleaved=True, partial=1.0, sections="blocks")),
+    "glm4v_moe_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=0.5, sections="blocks")),
+    "glm_image_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=1.0, sections="blocks")),
     "helium": decoder(bias=biased("attention_bias", "qkv"), rotary=INTERLEAVED),
     "internlm3": decoder(bias=biased_apart),
     "nemotron": decoder(rotary=Rotary(partial=0.5)),
@@ -173,6 +178,7 @@ DECODERS: dict[str, Family] = {
         irrelevant="^mup_enabled$",
     ),
     "laguna": decoder(normed(), laguna, window, rotary=Rotary(partial=1.0)),
+    "beam": decoder(beam, normed(), window),
     "step3p5": decoder(
         normed(default=1e-5),
         gated("headwise"),
@@ -187,6 +193,17 @@ DECODERS: dict[str, Family] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
     "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
     "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
+    "longcat_flash": {
+        part: replace(
+            LATENT["decoder"],
+            path=f"layers.{{n}}.self_attn.{i}",
+            layers=("num_layers",),
+            rotary=INTERLEAVED,
+            traits=(latent, longcat),
+            irrelevant="^head_dim$",
+        )
+        for i, part in enumerate(("first", "second"))
+    },
     "mistral4": {
         "decoder": replace(
             LATENT["decoder"],

@@ -10,6 +10,7 @@ from service.checkpoints.families.layer_types import modernbert_type, repmixer, 
 from service.checkpoints.families.row import Attention, Family
 from service.checkpoints.families.traits import (
     ALL_BIASED,
+    GROUPS,
     NO_BIASES,
     WITHOUT,
     Trait,
@@ -17,6 +18,7 @@ from service.checkpoints.families.traits import (
     constant,
     modernbert_window,
     only,
+    require_present,
     window_around,
 )
 from service.checkpoints.layout import Fields
@@ -49,6 +51,19 @@ def original_full(config: Config, n: int, layer_type: str) -> Fields:
     return {}
 
 
+def squeezebert(config: Config, n: int, layer_type: str) -> Fields:
+    """Projections are convolutions of width 1 in groups."""
+    fields = {"query": "q_groups", "key": "k_groups", "value": "v_groups", "output": "post_attention_groups"}
+    return {GROUPS: {projection: config.count(field) for projection, field in fields.items()}}
+
+
+def luke(config: Config, n: int, layer_type: str) -> Fields:
+    """Entities have queries of their own, unless the config says otherwise."""
+    require_present(config, "use_entity_aware_attention")
+    config.expect("use_entity_aware_attention", False)
+    return {}
+
+
 def rope_if_rotary(config: Config, n: int, layer_type: str) -> Fields:
     """ESM: RoPE only with `position_embedding_type` rotary; its absolute positions are added to the model's input."""
     config.expect("position_embedding_type", "absolute", "rotary")
@@ -64,6 +79,14 @@ ENCODERS: dict[str, Family] = {
     "big_bird": encoder(original_full),
     "distilbert": encoder(path="transformer.layer.{n}.attention"),
     "albert": encoder(path="albert_layer_groups.0.albert_layers.0.attention"),
+    "canine": encoder(irrelevant="^local_transformer_stride$"),  # its characters attend to blocks, which is not among its parts
+    "ibert": encoder(only("quant_mode", False), ignored=("*_integer", "*scaling_factor", "*.x_m??", "output.LayerNorm.*")),
+    "luke": encoder(luke),
+    "squeezebert": encoder(
+        squeezebert,
+        path="encoder.layers.{n}",
+        ignored=("intermediate.*", "output.*", "post_attention.layernorm.*"),
+    ),
     "xmod": encoder(irrelevant="adapter"),
     "mobilebert": encoder(mobilebert, irrelevant="normalization_type"),
     "mpnet": encoder(

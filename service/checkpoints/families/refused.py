@@ -1,23 +1,20 @@
 """Model types that no row of the table can describe, each with what the layer would need."""
 
 REASONS = {  # what the layer cannot compute -> the model types that need it
-    "keys selected by an indexer": "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4",
-    "factors on latent vectors": "longcat_flash",
+    "keys selected by an indexer": "deepseek_v32 glm_moe_dsa hy_v4",
+    "keys selected by an indexer, and queries from latent vectors with and without their norm": "axk2",
+    "rotated values, an output projection in groups, and keys compressed from chunks": "deepseek_v4",
     "code that transformers does not have": "kimi_k2",
-    "queries scaled by a power of their position": "beam",
     "a norm of head outputs": "muse_spark_text bitnet",
     "scores from relative positions by content": """deberta deberta-v2 xlnet funnel wav2vec2-conformer fastspeech2_conformer
-        parakeet_encoder nemotron_asr_streaming_encoder vits sam_vision_model sam_hq_vision_model vitdet""",
+        parakeet_encoder nemotron_asr_streaming_encoder vits""",
     "relative biases with a gate, or between segments": "wavlm cpmant",
-    "positions in two dimensions": "dinov3_vit mlcd mlcd_vision_model sam3_vit_model",
-    "attention to keys that the layer chooses": "doge",
+    "positions of a class token that are learnt": "mlcd mlcd_vision_model",
+    "biases on keys from their values": "doge",
     "experts among its projections": "jetmoe",
-    "attention over time and space by turns": "timesformer",
-    "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer canine",
+    "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer",
     "differential attention": "diffllama",
     "layers without a softmax": "mamba mamba2 falcon_mamba rwkv xlstm fnet",
-    "convolutions in its attention": "convbert squeezebert zaya inkling_text inkling2_text",
-    "queries of their own for entities": "luke",
-    "quantised arithmetic": "ibert",
+    "convolutions in its attention": "convbert zaya inkling_text inkling2_text",
 }
 REFUSED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}

@@ -15,7 +15,9 @@ from service.spec import PROJECTIONS
 
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
 WIDEST_HEAD = 1 << 16
-VALUE_FACTOR = "value_factor"  # among the fields that traits give: a factor on values, which is multiplied into their projection
+FACTORS = "factors"  # among the fields that traits give: projection -> factor, which is multiplied into its weights
+GROUPS = "groups"  # likewise: projection -> groups of its convolution of width 1
+STAGE = "stage"  # among the fields of a config: the number of a layer's stage, in families with stages
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
 

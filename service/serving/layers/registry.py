@@ -9,8 +9,8 @@ import torch
 from service.attention.layer import MultiHeadAttention
 from service.attention.weights import draw_weights
 from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, pointer
-from service.serving.casting import cast, numpy_of
 from service.serving.cost import ServingLimits
+from service.serving.device import cast, numpy_of
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
 from service.tensors import Array
@@ -163,6 +163,9 @@ class LayerRegistry:
         self._unloaded.pop(name, None)
 
 
+MANY_KEYS = 1 << 16  # for which the scores of scalable softmax are estimated
+
+
 def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
     """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components).
 
@@ -170,12 +173,18 @@ def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> fl
     """
     if spec.differential:
         return math.inf
+    growth = math.log(MANY_KEYS) if spec.normalizer == "scalable_softmax" else 1.0
     if not spec.projections or spec.qk_norm is not None:  # components have unit variance
-        return math.sqrt(spec.head_dim)
-    keys = _variance(tensors, "key")
+        return growth * math.sqrt(spec.head_dim)
+    queries, keys = _variance(tensors, "query"), _variance(tensors, "key")
     if (latent := spec.latent) is not None:
         keys += (_variance(tensors, "rope_key") - keys) * latent.rope_key_dim / spec.head_dim
-    return math.sqrt(spec.head_dim * _variance(tensors, "query") * keys)
+    if (relative := spec.relative_scores) is not None:
+        share = 1 / (2 * relative.columns or 2)  # mean square of an embedded distance: a unit vector, or sines and cosines
+        keys += share * _variance(tensors, "position_key")
+        queries += share * _variance(tensors, "position_query") if relative.position_to_content else 0
+        queries += sum(float(tensors[name].double().square().mean()) for name in ("content_bias", "position_bias") if name in tensors)
+    return growth * math.sqrt(spec.head_dim * queries * keys)
 
 
 def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:

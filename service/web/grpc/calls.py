@@ -27,7 +27,7 @@ from service.web.grpc.methods import CallRecord, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
 from service.web.middleware.telemetry import Telemetry
-from service.web.record import request_id
+from service.web.request_reader import request_id
 
 SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY_SCOPE

@@ -42,7 +42,7 @@ class CallRecord:
     reason: str = ""  # of a failure
     detail: str = ""
     phases: Phases | None = None
-    log_fields: dict[str, Any] = field(default_factory=dict)
+    log_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 Method = Callable[[Any, CallRecord], Awaitable[Any]]

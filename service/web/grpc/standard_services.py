@@ -16,8 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from service.errors import AttendError, MalformedBody
 from service.serving.admission import ByteBudget, CallLimit
-from service.serving.lifecycle import ShutdownGate
-from service.serving.service import Service
+from service.serving.service import Service, ShutdownGate
 from service.serving.streams import MessageReader, in_time
 from service.web.errors import grpc_code_of
 from service.web.grpc.channel import MAX_KEYLESS, MAX_WATCHES, address_of

@@ -16,11 +16,11 @@ from service.serving.service import Service
 from service.web.errors import error_response, internal_error, out_of_memory
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, endpoint_label
-from service.web.record import Record, record_of
+from service.web.request_reader import Record, record_of
 
 log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-MAX_UNSPLIT_REPLY = 32 * 1024  # bytes; larger replies are sent in pieces, and the request ends only when they have left the transport
+MAX_UNSPLIT_REPLY = 64 * 1024  # bytes; larger replies are sent in pieces, and the request ends only when they have left the transport
 MAX_QUERY_PARAMETERS = 64  # no endpoint has more than a few
 MAX_DRAINED_BYTES = 64 << 20  # largest body of a refused request that is read and discarded
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from service.errors import Forbidden, MalformedRequest, Unauthenticated
 from service.web.keys import Keyring
-from service.web.record import Record
+from service.web.request_reader import Record
 from service.wire.negotiation import HTML, JSON, accepted_type
 
 SAFE_METHODS = frozenset({"GET", "HEAD"})

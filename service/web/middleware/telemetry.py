@@ -21,7 +21,7 @@ from starlette.types import Scope
 from service import __version__
 from service.serving.metrics import PHASE_BUCKETS, PHASES, Phases
 from service.serving.service import Service
-from service.web.record import Record
+from service.web.request_reader import Record
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 DURATION_BUCKETS = (
@@ -86,7 +86,7 @@ class FinishedRequest(Protocol):
     request_id: str
     reason: str
     phases: Phases | None
-    log_fields: dict[str, Any]
+    log_fields: Mapping[str, Any]
 
 
 class Telemetry:

@@ -21,15 +21,14 @@ from service.web.openapi import (
     error_responses,
     request_body_doc,
 )
-from service.web.record import Record
-from service.web.request_reader import read, read_as
+from service.web.request_reader import Record, read, read_as
 from service.wire.codec import CODECS
 from service.wire.negotiation import PICTURES, accepted_type, media_type_of_body
 from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 
 PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-MAX_JOINED_BYTES = 32 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
+MAX_JOINED_BYTES = 64 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
 
 
 class Attend:

@@ -7,13 +7,14 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from service.errors import InvalidRequest, Problem, pointer
+from service.serving import documents
 from service.serving.layers.files import CheckpointQuery
 from service.serving.service import Service
 from service.web.openapi import BINARY, PUT_LAYER_EXAMPLE, error_responses, request_body_doc
 from service.web.request_reader import deadline_of, lease_of, read
 from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
-from service.wire.problems import PROBLEMS, describe_value
+from service.wire.problems import MAX_PROBLEMS, describe_value
 from service.wire.reply import Buffer
 from service.wire.schemas.attend import LAYER_NAME, require_layer_name
 from service.wire.schemas.layers import LayerDocument, Layers
@@ -25,7 +26,7 @@ CHUNK_BYTES = 1 << 20  # bytes sent at a time, so that a slow client does not ca
 
 def require_query(names: Sequence[str]) -> None:
     """Raises InvalidRequest if a query parameter of PUT is unknown or occurs twice."""
-    unknown = [name for name in names if name not in QUERY_PARAMETERS][:PROBLEMS]
+    unknown = [name for name in names if name not in QUERY_PARAMETERS][:MAX_PROBLEMS]
     problems = [
         Problem(pointer([name]), f"a query parameter among {', '.join(QUERY_PARAMETERS)}", describe_value(name)) for name in unknown
     ]
@@ -80,7 +81,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         require_query([name for name, _ in request.query_params.multi_items()])
         require_started(service)
         raw = await read(request.scope["attend"], request.receive, service, layer=True)
-        layer, new, assumed = await service.put_layer(name, raw, CheckpointQuery(layout, prefix, spec))
+        layer, new, assumed = await documents.put_layer(service, name, raw, CheckpointQuery(layout, prefix, spec))
         response.status_code = 201 if new else 200
         return service.registry.describe(layer).model_copy(update={"assumed": dict(assumed) or None})
 
@@ -95,7 +96,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
     )
     async def get_weights(name: str, request: Request) -> StreamingResponse:
         """The weights under their canonical names, as a safetensors file that PUT accepts; its metadata contains the spec."""
-        pieces = await service.export_layer(name)
+        pieces = await documents.export_layer(service, name)
         size = sum(map(len, pieces))
         lease_of(request.scope["attend"], service).add(size)  # a layer that is replaced meanwhile stays in memory until it is sent
         headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}

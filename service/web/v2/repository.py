@@ -6,6 +6,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from service.errors import RequestError
+from service.serving.documents import put_layer, read_object
 from service.serving.requests import NO_PARAMETERS, RawRequest
 from service.serving.service import Service
 from service.web.openapi import LOAD_EXAMPLE, request_body_doc
@@ -80,7 +81,7 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters) ->
     require_layer_name(name)
     await run_in_threadpool(parse_nested, config, CONFIG_PATH)  # must be complete JSON: it is inserted into other JSON
     try:
-        await service.put_layer(name, RawRequest(b'{"spec": %b}' % config.encode()))
+        await put_layer(service, name, RawRequest(b'{"spec": %b}' % config.encode()))
     except RequestError as refusal:
         if not refusal.problems:
             raise
@@ -89,12 +90,14 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters) ->
 
 async def unload_layer(service: Service, name: str) -> None:
     require_started(service)
-    with V2ErrorPaths():
+    try:
         await service.loader.unload(name)
+    except RequestError as refusal:
+        raise V2ErrorPaths().translated(refusal) from None
 
 
 async def _read(request: Request, service: Service, model: type[D]) -> D:
     """The body, validated as `model`; an empty body is {}."""
     limit = ("", MAX_BODY_BYTES) if service.wire_limits.body_bytes > MAX_BODY_BYTES else None
     raw = await read_as(CODECS[JSON], CODECS[JSON], NO_PARAMETERS, request.scope["attend"], request.receive, service, limit)
-    return validate(model, await service.read_object(raw, MAX_BODY_BYTES))
+    return validate(model, await read_object(service, raw, MAX_BODY_BYTES))

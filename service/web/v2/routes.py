@@ -12,8 +12,7 @@ from service.serving.engine import ATTEND
 from service.serving.service import Service
 from service.web.openapi import INFER_EXAMPLE, request_body_doc, schema
 from service.web.openapi import error_responses as responses_of
-from service.web.record import Record
-from service.web.request_reader import read_as
+from service.web.request_reader import Record, read_as
 from service.web.routes.attend import require_started, send_reply
 from service.web.v2.description import ProtocolExtensions, config_of, metadata_of, statistics_of
 from service.wire.negotiation import JSON

@@ -7,6 +7,7 @@ reads the numbers from the text. A small body that is refused is parsed again as
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,14 +18,15 @@ from service.wire.arrays import MAX_RANK, Kind, array_of_base64
 from service.wire.json.lists import NumberList, array_of_lists
 from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
-from service.wire.problems import SHOWN, describe_value
+from service.wire.problems import MAX_SHOWN, describe_value
 
 MAX_REST_BYTES = 4 << 20  # bytes of a body without its numbers and base64
+MAX_CACHED_REST = 2048  # bytes of a rest whose parsed form is cached
 MAX_STRICT_BYTES = 1 << 20  # bytes of a body that the strict reader may parse as a whole
 MAX_UNCUT_BYTES = 1 << 16  # a longer base64 string, in bytes, is cut out
 MAX_TEXT_BYTES = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
 MINUS_INFINITY = re.compile(rb'"-inf"\s*[,\]]')  # as an item of a list
-CUT_DESCRIPTION = 'base64 and lists of numbers (a string other than "-inf", or an object, makes a list another kind)'
+CUT_DESCRIPTION = 'base64 and lists of numbers (a list with an object, or a string other than "-inf", is no list of numbers)'
 PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
 BEFORE_VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
 AFTER_VALUE = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
@@ -65,6 +67,11 @@ class Parts(NamedTuple):
 
     def document(self) -> Any:
         """The parsed document; values that were cut out are `Cut` objects. Raises MalformedBody, InvalidRequest or TooLarge."""
+        if len(self.rest) <= MAX_CACHED_REST:
+            try:
+                return _filled(_parse_template(self.rest, len(self.cut)), self.cut)
+            except (RequestError, RecursionError):
+                pass  # refused below, with the place in the text
         return parse_strictly(self.rest, place_of=self._place_of, placed=self.cut)
 
     def _place_of(self, offset: int) -> str:
@@ -75,6 +82,25 @@ class Parts(NamedTuple):
                 break
             offset += stop - start - len(PLACEHOLDER)
         return line_and_column(self.text, min(offset, len(self.text)))
+
+
+class Slot(int):
+    """Stands for the cut value of that index in a parsed template."""
+
+
+@lru_cache(256)  # clients repeat what is around the numbers, and parsing it costs more than reading the numbers of a small call
+def _parse_template(rest: bytes, count: int) -> Any:
+    """The document of a rest with `count` cut values, each as a `Slot`. Raises MalformedBody, InvalidRequest or TooLarge."""
+    return parse_strictly(rest, placed=[Slot(i) for i in range(count)])
+
+
+def _filled(value: Any, cut: list[Cut]) -> Any:
+    """A copy of a parsed template, with the cut values in place of the slots."""
+    if type(value) is Slot:
+        return cut[value]
+    if isinstance(value, dict):
+        return {key: _filled(item, cut) for key, item in value.items()}
+    return [_filled(item, cut) for item in value] if isinstance(value, list) else value
 
 
 def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFORE_VALUE) -> Parts:
@@ -167,7 +193,7 @@ class Reader:
             raise TooLarge.where(at, f"an object of at most {self.limits.tensors} members (max_tensors)", str(len(document)))
         members: dict[str, Any] = {}
         for key, value in document.items():
-            place = at + pointer([key])
+            place = f"{at}/{key}" if key.isidentifier() else at + pointer([key])
             if kind := kinds.get(key) or kinds.get("*"):
                 members[key] = self._tensor(value, kind, place)
             else:
@@ -179,7 +205,7 @@ class Reader:
         if isinstance(value, NumberList):
             return value.array(kind, at)
         if isinstance(value, Base64Text):
-            return bytes(value.content()[: 2 * SHOWN]).decode(errors="replace")
+            return bytes(value.content()[: 2 * MAX_SHOWN]).decode(errors="replace")
         if isinstance(value, list):
             return array_of_lists(value, kind, at)
         if isinstance(value, dict):

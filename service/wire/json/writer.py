@@ -5,6 +5,7 @@ the GIL until it returns, so long arrays are written in pieces. Both write NaN a
 `options.nonfinite` requires.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ from service.wire.reply import Buffer, Reply, may_be_minus_infinity, wire_array
 from service.wire.schemas.attend import ReplyOptions
 
 NUMBERS_PER_PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
-PLACEHOLDER = b"\0"  # replaces a long text in a document; JSON text never contains this byte
+PLACEHOLDER = b"\0"  # replaces a `JsonText` in a document; JSON text never contains this byte
 
 
-class LongText:
+class JsonText:
     """A value of a JSON document that is already JSON text, in pieces."""
+
+    __slots__ = ("pieces",)
 
     def __init__(self, pieces: list[Buffer]) -> None:
         self.pieces = pieces
@@ -29,23 +32,33 @@ class LongText:
 
 def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """The reply as JSON, in pieces. Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error"."""
-    document: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
+    pieces: list[Buffer] = [_opening(reply.layer["name"], reply.layer["fingerprint"]), b"%d" % reply.fully_masked_rows]
     for name, tensor in reply.tensors.items():
+        pieces.append(b',"%b":' % name.encode())
         if isinstance(tensor, dict):
-            document[name] = {part: _tensor(f"{name}.{part}", array, reply.datatype, options) for part, array in tensor.items()}
+            pieces += write_json({part: _tensor(f"{name}.{part}", array, reply.datatype, options) for part, array in tensor.items()})
         else:
-            document[name] = _tensor(name, tensor, reply.datatype, options)
+            value = _tensor(name, tensor, reply.datatype, options)
+            pieces += value.pieces if isinstance(value, JsonText) else write_json(value)
     if reply.metrics is not None:
-        document["metrics"] = {name: _metric(value, reply.datatype, options) for name, value in reply.metrics.items()}
-    return write_json(document)
+        metrics = {name: _metric(value, reply.datatype, options) for name, value in reply.metrics.items()}
+        pieces += [b',"metrics":', *write_json(metrics)]
+    pieces.append(b"}")
+    return pieces
+
+
+@lru_cache(256)
+def _opening(name: str, fingerprint: str) -> bytes:
+    """The text of a reply up to the value of `fully_masked_rows`."""
+    return orjson.dumps({"layer": {"name": name, "fingerprint": fingerprint}})[:-1] + b',"fully_masked_rows":'
 
 
 def write_json(document: dict[str, Any]) -> list[Buffer]:
-    """Encodes the document, which may contain arrays and `LongText`. Returns pieces."""
+    """Encodes the document, which may contain arrays and `JsonText`. Returns pieces."""
     texts: list[list[Buffer]] = []
 
     def placeholder(value: Any) -> orjson.Fragment:
-        if not isinstance(value, LongText):
+        if not isinstance(value, JsonText):
             raise TypeError
         texts.append(value.pieces)
         return orjson.Fragment(PLACEHOLDER)
@@ -77,27 +90,26 @@ def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
     if value.dtype.kind != "i" or options.form == "base64" or not (value < 0).any():
         return tensor
     data = tensor["data"] if isinstance(tensor, dict) else tensor
-    pieces = data.pieces if isinstance(data, LongText) else [orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)]
-    text = LongText([bytes(piece).replace(b"-1", b"null") for piece in pieces])
+    text = JsonText([bytes(piece).replace(b"-1", b"null") for piece in data.pieces])
     return {**tensor, "data": text} if isinstance(tensor, dict) else text
 
 
-def _base64(array: Array) -> str | LongText:
+def _base64(array: Array) -> str | JsonText:
     data = raw(array)
     if len(data) <= 4 * NUMBERS_PER_PIECE:
         return pybase64.b64encode_as_string(data)
     step = 3 * NUMBERS_PER_PIECE  # bytes, a multiple of three, so that only the last piece is padded
     pieces: list[Buffer] = [pybase64.b64encode(data[i : i + step]) for i in range(0, len(data), step)]
-    return LongText([b'"', *pieces, b'"'])
+    return JsonText([b'"', *pieces, b'"'])
 
 
-def text_of(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> Any:
-    """A value for `write_json`: the JSON text of the array."""
+def text_of(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> JsonText:
+    """The array as JSON text."""
     if array.size > NUMBERS_PER_PIECE:
-        return LongText(_pieces(name, array, None if nonfinite is None else nonfinite.reshape(array.shape), options))
+        return JsonText(_pieces(name, array, None if nonfinite is None else nonfinite.reshape(array.shape), options))
     if not array.ndim:
-        return orjson.Fragment(_text(name, array.reshape(1), nonfinite, options)[1:-1])
-    return orjson.Fragment(_text(name, array, nonfinite, options))
+        return JsonText([_text(name, array.reshape(1), nonfinite, options)[1:-1]])
+    return JsonText([_text(name, array, nonfinite, options)])
 
 
 def _pieces(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> list[Buffer]:

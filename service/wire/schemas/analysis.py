@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from service.spec import disagreement
+from service.spec import field_error
 from service.wire.problems import describe_value
 from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference, unique
 from service.wire.schemas.tensors import ReplyTensor, Sequences
@@ -73,7 +73,7 @@ REFUSED = {  # fields of /attend
 def _lens(value: Any) -> Any:
     for number in value if isinstance(value, list) else [value]:
         if type(number) is not int or number < 0:
-            raise disagreement("", "a number of queries, or a list of them", describe_value(number))
+            raise field_error("", "a number of queries, or a list of them", describe_value(number))
     return value
 
 
@@ -113,10 +113,10 @@ class AnalysisRequest(AttendRequest):
     def _measurable(self) -> Self:
         for name, expected in REFUSED.items():
             if getattr(self, name) is not None:
-                raise disagreement(f"/{name}", expected, name)
+                raise field_error(f"/{name}", expected, name)
         for name in self.metrics or ():
             if name in TOKEN_METRICS and not self.has_tokens:
-                raise disagreement("/tokens", f"tokens of queries and keys, since {name} is among the metrics", "none")
+                raise field_error("/tokens", f"tokens of queries and keys, since {name} is among the metrics", "none")
         self._query_lens()
         return self
 
@@ -125,10 +125,10 @@ class AnalysisRequest(AttendRequest):
         if lens is None:
             return
         if isinstance(lens, list) != self.batched or (isinstance(lens, list) and len(lens) != b):
-            raise disagreement("/analysis/query_lens", f"{b} lengths" if self.batched else "a single number", "another number of them")
+            raise field_error("/analysis/query_lens", f"{b} lengths" if self.batched else "a single number", "another number of them")
         for n in lens if isinstance(lens, list) else [lens]:
             if n > q:
-                raise disagreement("/analysis/query_lens", f"at most {q}, the number of queries", str(n))
+                raise field_error("/analysis/query_lens", f"at most {q}, the number of queries", str(n))
 
     @property
     def has_tokens(self) -> bool:
@@ -150,7 +150,7 @@ class AnalysisReply(Document):
     """The metrics under their names, without the axis b where the request has none.
 
     Rows without a key are not counted, nor is padding: positions closed by lengths and key masks, in self-attention also as queries. With
-    attention sinks, weights are shares of what the sinks leave. Means over queries are over those for which the number is defined.
+    attention sinks or sigmoid weights, weights are shares of their sum. Means over queries are over those for which the number is defined.
 
     Overflow is an error, unless `reply.nonfinite` allows it. Undefined numbers are null, never 0: a number about rows if no row is counted,
     about two heads if no row is counted for both, about keys (`value_norms`, `subspace_disagreement`) if all are padding. Numbers about the

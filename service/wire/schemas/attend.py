@@ -20,10 +20,10 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from service.errors import InvalidRequest
-from service.spec import Finite, LayerSpec, Window, disagreement
+from service.spec import Finite, LayerSpec, Window, field_error
 from service.wire import shapes
 from service.wire.arrays import Kind
-from service.wire.problems import HALF, describe_value, is_unicode
+from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
 from service.wire.schemas.tensors import (
     Bias,
     HeadScale,
@@ -42,7 +42,7 @@ from service.wire.suggestions import OTHER_NAMES
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 NAME_EXPECTED = "a layer name of at most 64 letters, digits, dots, underscores and hyphens, a letter or digit first"
 
-SPECIAL = re.compile(
+SPECIAL_TOKEN = re.compile(
     r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
 )
 
@@ -71,9 +71,9 @@ def _offset(value: Any) -> Any:
         value = value.tolist()
     for number in value if isinstance(value, list) else [value]:
         if number != "end" and (type(number) is not int or abs(number) >= 2**31):
-            raise disagreement("", 'an integer of 32 bits, a list of them, or "end"', describe_value(number))
+            raise field_error("", 'an integer of 32 bits, a list of them, or "end"', describe_value(number))
         if number == "end" and value != "end":
-            raise disagreement("", "a list of integers", '"end" in a list')
+            raise field_error("", "a list of integers", '"end" in a list')
     return value
 
 
@@ -81,16 +81,16 @@ def _tokens(value: Any) -> Any:
     nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
     for i, row in enumerate(value if nested else [value]):
         if not isinstance(row, list) or not all(isinstance(word, str) for word in row):
-            raise disagreement("", "a list of tokens, or one such list per batch item", "something else")
+            raise field_error("", "a list of tokens, or one such list per batch item", "something else")
         for j, word in enumerate(row):
             if not is_unicode(word):  # replies and pictures cannot hold it
-                raise disagreement(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF)
+                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF_SURROGATE)
     return value
 
 
 def _omitted(value: Any) -> Any:
     if value != "special" and not (isinstance(value, list) and all(isinstance(token, str) for token in value)):
-        raise disagreement("", '"special" or a list of tokens', describe_value(value))
+        raise field_error("", '"special" or a list of tokens', describe_value(value))
     return value
 
 
@@ -101,7 +101,7 @@ def unique(noun: str) -> AfterValidator:
         seen: set[Any] = set()
         for i, item in enumerate(items):
             if item in seen:
-                raise disagreement(f"/{i}", f"each {noun} once", f"{describe_value(item)} twice")
+                raise field_error(f"/{i}", f"each {noun} once", f"{describe_value(item)} twice")
             seen.add(item)
         return items
 
@@ -190,7 +190,7 @@ class Tokens(Document):
 
 def is_special(token: str) -> bool:
     """Whether the token marks the beginning, the end or the padding of a sequence, or a turn in it. Unknown and masked words do not."""
-    return SPECIAL.fullmatch(token) is not None
+    return SPECIAL_TOKEN.fullmatch(token) is not None
 
 
 class AttendRequest(Document):
@@ -311,13 +311,14 @@ class AttendReply(Document):
     output: OptionalTensor = _output("[b,q,output_dim].")
     attention_weights: OptionalTensor | Selection | BySequence = _output(
         "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, and "
-        "rows sum to 1, except after dropout, with sinks and in fully masked rows. In layers with `differential` they may be negative, "
-        "with any sum."
+        "rows sum to 1, except after dropout, with sinks, in fully masked rows and in layers with sigmoid weights. In layers with "
+        "`differential` they may be negative, with any sum."
     )
     scores: OptionalTensor | BySequence = _output(
-        "[b,h,q,k]. Before softmax, after scale, softcap, biases and masks; -inf as text. Layers with `differential` have none."
+        "[b,h,q,k]. Before softmax or sigmoid, after scale, softcap, biases, ln n and masks; -inf as text. Layers with `differential` have "
+        "none."
     )
-    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores). Layers with `differential` have none.")
+    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores). Layers with `differential` or sigmoid weights have none.")
     query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
     key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
     value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")

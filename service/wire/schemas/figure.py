@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from service.spec import Finite, disagreement
+from service.spec import Finite, field_error
 from service.wire.schemas.attend import AttendRequest, Document, Index, StrictBool, unique
 
 PositiveFinite = Annotated[Finite, Field(gt=0)]
@@ -43,11 +43,11 @@ class Figure(Document):
     @model_validator(mode="after")
     def _one_head(self) -> Self:
         if self.kind == "head" and self.heads is not None and len(self.heads) != 1:
-            raise disagreement("/heads", "one head for a picture of kind head", str(len(self.heads)))
+            raise field_error("/heads", "one head for a picture of kind head", str(len(self.heads)))
         if self.kind == "concatenation" and self.scale == "log":
-            raise disagreement("/scale", "linear for numbers of either sign", '"log"')
+            raise field_error("/scale", "linear for numbers of either sign", '"log"')
         if self.kind == "concatenation" and self.heads is not None:
-            raise disagreement("/heads", "null, since the concatenation is of all heads", f"a list of {len(self.heads)}")
+            raise field_error("/heads", "null, since the concatenation is of all heads", f"a list of {len(self.heads)}")
         return self
 
 
@@ -60,9 +60,9 @@ class FigureRequest(AttendRequest):
     def _item(self) -> Self:
         items = self.query.shape[0] if self.batched else 1
         if items and self.figure.item >= items:
-            raise disagreement("/figure/item", f"an item below {items}", str(self.figure.item))
+            raise field_error("/figure/item", f"an item below {items}", str(self.figure.item))
         if 0 in self.query.shape or (self.key is not None and 0 in self.key.shape):
-            raise disagreement("/query", "at least one query and one key to draw", "none")
+            raise field_error("/query", "at least one query and one key to draw", "none")
         return self
 
     def item_tokens(self, side: Literal["query", "key"]) -> tuple[str, ...]:

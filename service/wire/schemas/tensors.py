@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic.json_schema import models_json_schema
 from pydantic_core import CoreSchema, core_schema
 
-from service.spec import disagreement
+from service.spec import field_error
 from service.tensors import BY_NUMPY, DATATYPES, Array
 from service.wire.arrays import Kind, element_text, first_index, without_broadcast
 from service.wire.problems import describe_value
@@ -96,19 +96,19 @@ class Tensor:
         array = self._array(value)
         if array.ndim not in self.ranks:
             wanted = " or ".join(map(str, self.ranks))
-            raise disagreement("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
+            raise field_error("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
         return array if self.kind in ("number", "bias") else self._integral(array)
 
     def _array(self, value: Any) -> Array:
         if isinstance(value, str | bool | dict) or value is None:
-            raise disagreement("", "a tensor", describe_value(value))
+            raise field_error("", "a tensor", describe_value(value))
         try:
             array = np.asarray(value)
         except (ValueError, TypeError):
-            raise disagreement("", "a tensor", "ragged rows") from None
+            raise field_error("", "a tensor", "ragged rows") from None
         datatype = BY_NUMPY.get(array.dtype.newbyteorder("<"))
         if datatype is None or (datatype.kind == "bool" and self.kind in ("number", "bias")):
-            raise disagreement("", "numbers", f"elements of type {array.dtype}")
+            raise field_error("", "numbers", f"elements of type {array.dtype}")
         return array
 
     def _integral(self, array: Array) -> Array:
@@ -116,18 +116,18 @@ class Tensor:
             return np.broadcast_to(self._integral(without_broadcast(array).copy()), array.shape)
         if array.dtype == np.bool_:
             if self.kind != "mask":
-                raise disagreement("", "whole numbers", "booleans")
+                raise field_error("", "whole numbers", "booleans")
             return array
         if self.kind == "mask":
             mask: Array = array != 0
             if (wrong := mask & (array != 1)).any():
                 at = first_index(wrong)
-                raise disagreement(at, "0, 1, true or false", element_text(array, at))
+                raise field_error(at, "0, 1, true or false", element_text(array, at))
             return mask
         least, expected = (0, "a number of keys") if self.kind == "count" else (-1, "the number of a segment, or -1 for padding")
         if (wrong := ~(array >= least) | (array > MAX_COUNT) | (array != np.floor(array))).any():
             at = first_index(wrong)
-            raise disagreement(at, f"{expected}: a whole number of at least {least}", element_text(array, at))
+            raise field_error(at, f"{expected}: a whole number of at least {least}", element_text(array, at))
         return array.astype(np.int64)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

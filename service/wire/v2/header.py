@@ -9,7 +9,7 @@ from service.errors import InvalidRequest, MalformedBody, TooLarge
 from service.tensors import Array, Datatype
 from service.wire.arrays import Kind, array_of_bytes
 from service.wire.json.reader import shape_of
-from service.wire.problems import HALF, describe_value, is_unicode
+from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
 from service.wire.v2.parameters import (
     DEFAULT_OUTPUTS,
@@ -204,5 +204,5 @@ def _id(value: Any) -> str | None:
     if not isinstance(value, str):
         raise InvalidRequest.where("/id", "a string", describe_value(value))
     if not is_unicode(value):  # the reply repeats it
-        raise InvalidRequest.where("/id", "a string of Unicode text", HALF)
+        raise InvalidRequest.where("/id", "a string of Unicode text", HALF_SURROGATE)
     return value

@@ -85,12 +85,20 @@ def test_layers_have_everything_that_a_layer_may_have():
     }
     assert any(spec.chunk_size and spec.query_scale for spec in specs)
     assert {spec.differential.norm_weights for spec in specs if spec.differential and spec.rope} == {True, False}
+    assert {spec.normalizer for spec in specs} == {"softmax", "scalable_softmax", "sigmoid"}
     assert {(spec.grid_bias.kind, spec.grid_bias.class_token) for spec in specs if spec.grid_bias} == {
         ("table", False),
         ("table", True),
         ("decomposed", False),
     }
     assert {spec.rope.num_axes for spec in specs if spec.rope} == {1, 2, 3}
+    drawn = [case.spec.relative_scores for case in cases(100, features=("relative_scores", "head_dim"), rate=0.8, init="xavier_uniform")]
+    relative = [scores for scores in drawn if scores]
+    sinusoidal = [scores for scores in relative if scores.kind == "transformer_xl"]
+    assert {scores.interleaved for scores in sinusoidal} == {scores.max_distance is None for scores in sinusoidal} == {True, False}
+    assert {(scores.buckets is None, scores.position_to_content) for scores in relative if scores.kind == "disentangled"} == {
+        (exact, both) for exact in (True, False) for both in (True, False)
+    }
     gates = [spec.output_gate for spec in specs if spec.output_gate]
     assert {gate.granularity for gate in gates} == {"elementwise", "headwise"}
     assert {gate.activation for gate in gates} == {"sigmoid", "softplus"}
@@ -101,13 +109,15 @@ def test_layers_have_everything_that_a_layer_may_have():
 
 
 def test_features_that_do_not_go_together_are_dropped():
-    everything = set(FEATURES) - {"differential"}
-    assert settle(set(FEATURES) - {"projections"}, "xavier_uniform") == set(FEATURES) - {
+    everything = set(FEATURES) - {"differential", "relative_scores"}
+    assert settle(set(FEATURES) - {"projections", "relative_scores"}, "xavier_uniform") == set(FEATURES) - {
         "projections",
         "qk_norm",
         "latent",
         "sinks",
         "dropout",
+        "relative_scores",
+        "normalizer",
     }
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
@@ -116,6 +126,10 @@ def test_features_that_do_not_go_together_are_dropped():
     assert settle(everything - {"projections"}, "numpy_normal") == everything - {"projections", "biases", "output_gate", "latent"} - widths
     assert settle(everything, "torch_mha") == everything - {"biases", "output_gate", "latent"} - widths
     assert settle({"value"}, "torch_mha") == set()
+    assert settle({"relative_scores"}, "torch_mha") == set()
+    assert settle({"relative_scores", "rope"}, "torch_linear") == {"rope"}
+    assert settle({"relative_scores", "query_scale"}, "torch_linear") == {"query_scale"}
+    assert settle({"relative_scores", "alibi"}, "torch_linear") == {"relative_scores", "alibi"}
     assert settle({"projections", "num_kv_heads", "value_head_dim"}, "torch_linear") == {"projections"}
     assert settle({"projections", "num_kv_heads", "value_head_dim", "key"}, "torch_linear") == {"projections", "num_kv_heads", "key"}
 
@@ -148,7 +162,7 @@ def test_all_sizes_differ():
 
 def test_masks_come_in_every_form():
     ranks, broadcast, kinds, lens, batches = set(), set(), set(), set(), set()
-    for case in cases(600):
+    for case in cases(800):
         batched = case.request["query"].ndim == 3
         batches.add(batched)
         for name in ("attend_mask", "block_mask", "bias"):

@@ -178,7 +178,7 @@ def test_metrics_do_not_depend_on_the_size_of_blocks(monkeypatch: pytest.MonkeyP
     metrics_query = MetricsQuery(names, query_tokens=WORDS, key_tokens=WORDS)
     whole = measure(layer, call, metrics_query).tensors
 
-    monkeypatch.setattr(eager, "BLOCK", 1)
+    monkeypatch.setattr(eager, "MAX_BLOCK_SCORES", 1)
     pieces = measure(layer, call, metrics_query).tensors
 
     assert set(whole) == set(pieces)

@@ -3,7 +3,7 @@
  *
  *     native=service/attention/native
  *     gcc -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -I$native tests/attention/native/sanitize.c \
- *         $native/{variants,avx512,avx2,portable,layer}.c -lm -o sanitize && ./sanitize CALLS SEED */
+ *         $native/{short,avx512,avx2,portable}.c -lm -o sanitize && ./sanitize CALLS SEED */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

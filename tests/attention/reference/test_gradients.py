@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.transformers_positions import deberta_bucket, xlnet_sinusoids
 from torch.nn import functional
 
 from service.attention.compare.random_cases import FEATURES, random_case
@@ -78,7 +79,8 @@ def torchs(spec, weights, request, inputs, forward):
     if spec.grid_bias:
         bias = bias + torch_grid(spec.grid_bias, weights, q, torch.arange(queries) + offset[:, None], keys)
     pairs = zip(torch_parts(spec, q), torch_parts(spec, k), strict=True)
-    parts = [torch_weights(spec, weights, request, *pair, bias, blocked) for pair in pairs]
+    terms = torch_relative(spec, weights, q, k, ahead)
+    parts = [torch_weights(spec, weights, request, *pair, terms, bias, blocked) for pair in pairs]
     attention_weights = parts[0]
     if spec.differential:
         first, second = (torch.exp(weights[f"lambda_q{i}"] @ weights[f"lambda_k{i}"]) for i in (1, 2))
@@ -104,12 +106,19 @@ def torch_parts(spec, x):
     return x.chunk(2, dim=-1) if spec.differential else [x]
 
 
-def torch_weights(spec, weights, request, q, k, bias, blocked):
+def torch_weights(spec, weights, request, q, k, terms, bias, blocked):
     """One softmax."""
-    scores = torch.einsum("bhid,bhjd->bhij", q, k) * request.get("scale", spec.scale)
+    scores = (torch.einsum("bhid,bhjd->bhij", q, k) + terms) * request.get("scale", spec.scale)
     if cap := request.get("softcap", spec.softcap):
         scores = cap * torch.tanh(scores / cap)
-    scores = (scores + bias).masked_fill(blocked, -torch.inf)
+    scores = scores + bias
+    if spec.normalizer == "scalable_softmax":
+        scores = scores * (~blocked).sum(-1, keepdim=True).clamp(min=1).double().log()
+    if spec.normalizer == "sigmoid":
+        counts = torch.tensor(in_sequence(request, scores.shape).sum(-1)).clamp(min=1)
+        sigmoids = torch.sigmoid(scores - counts.double().log()[:, None, :, None]).masked_fill(blocked, 0.0)
+        return sigmoids.masked_fill(blocked.all(-1, keepdim=True), 1 / k.shape[2] if request.get("fully_masked") == "uniform" else 0.0)
+    scores = scores.masked_fill(blocked, -torch.inf)
     sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
     columns = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     empty = blocked.all(dim=-1, keepdim=True)
@@ -146,20 +155,34 @@ def torch_norm(x, weights, name, norm):
 
 def offset_of(request, forward):
     """query_offset of each item; where it is "end", what it comes to."""
-    b, _, q, k = forward.scores.shape
+    b, _, q, _ = forward.scores.shape
     offset = request.get("query_offset", 0)
     if isinstance(offset, str):
-        real = np.ones((b, q, k), bool)
-        if "valid_lens" in request:
-            real &= np.arange(k) < np.broadcast_to(request["valid_lens"].reshape(b, -1, 1), (b, q, 1))
-        if "attend_keys" in request:
-            real &= np.asarray(request["attend_keys"], bool)[:, None]
-        if "block_keys" in request:
-            real &= ~np.asarray(request["block_keys"], bool)[:, None]
-        if "key_segments" in request:
-            real &= (request["key_segments"] >= 0)[:, None]
-        offset = [1 + np.flatnonzero(item.any(axis=0)).max(initial=-1) - q for item in real]
+        offset = [1 + np.flatnonzero(item).max(initial=-1) - q for item in real_keys(request, forward.scores.shape)]
     return torch.tensor(np.broadcast_to(np.asarray(offset), (b,)).copy())
+
+
+def real_keys(request, shape):
+    """bool [b, k]: the keys that lengths, key masks and segments leave to some query."""
+    b, _, q, k = shape
+    real = np.ones((b, q, k), bool)
+    if "valid_lens" in request:
+        real &= np.arange(k) < np.broadcast_to(request["valid_lens"].reshape(b, -1, 1), (b, q, 1))
+    if "attend_keys" in request:
+        real &= np.asarray(request["attend_keys"], bool)[:, None]
+    if "block_keys" in request:
+        real &= ~np.asarray(request["block_keys"], bool)[:, None]
+    if "key_segments" in request:
+        real &= (request["key_segments"] >= 0)[:, None]
+    return real.any(axis=1)
+
+
+def in_sequence(request, shape):
+    """bool [b, q, k]: the real keys of each query's segment."""
+    real = np.repeat(real_keys(request, shape)[:, None], shape[2], axis=1)
+    if "query_segments" in request:
+        real &= request["query_segments"][:, :, None] == request["key_segments"][:, None]
+    return real
 
 
 def torch_rope(x, positions, rope):
@@ -200,6 +223,32 @@ def torch_bias(spec, weights, request, ahead):
         buckets = t5_bucket(ahead, settings.bidirectional, settings.buckets, settings.max_distance)
         bias = bias + functional.embedding(buckets, table).permute(0, 3, 1, 2)
     return bias
+
+
+def torch_relative(spec, weights, q, k, ahead):
+    """By an embedding of every distance that occurs, as a table."""
+    relative, near = spec.relative_scores, int(-ahead.max()) if ahead.numel() else 0
+    if relative is None or not ahead.numel():
+        return 0.0
+    distances = torch.arange(near, int(-ahead.min()) + 1)
+    if relative.kind == "transformer_xl":
+        bound = relative.max_distance or 10**9
+        table = xlnet_sinusoids(distances.clamp(-bound, bound).double(), spec.d_model)
+        table = table.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if relative.interleaved else table
+    else:
+        rows = deberta_bucket(distances, relative.buckets, relative.max_distance) if relative.buckets else distances
+        size = relative.buckets or relative.max_distance
+        table = functional.one_hot((rows + size).clamp(0, 2 * size - 1), 2 * size).double()
+    embedded = functional.embedding(-ahead - near, table)  # [b, q, k, width]
+    keys = functional.linear(embedded, weights["position_key.weight"]).unflatten(-1, (spec.num_heads, -1))
+    if relative.kind == "transformer_xl":
+        u, v = weights["content_bias"][:, None], weights["position_bias"][:, None]
+        return torch.einsum("hid,bhjd->bhij", u, k) + torch.einsum("bhid,bijhd->bhij", q + v, keys)
+    terms = torch.einsum("bhid,bijhd->bhij", q, keys)
+    if relative.position_to_content:
+        queries = functional.linear(embedded, weights["position_query.weight"]).unflatten(-1, (spec.num_heads, -1))
+        terms = terms + torch.einsum("bhjd,bijhd->bhij", k, queries)
+    return terms
 
 
 def torch_grid(grid, weights, q, indices, keys):

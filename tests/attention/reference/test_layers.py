@@ -129,6 +129,7 @@ def test_both_halves_of_a_differential_head_are_rotated():
         ({"qk_norm": {}}, "/qk_norm"),
         ({"latent": {"key_value_rank": 3, "rope_key_dim": 1}}, "/latent"),
         ({"sinks": True}, "/sinks"),
+        ({"relative_scores": {"kind": "transformer_xl"}}, "/relative_scores"),
     ],
     ids=str,
 )
@@ -136,6 +137,33 @@ def test_differential_layers_that_are_not_defined(fields, place):
     with pytest.raises(ValidationError) as caught:
         LayerSpec(**{"d_model": 8, "num_heads": 2, "differential": {}} | fields)
     assert caught.value.errors()[0]["ctx"]["at"] == place
+
+
+# --- sigmoid and scalable softmax -----------------------------------------------------------------------------------------------------
+
+
+def test_sigmoid_weights_are_lowered_by_the_length_of_the_sequence():
+    """Scores are 0, so each weight is 1 / (1 + n): for 4 keys, 3 of which are no padding, whatever causality leaves of them."""
+    got = attend(bare(normalizer="sigmoid"), {}, query=np.zeros((4, 1)), valid_lens=3, causal=True)
+    np.testing.assert_allclose(got.attention_weights[0], np.tril(np.full((4, 4), 0.25)) * [1, 1, 1, 0], rtol=1e-15)
+    got = attend(bare(normalizer="sigmoid"), {}, query=np.zeros((4, 1)), segments=np.array([0, 1, 1, -1]))
+    np.testing.assert_allclose(got.attention_weights[0].sum(-1), [1 / 2, 2 / 3, 2 / 3, 0], rtol=1e-15)
+
+
+def test_scalable_softmax_multiplies_scores_by_the_logarithm_of_the_number_of_keys():
+    """Row i of causal attention has i + 1 keys; n^s is the weight's numerator for the score s."""
+    got = attend(bare(normalizer="scalable_softmax"), {}, query=np.ones((3, 1)), key=[[0.0], [1.0], [2.0]], causal=True, query_offset=0)
+    np.testing.assert_allclose(got.attention_weights[0], [[1, 0, 0], [1 / 3, 2 / 3, 0], [1 / 13, 3 / 13, 9 / 13]], rtol=1e-14)
+
+
+def test_normalizers_that_do_not_go_with_other_fields():
+    for fields, place in (
+        ({"normalizer": "sigmoid", "sinks": True}, "/sinks"),
+        ({"normalizer": "sigmoid", "differential": {}}, "/normalizer"),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            LayerSpec(d_model=8, num_heads=2, **fields)
+        assert caught.value.errors()[0]["ctx"]["at"] == place
 
 
 # --- heads and widths -----------------------------------------------------------------------------------------------------------------

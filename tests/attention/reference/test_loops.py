@@ -5,6 +5,7 @@ buckets in whole numbers, slopes by recursion. Slow, and right for reasons that 
 """
 
 import cmath
+import itertools
 import math
 
 import numpy as np
@@ -69,7 +70,10 @@ def hold(spec, weights, request):
                 for part, factor in reversed([*enumerate(softmax_factors(spec, weights))]):
                     pairs = [(halves(spec, mine)[part], halves(spec, keys[n // group][j])[part]) for j in range(k)]
                     scores = [score(spec, weights, request, (item, n, i, j), offset, *pair) for j, pair in enumerate(pairs)]
+                    scores = counted(spec, scores, sum(in_sequence(request, item, i, j, q) for j in range(k)))
                     own_weights, log_sum_exp = normalised(scores, weights["sinks"][n] if spec.sinks else -math.inf)
+                    if spec.normalizer == "sigmoid":
+                        own_weights = [1 / (1 + math.exp(-s)) if s > -math.inf else 0.0 for s in scores]
                     same(got.normalised[item, part, n, i], own_weights)
                     if math.isinf(log_sum_exp) and request.get("fully_masked") == "uniform":
                         own_weights = [1 / k] * k
@@ -135,6 +139,20 @@ def softmax_factors(spec, weights):
         return [1.0]
     first, second = (math.exp(math.fsum(weights[f"lambda_q{i}"] * weights[f"lambda_k{i}"])) for i in (1, 2))
     return [1.0, -(first - second + spec.differential.lambda_init)]
+
+
+def in_sequence(request, item, i, j, q):
+    """Whether a key is no padding, and of the query's segment."""
+    same_segment = "query_segments" not in request or request["query_segments"][item, i] == request["key_segments"][item, j]
+    return same_segment and any(is_real(request, item, m, j) for m in range(q))
+
+
+def counted(spec, scores, real):
+    """Scores times the logarithm of the number of keys that are left, or less that of the keys that are no padding."""
+    if spec.normalizer == "scalable_softmax":
+        factor = math.log(max(1, sum(s > -math.inf for s in scores)))
+        return [s * factor if s > -math.inf else s for s in scores]
+    return [s - math.log(max(1, real)) for s in scores] if spec.normalizer == "sigmoid" else scores
 
 
 def differential_norm(spec, weights, mean):
@@ -218,7 +236,8 @@ def frequency(rope, i):
 def score(spec, weights, request, place, offset, query, key):
     """The score of one query and one key: scale, softcap, everything added, everything blocked."""
     item, n, i, j = place
-    raw = math.fsum(query * key) * request.get("scale", spec.scale)
+    product = math.fsum(query * key) + relative(spec, weights, n, i + offset - j, query, key)
+    raw = product * request.get("scale", spec.scale)
     cap = request.get("softcap", spec.softcap)
     capped = cap * math.tanh(raw / cap) if cap else raw
     ahead = j - (i + offset)
@@ -241,6 +260,37 @@ def score(spec, weights, request, place, offset, query, key):
         *(window.get("right") is not None and ahead > window["right"] for window in windows),
     ]
     return -math.inf if any(blocked) else capped
+
+
+def relative(spec, weights, n, distance, query, key):
+    """Transformer-XL's terms b, c and d, or DeBERTa's content-to-position and position-to-content, of head n."""
+    settings = spec.relative_scores
+    if settings is None:
+        return 0.0
+    rows = slice(n * spec.head_dim, (n + 1) * spec.head_dim)
+    if settings.kind == "disentangled":
+        column = bucketed(distance, settings)
+        towards = math.fsum(key * weights["position_query.weight"][rows, column]) if settings.position_to_content else 0.0
+        return math.fsum(query * weights["position_key.weight"][rows, column]) + towards
+    if settings.max_distance is not None:
+        distance = max(-settings.max_distance, min(settings.max_distance, distance))
+    angles = [distance / 10000 ** (2 * i / spec.d_model) for i in range(spec.d_model // 2)]
+    waves = [wave(a) for a in angles for wave in (math.sin, math.cos)]
+    if not settings.interleaved:
+        waves = waves[0::2] + waves[1::2]
+    position = weights["position_key.weight"][rows] @ waves
+    u, v = weights["content_bias"][n], weights["position_bias"][n]
+    return math.fsum(u * key) + math.fsum(query * position) + math.fsum(v * position)
+
+
+def bucketed(distance, settings):
+    """DeBERTa's row in whole numbers: ⌈(m - 1) log(d/m) / log(e/m)⌉ is the number of whole t from 0 on with d^(m-1) m^t > e^t m^(m-1)."""
+    size, far = settings.buckets or settings.max_distance, abs(distance)
+    if settings.buckets and far > (middle := settings.buckets // 2):
+        end = settings.max_distance - 1
+        far = middle + next(t for t in itertools.count() if far ** (middle - 1) * middle**t <= end**t * middle ** (middle - 1))
+        distance = far if distance > 0 else -far
+    return max(0, min(2 * size - 1, distance + size))
 
 
 def of_grid(grid, weights, query, n, i, j):

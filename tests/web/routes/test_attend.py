@@ -875,6 +875,23 @@ def test_what_differential_attention_does_not_define_is_refused(http: httpx.Clie
     assert "attention_weights" in outputs and not {"scores", "log_sum_exp"} & outputs
 
 
+@pytest.mark.parametrize("normalizer", ["sigmoid", "scalable_softmax"])
+def test_padding_and_other_segments_do_not_change_weights_that_depend_on_a_number_of_keys(http: httpx.Client, normalizer: str) -> None:
+    spec = {"d_model": 8, "num_heads": 2, "normalizer": normalizer, "alibi": True, "gain": 2.0}
+    assert http.put("/layers/counted", json={"spec": spec}).is_success
+    rows = RNG.standard_normal((7, 8)).tolist()
+    alone = http.post("/attend", json={"layer": "counted", "query": rows[:3], "causal": True}).json()["attention_weights"]
+    padded = http.post("/attend", json={"layer": "counted", "query": rows, "causal": True, "valid_lens": 3}).json()["attention_weights"]
+    together = http.post("/attend", json={"layer": "counted", "query": rows, "causal": True, "segments": [5, 5, 5, 6, 6, 6, 6]}).json()
+    parts = http.post("/attend", json={"layer": "counted", "query": rows, "causal": True, "query_lengths": [3, 4]}).json()
+    refused = http.post("/attend", json={"layer": "counted", "query": rows, "outputs": ["log_sum_exp"]})
+    http.delete("/layers/counted")
+    np.testing.assert_allclose(np.array(padded)[:, :3, :3], alone, atol=1e-6)
+    np.testing.assert_allclose(np.array(together["attention_weights"])[:, :3, :3], alone, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate((parts["output"][:3], parts["output"][3:])), together["output"], atol=1e-6)
+    assert refused.status_code == (422 if normalizer == "sigmoid" else 200)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_a_differential_layer_and_calls_to_it_in_every_datatype(http: httpx.Client, dtype: str) -> None:
     """Rows sum to 1 - lambda, and lambda is lambda_init in a seeded layer; each head's output has the mean square (1 - lambda_init)²."""

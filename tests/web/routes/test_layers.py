@@ -160,6 +160,8 @@ def test_an_unconfigured_server_has_the_layer_default(http: httpx.Client) -> Non
         {},
         {"num_kv_heads": 1, "sinks": True, "qk_norm": {"kind": "rms"}, "head_dim": 5},
         {"output_gate": {"bias": True}, "latent": {"query_rank": 3, "key_value_rank": 5, "rope_key_dim": 1, "bias": True}},
+        {"relative_scores": {"kind": "transformer_xl", "interleaved": True}},
+        {"relative_scores": {"kind": "disentangled", "max_distance": 5, "position_to_content": True}},
         {"differential": {"lambda_init": 0.2}, "d_model": 12},
         {"grid_bias": {"height": 2, "width": 3, "class_token": True}},
         {"grid_bias": {"height": 2, "width": 3, "kind": "decomposed"}, "rope": {"axes": [0], "dims": 2, "requires_positions": True}},

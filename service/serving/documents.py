@@ -1,30 +1,62 @@
-"""Decodes request bodies that are not calls: POST /words, PUT /layers/{name}, the model repository.
+"""Requests that are not calls: POST /words, PUT /layers/{name} and its weights, the model repository.
 
-The functions raise subclasses of RequestError and block, so they must not run on the event loop.
+Bodies are decoded, and layers exported, in threads of the codec pool. The functions raise subclasses of RequestError.
 """
 
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from service.checkpoints.detection import complement, find_matches
 from service.errors import InvalidRequest
-from service.serving.layers.files import CheckpointQuery, ParsedLayer, read_checkpoint, read_layer_file, spec_of_given_weights
+from service.serving.layers.files import (
+    CheckpointQuery,
+    ParsedLayer,
+    read_checkpoint,
+    read_layer_file,
+    spec_of_given_weights,
+    write_layer_file,
+)
+from service.serving.layers.loader import AddedLayer
 from service.serving.requests import RawRequest
+from service.serving.service import Service
 from service.wire.codec import CODECS
 from service.wire.compression import unpack
 from service.wire.json.strict import parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import describe_value, validate
+from service.wire.reply import Buffer
 from service.wire.schemas.attend import Document
 from service.wire.schemas.layers import PutLayer
 
 D = TypeVar("D", bound=Document)
 
 
-def read_document(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
+async def read_document(service: Service, raw: RawRequest, model: type[D]) -> D:
     """Decode the body and validate it as `model`."""
+    return await service.engine.run(raw, raw.size, _document, raw, model, service.wire_limits)
+
+
+async def read_object(service: Service, raw: RawRequest, largest: int) -> dict[str, Any]:
+    """The body as a JSON object of at most `largest` bytes after decompression; {} if it is empty."""
+    return await service.engine.run(raw, raw.size, _object, raw, largest)
+
+
+async def put_layer(service: Service, name: str, raw: RawRequest, source: CheckpointQuery | None = None) -> AddedLayer:
+    """PUT /layers/{name}: load the layer. Returns once calls to it are answered."""
+    read = partial(service.engine.check_and_run, raw, _layer, raw, source or CheckpointQuery(), service.wire_limits)
+    return await service.loader.put(name, read, raw.deadline)
+
+
+async def export_layer(service: Service, name: str) -> list[Buffer]:
+    """GET /layers/{name}/weights: the layer as safetensors, in the form that PUT accepts."""
+    layer = service.registry.find(name)
+    return await service.engine.codecs.run(lambda: write_layer_file(layer), 0, "")
+
+
+def _document(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
     return validate(model, _members(raw, model, limits))
 
 
@@ -33,8 +65,7 @@ def _members(raw: RawRequest, model: type[Document], limits: WireLimits) -> dict
     return dict(raw.codec.decode(body, raw.parameters, model.tensors, limits).members)
 
 
-def read_object(raw: RawRequest, largest: int) -> dict[str, Any]:
-    """The body as a JSON object without tensors, of at most `largest` bytes after decompression; {} if the body is empty."""
+def _object(raw: RawRequest, largest: int) -> dict[str, Any]:
     text = unpack(raw.take_body(), raw.coding, largest)
     document = parse_strictly(text) if text.strip() else {}
     if not isinstance(document, dict):
@@ -42,8 +73,7 @@ def read_object(raw: RawRequest, largest: int) -> dict[str, Any]:
     return document
 
 
-def read_layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
-    """The layer of a PUT. Raises RequestError."""
+def _layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
     if raw.codec is CODECS[SAFETENSORS]:
         return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
     members = _members(raw, PutLayer, limits)

@@ -1,0 +1,125 @@
+"""Terms of the scores that depend on content and distance: Transformer-XL's relative positions and DeBERTa's disentangled attention.
+
+    terms_ij = u·k_j + (q_i + v)·r_D          transformer_xl (Dai et al. 2019, arXiv 1901.02860, section 3.3)
+    terms_ij = q_i·r_D + k_j·s_D              disentangled (He et al. 2021, arXiv 2006.03654, equation 4)
+
+D = position_i - j is the distance of query i and key j. The position vectors r_D are computed once per call, for all distances from the
+last position down: column c belongs to D = last - c. The columns of a row are consecutive, so a block of rows is multiplied by few columns,
+from which each pair then takes its own.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from service.attention.masks import Masks
+from service.attention.selection import of_heads
+from service.spec import LayerSpec, RelativeScores
+
+PER_HEAD = ("position_key.weight", "position_query.weight", "content_bias", "position_bias")
+MAX_PRODUCTS = 1 << 21  # most products of queries and position vectors at a time: twice the scores of a block
+
+
+class RelativeTerms:
+    """The terms of one layer, in `dtype`. Immutable."""
+
+    def __init__(self, spec: LayerSpec, relative: RelativeScores, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self.relative, self.dtype, self.width = relative, dtype, spec.d_model
+        heads = {name: tensor.to(dtype).view(spec.num_heads, spec.head_dim, -1) for name, tensor in weights.items() if name in PER_HEAD}
+        self.key, self.query = heads["position_key.weight"], heads.get("position_query.weight")  # [h, d, n]
+        self.content_bias, self.position_bias = heads.get("content_bias"), heads.get("position_bias")  # [h, d, 1]
+
+    def of_call(self, masks: Masks, key: Tensor, heads: Sequence[int] | None) -> "CallTerms | None":
+        """The terms of a call with keys [b, kv heads, k, d], for the selected heads (None: all); None if there are no pairs."""
+        return CallTerms(self, masks, key.to(self.dtype), heads) if masks.positions.numel() and masks.num_keys else None
+
+    def vectors(self, weight: Tensor, distances: Tensor) -> Tensor:
+        """W R_D for a weight [h, d, n] and distances [b|1, columns], with the sinusoid or the unit vector R_D: [b|1, h, d, columns]."""
+        if self.relative.kind == "disentangled":
+            return weight[..., distance_buckets(distances, self.relative)].movedim(2, 0)
+        vectors = weight.flatten(0, 1) @ self._sinusoids(distances).transpose(1, 2)
+        return vectors.view(*vectors.shape[:1], *weight.shape[:2], -1)
+
+    def _sinusoids(self, distances: Tensor) -> Tensor:
+        """sin(D w_i) and cos(D w_i) with w_i = 10000^(-2i/d_model) (Vaswani et al. 2017), from float64 angles: [...] -> [..., d_model]."""
+        if (bound := self.relative.max_distance) is not None:
+            distances = distances.clamp(-bound, bound)
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=distances.device) / self.width
+        angles = distances.to(torch.float64)[..., None] * 10000.0**-exponents
+        waves = angles.sin().to(self.dtype), angles.cos().to(self.dtype)
+        return torch.stack(waves, -1).flatten(-2) if self.relative.interleaved else torch.cat(waves, -1)
+
+
+class CallTerms:
+    """The terms of one call, for any of its query rows."""
+
+    def __init__(self, layer: RelativeTerms, masks: Masks, key: Tensor, heads: Sequence[int] | None) -> None:
+        self.num_keys, last = masks.num_keys, masks.positions.amax(1, keepdim=True)
+        self.first = last - masks.positions  # [b|1, q]: column of each row's first key
+        self.nearest, self.farthest = self.first.amin(0).tolist(), self.first.amax(0).tolist()
+        distances = last - torch.arange(max(self.farthest) + self.num_keys, device=last.device)
+        self.vectors = layer.vectors(of_heads(layer.key, heads), distances)
+        self.position_bias: Tensor | None = None  # [h, 1, d]
+        self.of_keys: Tensor | None = None  # u·k_j, [b, h, 1, k]
+        self.of_buckets: Tensor | None = None  # k_j·s for each bucket that occurs, [b, h, buckets, k]
+        if layer.content_bias is not None and layer.position_bias is not None:
+            self.position_bias = of_heads(layer.position_bias, heads).transpose(1, 2)
+            self.of_keys = _products(of_heads(layer.content_bias, heads), key)
+        if layer.query is not None:
+            buckets = distance_buckets(distances, layer.relative)
+            least = int(buckets.amin())
+            self.buckets = buckets - least  # [b|1, columns]
+            self.of_buckets = _products(of_heads(layer.query, heads)[..., least : int(buckets.amax()) + 1], key)
+
+    def __call__(self, query: Tensor, rows: slice) -> Tensor:
+        """The terms [b, h, rows, k] of these rows, whose queries are [b, h, rows, d]."""
+        most = MAX_PRODUCTS // max(1, query.shape[0] * query.shape[1])
+        parts = [self._block(query[:, :, part.start - rows.start : part.stop - rows.start], part) for part in self._parts(rows, most)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _parts(self, rows: slice, most: int) -> Iterator[slice]:
+        """Consecutive rows that have at most `most` products with the columns that any of them needs; at least one row."""
+        start, low, high = rows.start, self.nearest[rows.start], self.farthest[rows.start]
+        for i in range(rows.start + 1, rows.stop):
+            low, high = min(low, self.nearest[i]), max(high, self.farthest[i])
+            if (i + 1 - start) * (high - low + self.num_keys) > most:
+                yield slice(start, i)
+                start, low, high = i, self.nearest[i], self.farthest[i]
+        yield slice(start, rows.stop)
+
+    def _block(self, query: Tensor, rows: slice) -> Tensor:
+        begin, end = min(self.nearest[rows]), max(self.farthest[rows]) + self.num_keys
+        columns = (self.first[:, rows] - begin)[..., None] + torch.arange(self.num_keys, device=query.device)  # [b|1, rows, k]
+        shape = (*query.shape[:3], self.num_keys)
+        query = query.to(self.vectors.dtype)
+        query = query if self.position_bias is None else query + self.position_bias
+        products = torch.einsum("bhid,bhdc->bhic", query, self.vectors[..., begin:end])
+        terms = products.gather(3, columns[:, None].expand(shape))
+        if self.of_keys is not None:
+            terms = terms + self.of_keys
+        if self.of_buckets is not None:
+            buckets = self.buckets[:, None, begin:end].expand(-1, columns.shape[1], -1).gather(2, columns)
+            terms = terms + self.of_buckets.gather(2, buckets[:, None].expand(shape))
+        return terms
+
+
+def distance_buckets(distances: Tensor, relative: RelativeScores) -> Tensor:
+    """The column of each distance in weights of 2n columns: δ(D) + n (He et al. 2021, equation 3), δ logarithmic if there are buckets.
+
+    The logarithm is lowered by 1e-9 before it is rounded up, since it may exceed a whole number by a rounding error.
+    """
+    buckets = distances
+    if relative.buckets is not None and relative.max_distance is not None:
+        middle, far = relative.buckets // 2, distances.abs()
+        share = (far.clamp(min=middle).double() / middle).log() / math.log((relative.max_distance - 1) / middle)
+        wide = middle + ((middle - 1) * share - 1e-9).ceil().long()
+        buckets = torch.where(far <= middle, distances, distances.sign() * wide)
+    return (buckets + relative.columns).clamp(0, 2 * relative.columns - 1)
+
+
+def _products(vectors: Tensor, key: Tensor) -> Tensor:
+    """Vectors [h, d, n] of each head times keys [b, kv heads, k, d]: [b, h, n, k]. Heads that share keys are neighbours."""
+    grouped = vectors.reshape(key.shape[1], -1, *vectors.shape[1:])
+    return torch.einsum("gudn,bgkd->bgunk", grouped, key).flatten(1, 2)
