@@ -36,6 +36,7 @@ STORED = {  # layout -> how matrices are stored
     "conv": "Matrices are [in, out], one of them with the columns [Q | K | V].",
     "separate, norms less 1": "Weights of norms are stored less 1.",
     "gated queries, norms less 1": "The matrix of Q has the rows [heads, (Q, gate), head_dim]; weights of norms are stored less 1.",
+    "differential": "Rows of Q, K and V are [halves, heads, …], so that each half has all heads.",
     "gated stack": "One matrix has the rows [gate; Q; K; V].",
 }
 ABSENT = object()  # the value of a field that a config does not have
