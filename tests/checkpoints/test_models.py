@@ -460,13 +460,28 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
     )
     assert made.is_success, made.text
     expected = {"scale": 1 / 8**0.5, "softcap": None, "window": None, "alibi": False, "relative_bias": None, "qk_norm": None}
-    expected |= {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None, "relative_scores": None}
+    expected |= {
+        "chunk_size": None,
+        "query_scale": None,
+        "output_gate": None,
+        "latent": None,
+        "relative_scores": None,
+        "differential": None,
+        "normalizer": "softmax",
+    }
     expected |= {"rope.scaling": None, "rope.frequencies": None, "rope.attention_factor": 1.0, "rope.max_length": None}
     expected |= {"rope.axes": None, "rope.requires_positions": False, "grid_bias": None}
     assert made.json()["assumed"] == expected
     assert "assumed" not in layers.get("/layers/model").json()
     assert "assumed" not in put(layers, "llama", 0).json()
     assert "assumed" not in layers.put("/layers/model", json={"spec": {"d_model": 4, "num_heads": 1}}).json()
+
+
+def test_no_change_of_a_config_makes_a_layer_wrong() -> None:
+    """What `golden/perturb_models.py --record` wrote."""
+    lines = (GOLDEN / "perturbed.txt").read_text().splitlines()
+    assert {line.partition(":")[0] for line in lines} <= set(MODELS)
+    assert not [line for line in lines if "wrong" in line]
 
 
 @pytest.mark.slow
