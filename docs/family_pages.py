@@ -29,7 +29,8 @@ from support.framework_cases import array  # noqa: E402
 from support.model_cases import MODELS, tensors_of  # noqa: E402
 
 COVERED = """d_model num_heads num_kv_heads head_dim value_head_dim key_dim value_dim output_dim bias projections scale softcap window
-chunk_size rope query_scale alibi relative_bias grid_bias qk_norm sinks output_gate latent seed init gain dtype matmul_precision"""
+chunk_size rope query_scale alibi relative_bias grid_bias qk_norm sinks output_gate latent differential normalizer seed init gain
+dtype matmul_precision"""
 OLDER = """rope_scaling rope_theta rotary_emb_base rotary_pct partial_rotary_factor original_max_position_embeddings"""  # names about RoPE
 STORED = {  # layout -> how matrices are stored
     "stacked": "One matrix has the rows [Q; K; V].",
@@ -38,6 +39,7 @@ STORED = {  # layout -> how matrices are stored
     "conv": "Matrices are [in, out], one of them with the columns [Q | K | V].",
     "separate, norms less 1": "Weights of norms are stored less 1.",
     "gated queries, norms less 1": "The matrix of Q has the rows [heads, (Q, gate), head_dim]; weights of norms are stored less 1.",
+    "differential": "Rows of Q, K and V are [halves, heads, …], so that each half has all heads.",
     "gated stack": "One matrix has the rows [gate; Q; K; V].",
 }
 ABSENT = object()  # the value of a field that a config does not have
@@ -120,7 +122,10 @@ def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
     if spec.query_scale:
         steps["query_scale"] = "Q_i = Q_i · (1 + factor · ln(1 + ⌊(i + shift) / length⌋))"
     usual = math.isclose(spec.scale, spec.head_dim**-0.5, rel_tol=1e-9)
-    steps["scores"] = "S = Q Kᵀ" + (" / √head_dim" if usual else "" if spec.scale == 1 else " · scale")
+    factor = " / √head_dim" if usual else "" if spec.scale == 1 else " · scale"
+    steps["scores"] = f"S = Q Kᵀ{factor}"
+    if spec.differential:
+        steps["scores"] = "S1 = Q1 K1ᵀ / √(head_dim/2),  S2 = Q2 K2ᵀ / √(head_dim/2), of the halves of each head"
     if spec.softcap:
         steps["softcap"] = "S = softcap · tanh(S / softcap)"
     if spec.alibi:
@@ -133,12 +138,15 @@ def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
     if visible := _visible(spec, causal):
         steps["mask"] = f"S_ij = -∞ unless {visible}"
     steps["softmax"] = "A_ij = exp(S_ij) / (exp(sink_h) + Σ_j exp(S_ij))" if spec.sinks else "A = softmax(S)"
+    if spec.differential:
+        steps["softmax"] = "A = softmax(S1) - λ softmax(S2),  λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + lambda_init"
     gate = ""
     if spec.output_gate:
         act = spec.output_gate.activation
         gate = f" ⊙ {act}(x W_G{' + b_G' if spec.output_gate.bias else ''})"
         gate += ", one gate for each head" if spec.output_gate.granularity == "headwise" else ""
-    steps["output"] = f"O = A V{gate},  y = concat(O) W_O{bias['output']}"
+    heads = "(1 - lambda_init) RMSNorm(A V)" if spec.differential else "A V"
+    steps["output"] = f"O = {heads}{gate},  y = concat(O) W_O{bias['output']}"
     return steps | {name: f"with {name} ([layers.md](../layers.md))" for name in _others(spec)}
 
 
@@ -162,7 +170,7 @@ def _rope(spec: LayerSpec) -> str:
     rope = spec.rope
     width = spec.latent.rope_key_dim if spec.latent else spec.head_dim
     share = "" if (rope.dims or width) == width else " of the first dims of each head"
-    share = " of the part of K that heads share" if spec.latent else share
+    share = " of the part of K that heads share" if spec.latent else " of each half of a head" if spec.differential else share
     own = f", {rope.scaling.type} scaling" if rope.scaling else ", frequencies of its own" if rope.frequencies else ""
     own += f", by positions on {rope.num_axes} axes" if rope.num_axes > 1 else ""
     return f"Q = RoPE(Q),  K = RoPE(K), on {'pairs' if rope.interleaved else 'halves'}{share}{own}"

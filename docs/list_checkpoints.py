@@ -51,7 +51,8 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
         yield "grouped heads"
     if rope := spec.get("rope"):
         own = "frequencies of its own" if rope.get("frequencies") else f"{rope['scaling']['type']} scaling" if rope.get("scaling") else ""
-        share = "" if rope["dims"] == spec["head_dim"] or spec.get("latent") else "part of each head"
+        whole = rope["dims"] == spec["head_dim"] or spec.get("latent") or spec.get("differential")
+        share = "" if whole else "part of each head"
         yield " ".join(
             filter(None, ["RoPE on", "pairs" if rope["interleaved"] else "halves", share and f"of {share}", own and f"with {own}"])
         ) + (f", by positions on {1 + max(rope['axes'])} axes" if rope.get("axes") else "")
@@ -61,6 +62,8 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
         )
     if spec.get("latent"):
         yield "latent queries, keys and values" if spec["latent"]["query_rank"] else "latent keys and values"
+    if spec.get("differential"):
+        yield "differential attention"
     if gate := spec.get("output_gate"):
         yield f"{gate['granularity']} output gate" + (" with softplus" if gate["activation"] == "softplus" else "")
     for field, words in (

@@ -497,7 +497,15 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
     )
     assert made.is_success, made.text
     expected = {"scale": 1 / 8**0.5, "softcap": None, "window": None, "alibi": False, "relative_bias": None, "qk_norm": None}
-    expected |= {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None, "relative_scores": None}
+    expected |= {
+        "chunk_size": None,
+        "query_scale": None,
+        "output_gate": None,
+        "latent": None,
+        "relative_scores": None,
+        "differential": None,
+        "normalizer": "softmax",
+    }
     expected |= {"rope.scaling": None, "rope.frequencies": None, "rope.attention_factor": 1.0, "rope.max_length": None}
     expected |= {"rope.axes": None, "rope.requires_positions": False, "grid_bias": None}
     assert made.json()["assumed"] == expected

@@ -107,6 +107,7 @@ VARIANTS = {  # name -> (model_type, fields)
     "gpt_bigcode_all": ("gpt_bigcode", {"multi_query": False}),
     "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "deepseek_v2_one_step": ("deepseek_v2", {"q_lora_rank": None}),
+    "diffllama_biased": ("diffllama", {"attention_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "deepseek_v3_yarn": (
         "deepseek_v3",
         LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "rope_interleave": False, "attention_bias": True},

@@ -6,6 +6,7 @@ from typing import Any
 from service.checkpoints.families.decoder_traits import (
     beam,
     bigcode,
+    diffllama,
     falcon,
     gemma4_heads,
     gemma_values,
@@ -206,6 +207,7 @@ DECODERS: dict[str, Family] = {
         rotary=Rotary(partial=1.0),
         irrelevant="^num_sliding_attention_heads$",  # which per_layer_config repeats
     ),
+    "diffllama": decoder(diffllama, layout="differential"),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
     "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
     "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
