@@ -514,6 +514,13 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
     assert "assumed" not in layers.put("/layers/model", json={"spec": {"d_model": 4, "num_heads": 1}}).json()
 
 
+def test_no_change_of_a_config_makes_a_layer_wrong() -> None:
+    """What `golden/perturb_models.py --record` wrote."""
+    lines = (GOLDEN / "perturbed.txt").read_text().splitlines()
+    assert {line.partition(":")[0] for line in lines} <= set(MODELS)
+    assert not [line for line in lines if "wrong" in line]
+
+
 @pytest.mark.slow
 @pytest.mark.checkpoint
 def test_changed_configs_are_followed_or_refused() -> None:
