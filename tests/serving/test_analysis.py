@@ -63,7 +63,7 @@ def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
     unbatched = np.ndim(request["query"]) == 2
     masks = [
         None if (x := request.get(name)) is None else np.asarray(x)[None] if unbatched else np.asarray(x)
-        for name in ("valid_lens", "attend_keys", "block_keys")
+        for name in ("valid_lens", "attend_keys", "block_keys", "key_segments")
     ]
     unreal = blocked_by_keys((b, h, q, k), *masks)
     positions = query_positions(request.get("query_offset"), unreal, False)
