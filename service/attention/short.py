@@ -62,7 +62,7 @@ class Short:
     def __call__(self, call: Call) -> Result | None:
         """Compute a call that suits. None if a number overflowed: it depends on the implementation which ones do, so torch decides."""
         (items, queries, _), keys = call.query.shape, call.key.shape[1]
-        query, key, value = (tensor.contiguous().numpy() for tensor in (call.query, call.key, call.value))
+        query, key, value = call.query.contiguous().numpy(), call.key.contiguous().numpy(), call.value.contiguous().numpy()
         output, weights = np.empty(query.shape, np.float32), np.empty((items, self._num_heads, queries, keys), np.float32)
         if not extension.attend(self._layer, items, queries, keys, call.scale, query, key, value, output, weights):
             return None

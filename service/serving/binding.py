@@ -16,7 +16,7 @@ from service.attention.masks import PADDING, Masks, last_keys
 from service.attention.packed import PackedAttention
 from service.errors import InvalidRequest
 from service.serving.cost import Admission, predict
-from service.serving.device import cast
+from service.serving.device import cast, cast_unwarned
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.validation_cache import cache_key
@@ -154,7 +154,7 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
     select = request.select
     head_scale = None
     if request.head_scale is not None:
-        head_scale = _numbers("head_scale", request.head_scale, spec, True)
+        head_scale = cast("head_scale", request.head_scale, spec.dtype)
         head_scale = head_scale.view(*((1,) if head_scale.ndim == 1 else ()), *head_scale.shape, 1, 1)
     gradient, positions = request.output_gradient, _rotary_positions("positions", request)
     softcap = spec.softcap if request.softcap is None else request.softcap
@@ -176,7 +176,7 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
         average=bool(select and select.average),
         top_k=select.top_k if select else None,
         reproducible=request.reproducible,
-        output_gradient=None if gradient is None else _numbers("output_gradient", gradient, spec, request.batched),
+        output_gradient=None if gradient is None else cast("output_gradient", gradient, spec.dtype).view(len(query), *gradient.shape[-2:]),
     )
 
 
@@ -188,15 +188,15 @@ def _rotary_positions(name: str, request: AttendRequest) -> torch.Tensor | None:
 
 def sequences(query: Array, key: Array | None, value: Array | None, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value as tensors [b, n, width]. A missing key is the query tensor itself, a missing value the key tensor."""
-    batched = query.ndim == 3
-    queries = _numbers("query", query, spec, batched)
-    keys = queries if key is None else _numbers("key", key, spec, batched)
-    return queries, keys, keys if value is None else _numbers("value", value, spec, batched)
+    with np.errstate(over="ignore", invalid="ignore"):
+        queries = _numbers("query", query, spec)
+        keys = queries if key is None else _numbers("key", key, spec)
+        return queries, keys, keys if value is None else _numbers("value", value, spec)
 
 
-def _numbers(name: str, array: Array, spec: LayerSpec, batched: bool) -> torch.Tensor:
-    tensor = cast(name, array, spec.dtype)
-    return tensor if batched else tensor.unsqueeze(0)
+def _numbers(name: str, array: Array, spec: LayerSpec) -> torch.Tensor:
+    tensor = cast_unwarned(name, array, spec.dtype)
+    return tensor if array.ndim == 3 else tensor.unsqueeze(0)
 
 
 def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> Masks:

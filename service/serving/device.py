@@ -64,11 +64,14 @@ def _use_one_core() -> None:
 
 def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.Tensor:
     """The array as a tensor of `dtype`. Raises InvalidRequest for the first number that is not finite in it; `infinite` allows -inf."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return cast_unwarned(name, array, dtype, infinite)
+
+
+def cast_unwarned(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.Tensor:
+    """As `cast`, for several arrays within one `np.errstate` that ignores overflow: entering one takes as long as casting a short array."""
     target = BY_TORCH[dtype].numpy
-    numbers = array
-    if array.dtype != target:
-        with np.errstate(over="ignore", invalid="ignore"):
-            numbers = array.astype(target)
+    numbers = array if array.dtype == target else array.astype(target)
     if not numbers.flags.c_contiguous:
         numbers = np.ascontiguousarray(numbers)
     finite = np.isfinite(numbers)
