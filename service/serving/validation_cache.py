@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+import torch
 
 from service.attention.call import Call
 from service.serving.cost import Cost
@@ -23,13 +24,17 @@ MAX_KEY_CHARACTERS = 512  # most characters of the plain fields in a key; longer
 
 @dataclass(frozen=True, slots=True)
 class CachedValidation:
-    """A validated request without its numbers. Arrays in `request` take no memory; `options` are the other fields of its Call."""
+    """A validated request without its numbers. Arrays in `request` take no memory; `options` are the other fields of its Call.
+
+    `short` is the whole Call, with tensors that take no memory, if C can compute it (`ShortCall`), else None.
+    """
 
     request: AttendRequest
     options: dict[str, Any]
     cost: Cost
     in_parts: bool
     log_fields: Mapping[str, Any]
+    short: Call | None
 
 
 class ValidationCache:
@@ -42,12 +47,25 @@ class ValidationCache:
         self.get = self._results.get
         self._oldest: deque[Hashable] = deque()  # keys, oldest first
 
-    def keep(self, key: Hashable, request: AttendRequest, call: Call, cost: Cost, in_parts: bool, log_fields: Mapping[str, Any]) -> None:
+    def keep(
+        self,
+        key: Hashable,
+        request: AttendRequest,
+        call: Call,
+        cost: Cost,
+        in_parts: bool,
+        log_fields: Mapping[str, Any],
+        is_short: bool = False,
+    ) -> None:
         """Store a validated request without its numbers."""
         arrays = {name: array for name in SEQUENCE_FIELDS if (array := getattr(request, name)) is not None}
         placeholders = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
         options = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in SEQUENCE_FIELDS}
-        result = CachedValidation(request.model_copy(update=placeholders), options, cost, in_parts, log_fields)
+        short = None
+        if is_short:
+            query, keys, values = (torch.zeros(()).expand(x.shape) for x in (call.query, call.key, call.value))
+            short = Call(query, keys, values, **options)
+        result = CachedValidation(request.model_copy(update=placeholders), options, cost, in_parts, log_fields, short)
         if self._results.setdefault(key, result) is result:  # else another thread was first
             self._oldest.append(key)
             if len(self._oldest) > MAX_RESULTS:
