@@ -39,9 +39,10 @@ def bind_attend(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> B
     key = cache_key(members)
     if key is not None and (cached := layer.validated.get(key)) is not None:
         arrays = finite_arrays(members["query"], members.get("key"), members.get("value"), layer.spec)
-        if cached.short is not None:
-            return BoundCall(cached.request, layer, cached.short, cached.cost, cached.log_fields, operation=ShortCall(*arrays))
-        call = Call(*tensors_of(*arrays), **cached.options)
+        if cached.is_short:
+            return BoundCall(cached.request, layer, cached.call, cached.cost, cached.log_fields, operation=ShortCall(*arrays))
+        query, keys, values = tensors_of(*arrays)
+        call = replace(cached.call, query=query, key=keys, value=values)
         return BoundCall(cached.request, layer, call, cached.cost, cached.log_fields, cached.in_parts)
     request = validate(AttendRequest, members)
     check_against_layer(request, layer.spec)

@@ -7,7 +7,7 @@ so requests with other tensors than query, key and value are always validated.
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,14 @@ MAX_KEY_CHARACTERS = 512  # most characters of the plain fields in a key; longer
 
 @dataclass(frozen=True, slots=True)
 class CachedValidation:
-    """A validated request without its numbers. Arrays in `request` take no memory; `options` are the other fields of its Call.
-
-    `short` is the whole Call, with tensors that take no memory, if C can compute it (`ShortCall`), else None.
-    """
+    """A validated request without its numbers. Arrays in `request` and tensors in `call` take no memory."""
 
     request: AttendRequest
-    options: dict[str, Any]
+    call: Call
     cost: Cost
     in_parts: bool
     log_fields: Mapping[str, Any]
-    short: Call | None
+    is_short: bool  # whether C can compute the call (`ShortCall`)
 
 
 class ValidationCache:
@@ -60,12 +57,9 @@ class ValidationCache:
         """Store a validated request without its numbers."""
         arrays = {name: array for name in SEQUENCE_FIELDS if (array := getattr(request, name)) is not None}
         placeholders = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
-        options = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in SEQUENCE_FIELDS}
-        short = None
-        if is_short:
-            query, keys, values = (torch.zeros(()).expand(x.shape) for x in (call.query, call.key, call.value))
-            short = Call(query, keys, values, **options)
-        result = CachedValidation(request.model_copy(update=placeholders), options, cost, in_parts, log_fields, short)
+        tensors: dict[str, Any] = {name: torch.zeros(()).expand(getattr(call, name).shape) for name in SEQUENCE_FIELDS}
+        shapes = request.model_copy(update=placeholders), replace(call, **tensors)
+        result = CachedValidation(*shapes, cost, in_parts, log_fields, is_short)
         if self._results.setdefault(key, result) is result:  # else another thread was first
             self._oldest.append(key)
             if len(self._oldest) > MAX_RESULTS:

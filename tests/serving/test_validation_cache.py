@@ -129,8 +129,7 @@ def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
     kept = remembering.registry.find("default").validated._results
     assert len(kept) == MAX_RESULTS
     for prepared in kept.values():
-        assert "query" not in prepared.options
-        assert prepared.short is None or prepared.short.query.stride() == (0, 0, 0)
+        assert prepared.call.query.stride() == (0, 0, 0)
         assert prepared.request.query.strides == (0, 0, 0)
 
 
