@@ -225,6 +225,21 @@ def latent(tensors: LayerTensors) -> Converted:
     return _converted(tensors, weights)
 
 
+CONV_CROSS = {
+    f"{name}.{kind}": f"{part}.{kind}" for name, part in (("q_attn", "query"), ("c_attn", "kv"), ("c_proj", "output")) for kind in KINDS
+}
+
+
+def conv_cross(tensors: LayerTensors) -> Converted:
+    """GPT-2's cross-attention: matrices [in, out], one for queries and one for keys and values."""
+    weights = {f"{part}.weight": tensors.get(f"{part}.weight", "in", "out").T for part in ("query", "output")}
+    for kind, rows in (("weight", tensors.get("kv.weight", "in", "out").T), ("bias", tensors.get("kv.bias", "n"))):
+        if len(rows) % 2:
+            raise tensors.misfit(f"kv.{kind}", "an even number of keys and values")
+        weights |= {f"{name}.{kind}": half for name, half in zip(("key", "value"), np.split(rows, 2), strict=True)}
+    return _converted(tensors, weights)
+
+
 def grouped_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
     """Rows [kv heads, queries of each + 2, head_dim] (Falcon-40B); with kv heads = heads, [heads, (q, k, v), head_dim] (GPT-NeoX)."""
     heads, kv_heads, head_dim = _sizes(tensors)
@@ -259,6 +274,7 @@ MODEL_LAYOUTS: dict[str, Layout] = {
         _layout("gated stack", packed(gated_stack_rows, gated=True), "qkv"),
         _layout("grouped", packed(grouped_rows), "qkv"),
         _layout("codegen", packed(codegen_rows), "qkv"),
+        Layout("conv, cross", CONV_CROSS, conv_cross, ignored=IGNORED),
         _layout("conv", packed(stacked_rows, transposed=True), "qkv"),
         Layout(
             "latent",

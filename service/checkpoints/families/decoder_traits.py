@@ -4,7 +4,7 @@ import math
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, SLIDING
-from service.checkpoints.families.traits import FACTORS, WIDEST_HEAD, WITHOUT, no_rope_layers, require_present
+from service.checkpoints.families.traits import FACTORS, WIDEST_HEAD, WITHOUT, Trait, no_rope_layers, require_present
 from service.checkpoints.layout import Fields
 from service.spec import PROJECTIONS
 
@@ -128,6 +128,18 @@ def beam(config: Config, n: int, layer_type: str) -> Fields:
             "layer_types", f"sliding_attention in layer {n}; others scale queries by a power of their position", layer_type
         )
     return {"output_gate": {"granularity": "elementwise", "activation": "sigmoid", "bias": True}}
+
+
+def mllama(part: str) -> Trait:
+    """Llama 3.2 Vision: the layers that the config lists attend to the image, the others to the text."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        listed = config.get("cross_attention_layers")
+        if not isinstance(listed, list) or (n in listed) != (part == "cross"):
+            raise config.refusal("cross_attention_layers", f"a list {'with' if part == 'cross' else 'without'} layer {n}", listed)
+        return {}
+
+    return trait
 
 
 def molmo2(config: Config, n: int, layer_type: str) -> Fields:

@@ -30,6 +30,7 @@ class Attention:
     traits: tuple[Trait, ...] = ()  # windows, norms, gates, a scale, …
     types_field: str = "layer_types"  # a list of each layer's type
     layer_type: LayerType | None = None  # for configs without that field
+    flag: str = ""  # field of the config that says whether the model has this part; "": it always has
     stages: str = ""  # field with the number of layers of each stage, whose widths double; `{stage}` and `{block}` are in the path (Swin)
     table: str = ""  # the end of the name of a table of relative biases that several layers share
     ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that have no effect
