@@ -57,8 +57,8 @@ def batched(ref: Reference, case: Case) -> Reference:
 
 def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
     """The items of a case, with padding and positions worked out from the request alone."""
-    request = case.request
-    ref = batched(forward.attend(case.spec, weights, **request), case)
+    request = {"key_segments": case.request.get("segments"), **case.request}
+    ref = batched(forward.attend(case.spec, weights, **case.request), case)
     b, h, q, k = ref.attention_weights.shape
     unbatched = np.ndim(request["query"]) == 2
     masks = [
