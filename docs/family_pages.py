@@ -345,7 +345,7 @@ def _tensors(cases: Sequence[Case]) -> Iterator[str]:
         sizes += f", {spec.num_kv_heads} of keys and values" if spec.num_kv_heads != spec.num_heads else ""
         shapes = [f"`{name.removeprefix(prefix + '.')}` {shape}" for name, shape in case.fields["shapes"].items()]
         path = case.layer.attention.path
-        path = prefix.removesuffix(path.format(n=case.layer.number)) + path
+        path = prefix.removesuffix(case.layer.path) + path
         yield f"Tensors below `{path}` in {case.model}, whose d_model is {spec.d_model}, with {sizes}:"
         yield f"{', '.join(shapes)}."
         yield ""

@@ -54,7 +54,7 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
         share = "" if rope["dims"] == spec["head_dim"] or spec.get("latent") else "part of each head"
         yield " ".join(
             filter(None, ["RoPE on", "pairs" if rope["interleaved"] else "halves", share and f"of {share}", own and f"with {own}"])
-        )
+        ) + (f", by positions on {1 + max(rope['axes'])} axes" if rope.get("axes") else "")
     if norm := spec.get("qk_norm"):
         yield f"{'layer' if norm['kind'] == 'layer' else 'RMS'} norm{' over all heads' if norm.get('over') == 'all' else ''}" + (
             " after RoPE" if norm.get("after_rope") else ""
@@ -74,6 +74,8 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
     ):
         if spec.get(field):
             yield words
+    if grid := spec.get("grid_bias"):
+        yield "relative positions in a grid by content" if grid["kind"] == "decomposed" else "a table of relative positions in a grid"
 
 
 def rows(cases: Mapping[tuple[str, ...], list[Case]]) -> Iterator[str]:

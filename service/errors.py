@@ -49,7 +49,7 @@ class Problem:
 
 def pointer(parts: Iterable[object]) -> str:
     """The JSON pointer of a path: ("query", 0, 3) -> /query/0/3."""
-    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
+    return "".join(["/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts])
 
 
 class AttendError(Exception):

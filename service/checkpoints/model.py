@@ -18,7 +18,7 @@ import numpy as np
 
 from service.checkpoints.config import MAX_SHOWN, Config
 from service.checkpoints.detection import Match, complete, find_matches, normalised
-from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of
+from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of, place_of
 from service.checkpoints.families.traits import DISTANCES, FACTORS, GROUPS
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
@@ -40,6 +40,7 @@ class ModelLayer:
     number: int
     attention: Attention
     fields: Fields  # of LayerSpec
+    path: str  # the end of the layer's name in the checkpoint
     factors: Mapping[str, float]  # projection -> factor, to be multiplied into its weights
     groups: Mapping[str, int]  # projection -> groups of its convolution of width 1
     table_eps: float | None  # of the layer norm of a table of distances, if there is one
@@ -47,8 +48,7 @@ class ModelLayer:
 
     def find(self, names: Iterable[str]) -> Match:
         """The layer's tensors. Raises InvalidRequest if there are none, or several layers of that name."""
-        path = self.attention.path.format(n=self.number)
-        names, layout = list(names), MODEL_LAYOUTS[self.attention.layout]
+        path, names, layout = self.path, list(names), MODEL_LAYOUTS[self.attention.layout]
         layout = replace(layout, ignored={**layout.ignored, **dict.fromkeys(self.attention.ignored)})
         at = [match for match in find_matches(names, [layout]) if f".{match.stem}".endswith(f".{path}")]
         if len({match.stem for match in at}) > 1:
@@ -134,14 +134,16 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
     assert part is not None
     config, attention = _for_layer(parts[part][0], layer), parts[part][1]
     model_type = str(config.get("model_type"))
-    if config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
+    if not attention.stages and config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
     try:
         spec = fields_of(attention, config, layer)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of another type than transformers writes
         raise InvalidRequest.where(config.at, f"values as {model_type} has them", str(error)[:MAX_SHOWN]) from error
     config.require_all_read(attention.irrelevant)
-    return ModelLayer(model_type, part, layer, attention, spec, spec.pop(FACTORS, {}), spec.pop(GROUPS, {}), *spec.pop(DISTANCES, (None, None)))
+    path = attention.path.format(**place_of(attention, config, layer))
+    factors, groups, distances = spec.pop(FACTORS, {}), spec.pop(GROUPS, {}), spec.pop(DISTANCES, (None, None))
+    return ModelLayer(model_type, part, layer, attention, spec, path, factors, groups, *distances)
 
 
 def _for_layer(config: Config, layer: int) -> Config:
@@ -170,8 +172,8 @@ def read_model_layer(
         name = match.names[f"{projection}.weight"]
         tensors = {**tensors, name: _dense(name, tensors[name], groups)}
     if described.table_eps is not None:
-        table, *norm = (match.names[part] for part in ("relative_bias", "table_norm.weight", "table_norm.bias"))
-        tensors = {**tensors, table: _normed(*(tensors[name] for name in (table, *norm)), described.table_eps)}
+        table, weight, bias = (match.names[part] for part in ("relative_bias", "table_norm.weight", "table_norm.bias"))
+        tensors = {**tensors, table: _normed(tensors[table], tensors[weight], tensors[bias], described.table_eps)}
     known, weights = read_match(match, tensors, {**(spec or {}), **described.fields}, full_spec=True)
     scaled = {
         name: _scaled(weights[name], factor)

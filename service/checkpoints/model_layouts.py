@@ -270,10 +270,10 @@ def codegen_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
     return query, key, value
 
 
-def _layout(name: str, convert: Callable[[LayerTensors], Converted], *parts: str) -> Layout:
-    """Biases, norms, gates and sinks may be missing: the config says whether there are any."""
-    names = _names(*parts, "output", "query_norm", "key_norm", "gate", "position_key", "position_query")
-    needed = {f"{part}.weight" for part in (*parts, "output")}
+def _layout(name: str, convert: Callable[[LayerTensors], Converted], *parts: str, more: dict[str, str] | None = None) -> Layout:
+    """Biases, norms, gates, tables and sinks may be missing: the config says whether there are any. `more`: other names and parts."""
+    names = _names(*parts, "output", "query_norm", "key_norm", "gate", "position_key", "position_query") | (more or {})
+    needed = {f"{part}.weight" for part in (*parts, "output")} | set((more or {}).values())
     return Layout(name, names, convert, optional=tuple((part,) for part in {*names.values()} - needed), ignored=IGNORED)
 
 
@@ -282,11 +282,7 @@ MODEL_LAYOUTS: dict[str, Layout] = {
     for layout in (
         _layout("separate", separate, "query", "key", "value"),
         _layout("separate, norms less 1", one_plus, "query", "key", "value"),
-        replace(
-            _layout("cosine", cosine, "query", "key", "value"),
-            names=_names("query", "key", "value", "output") | COSINE,
-            optional=tuple((bias,) for bias in ALL_BIASES),
-        ),
+        _layout("cosine", cosine, "query", "key", "value", more=COSINE),
         _layout("gated queries, norms less 1", gated_queries, "query", "key", "value"),
         _layout("stacked", packed(stacked_rows), "qkv"),
         _layout("gated stack", packed(gated_stack_rows, gated=True), "qkv"),

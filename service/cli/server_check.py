@@ -149,10 +149,8 @@ def outputs_of(spec: LayerSpec) -> list[Output]:
 def compare_reply(case: Case, reference: Reference, reply: Mapping[str, Any], fully_masked_rows: int) -> list[OutputError]:
     """The errors of all outputs."""
     largest = largest_score(case, reference)
-    errors = [
-        compare_output(name, np.asarray(getattr(reference, name)), reply.get(name), case.spec.dtype, largest)
-        for name in outputs_of(case.spec)
-    ]
+    expected = {name: np.asarray(getattr(reference, name)) for name in outputs_of(case.spec)}
+    errors = [compare_output(name, x, reply.get(name), case.spec, largest) for name, x in expected.items()]
     if fully_masked_rows != reference.fully_masked_rows:
         errors.append(_wrong("fully_masked_rows", f"{fully_masked_rows}, expected {reference.fully_masked_rows}"))
     return errors
@@ -166,7 +164,7 @@ def largest_score(case: Case, reference: Reference) -> float:
     return abs(case.spec.scale if scale is None else float(scale)) * float(products.max(initial=0.0))
 
 
-def compare_output(name: str, expected: Array, got: Array | None, dtype: str, largest_score: float) -> OutputError:
+def compare_output(name: str, expected: Array, got: Array | None, spec: LayerSpec, largest_score: float) -> OutputError:
     """The error of one output. Where -inf is expected, only -inf agrees."""
     if got is None:
         return _wrong(name, "missing")
@@ -178,7 +176,8 @@ def compare_output(name: str, expected: Array, got: Array | None, dtype: str, la
     error = float(np.abs(got[finite] - expected[finite]).max(initial=0.0))
     if not np.isfinite(error):
         return _wrong(name, "NaN or infinity")
-    return OutputError(name, error, tolerance(expected, dtype, largest_score, logarithmic=name in LOGARITHMIC))
+    allowed = tolerance(expected, spec.dtype, largest_score, norm=spec.qk_norm is not None, logarithmic=name in LOGARITHMIC)
+    return OutputError(name, error, allowed)
 
 
 def _wrong(output: str, problem: str) -> OutputError:

@@ -72,7 +72,7 @@ def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.T
     if not numbers.flags.c_contiguous:
         numbers = np.ascontiguousarray(numbers)
     finite = np.isfinite(numbers)
-    if np.count_nonzero(finite) != finite.size:  # `all` takes a microsecond more
+    if 0 in finite.tobytes():  # for few numbers, `finite.all()` takes four times as long
         wrong = ~finite & ~np.isneginf(array.astype(np.float64)) if infinite else ~finite
         if wrong.any():
             at = first_index(wrong)

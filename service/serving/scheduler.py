@@ -136,13 +136,13 @@ class Scheduler:
 
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
         """
-        entry = Entry(layer, call, cost, self.clock(), deadline, gone, Flow(caller, size_class(cost.operations)), operation)
+        entry = Entry(layer, call, cost, self.clock(), deadline, gone, operation=operation)
         # an operation is many small steps, and a reproducible call may wait for the one thread that computes such calls
         is_light = cost.operations <= LIGHT_OPERATIONS and operation is None and not call.reproducible
         try:
             if not (self._inline and is_light):
+                entry.flow = Flow(caller, size_class(cost.operations))
                 return await self._enqueue(entry)
-            await asyncio.sleep(0)  # other requests are decoded first: equal steps in a row find their code in the processor's caches
             return self._compute_inline(entry)
         finally:
             del entry  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors

@@ -49,7 +49,7 @@ def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) ->
         with np.errstate(over="ignore", invalid="ignore"):
             array = array.astype(wanted)
     finite = np.isfinite(array)
-    if np.count_nonzero(finite) == finite.size:  # `all` takes a microsecond more
+    if 0 not in finite.tobytes():  # for few numbers, `finite.all()` takes four times as long
         return array, None
     if options.nonfinite == "error":
         wrong = ~finite

@@ -236,6 +236,40 @@ def test_latents_that_config_and_tensors_disagree_about_are_refused(
 @pytest.mark.parametrize(
     ("model", "config", "at"),
     [
+        ("swin", {"depths": [1]}, "/layer"),
+        ("swin", {"depths": 3}, "/config/depths"),
+        ("swin", {"depths": [1, 0]}, "/config/depths"),
+        ("swin", {"num_heads": [2]}, "/config/num_heads"),
+        ("swin", {"num_heads": [2, 2]}, "/weights/"),
+        ("swin", {"embed_dim": 16}, "/spec/"),
+        ("swin", {"window_size": 3}, "/weights/grid_bias"),
+        ("swinv2", {"pretrained_window_sizes": [12, 6]}, "/config/pretrained_window_sizes"),
+        ("vitdet", {"window_block_indices": [0, 1]}, "/weights/grid_rows"),
+        ("vitdet", {"use_relative_position_embeddings": False}, "/weights/"),
+        ("sam_vision_model", {"use_rel_pos": False}, "/weights/"),
+        ("beit", {"use_relative_position_bias": True}, "/weights/"),
+        ("beit_tables", {"use_relative_position_bias": False}, "/weights/"),
+        ("beit_tables", {"use_shared_relative_position_bias": True}, "/config/use_shared_relative_position_bias"),
+        ("beit_tables", {"image_size": [8, 12]}, "/config/image_size"),
+        ("dinov3_vit", {"hidden_size": 24}, "/config/head_dim"),
+        ("sam3_vit_model", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "/config/rope_parameters/rope_type"),
+        ("sam3_vit_model", {"rope_parameters": {"rope_type": "axial", "twist": 2}}, "/config/rope_parameters/twist"),
+        ("qwen2_vl_text", {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [2, 1]}}, "/config/rope_parameters/mrope_section"),
+        ("qwen2_vl_text", {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [2, 1, 2]}}, "/config/rope_parameters/mrope_section"),
+    ],
+    ids=str,
+)
+def test_grids_and_positions_that_config_and_tensors_disagree_about_are_refused(
+    layers: httpx.Client, model: str, config: dict[str, Any], at: str
+) -> None:
+    refused = put(layers, model, len(MODELS[model]["cases"]) - 1, **config)
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["errors"][0]["at"].startswith(at), refused.text
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "at"),
+    [
         ("squeezebert", {"q_groups": 2}, "/weights/encoder.layers.0.attention.query.weight"),
         ("squeezebert", {"post_attention_groups": 5}, "/weights/encoder.layers.0.post_attention.conv1d.weight"),
         ("luke", {"use_entity_aware_attention": True}, "/config/use_entity_aware_attention"),
@@ -257,7 +291,22 @@ NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
 
 @pytest.mark.parametrize(
     "model",
-    ["llama_yarn", "gemma3_text", "granite_swa", "mpt", "t5", "phi3_longrope", "gemma4_text", "laguna", "deepseek_v3_yarn", "mistral4"],
+    [
+        "llama_yarn",
+        "gemma3_text",
+        "granite_swa",
+        "mpt",
+        "t5",
+        "phi3_longrope",
+        "gemma4_text",
+        "laguna",
+        "deepseek_v3_yarn",
+        "swinv2",
+        "vitdet",
+        "dinov3_vit",
+        "qwen2_vl_text",
+        "mistral4",
+    ],
 )
 def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> None:
     """Every field, also inside of others, with every wrong value."""

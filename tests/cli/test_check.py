@@ -16,6 +16,7 @@ from support.command import run_attend
 from service.attention.compare.convention import option_table
 from service.attention.reference.forward import attend
 from service.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case
+from service.spec import LayerSpec
 from service.wire.client_codec import decode_reply
 from service.wire.json.writer import encode_json
 from service.wire.reply import Reply
@@ -128,7 +129,8 @@ def test_other_weights_are_detected(lying, server, monkeypatch):
         return real(method, url, content=content, timeout=timeout)
 
     monkeypatch.setattr(httpx, "request", reseeding)
-    done = run_attend("check", "--cases", "1", "--url", lying(lambda reply: reply), env=WIDE)
+    seeded = next(number for number in range(100) if draw_case(0, number).weights is None)
+    done = run_attend("check", "--case", str(seeded), "--url", lying(lambda reply: reply), env=WIDE)
     assert done.returncode == 1 and b"wrong: weights differ from" in done.stdout
 
 
@@ -150,13 +152,13 @@ def test_every_output_is_compared(dtype):
             changed[place] = wrong
             found = compare_reply(case, reference, {**right, name: changed}, reference.fully_masked_rows)
             assert [f.output for f in found if not f.agrees] == [name]
-        assert not compare_output(name, tensor, tensor[..., None], dtype, 1.0).agrees
+        assert not compare_output(name, tensor, tensor[..., None], case.spec, 1.0).agrees
 
 
 def test_blocked_scores_are_exact():
-    expected = np.array([1.0, -np.inf])
-    assert compare_output("scores", expected, np.array([1.0, -np.inf], np.float32), "float32", 1.0).agrees
-    assert not compare_output("scores", expected, np.array([1.0, -1e9], np.float32), "float32", 1.0).agrees
+    expected, spec = np.array([1.0, -np.inf]), LayerSpec(d_model=2, num_heads=1)
+    assert compare_output("scores", expected, np.array([1.0, -np.inf], np.float32), spec, 1.0).agrees
+    assert not compare_output("scores", expected, np.array([1.0, -1e9], np.float32), spec, 1.0).agrees
 
 
 # --- people's own ---------------------------------------------------------------------------------------------------------------------

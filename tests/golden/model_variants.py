@@ -9,6 +9,9 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1}
 TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"] * 3}
 MROPE = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 1, 1]}
 
+SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4}
+SAM = {"image_size": 12, "patch_size": 4, "num_hidden_layers": 2, "window_size": 2}
+
 SIZES = {  # model_type -> fields without which it cannot be made so small
     "helium": {"hidden_size": 32},
     "gptj": {"rotary_dim": 4},
@@ -23,8 +26,24 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "ctrl": {"dff": 16},
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    **{name: {"rope_parameters": MROPE} for name in ("qwen3_vl_text", "qwen3_vl_moe_text")},
+    **{
+        name: {"rope_parameters": MROPE | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.75}}
+        for name in ("qwen3_5_text", "qwen3_5_moe_text")
+    },
+    **dict.fromkeys(("swin", "donut-swin", "swinv2"), SWIN),
+    **dict.fromkeys(("sam_vision_model", "sam_hq_vision_model"), SAM | {"global_attn_indexes": [1], "output_channels": 8, "mlp_dim": 16}),
+    "vitdet": SAM | {"window_block_indices": [0], "use_relative_position_embeddings": True, "pretrain_image_size": 16},
+    "sam3_vit_model": SAM | {"global_attn_indexes": [1], "pretrain_image_size": 16},
+    "pixtral": {"hidden_size": 32},
+    "qwen2_vl_vision": {"embed_dim": 32, "hidden_size": 16, "num_heads": 4, "depth": 2, "mlp_ratio": 1},
+    **{
+        name: {"hidden_size": 32, "num_heads": 4, "depth": 2, "out_hidden_size": 16, "deepstack_visual_indexes": [0]}
+        for name in ("qwen3_vl_vision", "qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision")
+    },
+    "qwen2_5_vl_vision": {"hidden_size": 32, "num_heads": 4, "depth": 2, "out_hidden_size": 16, "fullatt_block_indexes": [1]},
     **{name: {"rope_parameters": MROPE} for name in ("glm4v_text", "glm_image_text", "glm_ocr_text")},
-    "glm4v_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+    "glm4v_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.75}},
     "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4},
     **{
         name: {"speech_encoder_layers": 1, "t2u_encoder_layers": 1, "t2u_decoder_layers": 1} for name in ("seamless_m4t", "seamless_m4t_v2")
@@ -96,5 +115,7 @@ VARIANTS = {  # name -> (model_type, fields)
     "vit_unbiased": ("vit", {"qkv_bias": False}),
     "laguna_elementwise": ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": [4, 2, 4, 6, 4, 4], **TWO_KINDS}),
     "qwen3_next_biased": ("qwen3_next", {"attention_bias": True}),
+    "beit_tables": ("beit", {"use_relative_position_bias": True}),
+    "data2vec-vision_tables": ("data2vec-vision", {"use_relative_position_bias": True}),
     "glm4_moe_norms": ("glm4_moe", {"use_qk_norm": True}),
 }

@@ -19,6 +19,8 @@ import transformers
 from model_variants import SIZES as MODEL_SIZES
 from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, SiglipTextConfig, SiglipTextModel
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
@@ -27,6 +29,7 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
 AutoModel.register(Step3p7TextConfig, Step3p7TextModel, exist_ok=True)  # which transformers registers only inside of its composite
+AutoModel.register(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, exist_ok=True)  # likewise
 AutoModel.register(SiglipTextConfig, SiglipTextModel, exist_ok=True)  # likewise
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])

@@ -99,7 +99,7 @@ def test_law_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) ->
 
         attention.door.set()
         await busy
-        assert b'"output"' in bytes((await waiting).pieces[0])
+        assert b'"output"' in b"".join((await waiting).pieces)
         assert attention.sizes == [1, 1]
         service.close()
 

@@ -100,7 +100,6 @@ class Bench:
         assert await asyncio.to_thread(self.attention.entered.acquire, timeout=PATIENCE)
 
     def counted(self, name: str) -> float:
-        self.metrics.record()
         value = self.metrics.registry.get_sample_value(name)
         assert value is not None
         return value

@@ -13,7 +13,8 @@ of query, key and value that are split into heads already. `convention.py` has t
 `cases.py` the inputs, `mistakes.py` the explanations. Torch is used only if it is already imported.
 """
 
-from service.attention.compare.comparison import CaseResult, Comparison, Disagreement, assert_agrees, compare, tolerance
+from service.attention.compare.comparison import CaseResult, Comparison, Disagreement, assert_agrees, compare
 from service.attention.compare.convention import Convention
+from service.attention.compare.tolerance import tolerance
 
 __all__ = ["CaseResult", "Comparison", "Convention", "Disagreement", "assert_agrees", "compare", "tolerance"]

@@ -55,7 +55,7 @@ def draw_check_cases(spec: LayerSpec, weights: Mapping[str, Array], requirements
     """The cases in order of difficulty. Inputs are values of the candidate's dtype, stored as float64."""
     rng = np.random.default_rng(seed)
     batch = BATCH if requirements.batched else 1
-    queries = POSITIONAL_QUERIES if spec.positional else QUERIES
+    queries = spec.grid_bias.num_tokens if spec.grid_bias else POSITIONAL_QUERIES if spec.positional else QUERIES
     same_widths = spec.query_dim == spec.key_dim == spec.value_dim
 
     def draw(name: str, kind: CaseKind, keys: int, mask: Array, largest: float = 3.0) -> CheckCase:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 
 from service.attention.compare.cases import CheckCase
+from service.attention.compare.tolerance import tolerance
 from service.attention.compare.weights import cut, pack
 from service.attention.reference import forward
 from service.spec import LayerSpec
@@ -21,23 +22,39 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """The output and the weights of a computation, and their tolerances. `rows` [b, q] are those to compare: libraries differ in rows
+    without a key."""
+
+    outputs: Mapping[str, Array]
+    tolerances: Mapping[str, float]
+    rows: Array
+
+    def agrees(self, name: str, got: Array) -> bool:
+        expected = self.outputs[name]
+        if got.shape != expected.shape:
+            return False
+        if not self.rows.all():  # [b, q, d], or [b, h, q, k] -> [b, q, h, k]
+            got, expected = (np.moveaxis(x, -2, 1)[self.rows] for x in (got, expected))
+        return np.allclose(got, expected, rtol=0, atol=self.tolerances[name], equal_nan=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Computation:
     """A call of the reference."""
 
     spec: LayerSpec
     weights: Mapping[str, Array]
     case: CheckCase
-    dtype: str = "float64"  # of the candidate: it decides where exp overflows
+    dtype: str = "float64"  # of the candidate: it decides where exp overflows, and the tolerance
+    tolerance: float | None = None  # relative; None: by dtype
     added: Array | None = None  # [b, q, k], added to the scores
     functions: Mapping[str, Any] = field(default_factory=dict)  # name -> what replaces that function of `reference.forward`
     residual: bool = False
     returned: str = "attention_weights"  # which output is compared with the weights
 
-    def run(self) -> tuple[dict[str, Array], Array]:
-        """The output and the weights, and which rows [b, q] to compare: libraries differ in rows without a key.
-
-        ValueError: shapes for which a change is impossible.
-        """
+    def run(self) -> Result:
+        """ValueError: shapes for which a change is impossible."""
         case = self.case
         mask = None if case.visible.all() else case.visible
         replaced = patch.multiple(forward, **self.functions) if self.functions else nullcontext()
@@ -45,9 +62,14 @@ class Computation:
             result = forward.attend(
                 self.spec, self.weights, query=case.query, key=case.key, value=case.value, attend_mask=mask, bias=self.added
             )
-        output = result.output + case.query if self.residual else result.output
+        outputs = {
+            "output": result.output + case.query if self.residual else result.output,
+            "attention_weights": getattr(result, self.returned),
+        }
         rows = np.ones(case.query.shape[:2], bool) if mask is None else np.logical_not(result.fully_masked.any(axis=1))
-        return {"output": output, "attention_weights": getattr(result, self.returned)}, rows
+        norm, relative = self.spec.qk_norm is not None, self.tolerance
+        tolerances = {name: tolerance(x, self.dtype, result.scores, norm=norm, relative=relative) for name, x in outputs.items()}
+        return Result(outputs, tolerances, rows)
 
 
 Change = Callable[[Computation], Computation]

@@ -1,7 +1,4 @@
-"""Compares a candidate with the reference: the largest error of every case, and the first disagreement with its explanation.
-
-Tolerances grow with the scores: an error of e in a score is a relative error of e in an attention weight.
-"""
+"""Compares a candidate with the reference: the largest error of every case, and the first disagreement with its explanation."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,23 +12,9 @@ from service.attention.compare.cases import CheckCase, draw_check_cases
 from service.attention.compare.changes import Computation
 from service.attention.compare.convention import make_convention
 from service.attention.compare.mistakes import explain
+from service.attention.compare.tolerance import RELATIVE, tolerance
 from service.spec import LayerSpec
 from service.tensors import Array
-
-RELATIVE = {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
-
-
-def tolerance(expected: Array, dtype: str, largest_score: float, *, relative: float | None = None, logarithmic: bool = False) -> float:
-    """The largest error of an output that rounding in `dtype` explains.
-
-    float64: r·max(1, max|x|). Other dtypes: r·max(1, max|scores|)·max|x|, or r·max(1, max|scores|) for outputs that are `logarithmic` in
-    the weights. r is `relative`, or by dtype; an explicit r is applied as in the other dtypes.
-    """
-    largest = float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
-    if dtype == "float64" and relative is None:
-        return RELATIVE[dtype] * max(1.0, largest)
-    unit = RELATIVE.get(dtype, RELATIVE["float64"]) if relative is None else relative
-    return max(unit * max(1.0, largest_score) * (1.0 if logarithmic else largest), 1e-30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +147,11 @@ def _compare_case(candidate: Candidate, case: CheckCase, found: Collection[str] 
         hint = "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype" if case.kind != "plain" else None
         return CaseResult(case.name, np.inf, raised=str(failure)), Disagreement(case.name, "output", "a result", str(failure), hint=hint)
     dtype = max((candidate.caller.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
-    scores = np.abs(reference.scores[np.isfinite(reference.scores)])
-    largest_score, relative = float(scores.max(initial=0.0)), candidate.caller.convention.tolerance
+    relative = candidate.caller.convention.tolerance
 
     def output(name: str, expected: Array, got: Array) -> _Output:
-        return _Output(name, expected, got, tolerance(expected, dtype, largest_score, relative=relative))
+        allowed = tolerance(expected, dtype, reference.scores, norm=candidate.spec.qk_norm is not None, relative=relative)
+        return _Output(name, expected, got, allowed)
 
     outputs = [output("output", reference.output, result.output)]
     if result.attention_weights is not None:
@@ -189,11 +172,12 @@ def _disagreement(
         return Disagreement(case.name, wrong.name, *shapes, hint=_explain_shape(wrong))
     places = np.argwhere(~(np.abs(wrong.got - wrong.expected) <= wrong.tolerance))
     index = tuple(int(i) for i in places[0])
-    results = {x.name: (x.got, x.tolerance) for x in outputs if x.got.shape == x.expected.shape}
+    results = {x.name: x.got for x in outputs if x.got.shape == x.expected.shape}
     if candidate.caller.convention.average_weights:
         results.pop("attention_weights", None)  # mistakes are computed per head
     searched = results and found is not None
-    mistakes = explain(Computation(candidate.spec, candidate.weights, case, dtype), results, found or ()) if searched else ()
+    right = Computation(candidate.spec, candidate.weights, case, dtype, candidate.caller.convention.tolerance)
+    mistakes = explain(right, results, found or ()) if searched else ()
     hint = f"this is what comes out when {', and when '.join(mistakes)}" if mistakes else UNEXPLAINED
     expected, got = (f"{x[index]:.{17 if dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
     return Disagreement(case.name, wrong.name, expected, got, index, hint, mistakes)

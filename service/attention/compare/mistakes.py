@@ -47,6 +47,7 @@ LEFT_OUT = {  # field of a spec -> its name in hints
     "query_scale": "the factor on queries by their position",
     "alibi": "ALiBi",
     "relative_bias": "the relative bias",
+    "grid_bias": "the bias by places in a grid",
     "sinks": "the sink of the softmax",
 }
 
@@ -191,6 +192,11 @@ MISTAKES: dict[str, dict[str, Change]] = {
         name: {f"{words} is left out": in_spec(**{name: lambda spec, name=name: False if getattr(spec, name) is True else None})}
         for name, words in LEFT_OUT.items()
     },
+    "normalizer": {"the scores are normalised by a plain softmax": in_spec(normalizer=lambda spec: "softmax")},
+    "buckets": {
+        "relative biases are off by one: each is that of the bucket before": each_weight("relative_bias", lambda w: np.roll(w, 1, axis=0)),
+        "relative biases are off by one: each is that of the bucket after": each_weight("relative_bias", lambda w: np.roll(w, -1, axis=0)),
+    },
     "rope scaling": {
         "the scaling of RoPE's frequencies is ignored": in_part("rope", scaling=None, frequencies=None, attention_factor=1.0),
         "every frequency of RoPE is divided by the factor, and not the low ones alone": in_spec(
@@ -235,18 +241,17 @@ MISTAKES: dict[str, dict[str, Change]] = {
 }
 
 
-def explain(right: Computation, results: Mapping[str, tuple[Array, float]], found: Collection[str] = ()) -> tuple[str, ...]:
+def explain(right: Computation, results: Mapping[str, Array], found: Collection[str] = ()) -> tuple[str, ...]:
     """The mistakes whose numbers these are; empty if no known mistake gives them, nor any two together.
 
-    `results` has "output" and possibly "attention_weights", each with its tolerance. Mistakes that were `found` in another case are tried
-    first.
+    `results` has "output" and possibly "attention_weights". Mistakes that were `found` in another case are tried first.
     """
     for mistakes in sorted(_combinations(right), key=lambda tried: -len({*found}.intersection(hint for hint, _ in tried))):
         try:
-            wrong, rows = reduce(lambda computation, mistake: mistake[1](computation), mistakes, right).run()
+            wrong = reduce(lambda computation, mistake: mistake[1](computation), mistakes, right).run()
         except ValueError:  # shapes for which these mistakes cannot be made
             continue
-        if rows.any() and all(_is_same(got, wrong[name], rows, tolerance) for name, (got, tolerance) in results.items()):
+        if wrong.rows.any() and all(wrong.agrees(name, got) for name, got in results.items()):
             return tuple(hint for hint, _ in mistakes)
     return ()
 
@@ -261,12 +266,3 @@ def _combinations(right: Computation) -> Iterator[tuple[tuple[str, Change], ...]
                 possible.append(({*changed.split(" + ")}, (hint, change)))
     yield from ((mistake,) for _, mistake in possible)
     yield from ((first, second) for (one, first), (other, second) in combinations(possible, 2) if one.isdisjoint(other))
-
-
-def _is_same(got: Array, wrong: Array, rows: Array, tolerance: float) -> bool:
-    """Whether an output [b, q, d] or weights [b, h, q, k] agree in these rows."""
-    if got.shape != wrong.shape:
-        return False
-    if not rows.all():
-        got, wrong = (np.moveaxis(x, -2, 1)[rows] for x in (got, wrong))
-    return np.allclose(got, wrong, rtol=0, atol=tolerance, equal_nan=True)

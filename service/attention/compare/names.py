@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from service.attention.compare.convention import Convention, Polarity
-from service.spec import PROJECTIONS, LayerSpec
+from service.spec import LAMBDAS, PROJECTIONS, LayerSpec
 
 
 def _by_name(table: Mapping[str, str]) -> dict[str, str]:
@@ -62,9 +62,9 @@ WEIGHTS = {  # besides q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linea
     "rope_key": "rope_key",
     "kv_a": "kv_a_proj_with_mqa",  # DeepSeek's: key_value_down and rope_key
     "kv_b": "kv_b_proj",  # DeepSeek's: key and value
-    "sinks": "sinks",
+    "head_norm": "head_norm subln",
     "relative_bias": "relative_bias relative_attention_bias",
-}
+} | {name: name for name in ("sinks", *LAMBDAS, "grid_bias", "grid_rows", "grid_columns")}
 _CALL, _CONSTRUCTOR, _WEIGHTS = _by_name(CALL), _by_name(CONSTRUCTOR), _by_name(WEIGHTS)
 _PROJECTION = re.compile(
     r"(?:(?:w|b|weight|bias|linear|lin|fc|to)_?)?"
@@ -74,7 +74,7 @@ _PROJECTION = re.compile(
 _ROLES = {"query_key_value": "qkv"} | _by_name({"query": "q queries", "key": "k keys", "value": "v values", "output": "o out"})
 _ANNOTATED = re.compile(r"linears\.([0-3])\.(weight|bias)")  # The Annotated Transformer: query, key, value, output in a list
 BARE = frozenset([*PROJECTIONS, *_ROLES]) - {"query_key_value"}  # these may also be inputs
-UNTYPED = ("sinks", "relative_bias")  # weights without a kind
+UNTYPED = ("relative_bias", "sinks", *LAMBDAS, "grid_bias", "grid_rows", "grid_columns")  # weights without a kind
 WEIGHT_ROLES = ("qkv", *PROJECTIONS, *WEIGHTS)
 POSITIONS = 32  # the longest sequence that a class is constructed for
 

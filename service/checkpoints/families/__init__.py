@@ -19,10 +19,10 @@ from service.checkpoints.families.encoder_decoders import ENCODER_DECODERS
 from service.checkpoints.families.encoders import ENCODERS
 from service.checkpoints.families.hybrids import HYBRIDS
 from service.checkpoints.families.refused import REASONS, REFUSED
-from service.checkpoints.families.row import Attention, Family, fields_of, number_of_layers
+from service.checkpoints.families.row import Attention, Family, fields_of, number_of_layers, place_of
 from service.checkpoints.families.vision import VISION
 
-__all__ = ["COMPOSITES", "FAMILIES", "REASONS", "REFUSED", "Attention", "Family", "fields_of", "number_of_layers"]
+__all__ = ["COMPOSITES", "FAMILIES", "REASONS", "REFUSED", "Attention", "Family", "fields_of", "number_of_layers", "place_of"]
 
 FAMILIES: dict[str, Family] = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO
 COMPOSITES = """aria audioflamingo3 clip embedding_gemma2 exaone4_5 fuyu gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr

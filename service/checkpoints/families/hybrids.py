@@ -20,7 +20,7 @@ QWEN_GATED = decoder(
     normed(),
     gated(bias="attention_bias"),
     layout="gated queries, norms less 1",
-    rotary=Rotary(partial=0.25),
+    rotary=Rotary(partial=0.25, sections="thirds"),
     layer_type=every_nth_full("full_attention_interval", 4, other=LINEAR),
     irrelevant="^linear_",
 )

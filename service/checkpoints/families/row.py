@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, LINEAR, OTHER_NAMES, SLIDING, LayerType
-from service.checkpoints.families.traits import WIDEST_HEAD, WINDOWED, WITHOUT, Trait, chunks
+from service.checkpoints.families.traits import STAGE, WIDEST_HEAD, WINDOWED, WITHOUT, Trait, chunks
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary, rope_fields
+from service.errors import InvalidRequest
+
+MOST_LAYERS = 1 << 12  # of a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Attention:
     traits: tuple[Trait, ...] = ()  # windows, norms, gates, a scale, …
     types_field: str = "layer_types"  # a list of each layer's type
     layer_type: LayerType | None = None  # for configs without that field
+    stages: str = ""  # field with the number of layers of each stage, whose widths double; `{stage}` and `{block}` are in the path (Swin)
     table: str = ""  # the end of the name of a table of relative biases, or of vectors for distances, that several layers share
     ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that have no effect
     irrelevant: str = ""  # pattern of fields that have no effect on attention though their names suggest it
@@ -37,12 +41,44 @@ Family = Mapping[str, Attention]  # part -> attention
 
 def number_of_layers(attention: Attention, config: Config) -> int:
     """By the field that counts them, or the one that lists their types. Raises InvalidRequest if there is none."""
+    if attention.stages:
+        return sum(_depths(attention, config))
     types = config.get(attention.types_field)
     return len(types) if config.get(*attention.layers) is None and isinstance(types, list) else config.count(*attention.layers)
 
 
+def _depths(attention: Attention, config: Config) -> list[int]:
+    depths = config.get(attention.stages)
+    if not isinstance(depths, list) or not depths or not all(type(depth) is int and 0 < depth <= MOST_LAYERS for depth in depths):
+        raise config.refusal(attention.stages, "a list with the number of layers of each stage", depths)
+    return depths
+
+
+def place_of(attention: Attention, config: Config, n: int) -> dict[str, int]:
+    """What the path of layer n is made from. Raises InvalidRequest if there is no such layer."""
+    if not attention.stages:
+        return {"n": n}
+    blocks = [(stage, block) for stage, depth in enumerate(_depths(attention, config)) for block in range(depth)]
+    if not 0 <= n < len(blocks):
+        raise InvalidRequest.where("/layer", f"0 to {len(blocks) - 1}, the model's layers", str(n))
+    return dict(zip(("stage", "block"), blocks[n], strict=True))
+
+
+def _of_stage(attention: Attention, config: Config, n: int) -> Config:
+    """The config with the width and the number of heads of layer n's stage in place of those of all."""
+    stage = place_of(attention, config, n)["stage"]
+    config.ignore(*attention.width)
+    heads = config.each(attention.heads[0], stage)
+    own = Config(
+        {**config.fields, attention.heads[0]: heads, attention.width[0]: config.count("embed_dim") << stage, STAGE: stage}, config.at
+    )
+    own.read = config.read
+    return own
+
+
 def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     """Fields of LayerSpec for layer n. Raises InvalidRequest."""
+    config = _of_stage(attention, config, n) if attention.stages else config
     layer_type = type_of_layer(attention, config, n)
     if layer_type == LINEAR:
         raise config.refusal(
@@ -58,7 +94,7 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     if not 0 < head_dim <= WIDEST_HEAD:
         raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
     fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
-    fields |= {"output_gate": None, "latent": None, "relative_scores": None}
+    fields |= {"output_gate": None, "latent": None, "grid_bias": None, "relative_scores": None}
     if attention.kv_heads and config.get(*attention.kv_heads) is not None:
         fields["num_kv_heads"] = config.count(*attention.kv_heads)
     for trait in attention.traits:

@@ -18,6 +18,7 @@ WIDEST_HEAD = 1 << 16
 FACTORS = "factors"  # among the fields that traits give: projection -> factor, which is multiplied into its weights
 GROUPS = "groups"  # likewise: projection -> groups of its convolution of width 1
 DISTANCES = "distances"  # likewise: of a table of distances, eps of its layer norm or None, and whether projections of its own are applied
+STAGE = "stage"  # among the fields of a config: the number of a layer's stage, in families with stages
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
 
@@ -243,7 +244,7 @@ def deberta(config: Config, n: int, layer_type: str) -> Fields:
     terms = config.get("pos_att_type", default=[])
     terms = [term.strip() for term in terms.lower().split("|")] if isinstance(terms, str) else terms
     if terms not in (["c2p"], ["c2p", "p2c"], ["p2c", "c2p"]):
-        raise config.refusal("pos_att_type", 'c2p, or c2p and p2c', terms)
+        raise config.refusal("pos_att_type", "c2p, or c2p and p2c", terms)
     longest, buckets = config.number("max_relative_positions", default=-1), config.number("position_buckets", default=-1)
     width = config.count("attention_head_size", default=config.count("hidden_size") // config.count("num_attention_heads"))
     scores: Fields = {"kind": "disentangled", "position_to_content": "p2c" in terms}

@@ -1,9 +1,14 @@
-"""Rows of encoders of images. Positions in two dimensions, tables of windows and relative positions by content are refused."""
+"""Rows of encoders of images."""
 
+import math
 from dataclasses import replace
 
+from service.checkpoints.config import Config
 from service.checkpoints.families.row import Attention, Family
-from service.checkpoints.families.traits import ALL_BIASED, WITHOUT_KEY_BIAS, Trait, biased, biased_but, normed, only
+from service.checkpoints.families.traits import ALL_BIASED, NO_BIASES, STAGE, WITHOUT_KEY_BIAS, Trait, biased, biased_but, normed
+from service.checkpoints.layout import Fields
+from service.checkpoints.rope import Rotary
+from service.spec import PROJECTIONS
 
 SIZES = (  # fields without effect in the layers
     "^(image|patch)_|projection|mask_token|layernorm|layer_?scale|^(vision_)?use_head$|^decoder_|norm_pix|^norm_(mean|std)$|_scales$|"
@@ -13,8 +18,78 @@ VIT = Attention(path="layer.{n}.attention", kv_heads=(), causal=False, bias=bias
 TIMM = replace(VIT, path="blocks.{n}.attn", layout="stacked")
 CLIP = replace(VIT, path="layers.{n}.self_attn", bias=ALL_BIASED)
 INTERN = replace(VIT, bias=biased_but("attention_bias", "o"))
-WITHOUT_TABLES = (only("use_relative_position_bias", False), only("use_shared_relative_position_bias", False))
+IMAGE = Rotary(theta=10000.0, image="blocks")
+SAM = replace(VIT, path="layers.{n}.attn", layout="stacked", irrelevant=f"{SIZES}|^scale$|^num_pos_feats$")
+SWIN = replace(VIT, path="encoder.layers.{stage}.blocks.{block}.attention", heads=("num_heads",), stages="depths")
+QWEN = replace(
+    TIMM,
+    heads=("num_heads",),
+    layers=("depth",),
+    bias=ALL_BIASED,
+    rotary=IMAGE,
+    irrelevant=f"{SIZES}|window_size|fullatt|deepstack|position_emb",
+)
 FULL_NORM = normed("use_qk_norm", over="all", weights="own")
+MOST_TOKENS = 1 << 16  # of one side of a grid
+
+
+def _patches(config: Config) -> tuple[int, int]:
+    """Rows and columns of patches of an image of the config's size."""
+    sides = []
+    for axis in (0, 1):
+        size, patch = (config.get(name) for name in ("image_size", "patch_size"))
+        one = Config(
+            {n: x[axis] if isinstance(x, list) and len(x) == 2 else x for n, x in (("image_size", size), ("patch_size", patch))}, config.at
+        )
+        sides.append(one.count("image_size", most=MOST_TOKENS) // one.count("patch_size", most=MOST_TOKENS))
+    return sides[0], sides[1]
+
+
+def _grid(height: int, width: int, **more: object) -> Fields:
+    return {"grid_bias": {"height": height, "width": width, "kind": "table", "class_token": False, **more}}
+
+
+def table_of_image(config: Config, n: int, layer_type: str) -> Fields:
+    """BEiT: a table in each layer, if the config says so. One that layers share, and one that is resampled, are refused."""
+    config.expect("use_shared_relative_position_bias", False)
+    if not config.flag("use_relative_position_bias", default=False):
+        return {}
+    if len(set(sides := _patches(config))) > 1:
+        raise config.refusal("image_size", "a square, since the tables of others are resampled", config.get("image_size"))
+    return _grid(*sides, class_token=True)
+
+
+def table_of_window(config: Config, n: int, layer_type: str) -> Fields:
+    """Swin: a table of the window, which is smaller than its image."""
+    return _grid(*[config.count("window_size", most=MOST_TOKENS)] * 2)
+
+
+def cosine_of_window(config: Config, n: int, layer_type: str) -> Fields:
+    """Swin v2: cosine scores with a factor for each head, and a window that is at most as large as the image of its stage."""
+    if any(pretrained := config.get("pretrained_window_sizes", default=[])):
+        raise config.refusal("pretrained_window_sizes", "zeros, since others change the scale of distances", pretrained)
+    sides = (min(config.count("window_size"), side >> config.get(STAGE)) for side in _patches(config))
+    return {**_grid(*sides), "qk_norm": {"kind": "rms", "weights": "own", "eps": 1e-24}, "scale": 1.0}
+
+
+def vectors_of_window(flag: str, window_layers: str = "", image_layers: str = "") -> Trait:
+    """SAM and ViTDet: vectors for each row and column of a window, or of the whole image in some layers."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        config.ignore("window_size", window_layers or image_layers)
+        if not config.flag(flag):
+            return {}
+        listed, side = n in config.get(window_layers or image_layers, default=[]), config.get("window_size")
+        sides = _patches(config) if not side or listed == bool(image_layers) else [config.count("window_size", most=MOST_TOKENS)] * 2
+        return _grid(*sides, kind="decomposed")
+
+    return trait
+
+
+def biased_each(config: Config, n: int, layer_type: str) -> Fields:
+    """DINOv3: a flag for the bias of each projection."""
+    flags = zip(PROJECTIONS, ("query_bias", "key_bias", "value_bias", "proj_bias"), (True, False, True, True), strict=True)
+    return {"bias": {name: config.flag(flag, default=default) for name, flag, default in flags}}
 
 
 def vision(attention: Attention, *traits: Trait) -> Family:
@@ -24,7 +99,30 @@ def vision(attention: Attention, *traits: Trait) -> Family:
 VISION: dict[str, Family] = {
     **dict.fromkeys(("vit", "deit", "dinov2", "dinov2_with_registers", "ijepa", "vit_mae", "vit_msn", "yolos", "vivit"), vision(VIT)),
     **dict.fromkeys(("pixio", "dpt", "vilt"), vision(VIT)),
-    **dict.fromkeys(("beit", "data2vec-vision"), vision(replace(VIT, bias=WITHOUT_KEY_BIAS), *WITHOUT_TABLES)),
+    **dict.fromkeys(("beit", "data2vec-vision"), vision(replace(VIT, bias=WITHOUT_KEY_BIAS), table_of_image)),
+    **dict.fromkeys(("swin", "donut-swin"), vision(SWIN, table_of_window)),
+    "swinv2": vision(replace(SWIN, layout="cosine", bias=biased_but("qkv_bias", "o", never="k", default=True)), cosine_of_window),
+    **dict.fromkeys(
+        ("sam_vision_model", "sam_hq_vision_model"), vision(SAM, vectors_of_window("use_rel_pos", image_layers="global_attn_indexes"))
+    ),
+    "vitdet": vision(
+        replace(VIT, layout="stacked"), vectors_of_window("use_relative_position_embeddings", window_layers="window_block_indices")
+    ),
+    "dinov3_vit": vision(
+        replace(VIT, bias=biased_each, rotary=Rotary(theta=100.0, image="blocks", unit=2 * math.pi), irrelevant=f"{SIZES}|^pos_embed_")
+    ),
+    "sam3_vit_model": vision(
+        replace(
+            VIT,
+            path="layers.{n}.attention",
+            bias=ALL_BIASED,
+            rotary=replace(IMAGE, interleaved=True),
+            irrelevant=f"{SIZES}|window|global_attn",
+        )
+    ),
+    "pixtral": vision(replace(CLIP, path="transformer.layers.{n}.attention", bias=NO_BIASES, rotary=replace(IMAGE, image="alternating"))),
+    "qwen2_vl_vision": vision(replace(QWEN, width=("embed_dim",), irrelevant=f"{SIZES}|^hidden_size$")),
+    **dict.fromkeys(("qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), vision(QWEN)),
     "videomae": vision(replace(VIT, bias=biased_but("qv_bias", "o", never="k", default=True))),
     **dict.fromkeys(("tipsv2_vision_model", "radio"), vision(TIMM)),
     **dict.fromkeys(("clip_vision_model", "siglip_vision_model", "chinese_clip_vision_model"), vision(CLIP)),

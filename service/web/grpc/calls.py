@@ -1,6 +1,9 @@
 """Handlers of GRPCInferenceService: check keys and limits, read messages, and log, count and trace every call.
 
-Each handler reads its message itself, after it has checked the key: see `channel.py`.
+The gRPC library delivers a message only when it is complete. Until a handler reads, the library buffers at most a window of the message
+(`server.py`); while a handler reads, up to the largest message. So each handler reads its message itself, after it has checked the key, and
+only a few read at the same time, each counted as the largest message (`serving/streams.py`). The progress of a message is not visible, so
+the time limit is for all of it.
 """
 
 import re
@@ -9,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import structlog
@@ -20,16 +24,14 @@ from service.serving.admission import CallLimit
 from service.serving.service import Service
 from service.serving.streams import PreviousSent, answer_stream, message_reader
 from service.web.errors import UNEXPECTED_ERROR, grpc_code_of, retry_after
-from service.web.grpc.channel import MAX_CALLS, MAX_STREAMS, address_of
 from service.web.grpc.codec import refusal_in_stream
-from service.web.grpc.inference_pb2 import DESCRIPTOR
+from service.web.grpc.messages import SERVICE
 from service.web.grpc.methods import CallRecord, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
 from service.web.middleware.telemetry import Telemetry
 from service.web.request_reader import request_id
 
-SERVICE = DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY_SCOPE
     "ServerLive": frozenset[str](),
     "ServerReady": frozenset[str](),
@@ -47,6 +49,8 @@ SERVER_FAULTS = {  # the codes that OpenTelemetry's conventions count as errors 
     grpc.StatusCode.DATA_LOSS,
 }
 STREAM_METHOD = "ModelStreamInfer"
+MAX_CALLS = 1024  # at the same time
+MAX_STREAMS = 16  # of ModelStreamInfer; each may be receiving a message at any time
 MAX_IN_FLIGHT = 16  # requests of one stream answered at the same time; the next is read later
 MAX_PLAIN_MESSAGE = 1 << 20  # largest message without tensors, in bytes
 MAX_DETAIL_BYTES = 4000  # largest error message, in bytes: it is sent in a header, and clients accept 8192 bytes of headers
@@ -216,6 +220,11 @@ async def _send(context: Any, reply: bytes) -> None:
         await context.write(reply)
     except (grpc.aio.UsageError, grpc.aio.InternalError):
         raise CallerGone from None
+
+
+def address_of(peer: str) -> str:
+    """The address without its port: `ipv4:127.0.0.1:5000` -> `127.0.0.1`, `ipv6:%5B::1%5D:5000` -> `::1`, `unix:` -> ``."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def truncated_detail(detail: str) -> str:

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from service.errors import InvalidRequest, MalformedBody, RequestError
 from service.tensors import Array, Datatype, datatype_of, raw
-from service.web.grpc import inference_pb2
+from service.web.grpc import messages
 from service.web.grpc.wire_format import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split, varints
 from service.wire.arrays import Kind, array_of_bytes, require_exact
 from service.wire.codec import Codec, Decoded, Encoded
@@ -50,7 +50,7 @@ CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
-FIELDS = {field.number: field.name for field in inference_pb2.DESCRIPTOR.message_types_by_name["InferTensorContents"].fields}
+FIELDS = {field.number: field.name for field in messages.DESCRIPTOR.message_types_by_name["InferTensorContents"].fields}
 SHARED_FIELD_TYPES = {
     "int_contents": np.dtype("<i4"),
     "uint_contents": np.dtype("<u4"),
@@ -99,7 +99,7 @@ class GrpcCodec(Codec):
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
         """The reply as one message. The tensors are appended without the protobuf library, which would copy them once more."""
-        response = inference_pb2.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=reply_format.id)
+        response = messages.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=reply_format.id)
         response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows
         response.parameters["fingerprint"].string_param = reply.layer["fingerprint"]
         if reply_format.marks_final:
@@ -117,7 +117,7 @@ class GrpcCodec(Codec):
 
 def refusal_in_stream(body: bytes, detail: str) -> bytes:
     """The reply to a refused request of a stream, with the request's id if that can be read."""
-    response = inference_pb2.ModelStreamInferResponse(error_message=detail)
+    response = messages.ModelStreamInferResponse(error_message=detail)
     with suppress(RequestError):
         response.infer_response.id = _split(body).message.id
     return bytes(response.SerializeToString())

@@ -17,7 +17,7 @@ from service.serving.engine import ATTEND
 from service.serving.metrics import Phases
 from service.serving.requests import RawRequest
 from service.serving.service import Service
-from service.web.grpc import inference_pb2 as messages
+from service.web.grpc import messages
 from service.web.grpc.codec import GrpcCodec, values_of
 from service.web.routes.attend import require_started
 from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of

@@ -19,9 +19,12 @@ from service.serving.admission import ByteBudget, CallLimit
 from service.serving.service import Service, ShutdownGate
 from service.serving.streams import MessageReader, in_time
 from service.web.errors import grpc_code_of
-from service.web.grpc.channel import MAX_KEYLESS, MAX_WATCHES, address_of
+from service.web.grpc.calls import address_of
+from service.web.grpc.messages import POOL
 
 NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
+MAX_WATCHES = 256  # streams of the health service's Watch
+MAX_KEYLESS = 4  # health messages read at the same time, and reflection streams: neither needs a key
 CHECK_INTERVAL = 0.5  # seconds between two checks
 CheckResponse = health_pb2.HealthCheckResponse
 
@@ -93,7 +96,7 @@ class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # th
     """The library's service; a stream ends when `gate` closes; it is aborted if no request arrives within `seconds`."""
 
     def __init__(self, gate: ShutdownGate, names: tuple[str, ...], seconds: float) -> None:
-        super().__init__(names)
+        super().__init__(names, POOL)
         self.gate, self.seconds, self._streams = gate, seconds, CallLimit(MAX_KEYLESS, "reflection streams")
 
     async def ServerReflectionInfo(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from service.errors import TooLarge
 from service.tensors import Array
-from service.web.grpc.inference_pb2 import ModelInferRequest
+from service.web.grpc.messages import ModelInferRequest
 
 INPUTS_FIELD, RAW_INPUTS_FIELD, CONTENTS_FIELD, RAW_OUTPUTS_FIELD = 5, 7, 5, 6  # field numbers, of `contents` within an input
 VARINT, BYTES, FIXED_SIZES = 0, 2, {1: 8, 5: 4}  # wire types; wire type -> bytes for those of fixed size

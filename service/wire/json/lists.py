@@ -54,6 +54,8 @@ class NumberList(NamedTuple):
         """The list as an array of that datatype. Raises MalformedBody, TooLarge, or InvalidRequest with a pointer below `at`."""
         if (found := numbers.read(self.text, self.start, self.stop, self.limits.lists, dtype)) is not None:
             array, literals = found
+            if dtype is FLOAT64 and not literals:
+                return array
             if not literals & ~LITERALS.get(kind, 0) and not beyond_float64(array, dtype):
                 return convert(array, dtype, at)
         return self._read_in_pieces(ArrayBuilder(kind, at, dtype))

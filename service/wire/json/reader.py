@@ -193,7 +193,7 @@ class Reader:
             raise TooLarge.where(at, f"an object of at most {self.limits.tensors} members (max_tensors)", str(len(document)))
         members: dict[str, Any] = {}
         for key, value in document.items():
-            place = at + pointer([key])
+            place = f"{at}/{key}" if key.isidentifier() else at + pointer([key])
             if kind := kinds.get(key) or kinds.get("*"):
                 members[key] = self._tensor(value, kind, place)
             else:

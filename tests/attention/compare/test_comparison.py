@@ -574,6 +574,7 @@ LAYERS = [
     LayerSpec(**GROUPED, rope=ROTARY | {"interleaved": True}, qk_norm={"weights": "own", "over": "all", "after_rope": True}),
     LayerSpec(**SIZES, output_gate={}, alibi=True, sinks=True),
     LayerSpec(**SIZES, relative_bias={}, chunk_size=5, query_scale={"factor": 0.5, "length": 3}),
+    LayerSpec(**SIZES, normalizer="sigmoid", grid_bias={"height": 3, "width": 5}),
     LayerSpec(**SIZES, scale=0.9, rope={"dims": 2}, latent={"query_rank": 7, "key_value_rank": 5, "rope_key_dim": 2}),
 ]
 
@@ -586,14 +587,13 @@ def test_every_mistake_is_told_from_the_others(hint, change):
         weights = draw_case_weights(np.random.default_rng(0), spec, ["weights"])
         for case in draw_check_cases(spec, weights, requirements, seed=0):
             right = Computation(spec, weights, case)
-            expected, _ = right.run()
             try:
-                wrong, rows = change(right).run()
+                wrong = change(right).run()
             except ValueError:
                 continue
-            if not rows.all() or all(np.allclose(wrong[name], x, atol=1e-9) for name, x in expected.items()):
+            if not wrong.rows.all() or all(np.allclose(wrong.outputs[name], x, atol=1e-9) for name, x in right.run().outputs.items()):
                 continue
-            assert explain(right, {name: (x, 1e-10) for name, x in wrong.items()}) == (hint,)
+            assert explain(right, wrong.outputs) == (hint,)
             return
     pytest.fail("it never shows")
 
@@ -642,11 +642,13 @@ def test_a_tolerance_can_be_told():
 
 
 def test_tolerances_grow_with_scores_and_outputs():
-    assert tolerance(np.array([4.0, -np.inf]), "float32", 20.0) == pytest.approx(1e-5 * 20 * 4)
-    assert tolerance(np.array([4.0, -np.inf]), "float32", 20.0, logarithmic=True) == pytest.approx(1e-5 * 20)
-    assert tolerance(np.array([0.5]), "float64", 20.0) == 1e-10
-    assert tolerance(np.array([4.0]), "float64", 20.0, relative=1e-3) == pytest.approx(1e-3 * 20 * 4)
-    assert tolerance(np.array([4.0]), "float32", 0.1) == pytest.approx(4e-5)
+    unit = {"float32": 2.0**-23, "float64": 2.0**-52}
+    scores, output = np.array([-20.0, 3.0, -np.inf]), np.array([4.0, -np.inf])
+    assert tolerance(output, "float32", scores) == 16 * unit["float32"] * 20 * 4
+    assert tolerance(output, "float32", scores, logarithmic=True) == 16 * unit["float32"] * 20
+    assert tolerance(output, "float64", scores, norm=True) == 80 * unit["float64"] * 20 * 4
+    assert tolerance(output, "float64", 20.0, relative=1e-3) == pytest.approx(1e-3 * 20 * 4)
+    assert tolerance(output, "float32", 0.1) == 16 * unit["float32"] * 4
 
 
 # --- what cannot be told is asked for -------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ import asyncio
 from grpc_health.v1 import health_pb2
 from service.settings import Settings
 from service.web.app import create_service
-from service.web.grpc import inference_pb2
+from service.web.grpc import messages
 from service.web.grpc.standard_services import Health
 from service.web.grpc.methods import Methods
 from service.web.v2.description import ProtocolExtensions
@@ -204,7 +204,7 @@ async def main():
     for responds in (service.probe.responds, silent):
         service.probe.responds = responds
         server = await methods.server_ready(None, None)
-        model = await methods.model_ready(inference_pb2.ModelReadyRequest(name="default"), None)
+        model = await methods.model_ready(messages.ModelReadyRequest(name="default"), None)
         print(server.ready, model.ready, await status_of(health))
     service.close()
 

@@ -22,8 +22,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded
 from service.serving.admission import ByteBudget, CallLimit
 from service.serving.streams import MessageReader, message_reader
-from service.web.grpc.channel import MAX_STREAMS, MAX_WATCHES
-from service.web.grpc.channel import address_of as address_of_peer
+from service.web.grpc.calls import MAX_STREAMS
+from service.web.grpc.calls import address_of as address_of_peer
+from service.web.grpc.standard_services import MAX_WATCHES
 from service.web.keys import make_key, write_keys
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
