@@ -6,7 +6,6 @@ what transformers computed. What a field of a config determines is found by chan
 
 import copy
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,11 @@ from service.errors import InvalidRequest
 from service.spec import LayerSpec
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "docs")]
+from layer_formula import formula  # noqa: E402
 from support.framework_cases import array  # noqa: E402
 from support.model_cases import MODELS, tensors_of  # noqa: E402
 
-COVERED = """d_model num_heads num_kv_heads head_dim value_head_dim key_dim value_dim output_dim bias projections scale softcap window
-chunk_size rope query_scale alibi relative_bias grid_bias qk_norm sinks output_gate latent seed init gain dtype matmul_precision"""
 OLDER = """rope_scaling rope_theta rotary_emb_base rotary_pct partial_rotary_factor original_max_position_embeddings"""  # names about RoPE
 STORED = {  # layout -> how matrices are stored
     "stacked": "One matrix has the rows [Q; K; V].",
@@ -38,6 +36,7 @@ STORED = {  # layout -> how matrices are stored
     "conv": "Matrices are [in, out], one of them with the columns [Q | K | V].",
     "separate, norms less 1": "Weights of norms are stored less 1.",
     "gated queries, norms less 1": "The matrix of Q has the rows [heads, (Q, gate), head_dim]; weights of norms are stored less 1.",
+    "differential": "Rows of Q, K and V are [halves, heads, …], so that each half has all heads.",
     "gated stack": "One matrix has the rows [gate; Q; K; V].",
 }
 ABSENT = object()  # the value of a field that a config does not have
@@ -98,82 +97,6 @@ def cases_by_row() -> dict[tuple[str, ...], list[Case]]:
     cases = [Case(model, index) for model, document in MODELS.items() for index in range(len(document["cases"]))]
     order = {name: sorted((case for case in cases if case.layer.model_type == name), key=lambda case: case.model) for name in FAMILIES}
     return {tuple(names): [case for name in names for case in order[name]] for _, names in groups}
-
-
-def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
-    """Step -> its formula, of the steps that a layer has. x [n, d_model] are the inputs of queries, z [m, key_dim] those of keys."""
-    z, latent = "z" if cross else "x", spec.latent
-    bias = {name: f" + b_{name[0].upper()}" if spec.has_bias(name) else "" for name in ("query", "key", "value", "output")}
-    steps = {"projections": f"Q = x W_Q{bias['query']},  K = {z} W_K{bias['key']},  V = {z} W_V{bias['value']}"}
-    if latent:
-        query = "RMSNorm(x W_DQ) W_UQ" if latent.query_rank else "x W_Q"
-        steps["projections"] = f"c = RMSNorm({z} W_DKV),  Q = {query},  K = [{z} W_KR, c W_UK],  V = c W_UV"
-    if spec.num_kv_heads != spec.num_heads:
-        steps["heads"] = "each head of K and V serves num_heads / num_kv_heads heads of Q"
-    norm = _norm(spec)
-    if norm and not spec.qk_norm.after_rope:
-        steps["norm"] = norm
-    if spec.rope:
-        steps["rope"] = _rope(spec)
-    if norm and spec.qk_norm.after_rope:
-        steps["norm"] = norm
-    if spec.query_scale:
-        steps["query_scale"] = "Q_i = Q_i · (1 + factor · ln(1 + ⌊(i + shift) / length⌋))"
-    usual = math.isclose(spec.scale, spec.head_dim**-0.5, rel_tol=1e-9)
-    steps["scores"] = "S = Q Kᵀ" + (" / √head_dim" if usual else "" if spec.scale == 1 else " · scale")
-    if spec.softcap:
-        steps["softcap"] = "S = softcap · tanh(S / softcap)"
-    if spec.alibi:
-        steps["alibi"] = "S_ij = S_ij - slope_h · |i - j|"
-    if spec.relative_bias:
-        steps["relative_bias"] = "S_ij = S_ij + relative_bias[bucket(j - i), h]"
-    if spec.grid_bias:
-        table, vectors = "grid_bias[place_i - place_j, h]", "q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])"
-        steps["grid_bias"] = f"S_ij = S_ij + {table if spec.grid_bias.kind == 'table' else vectors}"
-    if visible := _visible(spec, causal):
-        steps["mask"] = f"S_ij = -∞ unless {visible}"
-    steps["softmax"] = "A_ij = exp(S_ij) / (exp(sink_h) + Σ_j exp(S_ij))" if spec.sinks else "A = softmax(S)"
-    gate = ""
-    if spec.output_gate:
-        act = spec.output_gate.activation
-        gate = f" ⊙ {act}(x W_G{' + b_G' if spec.output_gate.bias else ''})"
-        gate += ", one gate for each head" if spec.output_gate.granularity == "headwise" else ""
-    steps["output"] = f"O = A V{gate},  y = concat(O) W_O{bias['output']}"
-    return steps | {name: f"with {name} ([layers.md](../layers.md))" for name in _others(spec)}
-
-
-def _others(spec: LayerSpec) -> list[str]:
-    """Fields of the spec that are set and have no formula above."""
-    return [name for name in LayerSpec.model_fields if name not in COVERED.split() and getattr(spec, name)]
-
-
-def _norm(spec: LayerSpec) -> str:
-    if (norm := spec.qk_norm) is None:
-        return ""
-    kind = "LayerNorm" if norm.kind == "layer" else "RMSNorm"
-    over = "all heads as one vector" if norm.over == "all" else "each head"
-    weights = {"shared": "one weight for all heads", "own": "a weight for each head", "none": "no weights"}[norm.weights]
-    weights = "with weights" if norm.over == "all" and norm.weights == "own" else weights
-    values = ",  V = RMSNorm(V)" if norm.values else ""
-    return f"Q = {kind}(Q),  K = {kind}(K){values}, over {over}, {weights}"
-
-
-def _rope(spec: LayerSpec) -> str:
-    rope = spec.rope
-    width = spec.latent.rope_key_dim if spec.latent else spec.head_dim
-    share = "" if (rope.dims or width) == width else " of the first dims of each head"
-    share = " of the part of K that heads share" if spec.latent else share
-    own = f", {rope.scaling.type} scaling" if rope.scaling else ", frequencies of its own" if rope.frequencies else ""
-    own += f", by positions on {rope.num_axes} axes" if rope.num_axes > 1 else ""
-    return f"Q = RoPE(Q),  K = RoPE(K), on {'pairs' if rope.interleaved else 'halves'}{share}{own}"
-
-
-def _visible(spec: LayerSpec, causal: bool) -> str:
-    window = spec.window
-    bounds = [] if window is None or window.left is None else ["i - j ≤ left"]
-    bounds += [] if window is None or window.right is None or causal else ["j - i ≤ right"]
-    bounds += ["⌊i / chunk_size⌋ = ⌊j / chunk_size⌋"] if spec.chunk_size else []
-    return " and ".join((["j ≤ i"] if causal else []) + bounds)
 
 
 def merged(cases: Sequence[Case]) -> Iterator[str]:

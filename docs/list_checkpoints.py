@@ -17,6 +17,8 @@ sys.path.append(str(ROOT / "docs"))
 from family_pages import Case, cases_by_row, page  # noqa: E402
 
 TRIED = ROOT / "tests" / "golden" / "tiny_families.txt"
+PERTURBED = ROOT / "tests" / "golden" / "perturbed.txt"
+MODELS = ROOT / "tests" / "golden" / "models"
 PAGE = ROOT / "docs" / "checkpoints.md"
 FOLDER = ROOT / "docs" / "checkpoints"
 HEAD = """# Families of models
@@ -40,7 +42,11 @@ The table has {families} model types.
 CLAIM = """As a measure of what is missing, `tests/golden/count_families.py` tries every family of that transformers which can be
 made tiny and run on tokens, an image or sound; model types that only combine families are not counted. Of {built},
 {plain} have no softmax attention. Layers of **{right} of the other {softmax}** are computed, {share:.0%}; none is wrong, and the others
-are refused."""
+are refused.
+
+`tests/golden/perturb_models.py` changes the fields of these models' configs and removes them. Of {changes} such changes in {perturbed}
+of the {models} models, {followed} left the layers right, {rejected} were refused here, and {unbuilt} by transformers; {wrong} made a layer
+wrong."""
 
 
 def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
@@ -51,7 +57,8 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
         yield "grouped heads"
     if rope := spec.get("rope"):
         own = "frequencies of its own" if rope.get("frequencies") else f"{rope['scaling']['type']} scaling" if rope.get("scaling") else ""
-        share = "" if rope["dims"] == spec["head_dim"] or spec.get("latent") else "part of each head"
+        whole = rope["dims"] == spec["head_dim"] or spec.get("latent") or spec.get("differential")
+        share = "" if whole else "part of each head"
         yield " ".join(
             filter(None, ["RoPE on", "pairs" if rope["interleaved"] else "halves", share and f"of {share}", own and f"with {own}"])
         ) + (f", by positions on {1 + max(rope['axes'])} axes" if rope.get("axes") else "")
@@ -61,6 +68,8 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
         )
     if spec.get("latent"):
         yield "latent queries, keys and values" if spec["latent"]["query_rank"] else "latent keys and values"
+    if spec.get("differential"):
+        yield "differential attention"
     if gate := spec.get("output_gate"):
         yield f"{gate['granularity']} output gate" + (" with softplus" if gate["activation"] == "softplus" else "")
     for field, words in (
@@ -91,11 +100,17 @@ def rows(cases: Mapping[tuple[str, ...], list[Case]]) -> Iterator[str]:
 
 
 def claim() -> str:
-    """How many families of transformers are computed, by `count_families.py`."""
+    """How many families of transformers are computed, by `count_families.py`, and what `perturb_models.py` found."""
     counts = Counter(line.partition(":")[0] for line in TRIED.read_text().splitlines())
     softmax = counts["right"] + counts["refused"] + counts["wrong"]
+    record = [line.partition(": ") for line in PERTURBED.read_text().splitlines()]
+    kinds = Counter[str]()
+    for _, _, counted in record:
+        kinds.update({kind: int(n) for kind, _, n in (part.rpartition(" ") for part in counted.split(", "))})
+    changed = {"changes": kinds.total(), "perturbed": len(record), "models": len(list(MODELS.glob("*.json")))}
+    changed |= {"followed": kinds["right"], "rejected": kinds["refused"], "unbuilt": kinds["not built"], "wrong": kinds["wrong"] or "none"}
     built, share = softmax + counts["no softmax"], counts["right"] / softmax
-    return CLAIM.format(built=built, plain=counts["no softmax"], softmax=softmax, right=counts["right"], share=share)
+    return CLAIM.format(built=built, plain=counts["no softmax"], softmax=softmax, right=counts["right"], share=share, **changed)
 
 
 def pages() -> dict[Path, str]:

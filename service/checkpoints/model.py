@@ -27,7 +27,7 @@ from service.checkpoints.refusals import field_pointer, listed, shape_of, weight
 from service.errors import InvalidRequest
 from service.tensors import Array
 
-SECTIONS = ("text_config", "vision_config", "audio_config")
+SECTIONS = ("text_config", "decoder", "encoder", "vision_config", "audio_config")
 OTHER_TOWERS = ("vision", "visual", "audio", "image")
 
 
@@ -119,7 +119,7 @@ def _family(config: Config) -> Family:
     if model_type not in FAMILIES:
         near = get_close_matches(str(model_type), FAMILIES, n=4) or sorted(FAMILIES)
         raise config.refusal("model_type", f"a known model_type ({listed(near)})", model_type)
-    return FAMILIES[model_type]
+    return {part: attention for part, attention in FAMILIES[model_type].items() if not attention.flag or config.get(attention.flag)}
 
 
 def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> ModelLayer:

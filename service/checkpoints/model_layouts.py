@@ -14,7 +14,7 @@ import numpy as np
 
 from service.checkpoints.layout import ALL_BIASES, Converted, Fields, LayerTensors, Layout, Weights
 from service.errors import InvalidRequest
-from service.spec import PROJECTIONS
+from service.spec import LAMBDAS, PROJECTIONS
 from service.tensors import Array
 
 SPELLINGS = {
@@ -144,6 +144,20 @@ def cosine(tensors: LayerTensors) -> Converted:
     return replace(converted, weights=converted.weights | {name: x.astype(np.float32) for name, x in made.items()})
 
 
+def differential(tensors: LayerTensors) -> Converted:
+    """As `separate`, for rows [halves, heads, width] of queries, keys and values; the halves go into each head (DiffLlama)."""
+    converted = separate(tensors)
+    width = tensors.given["head_dim"] // 2
+    for name in PROJECTIONS[:3]:
+        for part in (f"{name}.weight", f"{name}.bias"):
+            if (rows := converted.weights.get(part)) is not None:
+                if len(rows) % (2 * width):
+                    raise tensors.misfit(part, f"a multiple of {2 * width} rows, two halves of heads of {width} numbers")
+                converted.weights[part] = np.moveaxis(rows.reshape(2, -1, width, *rows.shape[1:]), 0, 1).reshape(rows.shape)
+    converted.weights.update({name: tensors.get(name, "n") for name in LAMBDAS})
+    return converted
+
+
 def gated_queries(tensors: LayerTensors) -> Converted:
     """As `one_plus`, with the gate's rows among the queries': [heads, (q, gate), head_dim] (Qwen3-Next)."""
     converted, heads = one_plus(tensors), tensors.given["num_heads"]
@@ -255,6 +269,21 @@ def xlnet(tensors: LayerTensors) -> Converted:
     return Converted(weights | {"output.weight": weights["output.weight"].T} | biases, {"num_heads": tensors.given["num_heads"]})
 
 
+CONV_CROSS = {
+    f"{name}.{kind}": f"{part}.{kind}" for name, part in (("q_attn", "query"), ("c_attn", "kv"), ("c_proj", "output")) for kind in KINDS
+}
+
+
+def conv_cross(tensors: LayerTensors) -> Converted:
+    """GPT-2's cross-attention: matrices [in, out], one for queries and one for keys and values."""
+    weights = {f"{part}.weight": tensors.get(f"{part}.weight", "in", "out").T for part in ("query", "output")}
+    for kind, rows in (("weight", tensors.get("kv.weight", "in", "out").T), ("bias", tensors.get("kv.bias", "n"))):
+        if len(rows) % 2:
+            raise tensors.misfit(f"kv.{kind}", "an even number of keys and values")
+        weights |= {f"{name}.{kind}": half for name, half in zip(("key", "value"), np.split(rows, 2), strict=True)}
+    return _converted(tensors, weights)
+
+
 def grouped_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
     """Rows [kv heads, queries of each + 2, head_dim] (Falcon-40B); with kv heads = heads, [heads, (q, k, v), head_dim] (GPT-NeoX)."""
     heads, kv_heads, head_dim = _sizes(tensors)
@@ -283,11 +312,13 @@ MODEL_LAYOUTS: dict[str, Layout] = {
         _layout("separate", separate, "query", "key", "value"),
         _layout("separate, norms less 1", one_plus, "query", "key", "value"),
         _layout("cosine", cosine, "query", "key", "value", more=COSINE),
+        _layout("differential", differential, "query", "key", "value", more={name: name for name in LAMBDAS}),
         _layout("gated queries, norms less 1", gated_queries, "query", "key", "value"),
         _layout("stacked", packed(stacked_rows), "qkv"),
         _layout("gated stack", packed(gated_stack_rows, gated=True), "qkv"),
         _layout("grouped", packed(grouped_rows), "qkv"),
         _layout("codegen", packed(codegen_rows), "qkv"),
+        Layout("conv, cross", CONV_CROSS, conv_cross, ignored=IGNORED),
         _layout("conv", packed(stacked_rows, transposed=True), "qkv"),
         Layout(
             "xlnet",

@@ -5,52 +5,37 @@ from typing import Annotated, Any
 
 import typer
 
-from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
+from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_fields, with_settings
 from service.cli.request_file import Document, File, send_file, without_special
 from service.cli.terminal import print_result, report_errors, write_file
+from service.wire.schemas.figure import Figure
 
 EPILOG = """Examples: attend figure request.json -o heads.svg
 
 attend figure request.json --kind head --head 3 --values --log -o head3.png
 
 attend figure request.json --kind mean --theme dark -o mean.png --url http://127.0.0.1:8000"""
+OPTIONS = ("kind", "theme", "colours", "title", "item", "pool", "maximum", "width", "dpi")
 FORMATS = {".png": "png", ".svg": "svg", ".html": "html", ".htm": "html"}
 
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="The file to write: .png, .svg or .html; default: FILE.svg.", show_default=False),
 ]
-KindOption = Annotated[str | None, typer.Option(help="heads, head, mean, std, similarity or concatenation.", show_default=False)]
-Theme = Annotated[str | None, typer.Option(help="light or dark.", show_default=False)]
-Colours = Annotated[str | None, typer.Option(help="viridis or cividis.", show_default=False)]
-Title = Annotated[str | None, typer.Option(help="Title of the figure.", show_default=False)]
 Head = Annotated[list[int] | None, typer.Option("--head", help="A head to show. Repeatable.", show_default=False)]
-Item = Annotated[int | None, typer.Option(help="Index of the batch item to draw.", show_default=False)]
-Pool = Annotated[str | None, typer.Option(help="mean or max, for pairs that share a cell.", show_default=False)]
 Values = Annotated[bool | None, typer.Option("--values/--no-values", help="Write numbers in the cells.", show_default=False)]
 Logarithmic = Annotated[bool | None, typer.Option("--log/--linear", help="Scale of the colours.", show_default=False)]
-Maximum = Annotated[float | None, typer.Option(help="Value of the last colour.", show_default=False)]
-Width = Annotated[int | None, typer.Option(help="Width in CSS pixels.", show_default=False)]
 NoSpecial = Annotated[bool, typer.Option("--no-special", help="Leave out special tokens ([CLS], [SEP], <s>, …).")]
-Dpi = Annotated[int | None, typer.Option(help="Resolution of a PNG; 96: a CSS pixel is a pixel.", show_default=False)]
 
 
 @with_settings(*ENGINE_FIELDS)
+@with_fields(Figure, *OPTIONS)
 def figure(
     file: File,
     output: Output = None,
-    kind: KindOption = None,
-    theme: Theme = None,
-    colours: Colours = None,
-    title: Title = None,
     head: Head = None,
-    item: Item = None,
-    pool: Pool = None,
     values: Values = None,
     log: Logarithmic = None,
-    maximum: Maximum = None,
-    width: Width = None,
-    dpi: Dpi = None,
     no_special: NoSpecial = False,
     url: Url = None,
     ca: Ca = None,
@@ -66,22 +51,9 @@ def figure(
     output = output or Path("figure.svg" if file == "-" else Path(file).with_suffix(".svg"))
     if output.suffix.lower() not in FORMATS:
         raise typer.BadParameter(f"expected a name that ends in {', '.join(FORMATS)}, got {output.name}", param_hint="--output")
-    options: dict[str, Any] = {
-        "kind": kind,
-        "format": FORMATS[output.suffix.lower()],
-        "theme": theme,
-        "colours": colours,
-        "title": title,
-        "heads": head or None,
-        "item": item,
-        "pool": pool,
-        "values": values,
-        "scale": None if log is None else "log" if log else "linear",
-        "maximum": maximum,
-        "width": width,
-        "dpi": dpi,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
+    scale = None if log is None else "log" if log else "linear"
+    given = {name: flags.pop(name, None) for name in OPTIONS} | {"heads": head or None, "values": values, "scale": scale}
+    options = {name: value for name, value in given.items() if value is not None} | {"format": FORMATS[output.suffix.lower()]}
 
     def change(document: Document) -> Document:
         return without_special(_with_figure(document, options)) if no_special else _with_figure(document, options)

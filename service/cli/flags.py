@@ -1,11 +1,13 @@
-"""Flags that several commands share, and flags generated from the fields of Settings."""
+"""Flags that several commands share, and flags generated from the fields of Settings and of other models."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from rich.markup import escape
 
 from service.client.connection import CA
@@ -24,11 +26,17 @@ ENGINE_FIELDS = (*LAYER_FIELDS, "layers", "layers_dir", "device", "threads")
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorates a command: adds a flag for each of these settings, passed as keyword arguments, None if not given."""
+    return with_fields(Settings, *names)
+
+
+def with_fields(model: type[BaseModel], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The same for the fields of any model."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        cast(Any, command).__signature__ = signature.replace(parameters=[*own, *map(_flag, names)])  # typeshed has no such attribute
+        flags = [_flag(name, model.model_fields[name]) for name in names]
+        cast(Any, command).__signature__ = signature.replace(parameters=[*own, *flags])  # typeshed has no such attribute
         return command
 
     return decorate
@@ -39,11 +47,15 @@ def given(flags: Mapping[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
 
 
-def _flag(name: str) -> inspect.Parameter:
-    """The option for a field of Settings. Its default is None, so that the environment and the file can set the field."""
-    field = Settings.model_fields[name]
-    kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind in (int, float, bool)]
-    default = "" if field.default in (None, {}) else f" (default {field.default})"
-    option = typer.Option(help=escape(f"{field.description}{default}"), show_default=False)  # brackets would be markup
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    """The option for a field of a model. Its default is None, so that the environment and the file can set the field."""
+    choices = get_args(field.annotation) or (field.annotation,)
+    choices = tuple(get_args(choice)[0] if get_origin(choice) is Annotated else choice for choice in choices)
+    kinds = [kind for kind in choices if kind in (int, float, bool)]
+    names = [name for choice in choices for name in (choice, *get_args(choice)) if isinstance(name, str)]  # of a Literal
+    text = str(field.description).replace("if null", "if not set")
+    notes = [", ".join(names)] * (not all(name in text for name in names))
+    notes += [] if field.default in (None, {}) else [f"default {field.default}"]
+    option = typer.Option(help=escape(f"{text} ({'; '.join(notes)})" if notes else text), show_default=False)  # brackets would be markup
     annotation = Annotated[(kinds[0] if kinds else str) | None, option]  # type: ignore[valid-type]  # built at run time
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

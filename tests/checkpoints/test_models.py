@@ -286,6 +286,43 @@ def test_configs_that_would_need_another_operation_are_refused(model: str, confi
     assert refusal.value.problems[0].at.startswith(at)
 
 
+def test_the_parts_of_an_image_captioner_are_found_by_its_sections() -> None:
+    """An encoder of images and a decoder with cross-attention, each described in its own section, in one file."""
+    sections = {"encoder": MODELS["vit"], "decoder": MODELS["gpt2_cross"]}
+    config = {"model_type": "vision-encoder-decoder"} | {name: model["config"] for name, model in sections.items()}
+    tensors = {
+        f"{name}.{tensor}": array
+        for name, model in sections.items()
+        for case in model["cases"]
+        for tensor, array in tensors_of(case).items()
+    }
+    for name, model in sections.items():
+        for case in model["cases"]:
+            fields, weights = read_model_layer(tensors, config, case["layer"], case["part"])
+            expected = read_model_layer(tensors_of(case), model["config"], case["layer"], case["part"])
+            assert fields == expected[0]
+            own = {tensor: tensors[f"{name}.{tensor}"] for tensor in tensors_of(case)}
+            for part, array in read_model_layer(own, model["config"], case["layer"], case["part"])[1].items():
+                np.testing.assert_array_equal(weights[part], array)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "part", "at"),
+    [
+        ("bert", {}, "cross", "/part"),
+        ("gpt2", {}, "cross", "/part"),
+        ("mllama_text_model", {}, "cross", "/config/cross_attention_layers"),
+        ("mllama_text_model", {"cross_attention_layers": [0]}, "decoder", "/config/cross_attention_layers"),
+        ("mllama_text_model", {"cross_attention_layers": 3}, "decoder", "/config/cross_attention_layers"),
+    ],
+)
+def test_cross_attention_is_where_the_config_says(model: str, fields: dict[str, Any], part: str, at: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        describe(MODELS[model]["config"] | fields, 0, part)
+    assert refusal.value.problems[0].at == at
+    assert describe(MODELS[model]["config"], 0, None if model in ("bert", "gpt2") else "decoder").number == 0
+
+
 NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
 
 
@@ -460,13 +497,28 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
     )
     assert made.is_success, made.text
     expected = {"scale": 1 / 8**0.5, "softcap": None, "window": None, "alibi": False, "relative_bias": None, "qk_norm": None}
-    expected |= {"chunk_size": None, "query_scale": None, "output_gate": None, "latent": None, "relative_scores": None}
+    expected |= {
+        "chunk_size": None,
+        "query_scale": None,
+        "output_gate": None,
+        "latent": None,
+        "relative_scores": None,
+        "differential": None,
+        "normalizer": "softmax",
+    }
     expected |= {"rope.scaling": None, "rope.frequencies": None, "rope.attention_factor": 1.0, "rope.max_length": None}
     expected |= {"rope.axes": None, "rope.requires_positions": False, "grid_bias": None}
     assert made.json()["assumed"] == expected
     assert "assumed" not in layers.get("/layers/model").json()
     assert "assumed" not in put(layers, "llama", 0).json()
     assert "assumed" not in layers.put("/layers/model", json={"spec": {"d_model": 4, "num_heads": 1}}).json()
+
+
+def test_no_change_of_a_config_makes_a_layer_wrong() -> None:
+    """What `golden/perturb_models.py --record` wrote."""
+    lines = (GOLDEN / "perturbed.txt").read_text().splitlines()
+    assert {line.partition(":")[0] for line in lines} <= set(MODELS)
+    assert not [line for line in lines if "wrong" in line]
 
 
 @pytest.mark.slow

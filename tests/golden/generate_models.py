@@ -27,7 +27,7 @@ PARTS = (
     ("value.weight", "kv.weight", "qkv.weight"),
     ("output.weight",),
 )
-OTHER_LAYERS = ("/config/layer_types", "/config/layers_block_type", "dense_bias")
+OTHER_LAYERS = ("/config/layer_types", "/config/layers_block_type", "dense_bias", "/config/cross_attention_")
 MOST_KINDS = 3  # of layers of one part that are kept
 TOLERANCE = 3e-5  # of the largest value
 
@@ -35,6 +35,11 @@ TOLERANCE = 3e-5  # of the largest value
 def layers_of(config):
     """(layer, part) of every attention layer."""
     return [(n, part) for part, (inner, attention) in parts_of(config).items() for n in range(number_of_layers(attention, inner))]
+
+
+def is_causal(described, config):
+    """BERT's layers may be those of a decoder."""
+    return described.attention.causal or (described.part == "encoder" and bool(config.get("is_decoder")))
 
 
 def compare(config, in_memory=False):
@@ -59,7 +64,7 @@ def compare(config, in_memory=False):
             shape = (seen["query"].shape[1], spec.rope.num_axes)
             seen["positions"] = next(positions for positions in model.positions if positions.shape[1:] == shape)
         inputs = {name: seen[name] for name in ("query", "key", "value", "positions") if name in seen}
-        ours = attend(spec, weights, **inputs, causal=described.attention.causal).output
+        ours = attend(spec, weights, **inputs, causal=is_causal(described, config)).output
         largest = np.abs(seen["output"]).max()
         right = np.isfinite(largest) and largest > 1e-3 and np.abs(ours - seen["output"]).max() <= TOLERANCE * largest
         verdicts[layer] = "right" if right else "wrong", (described, {name: x.shape for name, x in tensors.items()}, seen)
@@ -85,7 +90,7 @@ def document(config):
                 request |= {"key": tensor(seen["key"]), name: tensor(seen[name])}
         if "positions" in seen:
             request["positions"] = tensor(seen["positions"])
-        request["causal"] = described.attention.causal
+        request["causal"] = is_causal(described, config)
         case = {"layer": number, "part": part, "shapes": {name: list(shape) for name, shape in shapes.items()}}
         cases.append(case | {"request": request, "output": tensor(seen["output"])})
     assert cases, "no layer has attention"

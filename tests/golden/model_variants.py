@@ -43,6 +43,9 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     },
     **dict.fromkeys(("swin", "donut-swin", "swinv2"), SWIN),
     **dict.fromkeys(("sam_vision_model", "sam_hq_vision_model"), SAM | {"global_attn_indexes": [1], "output_channels": 8, "mlp_dim": 16}),
+    "mllama_text_model": {"cross_attention_layers": [1, 4], "hidden_size": 32, "rope_parameters": LLAMA3 | {"rope_theta": 500000.0}},
+    "blip_2_qformer": {"encoder_hidden_size": 12, "num_hidden_layers": 3},
+    "trocr": {"decoder_layers": 2, "cross_attention_hidden_size": 24},
     "vitdet": SAM | {"window_block_indices": [0], "use_relative_position_embeddings": True, "pretrain_image_size": 16},
     "sam3_vit_model": SAM | {"global_attn_indexes": [1], "pretrain_image_size": 16},
     "pixtral": {"hidden_size": 32},
@@ -120,6 +123,7 @@ VARIANTS = {  # name -> (model_type, fields)
     "gpt_bigcode_all": ("gpt_bigcode", {"multi_query": False}),
     "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "deepseek_v2_one_step": ("deepseek_v2", {"q_lora_rank": None}),
+    "diffllama_biased": ("diffllama", {"attention_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "deepseek_v3_yarn": (
         "deepseek_v3",
         LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "rope_interleave": False, "attention_bias": True},
@@ -131,6 +135,11 @@ VARIANTS = {  # name -> (model_type, fields)
     "vit_unbiased": ("vit", {"qkv_bias": False}),
     "laguna_elementwise": ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": [4, 2, 4, 6, 4, 4], **TWO_KINDS}),
     "qwen3_next_biased": ("qwen3_next", {"attention_bias": True}),
+    **{
+        f"{name}_cross": (name, {"is_decoder": True, "add_cross_attention": True})
+        for name in ("bert", "roberta", "electra", "roberta-prelayernorm", "bert-generation", "rembert")
+    },
+    "gpt2_cross": ("gpt2", {"add_cross_attention": True}),
     "beit_tables": ("beit", {"use_relative_position_bias": True}),
     "data2vec-vision_tables": ("data2vec-vision", {"use_relative_position_bias": True}),
     "glm4_moe_norms": ("glm4_moe", {"use_qk_norm": True}),

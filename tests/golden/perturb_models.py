@@ -8,6 +8,7 @@ after which a layer is wrong, and for each model how many changes led to what: r
 import copy
 import json
 import re
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModel
 from service.checkpoints.model import describe
 from service.errors import InvalidRequest
 
-MOST_PARAMETERS = 1_000_000
+MOST_PARAMETERS, SECONDS = 1_000_000, 60  # of a changed model
 RECORD = Path(__file__).parent / "perturbed.txt"
 
 REMOVED = object()
@@ -29,9 +30,10 @@ KEPT = re.compile(  # what the model is, and settings of training, generation an
     r"^(model_type|(torch_)?dtype|architectures|vocab_size|num_hidden_layers|n_layers?|problem_type|return_dict|use_cache|output_\w+)$|"
     r"dropout|pdrop|token_id|initializer|id2label|label2id|chunk_size_feed_forward|is_(encoder_)?decoder|tie_word|router_\w+_coef"
 )
+OF_INPUTS = re.compile(r"^(image_size|patch_size|stride|num_frames|tubelet_size|max_length|num_mel_bins|\w+_stride)$")  # large by default
 
 
-def alternatives(value):
+def alternatives(name, value):
     """Other values of a field, among them its absence."""
     if isinstance(value, bool):
         yield not value
@@ -44,7 +46,8 @@ def alternatives(value):
         yield True
     elif isinstance(value, list):
         yield value[::-1]
-    yield REMOVED
+    if not OF_INPUTS.search(name):
+        yield REMOVED
 
 
 def places(fields, *above):
@@ -98,14 +101,17 @@ def description(config):
 
 def verdict(config, in_memory):
     """wrong if any layer is, right if some are and none is wrong, else refused or not built."""
+    signal.alarm(SECONDS)
     try:
         if not any(description(config)):
             return "refused"
         found = {kind for kind, _ in compare(config, in_memory).values()}
     except InvalidRequest:
         return "refused"
-    except Exception:  # transformers has no such model
+    except Exception:  # transformers has no such model, or it takes too long
         return "not built"
+    finally:
+        signal.alarm(0)
     return next((kind for kind in ("wrong", "right", "refused") if kind in found), "not built")
 
 
@@ -118,7 +124,7 @@ class Perturbation:
         self.counts, self.wrong = Counter(), []
         together = {}
         for path, value in places(self.config):
-            for i, other in enumerate(alternatives(value)):
+            for i, other in enumerate(alternatives(path[-1], value)):
                 key = (i, len(path), other is REMOVED) if self.changes_nothing_of_ours(path, other) else (path, i)
                 together.setdefault(key, []).append((path, other))
         for changes in together.values():
@@ -156,7 +162,12 @@ def record(name, counts):
     RECORD.write_text("".join(f"{name}: {lines[name]}\n" for name in kept))
 
 
+def stop(*_):
+    raise TimeoutError(f"{SECONDS} s")
+
+
 def main():
+    signal.signal(signal.SIGALRM, stop)
     chosen = [name for name in sys.argv[1:] if not name.startswith("-")]
     total, failed = Counter(), False
     for name in chosen or sorted(path.stem for path in FOLDER.glob("*.json")):

@@ -18,7 +18,17 @@ import torch
 import transformers
 from model_variants import SIZES as MODEL_SIZES
 from safetensors.numpy import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, SiglipTextConfig, SiglipTextModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    MllamaTextModel,
+    SiglipTextConfig,
+    SiglipTextModel,
+    TrOCRConfig,
+    TrOCRForCausalLM,
+)
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
@@ -30,6 +40,8 @@ transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
 AutoModel.register(Step3p7TextConfig, Step3p7TextModel, exist_ok=True)  # which transformers registers only inside of its composite
 AutoModel.register(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, exist_ok=True)  # likewise
+AutoModel.register(MllamaTextConfig, MllamaTextModel, exist_ok=True)  # likewise
+AutoModel.register(TrOCRConfig, TrOCRForCausalLM, exist_ok=True)  # which has no model without a head
 AutoModel.register(SiglipTextConfig, SiglipTextModel, exist_ok=True)  # likewise
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])
@@ -187,6 +199,12 @@ def usual_inputs(model):
     config = model.config
     extra = {"decoder_input_ids": SHORTER} if getattr(config, "is_encoder_decoder", False) else {}
     images = next((c for c in (config, getattr(config, "vision_config", None)) if hasattr(c, "image_size")), None)
+    if getattr(config, "add_cross_attention", False) or config.model_type in ("trocr", "mllama_text_model"):
+        width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", None) or config.d_model
+        name = "cross_attention_states" if config.model_type == "mllama_text_model" else "encoder_hidden_states"
+        yield {"input_ids": IDS, name: stirred(1, 7, width)}
+    if hasattr(config, "cross_attention_frequency"):
+        yield {"query_embeds": stirred(1, 5, config.hidden_size), "encoder_hidden_states": stirred(1, 7, config.encoder_hidden_size)}
     if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
         yield {"input_ids": IDS, "position_ids": AXES}
     yield {"input_ids": IDS, **extra}

@@ -1,8 +1,10 @@
 """Traits that one family of decoders has, or a few that share its code. `traits.py` has the others, and says what a trait is."""
 
+import math
+
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, SLIDING
-from service.checkpoints.families.traits import FACTORS, WIDEST_HEAD, WITHOUT, no_rope_layers, require_present
+from service.checkpoints.families.traits import FACTORS, WIDEST_HEAD, WITHOUT, Trait, no_rope_layers, require_present
 from service.checkpoints.layout import Fields
 from service.spec import PROJECTIONS
 
@@ -128,6 +130,18 @@ def beam(config: Config, n: int, layer_type: str) -> Fields:
     return {"output_gate": {"granularity": "elementwise", "activation": "sigmoid", "bias": True}}
 
 
+def mllama(part: str) -> Trait:
+    """Llama 3.2 Vision: the layers that the config lists attend to the image, the others to the text."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        listed = config.get("cross_attention_layers")
+        if not isinstance(listed, list) or (n in listed) != (part == "cross"):
+            raise config.refusal("cross_attention_layers", f"a list {'with' if part == 'cross' else 'without'} layer {n}", listed)
+        return {}
+
+    return trait
+
+
 def molmo2(config: Config, n: int, layer_type: str) -> Fields:
     """Norms of each head, or of all heads as one; layers outside of rope_scaling_layers do not scale their RoPE."""
     config.expect("qk_norm_type", "qwen3", "olmo")
@@ -186,3 +200,16 @@ def recurrent_gemma_window(config: Config, n: int, layer_type: str) -> Fields:
 
 def _head_dim(config: Config) -> int:
     return config.count("head_dim", default=config.count("hidden_size") // config.count("num_attention_heads"))
+
+
+def diffllama(config: Config, n: int, layer_type: str) -> Fields:
+    """Differential attention: two heads of the config, one of each half of them, are one here."""
+    heads, width = config.count("num_attention_heads"), config.count("head_dim", default=config.count("hidden_size"))
+    width = width if config.get("head_dim") is not None else width // heads
+    kv_heads = config.count("num_key_value_heads", default=heads)
+    if kv_heads % 2:
+        raise config.refusal("num_key_value_heads", "an even number", kv_heads)
+    config.ignore("lambda_std_dev")
+    section = {"lambda_init": 0.8 - 0.6 * math.exp(-0.3 * n), "eps": config.number("rms_norm_eps", default=1e-5), "norm_weights": False}
+    sizes = {"num_heads": heads // 2, "num_kv_heads": kv_heads // 2, "head_dim": 2 * width, "value_head_dim": 2 * width}
+    return {**sizes, "scale": width**-0.5, "differential": section}

@@ -6,6 +6,7 @@ from typing import Any
 from service.checkpoints.families.decoder_traits import (
     beam,
     bigcode,
+    diffllama,
     falcon,
     gemma4_heads,
     gemma_values,
@@ -18,6 +19,7 @@ from service.checkpoints.families.decoder_traits import (
     mimo,
     ministral3,
     mistral4,
+    mllama,
     molmo2,
     mpt,
     muse_glimmer,
@@ -70,6 +72,9 @@ MODERNBERT_ROPE = Rotary(theta_fields={FULL: ("global_rope_theta", 160000.0), SL
 
 NEOX = Attention(path="layers.{n}.attention", layout="grouped", rotary=Rotary(partial=0.25))
 GPT2 = Attention(path="h.{n}.attn", layout="conv", kv_heads=(), bias=ALL_BIASED)
+GPT2_CROSS = replace(
+    GPT2, path="h.{n}.crossattention", layout="conv, cross", causal=False, traits=(gpt2_scale,), flag="add_cross_attention"
+)
 GPT_OSS = replace(LLAMA, traits=(constant(sinks=True), window), bias=biased("attention_bias", default=True), layer_type=alternating)
 EXAONE = decoder(normed(), window, rope_if_sliding, bias=NO_BIASES, irrelevant="sliding_window_pattern")
 GEMMA3 = Attention(
@@ -115,6 +120,18 @@ DECODERS: dict[str, Family] = {
     "qwen3_moe": decoder(normed(), window_if_used),
     "qwen3_vl_text": decoder(normed(), rotary=Rotary(sections="thirds")),
     "qwen3_vl_moe_text": decoder(normed(), rotary=Rotary(sections="thirds"), irrelevant="sliding_window|max_window_layers"),
+    "mllama_text_model": {
+        "decoder": replace(LLAMA, traits=(mllama("decoder"),), bias=NO_BIASES),
+        "cross": replace(
+            LLAMA,
+            path="layers.{n}.cross_attn",
+            causal=False,
+            rotary=None,
+            bias=NO_BIASES,
+            traits=(normed(default=1e-5), mllama("cross")),
+            irrelevant="^rope_",
+        ),
+    },
     "seed_oss": decoder(bias=biased_apart),
     "smollm3": decoder(no_rope_layers, window, layer_type=qwen_type),
     "starcoder2": decoder(window_everywhere, bias=biased("use_bias", default=True)),
@@ -190,6 +207,7 @@ DECODERS: dict[str, Family] = {
         rotary=Rotary(partial=1.0),
         irrelevant="^num_sliding_attention_heads$",  # which per_layer_config repeats
     ),
+    "diffllama": decoder(diffllama, layout="differential"),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
     "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
     "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
@@ -221,7 +239,8 @@ DECODERS: dict[str, Family] = {
     "gpt_neox_japanese": {"decoder": replace(NEOX, rotary=Rotary(partial=1.0), bias=NO_BIASES)},
     "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),
     "codegen": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ, layout="codegen"),
-    **{name: {"decoder": replace(GPT2, traits=(gpt2_scale,))} for name in ("gpt2", "imagegpt")},
+    "gpt2": {"decoder": replace(GPT2, traits=(gpt2_scale,)), "cross": GPT2_CROSS},
+    "imagegpt": {"decoder": replace(GPT2, traits=(gpt2_scale,))},
     "openai-gpt": {"decoder": GPT2},
     "gpt_bigcode": {"decoder": replace(GPT2, layout="grouped", traits=(gpt2_scale, bigcode))},
     "gpt_neo": decoder(constant(scale=1.0), gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),

@@ -102,6 +102,7 @@ ENCODER_DECODERS: dict[str, Family] = {
     "moonshine": moonshine(),
     "whisper": bart(bias=WITHOUT_KEY_BIAS, irrelevant="^mask_"),
     "speech_to_text": bart(),
+    "trocr": without_encoder(bart(irrelevant="learned_position|layernorm_embedding")),
     **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), bart("cross_attention", irrelevant=SEAMLESS, tower="text_")),
     "prophetnet": {part: _prophetnet(part, side, name) for part, side, name in PROPHETNET},
     "nllb-moe": bart("cross_attention"),

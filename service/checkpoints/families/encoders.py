@@ -74,10 +74,24 @@ def rope_if_rotary(config: Config, n: int, layer_type: str) -> Fields:
     return {} if config.get("position_embedding_type") == "rotary" else {"rope": WITHOUT}
 
 
-LIKE_BERT = """bert roberta xlm-roberta camembert electra ernie data2vec-text roberta-prelayernorm roc_bert layoutlm markuplm
-splinter visual_bert rembert bert-generation tapas dpr"""
+def every_nth_cross(config: Config, n: int, layer_type: str) -> Fields:
+    """BLIP-2: every second layer, or as the config says, attends to the image."""
+    config.ignore("encoder_hidden_size", "use_qformer_text_input")
+    if n % config.count("cross_attention_frequency", default=2):
+        raise config.refusal("cross_attention_frequency", f"a divisor of the layer's number {n}", config.get("cross_attention_frequency"))
+    return {}
+
+
+LIKE_BERT = "layoutlm markuplm splinter visual_bert tapas dpr"
+WITH_CROSS = "bert roberta xlm-roberta camembert electra ernie data2vec-text roberta-prelayernorm roc_bert rembert bert-generation"
+CROSS: Family = {"cross": replace(BERT, path="encoder.layer.{n}.crossattention", flag="add_cross_attention")}
 ENCODERS: dict[str, Family] = {
     **dict.fromkeys(LIKE_BERT.split(), encoder()),
+    **{name: {**encoder(), **CROSS} for name in WITH_CROSS.split()},
+    "blip_2_qformer": {
+        **encoder(irrelevant="^cross_attention_frequency$"),
+        "cross": replace(BERT, path="encoder.layer.{n}.crossattention", traits=(every_nth_cross,)),
+    },
     "xlm-roberta-xl": encoder(ignored=("self_attn_layer_norm.*",)),
     "megatron-bert": encoder(ignored=("ln.*",)),
     "big_bird": encoder(original_full),

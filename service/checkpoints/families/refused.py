@@ -14,7 +14,6 @@ REASONS = {  # what the layer cannot compute -> the model types that need it
     "biases on keys from their values": "doge",
     "experts among its projections": "jetmoe",
     "attention to blocks, buckets or global tokens": "longformer reformer yoso mra nystromformer",
-    "differential attention": "diffllama",
     "layers without a softmax": "mamba mamba2 falcon_mamba rwkv xlstm fnet",
     "convolutions in its attention": "convbert zaya inkling_text inkling2_text",
 }

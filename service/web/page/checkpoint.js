@@ -7,8 +7,9 @@ export async function openTensors(files) {
   const tensors = new Map();
   for (const file of files) {
     const { start, header } = await readHeader(file);
-    for (const [name, { dtype, shape, data_offsets: [begin, end] }] of Object.entries(header)) {
-      if (name !== "__metadata__") tensors.set(name, { dtype, shape, data: file.slice(start + begin, start + end) });
+    const { __metadata__, ...entries } = header; // files that transformers writes have metadata
+    for (const [name, { dtype, shape, data_offsets: [begin, end] }] of Object.entries(entries)) {
+      tensors.set(name, { dtype, shape, data: file.slice(start + begin, start + end) });
     }
   }
   return tensors;
@@ -25,20 +26,30 @@ async function readHeader(file) {
 
 /** How many layers a model has, by its config or else by the first numbers in the names of its tensors. */
 export function countLayers(config, tensors) {
-  const { num_hidden_layers, n_layer, n_layers, num_layers } = { ...config, ...config.text_config };
-  return num_hidden_layers ?? n_layer ?? n_layers ?? num_layers ?? 1 + Math.max(...[...tensors.keys()].map(numberIn));
+  const { depths, num_hidden_layers, n_layer, n_layers, num_layers } = { ...config, ...config.text_config };
+  if (depths) return depths.reduce((sum, depth) => sum + depth, 0);
+  return num_hidden_layers ?? n_layer ?? n_layers ?? num_layers ?? 1 + Math.max(...[...tensors.keys()].map((name) => numbersIn(name)[0] ?? 0));
 }
 
-/** The attention tensors of this layer, whose number is the first in a name, and tables that layers share; those of all layers if none has it. */
-export function tensorsOfLayer(tensors, number) {
+/** The attention tensors of this layer, by the numbers in their names, and tables that layers share; those of all layers if none has them. */
+export function tensorsOfLayer(tensors, number, config) {
   const attention = [...tensors].filter(([name]) => ATTENTION.test(name));
-  const own = attention.filter(([name]) => numberIn(name) === Number(number));
+  const place = placeOf(number, config);
+  const own = attention.filter(([name]) => place.every((n, i) => numbersIn(name)[i] === n));
   return new Map(own.length ? [...own, ...attention.filter(([name]) => name.includes("relative_attention_bias"))] : attention);
 }
 
-/** The first number among the segments of a name. */
-function numberIn(name) {
-  return Number(/(?:^|\.)(\d+)\./.exec(name)?.[1] ?? 0);
+/** The first numbers in the names of a layer's tensors: its own, or its stage and block in a model with stages (Swin). */
+function placeOf(number, { depths }) {
+  if (!depths) return [number];
+  let stage = 0;
+  while (number >= depths[stage]) number -= depths[stage++];
+  return [stage, number];
+}
+
+/** The segments of a name that are numbers. */
+function numbersIn(name) {
+  return name.split(".").filter((segment) => /^\d+$/.test(segment)).map(Number);
 }
 
 /** A safetensors file of these tensors, with `metadata`, texts by name. */

@@ -7,7 +7,7 @@ import { showProblems } from "./form.js";
 import { putTensors, Refusal } from "./wire.js";
 
 const EXPECTED = "Expected a safetensors file, or a model's folder with config.json and model.safetensors";
-let source = null; // {file}, or {config, tensors} of a folder
+let source = null; // {file}, or {config, fields, tensors} of a folder; `config` is the text of the file
 
 /** Listens for files; calls `added(name)` with the first layer that was added. */
 export function followFiles(added) {
@@ -71,8 +71,9 @@ async function offer(name, files) {
 async function offerModel(file, weights) {
   const config = await file.text();
   const tensors = await openTensors(weights);
-  const count = countLayers(JSON.parse(config), tensors);
-  source = { config, tensors };
+  const fields = JSON.parse(config);
+  const count = countLayers(fields, tensors);
+  source = { config, fields, tensors };
   const each = Array.from({ length: count }, (_, i) => new Option(`Layer ${i}`, String(i)));
   $("upload-layers").replaceChildren(new Option(`All ${count} layers`, Array.from({ length: count }, (_, i) => i).join(" ")), ...each);
 }
@@ -99,7 +100,8 @@ function requests(name) {
   }
   const part = Object.fromEntries(given([["part", value("upload-part")]]));
   const numbers = $("upload-layers").value.split(" ");
-  return numbers.map((layer) => [`${name}-${layer}`, "", fileOf(tensorsOfLayer(source.tensors, layer), { config: source.config, layer, ...part })]);
+  const { config, fields, tensors } = source;
+  return numbers.map((layer) => [`${name}-${layer}`, "", fileOf(tensorsOfLayer(tensors, Number(layer), fields), { config, layer, ...part })]);
 }
 
 /** Shows the refusal or error of `act`. */

@@ -22,7 +22,9 @@ class Figure(Document):
     format: Literal["png", "svg", "html"] | None = Field(default=None, description="Format of the picture; by `Accept` if null.")
     theme: Literal["light", "dark"] = Field(default="light", description="Background of the picture.")
     colours: Literal["viridis", "cividis"] = Field(default="viridis", description="Colour map of the cells.")
-    title: Annotated[str, Field(max_length=1000)] | None = Field(default=None, description='A description if null; "" for no title.')
+    title: Annotated[str, Field(max_length=1000)] | None = Field(
+        default=None, description='Title of the picture; a description if null, "" for none.'
+    )
     heads: Annotated[list[Index], Field(min_length=1, max_length=256, json_schema_extra={"uniqueItems": True}), unique("head")] | None = (
         Field(default=None, description="Heads to draw, all if null. For the kind `head` exactly one, the first if null.")
     )
@@ -31,7 +33,9 @@ class Figure(Document):
     values: StrictBool | None = Field(default=None, description="Whether to write numbers in the cells; if null, where they fit.")
     scale: Literal["linear", "log"] = Field(default="linear", description="Colour scale. `log` needs values of one sign.")
     maximum: PositiveFinite | None = Field(default=None, description="Value of the last colour; the largest if null (1 for `similarity`).")
-    width: Annotated[int, Field(ge=200, le=4096, strict=True)] | None = Field(default=None, description="CSS pixels; as needed if null.")
+    width: Annotated[int, Field(ge=200, le=4096, strict=True)] | None = Field(
+        default=None, description="Width in CSS pixels; as needed if null."
+    )
     dpi: Annotated[int, Field(ge=48, le=384, strict=True)] = Field(
         default=144, description="Resolution of a PNG; 96: a CSS pixel is a pixel."
     )

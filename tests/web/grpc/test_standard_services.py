@@ -2,8 +2,6 @@
 
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -151,72 +149,26 @@ def test_a_server_is_ready_once_it_has_a_model(start: Callable[..., Server]) -> 
 
 def test_a_hung_device_is_not_ready_over_any_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     """All report what /health/ready reports. The server is live."""
-    app = create_app(Settings(layers_dir=None))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    app = create_app(Settings(grpc_port=port))
     service = app.state.service
 
     async def silent(layer: Any) -> bool:
         return False
 
-    with TestClient(app, base_url="http://127.0.0.1") as client:
+    with TestClient(app, base_url="http://127.0.0.1") as client, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         until(lambda: service.started, "started")
         paths = ("/health/ready", "/v2/health/ready", "/v2/models/default/ready", "/v2/health/live")
         assert [client.get(path).status_code for path in paths] == [200, 200, 200, 200]
+        assert readiness(channel) == (True, True) and checked(channel) == STATE.SERVING
 
         monkeypatch.setattr(service.probe, "responds", silent)
 
         assert [client.get(path).status_code for path in paths] == [503, 503, 503, 200]
         assert client.get("/v2/health/ready").json() == {"live": True, "ready": False, "error": "not ready"}
         assert client.get("/v2/models/default/ready").json() == {"name": "default", "ready": False}
-
-
-OVER_GRPC = """
-import asyncio
-from grpc_health.v1 import health_pb2
-from service.settings import Settings
-from service.web.app import create_service
-from service.web.grpc import messages
-from service.web.grpc.standard_services import Health
-from service.web.grpc.methods import Methods
-from service.web.v2.description import ProtocolExtensions
-
-class Context:
-    def peer(self):
-        return "ipv4:127.0.0.1:1"
-
-    async def read(self):
-        return health_pb2.HealthCheckRequest().SerializeToString()
-
-    async def write(self, message):
-        self.status = health_pb2.HealthCheckResponse.FromString(message).status
-
-async def status_of(health):
-    context = Context()
-    await health.check(None, context)
-    return context.status
-
-async def main():
-    settings = Settings()
-    service = create_service(settings)
-    await service.begin(settings.all_layers())
-    methods, health = Methods(service, ProtocolExtensions(None, None), 1 << 20), Health(service, frozenset(), 1 << 20, 20)
-    async def silent(layer):
-        return False
-    for responds in (service.probe.responds, silent):
-        service.probe.responds = responds
-        server = await methods.server_ready(None, None)
-        model = await methods.model_ready(messages.ModelReadyRequest(name="default"), None)
-        print(server.ready, model.ready, await status_of(health))
-    service.close()
-
-asyncio.run(main())
-"""
-
-
-def test_a_hung_device_is_not_ready_over_grpc() -> None:
-    """In a process without Triton's client: protobuf refuses two files that define the same messages."""
-    done = subprocess.run([sys.executable, "-c", OVER_GRPC], capture_output=True, text=True, check=True)
-
-    assert done.stdout.splitlines()[-2:] == [f"True True {STATE.SERVING}", f"False False {STATE.NOT_SERVING}"]
+        assert readiness(channel) == (False, False) and checked(channel) == STATE.NOT_SERVING
 
 
 def test_a_grpc_port_in_use_is_refused(start: Callable[..., Server]) -> None:

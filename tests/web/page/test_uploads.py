@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.browser import Visit
-from support.model_cases import MODELS
+from support.model_cases import MODELS, write_folder
 from support.page import Visitor
 
+from service.checkpoints.model import describe
 from service.client import Client
 
 pytestmark = pytest.mark.browser
@@ -53,7 +54,8 @@ def llama(folder: Path) -> Path:
 def write_model(folder: Path, config: dict[str, object], shapes: dict[str, tuple[int, ...]]) -> Path:
     rng = np.random.default_rng(7)
     folder.mkdir()
-    save_file({name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})  # the metadata that transformers writes
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -88,15 +90,36 @@ def test_the_attention_layers_of_a_models_folder_are_added(
 
 
 def test_the_page_sends_every_tensor_that_any_model_needs() -> None:
-    """Of the models of every family: their names have what the page looks for, and the number of the layer first."""
+    """Of the models of every family: their names have what the page looks for, and, without stages, the number of the layer first."""
     script = (Path(__file__).parents[3] / "service/web/page/checkpoint.js").read_text()
     pattern = re.search(r"ATTENTION = /(.*)/i;", script)
     assert pattern is not None
-    cases = [(case["layer"], name) for model in MODELS.values() for case in model["cases"] for name in case["shapes"]]
-    for layer, name in cases:
-        assert re.search(pattern[1], name, re.IGNORECASE), name
-        assert "relative_attention_bias" in name or re.findall(r"(?:^|\.)(\d+)\.", name)[0] == str(layer), name
-    assert len(cases) > 500
+    needed = 0
+    for model in MODELS.values():
+        for case in model["cases"]:
+            for name in describe(model["config"], case["layer"], case["part"]).find(case["shapes"]).names.values():
+                needed += 1
+                assert re.search(pattern[1], name, re.IGNORECASE), name
+                first = re.findall(r"(?:^|\.)(\d+)\.", name)[:1] or ["0"]
+                assert "depths" in model["config"] or first == [str(case["layer"])] or "relative_attention_bias" in name, name
+    assert needed > 500
+
+
+def test_one_layer_of_a_model_with_stages_is_added(visit: Visitor, http: httpx.Client, tmp_path: Path) -> None:
+    """Its names have the number of the stage, and of the block in the stage."""
+    number = write_folder(tmp_path, "swin", 1)
+    page = visit()
+    drop(page, tmp_path)
+    page.page.locator("#upload-parts").wait_for()
+    assert page.page.locator("#upload-layers option").count() == 1 + sum(MODELS["swin"]["config"]["depths"])
+    page.page.fill("#upload-name", "staged")
+    page.page.select_option("#upload-layers", str(number))
+    page.page.click("#upload-parts .main")
+    page.page.locator("#upload-status", has_text=f"Added staged-{number}").wait_for()
+    with Client(str(http.base_url)) as client:
+        assert client.put_layer_from("other", tmp_path, layer=number).fingerprint == client.layer(f"staged-{number}").fingerprint
+        client.delete_layer("other")
+        client.delete_layer(f"staged-{number}")
 
 
 def drop(page: Visit, path: Path) -> None:

@@ -696,6 +696,7 @@ def test_init_torch_mha_equals_torchs_module(
     if bias:
         weights |= {f"{name}.bias": part for name, part in zip(("query", "key", "value"), module.in_proj_bias.chunk(3), strict=True)}
         weights["output.bias"] = module.out_proj.bias
+    del spec["init"], spec["seed"]
     loaded = http.put("/layers/torch", json={"spec": spec, "weights": {name: tensor.tolist() for name, tensor in weights.items()}}).json()
     query, key, value = (RNG.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 12), (2, 7, kdim or 12), (2, 7, vdim or 12)))
     blocked = RNG.random((5, 7)) < 0.3
