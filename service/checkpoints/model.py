@@ -27,7 +27,7 @@ from service.checkpoints.refusals import field_pointer, listed, shape_of, weight
 from service.errors import InvalidRequest
 from service.tensors import Array
 
-SECTIONS = ("text_config", "decoder", "encoder", "vision_config", "audio_config")
+SECTIONS = ("text_config", "decoder", "encoder", "vision_config", "audio_config", "encoder_config")
 OTHER_TOWERS = ("vision", "visual", "audio", "image")
 
 

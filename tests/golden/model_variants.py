@@ -107,6 +107,7 @@ VARIANTS = {  # name -> (model_type, fields)
     "deberta_c2p": ("deberta", {"pos_att_type": ["c2p"], "max_relative_positions": -1}),
     "wav2vec2_conformer_plain": ("wav2vec2-conformer", {"position_embeddings_type": None}),
     "wav2vec2_bert_relative": ("wav2vec2-bert", {"position_embeddings_type": "relative"}),
+    "parakeet_ctc": ("parakeet_ctc", {}),
     "xlnet_clamped": ("xlnet", {"clamp_len": 3}),
     "llama_llama3": ("llama", {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}, "attention_bias": True}),
     "llama_linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),

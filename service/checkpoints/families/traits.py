@@ -226,13 +226,18 @@ def conformer(config: Config, n: int, layer_type: str) -> Fields:
     return TRANSFORMER_XL if kind == "relative" else {}
 
 
+def _bound(config: Config, field: str) -> int | None:
+    """A positive integer; None if the field is absent, 0 or negative."""
+    value = config.get(field, default=-1)
+    return None if type(value) is int and value <= 0 else config.count(field)
+
+
 def xlnet(config: Config, n: int, layer_type: str) -> Fields:
     """Without tokens' types: those would add scores between segments."""
     config.expect("attn_type", "bi")
     config.expect("bi_data", False)
     config.ignore("same_length")  # of masks in training
-    clamp = config.number("clamp_len", default=-1)
-    return {"relative_scores": {"kind": "transformer_xl", "max_distance": int(clamp) if clamp > 0 else None}}
+    return {"relative_scores": {"kind": "transformer_xl", "max_distance": _bound(config, "clamp_len")}}
 
 
 def deberta(config: Config, n: int, layer_type: str) -> Fields:
@@ -245,12 +250,11 @@ def deberta(config: Config, n: int, layer_type: str) -> Fields:
     terms = [term.strip() for term in terms.lower().split("|")] if isinstance(terms, str) else terms
     if terms not in (["c2p"], ["c2p", "p2c"], ["p2c", "c2p"]):
         raise config.refusal("pos_att_type", "c2p, or c2p and p2c", terms)
-    longest, buckets = config.number("max_relative_positions", default=-1), config.number("position_buckets", default=-1)
     width = config.count("attention_head_size", default=config.count("hidden_size") // config.count("num_attention_heads"))
     scores: Fields = {"kind": "disentangled", "position_to_content": "p2c" in terms}
-    scores["max_distance"] = int(longest) if longest >= 1 else config.count("max_position_embeddings")
-    if buckets > 0:
-        scores["buckets"] = int(buckets)
+    scores["max_distance"] = _bound(config, "max_relative_positions") or config.count("max_position_embeddings")
+    if (buckets := _bound(config, "position_buckets")) is not None:
+        scores["buckets"] = buckets
     norms = str(config.get("norm_rel_ebd", default="none")).lower().split("|")
     eps = config.number("layer_norm_eps", default=1e-7) if "layer_norm" in [name.strip() for name in norms] else None
     distances = eps, not config.flag("share_att_key", default=False)
