@@ -271,10 +271,10 @@ class Latent(Part):
     all heads, x W^T with `rope_key.weight` [rope_key_dim, key_dim], so `key.weight` has that many fewer rows for each head.
     """
 
-    key_value_rank: Width = Field(examples=[512], description="Width of the latent vector of keys and values.")
+    key_value_rank: Width = Field(examples=[16], description="Width of the latent vector of keys and values.")
     query_rank: Width | None = Field(default=None, description="Width of the latent vector of queries; null if they have none.")
     rope_key_dim: Width = Field(
-        examples=[64], description="Number of dimensions of each key that all heads share; RoPE rotates the first ones."
+        examples=[4], description="Number of dimensions of each key that all heads share; RoPE rotates the first ones."
     )
     eps: Eps = Field(default=1e-6, description="Of the RMS norms of the latent vectors.")
     bias: Flag = Field(default=False, description="Whether query_down, key_value_down and rope_key have biases.")

@@ -9,7 +9,7 @@ scores are requested; `eager` for everything else.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
@@ -25,6 +25,7 @@ from service.attention.short import Short
 from service.attention.weightings import eager_for
 from service.attention.weights import torch_dtype
 from service.spec import PROJECTIONS, LayerSpec
+from service.tensors import Array
 
 PROJECTED = frozenset(f"{name}_projection" for name in PROJECTIONS[:3])
 GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
@@ -154,3 +155,29 @@ class Operation(Protocol):
     def to(self, device: torch.device) -> Self:
         """The operation with its tensors on `device`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShortCall:
+    """The numbers of a call that `Short` suits, float32 [b, n, width], as an operation: making tensors of them takes as long as computing.
+
+    The tensors of its call have the right shapes, and no numbers.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+
+    def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
+        result = None if layer.short is None else layer.short.compute(call, self.query, self.key, self.value)
+        return layer.forward(self.with_numbers(call)) if result is None else result
+
+    def with_numbers(self, call: Call) -> Call:
+        """The call with these numbers."""
+        query = torch.from_numpy(self.query)
+        key = query if self.key is self.query else torch.from_numpy(self.key)
+        return replace(call, query=query, key=key, value=key if self.value is self.key else torch.from_numpy(self.value))
+
+    def to(self, device: torch.device) -> Self:
+        """Itself: only layers on a CPU have short calls."""
+        return self

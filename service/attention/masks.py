@@ -47,8 +47,7 @@ class Masks:
     @property
     def has_sets(self) -> bool:
         """Whether masks or a bias restrict rows to arbitrary sets of keys."""
-        sets = self.attend_mask, self.attend_keys, self.key_segments
-        return self.bias_blocks or any(mask is not None for mask in sets)
+        return self.bias_blocks or self.attend_mask is not None or self.attend_keys is not None or self.key_segments is not None
 
     @property
     def has_any(self) -> bool:

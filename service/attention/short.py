@@ -13,6 +13,7 @@ from service.attention.call import Call, Result
 from service.attention.native.extension import extension
 from service.attention.selection import select_weights, selection
 from service.spec import PROJECTIONS, LayerSpec
+from service.tensors import Array
 
 MAX_WIDTH = 256  # d_model of a layer with short calls
 MAX_PRODUCT = 1 << 20  # most multiplications in one product of a short call: for more, torch is as fast,
@@ -61,8 +62,11 @@ class Short:
 
     def __call__(self, call: Call) -> Result | None:
         """Compute a call that suits. None if a number overflowed: it depends on the implementation which ones do, so torch decides."""
-        (items, queries, _), keys = call.query.shape, call.key.shape[1]
-        query, key, value = (tensor.contiguous().numpy() for tensor in (call.query, call.key, call.value))
+        return self.compute(call, call.query.contiguous().numpy(), call.key.contiguous().numpy(), call.value.contiguous().numpy())
+
+    def compute(self, call: Call, query: Array, key: Array, value: Array) -> Result | None:
+        """As `__call__`, with the numbers in contiguous arrays instead of the call's tensors."""
+        (items, queries, _), keys = query.shape, key.shape[1]
         output, weights = np.empty(query.shape, np.float32), np.empty((items, self._num_heads, queries, keys), np.float32)
         if not extension.attend(self._layer, items, queries, keys, call.scale, query, key, value, output, weights):
             return None

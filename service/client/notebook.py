@@ -68,7 +68,7 @@ def metric_tables(metrics: Mapping[str, Any], about: str) -> str | None:
         items = {part: _first_item(metric[part] if part else metric, letters) for part, letters in shapes.items()}
         if name == "strongest_links":
             links["strongest links"] = _links(items, metric)
-        elif set(shapes.values()) == {"bh"}:
+        elif set(shapes.values()) == {"bh"} and name != "pruning_order":  # which has a number for each step
             columns |= {f"{name} {part}".strip().replace("_", " "): [_number(x) for x in array] for part, array in items.items()}
         elif shapes == {"": "bhh"}:
             labels = [str(i) for i in range(len(items[""]))]

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from service.attention.call import Call
+from service.attention.layer import ShortCall
 from service.attention.masks import PADDING, Masks, last_keys
 from service.attention.packed import PackedAttention
 from service.errors import InvalidRequest
 from service.serving.cost import Admission, predict
-from service.serving.device import cast
+from service.serving.device import cast, finite_array, tensor_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.validation_cache import cache_key
@@ -37,8 +38,11 @@ def bind_attend(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> B
     members = decoded.members
     key = cache_key(members)
     if key is not None and (cached := layer.validated.get(key)) is not None:
-        query, keys, values = sequences(members["query"], members.get("key"), members.get("value"), layer.spec)
-        call = Call(query, keys, values, **cached.options)
+        arrays = finite_arrays(members["query"], members.get("key"), members.get("value"), layer.spec)
+        if cached.is_short:
+            return BoundCall(cached.request, layer, cached.call, cached.cost, cached.log_fields, operation=ShortCall(*arrays))
+        query, keys, values = tensors_of(*arrays)
+        call = replace(cached.call, query=query, key=keys, value=values)
         return BoundCall(cached.request, layer, call, cached.cost, cached.log_fields, cached.in_parts)
     request = validate(AttendRequest, members)
     check_against_layer(request, layer.spec)
@@ -49,7 +53,8 @@ def bind_attend(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> B
     if request.query_lengths is not None:
         return BoundCall(request, layer, call, cost, log_fields, operation=_packed(request, layer.spec))
     if key is not None:
-        layer.validated.keep(key, request, call, cost, in_parts, log_fields)
+        is_short = not in_parts and layer.attention.short is not None and layer.attention.short.suits(call)
+        layer.validated.keep(key, request, call, cost, in_parts, log_fields, is_short)
     return BoundCall(request, layer, call, cost, log_fields, in_parts)
 
 
@@ -150,11 +155,11 @@ def _check_grid(request: AttendRequest, spec: LayerSpec, q: int, k: int, layer: 
 
 def bind(request: AttendRequest, spec: LayerSpec) -> Call:
     """The call, with tensors on the CPU. Raises InvalidRequest if a number is not finite in the layer's dtype."""
-    query, key, value = sequences(request.query, request.key, request.value, spec)
+    query, key, value = tensors_of(*finite_arrays(request.query, request.key, request.value, spec))
     select = request.select
     head_scale = None
     if request.head_scale is not None:
-        head_scale = _numbers("head_scale", request.head_scale, spec, True)
+        head_scale = cast("head_scale", request.head_scale, spec.dtype)
         head_scale = head_scale.view(*((1,) if head_scale.ndim == 1 else ()), *head_scale.shape, 1, 1)
     gradient, positions = request.output_gradient, _rotary_positions("positions", request)
     softcap = spec.softcap if request.softcap is None else request.softcap
@@ -176,7 +181,7 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
         average=bool(select and select.average),
         top_k=select.top_k if select else None,
         reproducible=request.reproducible,
-        output_gradient=None if gradient is None else _numbers("output_gradient", gradient, spec, request.batched),
+        output_gradient=None if gradient is None else cast("output_gradient", gradient, spec.dtype).view(len(query), *gradient.shape[-2:]),
     )
 
 
@@ -186,17 +191,27 @@ def _rotary_positions(name: str, request: AttendRequest) -> torch.Tensor | None:
     return None if array is None else cast(name, array if request.batched else array[None], "float64")
 
 
-def sequences(query: Array, key: Array | None, value: Array | None, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value as tensors [b, n, width]. A missing key is the query tensor itself, a missing value the key tensor."""
-    batched = query.ndim == 3
-    queries = _numbers("query", query, spec, batched)
-    keys = queries if key is None else _numbers("key", key, spec, batched)
-    return queries, keys, keys if value is None else _numbers("value", value, spec, batched)
+def finite_arrays(query: Array, key: Array | None, value: Array | None, spec: LayerSpec) -> tuple[Array, Array, Array]:
+    """Query, key and value [b, n, width] in the layer's dtype. A missing key is the query itself, a missing value the key.
+
+    Raises InvalidRequest if a number is not finite.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        queries = finite_array("query", query, spec.dtype)
+        keys = queries if key is None else finite_array("key", key, spec.dtype)
+        values = keys if value is None else finite_array("value", value, spec.dtype)
+    if query.ndim == 3:
+        return queries, keys, values
+    first = queries[None]
+    second = first if keys is queries else keys[None]
+    return first, second, second if values is keys else values[None]
 
 
-def _numbers(name: str, array: Array, spec: LayerSpec, batched: bool) -> torch.Tensor:
-    tensor = cast(name, array, spec.dtype)
-    return tensor if batched else tensor.unsqueeze(0)
+def tensors_of(query: Array, key: Array, value: Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tensors that share the arrays' memory; equal arrays become the same tensor."""
+    queries = tensor_of(query)
+    keys = queries if key is query else tensor_of(key)
+    return queries, keys, keys if value is key else tensor_of(value)
 
 
 def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> Masks:

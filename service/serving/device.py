@@ -64,11 +64,14 @@ def _use_one_core() -> None:
 
 def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.Tensor:
     """The array as a tensor of `dtype`. Raises InvalidRequest for the first number that is not finite in it; `infinite` allows -inf."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return tensor_of(finite_array(name, array, dtype, infinite))
+
+
+def finite_array(name: str, array: Array, dtype: str, infinite: bool = False) -> Array:
+    """As `cast`, but a contiguous array. To be called within an `np.errstate` that ignores overflow."""
     target = BY_TORCH[dtype].numpy
-    numbers = array
-    if array.dtype != target:
-        with np.errstate(over="ignore", invalid="ignore"):
-            numbers = array.astype(target)
+    numbers = array if array.dtype == target else array.astype(target)
     if not numbers.flags.c_contiguous:
         numbers = np.ascontiguousarray(numbers)
     finite = np.isfinite(numbers)
@@ -78,13 +81,18 @@ def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.T
             at = first_index(wrong)
             came = float(array[tuple(int(i) for i in at.split("/")[1:])])
             raise InvalidRequest.where(f"/{name}{at}", f"a finite {dtype}", f"{came:g}" if np.isfinite(came) else f"{came}")
-    if dtype == "bfloat16":
-        return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(numbers)
+    return numbers
+
+
+def tensor_of(array: Array) -> torch.Tensor:
+    """A tensor that shares the memory of a contiguous array; bfloat16, which torch does not convert, is reinterpreted through int16."""
+    if array.dtype == BY_TORCH["bfloat16"].numpy:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def numpy_of(tensor: torch.Tensor) -> Array:
-    """A NumPy view of a CPU tensor; bfloat16, which torch does not convert, is reinterpreted through int16."""
+    """A NumPy view of a CPU tensor; bfloat16 is reinterpreted through int16."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(BY_TORCH["bfloat16"].numpy)
     return tensor.numpy()

@@ -29,11 +29,14 @@ def build_reply(bound: BoundCall, result: Result) -> Reply:
 
     Raises InvalidRequest for fully masked rows if the request asks for an error, and for metrics that overflow.
     """
-    refuse_fully_masked(bound, result)
+    if result.fully_masked is not None:
+        refuse_fully_masked(bound, result)
     request, layer = bound.request, bound.layer
     if isinstance(request, AnalysisRequest):
         return analysis.build_reply(request, layer, result)
-    arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in result.tensors.items()}
+    batched, arrays = request.batched, {}
+    for name, tensor in result.tensors.items():
+        arrays[name] = numpy_of(tensor if batched else tensor[0])
     tensors: dict[str, Any] = {}
     for name in request.outputs:
         tensors[name] = arrays[name] if name in arrays else _parts(name, arrays)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from service.attention.call import Call
-from service.attention.layer import Operation
+from service.attention.layer import Operation, ShortCall
 from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from service.serving.batching import BatchLimits, Entry, form_batch
 from service.serving.cost import Cost
@@ -137,8 +137,9 @@ class Scheduler:
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
         """
         entry = Entry(layer, call, cost, self.clock(), deadline, gone, operation=operation)
-        # an operation is many small steps, and a reproducible call may wait for the one thread that computes such calls
-        is_light = cost.operations <= LIGHT_OPERATIONS and operation is None and not call.reproducible
+        # other operations are many small steps, and a reproducible call may wait for the one thread that computes such calls
+        is_simple = operation is None or type(operation) is ShortCall
+        is_light = cost.operations <= LIGHT_OPERATIONS and is_simple and not call.reproducible
         try:
             if not (self._inline and is_light):
                 entry.flow = Flow(caller, size_class(cost.operations))

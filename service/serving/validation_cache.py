@@ -7,10 +7,11 @@ so requests with other tensors than query, key and value are always validated.
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from service.attention.call import Call
 from service.serving.cost import Cost
@@ -23,13 +24,14 @@ MAX_KEY_CHARACTERS = 512  # most characters of the plain fields in a key; longer
 
 @dataclass(frozen=True, slots=True)
 class CachedValidation:
-    """A validated request without its numbers. Arrays in `request` take no memory; `options` are the other fields of its Call."""
+    """A validated request without its numbers. Arrays in `request` and tensors in `call` take no memory."""
 
     request: AttendRequest
-    options: dict[str, Any]
+    call: Call
     cost: Cost
     in_parts: bool
     log_fields: Mapping[str, Any]
+    is_short: bool  # whether C can compute the call (`ShortCall`)
 
 
 class ValidationCache:
@@ -42,12 +44,22 @@ class ValidationCache:
         self.get = self._results.get
         self._oldest: deque[Hashable] = deque()  # keys, oldest first
 
-    def keep(self, key: Hashable, request: AttendRequest, call: Call, cost: Cost, in_parts: bool, log_fields: Mapping[str, Any]) -> None:
+    def keep(
+        self,
+        key: Hashable,
+        request: AttendRequest,
+        call: Call,
+        cost: Cost,
+        in_parts: bool,
+        log_fields: Mapping[str, Any],
+        is_short: bool = False,
+    ) -> None:
         """Store a validated request without its numbers."""
         arrays = {name: array for name in SEQUENCE_FIELDS if (array := getattr(request, name)) is not None}
         placeholders = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
-        options = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in SEQUENCE_FIELDS}
-        result = CachedValidation(request.model_copy(update=placeholders), options, cost, in_parts, log_fields)
+        tensors: dict[str, Any] = {name: torch.zeros(()).expand(getattr(call, name).shape) for name in SEQUENCE_FIELDS}
+        shapes = request.model_copy(update=placeholders), replace(call, **tensors)
+        result = CachedValidation(*shapes, cost, in_parts, log_fields, is_short)
         if self._results.setdefault(key, result) is result:  # else another thread was first
             self._oldest.append(key)
             if len(self._oldest) > MAX_RESULTS:

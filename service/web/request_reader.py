@@ -5,7 +5,7 @@ The declared size is checked before the body is read.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from ipaddress import IPv6Network
@@ -81,13 +81,19 @@ async def read(record: Record, receive: Receive, service: Service, *, layer: boo
 
     Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the client disconnects before the body is complete.
     """
-    form = media_type_of_body(record.header(b"content-type"))
-    reply_form = media_type_of_reply(record.header(b"accept"))
+    codec, reply_codec = _codecs(record.headers.get(b"content-type", b""), record.headers.get(b"accept", b""))
     limits = service.wire_limits
-    limit = ("max_layer_bytes", limits.layer_bytes) if layer and form == SAFETENSORS else ("max_body_bytes", limits.body_bytes)
+    limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec is CODECS[SAFETENSORS] else ("max_body_bytes", limits.body_bytes)
     if largest is not None and largest < limit[1]:
         limit = ("", largest)
-    return await read_as(CODECS[form], CODECS[reply_form], NO_PARAMETERS, record, receive, service, limit)
+    return await read_as(codec, reply_codec, NO_PARAMETERS, record, receive, service, limit)
+
+
+@lru_cache(64)  # clients repeat these headers
+def _codecs(content_type: bytes, accept: bytes) -> tuple[Codec, Codec]:
+    """The codecs of body and reply. Raises UnsupportedMediaType or NotAcceptable."""
+    body = media_type_of_body(content_type.decode("latin-1"))
+    return CODECS[body], CODECS[media_type_of_reply(accept.decode("latin-1"))]
 
 
 async def read_as(
@@ -121,13 +127,15 @@ async def read_as(
     headers = record.headers
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
-    return RawRequest(joined, codec, coding, reply_codec, reply_coding, parameters, deadline, _is_gone(record), lease.caller, lease)
+    connection = record.connection
+    gone = _never if connection is None else lambda: connection.lost  # under another ASGI server, a disconnect is not visible
+    return RawRequest(joined, codec, coding, reply_codec, reply_coding, parameters, deadline, gone, lease.caller, lease)
 
 
 def lease_of(record: Record, service: Service) -> Lease:
     """The request's share of the memory budget. `web/middleware/access.py` releases it once the reply is sent."""
     if record.lease is None:
-        record.lease = service.budget.lease(record.key or network_of(record.address))
+        record.lease = Lease(service.budget, record.key or network_of(record.address))
     return record.lease
 
 
@@ -154,12 +162,6 @@ def deadline_of(record: Record, service: Service) -> float | None:
     if not (0 < seconds < 1e9):
         raise InvalidRequest.where("", "an X-Request-Timeout of a positive number of seconds, less than 1e9", f'"{timeout[:40]}"')
     return service.clock() + seconds
-
-
-def _is_gone(record: Record) -> Callable[[], bool]:
-    """A function that returns whether the client has disconnected; always False under another ASGI server."""
-    connection = record.connection
-    return _never if connection is None else lambda: connection.lost
 
 
 def _never() -> bool:

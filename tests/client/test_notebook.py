@@ -141,7 +141,7 @@ def test_metrics_of_heads_are_a_table(client):
 
 @pytest.mark.parametrize("batched", [True, False])
 def test_strongest_links_are_words_and_similarities_are_a_heat_map(client, batched):
-    metrics = ["strongest_links", "zero_ablation", "jensen_shannon", "value_norms"]
+    metrics = ["strongest_links", "zero_ablation", "jensen_shannon", "value_norms", "pruning_order"]
     query, tokens = (QUERY, TOKENS["query"]) if batched else (QUERY[0], TOKENS["query"][0])
     result = client.analysis(query, metrics=metrics, tokens={"query": tokens})
     elements = shown(result)
@@ -151,7 +151,7 @@ def test_strongest_links_are_words_and_similarities_are_a_heat_map(client, batch
         row = zip(links["query_words"][head], links["key_words"][head], links["weights"][head], strict=True)
         assert ", ".join([f"{q}→{k} {x:.2f}" for q, k, x in row][:3]) in elements.texts
     assert len(elements.loads) == 1 and any(text.startswith("jensen shannon, largest 0.") for text in elements.texts)
-    assert elements.texts[-1] == "layer 'default'; also value_norms"
+    assert elements.texts[-1] == "layer 'default'; also value_norms, pruning_order"
     numbers = shown(client.analysis(query, metrics=["strongest_links"]))
     assert any(re.match(r"\d→\d \d\.\d\d, ", text) for text in numbers.texts)
 

@@ -52,9 +52,18 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "qwen2_vl_vision": {"embed_dim": 32, "hidden_size": 16, "num_heads": 4, "depth": 2, "mlp_ratio": 1},
     **{
         name: {"hidden_size": 32, "num_heads": 4, "depth": 2, "out_hidden_size": 16, "deepstack_visual_indexes": [0]}
-        for name in ("qwen3_vl_vision", "qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision")
+        for name in ("qwen3_vl_vision", "qwen3_vl_moe_vision", "qwen3_omni_moe_vision_encoder", "cohere_compass_vision")
     },
-    "qwen2_5_vl_vision": {"hidden_size": 32, "num_heads": 4, "depth": 2, "out_hidden_size": 16, "fullatt_block_indexes": [1]},
+    **{
+        name: {"hidden_size": 32, "num_heads": 4, "depth": 2, "out_hidden_size": 16}
+        for name in ("qwen3_5_vision", "qwen3_5_moe_vision", "qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision")
+    },
+    "glm5_next_vision": {"hidden_size": 32, "num_heads": 4, "depth": 2, "out_hidden_size": 16, "projection_intermediate_size": 16},
+    **{
+        name: {"hidden_size": 32, "num_heads": 4, "depth": 2, "out_hidden_size": 16, "fullatt_block_indexes": [1]}
+        for name in ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "exaone4_5_vision")
+    },
+    "video_llama_3_vision": {"hidden_size": 32},
     **{name: {"rope_parameters": MROPE} for name in ("glm4v_text", "glm_image_text", "glm_ocr_text")},
     "glm4v_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.75}},
     "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4},

@@ -29,8 +29,12 @@ from transformers import (
     TrOCRForCausalLM,
 )
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniVisionEncoderConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeVisionEncoderConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
@@ -40,6 +44,8 @@ transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
 AutoModel.register(Step3p7TextConfig, Step3p7TextModel, exist_ok=True)  # which transformers registers only inside of its composite
 AutoModel.register(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, exist_ok=True)  # likewise
+AutoModel.register(Qwen2_5OmniVisionEncoderConfig, Qwen2_5OmniVisionEncoder, exist_ok=True)  # likewise
+AutoModel.register(Qwen3OmniMoeVisionEncoderConfig, Qwen3OmniMoeVisionEncoder, exist_ok=True)  # likewise
 AutoModel.register(MllamaTextConfig, MllamaTextModel, exist_ok=True)  # likewise
 AutoModel.register(TrOCRConfig, TrOCRForCausalLM, exist_ok=True)  # which has no model without a head
 AutoModel.register(SiglipTextConfig, SiglipTextModel, exist_ok=True)  # likewise
@@ -211,6 +217,7 @@ def usual_inputs(model):
     if hasattr(config, "spatial_merge_size"):
         patches = getattr(config, "temporal_patch_size", 1) * config.patch_size**2 * getattr(config, "in_channels", 3)
         yield {"hidden_states": stirred(24, patches), "grid_thw": torch.tensor([[1, 4, 6]])}
+    yield {"pixel_values": stirred(24, 3 * 16), "grid_thw": torch.tensor([[1, 4, 6]]), "merge_sizes": torch.tensor([1])}
     if images is not None:
         size, channels = images.image_size, getattr(images, "num_channels", 3)
         sides = (size, size) if isinstance(size, int) else tuple(size)

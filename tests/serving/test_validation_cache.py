@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.attention.call import Call
+from service.attention.layer import ShortCall
 from service.errors import AttendError, InvalidRequest
 from service.serving.cost import ServingLimits
 from service.serving.engine import ATTEND, Engine
@@ -70,13 +72,18 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     return body
 
 
+def call_of(bound: BoundCall) -> Call:
+    """The call with its numbers, which a short call has in its operation."""
+    return bound.operation.with_numbers(bound.call) if isinstance(bound.operation, ShortCall) else bound.call
+
+
 def outcome(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
     """Everything about the call, or about its refusal."""
     try:
         bound = bind(engine, body)
     except AttendError as error:
         return {"error": type(error), "problems": error.problems}
-    call, request = bound.call, bound.request
+    call, request = call_of(bound), bound.request
     parts = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "masks"}
     parts |= {f"masks.{field.name}": getattr(call.masks, field.name) for field in fields(call.masks)}
     plain = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
@@ -105,7 +112,7 @@ def bound_twice(*bodies: dict[str, Any]) -> tuple[BoundCall, BoundCall]:
 def test_a_cached_request_is_not_validated_again_and_has_its_own_numbers() -> None:
     first, second = bound_twice(*({"query": np.full((1, 2, 6), n).tolist(), "causal": True} for n in (1.0, 2.0)))
     assert second.cost is first.cost
-    assert (first.call.query == 1).all() and (second.call.query == 2).all()
+    assert (call_of(first).query == 1).all() and (call_of(second).query == 2).all()
 
 
 def test_requests_with_masks_are_always_validated() -> None:
@@ -122,7 +129,7 @@ def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
     kept = remembering.registry.find("default").validated._results
     assert len(kept) == MAX_RESULTS
     for prepared in kept.values():
-        assert "query" not in prepared.options
+        assert prepared.call.query.stride() == (0, 0, 0)
         assert prepared.request.query.strides == (0, 0, 0)
 
 
@@ -170,3 +177,18 @@ def test_requests_with_long_plain_fields_are_not_cached() -> None:
     assert cache_key({"query": query, "tokens": {"query": ["word" * MAX_KEY_CHARACTERS]}}) is None
     assert cache_key({"query": query, "bias": query}) is None
     assert cache_key({"key": query}) is None
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e20], ids=["finite scores", "scores that overflow"])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["unbatched", "batched"])
+def test_a_cached_short_call_gives_the_result_of_the_first(batch: tuple[int, ...], largest: float) -> None:
+    query = (largest * np.random.default_rng(3).standard_normal((*batch, 3, 6))).tolist()
+
+    def computed(bound: BoundCall) -> dict[str, torch.Tensor]:
+        attention = bound.layer.attention
+        return (attention.forward(bound.call) if bound.operation is None else bound.operation(attention, bound.call)).tensors
+
+    first, second = map(computed, bound_twice({"query": query}, {"query": query}))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(second[name], tensor)

@@ -26,6 +26,7 @@ REASONS = {
         r"\d+ numbers, one for each batch item, or shape .*",
         r"one list, or one per batch item|\d+ (tokens, one per row of the (query|key)|lists?.*)",
         r"at least one query and one key to draw",
+        r"a token of the queries or keys|at least one (query|key)( of item \d+)? that is not omitted",
         r"an item below \d+|a head below \d+ for layer .*|a (query|key) below \d+.*",
     ],
     "numbers must be held by their datatype": [
@@ -48,8 +49,11 @@ REASONS = {
         r"a divisor of (d_model|num_heads) \d+.*",
         r"an even number of at most head_dim \d+",
         r"more than \d+, the number of distances with a bucket of their own",
-        r"less than high_freq_factor .*",
-        r"\d+, (since|as) .*",
+        r"less than (high_freq_factor|head_dim) .*",
+        r"\d+, (the key_dim, )?(since|as) .*",
+        r"0, or a number from 1e-30 to 1",
+        r"nothing, since the weights are given and none is drawn",
+        r"the names of one layout: .*",
         r"false, since .*|true or false for all, as torch.nn.MultiheadAttention has",
         r"a tensor of shape \[.*\]|(one of (key|key_norm|output|relative_bias|sinks)\b.*|none)",
         r"a factor whose weights are finite in \w+",
@@ -59,7 +63,7 @@ REASONS = {
     "under /v2: what the path, another member or a text inside says": [
         r'"[^"]*", as in the path',
         r"JSON",
-        r"an object|a list|an integer|a number|true or false|no field of that name",  # inside such a text
+        r"an object( such as .*)?|a list|an integer|a number|true or false|no field of that name",  # inside such a text
         r"either data or binary_data_size",
         r"\d+ bytes of tensors after the JSON|\d+ bytes after the JSON .*",
         r"an input called query",

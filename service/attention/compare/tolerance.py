@@ -6,7 +6,7 @@ from service.tensors import Array
 
 # In multiples of the distance of 1 to the next number of the dtype.
 RELATIVE = {"float64": 16 * 2.0**-52, "float32": 16 * 2.0**-23, "float16": 5 * 2.0**-10, "bfloat16": 2.5 * 2.0**-7}
-RELATIVE_AFTER_NORM = RELATIVE | {"float64": 80 * 2.0**-52, "float32": 80 * 2.0**-23}
+MAGNIFIED = RELATIVE | {"float64": 80 * 2.0**-52, "float32": 80 * 2.0**-23}
 
 
 def tolerance(
@@ -15,9 +15,11 @@ def tolerance(
     """r · max(1, max|scores|) · max|x|, without the last factor for outputs that are `logarithmic` in the weights.
 
     An error of e in a score is a relative error of e in its weight, and scores of size s are rounded by s · r. r is `relative`, or by
-    dtype. `norm`: whether queries and keys are normalised, which divides rounding errors by what may be small.
+    dtype; larger after a `norm` of queries and keys, which may divide by little, and for logarithmic outputs, which may contain biases that
+    are larger than the scores.
     """
-    unit = (RELATIVE_AFTER_NORM if norm else RELATIVE).get(dtype, RELATIVE["float64"]) if relative is None else relative
+    by_dtype = MAGNIFIED if norm or logarithmic else RELATIVE
+    unit = by_dtype.get(dtype, RELATIVE["float64"]) if relative is None else relative
     return max(unit * max(1.0, _largest(scores)) * (1.0 if logarithmic else _largest(expected)), 1e-30)
 
 

@@ -92,6 +92,10 @@ def biased_each(config: Config, n: int, layer_type: str) -> Fields:
     return {"bias": {name: config.flag(flag, default=default) for name, flag, default in flags}}
 
 
+LIKE_QWEN = """qwen2_5_vl_vision qwen3_vl_vision qwen3_vl_moe_vision qwen3_5_vision qwen3_5_moe_vision qwen4_exp_vision
+qwen3_omni_moe_vision_encoder cohere_compass_vision"""
+
+
 def vision(attention: Attention, *traits: Trait) -> Family:
     return {"vision": replace(attention, traits=traits)}
 
@@ -122,7 +126,12 @@ VISION: dict[str, Family] = {
     ),
     "pixtral": vision(replace(CLIP, path="transformer.layers.{n}.attention", bias=NO_BIASES, rotary=replace(IMAGE, image="alternating"))),
     "qwen2_vl_vision": vision(replace(QWEN, width=("embed_dim",), irrelevant=f"{SIZES}|^hidden_size$")),
-    **dict.fromkeys(("qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), vision(QWEN)),
+    **dict.fromkeys(LIKE_QWEN.split(), vision(QWEN)),
+    "qwen2_5_omni_vision_encoder": vision(replace(QWEN, layout="separate")),
+    "exaone4_5_vision": vision(replace(QWEN, kv_heads=("num_key_value_heads",))),
+    **dict.fromkeys(("glm4v_vision", "glm4v_moe_vision"), vision(replace(QWEN, bias=biased("attention_bias")))),
+    **dict.fromkeys(("glm_ocr_vision", "glm5_next_vision"), vision(replace(QWEN, bias=biased("attention_bias")), normed(default=1e-5))),
+    "video_llama_3_vision": vision(replace(CLIP, rotary=IMAGE)),
     "videomae": vision(replace(VIT, bias=biased_but("qv_bias", "o", never="k", default=True))),
     **dict.fromkeys(("tipsv2_vision_model", "radio"), vision(TIMM)),
     **dict.fromkeys(("clip_vision_model", "siglip_vision_model", "chinese_clip_vision_model"), vision(CLIP)),

@@ -645,7 +645,7 @@ def test_tolerances_grow_with_scores_and_outputs():
     unit = {"float32": 2.0**-23, "float64": 2.0**-52}
     scores, output = np.array([-20.0, 3.0, -np.inf]), np.array([4.0, -np.inf])
     assert tolerance(output, "float32", scores) == 16 * unit["float32"] * 20 * 4
-    assert tolerance(output, "float32", scores, logarithmic=True) == 16 * unit["float32"] * 20
+    assert tolerance(output, "float32", scores, logarithmic=True) == 80 * unit["float32"] * 20
     assert tolerance(output, "float64", scores, norm=True) == 80 * unit["float64"] * 20 * 4
     assert tolerance(output, "float64", 20.0, relative=1e-3) == pytest.approx(1e-3 * 20 * 4)
     assert tolerance(output, "float32", 0.1) == 16 * unit["float32"] * 4
