@@ -5,8 +5,8 @@ import math
 from service.spec import LayerSpec
 
 COVERED = """d_model num_heads num_kv_heads head_dim value_head_dim key_dim value_dim output_dim bias projections scale softcap window
-chunk_size rope query_scale alibi relative_bias relative_scores grid_bias qk_norm sinks output_gate latent differential indexer seed init gain
-dtype matmul_precision"""
+chunk_size rope query_scale alibi relative_bias relative_scores grid_bias qk_norm sinks output_gate latent differential indexer seed init
+gain dtype matmul_precision"""
 
 
 def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
