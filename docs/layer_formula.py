@@ -5,7 +5,7 @@ import math
 from service.spec import LayerSpec
 
 COVERED = """d_model num_heads num_kv_heads head_dim value_head_dim key_dim value_dim output_dim bias projections scale softcap window
-chunk_size rope query_scale alibi relative_bias grid_bias qk_norm sinks output_gate latent differential seed init gain
+chunk_size rope query_scale alibi relative_bias grid_bias qk_norm sinks output_gate latent differential indexer seed init gain
 dtype matmul_precision"""
 
 
@@ -42,6 +42,8 @@ def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
     if spec.grid_bias:
         table, vectors = "grid_bias[place_i - place_j, h]", "q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])"
         steps["grid_bias"] = f"S_ij = S_ij + {table if spec.grid_bias.kind == 'table' else vectors}"
+    if spec.indexer:
+        steps["indexer"] = "S_ij = -∞ unless j is among the top_k keys by I_ij = Σ_h w_ih relu(q_ih · k_j)  ([layers.md](../layers.md))"
     if visible := _visible(spec, causal):
         steps["mask"] = f"S_ij = -∞ unless {visible}"
     steps["softmax"] = "A_ij = exp(S_ij) / (exp(sink_h) + Σ_j exp(S_ij))" if spec.sinks else "A = softmax(S)"

@@ -68,6 +68,8 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
         )
     if spec.get("latent"):
         yield "latent queries, keys and values" if spec["latent"]["query_rank"] else "latent keys and values"
+    if spec.get("indexer"):
+        yield "keys selected by an indexer"
     if spec.get("differential"):
         yield "differential attention"
     if gate := spec.get("output_gate"):

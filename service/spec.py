@@ -34,13 +34,13 @@ PROJECTIONS = ("query", "key", "value", "output")
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
     "": dict.fromkeys(("chunk_size", "query_scale", "relative_scores", "grid_bias", "output_gate", "latent", "differential"), None)
-    | {"normalizer": "softmax"},
+    | {"normalizer": "softmax", "indexer": None},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None, "axes": None, "requires_positions": False},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
 
 NULLABLE = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init"}
-NULLABLE |= {"relative_scores", "grid_bias", "differential"}  # fields in which null has a meaning of its own
+NULLABLE |= {"relative_scores", "grid_bias", "differential", "indexer"}  # fields in which null has a meaning of its own
 
 
 def field_error(at: str, expected: str, got: str) -> PydanticCustomError:
@@ -309,6 +309,22 @@ class Differential(Part):
     )
 
 
+class Indexer(Part):
+    """DeepSeek's indexer (DeepSeek-AI 2025, arXiv 2512.02556): a query attends only to the keys with its `top_k` largest index scores.
+
+    I_ij = sum_h w_ih relu(q_ih · k_j) over small heads of its own. Queries are x W^T with `index_query.weight` [num_heads * head_dim, in],
+    from the latent vector of queries if there is one; keys, the same for all of these heads, norm(x W^T) with `index_key.weight` [head_dim,
+    key_dim] and a layer norm, `index_key_norm.weight` and `.bias`; w is x W^T with `index_head_weights.weight` [num_heads, d_model]. RoPE
+    rotates these queries and keys as those of the layer.
+    """
+
+    num_heads: Width = Field(description="Number of heads of the indexer.")
+    head_dim: Width = Field(description="Width of its heads.")
+    top_k: Width = Field(description="Number of keys that each query keeps.")
+    interleaved: Flag = Field(default=False, description="Whether RoPE rotates interleaved pairs here (GLM-5), or halves (DeepSeek-V3.2).")
+    eps: Eps = Field(default=1e-6, description="Of the layer norm of its keys.")
+
+
 def _admit_null(schema: dict[str, Any]) -> None:
     """Adds null to the JSON schema of every field that may be left out, and removes defaults that are derived from other fields."""
     for name, field in schema["properties"].items():
@@ -386,6 +402,7 @@ class LayerSpec(BaseModel):
         "(Nakanishi 2025, arXiv 2501.19399); sigmoid, 1/(1 + exp(ln(n) - S)) for n keys in the query's sequence, without padding and other "
         "segments (Ramapuram et al. 2024, arXiv 2409.04431).",
     )
+    indexer: Indexer | None = Field(default=None, description="Selection of the keys that each query attends to.")
     seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)] | None = Field(
         default=0, description="Seed of the drawn weights; null if weights were given."
     )
@@ -445,11 +462,13 @@ class LayerSpec(BaseModel):
             raise field_error("/bias", "false, since nothing is projected", "a bias")
         if self.bias and init.startswith("numpy_"):
             raise field_error("/bias", f"false, since init {init} has no bias", "true")
-        for name in ("output_gate", "latent", "relative_scores"):
+        for name in ("output_gate", "latent", "relative_scores", "indexer"):
             if getattr(self, name) and not self.projections:
                 raise field_error(f"/{name}", "null, since nothing is projected", "one")
             if getattr(self, name) and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
                 raise field_error(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
+        if self.indexer and self.rope and (dims := self.rope.dims or 0) > self.indexer.head_dim:
+            raise field_error("/indexer/head_dim", f"at least {dims}, which RoPE rotates", str(self.indexer.head_dim))
         if self.sinks and self.normalizer == "sigmoid":
             raise field_error("/sinks", "false, since sigmoid weights do not depend on other scores", "true")
         if self.latent and self.latent.rope_key_dim >= self.head_dim:
@@ -506,7 +525,8 @@ class LayerSpec(BaseModel):
     def widest(self) -> int:
         """Largest width of an input, a projection or the output."""
         ranks = (self.latent.key_value_rank, self.latent.query_rank or 1) if self.latent else ()
-        return max(self.d_model, self.key_dim, self.value_dim, self.output_dim, *self._projected_widths().values(), *ranks)
+        index_width = self.indexer.num_heads * self.indexer.head_dim if self.indexer else 0
+        return max(self.d_model, self.key_dim, self.value_dim, self.output_dim, *self._projected_widths().values(), *ranks, index_width)
 
     @property
     def query_dim(self) -> int:
@@ -544,16 +564,17 @@ class LayerSpec(BaseModel):
     @property
     def splits_over_keys(self) -> bool:
         """Whether the result of a call follows from those of parts that have some of its keys each, numbered from 0."""
-        return self.is_relative and not self.differential and self.normalizer == "softmax"
+        return self.is_relative and not (self.differential or self.indexer) and self.normalizer == "softmax"
 
     @property
     def undefined_outputs(self) -> dict[str, str]:
         """Outputs that the layer does not have -> why."""
+        undefined = {} if self.indexer else {"indexer_mask": "which has no indexer"}
         if self.differential:
-            return dict.fromkeys(("scores", "log_sum_exp"), "whose differential attention has two scores of each query and key")
+            return undefined | dict.fromkeys(("scores", "log_sum_exp"), "whose differential attention has two scores of each query and key")
         if self.normalizer == "sigmoid":
-            return {"log_sum_exp": "whose sigmoid weights are not divided by a sum"}
-        return {}
+            return undefined | {"log_sum_exp": "whose sigmoid weights are not divided by a sum"}
+        return undefined
 
     def has_bias(self, projection: str) -> bool:
         return self.bias if isinstance(self.bias, bool) else bool(getattr(self.bias, projection))
@@ -584,6 +605,11 @@ class LayerSpec(BaseModel):
             shapes |= dict.fromkeys(LAMBDAS, (self.head_dim // 2,))
             if self.differential.norm_weights:
                 shapes["head_norm.weight"] = (self.value_head_dim,)
+        if (indexer := self.indexer) is not None:
+            shapes["index_query.weight"] = (indexer.num_heads * indexer.head_dim, ins["query"])
+            shapes["index_key.weight"] = (indexer.head_dim, self.key_dim)
+            shapes |= dict.fromkeys(("index_key_norm.weight", "index_key_norm.bias"), (indexer.head_dim,))
+            shapes["index_head_weights.weight"] = (indexer.num_heads, self.d_model)
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         if self.relative_bias:

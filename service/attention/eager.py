@@ -52,7 +52,9 @@ class Eager:
         self._slopes = torch.tensor(alibi_slopes(spec.num_heads) if spec.alibi else [], dtype=self.dtype, device=device)
         relative = spec.relative_scores
         self._relative = None if relative is None else RelativeTerms(spec, relative, weights, self.dtype)
-        self.is_fusible = type(self) is Eager and not (spec.sinks or relative)  # whether torch's fused kernels compute such weights
+        self.is_fusible = type(self) is Eager and not (
+            spec.sinks or relative or spec.indexer
+        )  # whether torch's fused kernels compute such weights
         biases = ((spec.alibi, self._alibi), (spec.relative_bias, self._relative_bias), (spec.grid_bias, self._grid_bias))
         self.biases: list[LayerBias] = [bias for on, bias in biases if on]
         self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from service.attention.call import Call, Result, WeightBlock
 from service.attention.eager import PER_HEAD, rows_per_block
+from service.attention.indexer import KeyIndexer
 from service.attention.linear import set_precision
 from service.attention.projections import Projected, Projections
 from service.attention.sdpa import sdpa
@@ -40,6 +41,7 @@ class MultiHeadAttention:
         self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
         self.projections = Projections(spec, weights)
         self.eager = eager_for(spec)(spec, self.projections.weights, device)
+        self.indexer = None if spec.indexer is None else KeyIndexer(spec, self.projections.weights)
         self.short = Short(spec, self.projections.weights) if Short.suits_layer(spec, device) else None
 
     @property
@@ -57,6 +59,7 @@ class MultiHeadAttention:
 
     def _forward(self, call: Call) -> Result:
         set_precision(self.spec.matmul_precision)
+        call = self.select_keys(call)
         tensors, fully_masked = self._attend(call, *self.projections.project(call))
         if "output" in call.outputs:
             tensors["output"] = self.projections.project_back(tensors["concatenated"])
@@ -80,6 +83,8 @@ class MultiHeadAttention:
         elif wanted:
             everything = replace(call, heads=None, queries=None) if call.selects else call
             tensors |= self.eager(everything, query, key, value, fully_masked, wanted)
+        if "indexer_mask" in call.outputs and call.masks.attend_mask is not None:
+            tensors["indexer_mask"] = call.masks.attend_mask[:, 0]
         if PROJECTED & call.outputs:
             tensors |= {f"{name}_projection": x for name, x in zip(PROJECTIONS, (query, key, value), strict=False)}
         return self._merged(call, tensors), fully_masked
@@ -113,6 +118,10 @@ class MultiHeadAttention:
             gradients = torch.autograd.grad(output, inputs, call.output_gradient.to(output.dtype))
         return {name: x for name, x in zip(GRADIENTS, gradients, strict=True) if name in call.outputs}
 
+    def select_keys(self, call: Call) -> Call:
+        """The call with a mask of the keys that the layer's indexer selects; the same call if it has none."""
+        return call if self.indexer is None else self.indexer.select_keys(call)
+
     def fully_masked(self, call: Call) -> Tensor | None:
         """bool [b, h, q]: the rows without a key to attend to; None if there are none."""
         (batch, num_queries), num_keys, heads = call.query.shape[:2], call.key.shape[1], self.spec.num_heads
@@ -138,8 +147,8 @@ class MultiHeadAttention:
     ) -> Iterator[WeightBlock]:
         """Yield the weights of the selected heads and queries after dropout, block by block, and the keys that each row may attend to.
 
-        `query` and `key` are from `project`, `fully_masked` from the method of that name, all for the same heads. `blocks` are the rows of
-        each block. A caller that drops each block before the next needs memory for one block only.
+        The call is from `select_keys`, `query` and `key` are from `project`, `fully_masked` from the method of that name, all for the same
+        heads. `blocks` are the rows of each block. A caller that drops each block before the next needs memory for one block only.
         """
         for block in self.eager.row_blocks(*select_heads_and_queries(call, query, key, fully_masked), blocks):
             yield block.rows, block.attention_weights(), block.visible

@@ -16,7 +16,9 @@ from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
 
 Weights = dict[str, Array]
-DRAWN_MATRICES = (*PROJECTIONS, "gate", "query_down", "key_value_down", "rope_key", "position_key", "position_query")  # in this order
+LATENT_MATRICES = ("query_down", "key_value_down", "rope_key")
+INDEX_MATRICES = ("index_query", "index_key", "index_head_weights")
+DRAWN_MATRICES = (*PROJECTIONS, "gate", *LATENT_MATRICES, "position_key", "position_query", *INDEX_MATRICES)  # in this order
 DRAWN = {f"{name}.weight" for name in DRAWN_MATRICES}
 
 

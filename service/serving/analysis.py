@@ -83,12 +83,7 @@ def _fit_single(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
     for name in PER_HEAD_FIELDS:
         if getattr(spec, name):
             raise InvalidRequest.where(at, f"a metric other than single_head {layer}, since one head has no {name} of many", "single_head")
-    for name in ("attend_mask", "block_mask", "bias"):
-        array = getattr(request, name)
-        if array is not None and array.ndim == (4 if request.batched else 3) and array.shape[-3] > 1:
-            raise InvalidRequest.where(
-                f"/{name}", "the same for all heads, since single_head is among the metrics", f"{array.shape[-3]} heads"
-            )
+    binding.require_masks_of_all_heads(request, "since single_head is among the metrics")
 
 
 def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> MetricsOperation:

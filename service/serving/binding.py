@@ -26,6 +26,7 @@ from service.tensors import Array
 from service.wire.codec import Decoded
 from service.wire.problems import describe_value, validate
 from service.wire.schemas.attend import AttendRequest
+from service.wire.shapes import unaligned
 
 BEYOND = "positions below {}, beyond which this model rotates by other frequencies, {}"
 
@@ -88,9 +89,12 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
             source = "" if getattr(request, name) is not None else f" (taken from the {'query' if array is request.query else 'key'})"
             raise InvalidRequest.where(f"/{name}", f"{width} values per {name} {layer}", f"{array.shape[-1]}{source}")
     q, k, h = request.query.shape[-2], key.shape[-2], spec.num_heads
-    if spec.positional and request.query_offset is None and q != k:
+    if spec.positional and request.query_offset is None and unaligned(request, q, k):
         expected = f'an offset (0, "end", …), since {spec.positional} is on {layer} and {q} queries and {k} keys are given'
         raise InvalidRequest.where("/query_offset", expected, "nothing")
+    if request.query_lengths is not None:  # each sequence has positions of its own
+        keys = request.query_lengths if request.key_lengths is None else request.key_lengths
+        q, k = int(request.query_lengths.max()), int(keys.max())
     if spec.rope is not None and spec.rope.max_length is not None:
         offset = request.query_offset if isinstance(request.query_offset, int | list) else 0
         length = max(k, q + max(offset if isinstance(offset, list) else [offset], default=0))
@@ -111,6 +115,8 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
     for i, name in enumerate(request.outputs):
         if (reason := spec.undefined_outputs.get(name)) is not None:
             raise InvalidRequest.where(f"/outputs/{i}", f"an output other than {name} {layer}, {reason}", name)
+    if spec.indexer:
+        require_masks_of_all_heads(request, f"since the indexer of layer {request.layer} selects the same keys for all")
     if spec.differential and request.dropout is not None:
         raise InvalidRequest.where("/dropout", f"none {layer}, since dropout of a difference of two softmaxes is not defined", "dropout")
     if request.select and request.select.heads:
@@ -141,9 +147,6 @@ def _check_grid(request: AttendRequest, spec: LayerSpec, q: int, k: int, layer: 
     """Raises InvalidRequest unless all queries and keys are tokens of the layer's grid."""
     if (grid := spec.grid_bias) is None:
         return
-    if request.query_lengths is not None:  # each sequence has a grid of its own
-        keys = request.query_lengths if request.key_lengths is None else request.key_lengths
-        q, k = int(request.query_lengths.max()), int(keys.max())
     size = f"{grid.num_tokens} tokens of the grid of {grid.height} x {grid.width} {layer}"
     if k > grid.num_tokens:
         raise InvalidRequest.where("/query" if request.key is None else "/key", f"at most the {size}", str(k))
@@ -151,6 +154,14 @@ def _check_grid(request: AttendRequest, spec: LayerSpec, q: int, k: int, layer: 
     for offset in offsets:
         if offset == "end" or offset < 0 or offset + q > grid.num_tokens:
             raise InvalidRequest.where("/query_offset", f"the index of the first query among the {size}", describe_value(offset))
+
+
+def require_masks_of_all_heads(request: AttendRequest, reason: str) -> None:
+    """Raises InvalidRequest if a mask or bias has an axis of several heads."""
+    for name in ("attend_mask", "block_mask", "bias"):
+        array = getattr(request, name)
+        if array is not None and array.ndim == (4 if request.batched else 3) and array.shape[-3] > 1:
+            raise InvalidRequest.where(f"/{name}", f"the same for all heads, {reason}", f"{array.shape[-3]} heads")
 
 
 def bind(request: AttendRequest, spec: LayerSpec) -> Call:

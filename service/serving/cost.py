@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from service.attention.packed import BY_SEQUENCE
 from service.errors import Problem, TooLarge
-from service.spec import LayerSpec
+from service.spec import Indexer, LayerSpec
 from service.tensors import BY_TORCH, DATATYPES
 from service.wire.limits import MIB
 from service.wire.schemas.attend import AttendRequest
 
-TEXT_BYTES = {2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
+TEXT_BYTES = {1: 6, 2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
+OWN_DATATYPES = {"attention_weights.keys": "INT64", "indexer_mask": "BOOL"}  # outputs that are no numbers of the layer
 MAX_REPLY_MESSAGE = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
 MAX_BLOCK_ROWS = 1 << 11  # most rows of a block of `attention/relative_scores.py`, roughly
 OPERATIONS_PER_SEQUENCE = 1 << 16  # that take as long as the overhead of a sequence among several in one query
@@ -129,7 +130,7 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     value_width, joined_width = spec.num_kv_heads * spec.value_head_dim, spec.concatenated_dim
     matrices = ((name, shape) for name, shape in spec.weight_shapes().items() if name.endswith(".weight") and "norm" not in name)
     weights = {name: math.prod(shape) for name, shape in matrices if not name.startswith("position_")}
-    of_keys = sum(weights.get(f"{name}.weight", 0) for name in ("key", "value", "key_value_down", "rope_key"))
+    of_keys = sum(weights.get(f"{name}.weight", 0) for name in ("key", "value", "key_value_down", "rope_key", "index_key"))
     projections = q * (sum(weights.values()) - of_keys) + k * of_keys
     if spec.grid_bias is not None and spec.grid_bias.kind == "decomposed":  # each query times the vectors of all rows and columns
         projections += 2 * q * query_width * (spec.grid_bias.height + spec.grid_bias.width - 1)
@@ -141,6 +142,7 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     operations = b * (products + per_score) * (3 if inputs.gradients else 1)
     selected = h * q if inputs.heads is None or inputs.queries is None else inputs.heads * inputs.queries
     rows = selected * ("attention_weights" in inputs.outputs) + h * q * ("scores" in inputs.outputs) + 3 * h * q * inputs.gradients
+    rows += q * ("indexer_mask" in inputs.outputs)
     scores = b * k * rows
     per_query = spec.query_dim + query_width + 2 * joined_width + (spec.gate_dim + joined_width if spec.output_gate else 0)
     per_key = spec.key_dim + spec.value_dim + key_width + value_width
@@ -149,6 +151,9 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     sequences = b * (q * per_query + k * per_key)
     elements = sum(math.prod(shape) for shape in outputs.values())
     memory = (sequences + elements) * size + max(4, size) * (2 * scores + softmaxes * min(b * pairs, 1 << 21) + relative_elements)
+    if spec.indexer is not None:
+        index_operations, index_memory = _indexer_cost(spec.indexer, spec, q, k)
+        operations, memory = operations + b * index_operations, memory + b * index_memory
     datatypes = {name: wire_datatype(name, inputs.datatype, spec) for name in outputs}
     reply, tensors = reply_sizes(inputs.form, inputs.decimals, outputs, datatypes)
     return Cost(outputs, operations, scores, memory, reply, b, pairs, tensors)
@@ -167,6 +172,16 @@ def _relative_cost(spec: LayerSpec, b: int, q: int, k: int) -> tuple[int, int]:
     embedded = 0 if relative.columns else distances * spec.d_model
     elements = b * (distances * width + 4 * embedded + spec.num_heads * buckets * k) + min(2 * b * spec.num_heads * of_block, 1 << 22)
     return width * (embedded + of_block + buckets * k), elements
+
+
+def _indexer_cost(indexer: Indexer, spec: LayerSpec, q: int, k: int) -> tuple[int, int]:
+    """Operations and bytes of an indexer for one item, in float64, which takes twice as long; its projections are counted elsewhere."""
+    width, heads = indexer.num_heads * indexer.head_dim, indexer.num_heads
+    operations = 4 * q * k * width + 6 * heads * q * k + 40 * q * k
+    elements = (
+        q * (spec.query_dim + 3 * width) + k * (spec.key_dim + 3 * indexer.head_dim) + 3 * min(heads * q * k, max(1 << 20, heads * k))
+    )
+    return operations, 8 * elements + 2 * q * k
 
 
 def exceeded_limits(cost: Cost, limits: ServingLimits) -> list[Problem]:
@@ -234,6 +249,7 @@ def output_shapes(spec: LayerSpec, b: int, q: int, k: int) -> dict[str, tuple[in
         "value_projection": (b, kv, k, spec.value_head_dim),
         "head_outputs": (b, h, q, spec.value_head_dim),
         "concatenated": (b, q, joined),
+        "indexer_mask": (b, q, k),
         "query_gradient": (b, q, spec.query_dim),
         "key_gradient": (b, k, spec.key_dim),
         "value_gradient": (b, k, spec.value_dim),
@@ -264,7 +280,7 @@ def _weights(inputs: CostInputs, b: int, h: int) -> dict[str, tuple[int, ...]]:
 
 def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
     """The V2 datatype of an output in the reply; `datatype` is the requested one, None for the layer's."""
-    return "INT64" if name == "attention_weights.keys" else datatype or BY_TORCH[spec.dtype].name
+    return OWN_DATATYPES.get(name) or datatype or BY_TORCH[spec.dtype].name
 
 
 def reply_sizes(form: str, decimals: int | None, outputs: dict[str, tuple[int, ...]], datatypes: Mapping[str, str]) -> tuple[int, int]:

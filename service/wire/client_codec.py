@@ -151,7 +151,7 @@ def decode_metrics(body: bytes) -> Reply:
 def _reply(head: Mapping[str, Any], tensors: dict[str, Any]) -> Reply:
     _require_members(head, HEAD_MEMBERS, "a reply to POST /attend")
     arrays = [part for tensor in tensors.values() for part in (tensor.values() if isinstance(tensor, dict) else [tensor])]
-    names = [datatype_of(array).name for array in arrays if array.dtype != np.int64]
+    names = [datatype_of(array).name for array in arrays if array.dtype.kind not in "ib"]
     return Reply(dict(head["layer"]), int(head["fully_masked_rows"]), names[0] if names else "FP64", tensors)
 
 
@@ -194,7 +194,7 @@ def decode_tensor(value: Any, at: str, integers: bool = False) -> Array:
             data = pybase64.b64decode_as_bytearray(value["base64"], validate=True)  # an array over bytes would be read-only
             array = np.frombuffer(data, dtype)
         else:
-            array = np.array(value["data"], dtype if dtype.kind in "iu" else np.float64).astype(dtype, copy=False)
+            array = np.array(value["data"], dtype if dtype.kind in "iub" else np.float64).astype(dtype, copy=False)
         return array.reshape(value["shape"])
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise MalformedBody.where(at, "a tensor", f"something else ({error})") from None

@@ -43,7 +43,7 @@ def wire_array(name: str, array: Array, datatype: str, options: ReplyOptions) ->
 
     Raises InvalidRequest, with output and index, if an element is NaN or overflowed and `options.nonfinite` is "error".
     """
-    if array.dtype.kind in "iu":
+    if array.dtype.kind in "iub":
         return array, None
     if array.dtype != (wanted := DATATYPES[datatype].numpy):
         with np.errstate(over="ignore", invalid="ignore"):

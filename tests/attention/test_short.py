@@ -221,6 +221,7 @@ def test_calls_that_are_long_or_empty_are_left_to_torch(items: int, rows: int) -
         {"grid_bias": {"height": 3, "width": 5}},
         {"differential": {}},
         {"normalizer": "sigmoid"},
+        {"indexer": {"num_heads": 3, "head_dim": 2, "top_k": 5}},
         {"dtype": "float16"},
         {"dtype": "float64"},
         {"d_model": MAX_WIDTH + 2},

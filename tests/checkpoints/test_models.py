@@ -505,6 +505,7 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
         "relative_scores": None,
         "differential": None,
         "normalizer": "softmax",
+        "indexer": None,
     }
     expected |= {"rope.scaling": None, "rope.frequencies": None, "rope.attention_factor": 1.0, "rope.max_length": None}
     expected |= {"rope.axes": None, "rope.requires_positions": False, "grid_bias": None}

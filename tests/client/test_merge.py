@@ -126,7 +126,8 @@ def test_parts_of_any_call_to_any_layer_can_be_merged(client: Client, batched: b
     features = [
         feature
         for feature in FEATURES
-        if feature not in ("dropout", "fully_masked", "chunk_size", "query_scale", "differential", "normalizer", "grid_bias", "positions")
+        if feature
+        not in ("dropout", "fully_masked", "chunk_size", "query_scale", "differential", "normalizer", "indexer", "grid_bias", "positions")
     ]
     case = random_case(np.random.default_rng(seed), features=features, rate=0.4, dtype="float64", batched=batched)
     assume(case.spec.splits_over_keys)

@@ -57,13 +57,13 @@ def batched(ref: Reference, case: Case) -> Reference:
 
 def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
     """The items of a case, with padding and positions worked out from the request alone."""
-    request = case.request
-    ref = batched(forward.attend(case.spec, weights, **request), case)
+    request = {"key_segments": case.request.get("segments"), **case.request}
+    ref = batched(forward.attend(case.spec, weights, **case.request), case)
     b, h, q, k = ref.attention_weights.shape
     unbatched = np.ndim(request["query"]) == 2
     masks = [
         None if (x := request.get(name)) is None else np.asarray(x)[None] if unbatched else np.asarray(x)
-        for name in ("valid_lens", "attend_keys", "block_keys")
+        for name in ("valid_lens", "attend_keys", "block_keys", "key_segments")
     ]
     unreal = blocked_by_keys((b, h, q, k), *masks)
     positions = query_positions(request.get("query_offset"), unreal, False)

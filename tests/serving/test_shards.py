@@ -32,7 +32,9 @@ from service.wire.schemas.attend import AttendRequest, Select
 
 OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "query_projection", "key_projection", "value_projection"]
 OUTPUTS += ["head_outputs", "concatenated"]
-WHOLE = [feature for feature in FEATURES if feature not in ("dropout", "chunk_size", "query_scale", "differential", "normalizer")]
+WHOLE = [
+    feature for feature in FEATURES if feature not in ("dropout", "chunk_size", "query_scale", "differential", "normalizer", "indexer")
+]
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 SELECTIONS = [None, {"top_k": 3}, {"average": True}, {"average": True, "top_k": 2}, {"queries": [0]}, {"heads": [0]}]
 

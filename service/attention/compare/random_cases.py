@@ -51,6 +51,7 @@ LAYER_FEATURES = (
     "query_scale",
     "differential",
     "normalizer",
+    "indexer",
     "axes",  # of layers with rope
     "grid_bias",
     "relative_scores",
@@ -123,7 +124,7 @@ def random_case(
 def _draw_masks(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     share = rng.choice([0.1, 0.3, 0.8])  # probability that a pair is blocked; 0.8 leaves many rows without a key
-    for feature, suffix, shape in (("mask", "mask", _mask_shape(rng, sizes)), ("key_mask", "keys", sizes.lead(sizes.keys))):
+    for feature, suffix, shape in (("mask", "mask", _mask_shape(rng, sizes, drawn)), ("key_mask", "keys", sizes.lead(sizes.keys))):
         if feature in drawn:
             blocked = rng.random(shape) < share
             meaning = rng.choice(["attend", "block"])
@@ -136,15 +137,15 @@ def _draw_masks(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) 
         for name, n in (("query_segments", sizes.queries), ("key_segments", sizes.keys)):
             fields[name] = rng.choice([-1, 0, 1], sizes.lead(n), p=[0.1, 0.5, 0.4])
     if "bias" in drawn:
-        fields["bias"] = rng.standard_normal(shape := _mask_shape(rng, sizes))
+        fields["bias"] = rng.standard_normal(shape := _mask_shape(rng, sizes, drawn))
         fields["bias"][rng.random(shape) < rng.choice([0, 0.2])] = -np.inf
     return fields
 
 
-def _mask_shape(rng: np.random.Generator, sizes: Sizes) -> tuple[int, ...]:
-    """[q, k], [b, q, k] or [b, h, q, k], each axis 1 with probability 0.2; without a batch [q, k] or [h, q, k]."""
+def _mask_shape(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) -> tuple[int, ...]:
+    """[q, k], [b, q, k] or [b, h, q, k], each axis 1 with probability 0.2; without a batch [q, k] or [h, q, k]. No h with an indexer."""
     pair = (sizes.queries, sizes.keys)
-    shape = (pair, sizes.lead(*pair), sizes.lead(sizes.heads, *pair))[rng.integers(3)]
+    shape = (pair, sizes.lead(*pair), sizes.lead(sizes.heads, *pair))[rng.integers(2 if "indexer" in drawn else 3)]
     return tuple(1 if rng.random() < 0.2 else n for n in shape)
 
 
@@ -195,7 +196,7 @@ def settle(drawn: Collection[str], init: str) -> set[str]:
     if init == "torch_mha" or init.startswith("numpy_"):
         settled.discard("biases")
     if "projections" in settled or init == "torch_mha" or init.startswith("numpy_"):
-        settled -= {"output_gate", "latent", "relative_scores"}
+        settled -= {"output_gate", "latent", "relative_scores", "indexer"}
     if settled & {"rope", "query_scale", "differential"}:
         settled.discard("relative_scores")
     if "differential" in settled:
@@ -280,6 +281,10 @@ def draw_spec(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], in
     if "differential" in drawn:
         norm = {"eps": rng.choice([1e-5, 0.1]).item(), "norm_weights": bool(rng.random() < 0.5)}
         fields["differential"] = {"lambda_init": float(rng.uniform(0.2, 0.5)), **norm}
+    if "indexer" in drawn:
+        dims = (fields.get("rope") or {}).get("dims", sizes.head_dim)
+        section = {"num_heads": int(rng.integers(1, 4)), "head_dim": dims + int(rng.integers(1, 4)), "top_k": int(rng.integers(1, 8))}
+        fields["indexer"] = section | {"interleaved": bool(rng.random() < 0.5), "eps": rng.choice([1e-6, 0.1]).item()}
     if "normalizer" in drawn:
         fields["normalizer"] = rng.choice(["scalable_softmax", *([] if "sinks" in drawn else ["sigmoid"])]).item()
     if "grid_bias" in drawn:

@@ -26,6 +26,7 @@ class WeightReduction:
     @torch.inference_mode()
     def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
         """The reduction's tensors."""
+        call = layer.select_keys(call)
         query, key, _ = layer.project(call)
         fully_masked = layer.fully_masked(call)
         return Result(self.reduction(self._chosen(layer.attention_weights(call, query, key, fully_masked))), fully_masked)

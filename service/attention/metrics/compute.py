@@ -56,7 +56,7 @@ class _Measurement:
     """The metrics of one call. Each method computes those of one kind that are requested; `overflowed` has a flag of each input."""
 
     def __init__(self, layer: MultiHeadAttention, call: Call, query: MetricsQuery) -> None:
-        self.layer, self.call, self.query = layer, call, query
+        self.layer, self.call, self.query = layer, layer.select_keys(call), query
         self.projected: tuple[Tensor, ...] = layer.project(call)  # query, key, value: [b, heads, n, d]
         self.fully_masked = layer.fully_masked(call)
         self.real = real_keys(call.masks, call.key.shape[0])

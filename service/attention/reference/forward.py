@@ -52,6 +52,7 @@ class Reference:
     value_projection: Array  # [b, kv heads, k, dv]
     head_outputs: Array  # [b, h, q, dv], after head_scale and the gate
     concatenated: Array  # [b, q, h*dv]
+    indexer_mask: Array  # [b, q, k], 1 for the keys that the indexer selects; without an indexer, for those that may be attended to
     fully_masked: Array  # [b, h, q], true where no key is left
 
     @property
@@ -109,8 +110,8 @@ def attend(
     blocked_keys = blocked_by_keys(shape, *(as_batch(x, batched) for x in (valid_lens, attend_keys, block_keys, key_segments)))
     indices = query_positions(query_offset, blocked_keys, needed=causal or window is not None or bool(spec.positional))
     ahead = np.arange(shape[-1]) - indices[:, None, :, None]  # [b, 1, q, k], position of key j less that of query i
+    turned = rotary_positions(as_batch(positions, batched), as_batch(key_positions, batched), indices, shape[-1])
     if spec.rope:
-        turned = rotary_positions(as_batch(positions, batched), as_batch(key_positions, batched), indices, shape[-1])
         q, k = rotate_parts(spec, q, turned["query"]), rotate_parts(spec, k, turned["key"])
     if spec.qk_norm and spec.qk_norm.after_rope:
         q, k = (normalise_heads(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
@@ -130,6 +131,10 @@ def attend(
         other = blocked_by_segments(as_batch(query_segments, batched), as_batch(key_segments, batched))
         by_position, in_sequence = by_position | other, in_sequence & ~other[:, 0]
     blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | blocked_keys | by_position
+    allowed: Array = ~np.all(blocked, axis=1)  # [b, q, k]
+    if spec.indexer:
+        allowed &= indexed(spec, weights, as_batch(query, batched), as_batch(key, batched), turned, allowed)
+        blocked |= ~allowed[:, None]
     empty = np.all(blocked, axis=-1)  # [b, h, q]
     if fully_masked == "error" and empty.any():
         raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(empty)[0].tolist()}")
@@ -169,9 +174,31 @@ def attend(
         "value_projection": v,
         "head_outputs": heads,
         "concatenated": concatenated,
+        "indexer_mask": allowed.astype(np.float64),
         "fully_masked": empty,
     }
     return Reference(**{name: x if batched else x[0] for name, x in outputs.items()})
+
+
+def indexed(
+    spec: LayerSpec, weights: Mapping[str, Array], query: Array, key: Array, positions: Mapping[str, Array], allowed: Array
+) -> Array:
+    """Whether a key is among the top_k allowed ones by index score, bool [b, q, k] (DeepSeek-AI 2025, arXiv 2512.02556, equations 1, 2).
+
+    I_ij = Σ_h w_ih relu(q_ih · k_j). Ties go to the lower key. The models' positive factors on scores change no order. RoPE
+    rotates queries and keys by `positions`.
+    """
+    assert spec.indexer is not None
+    k = normalise_heads(project(key, weights, "index_key")[:, None], weights, "index_key", QKNorm(kind="layer", eps=spec.indexer.eps))
+    q = split_heads(project(compress(spec, weights, "query", query), weights, "index_query"), spec.indexer.num_heads)
+    if spec.rope:
+        rope = spec.rope.model_copy(update={"interleaved": spec.indexer.interleaved})
+        q, k = rotate(q, positions["query"], rope), rotate(k, positions["key"], rope)
+    scores = np.einsum("bqh,bhqk->bqk", project(query, weights, "index_head_weights"), np.maximum(q @ k.swapaxes(-1, -2), 0))
+    best = np.argsort(np.where(allowed, -scores, np.inf), axis=-1, kind="stable")[..., : spec.indexer.top_k]
+    selected = np.zeros(allowed.shape, bool)
+    np.put_along_axis(selected, best, True, axis=-1)
+    return selected
 
 
 def growth(spec: LayerSpec, blocked: Array, in_sequence: Array) -> tuple[Array, Array]:
@@ -259,11 +286,10 @@ def latent_heads(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Ar
 
 
 def compress(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
-    """The latent vectors of a query, key or value: [b, n, in] -> [b, n, rank]; x itself for queries without a rank."""
-    assert spec.latent is not None
-    down = "query_down" if name == "query" else "key_value_down"
-    if name == "query" and spec.latent.query_rank is None:
+    """The latent vectors of a query, key or value: [b, n, in] -> [b, n, rank]; x itself if there are none."""
+    if spec.latent is None or (name == "query" and spec.latent.query_rank is None):
         return x
+    down = "query_down" if name == "query" else "key_value_down"
     return normalise_heads(project(x, weights, down), weights, down, QKNorm(eps=spec.latent.eps))
 
 

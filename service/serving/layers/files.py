@@ -22,7 +22,7 @@ from service.wire.safetensors import read_tensors, write_tensors
 MAX_ORIGIN = 200  # characters
 SPEC, FINGERPRINT, ORIGIN = "spec", "fingerprint", "origin"
 POSITIONAL = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "relative_scores", "grid_bias")
-ASSUMABLE = ("scale", "softcap", *POSITIONAL, "qk_norm", "output_gate", "latent", "differential", "normalizer")
+ASSUMABLE = ("scale", "softcap", *POSITIONAL, "qk_norm", "output_gate", "latent", "differential", "normalizer", "indexer")
 CONFIG, LAYER, PART = "config", "layer", "part"  # a layer of a model with its config.json
 
 

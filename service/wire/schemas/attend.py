@@ -56,6 +56,7 @@ Output = Literal[
     "value_projection",
     "head_outputs",
     "concatenated",
+    "indexer_mask",
     "query_gradient",
     "key_gradient",
     "value_gradient",
@@ -324,6 +325,9 @@ class AttendReply(Document):
     value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
     head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's norm and output gate.")
     concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
+    indexer_mask: OptionalTensor | BySequence = _output(
+        "[b,q,k], of datatype BOOL. Whether the layer's indexer selects the key for the query."
+    )
     query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
     key_gradient: OptionalTensor = _output("Shape of the key.")
     value_gradient: OptionalTensor = _output("Shape of the value.")

@@ -85,6 +85,7 @@ def test_layers_have_everything_that_a_layer_may_have():
     }
     assert any(spec.chunk_size and spec.query_scale for spec in specs)
     assert {spec.differential.norm_weights for spec in specs if spec.differential and spec.rope} == {True, False}
+    assert any(spec.indexer and spec.latent and spec.rope for spec in specs)
     assert {spec.normalizer for spec in specs} == {"softmax", "scalable_softmax", "sigmoid"}
     assert {(spec.grid_bias.kind, spec.grid_bias.class_token) for spec in specs if spec.grid_bias} == {
         ("table", False),
@@ -109,8 +110,8 @@ def test_layers_have_everything_that_a_layer_may_have():
 
 
 def test_features_that_do_not_go_together_are_dropped():
-    everything = set(FEATURES) - {"differential", "relative_scores"}
-    assert settle(set(FEATURES) - {"projections", "relative_scores"}, "xavier_uniform") == set(FEATURES) - {
+    everything = set(FEATURES) - {"differential", "relative_scores", "indexer"}
+    assert settle(set(FEATURES) - {"projections", "relative_scores", "indexer"}, "xavier_uniform") == set(FEATURES) - {
         "projections",
         "qk_norm",
         "latent",
@@ -118,6 +119,7 @@ def test_features_that_do_not_go_together_are_dropped():
         "dropout",
         "relative_scores",
         "normalizer",
+        "indexer",
     }
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
@@ -126,7 +128,7 @@ def test_features_that_do_not_go_together_are_dropped():
     assert settle(everything - {"projections"}, "numpy_normal") == everything - {"projections", "biases", "output_gate", "latent"} - widths
     assert settle(everything, "torch_mha") == everything - {"biases", "output_gate", "latent"} - widths
     assert settle({"value"}, "torch_mha") == set()
-    assert settle({"relative_scores"}, "torch_mha") == set()
+    assert settle({"relative_scores", "indexer"}, "torch_mha") == set()
     assert settle({"relative_scores", "rope"}, "torch_linear") == {"rope"}
     assert settle({"relative_scores", "query_scale"}, "torch_linear") == {"query_scale"}
     assert settle({"relative_scores", "alibi"}, "torch_linear") == {"relative_scores", "alibi"}

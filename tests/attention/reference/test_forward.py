@@ -85,6 +85,7 @@ def test_shapes_of_all_outputs():
         "attention_weights": (3, 2, 5, 11),
         "scores": (3, 2, 5, 11),
         "normalised": (3, 1, 2, 5, 11),
+        "indexer_mask": (3, 5, 11),
         "log_sum_exp": (3, 2, 5),
         "query_projection": (3, 2, 5, 5),
         "key_projection": (3, 2, 11, 5),

@@ -166,6 +166,37 @@ def test_normalizers_that_do_not_go_with_other_fields():
         assert caught.value.errors()[0]["ctx"]["at"] == place
 
 
+# --- indexers -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_indexer_keeps_the_keys_of_the_largest_scores():
+    """One index head, whose keys after the norm are (1, -1) or (-1, 1); of equal scores the lower key wins."""
+    spec = LayerSpec(d_model=2, num_heads=1, bias=False, dtype="float64", indexer={"num_heads": 1, "head_dim": 2, "top_k": 2, "eps": 0})
+    weights = {f"{name}.weight": np.eye(2) for name in ("query", "key", "value", "output", "index_query", "index_key")}
+    weights |= {
+        "index_head_weights.weight": np.array([[1.0, 0.0]]),
+        "index_key_norm.weight": np.ones(2),
+        "index_key_norm.bias": np.zeros(2),
+    }
+    keys = np.array([[0.0, 3.0], [1.0, 5.0], [4.0, 1.0], [0.0, 1.0]])
+    got = attend(spec, weights, query=np.array([[2.0, 0.0], [2.0, 3.0]]), key=keys)
+    np.testing.assert_array_equal(got.indexer_mask, [[1, 0, 1, 0], [1, 1, 0, 0]])
+    np.testing.assert_array_equal(np.isneginf(got.scores[0]), got.indexer_mask == 0)
+    blocked = attend(spec, weights, query=np.array([[2.0, 0.0]]), key=keys, block_keys=[0, 0, 1, 0])
+    np.testing.assert_array_equal(blocked.indexer_mask, [[1, 1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [({"projections": False}, "/indexer"), ({"init": "numpy_normal"}, "/indexer"), ({"rope": {"dims": 4}}, "/indexer/head_dim")],
+    ids=str,
+)
+def test_indexers_that_no_layer_can_have(fields, place):
+    with pytest.raises(ValidationError) as caught:
+        LayerSpec(**{"d_model": 8, "num_heads": 2, "indexer": {"num_heads": 3, "head_dim": 2, "top_k": 5}} | fields)
+    assert caught.value.errors()[0]["ctx"]["at"] == place
+
+
 # --- heads and widths -----------------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +227,7 @@ def test_shapes_of_all_outputs():
         "head_outputs": (5, 6, 8, 3),
         "concatenated": (5, 8, 18),
         "normalised": (5, 1, 6, 8, 9),
+        "indexer_mask": (5, 8, 9),
         "fully_masked": (5, 6, 8),
     }
 

@@ -64,12 +64,15 @@ def hold(spec, weights, request):
         for n in range(h):
             for i in range(q):
                 at = place(request, "query", item, i, i + offset)
+                chosen = kept(spec, weights, request, (item, n, i), offset, query[item, i], key[item])
+                assert spec.indexer is None or got.indexer_mask[item, i].tolist() == [j in chosen for j in range(k)]
                 mine = grown(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, position=at)
                 same(got.query_projection[item, n, i], mine)
                 attention_weights, log_sum_exp = np.zeros(k), 0.0
                 for part, factor in reversed([*enumerate(softmax_factors(spec, weights))]):
                     pairs = [(halves(spec, mine)[part], halves(spec, keys[n // group][j])[part]) for j in range(k)]
                     scores = [score(spec, weights, request, (item, n, i, j), offset, *pair) for j, pair in enumerate(pairs)]
+                    scores = [s if j in chosen else -math.inf for j, s in enumerate(scores)]
                     scores = counted(spec, scores, sum(in_sequence(request, item, i, j, q) for j in range(k)))
                     own_weights, log_sum_exp = normalised(scores, weights["sinks"][n] if spec.sinks else -math.inf)
                     if spec.normalizer == "sigmoid":
@@ -126,6 +129,36 @@ def place(request, name, item, n, index):
     if name == "key":
         given = request.get("key_positions", given)
     return index if given is None else given[item % len(given), n]
+
+
+def kept(spec, weights, request, of_query, offset, query, keys):
+    """The keys that the indexer keeps of those that the masks leave: pairs of the score and the key, sorted, the best first."""
+    item, _, i = of_query
+    everything = set(range(len(keys)))
+    if spec.indexer is None:
+        return everything
+    nothing = spec.model_copy(update=dict.fromkeys(("alibi", "relative_bias", "grid_bias", "relative_scores", "softcap")))
+    free = [j for j in everything if score(nothing, weights, request, (*of_query, j), offset, np.zeros(1), np.zeros(1)) > -math.inf]
+    rows = latent(spec, weights, "query", query)
+    best = []
+    for j in free:
+        key = weights["index_key.weight"] @ keys[j]
+        centred = key - math.fsum(key) / len(key)
+        key = centred / math.sqrt(math.fsum(centred**2) / len(key) + spec.indexer.eps)
+        key = turned_index(spec, key * weights["index_key_norm.weight"] + weights["index_key_norm.bias"], place(request, "key", item, j, j))
+        total = 0.0
+        for m, factor in enumerate(weights["index_head_weights.weight"] @ query):
+            own = weights["index_query.weight"][m * len(key) : (m + 1) * len(key)] @ rows
+            own = turned_index(spec, own, place(request, "query", item, i, i + offset))
+            total += factor * max(0.0, math.fsum(own * key))
+        best.append((-total, j))
+    return {j for _, j in sorted(best)[: spec.indexer.top_k]}
+
+
+def turned_index(spec, x, position):
+    if not spec.rope:
+        return x
+    return turned(x.tolist(), spec.rope.model_copy(update={"interleaved": spec.indexer.interleaved}), position)
 
 
 def halves(spec, x):

@@ -904,3 +904,49 @@ def test_a_differential_layer_and_calls_to_it_in_every_datatype(http: httpx.Clie
     weights, outputs = np.array(reply["attention_weights"]), np.array(reply["head_outputs"])
     np.testing.assert_allclose(weights.sum(-1), 0.7, atol=1e-2 if dtype.endswith("16") else 1e-6)
     np.testing.assert_allclose((outputs**2).mean(-1), 0.7**2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
+def test_the_mask_of_an_indexer_can_be_requested_and_given_to_another_layer(http: httpx.Client, form: str) -> None:
+    """Each query keeps the best three of the keys that it may attend to. The mask is what the weights show, for every way to ask for it."""
+    latent, indexer = {"query_rank": 5, "key_value_rank": 7, "rope_key_dim": 2}, {"num_heads": 3, "head_dim": 4, "top_k": 3}
+    spec = {"d_model": 12, "num_heads": 2, "latent": latent, "rope": {"dims": 2}, "gain": 3.0}
+    assert http.put("/layers/indexed", json={"spec": spec | {"indexer": indexer}}).is_success
+    query = RNG.standard_normal((2, 7, 12)).tolist()
+    body = {"layer": "indexed", "query": query, "causal": True, "outputs": ["attention_weights", "indexer_mask", "output"]}
+    reply = http.post("/attend", json=body | {"reply": {"form": form}}).json()
+    plan = http.post("/attend/plan", json=body).json()["outputs"]["indexer_mask"]
+    mask = np.array(reply["indexer_mask"]) if form == "nested" else None
+    if form == "flat":
+        mask = np.array(reply["indexer_mask"]["data"]).reshape(reply["indexer_mask"]["shape"])
+    if form == "base64":
+        mask = np.frombuffer(base64.b64decode(reply["indexer_mask"]["base64"]), np.bool_).reshape(reply["indexer_mask"]["shape"])
+    alone = http.post("/attend", json={**body, "query": query[1], "outputs": ["indexer_mask", "output"]}).json()
+    entropy = http.post("/attend/analysis", json={"layer": "indexed", "query": query, "causal": True, "metrics": ["keys_for_mass"]}).json()
+    packed = http.post("/attend", json={**body, "query": query[0], "query_lengths": [3, 4], "outputs": ["indexer_mask"]})
+    assert http.put("/layers/plain", json={"spec": spec}).is_success  # the same weights, since those of the indexer are drawn last
+    masked = http.post("/attend", json={"layer": "plain", "query": query[1], "attend_mask": alone["indexer_mask"]}).json()
+    for name in ("indexed", "plain"):
+        http.delete(f"/layers/{name}")
+
+    assert mask is not None and mask.dtype == np.bool_ and plan == {"shape": [2, 7, 7], "datatype": "BOOL", "bytes": 98}
+    assert mask.sum(-1).tolist() == [[1, 2, 3, 3, 3, 3, 3]] * 2 and not np.triu(mask, 1).any()
+    if form == "nested":
+        assert ((np.array(reply["attention_weights"]) > 0) == mask[:, None]).all()
+        np.testing.assert_array_equal(alone["indexer_mask"], mask[1])
+        np.testing.assert_allclose(alone["output"], np.array(reply["output"])[1], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(alone["output"], masked["output"], rtol=1e-5, atol=1e-5)
+        assert np.max(entropy["metrics"]["keys_for_mass"]) <= 3
+        assert {name: np.array(x).shape for name, x in packed.json()["indexer_mask"].items()} == {"0": (3, 3), "1": (4, 4)}
+
+
+def test_what_does_not_go_with_an_indexer_is_refused(http: httpx.Client) -> None:
+    assert http.put(
+        "/layers/indexed", json={"spec": {"d_model": 4, "num_heads": 2, "indexer": {"num_heads": 1, "head_dim": 2, "top_k": 1}}}
+    )
+    for fields, at in (({"attend_mask": np.ones((2, 3, 3)).tolist()}, "/attend_mask"), ({"bias": np.zeros((2, 3, 3)).tolist()}, "/bias")):
+        refused = http.post("/attend", json={"layer": "indexed", "query": np.ones((3, 4)).tolist(), **fields})
+        assert refused.status_code == 422 and refused.json()["errors"][0]["at"] == at
+    http.delete("/layers/indexed")
+    refused = http.post("/attend", json={"query": np.ones((3, 64)).tolist(), "outputs": ["indexer_mask"]})
+    assert refused.status_code == 422 and "has no indexer" in refused.json()["errors"][0]["expected"]

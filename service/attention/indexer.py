@@ -1,0 +1,70 @@
+"""Selects the keys of each query by index scores (DeepSeek-AI 2025, "DeepSeek-V3.2", equations 1 and 2).
+
+    I_ij = Σ_h w_ih · relu(q_ih · k_j)        over the small heads h of the indexer, which share their keys
+
+Of the keys that a query may attend to, those with the `top_k` largest index scores are kept; ties go to the lower key. The models' factors
+1/√head_dim and 1/√num_heads change no order and are left out. A rounding error could choose another key, so all of this is computed in
+float64 from the inputs, whatever the layer's dtype: which keys are selected does not depend on the batch that a call is in.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everyone knows
+from torch import Tensor
+
+from service.attention.call import Call
+from service.attention.eager import row_blocks
+from service.attention.positions import rotate
+from service.attention.selection import top_k
+from service.spec import LayerSpec
+
+
+class KeyIndexer:
+    """The indexer of one layer. Immutable."""
+
+    def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
+        assert spec.indexer is not None
+        self.section, self.latent = spec.indexer, spec.latent
+        self.rope = spec.rope and spec.rope.model_copy(update={"interleaved": spec.indexer.interleaved})
+        self._weights = {name: x.double() for name, x in weights.items() if name.startswith(("index_", "query_down"))}
+
+    @torch.no_grad()
+    def select_keys(self, call: Call) -> Call:
+        """The call with a mask of the selected keys, bool [b, 1, q, k]; it may have no other mask with an axis of heads."""
+        if call.key.shape[1] <= self.section.top_k and "indexer_mask" not in call.outputs:
+            return call  # all keys are selected
+        query, key, factors = self._project(call)
+        (batch, heads, num_queries, _), num_keys = query.shape, key.shape[2]
+        selected = torch.zeros(batch, 1, num_queries, num_keys, dtype=torch.bool, device=query.device)
+        for rows in row_blocks(batch * heads * num_keys, num_queries):
+            products = F.relu(query[:, :, rows] @ key.transpose(2, 3))  # [b, heads, rows, k]
+            scores = (factors[:, rows, None] @ products.transpose(1, 2))[:, None, :, 0]  # [b, 1, rows, k]
+            visible = call.masks.visible(rows)
+            if visible is not None:
+                scores = scores.masked_fill(~visible, -torch.inf)
+            _, best = top_k(scores, min(self.section.top_k, num_keys))
+            kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+            selected[:, :, rows] = kept if visible is None else kept & visible
+        return replace(call, masks=replace(call.masks, attend_mask=selected))
+
+    def _project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [b, heads, q, head_dim], keys [b, 1, k, head_dim] and the heads' factors [b, q, heads], in float64."""
+        query, key = call.query.double(), call.key.double()
+        factors, key = self._product(query, "index_head_weights"), self._product(key, "index_key")
+        norm = self._weights["index_key_norm.weight"], self._weights["index_key_norm.bias"]
+        key = F.layer_norm(key, key.shape[-1:], *norm, self.section.eps)[:, None]
+        if self.latent is not None and self.latent.query_rank is not None:
+            query = self._product(query, "query_down")
+            query = F.rms_norm(query, query.shape[-1:], self._weights["query_down_norm.weight"], self.latent.eps)
+        query = self._product(query, "index_query")
+        query = query.view(*query.shape[:2], self.section.num_heads, self.section.head_dim).transpose(1, 2)
+        if self.rope is not None:
+            of_keys = torch.arange(key.shape[2], device=key.device)[None] if call.key_positions is None else call.key_positions
+            query = rotate(query, call.masks.positions if call.positions is None else call.positions, self.rope)
+            key = rotate(key, of_keys, self.rope)
+        return query, key, factors
+
+    def _product(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
