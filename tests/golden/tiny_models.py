@@ -260,4 +260,5 @@ def keep(here, name, module, value):
     while isinstance(value, tuple | list):
         value = value[0]
     value = value.transpose(1, 2) if isinstance(module, torch.nn.Conv1d) else value  # [b, width, n]
+    value = value.transpose(0, 1) if value.ndim == 3 and value.shape[1] == 1 else value  # [n, b, width]: FSMT
     here[name] = value.detach().numpy().reshape(len(value) if value.ndim > 2 else 1, -1, value.shape[-1]).copy()
