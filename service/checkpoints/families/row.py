@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, LINEAR, OTHER_NAMES, SLIDING, LayerType
@@ -10,7 +11,7 @@ from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary, rope_fields
 from service.errors import InvalidRequest
 
-MOST_LAYERS = 1 << 12  # of a stage
+MOST_STAGES, MOST_LAYERS = 64, 1 << 12  # of a model, of a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Attention:
     layer_type: LayerType | None = None  # for configs without that field
     flag: str = ""  # field of the config that says whether the model has this part; "": it always has
     stages: str = ""  # field with the number of layers of each stage, whose widths double; `{stage}` and `{block}` are in the path (Swin)
-    table: str = ""  # the end of the name of a table of relative biases that several layers share
+    table: str = ""  # the end of the name of a table of relative biases, or of vectors for distances, that several layers share
     ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that have no effect
     irrelevant: str = ""  # pattern of fields that have no effect on attention though their names suggest it
 
@@ -49,10 +50,12 @@ def number_of_layers(attention: Attention, config: Config) -> int:
 
 
 def _depths(attention: Attention, config: Config) -> list[int]:
-    depths = config.get(attention.stages)
-    if not isinstance(depths, list) or not depths or not all(type(depth) is int and 0 < depth <= MOST_LAYERS for depth in depths):
-        raise config.refusal(attention.stages, "a list with the number of layers of each stage", depths)
-    return depths
+    """The number of layers of each stage. Raises InvalidRequest."""
+    depths: Any = config.get(attention.stages)
+    is_list = isinstance(depths, list) and 0 < len(depths) <= MOST_STAGES
+    if not is_list or not all(type(depth) is int and 0 < depth <= MOST_LAYERS for depth in depths):
+        raise config.refusal(attention.stages, f"the number of layers of each stage, of at most {MOST_STAGES}", depths)
+    return list(depths)
 
 
 def place_of(attention: Attention, config: Config, n: int) -> dict[str, int]:
@@ -95,7 +98,7 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     if not 0 < head_dim <= WIDEST_HEAD:
         raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
     fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
-    fields |= {"output_gate": None, "latent": None, "grid_bias": None, "differential": None, "indexer": None}
+    fields |= {"output_gate": None, "latent": None, "grid_bias": None, "differential": None, "relative_scores": None, "indexer": None}
     if attention.kv_heads and config.get(*attention.kv_heads) is not None:
         fields["num_kv_heads"] = config.count(*attention.kv_heads)
     for trait in attention.traits:
