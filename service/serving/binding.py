@@ -26,6 +26,7 @@ from service.tensors import Array
 from service.wire.codec import Decoded
 from service.wire.problems import describe_value, validate
 from service.wire.schemas.attend import AttendRequest
+from service.wire.shapes import unaligned
 
 BEYOND = "positions below {}, beyond which this model rotates by other frequencies, {}"
 
@@ -88,9 +89,12 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
             source = "" if getattr(request, name) is not None else f" (taken from the {'query' if array is request.query else 'key'})"
             raise InvalidRequest.where(f"/{name}", f"{width} values per {name} {layer}", f"{array.shape[-1]}{source}")
     q, k, h = request.query.shape[-2], key.shape[-2], spec.num_heads
-    if spec.positional and request.query_offset is None and q != k:
+    if spec.positional and request.query_offset is None and unaligned(request, q, k):
         expected = f'an offset (0, "end", …), since {spec.positional} is on {layer} and {q} queries and {k} keys are given'
         raise InvalidRequest.where("/query_offset", expected, "nothing")
+    if request.query_lengths is not None:  # each sequence has positions of its own
+        keys = request.query_lengths if request.key_lengths is None else request.key_lengths
+        q, k = int(request.query_lengths.max()), int(keys.max())
     if spec.rope is not None and spec.rope.max_length is not None:
         offset = request.query_offset if isinstance(request.query_offset, int | list) else 0
         length = max(k, q + max(offset if isinstance(offset, list) else [offset], default=0))
@@ -143,9 +147,6 @@ def _check_grid(request: AttendRequest, spec: LayerSpec, q: int, k: int, layer: 
     """Raises InvalidRequest unless all queries and keys are tokens of the layer's grid."""
     if (grid := spec.grid_bias) is None:
         return
-    if request.query_lengths is not None:  # each sequence has a grid of its own
-        keys = request.query_lengths if request.key_lengths is None else request.key_lengths
-        q, k = int(request.query_lengths.max()), int(keys.max())
     size = f"{grid.num_tokens} tokens of the grid of {grid.height} x {grid.width} {layer}"
     if k > grid.num_tokens:
         raise InvalidRequest.where("/query" if request.key is None else "/key", f"at most the {size}", str(k))

@@ -126,7 +126,7 @@ def _packed(request: Any, b: int | None, q: int, k: int) -> None:
             raise field_error(f"/select/{name}", f"no {name} beside query_lengths", "both")
 
 
-def _unaligned(request: Any, q: int, k: int) -> bool:
+def unaligned(request: Any, q: int, k: int) -> bool:
     """Whether queries and keys, of any sequence, differ in number."""
     keys = request.key_lengths
     return q != k if keys is None else bool((keys != request.query_lengths).any())
@@ -137,7 +137,7 @@ def _positions(request: Any, b: int | None, q: int, k: int) -> None:
     if isinstance(offset, list) and (b is None or len(offset) != b):
         wanted = 'one integer or "end"' if b is None else f"{b} offsets, one per batch item"
         raise field_error("/query_offset", wanted, f"a list of {len(offset)}")
-    if offset is None and _unaligned(request, q, k) and (request.causal or request.window is not None):
+    if offset is None and unaligned(request, q, k) and (request.causal or request.window is not None):
         field = "causal" if request.causal else "window"
         expected = f'an offset (0, "end", …), since {field} is on and {q} queries and {k} keys are given'
         raise field_error("/query_offset", expected, "nothing")

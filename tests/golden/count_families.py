@@ -80,7 +80,7 @@ def main():
 
     signal.signal(signal.SIGALRM, stop)
     lines = {line.split(": ")[1]: line for line in FILE.read_text().splitlines()} if sys.argv[1:] else {}
-    for model_type in sys.argv[1:] or sorted(MODEL_MAPPING_NAMES):
+    for model_type in sorted(MODEL_MAPPING_NAMES.keys() & set(sys.argv[1:] or MODEL_MAPPING_NAMES)):
         signal.alarm(SECONDS)
         try:
             kind, why = verdict(model_type)

@@ -63,7 +63,7 @@ def compare(config, in_memory=False):
         if spec.rope and spec.rope.axes:
             shape = (seen["query"].shape[1], spec.rope.num_axes)
             seen["positions"] = next(positions for positions in model.positions if positions.shape[1:] == shape)
-        inputs = {name: seen[name] for name in ("query", "key", "value", "positions") if name in seen}
+        inputs = {name: seen[name] for name in ("query", "key", "value", "positions", "bias") if name in seen}
         ours = attend(spec, weights, **inputs, causal=is_causal(described, config)).output
         largest = np.abs(seen["output"]).max()
         right = np.isfinite(largest) and largest > 1e-3 and np.abs(ours - seen["output"]).max() <= TOLERANCE * largest
@@ -88,8 +88,7 @@ def document(config):
         for name, default in (("key", "query"), ("value", "key")):
             if not np.array_equal(seen[name], seen[default]):
                 request |= {"key": tensor(seen["key"]), name: tensor(seen[name])}
-        if "positions" in seen:
-            request["positions"] = tensor(seen["positions"])
+        request |= {name: tensor(seen[name]) for name in ("positions", "bias") if name in seen}
         request["causal"] = is_causal(described, config)
         case = {"layer": number, "part": part, "shapes": {name: list(shape) for name, shape in shapes.items()}}
         cases.append(case | {"request": request, "output": tensor(seen["output"])})

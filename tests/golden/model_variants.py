@@ -9,7 +9,7 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1}
 TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"] * 3}
 MROPE = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 1, 1]}
 
-SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4}
+SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4}
 SAM = {"image_size": 12, "patch_size": 4, "num_hidden_layers": 2, "window_size": 2}
 
 SIZES = {  # model_type -> fields without which it cannot be made so small

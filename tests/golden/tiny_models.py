@@ -54,6 +54,7 @@ IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])
 AXES = torch.tensor([[[0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7]], [[0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7]], [[0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]]])
 SHORTER = torch.tensor([[2, 7, 18, 28, 18, 28, 4]])
 KEPT = re.compile(r"embed_positions|inv_freq|position_ids|running_")  # tables that some models compute
+MASKED = ("SwinAttention", "DonutSwinAttention", "Swinv2Attention")  # which attend within windows of an image that was shifted
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "n_embed")
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 6),
@@ -160,6 +161,8 @@ class TinyModel:
             if "Rotary" in type(module).__name__ or "Rope" in type(module).__name__:
                 hooks.append(module.register_forward_pre_hook(self.keep_positions, with_kwargs=True))
         for key, (*inputs, output) in layers.items():
+            windows = (m for m in self.model.modules() if type(m).__name__ in MASKED and inputs[0] in m.modules())
+            hooks += [module.register_forward_pre_hook(partial(keep_mask, seen[key]), with_kwargs=True) for module in windows]
             for name, module in zip(("query", "key", "value"), inputs, strict=True):
                 hook = partial(keep_input, seen[key], name)
                 hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -183,6 +186,13 @@ class TinyModel:
             self.positions.append(ids.movedim(0, -1).numpy().astype(np.float64))
         elif ids is not None and ids.shape[-1] == 2:
             self.positions.append(ids.reshape(1, -1, 2).numpy().astype(np.float64))
+
+
+def keep_mask(here, _, x, named):
+    """Keeps a mask of windows, [windows, n, n]: numbers that are added to the scores."""
+    mask = named.get("attention_mask", x[1] if len(x) > 1 else None)
+    if mask is not None:
+        here["bias"] = mask.numpy().copy()
 
 
 def forward(model):
@@ -250,4 +260,5 @@ def keep(here, name, module, value):
     while isinstance(value, tuple | list):
         value = value[0]
     value = value.transpose(1, 2) if isinstance(module, torch.nn.Conv1d) else value  # [b, width, n]
+    value = value.transpose(0, 1) if value.ndim == 3 and value.shape[1] == 1 else value  # [n, b, width]: FSMT
     here[name] = value.detach().numpy().reshape(len(value) if value.ndim > 2 else 1, -1, value.shape[-1]).copy()

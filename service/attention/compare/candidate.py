@@ -23,7 +23,7 @@ from service.attention.compare.caller import Caller, CallFailed
 from service.attention.compare.cases import BATCH, POSITIONAL_QUERIES, QUERIES, CheckCase, draw_check_cases
 from service.attention.compare.convention import Convention, Polarity
 from service.attention.compare.names import CALL, HEADS, constructor_arguments, find_roles, mask_polarity
-from service.attention.compare.weights import complete_weights, is_matrix, plain_spec, read_weights
+from service.attention.compare.weights import complete_weights, is_matrix, multi_head, plain_spec, read_weights
 from service.spec import PROJECTIONS, LayerSpec
 from service.tensors import Array
 
@@ -125,7 +125,7 @@ def _with_weights(
 
 def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: int) -> tuple[Any, int | None]:
     """An instance, and the number of heads it was constructed with."""
-    spec = spec or LayerSpec(d_model=convention.d_model, num_heads=convention.num_heads or 3)
+    spec = spec or multi_head(convention.d_model, convention.num_heads or 3)
     arguments = constructor_arguments(inspect.signature(cls), convention, spec)
     heads = next((n for name, n in arguments.items() if name.lower() in HEADS.split()), None)
     torch = sys.modules.get("torch")
@@ -135,7 +135,7 @@ def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: 
         torch.manual_seed(seed)
         module = cls(**arguments)
         for parameter in module.parameters():
-            if not hasattr(parameter, "materialize") and bool((parameter == parameter.flatten()[0]).all()):
+            if not hasattr(parameter, "materialize") and bool((parameter == parameter.flatten()[:1]).all()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
         dtype = None if convention.dtype is None else getattr(torch, convention.dtype)
         return module.to(device=convention.device, dtype=dtype), heads
@@ -153,12 +153,10 @@ def _function(
         raise ValueError("ambiguous: the number of heads; pass num_heads=…")
     heads = 1 if convention.layout == "b,n,d" and not projects else heads or 3
     if spec is None:
-        fields = {"d_model": convention.d_model, "num_heads": heads, "projections": projects, "dtype": "float64"}
-        spec = LayerSpec.model_validate(fields | ({"bias": {name: f"{name}.bias" in taken for name in PROJECTIONS}} if projects else {}))
+        bias = {name: f"{name}.bias" in taken for name in PROJECTIONS}
+        spec = multi_head(convention.d_model, heads, projections=projects, bias=bias if projects else False)
     if spec.projections > projects:
-        raise ValueError(
-            "found no weights, though the spec has projections: pass weights={…}, arguments={…}, or a spec with projections false"
-        )
+        raise ValueError("found no weights of projections: pass weights={…}, arguments={…}, or a spec with projections false")
     rng = np.random.default_rng(seed)
     drawn = {name: rng.uniform(-1, 1, shape).astype(np.float32) for name, shape in spec.weight_shapes().items() if name in taken}
     matrices = found or {name: x.astype(np.float64) for name, x in drawn.items()}
@@ -171,9 +169,7 @@ def _candidate(caller: Caller, spec: LayerSpec, weights: Mapping[str, Array], mo
     """ValueError: a window or chunk that no case is long enough for."""
     lengths = [spec.chunk_size or 0, *(length or 0 for length in (spec.window.model_dump().values() if spec.window else ()))]
     if max(lengths) > (longest := POSITIONAL_QUERIES - 2):
-        raise ValueError(
-            f"expected a window or chunk of at most {longest} keys, so that it matters, got {max(lengths)}: pass a smaller spec"
-        )
+        raise ValueError(f"expected a window or chunk of at most {longest} keys, so that it matters, got {max(lengths)}")
     return Candidate(replace(caller, heads=spec.num_heads, kv_heads=spec.num_kv_heads), spec, weights, module)
 
 

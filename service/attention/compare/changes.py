@@ -23,14 +23,14 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The output and the weights of a computation, and their tolerances. `rows` [b, q] are those to compare: libraries differ in rows
-    without a key."""
+    """The output and the weights of a computation. `rows` [b, q] are those to compare: libraries differ in rows without a key."""
 
     outputs: Mapping[str, Array]
     tolerances: Mapping[str, float]
     rows: Array
 
     def agrees(self, name: str, got: Array) -> bool:
+        """Whether an output of a candidate has these numbers."""
         expected = self.outputs[name]
         if got.shape != expected.shape:
             return False
@@ -59,13 +59,10 @@ class Computation:
         mask = None if case.visible.all() else case.visible
         replaced = patch.multiple(forward, **self.functions) if self.functions else nullcontext()
         with replaced, np.errstate(all="ignore"):
-            result = forward.attend(
-                self.spec, self.weights, query=case.query, key=case.key, value=case.value, attend_mask=mask, bias=self.added
-            )
-        outputs = {
-            "output": result.output + case.query if self.residual else result.output,
-            "attention_weights": getattr(result, self.returned),
-        }
+            inputs: dict[str, Any] = {"query": case.query, "key": case.key, "value": case.value}
+            result = forward.attend(self.spec, self.weights, **inputs, attend_mask=mask, bias=self.added)
+        output = result.output + case.query if self.residual else result.output
+        outputs = {"output": output, "attention_weights": getattr(result, self.returned)}
         rows = np.ones(case.query.shape[:2], bool) if mask is None else np.logical_not(result.fully_masked.any(axis=1))
         norm, relative = self.spec.qk_norm is not None, self.tolerance
         tolerances = {name: tolerance(x, self.dtype, result.scores, norm=norm, relative=relative) for name, x in outputs.items()}
@@ -143,10 +140,12 @@ def in_mask(changed: Callable[[Array, Array], Array]) -> Change:
     return lambda c: replace(c, case=replace(c.case, visible=changed(c.case.mask, c.case.visible)))
 
 
+UNMASK = in_mask(lambda _, visible: np.ones_like(visible))
+
+
 def add_mask(changed: Callable[[Array], Array]) -> Change:
     """Adds numbers made of the mask to the scores, and blocks nothing."""
-    unmask = in_mask(lambda _, visible: np.ones_like(visible))
-    return lambda c: unmask(replace(c, added=changed(c.case.visible).astype(np.float64)))
+    return lambda c: UNMASK(replace(c, added=changed(c.case.visible).astype(np.float64)))
 
 
 def in_functions(**functions: Function) -> Change:
@@ -185,8 +184,8 @@ def over_axis(axis: int) -> Change:
 
 def block_after_softmax(c: Computation) -> Computation:
     """Sets the weights of blocked keys to 0."""
-    visible, unmask = c.case.visible[:, None], in_mask(lambda _, visible: np.ones_like(visible))
-    return unmask(in_softmax(lambda softmax, _: lambda scores, sinks=None: (softmax(scores, sinks)[0] * visible, scores[..., 0]))(c))
+    visible = c.case.visible[:, None]
+    return UNMASK(in_softmax(lambda softmax, _: lambda scores, sinks=None: (softmax(scores, sinks)[0] * visible, scores[..., 0]))(c))
 
 
 def spread_rotary_part(function: str, spread: Callable[[Array, int], Array]) -> Change:

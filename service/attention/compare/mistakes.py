@@ -64,9 +64,7 @@ MERGE: dict[str, Function] = {
     "not transposed": lambda x: x.reshape(*x.shape[:2], -1),
     "sequence first": lambda x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
 }
-
-
-# for splits that change the number of heads: neither repeats them nor adds a bias for each
+# For splits that change the number of heads: no repeated heads, and no bias for each head.
 OTHER_HEADS: dict[str, Function] = {"repeat_kv_heads": lambda x, heads: x, "position_bias": lambda *_: 0.0}
 
 

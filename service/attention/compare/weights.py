@@ -116,19 +116,16 @@ def plain_spec(found: Mapping[str, Array], heads: int) -> LayerSpec:
     d_model = next((widths[role] for role in ("query", "qkv", "in_proj") if role in widths), None)
     if d_model is None:
         raise ValueError("found no weight of query: pass weights={…}")
-    if d_model % heads:
-        raise ValueError(f"expected a number of heads that divides {d_model}, got {heads}: pass num_heads=…")
     bias = {role: not found.keys().isdisjoint({f"{role}.bias", "qkv.bias", "in_proj.bias"}) for role in PROJECTIONS[:3]}
-    return LayerSpec.model_validate(
-        {
-            "d_model": d_model,
-            "num_heads": heads,
-            "key_dim": widths.get("key"),
-            "value_dim": widths.get("value"),
-            "bias": bias | {"output": "output.bias" in found},
-            "dtype": "float64",
-        }
-    )
+    bias["output"] = "output.bias" in found
+    return multi_head(d_model, heads, bias=bias, key_dim=widths.get("key"), value_dim=widths.get("value"))
+
+
+def multi_head(d_model: int, heads: int, **fields: Any) -> LayerSpec:
+    """Multi-head attention with these fields. ValueError: heads that do not divide d_model."""
+    if d_model % heads:
+        raise ValueError(f"expected a number of heads that divides {d_model}, got {heads}: pass num_heads=… or d_model=…")
+    return LayerSpec.model_validate({"d_model": d_model, "num_heads": heads, "dtype": "float64", **fields})
 
 
 def complete_weights(found: Mapping[str, Array], spec: LayerSpec, convention: Convention) -> dict[str, Array]:

@@ -715,6 +715,7 @@ UNTOLD = {
     "matrices of a function": (torch_function_of_matrices, {"num_heads": 2}, 'pass orientation="in,out" for x @ W'),
     "missing matrix of a function": (lambda x, W_q, W_k: x, {"framework": "numpy", "num_heads": 2}, "found no weight of value"),
     "heads": (NoHeads(), {"mask_means": "attend"}, "pass num_heads="),
+    "other heads of a class": (FromScratch, {"mask_means": "attend", "num_heads": 5}, "divides 12, got 5"),
     "other heads": (FromScratch(12, 3), {"mask_means": "attend", "num_heads": 5}, "divides 12, got 5"),
     "wrong weights": (NumPyAttention, {"mask_means": "block", "weights": TOLD | {"key.bias": np.ones(3)}}, "expected key.bias"),
     "nothing to call": (SimpleNamespace(W_q=np.eye(2), W_k=np.eye(2), W_v=np.eye(2)), {}, "pass method="),

@@ -161,6 +161,18 @@ def test_longer_positions_than_a_model_has_are_refused(made: httpx.Client) -> No
     ]
 
 
+def test_sequences_in_one_query_are_aligned_one_by_one(made: httpx.Client) -> None:
+    """As many queries as keys in all, but not in each sequence; and none is too long for a model whose sum would be."""
+    body = {"layer": "line", "query": QUERY[0, :5].tolist(), "key": KEY[0].tolist(), "query_lengths": [2, 3], "outputs": ["output"]}
+    answer = made.post("/attend", json={**body, "key_lengths": [3, 2]})
+    assert answer.json()["errors"][0]["at"] == "/query_offset"
+    assert made.post("/attend", json={**body, "key_lengths": [3, 2], "query_offset": 0}).is_success
+    assert made.post("/attend", json={**body, "key_lengths": [2, 3]}).is_success
+    assert made.put("/layers/line", json={"spec": {**LINE, "rope": {"max_length": 3}}}).is_success
+    assert made.post("/attend", json={**body, "key_lengths": [2, 3]}).is_success
+    assert made.post("/attend", json={**body, "key_lengths": [1, 4], "query_offset": 0}).status_code == 422
+
+
 def test_a_single_head_has_no_grid_of_many(made: httpx.Client) -> None:
     answer = made.post("/attend/analysis", json={"layer": "grid", "query": QUERY.tolist(), "metrics": ["single_head"]})
     assert "grid_bias" in answer.json()["errors"][0]["expected"]
