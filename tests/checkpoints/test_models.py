@@ -239,6 +239,7 @@ def test_latents_that_config_and_tensors_disagree_about_are_refused(
         ("swin", {"depths": [1]}, "/layer"),
         ("swin", {"depths": 3}, "/config/depths"),
         ("swin", {"depths": [1, 0]}, "/config/depths"),
+        ("swin", {"depths": [4096] * 65}, "/config/depths"),
         ("swin", {"num_heads": [2]}, "/config/num_heads"),
         ("swin", {"num_heads": [2, 2]}, "/weights/"),
         ("swin", {"embed_dim": 16}, "/spec/"),

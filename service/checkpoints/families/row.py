@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, LINEAR, OTHER_NAMES, SLIDING, LayerType
@@ -10,7 +11,7 @@ from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary, rope_fields
 from service.errors import InvalidRequest
 
-MOST_LAYERS = 1 << 12  # of a stage
+MOST_STAGES, MOST_LAYERS = 64, 1 << 12  # of a model, of a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,12 @@ def number_of_layers(attention: Attention, config: Config) -> int:
 
 
 def _depths(attention: Attention, config: Config) -> list[int]:
-    depths = config.get(attention.stages)
-    if not isinstance(depths, list) or not depths or not all(type(depth) is int and 0 < depth <= MOST_LAYERS for depth in depths):
-        raise config.refusal(attention.stages, "a list with the number of layers of each stage", depths)
-    return depths
+    """The number of layers of each stage. Raises InvalidRequest."""
+    depths: Any = config.get(attention.stages)
+    is_list = isinstance(depths, list) and 0 < len(depths) <= MOST_STAGES
+    if not is_list or not all(type(depth) is int and 0 < depth <= MOST_LAYERS for depth in depths):
+        raise config.refusal(attention.stages, f"the number of layers of each stage, of at most {MOST_STAGES}", depths)
+    return list(depths)
 
 
 def place_of(attention: Attention, config: Config, n: int) -> dict[str, int]:
