@@ -439,7 +439,7 @@ def test_an_init_of_null_without_weights_is_the_default(http: httpx.Client, seed
 
 
 def test_given_weights_admit_seed_and_init_but_no_gain(http: httpx.Client) -> None:
-    """The spec of another layer may have them, and the reply shows them as null. A gain would be ignored, so it is refused, in files too."""
+    """The spec of another layer may have them, and the reply shows them as null. A gain would be ignored, so it is refused."""
     spec, weights = {"d_model": 2, "num_heads": 1, "bias": False}, {name: tensor.tolist() for name, tensor in PLAIN.items()}
     plain = http.put("/layers/filed", json={"spec": spec, "weights": weights}).json()
     assert (plain["spec"]["seed"], plain["spec"]["init"], plain["spec"]["gain"]) == (None, None, 1)
