@@ -12,8 +12,18 @@ MROPE = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 1, 1]}
 SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4}
 SAM = {"image_size": 12, "patch_size": 4, "num_hidden_layers": 2, "window_size": 2}
 
+DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+
 SIZES = {  # model_type -> fields without which it cannot be made so small
     "helium": {"hidden_size": 32},
+    "deberta": DEBERTA | {"max_relative_positions": 5},
+    "deberta-v2": DEBERTA | {"position_buckets": 6, "max_relative_positions": 9, "norm_rel_ebd": "layer_norm", "share_att_key": True},
+    "wav2vec2-bert": {
+        "feature_projection_input_dim": 80,
+        "max_source_positions": 10,
+        "left_max_position_embeddings": 4,
+        "right_max_position_embeddings": 2,
+    },
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "mpnet": {"relative_attention_num_buckets": 32},
@@ -101,6 +111,13 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
     "deepseek_v2": LATENT | {"kv_lora_rank": 8, "qk_nope_head_dim": 6},
 }
 VARIANTS = {  # name -> (model_type, fields)
+    "deberta_v2_own": ("deberta-v2", {"share_att_key": False, "norm_rel_ebd": "none", "position_buckets": -1, "pos_att_type": "p2c|c2p"}),
+    "deberta_v2_c2p": ("deberta-v2", {"share_att_key": False, "pos_att_type": ["c2p"]}),
+    "deberta_c2p": ("deberta", {"pos_att_type": ["c2p"], "max_relative_positions": -1}),
+    "wav2vec2_conformer_plain": ("wav2vec2-conformer", {"position_embeddings_type": None}),
+    "wav2vec2_bert_relative": ("wav2vec2-bert", {"position_embeddings_type": "relative"}),
+    "parakeet_ctc": ("parakeet_ctc", {}),
+    "xlnet_clamped": ("xlnet", {"clamp_len": 3}),
     "llama_llama3": ("llama", {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}, "attention_bias": True}),
     "llama_linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "llama_dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
