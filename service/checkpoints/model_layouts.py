@@ -284,6 +284,22 @@ def conv_cross(tensors: LayerTensors) -> Converted:
     return _converted(tensors, weights)
 
 
+INDEXER_NAMES = {
+    "indexer.wq_b.weight": "index_query.weight",
+    "indexer.wk.weight": "index_key.weight",
+    "indexer.k_norm.weight": "index_key_norm.weight",
+    "indexer.k_norm.bias": "index_key_norm.bias",
+    "indexer.weights_proj.weight": "index_head_weights.weight",
+}
+
+
+def latent_indexed(tensors: LayerTensors) -> Converted:
+    """As `latent`, with an indexer."""
+    converted = latent(tensors)
+    converted.weights.update({part: tensors.arrays[part] for part in INDEXER_NAMES.values()})
+    return converted
+
+
 def grouped_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
     """Rows [kv heads, queries of each + 2, head_dim] (Falcon-40B); with kv heads = heads, [heads, (q, k, v), head_dim] (GPT-NeoX)."""
     heads, kv_heads, head_dim = _sizes(tensors)
@@ -332,6 +348,13 @@ MODEL_LAYOUTS: dict[str, Layout] = {
             LATENT_NAMES,
             latent,
             optional=(("query_down.weight", "query_down_norm.weight"), ("query_down.bias",), ("kv.bias",), ("output.bias",)),
+            ignored=IGNORED,
+        ),
+        Layout(
+            "latent, indexed",
+            LATENT_NAMES | INDEXER_NAMES,
+            latent_indexed,
+            optional=(("query_down.bias",), ("kv.bias",), ("output.bias",)),
             ignored=IGNORED,
         ),
     )

@@ -325,6 +325,17 @@ def test_cross_attention_is_where_the_config_says(model: str, fields: dict[str, 
 
 
 @pytest.mark.parametrize(
+    "fields", [{"indexer_types": ["full", "full", "shared"] * 2}, {"index_topk_pattern": "FFS" * 2}, {"index_topk_freq": 2}]
+)
+def test_layers_that_share_the_keys_of_an_earlier_layer_are_refused(fields: dict[str, Any]) -> None:
+    config = {name: x for name, x in MODELS["glm_moe_dsa"]["config"].items() if name != "indexer_types"} | fields
+    assert describe(config, 1).fields["indexer"]["top_k"] == 4
+    with pytest.raises(InvalidRequest, match="full in layer 2") as refusal:
+        describe(config, 2)
+    assert refusal.value.problems[0].at == "/config/indexer_types"
+
+
+@pytest.mark.parametrize(
     ("model", "config", "at"),
     [
         ("deberta", {"relative_attention": False}, "/config/relative_attention"),
@@ -368,6 +379,8 @@ NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
         "gemma4_text",
         "laguna",
         "deepseek_v3_yarn",
+        "deepseek_v32_yarn",
+        "diffllama",
         "swinv2",
         "vitdet",
         "dinov3_vit",

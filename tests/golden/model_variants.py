@@ -108,6 +108,7 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
         "rope_parameters": YARN | {"original_max_position_embeddings": 4, "mscale_all_dim": 1.2, "llama_4_scaling_beta": 0.5},
     },
     "kimi_linear": LATENT | {"mlp_layer_types": ["dense"] * 6},
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), LATENT | {"index_topk": 4, "index_head_dim": 6, "index_n_heads": 8}),
     "deepseek_v2": LATENT | {"kv_lora_rank": 8, "qk_nope_head_dim": 6},
 }
 VARIANTS = {  # name -> (model_type, fields)
@@ -134,6 +135,8 @@ VARIANTS = {  # name -> (model_type, fields)
     "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "deepseek_v2_one_step": ("deepseek_v2", {"q_lora_rank": None}),
     "diffllama_biased": ("diffllama", {"attention_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}),
+    "deepseek_v32_yarn": ("deepseek_v32", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "attention_bias": True}),
+    "glm_moe_dsa_shared": ("glm_moe_dsa", {"indexer_types": ["full", "full", "shared"] * 2}),
     "deepseek_v3_yarn": (
         "deepseek_v3",
         LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "rope_interleave": False, "attention_bias": True},

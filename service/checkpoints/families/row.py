@@ -98,7 +98,7 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     if not 0 < head_dim <= WIDEST_HEAD:
         raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
     fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
-    fields |= {"output_gate": None, "latent": None, "grid_bias": None, "differential": None, "relative_scores": None}
+    fields |= {"output_gate": None, "latent": None, "grid_bias": None, "differential": None, "relative_scores": None, "indexer": None}
     if attention.kv_heads and config.get(*attention.kv_heads) is not None:
         fields["num_kv_heads"] = config.count(*attention.kv_heads)
     for trait in attention.traits:
