@@ -36,6 +36,7 @@ STORED = {  # layout -> how matrices are stored
     "conv": "Matrices are [in, out], one of them with the columns [Q | K | V].",
     "separate, norms less 1": "Weights of norms are stored less 1.",
     "gated queries, norms less 1": "The matrix of Q has the rows [heads, (Q, gate), head_dim]; weights of norms are stored less 1.",
+    "xlnet": "Matrices are [in, heads, head_dim]. Scores between segments, which `token_type_ids` add, are not computed.",
     "differential": "Rows of Q, K and V are [halves, heads, …], so that each half has all heads.",
     "gated stack": "One matrix has the rows [gate; Q; K; V].",
 }
@@ -258,6 +259,10 @@ def _tensors(cases: Sequence[Case]) -> Iterator[str]:
     layer = cases[0].layer
     notes = [STORED[layer.attention.layout]] if layer.attention.layout in STORED else []
     notes += [f"The config has factors that are multiplied into the weights of {', '.join(layer.factors)}."] if layer.factors else []
+    if layer.projects_table is not None:
+        own = "projections of its own" if layer.projects_table else "those of Q and K"
+        normed = ", after a layer norm" if layer.table_eps is not None else ""
+        notes.append(f"Vectors of distances are products of the table that layers share{normed}, and {own}.")
     notes += ["Matrices are convolutions of width 1 in groups, which become their blocks."] if layer.groups else []
     if notes:
         yield " ".join(notes)

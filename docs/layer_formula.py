@@ -5,8 +5,8 @@ import math
 from service.spec import LayerSpec
 
 COVERED = """d_model num_heads num_kv_heads head_dim value_head_dim key_dim value_dim output_dim bias projections scale softcap window
-chunk_size rope query_scale alibi relative_bias grid_bias qk_norm sinks output_gate latent differential indexer seed init gain
-dtype matmul_precision"""
+chunk_size rope query_scale alibi relative_bias relative_scores grid_bias qk_norm sinks output_gate latent differential indexer seed init
+gain dtype matmul_precision"""
 
 
 def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
@@ -30,7 +30,7 @@ def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
         steps["query_scale"] = "Q_i = Q_i · (1 + factor · ln(1 + ⌊(i + shift) / length⌋))"
     usual = math.isclose(spec.scale, spec.head_dim**-0.5, rel_tol=1e-9)
     factor = " / √head_dim" if usual else "" if spec.scale == 1 else " · scale"
-    steps["scores"] = f"S = Q Kᵀ{factor}"
+    steps["scores"] = _relative(spec, factor) if spec.relative_scores else f"S = Q Kᵀ{factor}"
     if spec.differential:
         steps["scores"] = "S1 = Q1 K1ᵀ / √(head_dim/2),  S2 = Q2 K2ᵀ / √(head_dim/2), of the halves of each head"
     if spec.softcap:
@@ -74,6 +74,15 @@ def _norm(spec: LayerSpec) -> str:
     weights = "with weights" if norm.over == "all" and norm.weights == "own" else weights
     values = ",  V = RMSNorm(V)" if norm.values else ""
     return f"Q = {kind}(Q),  K = {kind}(K){values}, over {over}, {weights}"
+
+
+def _relative(spec: LayerSpec, factor: str) -> str:
+    relative = spec.relative_scores
+    if relative.kind == "transformer_xl":
+        far = f", at most {relative.max_distance}" if relative.max_distance else ""
+        return f"S_ij = ((q_i + u)·k_j + (q_i + v)·W_R R_D){factor}, with the sinusoids R_D of D = i - j{far}"
+    bucket = "bucket(i - j)" if relative.buckets else "i - j"
+    return f"S_ij = (q_i·k_j + q_i·r_D{' + k_j·s_D' if relative.position_to_content else ''}){factor}, D = {bucket}"
 
 
 def _rope(spec: LayerSpec) -> str:

@@ -85,6 +85,8 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
     ):
         if spec.get(field):
             yield words
+    if relative := spec.get("relative_scores"):
+        yield "Transformer-XL's positions" if relative["kind"] == "transformer_xl" else "relative positions by content"
     if grid := spec.get("grid_bias"):
         yield "relative positions in a grid by content" if grid["kind"] == "decomposed" else "a table of relative positions in a grid"
 

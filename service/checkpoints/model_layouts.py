@@ -18,15 +18,22 @@ from service.spec import LAMBDAS, PROJECTIONS
 from service.tensors import Array
 
 SPELLINGS = {
-    "query": "q_proj query self.query q attn.q q_lin Wq self.q_proj attention.query q_proj.linear query_proj",
-    "key": "k_proj key self.key k attn.k k_lin Wk self.k_proj attention.key k_proj.linear key_proj",
-    "value": "v_proj value self.value v attn.v v_lin Wv self.v_proj attention.value v_proj.linear value_proj",
-    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv att_proj gqkv_proj attention.qkv",
+    "query": "q_proj query self.query q attn.q q_lin Wq self.q_proj attention.query q_proj.linear query_proj linear_q self.query_proj",
+    "key": "k_proj key self.key k attn.k k_lin Wk self.k_proj attention.key k_proj.linear key_proj linear_k self.key_proj",
+    "value": "v_proj value self.value v attn.v v_lin Wv self.v_proj attention.value v_proj.linear value_proj linear_v self.value_proj",
+    "qkv": "qkv_proj Wqkv query_key_value c_attn qkv in_proj self.Wqkv att_proj gqkv_proj attention.qkv self.in_proj",
     "output": "o_proj out_proj dense output.dense o attn.o out_lin Wo wo c_proj proj projection o_proj.linear attn_out projection_layer "
-    "post_attention.conv1d",
+    "post_attention.conv1d linear_out",
     "query_norm": "q_norm query_layernorm q_layernorm query_norm",
     "key_norm": "k_norm key_layernorm k_layernorm key_norm",
     "gate": "gate_proj g_proj",
+    "position_key": "linear_pos relative_k_proj self.pos_key_proj self.pos_proj",
+    "position_query": "self.pos_query_proj self.pos_q_proj",
+}
+DISTANCES = {  # vectors for distances, and of Transformer-XL's biases
+    **dict.fromkeys(("pos_bias_u", "bias_u"), "content_bias"),
+    **dict.fromkeys(("pos_bias_v", "bias_v"), "position_bias"),
+    "distance_embedding.weight": "distances",
 }
 GRIDS = {  # tables of relative positions in a grid: Swin and BEiT, SAM
     "self.relative_position_bias_table": "grid_bias",
@@ -51,7 +58,8 @@ def _names(*parts: str) -> dict[str, str]:
     names = {f"{spelling}.{kind}": f"{part}.{kind}" for part in parts for spelling in SPELLINGS[part].split() for kind in KINDS}
     packed = {f"in_proj_{kind}": f"qkv.{kind}" for kind in KINDS} if "qkv" in parts else {}
     packed |= {"attention.q_bias": "query.bias", "attention.v_bias": "value.bias"} if "query" in parts else {}  # VideoMAE
-    return names | packed | dict.fromkeys(SINKS, "sinks") | {"gate_bias": "gate.bias"} | GRIDS
+    packed |= {"self.q_bias": "query.bias", "self.v_bias": "value.bias"} if "qkv" in parts else {}  # DeBERTa
+    return names | packed | dict.fromkeys(SINKS, "sinks") | {"gate_bias": "gate.bias"} | GRIDS | DISTANCES
 
 
 def _norms(tensors: LayerTensors, one_plus: bool = False) -> Weights:
@@ -73,11 +81,39 @@ def _extras(tensors: LayerTensors) -> Weights:
     if "gate.bias" in found and "gate.weight" in found and len(found["gate.bias"]) == tensors.given["num_heads"]:
         found["gate.bias"] = np.repeat(found["gate.bias"], len(found["gate.weight"]) // tensors.given["num_heads"])  # one for each head
     found |= {part: tensors.get(part, "places", "n") for part in GRIDS.values() if tensors.has(part)}
-    return found | ({"relative_bias": tensors.get("relative_bias", "buckets", "heads")} if tensors.has("relative_bias") else {})
+    has_biases = tensors.has("relative_bias") and not tensors.given.get("relative_scores")  # rather than vectors
+    return found | ({"relative_bias": tensors.get("relative_bias", "buckets", "heads")} if has_biases else {})
+
+
+def _relative_scores(tensors: LayerTensors, weights: Weights) -> Weights:
+    """The weights of `relative_scores`. Those of disentangled attention are products of projections and embedded distances, 2n of them.
+
+    DeBERTa's embeddings are a table that its layers share; projections of its own, or those of queries and keys, are applied to it.
+    Wav2Vec2-BERT's are vectors for all heads and distances from `left` ahead of a key to `right` behind it.
+    """
+    given, heads = tensors.given.get("relative_scores"), tensors.given["num_heads"]
+    found = {part: tensors.get(part, "heads", "n") for part in ("content_bias", "position_bias") if tensors.has(part)}
+    own = [name for name in ("key", "query") if tensors.has(f"position_{name}.weight")]
+    found |= {f"position_{name}.weight": tensors.get(f"position_{name}.weight", "out", "in") for name in own}
+    if not given or given["kind"] == "transformer_xl":
+        return found
+    n = given.get("buckets") or given["max_distance"]
+    if tensors.has("distances"):
+        vectors = tensors.get("distances", "distances", "n")
+        rows = np.clip(n - np.arange(2 * n), 1 - n, len(vectors) - n) + n - 1
+        return {"position_key.weight": np.tile(vectors[rows].T, (heads, 1))}
+    table = tensors.get("relative_bias", "distances", "in")
+    for name in ("key", "query") if given.get("position_to_content") else ("key",):
+        source = f"position_{name}" if name in own else name
+        matrix, bias = {**weights, **found}[f"{source}.weight"], tensors.arrays.get(f"{source}.bias", np.zeros(1, np.float32))
+        if table.shape != (2 * n, matrix.shape[1]):
+            raise tensors.misfit("relative_bias", f"shape [{2 * n}, {matrix.shape[1]}], as the config has it")
+        found[f"position_{name}.weight"] = matrix @ table.T + bias[:, None]
+    return found
 
 
 def _converted(tensors: LayerTensors, weights: Weights, one_plus: bool = False) -> Converted:
-    extras = _extras(tensors)
+    extras = _extras(tensors) | _relative_scores(tensors, weights)
     known: Fields = {"num_heads": tensors.given["num_heads"]}
     known |= {"relative_bias": {"buckets": len(extras["relative_bias"])}} if "relative_bias" in extras else {}
     return Converted(weights | extras | _norms(tensors, one_plus), known)
@@ -225,6 +261,14 @@ def latent(tensors: LayerTensors) -> Converted:
     return _converted(tensors, weights)
 
 
+def xlnet(tensors: LayerTensors) -> Converted:
+    """XLNet's matrices are [in, heads, head_dim], and that of the output [out, heads, head_dim]."""
+    matrices = {part: tensors.get(f"{part}.weight", "in", "heads", "n") for part in (*PROJECTIONS, "position_key")}
+    weights = {f"{part}.weight": matrix.reshape(len(matrix), -1).T for part, matrix in matrices.items()}
+    biases = {part: tensors.get(part, "heads", "n") for part in ("content_bias", "position_bias")}
+    return Converted(weights | {"output.weight": weights["output.weight"].T} | biases, {"num_heads": tensors.given["num_heads"]})
+
+
 CONV_CROSS = {
     f"{name}.{kind}": f"{part}.{kind}" for name, part in (("q_attn", "query"), ("c_attn", "kv"), ("c_proj", "output")) for kind in KINDS
 }
@@ -238,6 +282,22 @@ def conv_cross(tensors: LayerTensors) -> Converted:
             raise tensors.misfit(f"kv.{kind}", "an even number of keys and values")
         weights |= {f"{name}.{kind}": half for name, half in zip(("key", "value"), np.split(rows, 2), strict=True)}
     return _converted(tensors, weights)
+
+
+INDEXER_NAMES = {
+    "indexer.wq_b.weight": "index_query.weight",
+    "indexer.wk.weight": "index_key.weight",
+    "indexer.k_norm.weight": "index_key_norm.weight",
+    "indexer.k_norm.bias": "index_key_norm.bias",
+    "indexer.weights_proj.weight": "index_head_weights.weight",
+}
+
+
+def latent_indexed(tensors: LayerTensors) -> Converted:
+    """As `latent`, with an indexer."""
+    converted = latent(tensors)
+    converted.weights.update({part: tensors.arrays[part] for part in INDEXER_NAMES.values()})
+    return converted
 
 
 def grouped_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
@@ -257,7 +317,7 @@ def codegen_rows(tensors: LayerTensors, array: Array) -> tuple[Array, ...]:
 
 def _layout(name: str, convert: Callable[[LayerTensors], Converted], *parts: str, more: dict[str, str] | None = None) -> Layout:
     """Biases, norms, gates, tables and sinks may be missing: the config says whether there are any. `more`: other names and parts."""
-    names = _names(*parts, "output", "query_norm", "key_norm", "gate") | (more or {})
+    names = _names(*parts, "output", "query_norm", "key_norm", "gate", "position_key", "position_query") | (more or {})
     needed = {f"{part}.weight" for part in (*parts, "output")} | set((more or {}).values())
     return Layout(name, names, convert, optional=tuple((part,) for part in {*names.values()} - needed), ignored=IGNORED)
 
@@ -277,10 +337,24 @@ MODEL_LAYOUTS: dict[str, Layout] = {
         Layout("conv, cross", CONV_CROSS, conv_cross, ignored=IGNORED),
         _layout("conv", packed(stacked_rows, transposed=True), "qkv"),
         Layout(
+            "xlnet",
+            dict(zip("qkvor", (f"{part}.weight" for part in (*PROJECTIONS, "position_key")), strict=True))
+            | {"r_w_bias": "content_bias", "r_r_bias": "position_bias"},
+            xlnet,
+            ignored={"r_s_bias": None, "seg_embed": None, "layer_norm.*": None},
+        ),
+        Layout(
             "latent",
             LATENT_NAMES,
             latent,
             optional=(("query_down.weight", "query_down_norm.weight"), ("query_down.bias",), ("kv.bias",), ("output.bias",)),
+            ignored=IGNORED,
+        ),
+        Layout(
+            "latent, indexed",
+            LATENT_NAMES | INDEXER_NAMES,
+            latent_indexed,
+            optional=(("query_down.bias",), ("kv.bias",), ("output.bias",)),
             ignored=IGNORED,
         ),
     )

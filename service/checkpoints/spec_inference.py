@@ -14,6 +14,7 @@ from service.spec import PROJECTIONS
 
 WITH_WEIGHTS = {"qk_norm": "query_norm.weight", "relative_bias": "relative_bias", "sinks": "sinks", "output_gate": "gate.weight"}
 WITH_WEIGHTS |= {"latent": "key_value_down.weight", "differential": "lambda_q1", "relative_scores": "position_key.weight"}
+WITH_WEIGHTS |= {"indexer": "index_key.weight"}
 
 
 def infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Fields:

@@ -324,6 +324,46 @@ def test_cross_attention_is_where_the_config_says(model: str, fields: dict[str, 
     assert describe(MODELS[model]["config"], 0, None if model in ("bert", "gpt2") else "decoder").number == 0
 
 
+@pytest.mark.parametrize(
+    "fields", [{"indexer_types": ["full", "full", "shared"] * 2}, {"index_topk_pattern": "FFS" * 2}, {"index_topk_freq": 2}]
+)
+def test_layers_that_share_the_keys_of_an_earlier_layer_are_refused(fields: dict[str, Any]) -> None:
+    config = {name: x for name, x in MODELS["glm_moe_dsa"]["config"].items() if name != "indexer_types"} | fields
+    assert describe(config, 1).fields["indexer"]["top_k"] == 4
+    with pytest.raises(InvalidRequest, match="full in layer 2") as refusal:
+        describe(config, 2)
+    assert refusal.value.problems[0].at == "/config/indexer_types"
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "at"),
+    [
+        ("deberta", {"relative_attention": False}, "/config/relative_attention"),
+        ("deberta", {"pos_att_type": ["p2c"]}, "/config/pos_att_type"),
+        ("deberta", {"pos_att_type": ["c2p", "p2p"]}, "/config/pos_att_type"),
+        ("deberta", {"talking_head": True}, "/config/talking_head"),
+        ("deberta", {"max_relative_positions": 6}, "/weights/encoder.rel_embeddings.weight"),
+        ("deberta-v2", {"position_buckets": 7}, "/weights/encoder.rel_embeddings.weight"),
+        ("deberta-v2", {"share_att_key": False}, "/weights"),
+        ("deberta_v2_own", {"share_att_key": True}, "/weights"),
+        ("deberta_v2_own", {"norm_rel_ebd": "layer_norm"}, "/weights"),
+        ("xlnet", {"attn_type": "uni"}, "/config/attn_type"),
+        ("xlnet", {"bi_data": True}, "/config/bi_data"),
+        ("wav2vec2-conformer", {"position_embeddings_type": "rotary"}, "/config/position_embeddings_type"),
+        ("wav2vec2-conformer", {"position_embeddings_type": None}, "/spec/relative_scores"),
+        ("wav2vec2_conformer_plain", {"position_embeddings_type": "relative"}, "/spec/relative_scores"),
+        ("wav2vec2-bert", {"right_max_position_embeddings": 5}, "/config/right_max_position_embeddings"),
+    ],
+    ids=str,
+)
+def test_relative_positions_that_config_and_tensors_disagree_about_are_refused(
+    layers: httpx.Client, model: str, config: dict[str, Any], at: str
+) -> None:
+    refused = put(layers, model, 0, **config)
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["errors"][0]["at"].startswith(at), refused.text
+
+
 NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
 
 
@@ -339,11 +379,15 @@ NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
         "gemma4_text",
         "laguna",
         "deepseek_v3_yarn",
+        "deepseek_v32_yarn",
+        "diffllama",
         "swinv2",
         "vitdet",
         "dinov3_vit",
         "qwen2_vl_text",
         "mistral4",
+        "deberta-v2",
+        "xlnet",
     ],
 )
 def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> None:

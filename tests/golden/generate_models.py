@@ -27,7 +27,7 @@ PARTS = (
     ("value.weight", "kv.weight", "qkv.weight"),
     ("output.weight",),
 )
-OTHER_LAYERS = ("/config/layer_types", "/config/layers_block_type", "dense_bias", "/config/cross_attention_")
+OTHER_LAYERS = ("/config/layer_types", "/config/indexer_types", "/config/layers_block_type", "dense_bias", "/config/cross_attention_")
 MOST_KINDS = 3  # of layers of one part that are kept
 TOLERANCE = 3e-5  # of the largest value
 

@@ -12,8 +12,18 @@ MROPE = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 1, 1]}
 SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4}
 SAM = {"image_size": 12, "patch_size": 4, "num_hidden_layers": 2, "window_size": 2}
 
+DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+
 SIZES = {  # model_type -> fields without which it cannot be made so small
     "helium": {"hidden_size": 32},
+    "deberta": DEBERTA | {"max_relative_positions": 5},
+    "deberta-v2": DEBERTA | {"position_buckets": 6, "max_relative_positions": 9, "norm_rel_ebd": "layer_norm", "share_att_key": True},
+    "wav2vec2-bert": {
+        "feature_projection_input_dim": 80,
+        "max_source_positions": 10,
+        "left_max_position_embeddings": 4,
+        "right_max_position_embeddings": 2,
+    },
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "mpnet": {"relative_attention_num_buckets": 32},
@@ -98,9 +108,17 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
         "rope_parameters": YARN | {"original_max_position_embeddings": 4, "mscale_all_dim": 1.2, "llama_4_scaling_beta": 0.5},
     },
     "kimi_linear": LATENT | {"mlp_layer_types": ["dense"] * 6},
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), LATENT | {"index_topk": 4, "index_head_dim": 6, "index_n_heads": 8}),
     "deepseek_v2": LATENT | {"kv_lora_rank": 8, "qk_nope_head_dim": 6},
 }
 VARIANTS = {  # name -> (model_type, fields)
+    "deberta_v2_own": ("deberta-v2", {"share_att_key": False, "norm_rel_ebd": "none", "position_buckets": -1, "pos_att_type": "p2c|c2p"}),
+    "deberta_v2_c2p": ("deberta-v2", {"share_att_key": False, "pos_att_type": ["c2p"]}),
+    "deberta_c2p": ("deberta", {"pos_att_type": ["c2p"], "max_relative_positions": -1}),
+    "wav2vec2_conformer_plain": ("wav2vec2-conformer", {"position_embeddings_type": None}),
+    "wav2vec2_bert_relative": ("wav2vec2-bert", {"position_embeddings_type": "relative"}),
+    "parakeet_ctc": ("parakeet_ctc", {}),
+    "xlnet_clamped": ("xlnet", {"clamp_len": 3}),
     "llama_llama3": ("llama", {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}, "attention_bias": True}),
     "llama_linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "llama_dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
@@ -117,6 +135,8 @@ VARIANTS = {  # name -> (model_type, fields)
     "gpt2_scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "deepseek_v2_one_step": ("deepseek_v2", {"q_lora_rank": None}),
     "diffllama_biased": ("diffllama", {"attention_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}),
+    "deepseek_v32_yarn": ("deepseek_v32", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "attention_bias": True}),
+    "glm_moe_dsa_shared": ("glm_moe_dsa", {"indexer_types": ["full", "full", "shared"] * 2}),
     "deepseek_v3_yarn": (
         "deepseek_v3",
         LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "rope_interleave": False, "attention_bias": True},

@@ -53,6 +53,7 @@ AutoModel.register(SiglipTextConfig, SiglipTextModel, exist_ok=True)  # likewise
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])
 AXES = torch.tensor([[[0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7]], [[0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7]], [[0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]]])
 SHORTER = torch.tensor([[2, 7, 18, 28, 18, 28, 4]])
+XLNET = "XLNetRelativeAttention"
 KEPT = re.compile(r"embed_positions|inv_freq|position_ids|running_")  # tables that some models compute
 MASKED = ("SwinAttention", "DonutSwinAttention", "Swinv2Attention")  # which attend within windows of an image that was shifted
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "n_embed")
@@ -158,6 +159,8 @@ class TinyModel:
         seen = {key: {} for key in layers}
         hooks, self.positions = [], []  # what goes into rotary embeddings, each [1, n, axes]
         for module in self.model.modules():
+            if type(module).__name__ == XLNET:  # which adds its input to its output, and norms it
+                module.post_attention, module.layer_norm = partial(module.post_attention, residual=False), torch.nn.Identity()
             if "Rotary" in type(module).__name__ or "Rope" in type(module).__name__:
                 hooks.append(module.register_forward_pre_hook(self.keep_positions, with_kwargs=True))
         for key, (*inputs, output) in layers.items():
@@ -246,8 +249,10 @@ def stirred(*shape):
 
 
 def keep_input(here, name, module, values, named):
-    """A hook that keeps what goes into a module."""
-    keep(here, name, module, values[0] if values else next(iter(named.values())))
+    """A hook that keeps what goes into a module. DeBERTa's project the table of distances, too, after the values."""
+    value = values[0] if values else next(iter(named.values()))
+    if name == "value" or "value" not in here or value.shape == here["value"].shape:
+        keep(here, name, module, value)
 
 
 def keep_output(here, module, _, result):

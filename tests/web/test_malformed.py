@@ -750,14 +750,13 @@ LAYERS = [
     ),
     *(
         put(
-            f"weights-{scheme}-and-{name}",
-            f"/spec/{name}",
+            f"weights-{scheme}-and-gain",
+            "/spec/gain",
             "nothing, since the weights are given and none is drawn",
-            json.dumps(value),
-            body.replace(b'"bias": false', b'"bias": false, "%b": %b' % (name.encode(), json.dumps(value).encode())),
+            "2.0",
+            body.replace(b'"bias": false', b'"bias": false, "gain": 2.0'),
         )
         for scheme, body in (("own", weights()), ("numpy", NUMPY_WEIGHTS))
-        for name, value in (("seed", 7), ("gain", 2.0), ("init", "torch_linear"))
     ),
     put("weights-shape", "/weights/key.weight", "shape [2, 2]", "shape [2, 1]", weights(key=[[1], [2]])),
     put("weights-rank", "/weights/key.weight", "", "shape [4]", weights(key=[1, 0, 0, 1])),

@@ -27,6 +27,6 @@ __all__ = ["COMPOSITES", "FAMILIES", "REASONS", "REFUSED", "Attention", "Family"
 FAMILIES: dict[str, Family] = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO
 COMPOSITES = """aria audioflamingo3 clip embedding_gemma2 exaone4_5 fuyu gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr
 glmga got_ocr2 granite_speech granite_speech_plus hyperclovax_vision_v2 idefics3 internvl lighton_ocr llama4 llava
-llava_next llava_onevision minimax_m3_vl mistral3 musicflamingo ovis2 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr
-qwen3_vl siglip smolvlm step3p7 vipllava
+llava_next llava_onevision minimax_m3_vl mistral3 musicflamingo ovis2 parakeet_ctc parakeet_rnnt parakeet_tdt
+qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl siglip smolvlm step3p7 vipllava
 mllama vision-encoder-decoder"""  # model types whose config has a section for each of their families, such as text_config

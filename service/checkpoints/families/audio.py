@@ -1,9 +1,9 @@
-"""Rows of encoders of sounds. Relative positions by content are refused."""
+"""Rows of encoders of sounds."""
 
 from dataclasses import replace
 
 from service.checkpoints.families.row import Attention, Family
-from service.checkpoints.families.traits import WITHOUT_KEY_BIAS, Trait, biased, window_everywhere
+from service.checkpoints.families.traits import TRANSFORMER_XL, WITHOUT_KEY_BIAS, Trait, biased, conformer, constant, window_everywhere
 from service.checkpoints.families.vision import CLIP, VIT
 from service.checkpoints.rope import Rotary
 
@@ -11,6 +11,20 @@ SOUNDS = "conv|feat_|codevector|^mask_|adapter|temperature|^add_|negatives|stabl
 WAV2VEC2 = replace(CLIP, path="encoder.layers.{n}.attention", irrelevant=SOUNDS)
 WHISPER = replace(CLIP, bias=WITHOUT_KEY_BIAS, irrelevant=SOUNDS)
 LASR = Attention(rotary=Rotary(), causal=False, bias=biased("attention_bias"), irrelevant=f"{SOUNDS}|batch_norm|residual")
+
+CONFORMER = replace(WAV2VEC2, path="encoder.layers.{n}.self_attn")
+PARAKEET = Attention(causal=False, bias=biased("attention_bias", default=True), irrelevant=f"{SOUNDS}|^scale_input$|^convolution_bias$")
+
+
+def fastspeech2(side: str) -> Attention:
+    return replace(
+        CLIP,
+        path=f"{side}.conformer_layers.{{n}}.self_attn",
+        heads=(f"{side}_num_attention_heads",),
+        layers=(f"{side}_layers",),
+        traits=(constant(**TRANSFORMER_XL),),
+        irrelevant=f"{SOUNDS}|^(en|de)coder_|conformer|predictor|embed|^use_(weighted_)?masking$|postnet",
+    )
 
 
 def audio(attention: Attention, *traits: Trait) -> Family:
@@ -25,4 +39,7 @@ AUDIO: dict[str, Family] = {
     "voxtral_realtime_encoder": audio(replace(WHISPER, causal=True, rotary=Rotary()), window_everywhere),
     "lasr_encoder": audio(LASR),
     "glmasr_encoder": audio(replace(WHISPER, kv_heads=("num_key_value_heads",), rotary=Rotary(partial=0.5))),
+    **dict.fromkeys(("wav2vec2-conformer", "wav2vec2-bert"), audio(CONFORMER, conformer)),
+    "parakeet_encoder": audio(PARAKEET, constant(**TRANSFORMER_XL)),
+    "fastspeech2_conformer": {side: fastspeech2(side) for side in ("encoder", "decoder")},
 }

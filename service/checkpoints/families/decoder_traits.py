@@ -114,6 +114,25 @@ def mimo(config: Config, n: int, layer_type: str) -> Fields:
     return fields | {FACTORS: {"value": config.number("attention_value_scale", default=1.0)}}
 
 
+def indexed(interleaved: bool) -> Trait:
+    """DeepSeek's indexer, whose RoPE is on pairs if `interleaved`. GLM-5's layers that share the keys of an earlier one are refused."""
+
+    def trait(config: Config, n: int, layer_type: str) -> Fields:
+        kind = config.each("indexer_types", n)
+        pattern, offset = config.get("index_topk_pattern"), int(config.number("index_skip_topk_offset", default=2))
+        every = max(int(config.number("index_topk_freq", default=1)), 1)
+        if kind is None and pattern is not None:
+            kind = config.each("index_topk_pattern", n) if isinstance(pattern, list) else str(pattern)[n : n + 1]
+        elif kind is None:
+            kind = "full" if max(n - offset + 1, 0) % every == 0 else "shared"
+        if kind not in ("full", "F"):
+            raise config.refusal("indexer_types", f"full in layer {n}; a layer that shares the keys of an earlier one has no indexer", kind)
+        sizes = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "top_k": "index_topk"}
+        return {"indexer": {name: config.count(field) for name, field in sizes.items()} | {"interleaved": interleaved, "eps": 1e-6}}
+
+    return trait
+
+
 def longcat(config: Config, n: int, layer_type: str) -> Fields:
     """LongCat: factors on queries, and on the latent vector of keys and values."""
     width = config.count("hidden_size")

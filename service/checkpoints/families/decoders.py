@@ -12,6 +12,7 @@ from service.checkpoints.families.decoder_traits import (
     gemma_values,
     gpt2_scale,
     gpt_neo,
+    indexed,
     laguna,
     llama4,
     llama4_type,
@@ -209,6 +210,8 @@ DECODERS: dict[str, Family] = {
     ),
     "diffllama": decoder(diffllama, layout="differential"),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
+    "deepseek_v32": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED, layout="latent, indexed", traits=(latent, indexed(False)))},
+    "glm_moe_dsa": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED, layout="latent, indexed", traits=(latent, indexed(True)))},
     "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
     "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
     "longcat_flash": {

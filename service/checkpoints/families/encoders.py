@@ -13,13 +13,16 @@ from service.checkpoints.families.traits import (
     GROUPS,
     NO_BIASES,
     WITHOUT,
+    WITHOUT_KEY_BIAS,
     Trait,
     biased,
     constant,
+    deberta,
     modernbert_window,
     only,
     require_present,
     window_around,
+    xlnet,
 )
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary
@@ -27,6 +30,7 @@ from service.checkpoints.rope import Rotary
 ABSOLUTE = only("position_embedding_type", "absolute")  # positions that are added to the model's input
 ABSOLUTE_OR_ROTARY = only("position_embedding_type", "absolute", "rotary", "rope")  # families that rotate whichever it is
 BERT = Attention(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL_BIASED, traits=(ABSOLUTE,))
+DEBERTA = replace(BERT, traits=(deberta,), table="encoder.rel_embeddings.weight")
 ESMC_NORM = {"kind": "layer", "over": "all", "weights": "own", "eps": 1e-5}
 
 
@@ -108,6 +112,9 @@ ENCODERS: dict[str, Family] = {
         only("relative_attention_num_buckets", 32),  # transformers counts 32 buckets regardless of the config
         table="encoder.relative_attention_bias.weight",
     ),
+    "deberta": {"encoder": replace(DEBERTA, layout="grouped", bias=WITHOUT_KEY_BIAS)},
+    "deberta-v2": {"encoder": replace(DEBERTA, head_dim=("attention_head_size",))},
+    "xlnet": {"encoder": Attention("layer.{n}.rel_attn", "xlnet", head_dim=("d_head",), causal=False, bias=NO_BIASES, traits=(xlnet,))},
     "esm": encoder(rope_if_rotary, rotary=THETA_10000),
     "roformer": encoder(only("rotary_value", False), rotary=replace(INTERLEAVED, theta=10000.0)),
     "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(), bias=NO_BIASES),

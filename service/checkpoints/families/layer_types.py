@@ -6,7 +6,7 @@ from service.checkpoints.config import Config
 
 LayerType = Callable[[Config, int], str]  # config, number of the layer -> its type
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
-OTHER_NAMES = {"attention": FULL, "hybrid": FULL}
+OTHER_NAMES = {"attention": FULL, "hybrid": FULL, "indexed_attention": FULL}
 
 
 def sliding(config: Config, n: int) -> str:

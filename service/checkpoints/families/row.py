@@ -33,7 +33,7 @@ class Attention:
     layer_type: LayerType | None = None  # for configs without that field
     flag: str = ""  # field of the config that says whether the model has this part; "": it always has
     stages: str = ""  # field with the number of layers of each stage, whose widths double; `{stage}` and `{block}` are in the path (Swin)
-    table: str = ""  # the end of the name of a table of relative biases that several layers share
+    table: str = ""  # the end of the name of a table of relative biases, or of vectors for distances, that several layers share
     ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that have no effect
     irrelevant: str = ""  # pattern of fields that have no effect on attention though their names suggest it
 
@@ -98,7 +98,7 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     if not 0 < head_dim <= WIDEST_HEAD:
         raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
     fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
-    fields |= {"output_gate": None, "latent": None, "grid_bias": None, "differential": None}
+    fields |= {"output_gate": None, "latent": None, "grid_bias": None, "differential": None, "relative_scores": None, "indexer": None}
     if attention.kv_heads and config.get(*attention.kv_heads) is not None:
         fields["num_kv_heads"] = config.count(*attention.kv_heads)
     for trait in attention.traits:

@@ -17,6 +17,7 @@ Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, lay
 WIDEST_HEAD = 1 << 16
 FACTORS = "factors"  # among the fields that traits give: projection -> factor, which is multiplied into its weights
 GROUPS = "groups"  # likewise: projection -> groups of its convolution of width 1
+DISTANCES = "distances"  # likewise: of a table of distances, eps of its layer norm or None, and whether projections of its own are applied
 STAGE = "stage"  # among the fields of a config: the number of a layer's stage, in families with stages
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
@@ -204,3 +205,57 @@ def layer_thetas(config: Config, n: int, layer_type: str) -> Fields:
     if own and own != shared:
         raise config.refusal("layer_rope_theta", f"{shared} in layer {n}, as rope_parameters has it", own)
     return {} if own is None or own else {"rope": WITHOUT}
+
+
+# --- scores by content and distance ---
+
+TRANSFORMER_XL: Fields = {"relative_scores": {"kind": "transformer_xl", "interleaved": True}}
+
+
+def conformer(config: Config, n: int, layer_type: str) -> Fields:
+    """Wav2Vec2's Conformers: Transformer-XL's positions, or none; with `relative_key`, vectors for distances from `left` to `right`."""
+    require_present(config, "position_embeddings_type")
+    config.ignore("rotary_embedding_base", "left_max_position_embeddings", "right_max_position_embeddings")
+    kind = config.get("position_embeddings_type")
+    if kind == "relative_key":
+        left, right = (config.count(f"{side}_max_position_embeddings") for side in ("left", "right"))
+        if right > left:
+            raise config.refusal("right_max_position_embeddings", f"at most {left}, left_max_position_embeddings", right)
+        return {"relative_scores": {"kind": "disentangled", "max_distance": left + 1}}
+    config.expect("position_embeddings_type", "relative", None)
+    return TRANSFORMER_XL if kind == "relative" else {}
+
+
+def _bound(config: Config, field: str) -> int | None:
+    """A positive integer; None if the field is absent, 0 or negative."""
+    value = config.get(field, default=-1)
+    return None if type(value) is int and value <= 0 else config.count(field)
+
+
+def xlnet(config: Config, n: int, layer_type: str) -> Fields:
+    """Without tokens' types: those would add scores between segments."""
+    config.expect("attn_type", "bi")
+    config.expect("bi_data", False)
+    config.ignore("same_length")  # of masks in training
+    return {"relative_scores": {"kind": "transformer_xl", "max_distance": _bound(config, "clamp_len")}}
+
+
+def deberta(config: Config, n: int, layer_type: str) -> Fields:
+    """DeBERTa of all versions. Terms without `pos_att_type` c2p, and layers without relative attention, are refused."""
+    config.ignore("position_biased_input", "conv_kernel_size")
+    if not config.flag("relative_attention", default=False):
+        raise config.refusal("relative_attention", "true", False)
+    config.expect("talking_head", False)
+    terms = config.get("pos_att_type", default=[])
+    terms = [term.strip() for term in terms.lower().split("|")] if isinstance(terms, str) else terms
+    if terms not in (["c2p"], ["c2p", "p2c"], ["p2c", "c2p"]):
+        raise config.refusal("pos_att_type", "c2p, or c2p and p2c", terms)
+    width = config.count("attention_head_size", default=config.count("hidden_size") // config.count("num_attention_heads"))
+    scores: Fields = {"kind": "disentangled", "position_to_content": "p2c" in terms}
+    scores["max_distance"] = _bound(config, "max_relative_positions") or config.count("max_position_embeddings")
+    if (buckets := _bound(config, "position_buckets")) is not None:
+        scores["buckets"] = buckets
+    norms = str(config.get("norm_rel_ebd", default="none")).lower().split("|")
+    eps = config.number("layer_norm_eps", default=1e-7) if "layer_norm" in [name.strip() for name in norms] else None
+    distances = eps, not config.flag("share_att_key", default=False)
+    return {"scale": (width * (1 + len(terms))) ** -0.5, "relative_scores": scores, DISTANCES: distances}

@@ -115,11 +115,9 @@ def _origin(metadata: Mapping[str, str]) -> str | None:
 
 
 def spec_of_given_weights(spec: LayerSpec) -> LayerSpec:
-    """The spec without init, seed and gain. Raises InvalidRequest if one of them differs from its default: nothing is drawn."""
-    drawn = {name: getattr(spec, name) for name in ("init", "seed", "gain")}
-    for name, value in drawn.items():
-        if value not in (None, LayerSpec.model_fields[name].default):
-            raise InvalidRequest.where(f"/spec/{name}", "nothing, since the weights are given and none is drawn", describe_value(value))
+    """The spec without init and seed, which another layer's spec may have. Raises InvalidRequest for a gain, which would be ignored."""
+    if spec.gain != 1:
+        raise InvalidRequest.where("/spec/gain", "nothing, since the weights are given and none is drawn", describe_value(spec.gain))
     return without_init(spec)
 
 

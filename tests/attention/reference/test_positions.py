@@ -64,7 +64,7 @@ def test_only_differences_of_positions_matter(seed):
     """Three more keys in front that nobody may see, and every query three further: nothing changes."""
     features = set(FEATURES) - {"mask", "dropout", "fully_masked", "positions"}
     case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
-    if not case.spec.is_relative:
+    if not case.spec.is_relative or case.spec.normalizer == "sigmoid":  # whose weights depend on the number of keys
         return
     weights = draw_weights(case.spec) if case.weights is None else case.weights
     request = case.request | {"key": case.request.get("key", case.request["query"])}
