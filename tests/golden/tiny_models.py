@@ -163,11 +163,12 @@ class TinyModel:
                 module.post_attention, module.layer_norm = partial(module.post_attention, residual=False), torch.nn.Identity()
             if "Rotary" in type(module).__name__ or "Rope" in type(module).__name__:
                 hooks.append(module.register_forward_pre_hook(self.keep_positions, with_kwargs=True))
+        shares = getattr(self.model.config, "share_att_key", False)  # DeBERTa then projects its table of distances likewise
         for key, (*inputs, output) in layers.items():
             windows = (m for m in self.model.modules() if type(m).__name__ in MASKED and inputs[0] in m.modules())
             hooks += [module.register_forward_pre_hook(partial(keep_mask, seen[key]), with_kwargs=True) for module in windows]
             for name, module in zip(("query", "key", "value"), inputs, strict=True):
-                hook = partial(keep_input, seen[key], name)
+                hook = partial(keep_input, seen[key], name, shares)
                 hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             hooks.append(output.register_forward_hook(partial(keep_output, seen[key])))
         try:
@@ -248,11 +249,10 @@ def stirred(*shape):
     return torch.from_numpy(drawn(str(shape), shape) * 3)
 
 
-def keep_input(here, name, module, values, named):
-    """A hook that keeps what goes into a module. DeBERTa's project the table of distances, too, after the values."""
-    value = values[0] if values else next(iter(named.values()))
-    if name == "value" or "value" not in here or value.shape == here["value"].shape:
-        keep(here, name, module, value)
+def keep_input(here, name, once, module, values, named):
+    """A hook that keeps what goes into a module; if `once`, only the first time."""
+    if not (once and name in here):
+        keep(here, name, module, values[0] if values else next(iter(named.values())))
 
 
 def keep_output(here, module, _, result):

@@ -57,7 +57,10 @@ def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
     gc.disable()
     try:
         run(test())
-        left = [found for found in gc.get_objects() if type(found) in (Call, RawRequest, Job, Entry)]
+        cached = [known.call for known in REAL.validated._results.values()]  # calls without numbers
+        left = [
+            found for found in gc.get_objects() if type(found) in (Call, RawRequest, Job, Entry) and all(found is not x for x in cached)
+        ]
     finally:
         gc.enable()
     assert not left
