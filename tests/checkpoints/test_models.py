@@ -275,6 +275,7 @@ def test_grids_and_positions_that_config_and_tensors_disagree_about_are_refused(
         ("squeezebert", {"post_attention_groups": 5}, "/weights/encoder.layers.0.post_attention.conv1d.weight"),
         ("luke", {"use_entity_aware_attention": True}, "/config/use_entity_aware_attention"),
         ("ibert", {"quant_mode": True}, "/config/quant_mode"),
+        ("mvp", {"use_prompt": True}, "/config/use_prompt"),
         ("beam", {"layer_types": ["full_attention"] * 6}, "/config/layer_types"),
         ("longcat_flash", {"q_lora_rank": None}, "/config/q_lora_rank"),
         ("longcat_flash", {"kv_lora_rank": 6}, "/weights/"),

@@ -97,8 +97,9 @@ SEAMLESS = "^t2u_|^speech_|^vocoder|conv|position_embeddings_type|rotary_embeddi
 LONGT5_FIELDS = "|encoder_attention_type|global_block|local_radius"  # of its encoder, which has a window
 
 ENCODER_DECODERS: dict[str, Family] = {
-    **dict.fromkeys(["bart", "mbart", "marian", "pegasus", "plbart", "blenderbot", "blenderbot-small", "m2m_100", "mvp"], bart()),
+    **dict.fromkeys(["bart", "mbart", "marian", "pegasus", "plbart", "blenderbot", "blenderbot-small", "m2m_100"], bart()),
     "fsmt": bart(),
+    "mvp": {part: replace(a, traits=(*a.traits, only("use_prompt", False))) for part, a in bart().items()},  # keys of prompts
     "moonshine": moonshine(),
     "whisper": bart(bias=WITHOUT_KEY_BIAS, irrelevant="^mask_"),
     "speech_to_text": bart(),
