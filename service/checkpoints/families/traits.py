@@ -257,5 +257,7 @@ def deberta(config: Config, n: int, layer_type: str) -> Fields:
         scores["buckets"] = buckets
     norms = str(config.get("norm_rel_ebd", default="none")).lower().split("|")
     eps = config.number("layer_norm_eps", default=1e-7) if "layer_norm" in [name.strip() for name in norms] else None
+    if eps is not None and not 0 <= eps <= 1:
+        raise config.refusal("layer_norm_eps", "a number from 0 to 1", eps)
     distances = eps, not config.flag("share_att_key", default=False)
     return {"scale": (width * (1 + len(terms))) ** -0.5, "relative_scores": scores, DISTANCES: distances}
