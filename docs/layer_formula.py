@@ -43,7 +43,7 @@ def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
         table, vectors = "grid_bias[place_i - place_j, h]", "q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])"
         steps["grid_bias"] = f"S_ij = S_ij + {table if spec.grid_bias.kind == 'table' else vectors}"
     if spec.indexer:
-        steps["indexer"] = "S_ij = -∞ unless j is among the top_k keys by I_ij = Σ_h w_ih relu(q_ih · k_j)  ([layers.md](../layers.md))"
+        steps["indexer"] = "S_ij = -∞ unless j is among the top_k keys by I_ij = Σ_h w_ih relu(q_ih · k_j)  ([operators.md](../operators.md))"
     if visible := _visible(spec, causal):
         steps["mask"] = f"S_ij = -∞ unless {visible}"
     steps["softmax"] = "A_ij = exp(S_ij) / (exp(sink_h) + Σ_j exp(S_ij))" if spec.sinks else "A = softmax(S)"
@@ -56,7 +56,7 @@ def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
         gate += ", one gate for each head" if spec.output_gate.granularity == "headwise" else ""
     heads = "(1 - lambda_init) RMSNorm(A V)" if spec.differential else "A V"
     steps["output"] = f"O = {heads}{gate},  y = concat(O) W_O{bias['output']}"
-    return steps | {name: f"with {name} ([layers.md](../layers.md))" for name in _others(spec)}
+    return steps | {name: f"with {name} ([operators.md](../operators.md))" for name in _others(spec)}
 
 
 def _others(spec: LayerSpec) -> list[str]:

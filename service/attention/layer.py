@@ -25,7 +25,8 @@ from service.attention.selection import select_heads_and_queries
 from service.attention.short import Short
 from service.attention.weightings import eager_for
 from service.attention.weights import torch_dtype
-from service.spec import PROJECTIONS, LayerSpec
+from service.spec import LayerSpec
+from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
 PROJECTED = frozenset(f"{name}_projection" for name in PROJECTIONS[:3])

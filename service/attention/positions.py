@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from service.spec import GridBias, QueryScale, RelativeBias, Rope
+from service.spec_parts import GridBias, QueryScale, RelativeBias, Rope
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:

@@ -10,7 +10,8 @@ from service.attention.call import Call
 from service.attention.linear import Linear
 from service.attention.positions import rotate, rotate_halves, scale_queries
 from service.attention.weights import torch_dtype
-from service.spec import PROJECTIONS, Latent, LayerSpec, QKNorm
+from service.spec import LayerSpec
+from service.spec_parts import PROJECTIONS, Latent, QKNorm
 
 Projected = tuple[Tensor, ...]  # query [b, h, q, head_dim], key [b, kv heads, k, head_dim], value [b, kv heads, k, value_head_dim]
 

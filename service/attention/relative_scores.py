@@ -16,7 +16,8 @@ from torch import Tensor
 
 from service.attention.masks import Masks
 from service.attention.selection import of_heads
-from service.spec import LayerSpec, RelativeScores
+from service.spec import LayerSpec
+from service.spec_parts import RelativeScores
 
 PER_HEAD = ("position_key.weight", "position_query.weight", "content_bias", "position_bias")
 MAX_PRODUCTS = 1 << 21  # most products of queries and position vectors at a time: twice the scores of a block

@@ -12,7 +12,8 @@ from torch import Tensor
 from service.attention.call import Call, Result
 from service.attention.native.extension import extension
 from service.attention.selection import select_weights, selection
-from service.spec import PROJECTIONS, LayerSpec
+from service.spec import LayerSpec
+from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
 MAX_WIDTH = 256  # d_model of a layer with short calls

@@ -12,7 +12,8 @@ import torch
 from torch.nn.init import kaiming_uniform_, xavier_uniform_
 
 from service.errors import InvalidRequest
-from service.spec import PROJECTIONS, LayerSpec
+from service.spec import LayerSpec
+from service.spec_parts import PROJECTIONS
 from service.tensors import BY_TORCH, DATATYPES, Array
 
 Weights = dict[str, Array]

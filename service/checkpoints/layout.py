@@ -11,7 +11,7 @@ from typing import Any
 
 from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
 from service.errors import InvalidRequest
-from service.spec import PROJECTIONS
+from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
 Weights = dict[str, Array]

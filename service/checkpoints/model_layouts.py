@@ -14,7 +14,8 @@ import numpy as np
 
 from service.checkpoints.layout import ALL_BIASES, Converted, Fields, LayerTensors, Layout, Weights
 from service.errors import InvalidRequest
-from service.spec import LAMBDAS, PROJECTIONS
+from service.spec import LAMBDAS
+from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
 SPELLINGS = {

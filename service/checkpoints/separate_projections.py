@@ -37,7 +37,7 @@ from service.checkpoints.layout import (
 )
 from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
 from service.errors import InvalidRequest
-from service.spec import PROJECTIONS
+from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
 ROPE = {"rope": 'the config\'s rotary embedding, such as {"theta": 10000}, or null for none'}

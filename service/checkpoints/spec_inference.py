@@ -10,7 +10,7 @@ from typing import Any
 from service.checkpoints.layout import Converted, Fields, LayerTensors, Weights
 from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
 from service.errors import InvalidRequest
-from service.spec import PROJECTIONS
+from service.spec_parts import PROJECTIONS
 
 WITH_WEIGHTS = {"qk_norm": "query_norm.weight", "relative_bias": "relative_bias", "sinks": "sinks", "output_gate": "gate.weight"}
 WITH_WEIGHTS |= {"latent": "key_value_down.weight", "differential": "lambda_q1", "relative_scores": "position_key.weight"}

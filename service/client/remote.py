@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 from service.checkpoints import read_layer
 from service.client.client import Client
 from service.errors import InvalidRequest, LayerConflict
-from service.spec import Biases, LayerSpec
+from service.spec import LayerSpec
+from service.spec_parts import Biases
 from service.tensors import DATATYPES, Array
 from service.wire.schemas.layers import LayerDocument
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from service.attention.packed import BY_SEQUENCE
 from service.errors import Problem, TooLarge
-from service.spec import Indexer, LayerSpec
+from service.spec import LayerSpec
+from service.spec_parts import Indexer
 from service.tensors import BY_TORCH, DATATYPES
 from service.wire.limits import MIB
 from service.wire.schemas.attend import AttendRequest

@@ -25,7 +25,7 @@ from service.serving.cost import Cost, cost_of_part
 from service.serving.executor import Execution, Outcome
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.requests import TOO_LATE, BoundCall
-from service.spec import PROJECTIONS
+from service.spec_parts import PROJECTIONS
 
 MERGED_OUTPUTS = {"output", "concatenated", "head_outputs"}
 

@@ -6,7 +6,7 @@ layer (h and the widths).
 
 from typing import Any
 
-from service.spec import field_error
+from service.spec_parts import field_error
 from service.tensors import Array
 from service.wire.arrays import element_text, first_index, without_broadcast
 from service.wire.problems import describe_value

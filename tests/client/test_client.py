@@ -26,7 +26,8 @@ from service.client import AsyncClient, BadReply, Client, Retries, TimedOut, Top
 from service.client import fields as arguments
 from service.client.responses import CLASSES
 from service.client.retries import Attempts
-from service.spec import LayerSpec, Window
+from service.spec import LayerSpec
+from service.spec_parts import Window
 from service.web.errors import STATUSES, problem_document
 from service.wire.schemas.analysis import AnalysisOptions, AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, Dropout, LayerReference, ReplyOptions, Select, Tokens

@@ -24,7 +24,8 @@ from service.attention.compare.cases import BATCH, POSITIONAL_QUERIES, QUERIES, 
 from service.attention.compare.convention import Convention, Polarity
 from service.attention.compare.names import CALL, HEADS, constructor_arguments, find_roles, mask_polarity
 from service.attention.compare.weights import complete_weights, is_matrix, multi_head, plain_spec, read_weights
-from service.spec import PROJECTIONS, LayerSpec
+from service.spec import LayerSpec
+from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
 

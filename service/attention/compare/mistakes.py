@@ -33,7 +33,7 @@ from service.attention.compare.changes import (
     spread_rotary_part,
 )
 from service.attention.compare.weights import QKV, QUERY_GATE
-from service.spec import Rope, Window
+from service.spec_parts import Rope, Window
 from service.tensors import Array
 
 CONSTANTS = (32, 64, 80, 96, 128, 256, 512, 768, 1024)  # usual values of head_dim and d_model

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from service.attention.compare.convention import Convention, Polarity
-from service.spec import LAMBDAS, PROJECTIONS, LayerSpec
+from service.spec import LAMBDAS, LayerSpec
+from service.spec_parts import PROJECTIONS
 
 
 def _by_name(table: Mapping[str, str]) -> dict[str, str]:

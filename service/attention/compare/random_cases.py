@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from service.spec import LAMBDAS, PROJECTIONS, Init, LayerSpec
+from service.spec import LAMBDAS, Init, LayerSpec
+from service.spec_parts import PROJECTIONS
 from service.tensors import BY_TORCH, Array
 
 REQUEST_FEATURES = (

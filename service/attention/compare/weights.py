@@ -12,7 +12,8 @@ import numpy as np
 
 from service.attention.compare.convention import Convention
 from service.attention.compare.names import BARE, UNTYPED, WEIGHT_ROLES, parse_weight_name
-from service.spec import PROJECTIONS, LayerSpec
+from service.spec import LayerSpec
+from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
 QKV, QUERY_GATE = PROJECTIONS[:3], ("query", "gate")

@@ -34,7 +34,8 @@ from service.attention.reference.positions import (
     rotary_positions,
     rotate,
 )
-from service.spec import LAMBDAS, LayerSpec, OutputGate, QKNorm
+from service.spec import LAMBDAS, LayerSpec
+from service.spec_parts import OutputGate, QKNorm
 from service.tensors import Array
 
 

@@ -46,7 +46,8 @@ from service.attention.reference.forward import (
 )
 from service.attention.reference.masks import blocked_by_keys, query_positions
 from service.attention.reference.positions import grid_vectors, position_vectors, query_factors, rotary_positions, rotate
-from service.spec import LayerSpec, OutputGate, QKNorm
+from service.spec import LayerSpec
+from service.spec_parts import OutputGate, QKNorm
 from service.tensors import Array
 
 

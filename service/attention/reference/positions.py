@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import ArrayLike
 
-from service.spec import GridBias, LayerSpec, QueryScale, RelativeBias, RelativeScores, Rope
+from service.spec import LayerSpec
+from service.spec_parts import GridBias, QueryScale, RelativeBias, RelativeScores, Rope
 from service.tensors import Array
 
 

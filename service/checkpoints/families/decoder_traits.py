@@ -6,7 +6,7 @@ from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, SLIDING
 from service.checkpoints.families.traits import FACTORS, WIDEST_HEAD, WITHOUT, Trait, no_rope_layers, require_present
 from service.checkpoints.layout import Fields
-from service.spec import PROJECTIONS
+from service.spec_parts import PROJECTIONS
 
 
 def gpt2_scale(config: Config, n: int, layer_type: str) -> Fields:

@@ -11,7 +11,7 @@ from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, SLIDING
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import score_mscale
-from service.spec import PROJECTIONS
+from service.spec_parts import PROJECTIONS
 
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
 WIDEST_HEAD = 1 << 16

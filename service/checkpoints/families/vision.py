@@ -8,7 +8,7 @@ from service.checkpoints.families.row import Attention, Family
 from service.checkpoints.families.traits import ALL_BIASED, NO_BIASES, STAGE, WITHOUT_KEY_BIAS, Trait, biased, biased_but, normed
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary
-from service.spec import PROJECTIONS
+from service.spec_parts import PROJECTIONS
 
 SIZES = (  # fields without effect in the layers
     "^(image|patch)_|projection|mask_token|layernorm|layer_?scale|^(vision_)?use_head$|^decoder_|norm_pix|^norm_(mean|std)$|_scales$|"

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from service.checkpoints import parse_config, read_layer, read_model_layer
 from service.errors import InvalidRequest, TooLarge
 from service.serving.layers.registry import LoadedLayer
-from service.spec import LayerSpec, Part
+from service.spec import LayerSpec
+from service.spec_parts import Part
 from service.tensors import BY_TORCH, Array
 from service.wire.json.strict import parse_nested
 from service.wire.limits import JSON_TEXT_BYTES

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from service.spec import field_error
+from service.spec_parts import field_error
 from service.wire.problems import describe_value
 from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference, unique
 from service.wire.schemas.tensors import ReplyTensor, Sequences

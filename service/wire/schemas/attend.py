@@ -20,7 +20,8 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from service.errors import InvalidRequest
-from service.spec import Finite, LayerSpec, Window, field_error
+from service.spec import LayerSpec
+from service.spec_parts import Finite, Window, field_error
 from service.wire import shapes
 from service.wire.arrays import Kind
 from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from service.spec import Finite, field_error
+from service.spec_parts import Finite, field_error
 from service.wire.schemas.attend import AttendRequest, Document, Index, StrictBool, unique
 
 PositiveFinite = Annotated[Finite, Field(gt=0)]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic.json_schema import models_json_schema
 from pydantic_core import CoreSchema, core_schema
 
-from service.spec import field_error
+from service.spec_parts import field_error
 from service.tensors import BY_NUMPY, DATATYPES, Array
 from service.wire.arrays import Kind, element_text, first_index, without_broadcast
 from service.wire.problems import describe_value

@@ -9,7 +9,8 @@ from support.layers import json_body
 from service.attention.compare.random_cases import FEATURES, LAYER_FEATURES, REQUEST_FEATURES, random_case, settle
 from service.attention.reference.forward import attend
 from service.attention.weights import draw_weights
-from service.spec import PROJECTIONS, Biases, LayerSpec
+from service.spec import LayerSpec
+from service.spec_parts import PROJECTIONS, Biases
 
 
 def cases(n=400, **knobs):

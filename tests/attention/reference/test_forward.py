@@ -12,7 +12,8 @@ from torch.nn import functional
 from service.attention.compare.random_cases import random_case
 from service.attention.reference.forward import attend, softmax
 from service.attention.weights import draw_weights
-from service.spec import PROJECTIONS, LayerSpec
+from service.spec import LayerSpec
+from service.spec_parts import PROJECTIONS
 
 TINY = LayerSpec(d_model=1, num_heads=1, scale=1.0, dtype="float64")  # output = weighted mean of the values themselves
 ONES = {f"{name}.weight": np.ones((1, 1)) for name in PROJECTIONS}

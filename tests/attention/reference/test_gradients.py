@@ -12,7 +12,8 @@ from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference.forward import attend
 from service.attention.reference.gradients import gradients
 from service.attention.weights import draw_weights
-from service.spec import PROJECTIONS, LayerSpec
+from service.spec import LayerSpec
+from service.spec_parts import PROJECTIONS
 
 NAMES = ("query", "key", "value")
 TINY = LayerSpec(d_model=1, num_heads=1, scale=1.0, dtype="float64")

@@ -9,7 +9,8 @@ from torch.nn import functional
 from service.attention.compare.random_cases import random_case
 from service.attention.reference.forward import attend, normalise, softmax
 from service.attention.weights import draw_weights
-from service.spec import LayerSpec, QKNorm
+from service.spec import LayerSpec
+from service.spec_parts import QKNorm
 
 
 def bare(**fields):

@@ -8,7 +8,8 @@ from support.transformers_positions import deberta_bucket
 
 from service.attention.reference.forward import attend
 from service.attention.reference.positions import distance_buckets
-from service.spec import LayerSpec, RelativeScores
+from service.spec import LayerSpec
+from service.spec_parts import RelativeScores
 
 
 def related(**fields):
