@@ -43,7 +43,9 @@ def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
         table, vectors = "grid_bias[place_i - place_j, h]", "q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])"
         steps["grid_bias"] = f"S_ij = S_ij + {table if spec.grid_bias.kind == 'table' else vectors}"
     if spec.indexer:
-        steps["indexer"] = "S_ij = -∞ unless j is among the top_k keys by I_ij = Σ_h w_ih relu(q_ih · k_j)  ([operators.md](../operators.md))"
+        steps["indexer"] = (
+            "S_ij = -∞ unless j is among the top_k keys by I_ij = Σ_h w_ih relu(q_ih · k_j)  ([operators.md](../operators.md))"
+        )
     if visible := _visible(spec, causal):
         steps["mask"] = f"S_ij = -∞ unless {visible}"
     steps["softmax"] = "A_ij = exp(S_ij) / (exp(sink_h) + Σ_j exp(S_ij))" if spec.sinks else "A = softmax(S)"

@@ -173,7 +173,7 @@ class LayerSpec(BaseModel):
             self._check_differential()
         width = self.head_dim // 2 if self.differential else self.head_dim
         if self.rope and ((dims := self.rope.dims or width) > width or dims % 2):
-            most = f"{width}, half of head_dim," if self.differential else f"head_dim {width}"
+            most = f"{width}, half of head_dim" if self.differential else f"head_dim {width}"
             raise field_error("/rope/dims", f"an even number of at most {most}", str(dims))
         init, square = self.init or "", dict.fromkeys(self._widths(), self.d_model)
         if not self.projections:

@@ -277,7 +277,9 @@ class Differential(Part):
     with four weights [head_dim/2] of these names, which all heads share.
     """
 
-    lambda_init: Finite = Field(default=0.8, description="0.8 - 0.6 exp(-0.3 n) in layer n of the paper's models, counted from 0.")
+    lambda_init: Annotated[float, Field(ge=0, le=1, strict=True)] = Field(
+        default=0.8, description="0.8 - 0.6 exp(-0.3 n) in layer n of the paper's models, counted from 0."
+    )
     eps: Annotated[Eps, Field(gt=0)] = Field(default=1e-5, description="Of the norm of each head's output.")
     norm_weights: Flag = Field(
         default=True, description="Whether that norm has a weight for all heads, `head_norm.weight` [value_head_dim]."

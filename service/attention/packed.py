@@ -1,8 +1,8 @@
 """Computes several sequences that are the rows of one query, one after the other, each with its own keys."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -19,7 +19,7 @@ BY_SEQUENCE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PackedAttention:
-    """The layer's forward pass for each sequence by itself."""
+    """The layer's forward pass for each sequence by itself. Sequences with equal numbers of rows are items of one batch."""
 
     queries: tuple[int, ...]  # rows of each sequence
     keys: tuple[int, ...]
@@ -27,41 +27,58 @@ class PackedAttention:
 
     def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
         """The outputs of `call`, with the rows of all sequences, except for BY_SEQUENCE: `attention_weights.0` is of the first sequence."""
-        results = [layer.forward(part) for part in self._parts(call)]
+        starts = list(zip(accumulate(self.queries, initial=0), accumulate(self.keys, initial=0), strict=True))
+        results: dict[int, Result] = {}
+        for (q, k), members in self._groups().items():
+            for batch in ([i] for i in members) if call.reproducible else [members]:  # the bits of a sequence alone
+                result = layer.forward(self._batch(call, [starts[i] for i in batch], q, k))
+                results |= zip(batch, _items(result, len(batch)), strict=True)
+        ordered = [results[i] for i in range(len(self.queries))]
         tensors: dict[str, Tensor] = {}
         for name in call.outputs:
-            parts = [result.tensors[name] for result in results]
+            parts = [result.tensors[name] for result in ordered]
             if name in BY_SEQUENCE:
                 tensors |= {f"{name}.{i}": part for i, part in enumerate(parts)}
             else:
                 tensors[name] = torch.cat(parts, -1 if name == "log_sum_exp" else -2)
-        return Result(tensors, _fully_masked(results, self.queries, layer.spec.num_heads))
+        return Result(tensors, _fully_masked(ordered, self.queries, layer.spec.num_heads))
 
-    def _parts(self, call: Call) -> Iterator[Call]:
-        for q, k in zip(_slices(self.queries), _slices(self.keys), strict=True):
-            query = call.query[:, q]
-            key = query if call.key is call.query else call.key[:, k]
-            yield replace(
-                call,
-                query=query,
-                key=key,
-                value=key if call.value is call.key else call.value[:, k],
-                masks=self.masks[q.stop - q.start, k.stop - k.start],
-                positions=_rows(call.positions, q),
-                key_positions=_rows(call.key_positions, k),
-                output_gradient=_rows(call.output_gradient, q),
-            )
+    def _groups(self) -> dict[tuple[int, int], list[int]]:
+        """Numbers of queries and keys -> the sequences that have them."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for i, lengths in enumerate(zip(self.queries, self.keys, strict=True)):
+            groups.setdefault(lengths, []).append(i)
+        return groups
+
+    def _batch(self, call: Call, starts: Sequence[tuple[int, int]], q: int, k: int) -> Call:
+        """The call of sequences of q queries and k keys that begin at these rows of query and key."""
+
+        def rows(tensor: Tensor, side: int, n: int) -> Tensor:
+            return torch.cat([tensor[:, start[side] : start[side] + n] for start in starts])
+
+        query = rows(call.query, 0, q)
+        key = query if call.key is call.query else rows(call.key, 1, k)
+        return replace(
+            call,
+            query=query,
+            key=key,
+            value=key if call.value is call.key else rows(call.value, 1, k),
+            masks=self.masks[q, k],
+            positions=None if call.positions is None else rows(call.positions, 0, q),
+            key_positions=None if call.key_positions is None else rows(call.key_positions, 1, k),
+            output_gradient=None if call.output_gradient is None else rows(call.output_gradient, 0, q),
+        )
 
     def to(self, device: torch.device) -> Self:
         return replace(self, masks={n: replace(masks, positions=masks.positions.to(device)) for n, masks in self.masks.items()})
 
 
-def _slices(lengths: Sequence[int]) -> Iterator[slice]:
-    return (slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0)))
-
-
-def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    return None if tensor is None else tensor[:, rows]
+def _items(result: Result, n: int) -> list[Result]:
+    """The result of each of n batch items; tensors are views [1, …]."""
+    masked = result.fully_masked
+    return [
+        Result({name: x[i : i + 1] for name, x in result.tensors.items()}, None if masked is None else masked[i : i + 1]) for i in range(n)
+    ]
 
 
 def _fully_masked(results: Sequence[Result], queries: Sequence[int], heads: int) -> Tensor | None:

@@ -158,8 +158,11 @@ class RopeInputs:
 
     @property
     def trained_length(self) -> int:
-        """The context length of training, beside the rope's settings or among them. Raises InvalidRequest if it is not there."""
-        return self.config.count(LENGTH) if self.config.get(LENGTH) is not None else self.settings.count(LENGTH)
+        """The context length of training, beside the settings or among them. Raises InvalidRequest for none, or two that differ."""
+        beside, among = self.config.get(LENGTH), self.settings.get(LENGTH)
+        if beside is not None and among is not None and beside != among:
+            raise self.settings.refusal(LENGTH, f"{beside}, as beside the rope's settings", among)
+        return self.settings.count(LENGTH) if beside is None else self.config.count(LENGTH)
 
     @property
     def factor(self) -> float:
@@ -193,8 +196,7 @@ def proportional(inputs: RopeInputs) -> Fields:
 
 def longrope(inputs: RopeInputs) -> Fields:
     """Each frequency divided by its own short factor; cosines and sines lengthened."""
-    short, length = inputs.settings.get("short_factor"), inputs.config.count(LENGTH)  # among the rope's settings it has no effect
-    factor = inputs.factor
+    short, length, factor = inputs.settings.get("short_factor"), inputs.trained_length, inputs.factor
     if not isinstance(short, list) or len(short) != len(inputs.plain) or not all(isinstance(x, int | float) and x > 0 for x in short):
         raise inputs.settings.refusal("short_factor", f"{len(inputs.plain)} positive numbers", short)
     default = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0

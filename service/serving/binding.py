@@ -28,6 +28,7 @@ from service.wire.problems import describe_value, validate
 from service.wire.schemas.attend import AttendRequest
 from service.wire.shapes import unaligned
 
+MAX_POSITION = 2**31  # of those by which RoPE rotates
 BEYOND = "positions below {}, beyond which this model rotates by other frequencies, {}"
 
 
@@ -197,9 +198,13 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
 
 
 def _rotary_positions(name: str, request: AttendRequest) -> torch.Tensor | None:
-    """RoPE's positions, float64 [b|1, n] or [b|1, n, axes]."""
-    array = getattr(request, name)
-    return None if array is None else cast(name, array if request.batched else array[None], "float64")
+    """RoPE's positions, float64 [b|1, n] or [b|1, n, axes]. Raises InvalidRequest beyond MAX_POSITION."""
+    if (array := getattr(request, name)) is None:
+        return None
+    tensor = cast(name, array if request.batched else array[None], "float64")
+    if tensor.numel() and (largest := float(tensor.abs().max())) > MAX_POSITION:  # angles are float64
+        raise InvalidRequest.where(f"/{name}", f"positions from -{MAX_POSITION} to {MAX_POSITION}", f"one of {largest:g}")
+    return tensor
 
 
 def finite_arrays(query: Array, key: Array | None, value: Array | None, spec: LayerSpec) -> tuple[Array, Array, Array]:

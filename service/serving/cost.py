@@ -23,7 +23,7 @@ OWN_DATATYPES = {"attention_weights.keys": "INT64", "indexer_mask": "BOOL"}  # o
 MAX_REPLY_MESSAGE = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
 MAX_BLOCK_ROWS = 1 << 11  # most rows of a block of `attention/relative_scores.py`, roughly
 OPERATIONS_PER_SEQUENCE = 1 << 16  # that take as long as the overhead of a sequence among several in one query
-ADDED = ("operations", "scores", "memory_bytes", "reply_bytes", "pairs", "tensor_bytes")  # fields of Cost that are sums over sequences
+ADDED = ("operations", "scores", "memory_bytes", "reply_bytes", "pairs", "tensor_bytes", "items")  # of Cost: sums over sequences
 MAX_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
 
 
@@ -191,7 +191,7 @@ def exceeded_limits(cost: Cost, limits: ServingLimits) -> list[Problem]:
         (cost.scores, limits.max_scores, "", "at most {} weights and scores (max_scores); select fewer heads or queries"),
         (cost.memory_bytes, limits.max_memory_bytes, "", "at most {} bytes of predicted memory (max_memory_bytes)"),
         (cost.operations, limits.max_operations, "", "at most {} predicted operations (max_operations)"),
-        (cost.items, limits.max_batch_items, "/query", "a batch of at most {} items (max_batch_items)"),
+        (cost.items, limits.max_batch_items, "/query", "at most {} batch items, or sequences in one query (max_batch_items)"),
         (cost.pairs, limits.max_pairs, "", "at most {} heads x queries x keys (max_pairs)"),
         (cost.reply_bytes, limits.max_reply_bytes, "", MAX_REPLY_MESSAGE),
     )

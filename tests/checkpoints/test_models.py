@@ -402,6 +402,20 @@ def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> No
                 LayerSpec.model_validate(read_model_layer(tensors_of(case), changed, case["layer"], case["part"])[0])
 
 
+def test_the_length_of_training_may_be_among_the_settings_of_rope() -> None:
+    """As transformers 5 saves it; families that had it beside them have both, which must agree."""
+    case, config = MODELS["phi3_longrope"]["cases"][0], MODELS["phi3_longrope"]["config"]
+    name = "original_max_position_embeddings"
+
+    def read(beside: int | None, among: int | None) -> Any:
+        changed = {**config, name: beside, "rope_parameters": {**config["rope_parameters"], name: among}}
+        return read_model_layer(tensors_of(case), changed, case["layer"], case["part"])[0]
+
+    assert read(None, 16) == read(16, None) == read(16, 16)
+    with pytest.raises(InvalidRequest, match="16, as beside the rope's settings"):
+        read(16, 8)
+
+
 def _paths(fields: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
     for name, value in fields.items():
         yield (*above, name)

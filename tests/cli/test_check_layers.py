@@ -68,6 +68,21 @@ class NormLast(Rotary):
 class Pairs(Rotary):
     interleaved = True
 
+class Backwards(Rotary):
+    factor = -4.0
+
+class QueriesAlone(Rotary):
+    def prepare(self, x, w):
+        return super().prepare(x, w) if w is self.q_norm else self.norm(x, w)
+
+class Interleaved(Rotary):
+    def prepare(self, x, w):
+        x = self.norm(x, w)
+        angles = torch.arange(x.shape[2])[:, None] * 500.0 ** (-torch.arange(0, 10, 2) / 10) / 4
+        angles, part = angles.repeat_interleave(2, -1), x[..., :10]
+        a, b = part.chunk(2, -1)
+        return torch.cat((part * angles.cos() + torch.cat((-b, a), -1) * angles.sin(), x[..., 10:]), -1)
+
 class FullWidth(Rotary):
     full_width = True
 
@@ -237,6 +252,9 @@ WRONG = [
     ("Rotary", LATE, CAUSAL, ["the norm of queries and keys is applied before RoPE and not after"]),
     ("Pairs", ROTARY, CAUSAL, ["RoPE rotates neighbouring pairs and not halves"]),
     ("Rotary", PAIRED, CAUSAL, ["RoPE rotates halves of each head and not neighbouring pairs"]),
+    ("Backwards", ROTARY, CAUSAL, ["RoPE turns the other way"]),
+    ("QueriesAlone", ROTARY, CAUSAL, ["RoPE rotates the queries and not the keys"]),
+    ("Interleaved", ROTARY, CAUSAL, ["RoPE's angles are repeated as for neighbours and applied to halves"]),
     ("Rotary", FULL, CAUSAL, ["the norm is taken per head and not over the full width"]),
     ("FullWidth", ROTARY, CAUSAL, ["the norm is taken over the full width of all heads and not per head"]),
     ("Tiled", GROUPED, CAUSAL, ["query head i uses head i mod num_kv_heads of the keys"]),

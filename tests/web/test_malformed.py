@@ -488,7 +488,10 @@ MASKS = [
         cross(key_segments=zeros(2, 5)),
     ),
     Bad("segments-twice", 422, "/query_segments", "either segments, or", "both", tiny(segments=zeros(2, 3), query_segments=zeros(2, 3))),
-    Bad("segments-minus-2", 422, "/segments/1/2", "at least -1", "-2", tiny(segments=[[0, 0, 0], [0, 0, -2]])),
+    Bad("segments-minus-2", 422, "/segments/1/2", "or -1 for padding", "-2", tiny(segments=[[0, 0, 0], [0, 0, -2]])),
+    Bad(
+        "segments-large", 422, "/segments/0/0", "below 9007199254740992", "9007199254740992", tiny(segments=[[2**53 + 1, 0, 0], [0, 0, 0]])
+    ),
     Bad("segments-half", 422, "/segments/0/1", "a whole number", "0.5", tiny(segments=[[0, 0.5, 0], [0, 0, 0]])),
     Bad("segments-of-cross-attention", 422, "/segments", "shape [2, 5]", "shape [2, 3]", cross(segments=zeros(2, 3))),
     Bad("bias-shape", 422, "/bias", "[3, 5]", "shape [5, 5]", cross(bias=zeros(5, 5))),

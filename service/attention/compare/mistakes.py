@@ -16,6 +16,7 @@ from service.attention.compare.changes import (
     Change,
     Computation,
     Function,
+    Impossible,
     add_mask,
     block_after_softmax,
     each_weight,
@@ -33,6 +34,7 @@ from service.attention.compare.changes import (
     spread_rotary_part,
 )
 from service.attention.compare.weights import QKV, QUERY_GATE
+from service.attention.reference.positions import frequencies, rotary_positions, rotate
 from service.spec_parts import Rope, Window
 from service.tensors import Array
 
@@ -109,6 +111,25 @@ def _wider(window: Window | None, by: int) -> Window | None:
 
 def _scaled_linearly(rope: Rope | None) -> Rope | None:
     return rope and rope.model_copy(update={"scaling": rope.scaling and rope.scaling.model_copy(update={"type": "linear"})})
+
+
+def _of_queries_alone(given: Array | None, of_keys: Array | None, indices: Array, num_keys: int) -> dict[str, Array]:
+    return rotary_positions(given, of_keys, indices, num_keys) | {"key": np.zeros((1, num_keys))}
+
+
+def _with_angles_of_the_other_pairs(x: Array, positions: Array, rope: Rope) -> Array:
+    """RoPE of halves with angles f0 f0 f1 f1 …, which are those of neighbouring pairs; or of pairs with f0 f1 … f0 f1 …, of halves."""
+    if rope.axes:
+        raise Impossible
+    dims = rope.dims or x.shape[-1]
+    of_pairs, turning = frequencies(rope, dims), x[..., :dims]
+    angles = positions[:, None, :, None] * (np.tile(of_pairs, 2) if rope.interleaved else np.repeat(of_pairs, 2))
+    if rope.interleaved:
+        partners = np.stack((-turning[..., 1::2], turning[..., 0::2]), axis=-1).reshape(turning.shape)
+    else:
+        partners = np.concatenate((-turning[..., dims // 2 :], turning[..., : dims // 2]), axis=-1)
+    turned = rope.attention_factor * (turning * np.cos(angles) + partners * np.sin(angles))
+    return np.concatenate((turned, x[..., dims:]), axis=-1)
 
 
 # What is changed -> "this is what comes out when …" -> the change. Mistakes that change the same are not combined.
@@ -206,6 +227,13 @@ MISTAKES: dict[str, dict[str, Change]] = {
     "rope pairs": {
         "RoPE rotates halves of each head and not neighbouring pairs": in_part("rope", interleaved=False),
         "RoPE rotates neighbouring pairs and not halves of each head": in_part("rope", interleaved=True),
+    },
+    "rope turn": {
+        "RoPE turns the other way: its sines have the opposite sign": in_functions(rotate=lambda x, p, rope: rotate(x, -p, rope)),
+        "RoPE rotates the queries and not the keys": in_functions(rotary_positions=_of_queries_alone),
+        "RoPE's angles are repeated as for neighbours and applied to halves (repeat_interleave for cat), or the reverse": in_functions(
+            rotate=_with_angles_of_the_other_pairs
+        ),
     },
     "norm order": {
         "the norm of queries and keys is applied after RoPE and not before": in_part("qk_norm", after_rope=True),

@@ -124,10 +124,13 @@ class Tensor:
                 at = first_index(wrong)
                 raise field_error(at, "0, 1, true or false", element_text(array, at))
             return mask
-        least, expected = (0, "a number of keys") if self.kind == "count" else (-1, "the number of a segment, or -1 for padding")
-        if (wrong := ~(array >= least) | (array > MAX_COUNT) | (array != np.floor(array))).any():
+        if self.kind == "count":
+            least, expected = 0, "a number of keys: a whole number of at least 0"
+        else:  # from 2^53 on, float64 has not every whole number: two segments might become one
+            least, expected = -1, f"the number of a segment, a whole number below {MAX_COUNT}, or -1 for padding"
+        if (wrong := ~(array >= least) | (array >= MAX_COUNT) | (array != np.floor(array))).any():
             at = first_index(wrong)
-            raise field_error(at, f"{expected}: a whole number of at least {least}", element_text(array, at))
+            raise field_error(at, expected, element_text(array, at))
         return array.astype(np.int64)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -9,7 +9,7 @@ import pytest
 from support.v2 import in_bytes, read
 
 from service.client import Client
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, TooLarge
 
 RNG = np.random.default_rng(3)
 QUERIES, KEYS = (2, 7, 1, 5), (3, 11, 2, 5)  # rows of each sequence
@@ -92,6 +92,29 @@ def test_sequences_of_one_layer_without_keys_of_their_own(client: Client) -> Non
     np.testing.assert_allclose(packed.output, segments.output, rtol=0, atol=1e-6)
     for weights, rows in zip(packed.attention_weights, (slice(0, 3), slice(3, 8)), strict=True):
         np.testing.assert_allclose(weights, segments.attention_weights[rows, rows], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_sequences_of_equal_length_and_empty_ones_are_computed_as_if_alone(client: Client, reproducible: bool) -> None:
+    """Those of equal length share a batch, unless each must have the bits that it has alone."""
+    lengths = [2, 0, 3, 2, 0, 3, 2]
+    query = RNG.standard_normal((sum(lengths), 10)).astype(np.float32)
+    common: dict[str, Any] = {"layer": "sequences-self", "causal": True, "reproducible": reproducible}
+
+    got = client.attend(query, query_lengths=lengths, **common)
+
+    ends = np.cumsum(lengths)
+    for i, (n, end) in enumerate(zip(lengths, ends, strict=True)):
+        alone = client.attend(query[end - n : end], **common)
+        largest = 0.0 if reproducible else 1e-6
+        np.testing.assert_allclose(got.output[end - n : end], alone.output, rtol=0, atol=largest)
+        np.testing.assert_allclose(got.attention_weights[i], alone.attention_weights, rtol=0, atol=largest)
+
+
+def test_sequences_count_as_batch_items(client: Client) -> None:
+    """A body of a few kilobytes may have very many empty ones."""
+    with pytest.raises(TooLarge, match=r"at most 65536 batch items, or sequences in one query \(max_batch_items\), got 65538"):
+        client.attend(np.zeros((1, 10)), layer="sequences-self", query_lengths=[0] * 65537 + [1])
 
 
 def test_v2_names_the_weights_of_each_sequence(client: Client, http: httpx.Client) -> None:
