@@ -1,7 +1,8 @@
 """Requests per second of attend and of the servers that people would pick instead, on the same bytes, in one run.
 
-`bare` is torch's module with no server, `echo` a FastAPI route that sends the body back. A reply is compared with torch's output before
-anything is measured. With --with, every named peer is installed into a virtual environment of its own under --cache.
+`bare` is torch's module with no server, `echo` a FastAPI route that sends the body back, `canned` an ASGI application that computes nothing.
+A reply of any other is compared with torch's output before anything is measured. With --with, every named peer is installed into a virtual
+environment of its own under --cache.
 """
 
 import argparse
@@ -41,6 +42,7 @@ class Peer:
 
 
 PEERS = {
+    "canned": Peer(FASTAPI, UVICORN % "canned", {"json": "/attend", "st": "/attend"}),
     "echo": Peer(FASTAPI, UVICORN % "echo", {"json": "/attend", "st": "/attend"}),
     "naive": Peer(FASTAPI, UVICORN % "naive", {"json": "/attend"}),
     "litserve": Peer(("litserve",), "{bin}/python litserve_api.py", {"json": "/predict"}),
@@ -119,7 +121,7 @@ def rows_of(
     name: str, form: str, size: Size, server: Server, url: str, payload: Payload, seconds: float, want: Any
 ) -> Iterator[dict[str, Any]]:
     headers, body = first_reply(server, url, payload)
-    if name != "echo":
+    if name not in ("canned", "echo"):
         error = float(np.abs(output_of(form, headers, body) - want.ravel()).max())
         if error > TOLERANCE:
             raise SystemExit(f"{name}: the output is {error:.1e} away from torch's")
