@@ -158,11 +158,9 @@ class RopeInputs:
 
     @property
     def trained_length(self) -> int:
-        """The context length of training, beside the settings or among them. Raises InvalidRequest for none, or two that differ."""
-        beside, among = self.config.get(LENGTH), self.settings.get(LENGTH)
-        if beside is not None and among is not None and beside != among:
-            raise self.settings.refusal(LENGTH, f"{beside}, as beside the rope's settings", among)
-        return self.settings.count(LENGTH) if beside is None else self.config.count(LENGTH)
+        """The context length of training. One beside the settings beats one among them, except where those are for each layer type."""
+        each = any(isinstance(entry, Mapping) for entry in dict(self.config.get("rope_parameters", default={})).values())
+        return self.settings.count(LENGTH) if each or self.config.get(LENGTH) is None else self.config.count(LENGTH)
 
     @property
     def factor(self) -> float:
