@@ -1,6 +1,7 @@
 // Safetensors files on the user's disk. Only their headers are read; tensors stay slices of the files until they are sent.
 
 const ATTENTION = /(?:^|\.)(?!\w*norm)\w*(?:att|mixer|temporal_block)\w*\./i; // part of each tensor's name, in every family of service/checkpoints
+const SHARED = /relative_attention_bias|(?:^|\.)(?:rel_embeddings|encoder\.LayerNorm)\./; // tables that layers share, and their norm (T5, DeBERTa)
 
 /** Name -> {dtype, shape, data: Blob} for the tensors of several files. Throws Error with a text for people. */
 export async function openTensors(files) {
@@ -33,10 +34,10 @@ export function countLayers(config, tensors) {
 
 /** The attention tensors of this layer, by the numbers in their names, and tables that layers share; those of all layers if none has them. */
 export function tensorsOfLayer(tensors, number, config) {
-  const attention = [...tensors].filter(([name]) => ATTENTION.test(name));
+  const attention = [...tensors].filter(([name]) => ATTENTION.test(name) || SHARED.test(name));
   const place = placeOf(number, config);
   const own = attention.filter(([name]) => place.every((n, i) => numbersIn(name)[i] === n));
-  return new Map(own.length ? [...own, ...attention.filter(([name]) => name.includes("relative_attention_bias"))] : attention);
+  return new Map(own.length ? [...own, ...attention.filter(([name]) => SHARED.test(name))] : attention);
 }
 
 /** The first numbers in the names of a layer's tensors: its own, or its stage and block in a model with stages (Swin). */
