@@ -35,6 +35,13 @@ REASONS = {
     ],
     "what goes only together, or not together": [
         r"a key in addition to the value|a key, .*",
+        r"positions (in addition to key_positions|alone, since the key is the query|from -\d+ to \d+)",
+        r"the positions of the (keys|queries)\b.*",
+        r"an offset .*|axes \[.*\] after those of the rows",
+        r"query_(segments|lengths) and key_(segments|lengths)|(key|key_lengths), since query_lengths and key(_lengths)? are given",
+        r"no \w+ beside query_lengths|at least one sequence|lengths with the sum .*|\d+ lengths, as query_lengths has",
+        r"segments, which keep sequences in one query apart here",
+        r"(none|an output other than \w+) for layer .*",
         r"data or base64 in addition to the shape",  # a shape alone is for the plan
         r"attention_weights among the outputs",
         r"a gradient of the output, since \w+_gradient is among the outputs",
