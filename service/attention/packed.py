@@ -12,9 +12,8 @@ from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
 
-BY_SEQUENCE = frozenset(
-    {"attention_weights", "scores", "indexer_mask"}
-)  # outputs with an axis of keys, which are returned for each sequence
+# Outputs with an axis of keys, which are returned for each sequence.
+BY_SEQUENCE = frozenset({"attention_weights", "scores", "indexer_mask"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ def in_functions(**functions: Function) -> Change:
 
 
 def in_softmax(wrapped: Callable[[Function, Computation], Function]) -> Change:
-    """Replaces the softmax (scores [b, h, q, k], sinks) -> (weights, log_sum_exp) by one made of it."""
+    """Replaces the softmax, (scores [b, h, q, k], sinks) -> (weights, log_sum_exp), by the function that `wrapped` returns for it."""
     return lambda c: in_functions(softmax=wrapped(c.functions.get("softmax", forward.softmax), c))(c)
 
 
