@@ -119,8 +119,11 @@ def test_without_a_drain_watchers_get_the_shutdown_at_once(start: Callable[..., 
 
 
 def test_grpc_stops_accepting_calls_together_with_http(start: Callable[..., Server]) -> None:
-    """While HTTP still answers a request, a new call is UNAVAILABLE, on a new and on an existing connection."""
-    server = start("--grpc-port", "0", "--drain-seconds", "0")
+    """While HTTP still answers a request, a new call is UNAVAILABLE, on a new and on an existing connection.
+
+    The server's timeouts are long: gRPC's client may wait 20 seconds for a connection.
+    """
+    server = start("--grpc-port", "0", "--drain-seconds", "0", "--client-timeout", LONG, "--shutdown-seconds", LONG)
     begun = HalfSent(server.url)
     with grpc.insecure_channel(address_of(server)) as kept:
         assert code_of_a_call(kept) is grpc.StatusCode.OK
