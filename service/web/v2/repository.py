@@ -7,10 +7,10 @@ from starlette.concurrency import run_in_threadpool
 
 from service.errors import RequestError
 from service.serving.documents import put_layer, read_object
-from service.serving.requests import NO_PARAMETERS, RawRequest
+from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.web.openapi import LOAD_EXAMPLE, request_body_doc
-from service.web.request_reader import read_as
+from service.web.request_reader import read
 from service.web.routes.attend import require_started
 from service.web.routes.layers import NewName
 from service.web.v2.description import ProtocolExtensions, index_of
@@ -98,6 +98,5 @@ async def unload_layer(service: Service, name: str) -> None:
 
 async def _read(request: Request, service: Service, model: type[D]) -> D:
     """The body, validated as `model`; an empty body is {}."""
-    limit = ("", MAX_BODY_BYTES) if service.wire_limits.body_bytes > MAX_BODY_BYTES else None
-    raw = await read_as(CODECS[JSON], CODECS[JSON], NO_PARAMETERS, request.scope["attend"], request.receive, service, limit)
+    raw = await read(request.scope["attend"], request.receive, service, (CODECS[JSON], CODECS[JSON]), largest=MAX_BODY_BYTES)
     return validate(model, await read_object(service, raw, MAX_BODY_BYTES))
