@@ -9,12 +9,11 @@ from service.errors import RequestError
 from service.serving.documents import put_layer, read_object
 from service.serving.requests import RawRequest
 from service.serving.service import Service
-from service.web.openapi import LOAD_EXAMPLE, request_body_doc
+from service.web.openapi import LOAD_EXAMPLE, request_body_doc, v2_error_responses
 from service.web.request_reader import read
 from service.web.routes.attend import require_started
 from service.web.routes.layers import NewName
 from service.web.v2.description import ProtocolExtensions, index_of
-from service.web.v2.routes import error_responses
 from service.wire.codec import CODECS
 from service.wire.json.strict import parse_nested
 from service.wire.negotiation import JSON
@@ -36,7 +35,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         "/v2/repository/index",
         tags=["v2"],
         response_model=list[RepositoryModel],
-        responses=error_responses(400),
+        responses=v2_error_responses(400),
         openapi_extra=request_body_doc("IndexRequest", ({"ready": True}, "Those that are ready."), required=False),
     )
     async def index(request: Request) -> list[RepositoryModel]:
@@ -47,7 +46,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         f"{MODEL}/load",
         tags=["v2"],
         response_class=Response,
-        responses=error_responses(400, 403, 404, 409, 413, 503),
+        responses=v2_error_responses(400, 403, 404, 409, 413, 503),
         openapi_extra=request_body_doc("LoadRequest", (LOAD_EXAMPLE, "A seeded layer."), required=False),
     )
     async def load(name: NewName, request: Request) -> Response:
@@ -61,7 +60,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         f"{MODEL}/unload",
         tags=["v2"],
         response_class=Response,
-        responses=error_responses(400, 403, 404, 409, 503),
+        responses=v2_error_responses(400, 403, 404, 409, 503),
         openapi_extra=request_body_doc("UnloadRequest", ({}, "No body is needed."), required=False),
     )
     async def unload(name: str, request: Request) -> Response:

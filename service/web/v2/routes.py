@@ -10,8 +10,7 @@ from starlette.types import Receive, Send
 from service.errors import MalformedBody
 from service.serving.engine import ATTEND
 from service.serving.service import Service
-from service.web.openapi import INFER_EXAMPLE, request_body_doc, schema
-from service.web.openapi import error_responses as responses_of
+from service.web.openapi import INFER_EXAMPLE, request_body_doc, schema, v2_error_responses
 from service.web.request_reader import Record, read
 from service.web.routes.attend import require_started, send_reply
 from service.web.v2.description import ProtocolExtensions, config_of, metadata_of, statistics_of
@@ -58,11 +57,6 @@ def plain_path(path: str) -> str:
 ROUTE_OPTIONS: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI descriptions of the refusals of a route under /v2."""
-    return responses_of(*statuses, model="V2Error", media_type=JSON, meaning={400: "Anything wrong with the request."})
-
-
 def health_of(ready: bool) -> Health:
     """The body of a health reply; different clients read different members."""
     return Health(live=True, ready=ready, error=None if ready else "not ready")
@@ -88,7 +82,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         response.status_code = 200 if is_ready else 503
         return health_of(is_ready)
 
-    @app.get("/v2/models/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=error_responses(409))
+    @app.get("/v2/models/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=v2_error_responses(409))
     async def all_statistics() -> Response:
         """Statistics of every model."""
         extensions.require_statistics()
@@ -96,7 +90,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         text = await run_in_threadpool(lambda: statistics_of(service, layers, extensions.workers).model_dump_json())  # slow for many layers
         return Response(text, media_type=JSON)
 
-    @app.get(MODEL, **ROUTE_OPTIONS, response_model=ModelMetadata, responses=error_responses(404, 409))
+    @app.get(MODEL, **ROUTE_OPTIONS, response_model=ModelMetadata, responses=v2_error_responses(404, 409))
     async def model(name: str) -> ModelMetadata:
         """Inputs and outputs of a model. Like every path of a model, it also exists below /versions/1."""
         return metadata_of(service.registry.find(name, at=""))
@@ -105,7 +99,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         f"{MODEL}/ready",
         **ROUTE_OPTIONS,
         response_model=ModelReady,
-        responses={503: {"model": ModelReady, "description": "Not ready."}, **error_responses(404, 409)},
+        responses={503: {"model": ModelReady, "description": "Not ready."}, **v2_error_responses(404, 409)},
     )
     async def model_ready(name: str, response: Response) -> ModelReady:
         """Whether calls to a model are answered. 409 for an unloaded one."""
@@ -114,12 +108,12 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         response.status_code = 200 if is_ready else 503
         return ModelReady(name=name, ready=is_ready)
 
-    @app.get(f"{MODEL}/config", **ROUTE_OPTIONS, response_model=ModelConfig, responses=error_responses(404, 409))
+    @app.get(f"{MODEL}/config", **ROUTE_OPTIONS, response_model=ModelConfig, responses=v2_error_responses(404, 409))
     async def config(name: str) -> ModelConfig:
         """Model configuration, as in Triton."""
         return config_of(service.registry.find(name, at=""), service, service.wire_limits.body_bytes)
 
-    @app.get(f"{MODEL}/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=error_responses(404, 409))
+    @app.get(f"{MODEL}/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=v2_error_responses(404, 409))
     async def statistics(name: str) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         extensions.require_statistics()
@@ -130,7 +124,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         tags=["v2"],
         responses={
             200: {"description": "The requested outputs.", "content": {JSON: {"schema": schema("InferenceReply")}}},
-            **error_responses(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
+            **v2_error_responses(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
         },
         response_model=None,
         openapi_extra=request_body_doc(
