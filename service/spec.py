@@ -216,7 +216,7 @@ class LayerSpec(BaseModel):
             raise field_error("/head_dim", "an even number, since differential attention halves it", str(self.head_dim))
         for name, absent in (("qk_norm", "null"), ("latent", "null"), ("relative_scores", "null"), ("sinks", "false")):
             if getattr(self, name):
-                raise field_error(f"/{name}", f"{absent}, since differential attention has no such form", "one")
+                raise field_error(f"/{name}", f"{absent}, since differential attention is not defined with it", "one")
         if self.normalizer != "softmax":
             raise field_error("/normalizer", "softmax, of which differential attention is a difference", self.normalizer)
 

@@ -37,9 +37,7 @@ class Projections:
         if norm is not None and not norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         if spec.rope is not None:
-            of_keys = torch.arange(key.shape[2], device=key.device)[None] if call.key_positions is None else call.key_positions
-            query = self._rotate(query, call.masks.positions if call.positions is None else call.positions, spec.rope)
-            key = self._rotate(key, of_keys, spec.rope)
+            query, key = (self._rotate(x, at, spec.rope) for x, at in zip((query, key), call.rope_positions, strict=True))
         if norm is not None and norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         if spec.query_scale is not None:

@@ -53,7 +53,7 @@ class Application(FastAPI):
         return AsyncExitStackMiddleware(self.router)
 
     async def _strip_slash(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Removes a trailing slash from paths under /v2: clients of the protocol use both forms."""
+        """Removes a trailing slash from paths under /v2: clients of the protocol send paths with and without one."""
         path = scope.get("path", "")
         if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{errors.V2_PREFIX}/"):
             scope = {**scope, "path": path.rstrip("/")}

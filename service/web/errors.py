@@ -61,7 +61,7 @@ def _row_of(error: errors.AttendError) -> tuple[int, str]:
 
 
 def error_body(scope: Any, status: int, title: str, detail: str, problems: tuple[errors.Problem, ...] = ()) -> tuple[int, str, bytes]:
-    """(status, media type, body) of a refusal, in the form that this path uses."""
+    """(status, media type, body) of a refusal, as the protocol of the path defines it."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path == V2_PREFIX or path.startswith(f"{V2_PREFIX}/"):  # the protocol has no 422
         return (400 if status == 422 else status), "application/json", json.dumps({"error": detail}).encode()
