@@ -32,7 +32,7 @@ from service.errors import InvalidRequest
 from service.spec import LayerSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-LATENT_CACHES: dict[str, Any] = json.loads((GOLDEN / "latent_caches.json").read_text())
+LATENT_CACHES: dict[str, Any] = json.loads((GOLDEN / "caches" / "latent.json").read_text())
 
 
 @pytest.fixture

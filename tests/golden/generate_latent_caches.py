@@ -1,4 +1,4 @@
-"""What transformers' caches keep of the keys of latent attention, for `latent_caches.json`: latent vectors, and the rotated numbers that
+"""What transformers' caches keep of the keys of latent attention, for `caches/latent.json`: latent vectors, and the rotated numbers that
 all heads share. The models and inputs are those of `models/`.
 
 Run as `python generate_latent_caches.py [--check]` in the environment of `generate_models.py`: it writes the file, or compares with it.
@@ -13,7 +13,7 @@ from casefile import tensor
 from generate_models import FOLDER, same
 from tiny_models import IDS, TinyModel
 
-FILE = Path(__file__).parent / "latent_caches.json"
+FILE = Path(__file__).parent / "caches" / "latent.json"
 
 
 def cached(document):
