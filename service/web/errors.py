@@ -70,7 +70,7 @@ def problem_document(status: int, title: str, detail: str, request_id: str, prob
 def _response(
     scope: Any, status: int, title: str, detail: str, problems: tuple[errors.Problem, ...] = (), headers: Mapping[str, str] = {}
 ) -> Response:
-    """A refusal in the form that this path uses."""
+    """A refusal, as the protocol of the path defines it."""
     path = scope["attend"].path
     if path == V2_PREFIX or path.startswith(f"{V2_PREFIX}/"):  # the protocol has no 422
         return Response(json.dumps({"error": detail}), 400 if status == 422 else status, headers, media_type=JSON)

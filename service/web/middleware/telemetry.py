@@ -60,7 +60,7 @@ class OpenSpan:
 
     @property
     def traceparent(self) -> str:
-        """The span in the form of the header `traceparent`."""
+        """The value of the header `traceparent` that names the span."""
         context = self.span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 

@@ -132,5 +132,5 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         ),
     )
     async def infer(name: str) -> None:
-        """POST /attend in this protocol's form, JSON or with tensors as bytes."""
+        """POST /attend in this protocol: JSON, or JSON and tensors as bytes."""
         raise AssertionError("handled before routing")
