@@ -101,7 +101,7 @@ def cases_by_row() -> dict[tuple[str, ...], list[Case]]:
 
 
 def merged(cases: Sequence[Case]) -> Iterator[str]:
-    """The formulas of all cases. A step that differs is written once for each of its forms, with the layers that have it."""
+    """The formulas of all cases. A step that differs is written once for each of its variants, with the layers that have it."""
     formulas = [formula(case.loaded[0], case.layer.attention.causal, case.layer.part == "cross") for case in cases]
     order = sorted(
         dict.fromkeys(step for steps in formulas for step in steps), key=lambda step: max(_place(steps, step) for steps in formulas)

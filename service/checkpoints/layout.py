@@ -7,6 +7,7 @@ canonical if possible.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
@@ -58,7 +59,7 @@ class Converted:
     assumed: Fields = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """One spelling of a layout."""
 
@@ -73,7 +74,7 @@ class Layout:
     parent: str = ""  # first segment of q, k and v, if the output projection is outside of it
     excluded_by: str = ""  # a sibling of the stem that means another layout
 
-    @property
+    @cached_property
     def required(self) -> frozenset[str]:
         return frozenset(self.names.values()).difference(*self.optional)
 
@@ -99,12 +100,12 @@ def vectors(tensors: LayerTensors) -> Weights:
 
 
 def as_linear(tensors: LayerTensors) -> Weights:
-    """Four matrices [out, in], applied as x @ W.T. This is the canonical form, so they are not copied."""
+    """Four matrices [out, in], applied as x @ W.T. This is the canonical orientation, so they are not copied."""
     return {f"{name}.weight": tensors.get(f"{name}.weight", "out", "in") for name in PROJECTIONS} | vectors(tensors)
 
 
 def as_kernels(tensors: LayerTensors) -> Weights:
-    """Four matrices [in, out], applied as x @ W. They are transposed to the canonical form."""
+    """Four matrices [in, out], applied as x @ W. They are transposed to the canonical orientation."""
     return {f"{name}.weight": tensors.get(f"{name}.weight", "in", "out").T for name in PROJECTIONS} | vectors(tensors)
 
 

@@ -33,7 +33,7 @@ SENTENCE = "The cat sat on the mat because it was tired"
 PORT = 8000  # in the printed commands
 LINKS = 3  # shown per head
 HASH_NOTE = """Each word's vector is drawn from a hash of the word, and the layer's weights from a seed. Nothing was trained:
-the heads mean nothing, and the links only show the form of a result."""
+the heads mean nothing, and the links only show what a result looks like."""
 MINILM_NOTE = """The vectors are the input of attention layer {} of all-MiniLM-L6-v2 (0 to 5) in that model, and the weights are
 that layer's own: the links are what its heads were trained to link."""
 

@@ -15,14 +15,14 @@ _structured = structlog.processors.ExceptionRenderer(structlog.tracebacks.Except
 _plain = structlog.processors.ExceptionRenderer()
 
 
-def configure_logs(form: str, level: str) -> None:
-    """Sets up logging for the process. `form` is "console" or "json"; on a terminal, console lines are aligned and coloured."""
+def configure_logs(log_format: str, level: str) -> None:
+    """Sets up logging for the process. `log_format` is "console" or "json"; on a terminal, console lines are aligned and coloured."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     renderer: list[structlog.typing.Processor]
-    if form == "json":
+    if log_format == "json":
         renderer = [_with_exception(_structured), structlog.processors.JSONRenderer(serializer=_json)]
     elif sys.stderr.isatty():
         renderer = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]

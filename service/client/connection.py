@@ -79,7 +79,7 @@ def ssl_context(verify: Verify) -> ssl.SSLContext | bool:
         return ssl.create_default_context(capath=path) if path.is_dir() else ssl.create_default_context(cafile=path)
     except OSError as error:
         reason = getattr(error, "reason", None) or error.strerror or error
-        raise OSError(f"expected a file or folder of certificates in PEM form, got {path}: {reason}") from None
+        raise OSError(f"expected a file or folder of certificates in PEM format, got {path}: {reason}") from None
 
 
 def connection_error(error: Exception, url: str) -> AttendError:

@@ -51,7 +51,7 @@ async def put_layer(service: Service, name: str, raw: RawRequest, source: Checkp
 
 
 async def export_layer(service: Service, name: str) -> list[Buffer]:
-    """GET /layers/{name}/weights: the layer as safetensors, in the form that PUT accepts."""
+    """GET /layers/{name}/weights: the layer as safetensors, which PUT accepts."""
     layer = service.registry.find(name)
     return await service.engine.codecs.run(lambda: write_layer_file(layer), 0, "")
 

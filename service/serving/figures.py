@@ -83,7 +83,7 @@ def draw_figure(bound: BoundCall, result: Result, check: Check) -> bytes:
 
 def media_type_of(spec: FigureSpec) -> str:
     """The media type of a figure."""
-    return next(media for media, form in PICTURES.items() if form == spec.format)
+    return next(media for media, picture in PICTURES.items() if picture == spec.format)
 
 
 def _spec(request: FigureRequest, layer: LayerSpec, format: Format) -> FigureSpec:

@@ -43,6 +43,6 @@ def _quota(cgroup: Path) -> float | None:
             quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
         except OSError:
             return None
-    if not quota.isdigit() or not period.isdigit() or not int(period):  # "max", -1, or an unknown form
+    if not quota.isdigit() or not period.isdigit() or not int(period):  # "max", -1, or an unknown format
         return None
     return int(quota) / int(period)

@@ -91,7 +91,7 @@ def test_control_characters_in_words_are_escaped(tmp_path: Path) -> None:
 
 
 def test_a_refusal_is_printed_with_its_pointer() -> None:
-    """In the form of all commands."""
+    """As every command prints it."""
     done = run_attend("heads", "-", *TINY, "--metrics", "induction_score", stdin=json.dumps({**BODY, "tokens": None}).encode())
 
     assert done.returncode == 1

@@ -179,9 +179,9 @@ class Stream(io.StringIO):
 pieces, real, sys.stderr = [], sys.stderr, Stream()
 import structlog
 from service.cli.logs import configure_logs
-for form in ("json", "console"):
-    configure_logs(form, "info")
-    structlog.get_logger("attend").info("said", number=form)
+for log_format in ("json", "console"):
+    configure_logs(log_format, "info")
+    structlog.get_logger("attend").info("said", number=log_format)
 sys.stderr = real
 print(pieces)
 """

@@ -283,12 +283,14 @@ def test_a_plan_sends_shapes_alone(client):
         client.plan(np.zeros((2, 3, 7)), layer="float32")
 
 
-@pytest.mark.parametrize(("form", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!DOCTYPE html>")])
-def test_a_figure_is_the_bytes_of_a_picture(client, form, magic):
+@pytest.mark.parametrize(("file_format", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!DOCTYPE html>")])
+def test_a_figure_is_the_bytes_of_a_picture(client, file_format, magic):
     words = {"query": [["a", "b", "c"], ["d", "e", "f"]]}
-    drawn = client.figure(SMALL, layer="float32", kind="head", format=form, figure={"heads": [1], "item": 1}, causal=True, tokens=words)
+    drawn = client.figure(
+        SMALL, layer="float32", kind="head", format=file_format, figure={"heads": [1], "item": 1}, causal=True, tokens=words
+    )
     assert drawn.startswith(magic)
-    if form == "svg":
+    if file_format == "svg":
         assert b">d</text>" in drawn and b">a</text>" not in drawn
     with pytest.raises(errors.InvalidRequest, match="a head below 2"):
         client.figure(SMALL, layer="float32", kind="head", figure={"heads": [2]})
@@ -615,7 +617,7 @@ def test_a_file_without_certificates_is_refused_by_name(tmp_path, kind, text):
     path = tmp_path / "ca.pem"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(OSError, match=rf"expected a file or folder of certificates in PEM form, got {path}: "):
+    with pytest.raises(OSError, match=rf"expected a file or folder of certificates in PEM format, got {path}: "):
         kind(verify=path)
 
 

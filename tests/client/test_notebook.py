@@ -168,15 +168,15 @@ def test_words_are_a_table_of_tokens_and_vectors(client):
     assert long.found.count("tr") == ROWS + 1 and long.texts[-1].startswith("36 more tokens are not shown; ")
 
 
-@pytest.mark.parametrize("form", ["png", "svg", "html"])
-def test_a_figure_is_shown_by_its_format(client, form):
-    drawn = client.figure(QUERY, format=form, figure={"title": 'a "title" & more'})
+@pytest.mark.parametrize("file_format", ["png", "svg", "html"])
+def test_a_figure_is_shown_by_its_format(client, file_format):
+    drawn = client.figure(QUERY, format=file_format, figure={"title": 'a "title" & more'})
     shows = {name: getattr(drawn, f"_repr_{name}_")() for name in ("png", "svg", "html")}
-    assert [name for name, text in shows.items() if text is not None] == [form]
-    if form == "html":
+    assert [name for name, text in shows.items() if text is not None] == [file_format]
+    if file_format == "html":
         frame = Elements(shows["html"])
         assert frame.found == ["iframe"] and not frame.loads and "<script" not in shows["html"]
         assert frame.values["sandbox"] == "allow-scripts" and frame.values["srcdoc"] == drawn.decode()
     else:
-        assert shows[form] == (bytes(drawn) if form == "png" else drawn.decode())
+        assert shows[file_format] == (bytes(drawn) if file_format == "png" else drawn.decode())
     assert isinstance(drawn, bytes)

@@ -44,7 +44,7 @@ def draw_all(seed, shapes, scale=0.5):
 
 
 def tensor(array):
-    """The wire's form of an array."""
+    """An array as JSON of the API."""
     array = np.asarray(array)
     name = next(name for name, dtype in NUMPY.items() if np.dtype(dtype) == array.dtype)
     data = np.ascontiguousarray(array, NUMPY[name]).tobytes()
@@ -52,7 +52,7 @@ def tensor(array):
 
 
 def array(tensor):
-    """An array out of the wire's form."""
+    """An array from JSON of the API."""
     data = base64.b64decode(tensor["base64"])
     return np.frombuffer(data, NUMPY[tensor["datatype"]]).reshape(tensor["shape"])
 

@@ -39,9 +39,9 @@ def requests_in_memory() -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
     """A reference cycle would keep the tensors, megabytes for each request, until the next collection."""
-    form, members, is_refused = KINDS[kind]
+    media, members, is_refused = KINDS[kind]
     query = np.random.default_rng(0).standard_normal((5, 509, 6)).astype("f4")
-    if form == JSON:
+    if media == JSON:
         body = json.dumps({"layer": "layer", "query": query.tolist(), **members}).encode().ljust(HEAVY_BYTES)
     else:
         body = save({"query": query}, {"request": json.dumps({"layer": "layer", **members})})
@@ -52,7 +52,7 @@ def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
         for _ in range(3):
             deadline = service.clock() if kind == "a deadline that has passed" else None
             try:
-                await service.engine.answer(RawRequest(body, CODECS[form], "", CODECS[form], "", deadline=deadline), ATTEND)
+                await service.engine.answer(RawRequest(body, CODECS[media], "", CODECS[media], "", deadline=deadline), ATTEND)
                 assert not is_refused
             except AttendError:
                 assert is_refused

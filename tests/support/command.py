@@ -38,7 +38,7 @@ def _restored(cwd: Path | None) -> Iterator[None]:
     threads, logging = torch.get_num_threads(), structlog.get_config()
     quiet = mock.patch(
         "service.cli.logs.configure_logs",
-        lambda form, level: structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level)),
+        lambda log_format, level: structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level)),
     )
     with mock.patch.dict(os.environ), mock.patch("sys.path", list(sys.path)), quiet:
         try:

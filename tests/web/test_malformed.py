@@ -1041,13 +1041,13 @@ def test_the_log_contains_no_payload(http: httpx.Client, server: Any, layers: di
     assert not [line for line in lines() if "1234.5" in line or word in line]
 
 
-@pytest.mark.parametrize("form", ["json", "console"])
-def test_a_stack_trace_in_the_log_contains_no_payload(form: str) -> None:
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_a_stack_trace_in_the_log_contains_no_payload(log_format: str) -> None:
     """It has places in the code, and no values of variables."""
     script = (
         "import structlog\n"
         "from service.cli.logs import configure_logs\n"
-        f"configure_logs({form!r}, 'info')\n"
+        f"configure_logs({log_format!r}, 'info')\n"
         "body = b'unmistak' + b'able'\n"
         "try:\n"
         "    raise RuntimeError('broken')\n"

@@ -21,7 +21,7 @@ def test_every_supported_type_can_be_requested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content_type", "form"),
+    ("content_type", "media"),
     [
         ("", JSON),
         ("application/json", JSON),
@@ -38,9 +38,9 @@ def test_every_supported_type_can_be_requested() -> None:
         (f" {ST} ", ST),
     ],
 )
-def test_media_type_of_a_body(content_type: str, form: str) -> None:
+def test_media_type_of_a_body(content_type: str, media: str) -> None:
     """Without Content-Type, and with curl's default, JSON. Case and parameters do not matter."""
-    assert media_type_of_body(content_type) == form
+    assert media_type_of_body(content_type) == media
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_body_of_another_type_is_refused(content_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accept", "form"),
+    ("accept", "media"),
     [
         ("", JSON),
         ("*/*", JSON),
@@ -103,9 +103,9 @@ def test_a_body_of_another_type_is_refused(content_type: str) -> None:
         ("  ", JSON),
     ],
 )
-def test_media_type_of_a_reply(accept: str, form: str) -> None:
+def test_media_type_of_a_reply(accept: str, media: str) -> None:
     """The highest quality wins, the most specific range sets it, ties go to JSON; an empty header accepts anything."""
-    assert media_type_of_reply(accept) == form
+    assert media_type_of_reply(accept) == media
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ class Plot:
         return ET.tostring(root, encoding="unicode")
 
     def _restore(self, group: ET.Element, role: str, text: str, whole: str) -> None:
-        """Put a text into its group of the SVG, without boxes for missing letters, and with its uncut form as title."""
+        """Put a text into its group of the SVG, without boxes for missing letters, and with the whole text as title."""
         del group.attrib["id"]
         for element in group:
             element.attrib |= {"class": role, "style": element.get("style", "").replace(f"font-family: {FONTS}; ", "")}

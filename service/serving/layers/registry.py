@@ -153,7 +153,7 @@ class LayerRegistry:
         return new
 
     def unload(self, layer: UnloadedLayer) -> None:
-        """Replace the layer of that name by its unloaded form."""
+        """Replace the layer of that name by an unloaded one."""
         self._layers.pop(layer.name, None)
         self._unloaded[layer.name] = layer
 

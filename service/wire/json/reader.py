@@ -21,7 +21,7 @@ from service.wire.limits import WireLimits
 from service.wire.problems import MAX_SHOWN, describe_value
 
 MAX_REST_BYTES = 4 << 20  # bytes of a body without its numbers and base64
-MAX_CACHED_REST = 2048  # bytes of a rest whose parsed form is cached
+MAX_CACHED_REST = 2048  # bytes of a rest whose parsed value is cached
 MAX_STRICT_BYTES = 1 << 20  # bytes of a body that the strict reader may parse as a whole
 MAX_UNCUT_BYTES = 1 << 16  # a longer base64 string, in bytes, is cut out
 MAX_TEXT_BYTES = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor

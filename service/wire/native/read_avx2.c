@@ -2,7 +2,7 @@
  *
  * A number's 32 characters up to its comma are one vector. Those before the number are cleared; the digits before the point move up by one,
  * into its place: they are taken from a vector loaded one character earlier. Three multiply-adds turn 32 digits into four integers of 8.
- * Numbers of up to 19 digits, with or without an exponent of two digits (1.5e-07, as C and Python write it), have this form. A row with
+ * Numbers of up to 19 digits, with or without an exponent of two digits (1.5e-07, as C and Python write it), are simple. A row with
  * anything else is read by read_row(), from that point on. */
 #include "numbers.h"
 #ifdef X86
@@ -14,7 +14,7 @@
 #define NO_POINT WINDOW /* and where its point is among them if it has none */
 #define MARGIN 64      /* characters that must exist on either side of what is read */
 
-/* Forms: not simple; simple, unless the first digit is 0 (a leading zero, or -0, which as an integer is 0). */
+/* Kinds of a number: not simple; simple, unless the first digit is 0 (a leading zero, or -0, which as an integer is 0). */
 enum { IRREGULAR = 1, FIRST_DIGIT_NOT_ZERO = 2 };
 
 typedef struct {
@@ -24,7 +24,7 @@ typedef struct {
 
 static uint8_t MASKS[3 * WINDOW + 1];
 #define LAST(count) (const __m256i *)(MASKS + 1 + (count)) /* a vector that is true in its last bytes, -1 to 63 of them */
-static uint8_t FORMS[2][WINDOW][2 * WINDOW]; /* by minus sign, number of other characters, and position of the point */
+static uint8_t KINDS[2][WINDOW][2 * WINDOW]; /* by minus sign, number of other characters, and position of the point */
 static double FACTORS[2][2 * EXACT_POWER + 1]; /* by minus sign: 10^exponent for positive exponents, 1 for others, negative with a minus */
 
 void prepare_reading(void)
@@ -34,8 +34,8 @@ void prepare_reading(void)
         for (int point = 0; point <= WINDOW; point++) {
             int before = point - (WINDOW - count);
             int irregular = before < 1 || point == WINDOW - 1;
-            FORMS[0][count][point] = (uint8_t)(irregular * IRREGULAR | (before > 1) * FIRST_DIGIT_NOT_ZERO);
-            FORMS[1][count][point] = (uint8_t)(irregular * IRREGULAR | (before > 1 || point == NO_POINT) * FIRST_DIGIT_NOT_ZERO);
+            KINDS[0][count][point] = (uint8_t)(irregular * IRREGULAR | (before > 1) * FIRST_DIGIT_NOT_ZERO);
+            KINDS[1][count][point] = (uint8_t)(irregular * IRREGULAR | (before > 1 || point == NO_POINT) * FIRST_DIGIT_NOT_ZERO);
         }
     for (int i = 0; i <= 2 * EXACT_POWER; i++) {
         FACTORS[0][i] = i < EXACT_POWER ? 1 : POWERS_EXACT[i - EXACT_POWER];
@@ -88,7 +88,7 @@ TARGET_AVX2 static inline void join_digits(__m256i digits, uint32_t joined[4])
     _mm_storeu_si128((__m128i *)joined, _mm256_castsi256_si128(_mm256_permute4x64_epi64(eights, 2 << 2)));
 }
 
-/* Number i, which is the text from `start` to `end`. Returns 0 if it has the form. */
+/* Number i, which is the text from `start` to `end`. Returns 0 if it is simple. */
 TARGET_AVX2 static inline uint64_t read_simple(const char *start, const char *end, int i, block_of_decimals *into)
 {
     const __m256i zeros = _mm256_set1_epi8('0'), nine = _mm256_set1_epi8(9), full_stop = _mm256_set1_epi8('.' - '0');
@@ -106,8 +106,8 @@ TARGET_AVX2 static inline uint64_t read_simple(const char *start, const char *en
     __m256i after_point = _mm256_loadu_si256(LAST((31 - point) & 63)); /* all, if there is no point */
     join_digits(_mm256_blendv_epi8(far, near, after_point), into->digits[i]);
     into->point[i] = (int32_t)point;
-    uint8_t form = FORMS[minus][kept][point];
-    return length >> 5 | (others ^ (_blsi_u32(others) & points)) | (form & IRREGULAR) | (form / FIRST_DIGIT_NOT_ZERO & (*start == '0'));
+    uint8_t kind = KINDS[minus][kept][point];
+    return length >> 5 | (others ^ (_blsi_u32(others) & points)) | (kind & IRREGULAR) | (kind / FIRST_DIGIT_NOT_ZERO & (*start == '0'));
 }
 
 /* Converts numbers. Returns 0 if one of them has more than 19 digits. */
@@ -134,7 +134,7 @@ TARGET_AVX2 static inline int convert(block_of_decimals *from, int count, double
     return !too_long;
 }
 
-/* The numbers of a block, of which the first one begins at `start`. Returns 0 if all have the form. */
+/* The numbers of a block, of which the first one begins at `start`. Returns 0 if all are simple. */
 TARGET_AVX2 INLINE uint64_t read_numbers(const char *start, const char **ends, int count, int has_exponents, block_of_decimals *into)
 {
     uint64_t irregular = 0;
@@ -148,7 +148,7 @@ TARGET_AVX2 INLINE uint64_t read_numbers(const char *start, const char **ends, i
     return irregular;
 }
 
-/* Reads up to 64 numbers, and moves *p to the comma or bracket after the last one. Returns how many; 0 if one has another form. */
+/* Reads up to 64 numbers, and moves *p to the comma or bracket after the last one. Returns how many; 0 if one is not simple. */
 TARGET_AVX2 static int read_block(const char **p, const char *close, double *values)
 {
     const char *ends[2 * AT_ONCE + 8], *start = *p;

@@ -1,7 +1,7 @@
 """The body and the reply of POST /attend/analysis, and the table of metrics with the shape of each. `attention/metrics/` has the formulas.
 
 An undefined number (a share of no mass, an induction score without a repeated word, a query that is padding) is null in JSON, and NaN in
-binary forms. Overflow is not undefined: `reply.nonfinite` decides whether it is an error, which is the default, or null.
+binary replies. Overflow is not undefined: `reply.nonfinite` decides whether it is an error, which is the default, or null.
 """
 
 from typing import Annotated, Any, Literal, Self

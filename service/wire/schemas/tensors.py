@@ -144,11 +144,11 @@ class Tensor:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         ranks = " or ".join(map(str, self.ranks))
         return {
-            "anyOf": self._forms(),
+            "anyOf": self._schemas(),
             NAME_KEY: {"title": self.name, "description": f"Rank {ranks}, of {DESCRIPTIONS[self.kind]}."},
         }
 
-    def _forms(self) -> list[dict[str, Any]]:
+    def _schemas(self) -> list[dict[str, Any]]:
         """JSON schemas of what it may be: nested lists, shape and data, shape and base64."""
         lists = [_lists(self.kind, rank) for rank in self.ranks]
         axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_AXIS}}
@@ -159,7 +159,7 @@ class Tensor:
         if self.kind == "mask":
             datatype = {"anyOf": [datatype, {"type": "string", "enum": ["BOOL"]}]}
         flat = {"type": "array", "items": ITEMS[self.kind]}
-        data: dict[str, Any] = {"anyOf": [flat, *(form for form, rank in zip(lists, self.ranks, strict=True) if rank > 1), NULL]}
+        data: dict[str, Any] = {"anyOf": [flat, *(nested for nested, rank in zip(lists, self.ranks, strict=True) if rank > 1), NULL]}
         data["description"] = "Row-major values, in one list or nested to the shape; optional only for POST /attend/plan."
         text = {"type": "string", "contentEncoding": "base64", "description": "Little-endian bytes of the row-major values."}
         numbers = _object({"shape": axes, "datatype": {"anyOf": [datatype, NULL]}, "data": data}, "shape")

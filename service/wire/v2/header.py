@@ -64,7 +64,7 @@ class JsonTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class V2ReplyFormat:
-    """The parts of a request on which the form of its reply depends."""
+    """The parts of a request that decide how its reply is encoded."""
 
     model: str
     id: str | None  # the reply repeats it

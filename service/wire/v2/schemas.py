@@ -143,8 +143,8 @@ def _options(schema: dict[str, Any]) -> None:
     text = {"type": "string", "contentMediaType": "application/json"}
     for name in sorted(PARAMETER_FIELDS):
         field = {key: value for key, value in fields[name].items() if key not in ("title", "default", "anyOf", "$ref")}
-        forms = [form for form in fields[name].get("anyOf", [fields[name]]) if form.get("type") not in ("null", "array")]
-        shape = {"anyOf": forms} if len(forms) > 1 else {key: forms[0][key] for key in forms[0] if key not in ("title", "default")}
+        schemas = [one for one in fields[name].get("anyOf", [fields[name]]) if one.get("type") not in ("null", "array")]
+        shape = {"anyOf": schemas} if len(schemas) > 1 else {key: schemas[0][key] for key in schemas[0] if key not in ("title", "default")}
         schema["properties"][name] = {**(text if name in JSON_TEXT_FIELDS else shape), **field}
 
 

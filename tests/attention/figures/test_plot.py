@@ -376,8 +376,8 @@ def test_the_pixels_of_a_png_are_limited():
         draw(picture_of(), FigureSpec(width=4096, dpi=384))
 
 
-@pytest.mark.parametrize("form", ["png", "svg", "html"])
-def test_drawing_stops_when_a_check_raises(form):
+@pytest.mark.parametrize("file_format", ["png", "svg", "html"])
+def test_drawing_stops_when_a_check_raises(file_format):
     """At each of its checks."""
 
     class Clock:
@@ -389,13 +389,13 @@ def test_drawing_stops_when_a_check_raises(form):
                 raise DeadlinePassed
 
     whole = Clock()
-    draw(picture_of(2), FigureSpec(format=form), whole.check)
+    draw(picture_of(2), FigureSpec(format=file_format), whole.check)
     assert whole.looks >= 2
     for allowed in range(whole.looks):
         short = Clock()
         short.allowed = allowed
         with pytest.raises(DeadlinePassed):
-            draw(picture_of(2), FigureSpec(format=form), short.check)
+            draw(picture_of(2), FigureSpec(format=file_format), short.check)
 
 
 DETERMINISM = """
@@ -409,8 +409,8 @@ test_plot.RNG.seed(3)
 picture = test_plot.picture_of(2, 13, 13, test_plot.HOSTILE[:13])
 settings = lambda: {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}  # which asking for would load
 before = settings()
-for form in ("png", "svg", "html"):
-    print(sha256(draw(picture, FigureSpec(format=form))).hexdigest())
+for file_format in ("png", "svg", "html"):
+    print(sha256(draw(picture, FigureSpec(format=file_format))).hexdigest())
 assert settings() == before
 assert "matplotlib.pyplot" not in sys.modules
 """
@@ -425,5 +425,5 @@ def test_two_processes_draw_the_same_bytes():
     assert there.stderr == ""
     RNG.seed(3)
     picture = picture_of(2, 13, 13, HOSTILE[:13])
-    here = [sha256(draw(picture, FigureSpec(format=form))).hexdigest() for form in ("png", "svg", "html")]
+    here = [sha256(draw(picture, FigureSpec(format=file_format))).hexdigest() for file_format in ("png", "svg", "html")]
     assert there.stdout.split() == here

@@ -87,6 +87,8 @@ def test_shapes_of_all_outputs():
         "scores": (3, 2, 5, 11),
         "normalised": (3, 1, 2, 5, 11),
         "indexer_mask": (3, 5, 11),
+        "latent": (3, 11, 0),
+        "rope_key": (3, 11, 0),
         "log_sum_exp": (3, 2, 5),
         "query_projection": (3, 2, 5, 5),
         "key_projection": (3, 2, 11, 5),
@@ -188,10 +190,10 @@ def test_an_offset_is_required_if_causal_and_lengths_differ(request_):
 def test_masks_of_every_rank_mean_the_same():
     mask = np.random.default_rng(2).random((5, 11)) < 0.5
     expected = attend(LAYER, WEIGHTS, **inputs(), attend_mask=mask).output
-    for form in (np.broadcast_to(mask, (3, 5, 11)), mask[None], mask[None, None], np.broadcast_to(mask, (3, 2, 5, 11))):
-        assert np.array_equal(attend(LAYER, WEIGHTS, **inputs(), attend_mask=form).output, expected)
-        assert np.array_equal(attend(LAYER, WEIGHTS, **inputs(), block_mask=~form).output, expected)
-        assert np.array_equal(attend(LAYER, WEIGHTS, **inputs(), bias=np.where(form, 0.0, -np.inf)).output, expected)
+    for same in (np.broadcast_to(mask, (3, 5, 11)), mask[None], mask[None, None], np.broadcast_to(mask, (3, 2, 5, 11))):
+        assert np.array_equal(attend(LAYER, WEIGHTS, **inputs(), attend_mask=same).output, expected)
+        assert np.array_equal(attend(LAYER, WEIGHTS, **inputs(), block_mask=~same).output, expected)
+        assert np.array_equal(attend(LAYER, WEIGHTS, **inputs(), bias=np.where(same, 0.0, -np.inf)).output, expected)
 
 
 def test_rank_three_is_per_item_in_a_batch_and_per_head_without_one():

@@ -127,8 +127,8 @@ def typed(contents: bytes, datatype: str = "INT32") -> bytes:
 
 
 @pytest.mark.parametrize("negative", [False, True])
-@pytest.mark.parametrize("form", ["packed", "one by one", "in pieces"])
-def test_typed_numbers_may_be_packed_split_or_single(channel: grpc.Channel, v2: httpx.Client, form: str, negative: bool) -> None:
+@pytest.mark.parametrize("encoding", ["packed", "one by one", "in pieces"])
+def test_typed_numbers_may_be_packed_split_or_single(channel: grpc.Channel, v2: httpx.Client, encoding: str, negative: bool) -> None:
     """Protobuf allows a packed field in several pieces, and unpacked numbers."""
     numbers = [0, 1, 127, 3, 5, 6, 300, 70000, 2**31 - 1, 9, 2, 4]
     numbers = [-number for number in numbers] if negative else numbers
@@ -138,7 +138,7 @@ def test_typed_numbers_may_be_packed_split_or_single(channel: grpc.Channel, v2: 
         "one by one": field(5, 2, b"".join(field(2, 0, one) for one in written)),
         "in pieces": field(5, 2, field(2, 2, b"".join(written[:5])) + field(2, 2, b"".join(written[5:7])))
         + field(5, 2, field(2, 2, b"".join(written[7:]))),
-    }[form]
+    }[encoding]
 
     got = service_pb2.ModelInferResponse.FromString(channel.unary_unary(f"/{SERVICE}/ModelInfer")(typed(contents)))
 

@@ -263,17 +263,17 @@ def test_copied_code_reproduces_the_shown_numbers(browser: Any, visit: Visitor, 
 
 
 @pytest.mark.parametrize(
-    ("form", "start"),
+    ("file_format", "start"),
     [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!doctype html>")],
 )
 @pytest.mark.parametrize("kind", ["heads", "shown"])
-def test_pictures_are_downloaded_in_each_format(visit: Visitor, form: str, start: bytes, kind: str) -> None:
+def test_pictures_are_downloaded_in_each_format(visit: Visitor, file_format: str, start: bytes, kind: str) -> None:
     page = visit()
     page.page.locator("#heads [data-head='2']").click()
     page.page.select_option("#kind", kind)
     with page.page.expect_download() as caught, page.page.expect_request("**/attend/figure") as request:
-        page.page.click(f"[data-figure={form}]")
-    assert caught.value.suggested_filename == f"attention-{'head' if kind == 'shown' else 'heads'}.{form}"
+        page.page.click(f"[data-figure={file_format}]")
+    assert caught.value.suggested_filename == f"attention-{'head' if kind == 'shown' else 'heads'}.{file_format}"
     assert caught.value.path().read_bytes()[: len(start)].lower() == start.lower()
     assert request.value.post_data_json["figure"]["heads"] == ([2] if kind == "shown" else list(range(8)))
 

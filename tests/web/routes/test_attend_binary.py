@@ -471,7 +471,7 @@ def test_a_plan_of_a_safetensors_body_is_the_same_json(post: Post) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accept", "form"),
+    ("accept", "expected"),
     [
         ("*/*", JSON),
         (f"{SAFETENSORS}, {JSON}", JSON),
@@ -480,12 +480,12 @@ def test_a_plan_of_a_safetensors_body_is_the_same_json(post: Post) -> None:
         (f"text/html, {SAFETENSORS};q=0.1", SAFETENSORS),
     ],
 )
-def test_accept_chooses_the_media_type_of_the_reply(post: Post, accept: str, form: str) -> None:
+def test_accept_chooses_the_media_type_of_the_reply(post: Post, accept: str, expected: str) -> None:
     """Whatever the type of the request."""
     for body, media in ((packed(CROSS, {"layer": "cross"}), SAFETENSORS), (json.dumps({"layer": "cross", **nested(CROSS)}).encode(), JSON)):
         answer = post(body, accept=accept, media=media)
         assert answer.status_code == 200
-        assert answer.headers["content-type"] == form
+        assert answer.headers["content-type"] == expected
 
 
 def test_an_unsupported_accept_is_406_and_an_unsupported_body_415(post: Post) -> None:

@@ -114,7 +114,7 @@ def test_a_picture_has_layer_and_fingerprint_in_its_metadata(http, layers):
 
 
 @pytest.mark.parametrize(
-    ("accept", "form", "media"),
+    ("accept", "file_format", "media"),
     [
         ("*/*", None, "image/png"),
         ("image/svg+xml", None, "image/svg+xml"),
@@ -124,8 +124,8 @@ def test_a_picture_has_layer_and_fingerprint_in_its_metadata(http, layers):
         ("text/html", "png", "image/png"),
     ],
 )
-def test_figure_format_takes_precedence_over_accept(http, layers, accept, form, media):
-    answer = http.post("/attend/figure", json={**BODY, "figure": {"format": form}}, headers={"Accept": accept})
+def test_figure_format_takes_precedence_over_accept(http, layers, accept, file_format, media):
+    answer = http.post("/attend/figure", json={**BODY, "figure": {"format": file_format}}, headers={"Accept": accept})
 
     assert answer.status_code == 200
     assert answer.headers["content-type"].partition(";")[0] == media
@@ -394,21 +394,21 @@ def test_a_passed_deadline_is_504(http, layers):
     assert answer.status_code == 504
 
 
-@pytest.mark.parametrize(("form", "coding"), [("png", None), ("svg", "gzip"), ("html", "gzip")])
-def test_svg_and_html_are_compressed_if_accepted(http, layers, form, coding):
-    asked = {**BODY, "figure": {"format": form}}
+@pytest.mark.parametrize(("file_format", "coding"), [("png", None), ("svg", "gzip"), ("html", "gzip")])
+def test_svg_and_html_are_compressed_if_accepted(http, layers, file_format, coding):
+    asked = {**BODY, "figure": {"format": file_format}}
     answer = http.post("/attend/figure", json=asked, headers={"Accept-Encoding": "gzip"})
 
     assert answer.headers.get("content-encoding") == coding
-    assert answer.content == picture(http, {"format": form}).content
+    assert answer.content == picture(http, {"format": file_format}).content
 
 
 def test_concurrent_pictures_equal_those_drawn_alone(http, layers, server):
     """/attend is answered meanwhile."""
     asked = [
-        {"kind": kind, "format": form, "theme": theme}
+        {"kind": kind, "format": file_format, "theme": theme}
         for kind in ("heads", "mean", "concatenation")
-        for form in ("png", "svg", "html")
+        for file_format in ("png", "svg", "html")
         for theme in ("light", "dark")
     ]
     alone = [picture(http, figure).content for figure in asked]

@@ -60,16 +60,16 @@ def test_numbers_per_item_may_have_other_shapes(v2: httpx.Client) -> None:
     """[b], [b, 1], for lengths [b, q], for offsets a single number. Other shapes are refused."""
     query = RNG.standard_normal((B, Q, 6)).astype(np.float32)
     lengths = np.array([1, 3])
-    forms = [lengths, lengths[:, None], np.repeat(lengths[:, None], Q, 1)]
-    answers = [read(v2.post(INFER, json={"inputs": in_json(query=query, valid_lens=form)})).arrays["output"] for form in forms]
+    shapes = [lengths, lengths[:, None], np.repeat(lengths[:, None], Q, 1)]
+    answers = [read(v2.post(INFER, json={"inputs": in_json(query=query, valid_lens=shape)})).arrays["output"] for shape in shapes]
     np.testing.assert_array_equal(answers[1], answers[0])
     np.testing.assert_array_equal(answers[2], answers[0])
 
     offset = np.array([1, 1])
     members = {"parameters": {"causal": True}}
     answers = [
-        read(v2.post(INFER, json={"inputs": in_json(query=query, query_offset=form), **members})).arrays["output"]
-        for form in (offset, offset[:, None], np.array(1))
+        read(v2.post(INFER, json={"inputs": in_json(query=query, query_offset=shape), **members})).arrays["output"]
+        for shape in (offset, offset[:, None], np.array(1))
     ]
     answers.append(
         read(v2.post(INFER, json={"inputs": in_json(query=query), "parameters": {"causal": True, "query_offset": 1}})).arrays["output"]

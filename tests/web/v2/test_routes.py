@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over HTTP: every path, every datatype in both forms, parameters and refusals."""
+"""The Open Inference Protocol over HTTP: every path, every datatype in JSON and as bytes, parameters and refusals."""
 
 import gzip
 import json
@@ -166,7 +166,7 @@ def test_every_datatype_gives_the_same_result(v2: httpx.Client, datatype: str, b
 
 
 @pytest.mark.parametrize("layer", ["brain", "half", "exact"])
-def test_replies_have_the_layers_datatype_in_both_forms(v2: httpx.Client, layer: str) -> None:
+def test_replies_have_the_layers_datatype_in_json_and_as_bytes(v2: httpx.Client, layer: str) -> None:
     """BF16 and FP16 in JSON too: every number is read back as it was."""
     datatype = {"brain": "BF16", "half": "FP16", "exact": "FP64"}[layer]
     query = QUERY.astype(DTYPES[datatype])
@@ -527,7 +527,7 @@ def test_malformed_bodies_are_refused(v2: httpx.Client, body: bytes, words: str)
         ("DELETE", "/v2/models/tiny", 405),
     ],
 )
-def test_unknown_paths_and_models_are_refused_in_the_protocols_form(v2: httpx.Client, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_models_are_refused_as_the_protocol_says(v2: httpx.Client, method: str, path: str, status: int) -> None:
     answer = v2.request(method, path)
 
     refused(answer, status)

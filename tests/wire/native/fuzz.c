@@ -35,22 +35,22 @@ static float random_float(void)
     return draw(8) ? value : (float)((int)draw(2000) - 1000) / 8;
 }
 
-static char *append_number(char *out, int form)
+static char *append_number(char *out, int format)
 {
-    static const char *const FORMS[] = {"%.9g", "%.17g", "%.8e", "%.6f", "%.0f", "%.3G", "%.19g", "%.25g"};
+    static const char *const FORMATS[] = {"%.9g", "%.17g", "%.8e", "%.6f", "%.0f", "%.3G", "%.19g", "%.25g"};
     double value = draw(3) ? (double)random_float() : (double)random_float() * random_float();
     if (!isfinite(value)) value = 1;
-    return out + sprintf(out, FORMS[draw(40) ? form : (int)draw(8)], value);
+    return out + sprintf(out, FORMATS[draw(40) ? format : (int)draw(8)], value);
 }
 
 /* A list of some depth and regular lengths, mostly; returns its end. */
-static char *append_list(char *out, int depth, const int *lengths, int form)
+static char *append_list(char *out, int depth, const int *lengths, int format)
 {
     *out++ = '[';
     for (int i = 0; i < lengths[0]; i++) {
         if (i) *out++ = ',';
-        if (i && form % 2) *out++ = ' ';
-        out = depth > 1 ? append_list(out, depth - 1, lengths + 1, form) : append_number(out, form);
+        if (i && format % 2) *out++ = ' ';
+        out = depth > 1 ? append_list(out, depth - 1, lengths + 1, format) : append_number(out, format);
     }
     *out++ = ']';
     return out;

@@ -63,13 +63,15 @@ def decimal(rng: random.Random) -> str:
     return text if math.isfinite(float(text)) else "1"
 
 
-def test_numbers_of_any_form_are_read() -> None:
-    """Alone and in long rows, in which one number may have another form."""
+def test_numbers_in_any_notation_are_read() -> None:
+    """Alone and in long rows, in which one number may have another notation."""
     rng = random.Random(1)
     for _ in range(300):
         assert_read([[decimal(rng) for _ in range(rng.choice([1, 3, 64, 65, 130]))]])
-    for form in ("%.9g", "%.6f", "%.17g", "%r", "%.8e", "%d", "%.3G", "%.11f"):
-        rows = [[form % value for value in row] for row in (RNG.standard_normal((3, 130)) * 10.0 ** RNG.integers(-6, 6, (3, 130))).tolist()]
+    for format in ("%.9g", "%.6f", "%.17g", "%r", "%.8e", "%d", "%.3G", "%.11f"):
+        rows = [
+            [format % value for value in row] for row in (RNG.standard_normal((3, 130)) * 10.0 ** RNG.integers(-6, 6, (3, 130))).tolist()
+        ]
         for separator in (",", ", ", " ,", ",\n  "):
             assert_read(rows, separator)
         for other in ("1e-05", "-2.5E+10", "1234567890123456789", "0.1234567890123456789", "0", "-0", "-0.0", "0.0e-20", "5e-324", "1e22"):
@@ -118,9 +120,9 @@ WRONG = """01 -01 00 +1 .5 -.5 1. -1. 1e 1e+ 1.e5 - -- --1 1-1 1.2.3 1e5.2 1e5e5
 @pytest.mark.parametrize("wrong", [*WRONG.split(), "", "1 2", "1. 5", "- 1", "1 e5", "\v1", "\u00a01"])
 def test_values_other_than_numbers_are_refused(wrong: str) -> None:
     """Anywhere in rows of any length."""
-    for length, form in ((1, "%.9g"), (3, "%.9g"), (70, "%.9g"), (70, "%.17g"), (70, "%.8e"), (70, "%d")):
+    for length, format in ((1, "%.9g"), (3, "%.9g"), (70, "%.9g"), (70, "%.17g"), (70, "%.8e"), (70, "%d")):
         for place in {0, length // 2, length - 1}:
-            row = [form % value for value in RNG.standard_normal(length).tolist()]
+            row = [format % value for value in RNG.standard_normal(length).tolist()]
             row[place] = wrong
             for after in (PAD, b""):
                 assert read(f"[{','.join(row)}]", after=after) is None
@@ -163,8 +165,8 @@ def test_lists_with_changed_bytes_are_read_as_json_reads_them_or_refused() -> No
     rng = random.Random(3)
     read_ones = 0
     for _ in range(4000):
-        width, form = rng.choice([1, 2, 5, 70]), rng.choice(["%.9g", "%.4f", "%d", "%.17g", "%.8e"])
-        text = list(json.dumps([[0.25] * width] * 2).replace("0.25", "%s") % tuple(form % rng.gauss(0, 10) for _ in range(2 * width)))
+        width, format = rng.choice([1, 2, 5, 70]), rng.choice(["%.9g", "%.4f", "%d", "%.17g", "%.8e"])
+        text = list(json.dumps([[0.25] * width] * 2).replace("0.25", "%s") % tuple(format % rng.gauss(0, 10) for _ in range(2 * width)))
         for _ in range(rng.choice([0, 1, 1, 2, 3])):
             place = rng.randrange(len(text))
             text[place] = rng.choice(["", "", text[place] * 2, *'0123456789.,-+eE[] \n"ntf{}x\0'])
