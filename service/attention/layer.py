@@ -26,10 +26,9 @@ from service.attention.short import Short
 from service.attention.weightings import eager_for
 from service.attention.weights import torch_dtype
 from service.spec import LayerSpec
-from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
-PROJECTED = frozenset(f"{name}_projection" for name in PROJECTIONS[:3])
+PROJECTED = frozenset({"query_projection", "key_projection", "value_projection", "latent", "rope_key"})
 GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
 SCORED = frozenset({"scores", "log_sum_exp", "attention_weights"})
 SELECTED = frozenset({"keys", "values"})  # the tensors of attention weights under `top_k`
@@ -88,7 +87,7 @@ class MultiHeadAttention:
         if "indexer_mask" in call.outputs and call.masks.attend_mask is not None:
             tensors["indexer_mask"] = call.masks.attend_mask[:, 0]
         if PROJECTED & call.outputs:
-            tensors |= {f"{name}_projection": x for name, x in zip(PROJECTIONS, (query, key, value), strict=False)}
+            tensors |= self.projections.outputs(call, (query, key, value))
         return self._merged(call, tensors), fully_masked
 
     def _merged(self, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

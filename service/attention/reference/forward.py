@@ -54,6 +54,8 @@ class Reference:
     head_outputs: Array  # [b, h, q, dv], after head_scale and the gate
     concatenated: Array  # [b, q, h*dv]
     indexer_mask: Array  # [b, q, k], 1 for the keys that the indexer selects; without an indexer, for those that may be attended to
+    latent: Array  # [b, k, key_value_rank], of the key, after the norm; rank 0 without latent attention
+    rope_key: Array  # [b, k, rope_key_dim], what the keys of all heads begin with, after RoPE; likewise
     fully_masked: Array  # [b, h, q], true where no key is left
 
     @property
@@ -176,6 +178,8 @@ def attend(
         "head_outputs": heads,
         "concatenated": concatenated,
         "indexer_mask": allowed.astype(np.float64),
+        "latent": compress(spec, weights, "key", as_batch(key, batched)) if spec.latent else k[:, 0, :, :0],
+        "rope_key": k[:, 0, :, : spec.latent.rope_key_dim if spec.latent else 0],
         "fully_masked": empty,
     }
     return Reference(**{name: x if batched else x[0] for name, x in outputs.items()})
