@@ -1,8 +1,8 @@
 """`KeyValueCache`: the projected keys and values of one sequence, in pages of rows, for decoding (a "KV cache").
 
-The first page has FIRST_ROWS rows and each next one twice as many, up to PAGE_BYTES: so at most half of the memory of a cache is unused, and
-a long cache has few pages. Forks share pages. A shared page is copied before rows are written to it. A page that a layer's window hides
-from all later queries is freed, and leaves a gap.
+The first page has FIRST_ROWS rows and each next one twice as many, up to PAGE_BYTES: so at most half of the memory of a cache is unused,
+and a long cache has few pages. Forks share pages. A shared page is copied before rows are written to it. A page that a layer's window
+hides from all later queries is freed, and leaves a gap.
 """
 
 from collections import Counter
@@ -96,12 +96,12 @@ class KeyValueCache:
 
     def missing_bytes(self, stop: int) -> int:
         """Bytes of the pages that `reserve(stop)` creates."""
-        copied = sum(page.size for page in self._pages if self._is_written(page, stop))
+        copied = sum(page.size for page in self._pages if page is not None and self._is_written(page, stop))
         start, created = self._starts[-1], 0
-        for number in range(len(self._pages), MAX_PAGES):
-            if start + created >= stop:
-                break
+        number = len(self._pages)
+        while start + created < stop:
             created += self._rows_of_page(number)
+            number += 1
         return copied + created * self.row_bytes
 
     def reserve(self, stop: int) -> None:
@@ -178,9 +178,9 @@ class KeyValueCache:
         """Rows of the page of that number."""
         return max(FIRST_ROWS, min(FIRST_ROWS << min(number, 32), PAGE_BYTES // max(1, self.row_bytes)))
 
-    def _is_written(self, page: Page | None, stop: int) -> bool:
+    def _is_written(self, page: Page, stop: int) -> bool:
         """Whether `reserve` must copy the page: other caches have it, and rows from `length` to `stop` are in it."""
-        return page is not None and page.caches > 1 and self.length < page.stop and page.start < stop
+        return page.caches > 1 and self.length < page.stop and page.start < stop
 
     @torch.inference_mode()
     def _copy(self, page: Page) -> Page:
@@ -192,12 +192,17 @@ class KeyValueCache:
         return copy
 
 
-MAX_PAGES = 1 << 40  # more than any cache has
-
-
 def cached_widths(spec: LayerSpec) -> dict[str, tuple[int, int]]:
-    """Name of each cached tensor -> its heads and width."""
+    """Name of each cached tensor -> its heads and width. Latent attention caches what keys and values are expanded from."""
+    if caches_latent(spec):
+        assert spec.latent is not None
+        return {"latent": (1, spec.latent.key_value_rank), "rope_key": (1, spec.latent.rope_key_dim)}
     return {"key": (spec.num_kv_heads, spec.head_dim), "value": (spec.num_kv_heads, spec.value_head_dim)}
+
+
+def caches_latent(spec: LayerSpec) -> bool:
+    """Whether caches of the layer have latent vectors, from which its keys and values can be computed without their inputs."""
+    return spec.latent is not None and "latent" not in spec.undefined_outputs
 
 
 def first_visible(spec: LayerSpec, position: int) -> int:

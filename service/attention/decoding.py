@@ -1,11 +1,11 @@
-"""Attention of new rows to everything that a KV cache holds: projects the rows, appends their keys and values, and attends to all.
+"""Attention of new rows to all rows of a KV cache: projects the new ones, appends their keys and values, and attends.
 
-One row that requests neither weights nor scores attends to the pages one by one with torch's fused kernel, without joining them. Its results
-for the pages are merged by their log-sum-exps (Dao et al. 2022, section 3.1):
+One query that requests neither weights nor scores attends to the pages one by one with torch's fused kernel, without joining them. The
+results of the pages are merged by their log-sum-exps (Dao et al. 2022, section 3.1):
 
     L = ln Σ_p exp L_p        O = Σ_p exp(L_p - L) O_p        a sink is one more term of L without an output
 
-All else joins the pages, and is then computed as without a cache.
+Other steps join the pages, and are then computed as calls without a cache are.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from service.attention.cache import KeyValueCache
+from service.attention.cache import KeyValueCache, caches_latent
 from service.attention.call import Call, Result
 from service.attention.eager import PER_HEAD, Eager
-from service.attention.layer import PROJECTED, SCORED, MultiHeadAttention
+from service.attention.layer import MultiHeadAttention, result_of
 from service.attention.masks import Masks
+from service.attention.projections import Projected
 
-_fused: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)  # returns log-sum-exps, unlike the public function
+_fused: Any = getattr(
+    torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None
+)  # returns log-sum-exps, unlike the public function
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +55,19 @@ class CachedStep:
 @torch.inference_mode()
 def forward_steps(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, Call]]) -> list[Result]:
     """The results of steps of several caches, with equal numbers of rows. Their rows are projected together."""
-    projected = layer.project(_rows(steps))
+    rows = _rows(steps)
+    projected = layer.project(rows)
+    appended = _cached(layer, rows, projected)
     results = []
     for i, (step, call) in enumerate(steps):
-        query, key, value = (tensor[i : i + 1] for tensor in projected)
-        step.cache.write(step.start, {"key": key[0], "value": value[0]})
-        results.append(_attend(layer, call, query, step.cache))
+        step.cache.write(step.start, {name: tensor[i] for name, tensor in appended.items()})
+        results.append(_attend(layer, call, projected[0][i : i + 1], step.cache))
     concatenated = [tensors["concatenated"] for (_, call), (tensors, _) in zip(steps, results, strict=True) if "output" in call.outputs]
-    outputs = iter(layer.project_back(torch.cat(concatenated)).split(1) if concatenated else ())
+    outputs = iter(layer.project_back(torch.cat(concatenated)).unbind() if concatenated else ())
     for (_, call), (tensors, _) in zip(steps, results, strict=True):
         if "output" in call.outputs:
-            tensors["output"] = next(outputs)
-    return [layer.requested(call, *result) for (_, call), result in zip(steps, results, strict=True)]
+            tensors["output"] = next(outputs)[None]
+    return [result_of(call, *result) for (_, call), result in zip(steps, results, strict=True)]
 
 
 def _rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
@@ -85,26 +89,40 @@ def _rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
     )
 
 
+def _cached(layer: MultiHeadAttention, rows: Call, projected: Projected) -> dict[str, Tensor]:
+    """What a cache keeps of projected rows, [b, heads, n, width] by name."""
+    if not caches_latent(layer.spec):
+        return {"key": projected[1], "value": projected[2]}
+    latents = layer.projections.outputs(replace(rows, outputs=frozenset({"latent", "rope_key"})), projected)
+    return {name: tensor[:, None] for name, tensor in latents.items()}
+
+
+def keys_and_values(layer: MultiHeadAttention, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
+    """The keys and values [1, kv heads, n, …] of all rows of the cache."""
+    rows = cache.joined()
+    return (
+        layer.projections.expand_latent(rows["latent"], rows["rope_key"]) if layer.spec.latent else (rows["key"][None], rows["value"][None])
+    )
+
+
 def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValueCache) -> tuple[dict[str, Tensor], Tensor | None]:
     """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
     if (head_outputs := _over_pages(layer.eager, call, query, cache)) is not None:
-        tensors = layer.merge_heads(call, {"head_outputs": head_outputs})
-        return tensors | ({"query_projection": query} if "query_projection" in call.outputs else {}), None
-    rows = cache.joined()
-    return layer.attend(call, query, rows["key"][None], rows["value"][None])
+        return layer.merge_heads(call, {"head_outputs": head_outputs}), None
+    return layer.attend(call, query, *keys_and_values(layer, cache))
 
 
 def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:
     """Head outputs [1, h, 1, value_head_dim] of one query, page by page; None if the fused kernel cannot compute the call."""
-    masks, wanted = call.masks, call.outputs - {"query_projection"}
-    if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not wanted <= PER_HEAD:
+    masks, spec = call.masks, eager.spec
+    if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not call.outputs <= PER_HEAD or caches_latent(spec):
         return None
-    if not eager.is_pageable or masks.has_sets or masks.bias is not None or call.softcap or call.dropout or call.reproducible:
+    if not eager.is_fusible_with_sinks or masks.has_sets or masks.bias is not None or call.softcap or call.dropout or call.reproducible:
         return None
     first, last = (int(index) for index in masks.interval(slice(0, 1)))
     if last < first:
         return None
-    heads, kv_heads = query.shape[1], eager.spec.num_kv_heads
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
     rows = query.view(1, kv_heads, heads // kv_heads, -1)  # heads that share keys, as rows of one product
     bias = eager.bias(query, masks, slice(0, 1), slice(0, masks.num_keys))
     if bias is not None:
@@ -113,8 +131,8 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
     for keys, tensors in cache.blocks(first, last + 1):
         mask = None if bias is None else bias[..., keys]
         output, total = _fused(rows, tensors["key"][None], tensors["value"][None], scale=call.scale, attn_mask=mask)
-        outputs.append(output.view(heads, -1))
-        totals.append(total.view(heads))
+        outputs.append(output.reshape(heads, -1))
+        totals.append(total.reshape(heads))
     if (sinks := eager.sinks(None)) is not None:
         outputs.append(torch.zeros_like(outputs[0]))
         totals.append(sinks[:, 0].to(totals[0].dtype))
