@@ -22,8 +22,8 @@ class Reply:
     fully_masked_rows: int
     datatype: str  # V2 name of the datatype in which numbers are sent
     tensors: dict[str, Array | dict[str, Array]] = field(default_factory=dict)
-    session: dict[str, Any] | None = None  # id and length, of a call to a session
     metrics: dict[str, Any] | None = None  # of an analysis: name -> array, or parts by name; a part that is a list contains tokens
+    session: dict[str, Any] | None = None  # id and length, of a call to a session
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """Every array with its name; those of one tensor as `name.keys` and `name.values`."""

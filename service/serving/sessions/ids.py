@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from service.errors import SessionNotFound
 
+PREFIX = "s."  # so that no id begins with a hyphen, which command lines take for a flag
 RANDOM_BYTES, CHECKSUM_BYTES = 16, 5
 FIELDS = (("replica", 4), ("worker", 2), ("epoch", 4))  # bytes of each
 ID_BYTES = sum(size for _, size in FIELDS) + RANDOM_BYTES + CHECKSUM_BYTES
@@ -31,19 +32,20 @@ def replica_number(name: str) -> int:
 
 
 def make_id(place: Place) -> str:
-    """A new id of a session of this process: 42 letters, digits, - and _."""
+    """A new id of a session of this process: PREFIX and 42 letters, digits, - and _."""
     numbers = b"".join(number.to_bytes(size, "big") for number, (_, size) in zip(place, FIELDS, strict=True))
     data = numbers + secrets.token_bytes(RANDOM_BYTES)
-    return base64.urlsafe_b64encode(data + _checksum(data)).rstrip(b"=").decode()
+    return PREFIX + base64.urlsafe_b64encode(data + _checksum(data)).rstrip(b"=").decode()
 
 
 def place_of(session_id: str) -> Place:
     """The process that made the id. Raises SessionNotFound if none did."""
     try:
-        data = base64.b64decode(session_id + "=" * (-len(session_id) % 4), b"-_", validate=True)
+        text = session_id.removeprefix(PREFIX)
+        data = base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)
     except (binascii.Error, ValueError):
         data = b""
-    if len(data) != ID_BYTES or data[-CHECKSUM_BYTES:] != _checksum(data[:-CHECKSUM_BYTES]):
+    if not session_id.startswith(PREFIX) or len(data) != ID_BYTES or data[-CHECKSUM_BYTES:] != _checksum(data[:-CHECKSUM_BYTES]):
         raise SessionNotFound.where("", "the id of a session, as POST /sessions returns it", "something else")
     numbers, start = [], 0
     for _, size in FIELDS:

@@ -9,7 +9,7 @@ import torch
 
 from service.attention.decoding import CachedStep
 from service.errors import InvalidRequest, TooLarge
-from service.serving.binding import bind, check_against_layer, finite_arrays, refuse_packed, rotary_positions, shape_fields, tensors_of
+from service.serving.binding import bind, check_against_layer, finite_arrays, rotary_positions, shape_fields, tensors_of
 from service.serving.cost import Admission, predict
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
@@ -29,6 +29,9 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
     if "layer" in members:
         raise InvalidRequest.where("/layer", "no layer, since the session has one", "layer")
     options = validate(StepOptions, {name: members.pop(name) for name in StepOptions.model_fields if name in members})
+    for name in ("query_lengths", "key_lengths"):
+        if name in members:
+            raise InvalidRequest.where(f"/{name}", "one sequence, as a session is one", name)
     session.require_length(options.expected_length)
     if not options.append:
         for name in ("key", "value", "key_positions"):
@@ -74,7 +77,6 @@ def _whole_request(members: Mapping[str, Any], rows: AttendRequest, session: Ses
     if whole.get("query_offset") is None:
         whole["query_offset"] = session.length
     request = validate(AttendRequest, whole)
-    refuse_packed(request)
     check_against_layer(request, spec)
     for i, name in enumerate(request.outputs):
         if name.endswith("_gradient"):
