@@ -41,6 +41,12 @@ class Call:
         """Whether only some heads or queries of the attention weights are requested."""
         return self.heads is not None or self.queries is not None
 
+    @property
+    def rope_positions(self) -> tuple[Tensor, Tensor]:
+        """The positions of queries [b|1, q] and of keys [b|1, k], or [..., axes], by which RoPE rotates them."""
+        of_keys = torch.arange(self.key.shape[1], device=self.key.device)[None] if self.key_positions is None else self.key_positions
+        return self.masks.positions if self.positions is None else self.positions, of_keys
+
     def to(self, device: torch.device) -> "Call":
         """The call with its tensors on `device`; the same object if they already are."""
         if self.query.device == device:

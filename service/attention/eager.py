@@ -48,13 +48,11 @@ class Eager:
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.weights, self.layer_dtype = spec, weights, torch_dtype(spec.dtype)
         self.dtype = torch.float64 if self.layer_dtype == torch.float64 else torch.float32
-        self._normalise: Callable[..., Tensor] = softmax
         self._slopes = torch.tensor(alibi_slopes(spec.num_heads) if spec.alibi else [], dtype=self.dtype, device=device)
         relative = spec.relative_scores
         self._relative = None if relative is None else RelativeTerms(spec, relative, weights, self.dtype)
-        self.is_fusible = type(self) is Eager and not (
-            spec.sinks or relative or spec.indexer
-        )  # whether torch's fused kernels compute such weights
+        # whether torch's fused kernels compute such weights
+        self.is_fusible = type(self) is Eager and not (spec.sinks or relative or spec.indexer)
         biases = ((spec.alibi, self._alibi), (spec.relative_bias, self._relative_bias), (spec.grid_bias, self._grid_bias))
         self.biases: list[LayerBias] = [bias for on, bias in biases if on]
         self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores
@@ -127,6 +125,23 @@ class Eager:
         weights = self._normalise(scores, sinks, masked, shift, fill)
         return weights if keep is None or call.dropout is None else weights * keep(rows).to(weights.device) / (1 - call.dropout[0])
 
+    @staticmethod
+    def _normalise(scores: Tensor, sinks: Tensor | None, fully_masked: Tensor | None, shift: Tensor | None, fill: float) -> Tensor:
+        """Softmax over the last axis of scores + shift, for scores [b, h, rows, k], shift [b|1, h, rows] and sinks [heads, 1].
+
+        The weights of fully masked rows, bool [b, h, rows], are `fill`. A row with keys whose scores all overflow is NaN.
+        """
+        if fully_masked is not None:
+            fully_masked = fully_masked[..., None]
+            scores = scores.masked_fill(fully_masked, 0)  # softmax of a row of -inf, and its derivative, would be NaN
+        if sinks is None:
+            weights = torch.softmax(scores, -1)
+        else:
+            sinks = sinks if shift is None else (sinks - shift).to(scores.dtype)
+            beside = sinks[..., None].expand(*scores.shape[:-1], 1)
+            weights = torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1]
+        return weights if fully_masked is None else weights.masked_fill(fully_masked, fill)
+
     def bias(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None = None) -> Tensor | None:
         """The sum of the call's bias and those of the layer, for query [b, h, rows, d]: [b|1, h|1, rows|1, keys|1]; None if there are none.
 
@@ -168,25 +183,6 @@ class Eager:
             return None
         distance = (masks.positions[:, rows] - masks.clamped_positions(rows)).abs()
         return -of_heads(self._slopes, heads).double()[:, None] * distance[:, None] if distance.any() else None
-
-
-def softmax(
-    scores: Tensor, sinks: Tensor | None = None, fully_masked: Tensor | None = None, shift: Tensor | None = None, fill: float = 0
-) -> Tensor:
-    """Softmax over the last axis of scores + shift, for scores [b, h, rows, k], shift [b|1, h, rows] and sinks [heads, 1].
-
-    The weights of fully masked rows, bool [b, h, rows], are `fill`. A row with keys whose scores all overflow is NaN.
-    """
-    if fully_masked is not None:
-        fully_masked = fully_masked[..., None]
-        scores = scores.masked_fill(fully_masked, 0)  # softmax of a row of -inf, and its derivative, would be NaN
-    if sinks is None:
-        weights = torch.softmax(scores, -1)
-    else:
-        sinks = sinks if shift is None else (sinks - shift).to(scores.dtype)
-        beside = sinks[..., None].expand(*scores.shape[:-1], 1)
-        weights = torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1]
-    return weights if fully_masked is None else weights.masked_fill(fully_masked, fill)
 
 
 def log_sum_exp(scores: Tensor, sinks: Tensor | None, shift: Tensor | None = None) -> Tensor:
@@ -254,14 +250,9 @@ def _dropout(call: Call, num_heads: int) -> Keep | None:
     return lambda rows: stream.keep(heads, queries[rows])
 
 
-def rows_per_block(scores_per_row: int) -> int:
-    """Number of query rows in a block."""
-    return max(1, MAX_BLOCK_SCORES // max(1, scores_per_row))
-
-
 def row_blocks(scores_per_row: int, rows: int) -> Iterator[slice]:
     """The rows of each block; one empty block if there are no rows."""
-    step = rows_per_block(scores_per_row)
+    step = max(1, MAX_BLOCK_SCORES // max(1, scores_per_row))
     for start in range(0, max(rows, 1), step):
         yield slice(start, min(start + step, rows))
 

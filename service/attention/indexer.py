@@ -61,9 +61,7 @@ class KeyIndexer:
         query = self._product(query, "index_query")
         query = query.view(*query.shape[:2], self.section.num_heads, self.section.head_dim).transpose(1, 2)
         if self.rope is not None:
-            of_keys = torch.arange(key.shape[2], device=key.device)[None] if call.key_positions is None else call.key_positions
-            query = rotate(query, call.masks.positions if call.positions is None else call.positions, self.rope)
-            key = rotate(key, of_keys, self.rope)
+            query, key = (rotate(x, positions, self.rope) for x, positions in zip((query, key), call.rope_positions, strict=True))
         return query, key, factors
 
     def _product(self, x: Tensor, name: str) -> Tensor:

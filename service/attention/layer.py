@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result, WeightBlock
-from service.attention.eager import PER_HEAD, rows_per_block
+from service.attention.eager import PER_HEAD, row_blocks
 from service.attention.indexer import KeyIndexer
 from service.attention.linear import set_precision
 from service.attention.projections import Projected, Projections
@@ -26,10 +26,9 @@ from service.attention.short import Short
 from service.attention.weightings import eager_for
 from service.attention.weights import torch_dtype
 from service.spec import LayerSpec
-from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
-PROJECTED = frozenset(f"{name}_projection" for name in PROJECTIONS[:3])
+PROJECTED = frozenset({"query_projection", "key_projection", "value_projection", "latent", "rope_key"})
 GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
 SCORED = frozenset({"scores", "log_sum_exp", "attention_weights"})
 SELECTED = frozenset({"keys", "values"})  # the tensors of attention weights under `top_k`
@@ -76,7 +75,8 @@ class MultiHeadAttention:
         wanted = call.outputs & SCORED | ({"head_outputs"} if PER_HEAD & call.outputs else set())
         tensors: dict[str, Tensor] = {}
         if "attention_weights" in wanted and call.selects:
-            tensors |= self._selected_weights(call, query, key, value, fully_masked)
+            selected, some_queries, some_keys, some_rows = select_heads_and_queries(call, query, key, fully_masked)
+            tensors |= self.eager(selected, some_queries, some_keys, value, some_rows, {"attention_weights"})
             wanted -= {"attention_weights"}
         outputs = sdpa(self.eager, call, query, key, value, fully_masked) if wanted == {"head_outputs"} else None
         if outputs is not None:
@@ -87,13 +87,8 @@ class MultiHeadAttention:
         if "indexer_mask" in call.outputs and call.masks.attend_mask is not None:
             tensors["indexer_mask"] = call.masks.attend_mask[:, 0]
         if PROJECTED & call.outputs:
-            tensors |= {f"{name}_projection": x for name, x in zip(PROJECTIONS, (query, key, value), strict=False)}
+            tensors |= self.projections.outputs(call, (query, key, value))
         return self._merged(call, tensors), fully_masked
-
-    def _selected_weights(self, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> dict[str, Tensor]:
-        """The attention weights of the selected heads and queries; the others are not computed."""
-        call, query, key, fully_masked = select_heads_and_queries(call, query, key, fully_masked)
-        return self.eager(call, query, key, value, fully_masked, {"attention_weights"})
 
     def _merged(self, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Multiply `head_outputs` by `head_scale` and the gate, and add `concatenated` [b, q, h * d]. Without head outputs, no change.
@@ -126,7 +121,7 @@ class MultiHeadAttention:
     def fully_masked(self, call: Call) -> Tensor | None:
         """bool [b, h, q]: the rows without a key to attend to; None if there are none."""
         (batch, num_queries), num_keys, heads = call.query.shape[:2], call.key.shape[1], self.spec.num_heads
-        rows = call.masks.fully_masked(rows_per_block(batch * heads * num_keys))
+        rows = call.masks.fully_masked(row_blocks(batch * heads * num_keys, num_queries))
         return None if rows is None or not rows.any() else rows.expand(batch, heads, num_queries)
 
     def project(self, call: Call) -> Projected:

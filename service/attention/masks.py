@@ -5,9 +5,10 @@ needs no [q, k] memory. Attend masks, key masks, segments and biases of -inf res
 both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from operator import and_
 
 import torch
 from torch import Tensor
@@ -93,15 +94,6 @@ class Masks:
     def visible(self, rows: slice, keys: slice | None = None) -> Tensor | None:
         """bool [b|1, h|1, rows|1, keys|1]: the pairs that may attend; None if nothing is blocked."""
         keys = keys or slice(0, self.num_keys)
-        visible = self._sets(rows, keys)
-        if not self.has_intervals:
-            return visible
-        first, last = (index[:, None, :, None] for index in self.interval(rows))
-        j = torch.arange(keys.start, keys.stop, device=self.positions.device)
-        visible = _and(visible, j <= last)
-        return visible & (j >= first) if self._has_first else visible
-
-    def _sets(self, rows: slice, keys: slice) -> Tensor | None:
         parts: list[Tensor] = []
         if self.attend_mask is not None:
             parts.append(_block(self.attend_mask, rows, keys))
@@ -112,27 +104,30 @@ class Masks:
             parts.append(_block(pairs[0], rows, keys) == _block(pairs[1], rows, keys))
         if self.bias is not None and self.bias_blocks:
             parts.append(_block(self.bias, rows, keys) != -torch.inf)
-        return reduce(_and, parts, None)
+        if self.has_intervals:
+            first, last = (index[:, None, :, None] for index in self.interval(rows))
+            j = torch.arange(keys.start, keys.stop, device=self.positions.device)
+            parts += [j <= last, j >= first] if self._has_first else [j <= last]
+        return reduce(and_, parts) if parts else None
 
     def bias_at(self, rows: slice, keys: slice) -> Tensor | None:
         """The bias for these rows and keys, [b|1, h|1, rows|1, keys|1]."""
         return None if self.bias is None else _block(self.bias, rows, keys)
 
-    def fully_masked(self, block: int) -> Tensor | None:
-        """bool [b|1, h|1, q]: the rows without a visible key; None if there cannot be any. Needs [block, k] memory at most."""
-        q = self.positions.shape[1]
+    def fully_masked(self, blocks: Iterable[slice]) -> Tensor | None:
+        """bool [b|1, h|1, q]: the rows without a visible key; None if there cannot be any. `blocks` are the rows to compute at a time."""
         if self.num_keys and (not self.has_any or self._sees_own_key):
             return None
         if not self.has_sets:
-            first, last = self.interval(slice(0, q))
+            first, last = self.interval(slice(0, self.positions.shape[1]))
             return (last < first)[:, None]
         parts = []
-        for start in range(0, q, block):
-            visible = self.visible(slice(start, min(start + block, q)))
+        for rows in blocks:
+            visible = self.visible(rows)
             assert visible is not None
-            rows = min(block, q - start)
-            parts.append(~visible.any(-1).expand(-1, -1, rows) if self.num_keys else visible.new_ones(1, 1, rows))
-        return torch.cat(parts, -1) if parts else None
+            empty = ~visible.any(-1) if self.num_keys else visible.new_ones(1, 1, 1)
+            parts.append(empty.expand(-1, -1, rows.stop - rows.start))
+        return torch.cat(parts, -1)
 
     def narrowed(self, heads: Sequence[int] | None, queries: Sequence[int] | None) -> "Masks":
         """The masks of some heads and queries, in the given order; None: all."""
@@ -150,10 +145,6 @@ class Masks:
             query_segments=cut(self.query_segments, 1, rows_at),
             lengths=cut(self.lengths, 1, rows_at),
         )
-
-
-def _and(visible: Tensor | None, part: Tensor) -> Tensor:
-    return part if visible is None else visible & part
 
 
 def _block(tensor: Tensor, rows: slice, keys: slice) -> Tensor:

@@ -37,14 +37,24 @@ class Projections:
         if norm is not None and not norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         if spec.rope is not None:
-            of_keys = torch.arange(key.shape[2], device=key.device)[None] if call.key_positions is None else call.key_positions
-            query = self._rotate(query, call.masks.positions if call.positions is None else call.positions, spec.rope)
-            key = self._rotate(key, of_keys, spec.rope)
+            query, key = (self._rotate(x, at, spec.rope) for x, at in zip((query, key), call.rope_positions, strict=True))
         if norm is not None and norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         if spec.query_scale is not None:
             query = scale_queries(query, call.masks.positions, spec.query_scale)
         return query, key, self._norm(norm, value, "value") if norm is not None and norm.values else value
+
+    def outputs(self, call: Call, projected: Projected) -> dict[str, Tensor]:
+        """The call's outputs among the projections: `query_projection`, …, and `latent` and `rope_key` of latent attention.
+
+        `latent` [b, k, key_value_rank] is that of the key, `rope_key` [b, k, rope_key_dim] what all heads' keys begin with, after RoPE.
+        """
+        tensors = {f"{name}_projection": x for name, x in zip(PROJECTIONS, projected, strict=False)}
+        if (latent := self.spec.latent) is not None:
+            tensors["rope_key"] = projected[1][:, 0, :, : latent.rope_key_dim]
+            if "latent" in call.outputs:
+                tensors["latent"] = self._norm(QKNorm(eps=latent.eps), self.product(call.key, "key_value_down"), "key_value_down")
+        return {name: x for name, x in tensors.items() if name in call.outputs}
 
     def _compressed(self, call: Call, latent: Latent) -> tuple[Tensor, Tensor, Tensor]:
         """The latent vectors of queries, keys and values, [b, n, rank] (DeepSeek-AI 2024, equations 9 and 12); queries may have none."""

@@ -45,20 +45,9 @@ class Short:
         heads = spec.num_heads
         widths = {spec.d_model, spec.key_dim, spec.value_dim, spec.output_dim, heads * spec.head_dim, heads * spec.value_head_dim}
         is_plain = spec.projections and len(widths) == 1 and spec.d_model <= MAX_WIDTH and spec.num_kv_heads == heads
-        positions = spec.alibi, spec.relative_bias, spec.relative_scores, spec.grid_bias, spec.rope, spec.query_scale
-        more = any(
-            (
-                *positions,
-                spec.qk_norm,
-                spec.sinks,
-                spec.output_gate,
-                spec.latent,
-                spec.differential,
-                spec.indexer,
-                spec.normalizer != "softmax",
-            )
-        )
-        return bool(extension and is_plain and not more and spec.dtype == "float32" and device.type == "cpu")
+        features = spec.positional, spec.qk_norm, spec.sinks, spec.output_gate, spec.latent, spec.differential, spec.indexer
+        has_more = any(features) or spec.normalizer != "softmax"
+        return bool(extension and is_plain and not has_more and spec.dtype == "float32" and device.type == "cpu")
 
     def suits(self, call: Call) -> bool:
         """Whether the call is short, has no masks or modifiers, and requests only output and weights."""

@@ -41,16 +41,18 @@ class ScalableSoftmax(Eager):
 class Sigmoid(Eager):
     """The sigmoid of each score less ln n, for n keys in the query's sequence (Ramapuram et al. 2024, equation 3)."""
 
-    def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
-        super().__init__(spec, weights, device)
-        self._normalise = sigmoid
-
     def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, terms: CallTerms | None) -> Tensor:
         scores = super()._scores(call, query, key, rows, None, terms)
         if (shift := super()._alibi_shift(call.masks, rows, call.heads)) is not None:
             scores = scores + shift[..., None].to(self.dtype)
         scores = scores - self._log_count(call.masks, rows, query.shape[0])
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+
+    @staticmethod
+    def _normalise(scores: Tensor, sinks: Tensor | None, fully_masked: Tensor | None, shift: Tensor | None, fill: float) -> Tensor:
+        """The sigmoid of scores [b, h, rows, k]; 0 for -inf, and `fill` in fully masked rows, bool [b, h, rows]. There are no sinks."""
+        weights = torch.sigmoid(scores)
+        return weights if fully_masked is None else weights.masked_fill(fully_masked[..., None], fill)
 
     def _alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> None:
         """None: the shift is in the scores, since a sigmoid depends on it."""
@@ -62,12 +64,6 @@ class Sigmoid(Eager):
             queries = queries[:, rows] if queries.shape[1] > 1 else queries
             keys = keys & (queries[:, :, None] == masks.key_segments[:, None])
         return keys.sum(-1).clamp(min=1).to(self.dtype).log()[:, None, :, None]
-
-
-def sigmoid(scores: Tensor, sinks: Tensor | None, fully_masked: Tensor | None, shift: Tensor | None, fill: float) -> Tensor:
-    """The sigmoid of scores [b, h, rows, k]; 0 for -inf, and `fill` in fully masked rows, bool [b, h, rows]. Such layers have no sinks."""
-    weights = torch.sigmoid(scores)
-    return weights if fully_masked is None else weights.masked_fill(fully_masked[..., None], fill)
 
 
 class DifferentialAttention(Eager):

@@ -46,6 +46,12 @@ def in_dtype(spec: LayerSpec, weights: Mapping[str, Array]) -> Weights:
     return {name: np.ascontiguousarray(weights[name], dtype=dtype) for name in spec.weight_shapes()}
 
 
+def _drawn_shapes(spec: LayerSpec) -> dict[str, tuple[int, ...]]:
+    """Projection -> shape [out, in] of its matrix, in the order in which the matrices are drawn."""
+    shapes = spec.weight_shapes()
+    return {name: shapes[f"{name}.weight"] for name in DRAWN_MATRICES if f"{name}.weight" in shapes}
+
+
 def _constants(spec: LayerSpec) -> Weights:
     """Default values of the weights that are not drawn: norms 1; biases, sinks and relative bias 0."""
     shapes = spec.weight_shapes().items()
@@ -54,13 +60,11 @@ def _constants(spec: LayerSpec) -> Weights:
 
 def _xavier_uniform(spec: LayerSpec) -> Weights:
     """Glorot & Bengio 2010, per matrix: uniform in ±sqrt(6 / (in + out)); one stream in the order of DRAWN_MATRICES."""
-    stream, shapes = np.random.RandomState(spec.seed), spec.weight_shapes()
-    weights: Weights = {}
-    for name in (name for name in DRAWN_MATRICES if f"{name}.weight" in shapes):
-        out_dim, in_dim = shapes[f"{name}.weight"]
-        draw = stream.random_sample((out_dim, in_dim))
-        weights[f"{name}.weight"] = ((draw * 2 - 1) * math.sqrt(6 / (in_dim + out_dim))).astype(np.float32)
-    return weights
+    stream = np.random.RandomState(spec.seed)
+    return {
+        f"{name}.weight": ((stream.random_sample(shape) * 2 - 1) * math.sqrt(6 / sum(shape))).astype(np.float32)
+        for name, shape in _drawn_shapes(spec).items()
+    }
 
 
 def _numpy(spec: LayerSpec) -> Weights:
@@ -70,13 +74,13 @@ def _numpy(spec: LayerSpec) -> Weights:
     return {f"{name}.weight": draw(spec.d_model, spec.d_model).T for name in PROJECTIONS}
 
 
-def _linear(shape: tuple[int, ...], bias: bool, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _linear(name: str, shape: tuple[int, ...], bias: bool, generator: torch.Generator) -> Weights:
     """torch.nn.Linear.reset_parameters: weight, then bias, both uniform in ±1/sqrt(in)."""
-    weight = kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
-    if not bias:
-        return weight, None
-    bound = 1 / math.sqrt(shape[1])
-    return weight, torch.empty(shape[0]).uniform_(-bound, bound, generator=generator)
+    weights: Weights = {f"{name}.weight": kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator).numpy()}
+    if bias:
+        bound = 1 / math.sqrt(shape[1])
+        weights[f"{name}.bias"] = torch.empty(shape[0]).uniform_(-bound, bound, generator=generator).numpy()
+    return weights
 
 
 def _generator(spec: LayerSpec) -> torch.Generator:
@@ -85,31 +89,24 @@ def _generator(spec: LayerSpec) -> torch.Generator:
 
 
 def _torch_linear(spec: LayerSpec) -> Weights:
-    generator = _generator(spec)
+    generator, all_shapes = _generator(spec), spec.weight_shapes()
     weights: Weights = {}
-    shapes = spec.weight_shapes()
-    for name in (name for name in DRAWN_MATRICES if f"{name}.weight" in shapes):
-        weight, bias = _linear(shapes[f"{name}.weight"], f"{name}.bias" in shapes, generator)
-        weights[f"{name}.weight"] = weight.numpy()
-        if bias is not None:
-            weights[f"{name}.bias"] = bias.numpy()
+    for name, shape in _drawn_shapes(spec).items():
+        weights |= _linear(name, shape, f"{name}.bias" in all_shapes, generator)
     return weights
 
 
 def _torch_mha(spec: LayerSpec) -> Weights:
     """torch.nn.MultiheadAttention: the output projection's draws come first (its bias is drawn, then zeroed), then Xavier on the
     packed [3E, E] input projection, or on each matrix where the widths differ."""
-    generator = _generator(spec)
-    shapes = spec.weight_shapes()
-    weights = {"output.weight": _linear(shapes["output.weight"], spec.has_bias("output"), generator)[0].numpy()}
-    d = spec.d_model
+    generator, shapes, d = _generator(spec), _drawn_shapes(spec), spec.d_model
+    output = _linear("output", shapes["output"], spec.has_bias("output"), generator)
     if spec.key_dim == spec.value_dim == d:
-        packed = xavier_uniform_(torch.empty(3 * d, d), generator=generator).numpy()
-        matrices = list(np.split(packed, 3))
+        matrices = list(xavier_uniform_(torch.empty(3 * d, d), generator=generator).view(3, d, d))
     else:
-        matrices = [xavier_uniform_(torch.empty(shapes[f"{n}.weight"]), generator=generator).numpy() for n in PROJECTIONS[:3]]
-    weights.update({f"{name}.weight": matrix for name, matrix in zip(PROJECTIONS[:3], matrices, strict=True)})
-    return weights
+        matrices = [xavier_uniform_(torch.empty(shapes[name]), generator=generator) for name in PROJECTIONS[:3]]
+    weights = {f"{name}.weight": matrix.numpy() for name, matrix in zip(PROJECTIONS, matrices, strict=False)}
+    return weights | {"output.weight": output["output.weight"]}
 
 
 SCHEMES: dict[str, Callable[[LayerSpec], Weights]] = {

@@ -41,7 +41,7 @@ class ModelLayer:
     attention: Attention
     fields: Fields  # of LayerSpec
     path: str  # the end of the layer's name in the checkpoint
-    factors: Mapping[str, float]  # projection -> factor, to be multiplied into its weights
+    factors: Mapping[str, float]  # projection or norm -> factor, to be multiplied into its weights
     groups: Mapping[str, int]  # projection -> groups of its convolution of width 1
     table_eps: float | None  # of the layer norm of a table of distances, if there is one
     projects_table: bool | None  # whether projections of their own are applied to that table

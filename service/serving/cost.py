@@ -133,6 +133,8 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     weights = {name: math.prod(shape) for name, shape in matrices if not name.startswith("position_")}
     of_keys = sum(weights.get(f"{name}.weight", 0) for name in ("key", "value", "key_value_down", "rope_key", "index_key"))
     projections = q * (sum(weights.values()) - of_keys) + k * of_keys
+    if "latent" in inputs.outputs:  # computed once more
+        projections += k * weights.get("key_value_down.weight", 0)
     if spec.grid_bias is not None and spec.grid_bias.kind == "decomposed":  # each query times the vectors of all rows and columns
         projections += 2 * q * query_width * (spec.grid_bias.height + spec.grid_bias.width - 1)
     # softmax, dropout and sorting take time per score, beyond the matrix products
@@ -251,6 +253,8 @@ def output_shapes(spec: LayerSpec, b: int, q: int, k: int) -> dict[str, tuple[in
         "head_outputs": (b, h, q, spec.value_head_dim),
         "concatenated": (b, q, joined),
         "indexer_mask": (b, q, k),
+        "latent": (b, k, spec.latent.key_value_rank if spec.latent else 0),
+        "rope_key": (b, k, spec.latent.rope_key_dim if spec.latent else 0),
         "query_gradient": (b, q, spec.query_dim),
         "key_gradient": (b, k, spec.key_dim),
         "value_gradient": (b, k, spec.value_dim),

@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -45,6 +44,22 @@ DOCUMENTS = (  # documents that routes read or write without FastAPI
     *(v2.InferenceRequest, v2.InferenceReply, v2.LoadRequest, v2.UnloadRequest, v2.IndexRequest, v2.V2Error),
 )
 BINARY = {"type": "string", "format": "binary"}
+STATUSES = {  # what the statuses of refusals mean
+    400: "The body is not valid JSON, or a key is repeated.",
+    401: "An API key is required.",
+    403: "This server does not allow it.",
+    404: "No such layer.",
+    406: "No supported media type is accepted.",
+    409: "The layers cannot be changed that way here, or the layer is unloaded.",
+    413: "Too large: bytes, depth, parameters, or predicted memory.",
+    415: "An unsupported media type.",
+    422: "Well-formed, but it breaks the contract or does not fit the layer.",
+    429: "The queue is full; see Retry-After.",
+    500: "Server error.",
+    503: "Not ready yet.",
+    504: "The deadline of X-Request-Timeout passed.",
+    507: "Not enough memory, or no disk space for a layer.",
+}
 CALL_ERRORS = (400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507)  # of an endpoint that computes
 
 PUT_LAYER_EXAMPLE = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
@@ -149,26 +164,14 @@ def schema(model: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{model}"}
 
 
-def error_responses(
-    *statuses: int, model: str = "ProblemDocument", media_type: str = PROBLEM_JSON, meaning: Mapping[int, str] = {}
-) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route. `meaning` replaces the descriptions of some statuses."""
-    meanings = {
-        400: "The body is not valid JSON, or a key is repeated.",
-        401: "An API key is required.",
-        403: "This server does not allow it.",
-        404: "No such layer.",
-        406: "No supported media type is accepted.",
-        409: "The layers cannot be changed that way here, or the layer is unloaded.",
-        413: "Too large: bytes, depth, parameters, or predicted memory.",
-        415: "An unsupported media type.",
-        422: "Well-formed, but it breaks the contract or does not fit the layer.",
-        429: "The queue is full; see Retry-After.",
-        500: "Server error.",
-        503: "Not ready yet.",
-        504: "The deadline of X-Request-Timeout passed.",
-        507: "Not enough memory, or no disk space for a layer.",
-        **meaning,
-    }
-    content = {media_type: {"schema": schema(model)}}
-    return {status: {"description": meanings[status], "content": content} for status in statuses}
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route."""
+    content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
+    return {status: {"description": STATUSES[status], "content": content} for status in statuses}
+
+
+def v2_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route under /v2."""
+    content = {JSON: {"schema": schema("V2Error")}}
+    descriptions = {**STATUSES, 400: "Anything wrong with the request."}
+    return {status: {"description": descriptions[status], "content": content} for status in statuses}

@@ -75,39 +75,27 @@ def request_id(given: str | None) -> str:
     return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"
 
 
-async def read(record: Record, receive: Receive, service: Service, *, layer: bool = False, largest: int | None = None) -> RawRequest:
-    """The request; Content-Type and Accept choose the codecs. With `layer`, safetensors may have `max_layer_bytes`; `largest` is a lower
-    limit of the route, in bytes.
-
-    Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the client disconnects before the body is complete.
-    """
-    codec, reply_codec = _codecs(record.headers.get(b"content-type", b""), record.headers.get(b"accept", b""))
-    limits = service.wire_limits
-    limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec is CODECS[SAFETENSORS] else ("max_body_bytes", limits.body_bytes)
-    if largest is not None and largest < limit[1]:
-        limit = ("", largest)
-    return await read_as(codec, reply_codec, NO_PARAMETERS, record, receive, service, limit)
-
-
-@lru_cache(64)  # clients repeat these headers
-def _codecs(content_type: bytes, accept: bytes) -> tuple[Codec, Codec]:
-    """The codecs of body and reply. Raises UnsupportedMediaType or NotAcceptable."""
-    body = media_type_of_body(content_type.decode("latin-1"))
-    return CODECS[body], CODECS[media_type_of_reply(accept.decode("latin-1"))]
-
-
-async def read_as(
-    codec: Codec,
-    reply_codec: Codec,
-    parameters: Mapping[str, str],
+async def read(
     record: Record,
     receive: Receive,
     service: Service,
-    limit: Limit | None = None,
+    codecs: tuple[Codec, Codec] | None = None,
+    parameters: Mapping[str, str] = NO_PARAMETERS,
+    *,
+    layer: bool = False,
+    largest: int | None = None,
 ) -> RawRequest:
-    """As `read`, with known codecs."""
+    """The request. `codecs` are those of body and reply; without them, Content-Type and Accept choose. With `layer`, safetensors may have
+    `max_layer_bytes`; `largest` is a lower limit of the route, in bytes.
+
+    Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the client disconnects before the body is complete.
+    """
+    headers, limits = record.headers, service.wire_limits
+    codec, reply_codec = codecs or _codecs(headers.get(b"content-type", b""), headers.get(b"accept", b""))
+    limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec is CODECS[SAFETENSORS] else ("max_body_bytes", limits.body_bytes)
+    if largest is not None and largest < limit[1]:
+        limit = ("", largest)
     deadline, lease = deadline_of(record, service), lease_of(record, service)
-    limit = limit or ("max_body_bytes", service.wire_limits.body_bytes)
     pieces = _pieces(record, receive, limit, lease)
     if deadline is None:
         body = await pieces
@@ -124,12 +112,18 @@ async def read_as(
         joined = b"".join(body)
     else:
         joined = await service.engine.codecs.run(partial(b"".join, body), 0, "")
-    headers = record.headers
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
     connection = record.connection
     gone = _never if connection is None else lambda: connection.lost  # under another ASGI server, a disconnect is not visible
     return RawRequest(joined, codec, coding, reply_codec, reply_coding, parameters, deadline, gone, lease.caller, lease)
+
+
+@lru_cache(64)  # clients repeat these headers
+def _codecs(content_type: bytes, accept: bytes) -> tuple[Codec, Codec]:
+    """The codecs of body and reply. Raises UnsupportedMediaType or NotAcceptable."""
+    body = media_type_of_body(content_type.decode("latin-1"))
+    return CODECS[body], CODECS[media_type_of_reply(accept.decode("latin-1"))]
 
 
 def lease_of(record: Record, service: Service) -> Lease:

@@ -39,6 +39,8 @@ class Outputs:
     head_outputs: Array  # [b, h, q, dv], after head_scale and the gate
     concatenated: Array  # [b, q, h*dv]
     indexer_mask: Array  # [b, q, k], 1 for the keys that the indexer selects; without an indexer, for those that may be attended to
+    latent: Array  # [b, k, key_value_rank], of the key, after the norm; rank 0 without latent attention
+    rope_key: Array  # [b, k, rope_key_dim], what the keys of all heads begin with, after RoPE; likewise
     fully_masked: Array  # [b, h, q], true where no key is left
 
     @property
@@ -115,6 +117,8 @@ class Layer(Projections):
             head_outputs=heads,
             concatenated=concatenated,
             indexer_mask=1.0 - np.all(blocked, axis=1),
+            latent=self.compress("key", request.key) if spec.latent else k[:, 0, :, :0],
+            rope_key=k[:, 0, :, : spec.latent.rope_key_dim if spec.latent else 0],
             fully_masked=empty,
         )
 

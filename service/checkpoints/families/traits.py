@@ -15,7 +15,7 @@ from service.spec_parts import PROJECTIONS
 
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
 WIDEST_HEAD = 1 << 16
-FACTORS = "factors"  # among the fields that traits give: projection -> factor, which is multiplied into its weights
+FACTORS = "factors"  # among the fields that traits give: projection or norm -> factor, which is multiplied into its weights
 GROUPS = "groups"  # likewise: projection -> groups of its convolution of width 1
 DISTANCES = "distances"  # likewise: of a table of distances, eps of its layer norm or None, and whether projections of its own are applied
 STAGE = "stage"  # among the fields of a config: the number of a layer's stage, in families with stages

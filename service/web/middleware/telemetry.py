@@ -24,22 +24,7 @@ from service.serving.service import Service
 from service.web.request_reader import Record
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
-DURATION_BUCKETS = (
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-)  # seconds; the conventions' bucket boundaries
+DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)  # seconds; the conventions' boundaries
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"))  # others are _OTHER
 
 OTHER = "other"  # label of all paths where nothing is served

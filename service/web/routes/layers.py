@@ -1,6 +1,6 @@
 """GET, PUT and DELETE of /layers, and GET of a layer's weights as a file."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated
 
 from fastapi import FastAPI, Path, Query, Request, Response
@@ -35,12 +35,8 @@ def require_query(names: Sequence[str]) -> None:
         raise InvalidRequest(problems=problems)
 
 
-def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
-    """Adds the routes. `why_not`: the error to raise if layers cannot be changed over HTTP, else None."""
-
-    def require_writable() -> None:
-        if why_not is not None:
-            raise why_not
+def install(app: FastAPI, service: Service, require_writable: Callable[[], None]) -> None:
+    """Adds the routes. `require_writable` raises an error if layers cannot be changed over HTTP."""
 
     @app.get("/layers", tags=["layers"], response_model=Layers)
     async def get_layers() -> Layers:

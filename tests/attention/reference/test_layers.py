@@ -230,6 +230,8 @@ def test_shapes_of_all_outputs():
         "concatenated": (5, 8, 18),
         "normalised": (5, 1, 6, 8, 9),
         "indexer_mask": (5, 8, 9),
+        "latent": (5, 9, 0),
+        "rope_key": (5, 9, 0),
         "fully_masked": (5, 6, 8),
     }
 
