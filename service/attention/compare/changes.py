@@ -152,6 +152,17 @@ def in_steps(**methods: Function) -> Change:
     return lambda c: replace(c, layer=type("Mistaken", (c.layer,), methods))
 
 
+def where(needed: Callable[[Computation], Any], change: Change) -> Change:
+    """The change, if what it needs is there."""
+
+    def checked(c: Computation) -> Computation:
+        if not needed(c):
+            raise Impossible
+        return change(c)
+
+    return checked
+
+
 def all_of(*changes: Change) -> Change:
     return lambda c: reduce(lambda changed, change: change(changed), changes, c)
 
@@ -189,16 +200,5 @@ def over_axis(axis: int) -> Change:
             return np.moveaxis(right(layer, np.moveaxis(scores, axis, -1), None)[0], -1, axis), scores[..., 0]
 
         return in_steps(softmax=softmax)(c)
-
-    return change
-
-
-def in_latent(**methods: Function) -> Change:
-    """Replaces steps of layers with latent attention."""
-
-    def change(c: Computation) -> Computation:
-        if c.spec.latent is None:
-            raise Impossible
-        return in_steps(**methods)(c)
 
     return change

@@ -22,7 +22,6 @@ from service.attention.compare.changes import (
     each_weight,
     exchange,
     fill_with_zero,
-    in_latent,
     in_mask,
     in_part,
     in_spec,
@@ -31,6 +30,7 @@ from service.attention.compare.changes import (
     over_axis,
     overflow,
     recut,
+    where,
 )
 from service.attention.compare.weights import QKV, QUERY_GATE
 from service.attention.reference.forward import Layer
@@ -105,6 +105,12 @@ def _and_next(visible: Array) -> Array:
     return np.asarray(visible | (np.arange(visible.shape[-1]) == last[..., None] + 1))
 
 
+def _unmasked(mask: Array, visible: Array) -> Array:
+    """The mask [b, q, k] that the candidate's own causality leaves without the one that is passed."""
+    everything = np.ones_like(mask)
+    return np.tril(everything) if (mask & ~visible).any() else everything
+
+
 def _wider(window: Window | None, by: int) -> Window | None:
     return window and window.model_copy(update={"left": None if window.left is None else max(window.left + by, 0)})
 
@@ -152,7 +158,10 @@ MISTAKES: dict[str, dict[str, Change]] = {
     },
     "mask": {
         "the mask is inverted: it blocks what it should let through (see mask_means)": in_mask(lambda mask, _: ~mask),
-        "the mask is ignored": in_mask(lambda mask, _: np.ones_like(mask)),
+        "sequences leak across segments: queries attend to keys of other sequences in their row": where(
+            lambda c: c.case.segments is not None, in_mask(_unmasked)
+        ),
+        "the mask is ignored": in_mask(_unmasked),
         "it is causal without being asked (see causal)": in_mask(lambda mask, _: np.tril(mask)),
         "the mask is transposed": in_mask(lambda mask, seen: mask.swapaxes(1, 2) if mask.shape[1] == mask.shape[2] else seen),
         "each query also sees the key after its last one (a causal mask off by one)": in_mask(lambda _, visible: _and_next(visible)),
@@ -218,6 +227,12 @@ MISTAKES: dict[str, dict[str, Change]] = {
     "buckets": {
         "relative biases are off by one: each is that of the bucket before": each_weight("relative_bias", lambda w: np.roll(w, 1, axis=0)),
         "relative biases are off by one: each is that of the bucket after": each_weight("relative_bias", lambda w: np.roll(w, -1, axis=0)),
+        **{
+            f"relative biases are off by one: each is that of the key {words}": where(
+                lambda c: c.spec.relative_bias, in_steps(position_bias=lambda layer, ahead, by=by: Layer.position_bias(layer, ahead + by))
+            )
+            for words, by in (("after", 1), ("before", -1))
+        },
     },
     "rope scaling": {
         "the scaling of RoPE's frequencies is ignored": in_part("rope", scaling=None, frequencies=None, attention_factor=1.0),
@@ -264,11 +279,11 @@ MISTAKES: dict[str, dict[str, Change]] = {
         "the window has one key less": in_spec(window=lambda spec: _wider(spec.window, -1)),
     },
     "rotary part": {
-        f"the rotary part of the keys is not shared across heads, but {words}": change
+        f"the rotary part of the keys is not shared across heads, but {words}": where(lambda c: c.spec.latent, change)
         for words, change in (
-            ("in the first head alone", in_latent(share=_in_first_head)),
-            ("spread by a reshape without a transpose", in_latent(share=_by_reshape)),
-            ("spread by a reshape without a transpose, after RoPE", in_latent(rotate=_by_reshape_after_rope)),
+            ("in the first head alone", in_steps(share=_in_first_head)),
+            ("spread by a reshape without a transpose", in_steps(share=_by_reshape)),
+            ("spread by a reshape without a transpose, after RoPE", in_steps(rotate=_by_reshape_after_rope)),
         )
     },
 }
