@@ -34,7 +34,7 @@ from service.attention.compare.changes import (
     spread_rotary_part,
 )
 from service.attention.compare.weights import QKV, QUERY_GATE
-from service.attention.reference.positions import frequencies, rotary_positions, rotate
+from service.attention.reference.positions import frequencies, position_bias, rotary_positions, rotate
 from service.spec_parts import Rope, Window
 from service.tensors import Array
 
@@ -105,6 +105,29 @@ def _and_next(visible: Array) -> Array:
     return np.asarray(visible | (np.arange(visible.shape[-1]) == last[..., None] + 1))
 
 
+def _unmasked(mask: Array, visible: Array) -> Array:
+    """The mask [b, q, k] that the candidate's own causality leaves without the one that is passed."""
+    everything = np.ones_like(mask)
+    return np.tril(everything) if (mask & ~visible).any() else everything
+
+
+def _across_segments(c: Computation) -> Computation:
+    if c.case.segments is None:
+        raise Impossible
+    return in_mask(_unmasked)(c)
+
+
+def _of_another_key(by: int) -> Change:
+    """Relative biases of the distances j - i + `by`."""
+
+    def change(c: Computation) -> Computation:
+        if c.spec.relative_bias is None:
+            raise Impossible
+        return in_functions(position_bias=lambda spec, weights, ahead: position_bias(spec, weights, ahead + by))(c)
+
+    return change
+
+
 def _wider(window: Window | None, by: int) -> Window | None:
     return window and window.model_copy(update={"left": None if window.left is None else max(window.left + by, 0)})
 
@@ -155,7 +178,8 @@ MISTAKES: dict[str, dict[str, Change]] = {
     },
     "mask": {
         "the mask is inverted: it blocks what it should let through (see mask_means)": in_mask(lambda mask, _: ~mask),
-        "the mask is ignored": in_mask(lambda mask, _: np.ones_like(mask)),
+        "sequences leak across segments: queries attend to keys of other sequences in their row": _across_segments,
+        "the mask is ignored": in_mask(_unmasked),
         "it is causal without being asked (see causal)": in_mask(lambda mask, _: np.tril(mask)),
         "the mask is transposed": in_mask(lambda mask, seen: mask.swapaxes(1, 2) if mask.shape[1] == mask.shape[2] else seen),
         "each query also sees the key after its last one (a causal mask off by one)": in_mask(lambda _, visible: _and_next(visible)),
@@ -215,6 +239,8 @@ MISTAKES: dict[str, dict[str, Change]] = {
     "buckets": {
         "relative biases are off by one: each is that of the bucket before": each_weight("relative_bias", lambda w: np.roll(w, 1, axis=0)),
         "relative biases are off by one: each is that of the bucket after": each_weight("relative_bias", lambda w: np.roll(w, -1, axis=0)),
+        "relative biases are off by one: each is that of the key after": _of_another_key(1),
+        "relative biases are off by one: each is that of the key before": _of_another_key(-1),
     },
     "rope scaling": {
         "the scaling of RoPE's frequencies is ignored": in_part("rope", scaling=None, frequencies=None, attention_factor=1.0),
