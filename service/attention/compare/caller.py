@@ -15,7 +15,7 @@ import numpy as np
 from service.attention.compare.cases import CheckCase, Requirements
 from service.attention.compare.convention import Convention, Polarity
 from service.attention.compare.weights import is_matrix
-from service.attention.reference.forward import merge_heads, split_heads
+from service.attention.reference.projections import merge_heads, split_heads
 from service.tensors import Array
 
 

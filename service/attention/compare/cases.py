@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from service.attention.reference.forward import Reference, attend
+from service.attention.reference.forward import Outputs, attend
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, Array
 
@@ -36,7 +36,7 @@ class CheckCase:
     def is_cross(self) -> bool:
         return len(self.key[0]) != len(self.query[0])
 
-    def reference(self, spec: LayerSpec, weights: Mapping[str, Array]) -> Reference:
+    def reference(self, spec: LayerSpec, weights: Mapping[str, Array]) -> Outputs:
         return attend(spec, weights, query=self.query, key=self.key, value=self.value, attend_mask=self.visible)
 
 
