@@ -31,11 +31,22 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(slots=True)
-class Record:
+class Outcome:
+    """How an HTTP request or a gRPC call ended, for its log line, its span and the metrics."""
+
+    request_id: str
+    reason: str = ""  # of a refusal or failure
+    detail: str = ""
+    key: str = ""  # the name of the caller's API key
+    phases: Phases | None = None
+    log_fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Record(Outcome):
     """`web/middleware/access.py` creates it, and passes it to the endpoints that it calls itself. FastAPI's routes find it in their scope,
     as `scope["attend"]`."""
 
-    request_id: str
     headers: dict[bytes, bytes]  # names in lower case
     repeated: Sequence[tuple[bytes, bytes]] = ()  # all headers in order, if one occurs twice; else empty
     method: str = "GET"
@@ -46,12 +57,7 @@ class Record:
     received: int = 0
     body_complete: bool = False  # whether the body has been read to its end
     sent: int = 0
-    reason: str = ""
-    detail: str = ""
-    key: str = ""  # the name of the caller's API key
     lease: Lease | None = None  # the request's share of the memory budget, once it has one
-    phases: Phases | None = None
-    log_fields: Mapping[str, Any] = field(default_factory=dict)
 
     def header(self, name: bytes) -> str:
         """The value of a header, "" if there is none."""
@@ -63,11 +69,15 @@ def record_of(scope: Scope) -> Record:
     pairs = scope["headers"]
     headers = dict(pairs)
     given = headers.get(b"x-request-id")
-    address = scope["client"][0] if scope.get("client") else ""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    repeated = pairs if len(headers) != len(pairs) else ()
-    identity = request_id(None if given is None else given.decode("latin-1"))
-    return Record(identity, headers, repeated, scope["method"], path, address, connection_of(scope))
+    return Record(
+        request_id(None if given is None else given.decode("latin-1")),
+        headers=headers,
+        repeated=pairs if len(headers) != len(pairs) else (),
+        method=scope["method"],
+        path=scope["path"].removeprefix(scope.get("root_path", "")),
+        address=scope["client"][0] if scope.get("client") else "",
+        connection=connection_of(scope),
+    )
 
 
 def request_id(given: str | None) -> str:

@@ -197,7 +197,8 @@ class CallHandlers:
 def _record_of(context: Any, key: str = "") -> CallRecord:
     metadata = dict(context.invocation_metadata())
     identity = request_id(metadata.get("x-request-id"))
-    return CallRecord(metadata, context.time_remaining(), identity, [("x-request-id", identity)], key)
+    trailing = [("x-request-id", identity)]
+    return CallRecord(identity, key=key, metadata=metadata, seconds_left=context.time_remaining(), trailing=trailing)
 
 
 async def _abort_failed(context: Any, record: CallRecord) -> None:
