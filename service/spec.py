@@ -298,6 +298,10 @@ class LayerSpec(BaseModel):
     def undefined_outputs(self) -> dict[str, str]:
         """Outputs that the layer does not have -> why."""
         undefined = {} if self.indexer else {"indexer_mask": "which has no indexer"}
+        if self.latent is None:
+            undefined |= dict.fromkeys(("latent", "rope_key"), "which has no latent attention")
+        elif self.qk_norm or (self.rope and (self.rope.dims or 0) > self.latent.rope_key_dim):
+            undefined["rope_key"] = "whose qk_norm, or rope of more than rope_key_dim numbers, makes them differ between heads"
         if self.differential:
             return undefined | dict.fromkeys(("scores", "log_sum_exp"), "whose differential attention has two scores of each query and key")
         if self.normalizer == "sigmoid":

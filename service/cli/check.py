@@ -44,7 +44,9 @@ What --with takes:
 CASES = 200
 Cases = Annotated[
     int | None,
-    typer.Option(min=1, help=f"Number of random cases ({CASES}), or of calls of a --module (7, one of each kind).", show_default=False),
+    typer.Option(
+        min=1, help=f"Number of random cases ({CASES}), or of calls of a --module (one of each kind by default).", show_default=False
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the random cases.")]
 CaseNumber = Annotated[int | None, typer.Option("--case", min=0, help="Run only the case of this number.", show_default=False)]

@@ -4,8 +4,6 @@ import json
 import shlex
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,21 +12,19 @@ import httpx
 import numpy as np
 import orjson
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from service.cli.child import NotStarted, child_server
 from service.cli.flags import AsJson
+from service.cli.heads import metric_tables
 from service.cli.infer import headline
+from service.cli.request_file import without_special
 from service.cli.terminal import fail, report_errors
 from service.client import AttendResult, Client, operations
 from service.client.responses import read_attend
 from service.serving.embeddings import ModelNotInstalled, Sentence, hash_words, read_minilm
 from service.settings import Settings
-from service.tensors import Array
-from service.wire.schemas.attend import is_special
 
 EPILOG = """Examples: attend demo --sentence "The trophy does not fit into the suitcase because it is too big"
 
@@ -40,7 +36,6 @@ HASH_NOTE = """Each word's vector is drawn from a hash of the word, and the laye
 the heads mean nothing, and the links only show what a result looks like."""
 MINILM_NOTE = """The vectors are the input of attention layer {} of all-MiniLM-L6-v2 (0 to 5) in that model, and the weights are
 that layer's own: the links are what its heads were trained to link."""
-Links = list[list[tuple[int, int]]]  # of each head: (query, key), strongest first
 
 
 class Vectors(StrEnum):
@@ -73,20 +68,27 @@ def demo(
         with report_errors("demo"), child_server() as url, Client(url, transport=httpx.HTTPTransport()) as client:
             layer_file = _put_layer(client, embedded, folder)
             result, seconds = _send(client, request)
+            metrics = client.analysis(
+                embedded.vectors,
+                layer=embedded.layer,
+                metrics=["strongest_links"],
+                analysis={"top_links": LINKS},
+                **without_special({"tokens": {"query": embedded.tokens}}),
+            )
     except NotStarted as error:
         fail("demo", str(error))
     except OSError as error:
         fail("demo", f"cannot write to {save or 'a temporary folder'}: {error.strerror}", "Give another folder with --save.")
-    links = strongest_links(result.attention_weights, embedded.tokens)
     if as_json:
+        links = metrics["strongest_links"]
         document = {
             "sentence": sentence,
             "tokens": embedded.tokens,
             "layer": result.layer.model_dump(),
             "outputs": {name: list(array.shape) for name, array in result.items()},
             "links": [
-                [{"query": q, "key": k, "weight": float(rows[q, k])} for q, k in of_head]
-                for rows, of_head in zip(result.attention_weights, links, strict=True)
+                [{"query": int(q), "key": int(k), "weight": float(w)} for q, k, w in zip(*of_head, strict=True) if not np.isnan(w)]
+                for of_head in zip(links["queries"], links["keys"], links["weights"], strict=True)
             ],
             "seconds": seconds,
             "timing": result.timing,
@@ -97,7 +99,8 @@ def demo(
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"\n[bold]{escape(sentence)}[/bold]\n\n{escape(note)}\n")
     _show_exchange(console, embedded, result, seconds)
-    console.print(links_table(result.attention_weights, embedded.tokens, links), soft_wrap=False)
+    for table in metric_tables(metrics, console.width):
+        console.print(table, soft_wrap=False)
     size = sum(file.stat().st_size for file in (request, layer_file) if file)
     console.print(f"\nThe files in {folder} ({size / 1e3:,.0f} kB) are not removed.", markup=False)
     for title, lines in (("More of the same request", _more(request)), ("The same by hand", _commands(request, layer_file))):
@@ -181,40 +184,3 @@ def _commands(request: Path, layer: Path | None) -> list[str]:
     url = f"http://127.0.0.1:{PORT}"
     add = [] if layer is None else [f"attend layers add {layer.stem} {shlex.quote(str(layer))} --url {url}"]
     return [f"attend serve --port {PORT}", *add, f"curl -s {url}/attend --data-binary {shlex.quote(f'@{request}')}"]
-
-
-def links_table(weights: Array, tokens: Sequence[str], links: Links) -> Table:
-    """One row per head with its strongest links query→key between words, and the mean weight that words give to special tokens."""
-    names, words = unique_labels(tokens), _is_word(tokens)
-    table = Table("head", "strongest link", "second", "third", *([] if words.all() else ["special"]), box=SIMPLE, padding=(0, 1, 0, 0))
-    for head, (rows, of_head) in enumerate(zip(weights, links, strict=True)):
-        shown = [f"{names[q]}→{names[k]} {rows[q, k]:.2f}" for q, k in of_head]
-        special = [] if words.all() else [f"{rows[words][:, ~words].sum(-1).mean():.2f}"]
-        table.add_row(str(head), *shown, *[""] * (LINKS - len(shown)), *special)
-    if not words.all():
-        table.caption = f"special: mean weight that words give to {' and '.join(sorted({*filter(is_special, tokens)}))}"
-    return table
-
-
-def strongest_links(weights: Array, tokens: Sequence[str]) -> Links:
-    """(query, key) of the largest weights between words, for each head of [h, q, k]; ties to the lower query, then the lower key."""
-    words = _is_word(tokens)
-    links = []
-    for rows in np.where(words[:, None] & words[None, :], weights, -1.0):
-        order = np.argsort(-rows, axis=None, kind="stable")[: min(LINKS, int(words.sum()) ** 2)]
-        links.append([(int(place) // rows.shape[1], int(place) % rows.shape[1]) for place in order])
-    return links
-
-
-def _is_word(tokens: Sequence[str]) -> Array:
-    return np.array([not is_special(token) for token in tokens])
-
-
-def unique_labels(tokens: Sequence[str]) -> list[str]:
-    """The tokens, numbered if they occur more than once: the(1), cat, the(2)."""
-    total, seen = Counter(tokens), Counter[str]()
-    labels = []
-    for token in tokens:
-        seen[token] += 1
-        labels.append(f"{token}({seen[token]})" if total[token] > 1 else token)
-    return labels

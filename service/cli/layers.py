@@ -22,9 +22,9 @@ from service.cli.terminal import print_result, report_errors, write_file
 from service.client import Client
 from service.wire.schemas.layers import LayerDocument, Layers
 
-EPILOG = """Examples: attend layers --url http://127.0.0.1:8000
+EPILOG = """Examples: attend layers list --url http://127.0.0.1:8000
 
-attend layers --d-model 512 --num-heads 8 --json
+attend layers list --d-model 512 --num-heads 8 --json
 
 attend layers add encoder0 path/to/model --layer 0 --url http://127.0.0.1:8000
 
@@ -37,24 +37,16 @@ Name = Annotated[str, typer.Argument(help="Name of the layer.", show_default=Fal
 Server = Annotated[str | None, typer.Option("--url", help="A running server.", show_default=False)]
 Folder = Annotated[Path | None, typer.Option(help="A folder of layers, instead of a server.", show_default=False)]
 
-group = typer.Typer(rich_markup_mode="rich")
-
-
-@group.callback(invoke_without_command=True, epilog=EPILOG)
-@with_settings(*ENGINE_FIELDS)
-def layers(context: typer.Context, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
-    """List the layers of a server, or those that `attend serve` would have with the same settings."""
-    if context.invoked_subcommand is None:
-        show(url, ca, as_json, config, **flags)
-    else:
-        _refuse_flags(context, context.invoked_subcommand)
+group = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="rich", help="List layers; add, export and remove them as safetensors files.", epilog=EPILOG
+)
 
 
 @group.command("list", epilog="Example: attend layers list --url http://127.0.0.1:8000")
 @with_settings(*ENGINE_FIELDS)
 def show(url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
     """List the layers of a server, or those that `attend serve` would have with the same settings."""
-    with report_errors("layers"), open_client(url, ca, config, flags) as client:
+    with report_errors("layers list"), open_client(url, ca, config, flags) as client:
         found = client.layers()
     if as_json:
         typer.echo(Layers(layers=found).model_dump_json())
@@ -140,17 +132,6 @@ def remove(name: Name, url: Server = None, ca: Ca = None, layers_dir: Folder = N
     with _opened("remove", url, ca, layers_dir) as client:
         client.delete_layer(name)
     print_result({"removed": name}, f"removed {name}", as_json)
-
-
-def _refuse_flags(context: typer.Context, command: str) -> None:
-    """Raises typer.BadParameter for flags before the name of a subcommand, which would be ignored."""
-    flags = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if (source := context.get_parameter_source(parameter.name or "")) is not None and source.name == "COMMANDLINE"
-    ]
-    if flags:
-        raise typer.BadParameter(f"expected the flags of {command} after its name, got {', '.join(flags)} before it")
 
 
 @contextmanager

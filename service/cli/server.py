@@ -31,7 +31,6 @@ from service.serving.service import Service
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.connections import Connection, SlowPeerTimer
-from service.web.http_protocol import RefusalReports
 
 log = structlog.get_logger("attend")
 POLL = 0.1  # seconds
@@ -171,7 +170,7 @@ def application(settings: Settings, threads: int, pages: Mapping[str, str]) -> F
     service, inner = app.state.service, app.router.lifespan_context
     service.logged_when_ready = pages
     Connection.timer = SlowPeerTimer(settings.client_timeout, settings.min_client_rate)
-    Connection.reports = RefusalReports(service.metrics.failed, partial(service.metrics.answered, "other"), settings.access_log)
+    Connection.metrics, Connection.log_requests = service.metrics, settings.access_log
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:

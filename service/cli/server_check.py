@@ -14,7 +14,7 @@ from rich.table import Table
 
 from service.attention.compare import tolerance
 from service.attention.compare.random_cases import Case, random_case
-from service.attention.reference.forward import Reference, attend
+from service.attention.reference.forward import Outputs, attend
 from service.client import BadReply, Client, operations
 from service.errors import InvalidRequest, LayerNotFound, MalformedBody, ServiceFault
 from service.spec import LayerSpec, fingerprint
@@ -146,7 +146,7 @@ def outputs_of(spec: LayerSpec) -> list[Output]:
     return [name for name in OUTPUTS if name not in spec.undefined_outputs]
 
 
-def compare_reply(case: Case, reference: Reference, reply: Mapping[str, Any], fully_masked_rows: int) -> list[OutputError]:
+def compare_reply(case: Case, reference: Outputs, reply: Mapping[str, Any], fully_masked_rows: int) -> list[OutputError]:
     """The errors of all outputs."""
     largest = largest_score(case, reference)
     expected = {name: np.asarray(getattr(reference, name)) for name in outputs_of(case.spec)}
@@ -156,7 +156,7 @@ def compare_reply(case: Case, reference: Reference, reply: Mapping[str, Any], fu
     return errors
 
 
-def largest_score(case: Case, reference: Reference) -> float:
+def largest_score(case: Case, reference: Outputs) -> float:
     """max|scores| before softcap, bias and mask: rounding errors are proportional to it."""
     scale = case.request.get("scale")
     keys = np.repeat(reference.key_projection, case.spec.num_heads // case.spec.num_kv_heads, axis=-3)

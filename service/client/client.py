@@ -14,9 +14,8 @@ import httpx
 from service.client import operations
 from service.client.connection import USE_CLIENT_DEFAULT, ConnectionOptions, Timeout, Verify, connection_error
 from service.client.operations import Operation
-from service.client.responses import raise_for_status, read_ready
 from service.client.retries import Attempts, Outcome, Retries
-from service.errors import NotAcceptable, Unreachable, UnsupportedMediaType
+from service.errors import CapacityError, NotAcceptable, Unreachable, UnsupportedMediaType
 from service.wire.schemas.analysis import AnalysisRequest
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -147,22 +146,18 @@ class Client(_Connections[httpx.BaseTransport]):
     def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
         """Whether the server responds and has loaded its layers."""
         try:
-            return read_ready(self._exchange(operations.ready(timeout=timeout)))
-        except Unreachable:
+            return self.perform(operations.ready(timeout=timeout))
+        except (Unreachable, CapacityError):
             return False
 
-    def perform(self, operation: Operation[T], timeout: Timeout = USE_CLIENT_DEFAULT) -> T:
+    def perform(self, operation: Operation[T]) -> T:
         """The result of an operation; with a JSON body once a server or proxy has refused safetensors."""
         if operation.json_body is not None and self._binary:
             try:
-                return operation.read(self.send(operation, timeout))
+                return operation.result(self._exchange(operation))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return operation.read(self.send(operation.as_json(), timeout))
-
-    def send(self, operation: Operation[Any], timeout: Timeout = USE_CLIENT_DEFAULT) -> httpx.Response:
-        """Send an operation. Raises for any status but success, as every method does."""
-        return raise_for_status(self._exchange(operation.with_timeout(timeout)))
+        return operation.result(self._exchange(operation.as_json()))
 
     def _exchange(self, operation: Operation[Any]) -> httpx.Response:
         """The last response. Raises Unreachable or one of its subclasses if there is none."""
@@ -174,8 +169,9 @@ class Client(_Connections[httpx.BaseTransport]):
         return outcome
 
     def _once(self, operation: Operation[Any], seconds: float | None) -> Outcome:
+        request, headers = self._http.request, operation.headers
         try:
-            return self._http.request(operation.method, operation.path, content=operation.body, headers=operation.headers, timeout=seconds)
+            return request(operation.method, operation.path, content=operation.body, headers=headers, timeout=seconds)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             return error
 
@@ -229,22 +225,18 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
     async def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
         """As `Client.ready`."""
         try:
-            return read_ready(await self._exchange(operations.ready(timeout=timeout)))
-        except Unreachable:
+            return await self.perform(operations.ready(timeout=timeout))
+        except (Unreachable, CapacityError):
             return False
 
-    async def perform(self, operation: Operation[T], timeout: Timeout = USE_CLIENT_DEFAULT) -> T:
+    async def perform(self, operation: Operation[T]) -> T:
         """As `Client.perform`."""
         if operation.json_body is not None and self._binary:
             try:
-                return operation.read(await self.send(operation, timeout))
+                return operation.result(await self._exchange(operation))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return operation.read(await self.send(operation.as_json(), timeout))
-
-    async def send(self, operation: Operation[Any], timeout: Timeout = USE_CLIENT_DEFAULT) -> httpx.Response:
-        """As `Client.send`."""
-        return raise_for_status(await self._exchange(operation.with_timeout(timeout)))
+        return operation.result(await self._exchange(operation.as_json()))
 
     async def _exchange(self, operation: Operation[Any]) -> httpx.Response:
         attempts = Attempts(self.retries, operation, self.timeout)

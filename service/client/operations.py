@@ -6,6 +6,7 @@ In every operation, `timeout` in seconds replaces that of the client; None is no
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, Unpack
 from urllib.parse import urlencode
@@ -21,10 +22,10 @@ from service.client.responses import (
     AttendResult,
     Picture,
     WordsResult,
+    raise_for_status,
     read_analysis,
     read_attend,
     read_document,
-    read_ready,
     read_words,
 )
 from service.errors import InvalidRequest, pointer
@@ -41,6 +42,7 @@ from service.wire.schemas.layers import LayerDocument, Layers, PutLayer
 from service.wire.schemas.text import Vocabulary
 
 T = TypeVar("T")
+read_layer = partial(read_document, LayerDocument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,9 @@ class Operation(Generic[T]):
     def headers(self) -> dict[str, str]:
         return {"Accept": self.accept} if self.body is None else {"Accept": self.accept, "Content-Type": self.media_type}
 
-    def with_timeout(self, timeout: Timeout) -> "Operation[T]":
-        """The operation with this timeout, or with its own if `timeout` is left out."""
-        return self if timeout is USE_CLIENT_DEFAULT else replace(self, timeout=timeout)
+    def result(self, response: httpx.Response) -> T:
+        """The result that the response contains. Raises the refusal if it is no success."""
+        return self.read(raise_for_status(response))
 
     def as_json(self) -> "Operation[T]":
         """The operation with a JSON body, and JSON in reply where the reply may be safetensors."""
@@ -92,19 +94,10 @@ def attend(
     `reply={"datatype": …}`.
     """
     fields = _fields(AttendRequest, layer=layer, query=query, key=key, value=value, **more)
-    reply = dict(fields.get("reply") or {})
-    form = "base64" if reply.get("decimals") is None else "flat"  # in JSON; both keep datatypes
-
-    def in_json() -> bytes:
-        return encode_request({**fields, "reply": {"form": form, **reply}}, AttendRequest.tensors)
-
-    def read(response: httpx.Response) -> AttendResult:
-        return read_attend(response, fields.get("select"), fields.get("tokens"))
-
-    if reply.get("form") is not None or reply.get("decimals") is not None:  # which only JSON replies have
-        return Operation("POST", "/attend", in_json(), read, timeout, accept=JSON)
-    body, accept = encode_tensors(fields, AttendRequest.tensors), f"{SAFETENSORS}, {JSON};q=0.5"
-    return Operation("POST", "/attend", body, read, timeout, SAFETENSORS, accept, json_body=in_json)
+    reply = fields.get("reply") or {}
+    only_json = reply.get("form") is not None or reply.get("decimals") is not None
+    read = partial(read_attend, select=fields.get("select"), tokens=fields.get("tokens"))
+    return _computation("/attend", AttendRequest, fields, read, timeout, JSON if only_json else f"{SAFETENSORS}, {JSON};q=0.5")
 
 
 def analysis(
@@ -122,14 +115,7 @@ def analysis(
     Tensors are those of `attend`. Undefined numbers are NaN, undefined indices -1.
     """
     fields = _fields(AnalysisRequest, layer=layer, query=query, key=key, value=value, metrics=metrics, **more)
-    reply = dict(fields.get("reply") or {})
-    fields["reply"] = {"form": "base64" if reply.get("decimals") is None else "flat", **reply}
-    body = encode_tensors(fields, AnalysisRequest.tensors)
-
-    def in_json() -> bytes:
-        return encode_request(fields, AnalysisRequest.tensors)
-
-    return Operation("POST", "/attend/analysis", body, read_analysis, timeout, SAFETENSORS, JSON, json_body=in_json)
+    return _computation("/attend/analysis", AnalysisRequest, fields, read_analysis, timeout, JSON)
 
 
 def plan(
@@ -152,7 +138,7 @@ def plan(
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
     body = encode_request({**fields, **shapes}, AnalysisRequest.tensors)
-    return Operation("POST", "/attend/plan", body, lambda response: read_document(Plan, response), timeout)
+    return Operation("POST", "/attend/plan", body, partial(read_document, Plan), timeout)
 
 
 def figure(
@@ -174,12 +160,7 @@ def figure(
     """
     options = {"kind": kind, "format": format, **(figure or {})}
     fields = _fields(FigureRequest, layer=layer, query=query, key=key, value=value, figure=options, **more)
-    body = encode_tensors(fields, FigureRequest.tensors)
-
-    def in_json() -> bytes:
-        return encode_request(fields, FigureRequest.tensors)
-
-    return Operation("POST", "/attend/figure", body, lambda response: Picture(response.content), timeout, SAFETENSORS, json_body=in_json)
+    return _computation("/attend/figure", FigureRequest, fields, lambda response: Picture(response.content), timeout)
 
 
 def words(
@@ -195,7 +176,7 @@ def words(
 
 def vocabulary(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[Vocabulary]:
     """The layers of a real model that `words` can load, by name; or, in the note, what to install on the server for them."""
-    return Operation("GET", "/words", None, lambda response: read_document(Vocabulary, response), timeout)
+    return Operation("GET", "/words", None, partial(read_document, Vocabulary), timeout)
 
 
 def layers(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[LayerDocument]]:
@@ -258,19 +239,15 @@ def put_layer_from(
     Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder, cross, …, where the model has several. `spec`
     has what no config says, such as `dtype`. Raises InvalidRequest for a model that the service cannot compute exactly.
     """
-    return put_layer_file(name, model_layer(path, layer, part), spec=spec, timeout=timeout)
-
-
-def model_layer(path: str | Path, layer: int, part: str | None = None) -> bytes:
-    """One layer of a model's folder as safetensors: its tensors, and the model's config in the metadata."""
     folder = ModelFolder(Path(path))
     description, tensors = folder.layer(layer, part)
-    return b"".join(write_tensors(tensors, {"config": folder.config_text, "layer": str(layer), "part": description.part}))
+    metadata = {"config": folder.config_text, "layer": str(layer), "part": description.part}
+    return put_layer_file(name, b"".join(write_tensors(tensors, metadata)), spec=spec, timeout=timeout)
 
 
 def layer_file(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bytes]:
     """A layer as safetensors: weights by canonical name, its spec in the metadata."""
-    return Operation("GET", f"{layer_path(name)}/weights", None, read_bytes, timeout)
+    return Operation("GET", f"{layer_path(name)}/weights", None, lambda response: response.content, timeout)
 
 
 def layer_weights(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[dict[str, Array]]:
@@ -285,7 +262,7 @@ def delete_layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operati
 
 def ready(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:
     """Whether the server responds and has loaded its layers."""
-    return Operation("GET", "/health/ready", None, read_ready, timeout, repeat="never")
+    return Operation("GET", "/health/ready", None, lambda _: True, timeout, repeat="never")
 
 
 def post(path: str, body: bytes) -> Operation[httpx.Response]:
@@ -297,14 +274,6 @@ def layer_path(name: str) -> str:
     """/layers/{name}. Raises InvalidRequest for a name that no layer can have."""
     require_layer_name(name)
     return f"/layers/{name}"
-
-
-def read_layer(response: httpx.Response) -> LayerDocument:
-    return read_document(LayerDocument, response)
-
-
-def read_bytes(response: httpx.Response) -> bytes:
-    return response.content
 
 
 def refuse_other_names(operation: Callable[..., object], names: Iterable[str]) -> None:
@@ -328,3 +297,18 @@ def _fields(model: type[AttendRequest], **fields: Any) -> dict[str, Any]:
         if key is query:
             fields["key"] = None
     return fields
+
+
+def _computation(
+    path: str,
+    model: type[AttendRequest],
+    fields: dict[str, Any],
+    read: Callable[[httpx.Response], T],
+    timeout: Timeout,
+    accept: str = "*/*",
+) -> Operation[T]:
+    """A POST of these fields. A reply in JSON has its tensors in a form that keeps their datatypes, unless `reply` chooses another."""
+    reply = fields.get("reply") or {}
+    fields["reply"] = {"form": "base64" if reply.get("decimals") is None else "flat", **reply}
+    body, json_body = encode_tensors(fields, model.tensors), partial(encode_request, fields, model.tensors)
+    return Operation("POST", path, body, read, timeout, SAFETENSORS, accept, json_body=json_body)

@@ -220,13 +220,6 @@ def read_document(model: type[Model], response: httpx.Response) -> Model:
         raise BadReply(message) from None
 
 
-def read_ready(response: httpx.Response) -> bool:
-    """True for status 200 of GET /health/ready, False for 503. Raises for every other status."""
-    if response.status_code not in (200, 503):
-        raise refusal(response)
-    return response.status_code == 200
-
-
 def raise_for_status(response: httpx.Response) -> httpx.Response:
     """The response if it is a success. Raises its refusal otherwise."""
     if not response.is_success:

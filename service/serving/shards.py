@@ -25,7 +25,6 @@ from service.serving.cost import Cost, cost_of_part
 from service.serving.executor import Execution, Outcome
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.requests import TOO_LATE, BoundCall
-from service.spec_parts import PROJECTIONS
 
 MERGED_OUTPUTS = {"output", "concatenated", "head_outputs"}
 
@@ -119,8 +118,8 @@ def merge_results(attention: MultiHeadAttention, call: Call, parts: Sequence[Res
         tensors["scores"] = torch.cat([part.tensors["scores"] for part in parts], -1)
     device_call = call.to(attention.device)
     if call.outputs & PROJECTED:  # computed here: parts would rotate them by their own positions, and they cost little compared with [q, k]
-        projected = attention.projections.project(device_call)
-        tensors |= {f"{name}_projection": x.cpu() for name, x in zip(PROJECTIONS, projected, strict=False)}
+        projected = attention.projections.outputs(device_call, attention.projections.project(device_call))
+        tensors |= {name: x.cpu() for name, x in projected.items()}
     if "attention_weights" in call.outputs:
         tensors |= _weights(call, parts, shares)
     if call.outputs & MERGED_OUTPUTS:

@@ -15,7 +15,8 @@ from service.serving.service import Service
 from service.spec import fingerprint
 from service.wire.problems import describe_value
 from service.wire.schemas.attend import LayerReference
-from service.wire.schemas.text import Vocabulary, Words, WordsRequest, base64_tensor
+from service.wire.schemas.tensors import Base64Tensor
+from service.wire.schemas.text import Vocabulary, Words, WordsRequest
 
 TRAINED_NOTE = "The weights are those of attention layer {} of all-MiniLM-L6-v2 (0 to {}), and the vectors are its input in that model."
 UNTRAINED_NOTE = "This pattern means nothing: each word's vector is drawn from a hash of the word, which no layer was trained on."
@@ -76,4 +77,4 @@ def _installed() -> Vocabulary:
 
 def _words(layer: LoadedLayer, sentence: Sentence, meaningful: bool, note: str) -> Words:
     reference = LayerReference(name=layer.name, fingerprint=layer.fingerprint)
-    return Words(layer=reference, tokens=sentence.tokens, vectors=base64_tensor(sentence.vectors), meaningful=meaningful, note=note)
+    return Words(layer=reference, tokens=sentence.tokens, vectors=Base64Tensor.of(sentence.vectors), meaningful=meaningful, note=note)

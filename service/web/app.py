@@ -1,9 +1,13 @@
 """Builds the application of one process from its settings: service, routes, middleware and gRPC server."""
 
 import ipaddress
-from collections.abc import AsyncIterator
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,49 +19,40 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.cost import ServingLimits
-from service.serving.engine import ANALYSIS, ATTEND
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
+from service.serving.sessions.ids import Place, replica_number
+from service.serving.sessions.registry import SessionRegistry
 from service.settings import Settings
 from service.web import errors, openapi
 from service.web.keys import Keyring
 from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, open_telemetry
-from service.web.routes import attend, health, layers, page, text
+from service.web.routes import attend, health, layers, page, sessions, text
 from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
 from service.wire.native import numbers
 
+WORKER_VARIABLE = "ATTEND_WORKER"  # the number of this process among the workers of one server, set by their supervisor
+
 
 class Application(FastAPI):
-    """FastAPI wrapped in `Access`, which calls the most frequent endpoints without FastAPI's routing: see `web/middleware/access.py`."""
+    """FastAPI behind `access`, which calls the most frequent endpoints without FastAPI's routing: see `web/middleware/access.py`."""
 
-    def wrap_in_middleware(self, service: Service, settings: Settings, guard: Guard | None, traces: Telemetry | None = None) -> None:
-        endpoints: dict[str, Endpoint] = {"/attend": attend.Attend(service, ATTEND), "/attend/analysis": attend.Attend(service, ANALYSIS)}
-        infer = routes.Infer(service)
-
-        def direct_endpoint(method: str, path: str) -> Endpoint | None:
-            if method != "POST":
-                return None
-            return endpoints.get(path) or (infer if path.startswith(routes.MODELS) and routes.INFER_PATH.fullmatch(path) else None)
-
-        self._access: ASGIApp = Access(self._strip_slash, service, settings.access_log, direct_endpoint, guard, traces)
-        if origins := _items(settings.cors_origins):
-            exposed = ["X-Request-Id", "Server-Timing", "Retry-After"]
-            self._access = CORSMiddleware(self._access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
+    access: ASGIApp
 
     def build_middleware_stack(self) -> ASGIApp:
         """Only the routes, without FastAPI's exception handlers: `Access` turns exceptions into responses."""
         return AsyncExitStackMiddleware(self.router)
 
-    async def _strip_slash(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Removes a trailing slash from paths under /v2: clients of the protocol send paths with and without one."""
-        path = scope.get("path", "")
-        if path.endswith("/") and path.startswith(f"{scope.get('root_path', '')}{errors.V2_PREFIX}/"):
-            scope = {**scope, "path": path.rstrip("/")}
-        if path.endswith("/openapi.json") and self.openapi_schema is None:
+    async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """FastAPI's routing."""
+        path = scope["attend"].path if "attend" in scope else ""
+        if path.startswith(f"{errors.V2_PREFIX}/"):
+            scope = {**scope, "path": scope.get("root_path", "") + routes.plain_path(path)}
+        elif path == "/openapi.json" and self.openapi_schema is None:
             await run_in_threadpool(self.openapi)  # building the document takes a few hundred milliseconds; FastAPI keeps it
         try:
             await super().__call__(scope, receive, send)
@@ -65,7 +60,7 @@ class Application(FastAPI):
             await errors.routing_error(error, self.router.routes, scope)(scope, receive, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._access(scope, receive, send)
+        await self.access(scope, receive, send)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -97,7 +92,8 @@ def create_app(settings: Settings) -> FastAPI:
         generate_unique_id_function=openapi.operation_id,
     )
     attend.install(app, service)
-    layers.install(app, service, extensions.why_not_writable)
+    layers.install(app, service, extensions.require_writable)
+    sessions.install(app, service)
     text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, extensions)
     repository.install(app, service, extensions)
@@ -105,8 +101,29 @@ def create_app(settings: Settings) -> FastAPI:
     health.install(app, service)
     app.state.service = service
     openapi.install(app)
-    app.wrap_in_middleware(service, settings, _guard(settings, keyring), traces)
+    app.access = Access(app.route, service, settings.access_log, _direct_endpoints(service), _guard(settings, keyring), traces)
+    if origins := _items(settings.cors_origins):
+        exposed = ["X-Request-Id", "Server-Timing", "Retry-After"]
+        app.access = CORSMiddleware(app.access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return app
+
+
+def _direct_endpoints(service: Service) -> Callable[[str, str], Endpoint | None]:
+    """The endpoint of a method and a path, if it is one of those that bypass FastAPI."""
+    by_path = attend.endpoints(service)
+
+    def endpoint(method: str, path: str) -> Endpoint | None:
+        if method != "POST":
+            return None
+        if (direct := by_path.get(path)) is not None:
+            return direct
+        if (found := routes.INFER_PATH.fullmatch(path)) is not None:
+            return partial(routes.infer, service, found[1], found[2])
+        if (found := sessions.ATTEND_PATH.fullmatch(path)) is not None:
+            return partial(sessions.attend_step, service, found[1])
+        return None
+
+    return endpoint
 
 
 def create_service(settings: Settings) -> Service:
@@ -115,6 +132,10 @@ def create_service(settings: Settings) -> Service:
     limits = ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)})
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
+    if settings.session_memory:
+        place = Place(replica_number(socket.gethostname()), int(os.environ.get(WORKER_VARIABLE, "0")), int(time.time()))
+        memory = settings.session_memory // settings.workers
+        service.engine.sessions = SessionRegistry(service.registry, service.metrics, memory, place, settings.keys_file is not None)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout
     service.probe.timeout = settings.ready_timeout
     return service

@@ -152,7 +152,7 @@ class Connection(HttpProtocol):
         timer, timeout = self.timer, f"{self.timer.timeout:g} seconds (client_timeout)"
         expected = f"the headers of a request within {timeout}"
         if state is PeerState.REPLY:
-            self.reports.refused("slow_reply")
+            self.count_reason("slow_reply")
             self.transport.abort()
         elif state is PeerState.TLS_CLOSE or self._refusal is not None:  # refused, and lingering
             self.transport.abort()

@@ -7,7 +7,7 @@ import json
 import math
 import random
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
 from service import errors
-from service.wire.negotiation import PROBLEM_JSON
+from service.wire.negotiation import JSON, PROBLEM_JSON
 
 STATUSES: dict[type[errors.AttendError], tuple[int, str]] = {  # HTTP status, gRPC code
     errors.AttendError: (500, "INTERNAL"),
@@ -28,6 +28,11 @@ STATUSES: dict[type[errors.AttendError], tuple[int, str]] = {  # HTTP status, gR
     errors.Forbidden: (403, "PERMISSION_DENIED"),
     errors.LayerNotFound: (404, "NOT_FOUND"),
     errors.LayerConflict: (409, "FAILED_PRECONDITION"),
+    errors.SessionNotFound: (404, "NOT_FOUND"),
+    errors.SessionEnded: (410, "NOT_FOUND"),
+    errors.SessionConflict: (409, "FAILED_PRECONDITION"),
+    errors.LengthMismatch: (412, "FAILED_PRECONDITION"),
+    errors.WrongReplica: (421, "FAILED_PRECONDITION"),
     errors.TooLarge: (413, "INVALID_ARGUMENT"),
     errors.UnsupportedMediaType: (415, "INVALID_ARGUMENT"),
     errors.NotAcceptable: (406, "INVALID_ARGUMENT"),
@@ -60,14 +65,6 @@ def _row_of(error: errors.AttendError) -> tuple[int, str]:
     return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
 
 
-def error_body(scope: Any, status: int, title: str, detail: str, problems: tuple[errors.Problem, ...] = ()) -> tuple[int, str, bytes]:
-    """(status, media type, body) of a refusal, as the protocol of the path defines it."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if path == V2_PREFIX or path.startswith(f"{V2_PREFIX}/"):  # the protocol has no 422
-        return (400 if status == 422 else status), "application/json", json.dumps({"error": detail}).encode()
-    return status, PROBLEM_JSON, problem_document(status, title, detail, scope["attend"].request_id, problems)
-
-
 def problem_document(status: int, title: str, detail: str, request_id: str, problems: tuple[errors.Problem, ...] = ()) -> bytes:
     """The body of a refusal as problem details."""
     found = [{"at": p.at, "expected": p.expected, "got": p.got} for p in problems]
@@ -75,18 +72,29 @@ def problem_document(status: int, title: str, detail: str, request_id: str, prob
     return json.dumps({**document, "request_id": request_id, "errors": found}).encode()
 
 
+def _response(
+    scope: Any, status: int, title: str, detail: str, problems: tuple[errors.Problem, ...] = (), headers: Mapping[str, str] = {}
+) -> Response:
+    """A refusal, as the protocol of the path defines it."""
+    path = scope["attend"].path
+    if path == V2_PREFIX or path.startswith(f"{V2_PREFIX}/"):  # the protocol has no 422
+        return Response(json.dumps({"error": detail}), 400 if status == 422 else status, headers, media_type=JSON)
+    body = problem_document(status, title, detail, scope["attend"].request_id, problems)
+    return Response(body, status, headers, media_type=PROBLEM_JSON)
+
+
 def error_response(error: errors.AttendError, scope: Any) -> Response:
     """The response to an error. Writes the reason into the request's record."""
-    record = scope["attend"]
+    record, status = scope["attend"], status_of(error)
     record.reason, record.detail = type(error).__name__, error.detail
-    status = status_of(error)
     if status == 500:
         log.error("failed", request_id=record.request_id, path=scope["path"], exc_info=error.__cause__ or error)
-    status, media_type, body = error_body(scope, status, error.title, error.detail, error.problems)
-    headers = {"Retry-After": retry_after(error)} if isinstance(error, errors.Overloaded) else None
-    if isinstance(error, errors.Unauthenticated):
-        headers = {"WWW-Authenticate": 'Bearer realm="attend"'}
-    return Response(body, status, headers, media_type=media_type)
+    headers = {}
+    if isinstance(error, errors.Overloaded):
+        headers["Retry-After"] = retry_after(error)
+    elif isinstance(error, errors.Unauthenticated):
+        headers["WWW-Authenticate"] = 'Bearer realm="attend"'
+    return _response(scope, status, error.title, error.detail, error.problems, headers)
 
 
 def retry_after(error: errors.Overloaded, draw: Callable[[int, int], int] = random.randint) -> str:
@@ -102,13 +110,13 @@ def out_of_memory(error: Exception, scope: Any) -> Response:
 
 def internal_error(scope: Any) -> Response:
     """The response to an unexpected exception."""
-    status, media_type, body = error_body(scope, 500, "internal error", UNEXPECTED_ERROR)
-    return Response(body, status, media_type=media_type)
+    return _response(scope, 500, "internal error", UNEXPECTED_ERROR)
 
 
 def routing_error(error: HTTPException, routes: Sequence[BaseRoute], scope: Any) -> Response:
     """The response to the framework's 404 and 405."""
-    scope["attend"].reason, status, headers, detail = f"status_{error.status_code}", error.status_code, {}, error.detail
+    status, headers, detail = error.status_code, {}, error.detail
+    scope["attend"].reason = f"status_{status}"
     if status == 405:
         matching = [route for route in routes if route.matches(scope)[0] != Match.NONE]
         methods = {method for route in matching for method in getattr(route, "methods", None) or ()} or {"GET"}  # a static file
@@ -116,5 +124,4 @@ def routing_error(error: HTTPException, routes: Sequence[BaseRoute], scope: Any)
         headers, detail = {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {scope['method']}"
     elif status == 404:
         detail = f"nothing is served at {scope['path']}; see /docs"
-    status, media_type, body = error_body(scope, status, TITLES.get(status, "error"), detail)
-    return Response(body, status, headers, media_type=media_type)
+    return _response(scope, status, TITLES.get(status, "error"), detail, headers=headers)

@@ -6,8 +6,6 @@ replies to earlier requests of the connection, which is then closed.
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -16,6 +14,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.errors import Problem
+from service.serving.metrics import Metrics
 from service.web.errors import problem_document
 from service.wire.negotiation import PROBLEM_JSON
 
@@ -26,16 +25,6 @@ REQUEST_LINE_BYTES = len(b"GET  HTTP/1.1\r\n")  # bytes of a request line withou
 HEADER_LINE_BYTES = len(b": \r\n")  # bytes of a header without its name and value
 MAX_FRAMING_RATIO = 8  # bytes of chunk headers and trailers allowed per byte of body, in addition to MAX_HEAD_BYTES
 LINGER_SECONDS = 5.0  # seconds for which bytes after a refused request are read and discarded
-
-
-@dataclass(frozen=True, slots=True)
-class RefusalReports:
-    """Reports of refusals: `refused` is called with the reason of each, `answered` with the status of each that the application does not
-    count. With `log_requests` each is logged."""
-
-    refused: Callable[[str], None] = lambda reason: None
-    answered: Callable[[int], None] = lambda status: None
-    log_requests: bool = False
 
 
 class Refused(Exception):
@@ -82,9 +71,10 @@ class Parser(httptools.HttpRequestParser):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """The HTTP of one connection. All instances share `reports`, which is set before the server starts."""
+    """The HTTP of one connection. `metrics`, which count refusals, and `log_requests` are set before the server starts."""
 
-    reports: ClassVar[RefusalReports] = RefusalReports()
+    metrics: ClassVar[Metrics | None] = None
+    log_requests: ClassVar[bool] = False
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -164,10 +154,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def refuse(self, refusal: Refused) -> None:
         """Replies with a problem document and closes the connection, after the replies to earlier complete requests."""
-        self.reports.refused(refusal.reason)
+        self.count_reason(refusal.reason)
         request_id, problems = os.urandom(8).hex(), (Problem("", refusal.expected, refusal.got),)
         detail, status = f"expected {refusal.expected}, got {refusal.got}", refusal.status
-        if self.reports.log_requests:
+        if self.log_requests:
             client = self.client[0] if self.client else ""
             log.info(
                 "request", request_id=request_id, method="", path="", client=client, status=status, reason=refusal.reason, detail=detail
@@ -202,10 +192,14 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
+    def count_reason(self, reason: str) -> None:
+        if self.metrics is not None:
+            self.metrics.failed(reason)
+
     def _count(self, status: int) -> None:
         """Counts the refusal: in the request's record if the application has started the request and will count it; otherwise here."""
         scope: Any = {} if self.cycle is None or self.cycle.response_complete else self.cycle.scope
-        if (record := scope.get("attend")) is None:
-            self.reports.answered(status)
-        else:
+        if (record := scope.get("attend")) is not None:
             record.status = status
+        elif self.metrics is not None:
+            self.metrics.answered("other", status)

@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -19,6 +18,7 @@ from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, ProblemDocument
 from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.layers import PutLayer
+from service.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendRequest
 from service.wire.schemas.tensors import json_schemas
 from service.wire.schemas.text import WordsRequest
 from service.wire.v2 import schemas as v2
@@ -31,6 +31,7 @@ HEADERS = {
 TAGS = {
     "attend": "Attention, and what its heads do.",
     "layers": "The layers that calls name.",
+    "sessions": "Sequences whose keys and values the server keeps, for decoding.",
     "words": "Vectors for a text.",
     "v2": "The Open Inference Protocol: every layer is a model.",
     "operation": "Health, metrics, and the index.",
@@ -42,9 +43,29 @@ In shapes, b is batch, q queries, k keys, h heads, d width of a head. Requests w
 Every refusal is a problem document with what was expected, what was received, and where."""
 DOCUMENTS = (  # documents that routes read or write without FastAPI
     *(AttendRequest, AnalysisRequest, FigureRequest, PutLayer, WordsRequest, ProblemDocument),
+    *(PostSession, PatchSession, PostFork, SessionAttendRequest),
     *(v2.InferenceRequest, v2.InferenceReply, v2.LoadRequest, v2.UnloadRequest, v2.IndexRequest, v2.V2Error),
 )
 BINARY = {"type": "string", "format": "binary"}
+STATUSES = {  # what the statuses of refusals mean
+    400: "The body is not valid JSON, or a key is repeated.",
+    401: "An API key is required.",
+    403: "This server does not allow it.",
+    404: "No such layer.",
+    406: "No supported media type is accepted.",
+    409: "The layers cannot be changed that way here, or the layer is unloaded.",
+    410: "The session has ended.",
+    412: "The session does not have expected_length rows.",
+    413: "Too large: bytes, depth, parameters, or predicted memory.",
+    415: "An unsupported media type.",
+    421: "Another replica has the session.",
+    422: "Well-formed, but it breaks the contract or does not fit the layer.",
+    429: "The queue is full; see Retry-After.",
+    500: "Server error.",
+    503: "Not ready yet.",
+    504: "The deadline of X-Request-Timeout passed.",
+    507: "Not enough memory, or no disk space for a layer.",
+}
 CALL_ERRORS = (400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507)  # of an endpoint that computes
 
 PUT_LAYER_EXAMPLE = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
@@ -61,6 +82,7 @@ DEFAULT_LAYER_EXAMPLE = {**ROWS_EXAMPLE, "reply": {"decimals": 3}}
 FIGURE_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "figure": {"kind": "heads", "format": "svg"}}
 METRICS_EXAMPLE = ["entropy", "confidence", "strongest_links", "previous_token_score", "zero_ablation"]
 ANALYSIS_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "metrics": METRICS_EXAMPLE, "reply": {"decimals": 3}}
+STEP_EXAMPLE = {"query": [[0.1] * 64], "causal": True, "outputs": ["output"], "reply": {"decimals": 3}}
 PLAN_EXAMPLE = {"query": {"shape": [2, 1000, 64]}, "causal": True, "outputs": ["output"]}
 INFER_EXAMPLE = {
     "inputs": [{"name": "query", "shape": [1, 3, 4], "datatype": "FP32", "data": [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]}],
@@ -149,26 +171,23 @@ def schema(model: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{model}"}
 
 
-def error_responses(
-    *statuses: int, model: str = "ProblemDocument", media_type: str = PROBLEM_JSON, meaning: Mapping[int, str] = {}
-) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route. `meaning` replaces the descriptions of some statuses."""
-    meanings = {
-        400: "The body is not valid JSON, or a key is repeated.",
-        401: "An API key is required.",
-        403: "This server does not allow it.",
-        404: "No such layer.",
-        406: "No supported media type is accepted.",
-        409: "The layers cannot be changed that way here, or the layer is unloaded.",
-        413: "Too large: bytes, depth, parameters, or predicted memory.",
-        415: "An unsupported media type.",
-        422: "Well-formed, but it breaks the contract or does not fit the layer.",
-        429: "The queue is full; see Retry-After.",
-        500: "Server error.",
-        503: "Not ready yet.",
-        504: "The deadline of X-Request-Timeout passed.",
-        507: "Not enough memory, or no disk space for a layer.",
-        **meaning,
-    }
-    content = {media_type: {"schema": schema(model)}}
-    return {status: {"description": meanings[status], "content": content} for status in statuses}
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route."""
+    content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
+    return {status: {"description": STATUSES[status], "content": content} for status in statuses}
+
+
+def session_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route of sessions."""
+    responses = error_responses(*statuses)
+    responses[404]["description"] = "No such session or layer, or this server keeps no sessions."
+    if 409 in responses:
+        responses[409]["description"] = "The layer of the rows is another one or unloaded, or rows that are needed are freed."
+    return responses
+
+
+def v2_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route under /v2."""
+    content = {JSON: {"schema": schema("V2Error")}}
+    descriptions = {**STATUSES, 400: "Anything wrong with the request."}
+    return {status: {"description": descriptions[status], "content": content} for status in statuses}

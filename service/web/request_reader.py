@@ -31,11 +31,22 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(slots=True)
-class Record:
+class Outcome:
+    """How an HTTP request or a gRPC call ended, for its log line, its span and the metrics."""
+
+    request_id: str
+    reason: str = ""  # of a refusal or failure
+    detail: str = ""
+    key: str = ""  # the name of the caller's API key
+    phases: Phases | None = None
+    log_fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Record(Outcome):
     """`web/middleware/access.py` creates it, and passes it to the endpoints that it calls itself. FastAPI's routes find it in their scope,
     as `scope["attend"]`."""
 
-    request_id: str
     headers: dict[bytes, bytes]  # names in lower case
     repeated: Sequence[tuple[bytes, bytes]] = ()  # all headers in order, if one occurs twice; else empty
     method: str = "GET"
@@ -46,12 +57,7 @@ class Record:
     received: int = 0
     body_complete: bool = False  # whether the body has been read to its end
     sent: int = 0
-    reason: str = ""
-    detail: str = ""
-    key: str = ""  # the name of the caller's API key
     lease: Lease | None = None  # the request's share of the memory budget, once it has one
-    phases: Phases | None = None
-    log_fields: Mapping[str, Any] = field(default_factory=dict)
 
     def header(self, name: bytes) -> str:
         """The value of a header, "" if there is none."""
@@ -63,11 +69,15 @@ def record_of(scope: Scope) -> Record:
     pairs = scope["headers"]
     headers = dict(pairs)
     given = headers.get(b"x-request-id")
-    address = scope["client"][0] if scope.get("client") else ""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    repeated = pairs if len(headers) != len(pairs) else ()
-    identity = request_id(None if given is None else given.decode("latin-1"))
-    return Record(identity, headers, repeated, scope["method"], path, address, connection_of(scope))
+    return Record(
+        request_id(None if given is None else given.decode("latin-1")),
+        headers=headers,
+        repeated=pairs if len(headers) != len(pairs) else (),
+        method=scope["method"],
+        path=scope["path"].removeprefix(scope.get("root_path", "")),
+        address=scope["client"][0] if scope.get("client") else "",
+        connection=connection_of(scope),
+    )
 
 
 def request_id(given: str | None) -> str:
@@ -75,39 +85,27 @@ def request_id(given: str | None) -> str:
     return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"
 
 
-async def read(record: Record, receive: Receive, service: Service, *, layer: bool = False, largest: int | None = None) -> RawRequest:
-    """The request; Content-Type and Accept choose the codecs. With `layer`, safetensors may have `max_layer_bytes`; `largest` is a lower
-    limit of the route, in bytes.
-
-    Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the client disconnects before the body is complete.
-    """
-    codec, reply_codec = _codecs(record.headers.get(b"content-type", b""), record.headers.get(b"accept", b""))
-    limits = service.wire_limits
-    limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec is CODECS[SAFETENSORS] else ("max_body_bytes", limits.body_bytes)
-    if largest is not None and largest < limit[1]:
-        limit = ("", largest)
-    return await read_as(codec, reply_codec, NO_PARAMETERS, record, receive, service, limit)
-
-
-@lru_cache(64)  # clients repeat these headers
-def _codecs(content_type: bytes, accept: bytes) -> tuple[Codec, Codec]:
-    """The codecs of body and reply. Raises UnsupportedMediaType or NotAcceptable."""
-    body = media_type_of_body(content_type.decode("latin-1"))
-    return CODECS[body], CODECS[media_type_of_reply(accept.decode("latin-1"))]
-
-
-async def read_as(
-    codec: Codec,
-    reply_codec: Codec,
-    parameters: Mapping[str, str],
+async def read(
     record: Record,
     receive: Receive,
     service: Service,
-    limit: Limit | None = None,
+    codecs: tuple[Codec, Codec] | None = None,
+    parameters: Mapping[str, str] = NO_PARAMETERS,
+    *,
+    layer: bool = False,
+    largest: int | None = None,
 ) -> RawRequest:
-    """As `read`, with known codecs."""
+    """The request. `codecs` are those of body and reply; without them, Content-Type and Accept choose. With `layer`, safetensors may have
+    `max_layer_bytes`; `largest` is a lower limit of the route, in bytes.
+
+    Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the client disconnects before the body is complete.
+    """
+    headers, limits = record.headers, service.wire_limits
+    codec, reply_codec = codecs or _codecs(headers.get(b"content-type", b""), headers.get(b"accept", b""))
+    limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec is CODECS[SAFETENSORS] else ("max_body_bytes", limits.body_bytes)
+    if largest is not None and largest < limit[1]:
+        limit = ("", largest)
     deadline, lease = deadline_of(record, service), lease_of(record, service)
-    limit = limit or ("max_body_bytes", service.wire_limits.body_bytes)
     pieces = _pieces(record, receive, limit, lease)
     if deadline is None:
         body = await pieces
@@ -124,12 +122,18 @@ async def read_as(
         joined = b"".join(body)
     else:
         joined = await service.engine.codecs.run(partial(b"".join, body), 0, "")
-    headers = record.headers
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
     connection = record.connection
     gone = _never if connection is None else lambda: connection.lost  # under another ASGI server, a disconnect is not visible
     return RawRequest(joined, codec, coding, reply_codec, reply_coding, parameters, deadline, gone, lease.caller, lease)
+
+
+@lru_cache(64)  # clients repeat these headers
+def _codecs(content_type: bytes, accept: bytes) -> tuple[Codec, Codec]:
+    """The codecs of body and reply. Raises UnsupportedMediaType or NotAcceptable."""
+    body = media_type_of_body(content_type.decode("latin-1"))
+    return CODECS[body], CODECS[media_type_of_reply(accept.decode("latin-1"))]
 
 
 def lease_of(record: Record, service: Service) -> Lease:

@@ -1,10 +1,9 @@
 """Encodes requests and decodes replies for the client, in JSON and in safetensors.
 
-In JSON, small tensors are nested lists, which people can read. Larger ones, and those that lists cannot represent (no elements, NaN,
-infinities), are base64. Numbers arrive unchanged. The server validates requests; this module refuses only values that it cannot encode
-without changing them.
+Tensors in JSON are base64. Numbers arrive unchanged. The server validates requests; this module refuses only values that it cannot
+encode without changing them.
 
-Replies in base64 or safetensors keep the datatypes of the server. Nested lists have none: numbers become float64, keys int64.
+Replies in base64 or safetensors keep the datatypes of the server. Nested lists have none: numbers become float64, indices int64.
 """
 
 import math
@@ -16,13 +15,13 @@ import orjson
 import pybase64
 
 from service.errors import InvalidRequest, MalformedBody, pointer
-from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of, little_endian, raw
+from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of
 from service.wire.arrays import Kind
 from service.wire.reply import Reply
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import INDEX_PARTS
+from service.wire.schemas.tensors import Base64Tensor
 
-MAX_NESTED_BYTES = 4096  # a tensor of up to this many bytes is written as nested lists
 HEAD_MEMBERS = ("layer", "fully_masked_rows")  # members of every reply that are not tensors
 
 
@@ -79,16 +78,7 @@ def _plain(value: Any, at: str) -> Any:
 def _tensor(value: Any, kind: Kind, at: str) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    array = _array(value, kind, at)
-    datatype = BY_NUMPY[array.dtype.newbyteorder("<")]
-    if not array.size or array.nbytes > MAX_NESTED_BYTES or (datatype.kind == "float" and not np.isfinite(array).all()):
-        text = pybase64.b64encode(raw(array))
-        return {"shape": list(array.shape), "datatype": datatype.name, "base64": orjson.Fragment(b'"' + text + b'"')}
-    if datatype.kind == "float":
-        array = array.astype(np.float64)  # the shortest text of a float32 is read as another number in float64
-    elif kind == "mask" and datatype.kind == "bool":
-        array = array.astype(np.uint8)  # 1 and 0 are shorter than true and false
-    return little_endian(array) if array.ndim else array.item()
+    return Base64Tensor.of(_array(value, kind, at)).model_dump()
 
 
 def _array(value: Any, kind: Kind, at: str) -> Array:
@@ -124,7 +114,7 @@ def decode_document(body: bytes) -> dict[str, Any]:
 def decode_reply(body: bytes) -> Reply:
     """A JSON reply to POST /attend. Raises MalformedBody."""
     document = decode_document(body)
-    return _reply(document, {name: _parts(value, pointer([name])) for name, value in document.items() if name not in HEAD_MEMBERS})
+    return _reply(document, {name: _arrays(value, name, pointer([name])) for name, value in document.items() if name not in HEAD_MEMBERS})
 
 
 def decode_binary_reply(body: bytes) -> Reply:
@@ -141,10 +131,10 @@ def decode_binary_reply(body: bytes) -> Reply:
 
 
 def decode_metrics(body: bytes) -> Reply:
-    """A reply to POST /attend/analysis: metrics as arrays, null as NaN, or as -1 among indices. Raises MalformedBody."""
+    """A reply to POST /attend/analysis. Raises MalformedBody."""
     document = decode_document(body)
     _require_members(document, (*HEAD_MEMBERS, "metrics"), "a reply to POST /attend/analysis")
-    metrics = {name: _metric(value, name, pointer(["metrics", name])) for name, value in document["metrics"].items()}
+    metrics = {name: _arrays(value, name, pointer(["metrics", name])) for name, value in document["metrics"].items()}
     return Reply(dict(document["layer"]), int(document["fully_masked_rows"]), "FP64", {}, metrics)
 
 
@@ -161,9 +151,10 @@ def _require_members(document: Mapping[str, Any], names: tuple[str, ...], expect
             raise MalformedBody.where(pointer([name]), expected, "nothing")
 
 
-def _metric(value: Any, name: str, at: str) -> Any:
+def _arrays(value: Any, name: str, at: str) -> Any:
+    """An output or a metric as an array, or its parts by name; null becomes NaN, or -1 among indices. Words stay lists."""
     if isinstance(value, Mapping) and "shape" not in value:
-        return {part: _metric(inner, part, at + pointer([part])) for part, inner in value.items()}
+        return {part: _arrays(inner, part, at + pointer([part])) for part, inner in value.items()}
     if name.endswith("_words"):
         return value
     if name in INDEX_PARTS:
@@ -176,12 +167,6 @@ def _indices(value: Any) -> Any:
     if isinstance(value, list):
         return [_indices(item) for item in value]
     return -1 if value is None else value
-
-
-def _parts(value: Any, at: str) -> Array | dict[str, Array]:
-    if isinstance(value, Mapping) and "shape" not in value:
-        return {part: decode_tensor(tensor, at + pointer([part]), part == "keys") for part, tensor in value.items()}
-    return decode_tensor(value, at)
 
 
 def decode_tensor(value: Any, at: str, integers: bool = False) -> Array:

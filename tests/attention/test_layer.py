@@ -18,7 +18,7 @@ from support.layers import json_body
 
 from service.attention.compare.random_cases import REQUEST_FEATURES, Case, random_case
 from service.attention.reference import forward
-from service.attention.reference.forward import Reference
+from service.attention.reference.forward import Outputs
 from service.attention.reference.gradients import gradients
 from service.attention.weights import draw_weights, in_dtype
 from service.cli.server_check import compare_reply, largest_score, outputs_of
@@ -73,7 +73,7 @@ def torch_weights(spec: LayerSpec, names: tuple[str, ...], widths: tuple[int, ..
     return {name: tensor.detach().numpy() for name, tensor in state.items()}
 
 
-def put_layer(http: httpx.Client, case: Case) -> Reference:
+def put_layer(http: httpx.Client, case: Case) -> Outputs:
     """Puts the case's layer on the server. Returns the reference's result of the case."""
     made = http.put("/layers/random", json={"spec": case.spec.model_dump(mode="json")})
     assert made.is_success, made.text
@@ -96,13 +96,13 @@ def unpack(value: Any) -> Any:
     return np.frombuffer(base64.b64decode(value["base64"]), NUMPY[value["datatype"]]).reshape(value["shape"])
 
 
-def largest_sum(case: Case, forward: Reference) -> float:
+def largest_sum(case: Case, forward: Outputs) -> float:
     """max of the sum over |query_i key_i|, times the scale: the largest score if nothing cancelled out."""
     sizes = replace(forward, query_projection=abs(forward.query_projection), key_projection=abs(forward.key_projection))
     return largest_score(case, sizes)
 
 
-def assert_close(name: str, ours: Any, exact: Any, case: Case, forward: Reference) -> None:
+def assert_close(name: str, ours: Any, exact: Any, case: Case, forward: Outputs) -> None:
     """Asserts errors of at most 1e-10 in float64, and 1e-5 * max(1, max|scores|) in float32, each times max|output|.
 
     max|scores| is taken before caps and masks, since rounding happens there. The terms of a score may cancel out, so the errors of scores

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from service.attention import relative_scores
 from service.attention.compare.random_cases import FEATURES, Case, random_case
 from service.attention.masks import Masks
-from service.attention.reference.forward import Reference, attend
+from service.attention.reference.forward import Outputs, attend
 from service.attention.reference.gradients import gradients
 from service.attention.relative_scores import RelativeTerms
 from service.attention.weights import in_dtype
@@ -31,7 +31,7 @@ def client(server: Any) -> Any:
         yield one
 
 
-def make(client: Client, case: Case) -> Reference:
+def make(client: Client, case: Case) -> Outputs:
     """Puts the layer "relative", and computes the reference."""
     assert case.weights is not None
     client.put_layer("relative", case.spec, case.weights)

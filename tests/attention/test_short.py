@@ -21,7 +21,7 @@ from service.attention.call import Call
 from service.attention.layer import MultiHeadAttention
 from service.attention.native.extension import works
 from service.attention.reference import forward
-from service.attention.reference.forward import Reference
+from service.attention.reference.forward import Outputs
 from service.attention.short import MAX_PRODUCT, MAX_WIDTH, OUTPUTS, Short
 
 TOLERANCE = 2e-6  # of the largest value: float32 rounds scores by about a tenth of it
@@ -36,7 +36,7 @@ def implementations(layer: MultiHeadAttention) -> Iterator[MultiHeadAttention]:
         yield layer
 
 
-def reference(layer: MultiHeadAttention, call: Call) -> Reference:
+def reference(layer: MultiHeadAttention, call: Call) -> Outputs:
     weights = {name: tensor.double().numpy() for name, tensor in layer.weights.items()}
     query, key, value = (x.double().numpy() for x in (call.query, call.key, call.value))
     return forward.attend(layer.spec, weights, query=query, key=key, value=value)

@@ -19,7 +19,7 @@ import pytest
 from pydantic import ValidationError
 from safetensors.numpy import save
 from support.command import run_attend
-from support.framework_cases import SAFETENSORS
+from support.framework_cases import SAFETENSORS, array
 from support.model_cases import CASES, MODELS, TOLERANCE, difference, put, tensors_of, write_folder
 from support.server import Server
 
@@ -32,6 +32,7 @@ from service.errors import InvalidRequest
 from service.spec import LayerSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+LATENT_CACHES: dict[str, Any] = json.loads((GOLDEN / "caches" / "latent.json").read_text())
 
 
 @pytest.fixture
@@ -47,6 +48,27 @@ def test_a_layer_computes_what_transformers_computes(layers: httpx.Client, model
     made = put(layers, model, index)
     assert made.is_success, made.text
     assert difference(layers, model, index) <= TOLERANCE
+
+
+@pytest.mark.parametrize("model", LATENT_CACHES)
+def test_latent_and_rope_key_are_what_transformers_caches(layers: httpx.Client, model: str) -> None:
+    """Most of its models whose RoPE turns neighbouring numbers store these as two halves; here they stay neighbours, as in DeepSeek-V2."""
+    spec = put(layers, model, 0).json()["spec"]
+    body = {**MODELS[model]["cases"][0]["request"], "layer": "model", "outputs": ["latent", "rope_key"], "reply": {"form": "base64"}}
+    reply = layers.post("/attend", json=body).json()
+    latent, rope_key = (array(LATENT_CACHES[model][name]) for name in ("latent", "rope_key"))
+    if spec["rope"] and spec["rope"]["interleaved"] and MODELS[model]["config"]["model_type"] != "deepseek_v2":
+        rope_key = np.stack(np.split(rope_key, 2, axis=-1), axis=-1).reshape(rope_key.shape)
+    np.testing.assert_allclose(array(reply["latent"]), latent, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(array(reply["rope_key"]), rope_key, rtol=0, atol=1e-5)
+
+
+def test_a_layer_that_shares_the_keys_of_an_earlier_one_is_refused(layers: httpx.Client) -> None:
+    """GLM-5's layers with an indexer are read; what one without has to attend to depends on another layer."""
+    refused = put(layers, "glm_moe_dsa", 0, indexer_types=["shared"] * 6)
+    (error,) = refused.json()["errors"]
+    assert refused.status_code == 422 and error["at"] == "/config/indexer_types", error
+    assert "a layer without an indexer attends to the keys that an earlier layer selects" in error["expected"]
 
 
 def test_every_family_has_a_case() -> None:
@@ -304,8 +326,8 @@ def test_the_parts_of_an_image_captioner_are_found_by_its_sections() -> None:
             expected = read_model_layer(tensors_of(case), model["config"], case["layer"], case["part"])
             assert fields == expected[0]
             own = {tensor: tensors[f"{name}.{tensor}"] for tensor in tensors_of(case)}
-            for part, array in read_model_layer(own, model["config"], case["layer"], case["part"])[1].items():
-                np.testing.assert_array_equal(weights[part], array)
+            for part, numbers in read_model_layer(own, model["config"], case["layer"], case["part"])[1].items():
+                np.testing.assert_array_equal(weights[part], numbers)
 
 
 @pytest.mark.parametrize(

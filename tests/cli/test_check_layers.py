@@ -108,6 +108,65 @@ class UnscaledPairs(Unscaled, Pairs):
 class UnscaledWithoutOne(Unscaled, WithoutOne):
     pass
 
+class Packed(Rotary):
+    """Several sequences in a row, told apart by their numbers."""
+
+    def apart(self, segment_ids):
+        return segment_ids[:, :, None] == segment_ids[:, None, :]
+
+    def forward(self, x, segment_ids=None):
+        n, (b, *_) = x.shape[1], x.shape
+        seen = torch.ones(b, n, n, dtype=bool) if segment_ids is None else self.apart(segment_ids)
+        self.mask = lambda n: seen[:, None] & torch.ones(n, n, dtype=bool).tril()
+        return super().forward(x)
+
+class Leaking(Packed):
+    def apart(self, segment_ids):
+        return torch.ones(*segment_ids.shape, segment_ids.shape[1], dtype=bool)
+
+class LeakingAndUnscaled(Leaking, Unscaled):
+    pass
+
+class FirstItem(Packed):
+    def apart(self, segment_ids):
+        return super().apart(segment_ids[:1].expand_as(segment_ids))
+
+class Masked(nn.Module):
+    """T5's, with a mask and 32 buckets."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.heads = num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+        self.relative_attention_bias = nn.Embedding(32, num_heads)
+
+    def distances(self, n):
+        return torch.arange(n) - torch.arange(n)[:, None]
+
+    def buckets(self, ahead):
+        far = 8 + (torch.log(ahead.abs().clamp(min=8) / 8) / np.log(16) * 8).long()
+        return 16 * (ahead > 0) + torch.where(ahead.abs() < 8, ahead.abs(), far.clamp(max=15))
+
+    def block(self, bias, mask):
+        return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+
+    def forward(self, x, mask=None):
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        bias = self.relative_attention_bias(self.buckets(self.distances(x.shape[1]))).permute(2, 0, 1)[None]
+        return self.o(scaled_dot_product_attention(q, k, v, self.block(bias, mask), scale=1.0).transpose(1, 2).flatten(2))
+
+class Unmasked(Masked):
+    def block(self, bias, mask):
+        return bias
+
+class BucketBefore(Masked):
+    def buckets(self, ahead):
+        return (super().buckets(ahead) - 1) % 32
+
+class KeyAfter(Masked):
+    def distances(self, n):
+        return super().distances(n) + 1
+
 class Gated:
     """NumPy, x @ W; the columns of W_q are a query and a gate for each head."""
 
@@ -222,6 +281,8 @@ SLIDING = {
     "d_model": 29, "num_heads": 3, "head_dim": 11, "projections": False, "softcap": 2, "window": {"left": 3, "right": 0},
     "rope": {"theta": 500, "dims": 10, "interleaved": True},
 }  # fmt: skip
+BIASED = {"d_model": 28, "num_heads": 4, "bias": False, "scale": 1.0, "relative_bias": {}}
+MASK = ["mask_means=attend"]
 CAUSAL = ["causal=true", "norm_weights=1 + w"]
 PER_HEAD = ["fused=per_head"]
 GROUPED = ROTARY | {"num_heads": 6, "num_kv_heads": 2}
@@ -239,6 +300,8 @@ RIGHT = [
     ("NormLast", LATE, CAUSAL),
     ("Scaled", ROTARY | {"scale": 0.2}, CAUSAL),
     ("Windowed", WINDOW, CAUSAL),
+    ("Packed", ROTARY, CAUSAL),
+    ("Masked", BIASED, MASK),
     ("Gated", GATED, PER_HEAD),
     ("Halved", GATED, ["fused=q,k,v"]),
     ("Latent", LATENT, CAUSAL[:1]),
@@ -273,6 +336,12 @@ WRONG = [
     ("Reshaped", LATENT, CAUSAL[:1], ["the rotary part of the keys is not shared across heads, but spread by a reshape"]),
     ("FirstHead", LATENT, CAUSAL[:1], ["the rotary part of the keys is not shared across heads, but in the first head alone"]),
     ("FirstHeadWithoutMscale", LATENT, CAUSAL[:1], ["mscale is forgotten", "the rotary part of the keys is not shared across heads"]),
+    ("Leaking", ROTARY, CAUSAL, ["sequences leak across segments"]),
+    ("LeakingAndUnscaled", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored"]),
+    ("FirstItem", ROTARY, CAUSAL, []),
+    ("Unmasked", BIASED, MASK, ["the mask is ignored"]),
+    ("BucketBefore", BIASED, MASK, ["relative biases are off by one: each is that of the bucket before"]),
+    ("KeyAfter", BIASED, MASK, ["relative biases are off by one: each is that of the key after"]),
     ("sliding", SLIDING | {"softcap": None}, ["framework=torch"], []),
 ]  # fmt: skip
 
@@ -306,6 +375,16 @@ def test_a_mistake_is_named_by_its_cause(folder, name, spec, options, hints):
     assert len(named) == len(hints), first
     for hint in hints:
         assert any(hint in one for one in named), first
+
+
+@pytest.mark.parametrize(("name", "before"), [("Leaking", []), ("LeakingAndUnscaled", ["the scaling of RoPE's frequencies is ignored"])])
+def test_sequences_that_leak_across_segments_are_named_where_they_are_packed(folder, name, before):
+    """It takes segments and no other mask, so the leak shows in that case alone."""
+    module = json.loads(check(folder, name, ROTARY, CAUSAL, "--json").stdout)["modules"][0]
+    packed = next(case for case in module["cases"] if case["case"] == "packed sequences")
+    hints = [line for line in module["first"].splitlines() if line.startswith("hint: ")]
+    assert packed["agrees"] is False and len(hints) == 1 + len(before)
+    assert all(hint in hints[-1] for hint in ["sequences leak across segments", *before])
 
 
 def test_a_spec_may_be_in_a_file_and_again_repeats_it(folder):

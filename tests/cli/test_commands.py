@@ -88,7 +88,7 @@ def test_a_command_for_a_server_imports_no_torch():
     code = """
         import sys
         from service.cli import main
-        sys.argv = ["attend", "layers", "--url", "http://127.0.0.1:1"]
+        sys.argv = ["attend", "layers", "list", "--url", "http://127.0.0.1:1"]
         try:
             main()
         except SystemExit as end:
@@ -132,18 +132,18 @@ def test_a_flag_without_its_packages_names_the_extra_to_install(flags, missing, 
 
 
 def test_layers_with_a_url_lists_the_layers_of_the_server(server, http):
-    assert json.loads(run_attend("layers", "--url", server.url, "--json").stdout) == http.get("/layers").json()
-    shown = run_attend("layers", "--url", server.url, env={**WIDE, "COLUMNS": "80"}).stdout.decode()
+    assert json.loads(run_attend("layers", "list", "--url", server.url, "--json").stdout) == http.get("/layers").json()
+    shown = run_attend("layers", "list", "--url", server.url, env={**WIDE, "COLUMNS": "80"}).stdout.decode()
     fingerprint = http.get("/layers/default").json()["fingerprint"]
     assert any(row.split() == f"default 64 8 float32 seed 0 16,640 {fingerprint[:8]}".split() for row in shown.splitlines())
 
 
 def test_layers_without_a_url_lists_the_configured_layers(server, http, tmp_path):
-    held = json.loads(run_attend("layers", "--json").stdout)["layers"]
+    held = json.loads(run_attend("layers", "list", "--json").stdout)["layers"]
     assert held == [http.get("/layers/default").json()]
     config = tmp_path / "attend.toml"
     config.write_text("d_model = 6\nnum_heads = 3\n[layers.more]\nd_model = 4\nnum_heads = 2\nseed = 7\n")
-    held = json.loads(run_attend("layers", "--json", "--config", str(config), "--num-heads", "2").stdout)["layers"]
+    held = json.loads(run_attend("layers", "list", "--json", "--config", str(config), "--num-heads", "2").stdout)["layers"]
     assert [(layer["name"], layer["spec"]["d_model"], layer["spec"]["num_heads"], layer["spec"]["seed"]) for layer in held] == [
         ("default", 6, 2, 0),
         ("more", 4, 2, 7),
@@ -151,8 +151,8 @@ def test_layers_without_a_url_lists_the_configured_layers(server, http, tmp_path
 
 
 def test_an_absent_device_is_refused():
-    done = run_attend("layers", "--device", "cuda:99")
-    assert done.returncode == 2 and done.stderr.startswith(b"attend layers: cannot compute on cuda:99: ")
+    done = run_attend("layers", "list", "--device", "cuda:99")
+    assert done.returncode == 2 and done.stderr.startswith(b"attend layers list: cannot compute on cuda:99: ")
 
 
 def test_openapi_prints_the_document_of_the_server(http, tmp_path):
@@ -280,16 +280,21 @@ def test_a_certificate_is_verified_with_the_given_ca(guarded, tmp_path):
     keyed = {**WIDE, "ATTEND_API_KEY": secret}
     request = tmp_path / "request.json"
     request.write_text(json.dumps({"query": [[0.5] * 64, [1.0] * 64]}))
-    for command in (["layers"], ["infer", str(request)], ["heads", str(request)], ["figure", str(request), "-o", str(tmp_path / "x.svg")]):
+    for command in (
+        ["layers", "list"],
+        ["infer", str(request)],
+        ["heads", str(request)],
+        ["figure", str(request), "-o", str(tmp_path / "x.svg")],
+    ):
         for arguments, env in ((["--ca", ca], keyed), ([], {**keyed, "ATTEND_CA": ca})):
             done = run_attend(*command, "--url", url, *arguments, env=env)
             assert done.returncode == 0, done.stderr.decode()
     done = run_attend("check", "--cases", "2", "--url", url, "--ca", ca, env=keyed)
     assert done.returncode == 0, done.stderr.decode()
-    doubted = run_attend("layers", "--url", url, env=keyed)
+    doubted = run_attend("layers", "list", "--url", url, env=keyed)
     assert doubted.returncode == 1 and b"is not trusted" in doubted.stderr and b"--ca" in doubted.stderr
     assert b"Start a server" not in doubted.stderr
-    nothing = run_attend("layers", "--url", url, "--ca", str(request), env=keyed)
+    nothing = run_attend("layers", "list", "--url", url, "--ca", str(request), env=keyed)
     assert nothing.returncode == 2 and b"expected a file or folder of certificates" in b" ".join(nothing.stderr.split())
 
 
@@ -302,6 +307,6 @@ def test_a_key_without_the_scope_is_refused_by_the_scopes_name(guarded):
 def test_environment_variables_of_clients_are_not_settings(guarded):
     """With an exported key, commands in this process and `attend serve` work."""
     env = {**WIDE, "ATTEND_API_KEY": "x", "ATTEND_CA": "/nowhere"}
-    for command in (["layers", "--json"], ["config", "--json"]):
+    for command in (["layers", "list", "--json"], ["config", "--json"]):
         done = run_attend(*command, env=env)
         assert done.returncode == 0 and json.loads(done.stdout)

@@ -46,9 +46,9 @@ def repeat(server, lines: list[str]) -> dict[str, object]:
 
 
 def links(shown: str) -> list[list[tuple[str, str, float]]]:
-    """Each head's links, as the table shows them."""
+    """Each head's links, as the table shows them: the(0)→cat(1) 0.25."""
     rows = re.findall(r"^ +\d+ +(\S+→.*)$", shown, re.MULTILINE)
-    return [[(q, k, float(w)) for q, k, w in re.findall(r"(\S+)→(\S+) (\d\.\d\d)", row)] for row in rows]
+    return [[(q, k, float(w)) for q, k, w in re.findall(r"(\S+)→(\S+)\s(\d\.\d\d)", row)] for row in rows]
 
 
 def test_the_demo_shows_links_of_hash_vectors(server, tmp_path):
@@ -68,7 +68,7 @@ def test_the_demo_shows_links_of_hash_vectors(server, tmp_path):
         assert len(row) == 3
         assert row[0][2] == pytest.approx(head.max(), abs=0.0051)
         q, k = np.unravel_index(head.argmax(), head.shape)
-        assert row[0][:2] == (words[q], words[k])
+        assert row[0][:2] == (f"{words[q]}({q})", f"{words[k]}({k})")
 
 
 def test_the_demo_prints_json(server, tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_the_demo_shows_links_of_the_models_first_layer(start, tmp_path):
     shown = show("--save", str(tmp_path))
     assert "all-MiniLM-L6-v2" in shown and "mean nothing" not in shown
     assert "output [12, 384]\nattention_weights [12, 12, 12]\n" in shown
-    assert {"on→sat 1.00", "it→because 1.00"} <= set(re.findall(r"\S+→\S+ \d\.\d\d", shown))
+    assert {("tired(10)", "was(9)", 1.0), ("it(8)", "because(7)", 1.0)} <= {link for head in links(shown) for link in head}
 
     reply = repeat(start(), by_hand(shown))
 
@@ -109,7 +109,7 @@ def test_the_demo_shows_links_of_a_deeper_layer(start, tmp_path):
     assert reply["layer"]["name"] == "minilm-layer-3"
     words = np.array(reply["attention_weights"])[:, 1:-1, 1:-1]
     np.testing.assert_allclose([row[0][2] for row in links(shown)], words.max((1, 2)), atol=0.0051)
-    assert "it→because 1.00" not in shown  # as layer 0 has it
+    assert ("it(8)", "because(7)", 1.0) not in {link for head in links(shown) for link in head}  # as layer 0 has it
 
 
 @pytest.mark.checkpoint

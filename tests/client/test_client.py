@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -551,8 +552,6 @@ PATIENCE = {  # of every method, what it is called with
     "layer_weights": ("x",),
     "delete_layer": ("x",),
     "ready": (),
-    "perform": (operations.layers(),),
-    "send": (operations.layers(),),
 }
 
 
@@ -561,7 +560,8 @@ PATIENCE = {  # of every method, what it is called with
 def test_every_method_takes_a_timeout(kind, method, monkeypatch):
     """Without it the client's applies; None is no limit."""
     waited = []
-    monkeypatch.setattr(operations, "model_layer", lambda *_: b"")
+    folder = SimpleNamespace(layer=lambda *_: (SimpleNamespace(part=""), {}), config_text="")
+    monkeypatch.setattr(operations, "ModelFolder", lambda _: folder)
     monkeypatch.setattr("service.client.client.Attempts", partial(Attempts, clock=lambda: 0.0))
 
     def handle(request):
@@ -577,7 +577,7 @@ def test_every_method_takes_a_timeout(kind, method, monkeypatch):
             asked = getattr(client, method)(*PATIENCE[method], **given)
             asyncio.run(asked)
     assert waited == [2.5, None, 7.0]
-    assert {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"} == {*PATIENCE, "close"}
+    assert {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"} == {*PATIENCE, "perform", "close"}
 
 
 def test_the_timeout_of_a_call_replaces_that_of_the_client(silent):

@@ -20,9 +20,8 @@ from service.attention.layer import MultiHeadAttention
 from service.attention.metrics import compute
 from service.attention.metrics.compute import OF_WEIGHTS, measure
 from service.attention.metrics.rows import MetricsQuery
-from service.attention.reference import forward
-from service.attention.reference.forward import Reference
-from service.attention.reference.masks import blocked_by_keys, query_positions
+from service.attention.reference.forward import Layer
+from service.attention.reference.request import Request
 from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
 from service.client.responses import read_analysis
@@ -48,28 +47,13 @@ def client(server: Any) -> Any:
         yield one
 
 
-def batched(ref: Reference, case: Case) -> Reference:
-    """The reference with a batch axis, whether the case has one or not."""
-    if np.ndim(case.request["query"]) == 3:
-        return ref
-    return Reference(**{name: np.asarray(getattr(ref, name))[None] for name in ref.__dataclass_fields__})
-
-
 def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
     """The items of a case, with padding and positions worked out from the request alone."""
-    request = {"key_segments": case.request.get("segments"), **case.request}
-    ref = batched(forward.attend(case.spec, weights, **case.request), case)
-    b, h, q, k = ref.attention_weights.shape
-    unbatched = np.ndim(request["query"]) == 2
-    masks = [
-        None if (x := request.get(name)) is None else np.asarray(x)[None] if unbatched else np.asarray(x)
-        for name in ("valid_lens", "attend_keys", "block_keys", "key_segments")
-    ]
-    unreal = blocked_by_keys((b, h, q, k), *masks)
-    positions = query_positions(request.get("query_offset"), unreal, False)
-    real = ~unreal[:, 0].all(1)  # to any query
-    alone = request.get("key") is None
-    counted = real if alone else np.ones((b, q), bool)
+    request = Request(**case.request)
+    ref = Layer(case.spec, weights).attend(request)
+    b, h, q, _ = ref.attention_weights.shape
+    positions, real = request.query_indices(ref.scores.shape, needed=False), request.real_keys()
+    counted = real if case.request.get("key") is None else np.ones((b, q), bool)
     return [Item(ref, i, h, real[i], counted[i], positions[i], words) for i in range(b)]
 
 

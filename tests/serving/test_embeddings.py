@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from service.attention.reference.forward import attend
-from service.cli.demo import strongest_links, unique_labels
 from service.serving.embeddings import PACKAGE, ModelNotInstalled, hash_vector, hash_words, read_minilm
 from service.spec import LayerSpec
 
@@ -118,14 +117,3 @@ def test_a_head_of_the_model_links_each_word_to_the_one_before():
 def test_empty_and_too_long_sentences_are_refused(sentence, said):
     with pytest.raises(ValueError, match=said):
         read_minilm(sentence)
-
-
-def test_strongest_links_are_between_words():
-    rows = np.array([[[0.9, 0.1, 0.0], [0.5, 0.2, 0.3], [0.8, 0.2, 0.0]]])
-    assert strongest_links(rows, ["the", "cat", "sat"]) == [[(0, 0), (2, 0), (1, 0)]]
-    assert strongest_links(rows, ["[CLS]", "cat", "sat"]) == [[(1, 2), (1, 1), (2, 1)]]
-    assert strongest_links(rows, ["[CLS]", "cat", "[SEP]"]) == [[(1, 1)]]
-
-
-def test_repeated_words_are_numbered():
-    assert unique_labels(["the", "cat", "the"]) == ["the(1)", "cat", "the(2)"]

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from service.attention.reference.forward import Reference
+from service.attention.reference.forward import Outputs
 from service.tensors import Array
 
 
 class Item:
     """One item of a batch: weights [h, q, k], values [h, k, d], head outputs [h, q, d], and what else the metrics are made of."""
 
-    def __init__(self, ref: Reference, b: int, heads: int, real: Array, counted: Array, positions: Array, words: list[str]) -> None:
+    def __init__(self, ref: Outputs, b: int, heads: int, real: Array, counted: Array, positions: Array, words: list[str]) -> None:
         self.weights, self.outputs = ref.attention_weights[b], ref.head_outputs[b]
         self.values = np.repeat(ref.value_projection[b], heads // ref.value_projection.shape[1], 0)
         self.visible = ~np.isneginf(ref.scores[b])

@@ -15,7 +15,7 @@ import numpy as np
 from service.attention.compare.cases import CheckCase, Requirements
 from service.attention.compare.convention import Convention, Polarity
 from service.attention.compare.weights import is_matrix
-from service.attention.reference.forward import merge_heads, split_heads
+from service.attention.reference.projections import merge_heads, split_heads
 from service.tensors import Array
 
 
@@ -60,6 +60,7 @@ class Caller:
             value_is_key="value" not in self.roles,
             per_item_mask=per_item,
             per_item_padding=per_item or bool(self.roles.keys() & {"padding", "lengths"}),
+            per_item_segments=per_item or "segments" in self.roles,
         )
 
     def skip_reason(self, case: CheckCase) -> str | None:
@@ -75,6 +76,7 @@ class Caller:
                 "mask": "a mask over queries and keys",
                 "causal": "such a mask or is_causal",
                 "padding": "a mask, key mask or lengths",
+                "segments": "segments, or a mask over queries and keys",
             }
             return f"no parameter is known as {parameter[case.kind]}; if there is one, pass arguments={{…}}"
         return None
@@ -99,8 +101,14 @@ class Caller:
     def _mask_role(self, case: CheckCase) -> str | None:
         """The role of the parameter that takes the mask of a case; None where the candidate has none, or the case is plain."""
         over_pairs = self.convention.mask_shape != "b,k"
-        roles = {"plain": [], "mask": ["mask"], "causal": ["mask", "causal"], "padding": ["padding", "lengths", "mask"]}[case.kind]
-        for role in roles:
+        roles = {
+            "plain": [],
+            "mask": ["mask"],
+            "causal": ["mask", "causal"],
+            "padding": ["padding", "lengths", "mask"],
+            "segments": ["segments", "mask"],
+        }
+        for role in roles[case.kind]:
             if role in self.roles and (role != "mask" or over_pairs or case.kind == "padding"):
                 return role
         return None
@@ -122,6 +130,10 @@ class Caller:
             elif role == "lengths":
                 if needed:
                     values[name] = self._tensor(self._unbatched(mask[:, 0].sum(axis=-1)), "int64")
+            elif role == "segments":
+                if needed:
+                    one = np.ones(case.query.shape[:2])
+                    values[name] = self._tensor(self._unbatched(one if case.segments is None else case.segments), "int64")
             elif role == "positions":
                 positions = np.broadcast_to(np.arange(case.query.shape[1]), case.query.shape[:2])
                 values[name] = self._tensor(self._unbatched(positions), "int64")

@@ -10,13 +10,13 @@ from typing import Literal
 
 import numpy as np
 
-from service.attention.reference.forward import Reference, attend
+from service.attention.reference.forward import Outputs, attend
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, Array
 
 BATCH, QUERIES, KEYS = 2, 5, 7
 POSITIONAL_QUERIES = 31  # where results depend on positions, so that windows and scaled frequencies show
-CaseKind = Literal["plain", "mask", "causal", "padding"]
+CaseKind = Literal["plain", "mask", "causal", "padding", "segments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,13 @@ class CheckCase:
     value: Array  # [b, k, value_dim]
     mask: Array  # [b, q, k], true = may attend
     visible: Array
+    segments: Array | None = None  # [b, n], of packed sequences: the mask is between rows of equal numbers
 
     @property
     def is_cross(self) -> bool:
         return len(self.key[0]) != len(self.query[0])
 
-    def reference(self, spec: LayerSpec, weights: Mapping[str, Array]) -> Reference:
+    def reference(self, spec: LayerSpec, weights: Mapping[str, Array]) -> Outputs:
         return attend(spec, weights, query=self.query, key=self.key, value=self.value, attend_mask=self.visible)
 
 
@@ -49,6 +50,7 @@ class Requirements:
     value_is_key: bool
     per_item_mask: bool
     per_item_padding: bool
+    per_item_segments: bool
 
 
 def draw_check_cases(spec: LayerSpec, weights: Mapping[str, Array], requirements: Requirements, seed: int) -> Iterator[CheckCase]:
@@ -84,6 +86,11 @@ def draw_check_cases(spec: LayerSpec, weights: Mapping[str, Array], requirements
         yield padded
     if not (spec.qk_norm or spec.softcap):  # which hold the scores
         yield draw("large logits", "plain", queries, everything, largest=1500.0)
+    if spec.normalizer != "sigmoid":  # whose weights depend on the length of a segment, but not on a mask
+        segments = np.stack([1 + np.arange(queries) * parts // queries for parts in (3, 2)])
+        segments = segments[np.arange(batch) if requirements.per_item_segments else np.zeros(batch, int)]
+        packed = draw("packed sequences", "segments", queries, segments[:, :, None] == segments[:, None, :])
+        yield replace(packed, segments=segments)
 
 
 def _scaled(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array], dtype: str, largest: float) -> CheckCase:

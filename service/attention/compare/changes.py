@@ -1,20 +1,20 @@
-"""Changes of a call of the reference, of which mistakes are made: of its spec, weights, mask, inputs, or of functions that it calls.
+"""Changes of a call of the reference, of which mistakes are made: of its spec, weights, mask, inputs, or of a step of its computation.
 
 The reference then computes as ever, so a mistake can be made in every kind of layer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
 from service.attention.compare.cases import CheckCase
 from service.attention.compare.tolerance import tolerance
 from service.attention.compare.weights import cut, pack
-from service.attention.reference import forward
+from service.attention.reference.forward import Layer
+from service.attention.reference.request import Request
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, Array
 
@@ -49,18 +49,17 @@ class Computation:
     dtype: str = "float64"  # of the candidate: it decides where exp overflows, and the tolerance
     tolerance: float | None = None  # relative; None: by dtype
     added: Array | None = None  # [b, q, k], added to the scores
-    functions: Mapping[str, Any] = field(default_factory=dict)  # name -> what replaces that function of `reference.forward`
+    layer: type[Layer] = Layer  # a subclass replaces steps
     residual: bool = False
     returned: str = "attention_weights"  # which output is compared with the weights
 
+    @np.errstate(all="ignore")
     def run(self) -> Result:
         """ValueError: shapes for which a change is impossible."""
         case = self.case
         mask = None if case.visible.all() else case.visible
-        replaced = patch.multiple(forward, **self.functions) if self.functions else nullcontext()
-        with replaced, np.errstate(all="ignore"):
-            inputs: dict[str, Any] = {"query": case.query, "key": case.key, "value": case.value}
-            result = forward.attend(self.spec, self.weights, **inputs, attend_mask=mask, bias=self.added)
+        request = Request(query=case.query, key=case.key, value=case.value, attend_mask=mask, bias=self.added)
+        result = self.layer(self.spec, self.weights).attend(request)
         output = result.output + case.query if self.residual else result.output
         outputs = {"output": output, "attention_weights": getattr(result, self.returned)}
         rows = np.ones(case.query.shape[:2], bool) if mask is None else np.logical_not(result.fully_masked.any(axis=1))
@@ -148,61 +147,58 @@ def add_mask(changed: Callable[[Array], Array]) -> Change:
     return lambda c: UNMASK(replace(c, added=changed(c.case.visible).astype(np.float64)))
 
 
-def in_functions(**functions: Function) -> Change:
-    """Replaces functions of the reference."""
-    return lambda c: replace(c, functions={**c.functions, **functions})
+def in_steps(**methods: Function) -> Change:
+    """Replaces steps of the reference, which are methods of `Layer`."""
+    return lambda c: replace(c, layer=type("Mistaken", (c.layer,), methods))
 
 
-def in_softmax(wrapped: Callable[[Function, Computation], Function]) -> Change:
-    """Replaces the softmax, (scores [b, h, q, k], sinks) -> (weights, log_sum_exp), by the function that `wrapped` returns for it."""
-    return lambda c: in_functions(softmax=wrapped(c.functions.get("softmax", forward.softmax), c))(c)
+def where(needed: Callable[[Computation], Any], change: Change) -> Change:
+    """The change, if what it needs is there."""
+
+    def checked(c: Computation) -> Computation:
+        if not needed(c):
+            raise Impossible
+        return change(c)
+
+    return checked
 
 
-def overflow(_: Function, c: Computation) -> Function:
-    """exp of the scores themselves, in the candidate's dtype."""
+def all_of(*changes: Change) -> Change:
+    return lambda c: reduce(lambda changed, change: change(changed), changes, c)
 
-    def softmax(scores: Array, sinks: Array | None = None) -> tuple[Array, Array]:
+
+def overflow(c: Computation) -> Computation:
+    """Takes exp of the scores themselves, in the candidate's dtype."""
+
+    def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
         exponentials = np.exp(scores.astype(BY_TORCH[c.dtype].numpy)).astype(np.float64)
         sink = 0.0 if sinks is None else np.exp(sinks[..., None])
         return exponentials / (exponentials.sum(axis=-1, keepdims=True) + sink), scores[..., 0]
 
-    return softmax
+    return in_steps(softmax=softmax)(c)
 
 
-def fill_with_zero(softmax: Function, _: Computation) -> Function:
-    return lambda scores, sinks=None: softmax(np.where(np.isneginf(scores), 0.0, scores), sinks)
+def fill_with_zero(c: Computation) -> Computation:
+    """Takes the softmax of scores that are 0 where they should be -inf."""
+    right = c.layer.softmax
+    return in_steps(softmax=lambda layer, scores, sinks: right(layer, np.where(np.isneginf(scores), 0.0, scores), sinks))(c)
+
+
+def block_after_softmax(c: Computation) -> Computation:
+    """Sets the weights of blocked keys to 0."""
+    right, visible = c.layer.softmax, c.case.visible[:, None]
+    return UNMASK(in_steps(softmax=lambda layer, scores, sinks: (right(layer, scores, sinks)[0] * visible, scores[..., 0]))(c))
 
 
 def over_axis(axis: int) -> Change:
     """Takes the softmax over another axis."""
 
-    def wrapped(softmax: Function, _: Computation) -> Function:
-        return lambda scores, sinks=None: (np.moveaxis(softmax(np.moveaxis(scores, axis, -1))[0], -1, axis), scores[..., 0])
-
-    return in_softmax(wrapped)
-
-
-def block_after_softmax(c: Computation) -> Computation:
-    """Sets the weights of blocked keys to 0."""
-    visible = c.case.visible[:, None]
-    return UNMASK(in_softmax(lambda softmax, _: lambda scores, sinks=None: (softmax(scores, sinks)[0] * visible, scores[..., 0]))(c))
-
-
-def spread_rotary_part(function: str, spread: Callable[[Array, int], Array]) -> Change:
-    """Replaces the part of latent keys that all heads share, [b, n, r] -> [b, h, n, r], in what a function of the reference returns."""
-    original = getattr(forward, function)
-
     def change(c: Computation) -> Computation:
-        if c.spec.latent is None:
-            raise Impossible
-        width = c.spec.latent.rope_key_dim
+        right = c.layer.softmax
 
-        def changed(*arguments: Any) -> Array:
-            x: Array = original(*arguments)
-            if not np.array_equal(x[:, 1:, :, :width], x[:, :-1, :, :width]):  # queries or values
-                return x
-            return np.concatenate([spread(x[:, 0, :, :width], x.shape[1]), x[..., width:]], axis=-1)
+        def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
+            return np.moveaxis(right(layer, np.moveaxis(scores, axis, -1), None)[0], -1, axis), scores[..., 0]
 
-        return in_functions(**{function: changed})(c)
+        return in_steps(softmax=softmax)(c)
 
     return change

@@ -7,7 +7,6 @@ pairs.
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import reduce
 from itertools import combinations, permutations
 
 import numpy as np
@@ -18,23 +17,24 @@ from service.attention.compare.changes import (
     Function,
     Impossible,
     add_mask,
+    all_of,
     block_after_softmax,
     each_weight,
     exchange,
     fill_with_zero,
-    in_functions,
     in_mask,
     in_part,
-    in_softmax,
     in_spec,
+    in_steps,
     in_weights,
     over_axis,
     overflow,
     recut,
-    spread_rotary_part,
+    where,
 )
 from service.attention.compare.weights import QKV, QUERY_GATE
-from service.attention.reference.positions import frequencies, rotary_positions, rotate
+from service.attention.reference.forward import Layer
+from service.attention.reference.positions import frequencies
 from service.spec_parts import Rope, Window
 from service.tensors import Array
 
@@ -55,35 +55,27 @@ LEFT_OUT = {  # field of a spec -> its name in hints
 
 # Wrong ways to split [b, n, h*d] into heads and to merge [b, h, n, d].
 SPLIT: dict[str, Function] = {
-    "reshape": lambda x, h: x.reshape(len(x), h, x.shape[1], -1),
-    "head fastest": lambda x, h: x.reshape(*x.shape[:2], -1, h).transpose(0, 3, 1, 2),
-    "not transposed": lambda x, h: x.reshape(*x.shape[:2], h, -1),
-    "sequence first": lambda x, h: x.reshape(*x.shape[:2], h, -1).transpose(1, 2, 0, 3),
+    "reshape": lambda layer, x, h: x.reshape(len(x), h, x.shape[1], -1),
+    "head fastest": lambda layer, x, h: x.reshape(*x.shape[:2], -1, h).transpose(0, 3, 1, 2),
+    "not transposed": lambda layer, x, h: x.reshape(*x.shape[:2], h, -1),
+    "sequence first": lambda layer, x, h: x.reshape(*x.shape[:2], h, -1).transpose(1, 2, 0, 3),
 }
 MERGE: dict[str, Function] = {
-    "reshape": lambda x: x.reshape(len(x), x.shape[2], -1),
-    "head fastest": lambda x: x.transpose(0, 2, 3, 1).reshape(len(x), x.shape[2], -1),
-    "not transposed": lambda x: x.reshape(*x.shape[:2], -1),
-    "sequence first": lambda x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
+    "reshape": lambda layer, x: x.reshape(len(x), x.shape[2], -1),
+    "head fastest": lambda layer, x: x.transpose(0, 2, 3, 1).reshape(len(x), x.shape[2], -1),
+    "not transposed": lambda layer, x: x.reshape(*x.shape[:2], -1),
+    "sequence first": lambda layer, x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
 }
 # For splits that change the number of heads: no repeated heads, and no bias for each head.
-OTHER_HEADS: dict[str, Function] = {"repeat_kv_heads": lambda x, heads: x, "position_bias": lambda *_: 0.0}
+OTHER_HEADS = in_steps(repeat_kv_heads=lambda layer, x: x, position_bias=lambda layer, ahead: np.zeros((1, 1, 1, 1)))
 
 
 def _both(name: str) -> Change:
-    return in_functions(split_heads=SPLIT[name], merge_heads=MERGE[name])
+    return in_steps(split_heads=SPLIT[name], merge_heads=MERGE[name])
 
 
-def _not_transposed(c: Computation) -> Computation:
-    return _both("not transposed")(in_functions(**OTHER_HEADS)(c))
-
-
-def _one_head(c: Computation) -> Computation:
-    return in_spec(scale=lambda spec: spec.d_model**-0.5)(in_functions(split_heads=lambda x, h: x[:, None], **OTHER_HEADS)(c))
-
-
-def _by_key_head(x: Array, heads: int) -> Array:
-    return np.tile(x, (1, heads // x.shape[1], 1, 1))
+def _by_key_head(layer: Layer, x: Array) -> Array:
+    return np.tile(x, (1, layer.spec.num_heads // x.shape[1], 1, 1))
 
 
 def _identity(c: Computation) -> Mapping[str, Array]:
@@ -91,18 +83,32 @@ def _identity(c: Computation) -> Mapping[str, Array]:
     return identity if "output.weight" in c.weights else {}
 
 
-def _in_first_head(shared: Array, heads: int) -> Array:
+def _in_first_head(layer: Layer, shared: Array, heads: int) -> Array:
     return shared[:, None] * np.eye(heads, 1)[:, None]
 
 
-def _by_reshape(shared: Array, heads: int) -> Array:
+def _by_reshape(layer: Layer, shared: Array, heads: int) -> Array:
     return np.repeat(shared[:, :, None], heads, axis=2).reshape(len(shared), heads, *shared.shape[1:])
+
+
+def _by_reshape_after_rope(layer: Layer, x: Array, name: str, positions: Array) -> Array:
+    turned, latent = Layer.rotate(layer, x, name, positions), layer.spec.latent
+    if name == "query" or latent is None:
+        return turned
+    shared, own = np.split(turned, [latent.rope_key_dim], axis=-1)
+    return np.concatenate([_by_reshape(layer, shared[:, 0], x.shape[1]), own], axis=-1)
 
 
 def _and_next(visible: Array) -> Array:
     """The mask with the key after the last visible one of each query: [b, q, k]."""
     last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
     return np.asarray(visible | (np.arange(visible.shape[-1]) == last[..., None] + 1))
+
+
+def _unmasked(mask: Array, visible: Array) -> Array:
+    """The mask [b, q, k] that the candidate's own causality leaves without the one that is passed."""
+    everything = np.ones_like(mask)
+    return np.tril(everything) if (mask & ~visible).any() else everything
 
 
 def _wider(window: Window | None, by: int) -> Window | None:
@@ -113,13 +119,10 @@ def _scaled_linearly(rope: Rope | None) -> Rope | None:
     return rope and rope.model_copy(update={"scaling": rope.scaling and rope.scaling.model_copy(update={"type": "linear"})})
 
 
-def _of_queries_alone(given: Array | None, of_keys: Array | None, indices: Array, num_keys: int) -> dict[str, Array]:
-    return rotary_positions(given, of_keys, indices, num_keys) | {"key": np.zeros((1, num_keys))}
-
-
-def _with_angles_of_the_other_pairs(x: Array, positions: Array, rope: Rope) -> Array:
+def _with_angles_of_the_other_pairs(layer: Layer, x: Array, name: str, positions: Array) -> Array:
     """RoPE of halves with angles f0 f0 f1 f1 …, which are those of neighbouring pairs; or of pairs with f0 f1 … f0 f1 …, of halves."""
-    if rope.axes:
+    rope = layer.spec.rope
+    if rope is None or rope.axes or layer.spec.differential:
         raise Impossible
     dims = rope.dims or x.shape[-1]
     of_pairs, turning = frequencies(rope, dims), x[..., :dims]
@@ -132,7 +135,7 @@ def _with_angles_of_the_other_pairs(x: Array, positions: Array, rope: Rope) -> A
     return np.concatenate((turned, x[..., dims:]), axis=-1)
 
 
-# What is changed -> "this is what comes out when …" -> the change. Mistakes that change the same are not combined.
+# What is changed -> the mistake, as in "this is what comes out when …" -> the change. Mistakes that change the same are not combined.
 MISTAKES: dict[str, dict[str, Change]] = {
     "scale": {
         "the scores are not divided by sqrt(head_dim)": in_spec(scale=lambda spec: 1.0),
@@ -155,14 +158,17 @@ MISTAKES: dict[str, dict[str, Change]] = {
     },
     "mask": {
         "the mask is inverted: it blocks what it should let through (see mask_means)": in_mask(lambda mask, _: ~mask),
-        "the mask is ignored": in_mask(lambda mask, _: np.ones_like(mask)),
+        "sequences leak across segments: queries attend to keys of other sequences in their row": where(
+            lambda c: c.case.segments is not None, in_mask(_unmasked)
+        ),
+        "the mask is ignored": in_mask(_unmasked),
         "it is causal without being asked (see causal)": in_mask(lambda mask, _: np.tril(mask)),
         "the mask is transposed": in_mask(lambda mask, seen: mask.swapaxes(1, 2) if mask.shape[1] == mask.shape[2] else seen),
         "each query also sees the key after its last one (a causal mask off by one)": in_mask(lambda _, visible: _and_next(visible)),
     },
-    "exp": {"exp overflows, because the largest score of the row is not subtracted first": in_softmax(overflow)},
+    "exp": {"exp overflows, because the largest score of the row is not subtracted first": overflow},
     "blocked": {
-        "blocked scores are set to about 0 and not to -inf": in_softmax(fill_with_zero),
+        "blocked scores are set to about 0 and not to -inf": fill_with_zero,
         "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": block_after_softmax,
         "the mask's ones (1 = attend) are added to the scores": add_mask(lambda visible: visible),
         "the mask's ones (1 = blocked) are added to the scores": add_mask(lambda visible: ~visible),
@@ -173,21 +179,27 @@ MISTAKES: dict[str, dict[str, Change]] = {
         "the softmax runs over the batch and not over the keys": over_axis(0),
     },
     "split": {
-        "heads are split by a reshape without a transpose": in_functions(split_heads=SPLIT["reshape"]),
-        "heads are split with the head as the fastest axis": in_functions(split_heads=SPLIT["head fastest"]),
+        "heads are split by a reshape without a transpose": in_steps(split_heads=SPLIT["reshape"]),
+        "heads are split with the head as the fastest axis": in_steps(split_heads=SPLIT["head fastest"]),
     },
     "merge": {
-        "heads are merged by a reshape without a transpose": in_functions(merge_heads=MERGE["reshape"]),
-        "heads are merged with the head as the fastest axis": in_functions(merge_heads=MERGE["head fastest"]),
+        "heads are merged by a reshape without a transpose": in_steps(merge_heads=MERGE["reshape"]),
+        "heads are merged with the head as the fastest axis": in_steps(merge_heads=MERGE["head fastest"]),
     },
     "split + merge": {
         "heads are both split and merged by a reshape without a transpose": _both("reshape"),
         "heads are split and merged with the head as the fastest axis": _both("head fastest"),
-        "heads attend to each other at every position, since no transpose follows the split (see layout)": _not_transposed,
+        "heads attend to each other at every position, since no transpose follows the split (see layout)": all_of(
+            OTHER_HEADS, _both("not transposed")
+        ),
         "the first axis is taken for the sequence and the second for the batch (see batch_first)": _both("sequence first"),
     },
-    "split + scale": {"there is only one head": _one_head},
-    "groups": {"query head i uses head i mod num_kv_heads of the keys": in_functions(repeat_kv_heads=_by_key_head)},
+    "split + scale": {
+        "there is only one head": all_of(
+            OTHER_HEADS, in_steps(split_heads=lambda layer, x, h: x[:, None]), in_spec(scale=lambda spec: spec.d_model**-0.5)
+        )
+    },
+    "groups": {"query head i uses head i mod num_kv_heads of the keys": in_steps(repeat_kv_heads=_by_key_head)},
     "weights": {
         "every matrix is applied the other way round (x @ W against x @ W.T, see orientation)": each_weight(
             ("query.weight", "key.weight", "value.weight", "output.weight"), np.transpose
@@ -215,6 +227,12 @@ MISTAKES: dict[str, dict[str, Change]] = {
     "buckets": {
         "relative biases are off by one: each is that of the bucket before": each_weight("relative_bias", lambda w: np.roll(w, 1, axis=0)),
         "relative biases are off by one: each is that of the bucket after": each_weight("relative_bias", lambda w: np.roll(w, -1, axis=0)),
+        **{
+            f"relative biases are off by one: each is that of the key {words}": where(
+                lambda c: c.spec.relative_bias, in_steps(position_bias=lambda layer, ahead, by=by: Layer.position_bias(layer, ahead + by))
+            )
+            for words, by in (("after", 1), ("before", -1))
+        },
     },
     "rope scaling": {
         "the scaling of RoPE's frequencies is ignored": in_part("rope", scaling=None, frequencies=None, attention_factor=1.0),
@@ -229,9 +247,13 @@ MISTAKES: dict[str, dict[str, Change]] = {
         "RoPE rotates neighbouring pairs and not halves of each head": in_part("rope", interleaved=True),
     },
     "rope turn": {
-        "RoPE turns the other way: its sines have the opposite sign": in_functions(rotate=lambda x, p, rope: rotate(x, -p, rope)),
-        "RoPE rotates the queries and not the keys": in_functions(rotary_positions=_of_queries_alone),
-        "RoPE's angles are repeated as for neighbours and applied to halves (repeat_interleave for cat), or the reverse": in_functions(
+        "RoPE turns the other way: its sines have the opposite sign": in_steps(
+            rotate=lambda layer, x, name, positions: Layer.rotate(layer, x, name, -positions)
+        ),
+        "RoPE rotates the queries and not the keys": in_steps(
+            rotate=lambda layer, x, name, positions: Layer.rotate(layer, x, name, positions) if name == "query" else x
+        ),
+        "RoPE's angles are repeated as for neighbours and applied to halves (repeat_interleave for cat), or the reverse": in_steps(
             rotate=_with_angles_of_the_other_pairs
         ),
     },
@@ -257,11 +279,11 @@ MISTAKES: dict[str, dict[str, Change]] = {
         "the window has one key less": in_spec(window=lambda spec: _wider(spec.window, -1)),
     },
     "rotary part": {
-        f"the rotary part of the keys is not shared across heads, but {words}": spread_rotary_part(function, spread)
-        for words, function, spread in (
-            ("in the first head alone", "latent_heads", _in_first_head),
-            ("spread by a reshape without a transpose", "latent_heads", _by_reshape),
-            ("spread by a reshape without a transpose, after RoPE", "rotate", _by_reshape),
+        f"the rotary part of the keys is not shared across heads, but {words}": where(lambda c: c.spec.latent, change)
+        for words, change in (
+            ("in the first head alone", in_steps(share=_in_first_head)),
+            ("spread by a reshape without a transpose", in_steps(share=_by_reshape)),
+            ("spread by a reshape without a transpose, after RoPE", in_steps(rotate=_by_reshape_after_rope)),
         )
     },
 }
@@ -274,7 +296,7 @@ def explain(right: Computation, results: Mapping[str, Array], found: Collection[
     """
     for mistakes in sorted(_combinations(right), key=lambda tried: -len({*found}.intersection(hint for hint, _ in tried))):
         try:
-            wrong = reduce(lambda computation, mistake: mistake[1](computation), mistakes, right).run()
+            wrong = all_of(*(change for _, change in mistakes))(right).run()
         except ValueError:  # shapes for which these mistakes cannot be made
             continue
         if wrong.rows.any() and all(wrong.agrees(name, got) for name, got in results.items()):

@@ -11,36 +11,21 @@ Vaswani et al. 2017, "Attention Is All You Need", section 3.2:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from service.attention.reference.masks import (
-    blocked_by_chunks,
-    blocked_by_keys,
-    blocked_by_masks,
-    blocked_by_position,
-    blocked_by_segments,
-    query_positions,
-    spread,
-)
-from service.attention.reference.positions import (
-    grid_bias,
-    position_bias,
-    query_factors,
-    relative_terms,
-    rotary_positions,
-    rotate,
-)
+from service.attention.reference.positions import grid_bias, position_bias, query_factors, relative_terms, rotate
+from service.attention.reference.projections import Projections
+from service.attention.reference.request import Request
 from service.spec import LAMBDAS, LayerSpec
 from service.spec_parts import OutputGate, QKNorm
 from service.tensors import Array
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class Outputs:
     """Every output of one call in float64; a call without a batch drops the leading b of each."""
 
     output: Array  # [b, q, output_dim]; without projections, concatenated
@@ -54,6 +39,8 @@ class Reference:
     head_outputs: Array  # [b, h, q, dv], after head_scale and the gate
     concatenated: Array  # [b, q, h*dv]
     indexer_mask: Array  # [b, q, k], 1 for the keys that the indexer selects; without an indexer, for those that may be attended to
+    latent: Array  # [b, k, key_value_rank], of the key, after the norm; rank 0 without latent attention
+    rope_key: Array  # [b, k, rope_key_dim], what the keys of all heads begin with, after RoPE; likewise
     fully_masked: Array  # [b, h, q], true where no key is left
 
     @property
@@ -61,287 +48,203 @@ class Reference:
         return int(self.fully_masked.sum())
 
 
-@np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf
-def attend(
-    spec: LayerSpec,
-    weights: Mapping[str, Array],
-    *,
-    query: ArrayLike,
-    key: ArrayLike | None = None,
-    value: ArrayLike | None = None,
-    attend_mask: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    attend_keys: ArrayLike | None = None,
-    block_keys: ArrayLike | None = None,
-    valid_lens: ArrayLike | None = None,
-    segments: ArrayLike | None = None,
-    query_segments: ArrayLike | None = None,
-    key_segments: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | Literal["end"] | None = None,
-    positions: ArrayLike | None = None,
-    key_positions: ArrayLike | None = None,
-    causal: bool = False,
-    window: Mapping[str, int | None] | None = None,
-    fully_masked: Literal["zero", "uniform", "error"] = "zero",
-    head_scale: ArrayLike | None = None,
-    dropout: Mapping[str, Any] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Reference:
-    """Every output of the layer `spec` with these canonical weights. Arguments are named and shaped as the fields of a request.
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Where the queries and keys of a call are."""
 
-    query [b, q, query_dim], key [b, k, key_dim], value [b, k, value_dim]; masks and bias [q, k], [b, q, k] or [b, h, q, k], axes of 1
-    broadcast; key masks [b, k]; valid_lens [b] or [b, q]; query_offset an integer, [b] or "end"; positions [b, q] or [b, q, axes] and
-    key_positions [b, k] or [b, k, axes], by which RoPE rotates; head_scale [h] or [b, h].
-    A query [q, query_dim] has no batch axis, and then no argument has one.
+    indices: Array  # [b, q], the key position of each query
+    ahead: Array  # [b, 1, q, k], the position of key j less that of query i
+    rotary: Mapping[str, Array]  # of "query" and "key" for RoPE: [b, n] or [b, n, axes]; b may be 1
+
+
+def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> Outputs:
+    """Every output of the layer `spec` with these canonical weights. The arguments are the fields of `Request`.
 
     ValueError: a value without a key; q != k without query_offset where positions matter; fully masked rows with fully_masked="error".
     """
-    if value is not None and key is None:
-        raise ValueError("expected a key beside the value, got a value alone")
-    batched = np.ndim(query) == 3
-    key = query if key is None else key
-    value = key if value is None else value
-    q, k, v = (project_heads(spec, weights, name, as_batch(x, batched)) for name, x in (("query", query), ("key", key), ("value", value)))
-    shape = (*q.shape[:3], k.shape[2])  # [b, h, q, k]
-
-    if segments is not None:
-        query_segments = key_segments = segments
-    blocked_keys = blocked_by_keys(shape, *(as_batch(x, batched) for x in (valid_lens, attend_keys, block_keys, key_segments)))
-    indices = query_positions(query_offset, blocked_keys, needed=causal or window is not None or bool(spec.positional))
-    ahead = np.arange(shape[-1]) - indices[:, None, :, None]  # [b, 1, q, k], position of key j less that of query i
-    turned = rotary_positions(as_batch(positions, batched), as_batch(key_positions, batched), indices, shape[-1])
-    if spec.rope:
-        q, k = rotate_parts(spec, q, turned["query"]), rotate_parts(spec, k, turned["key"])
-    if spec.qk_norm and spec.qk_norm.after_rope:
-        q, k = (normalise_heads(x, weights, name, spec.qk_norm) for x, name in ((q, "query"), (k, "key")))
-    if spec.query_scale:
-        q = q * query_factors(indices, spec.query_scale)
-
-    # Sum of the biases, and the blocked pairs.
-    added = spread(0.0 if bias is None else np.asarray(bias, np.float64), shape, batched) + position_bias(spec, weights, ahead)
-    if spec.grid_bias:
-        added = added + grid_bias(spec, weights, q, indices, shape[-1])
-    windows = (spec.window.model_dump() if spec.window else {}, window or {})
-    by_position = blocked_by_position(ahead, causal, windows)
-    if spec.chunk_size:
-        by_position |= blocked_by_chunks(indices, shape[-1], spec.chunk_size)
-    in_sequence: Array = ~np.all(blocked_keys[:, :1], axis=2)  # [b, 1 or q, k], real keys of the query's segment
-    if query_segments is not None and key_segments is not None:
-        other = blocked_by_segments(as_batch(query_segments, batched), as_batch(key_segments, batched))
-        by_position, in_sequence = by_position | other, in_sequence & ~other[:, 0]
-    blocked = np.isneginf(added) | blocked_by_masks(attend_mask, block_mask, shape, batched) | blocked_keys | by_position
-    allowed: Array = ~np.all(blocked, axis=1)  # [b, q, k]
-    if spec.indexer:
-        allowed &= indexed(spec, weights, as_batch(query, batched), as_batch(key, batched), turned, allowed)
-        blocked |= ~allowed[:, None]
-    empty = np.all(blocked, axis=-1)  # [b, h, q]
-    if fully_masked == "error" and empty.any():
-        raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(empty)[0].tolist()}")
-
-    all_scores = []
-    for queries, keys in zip(parts_of(spec, q), parts_of(spec, repeat_kv_heads(k, spec.num_heads)), strict=True):
-        scores = (spec.scale if scale is None else scale) * raw_scores(spec, weights, queries, keys, ahead)
-        if cap := spec.softcap if softcap is None else softcap:
-            scores = cap * np.tanh(scores / cap)
-        factor, less = growth(spec, blocked, in_sequence)
-        all_scores.append(np.where(blocked, -np.inf, factor * (scores + added) - less))
-    scores, sinks = all_scores[0], np.asarray(weights["sinks"], np.float64)[:, None] if spec.sinks else None
-    normalised, (log_sum_exp, *_) = zip(*(softmax(x, sinks) for x in all_scores), strict=True)
-    if spec.normalizer == "sigmoid":
-        normalised = (np.exp(-np.logaddexp(0.0, -scores)),)
-    filling = np.where(empty, 1 / max(shape[-1], 1) if fully_masked == "uniform" else 0.0, 0.0)[..., None]
-    attention_weights = np.sum([factor * (x + filling) for factor, x in zip(factors(spec, weights), normalised, strict=True)], axis=0)
-    if dropout is not None:
-        attention_weights = attention_weights * dropout_multiplier(dropout, shape)
-
-    heads = average_values(attention_weights, repeat_kv_heads(v, spec.num_heads))
-    if spec.differential:
-        heads = (1 - spec.differential.lambda_init) * normalise_heads(heads, weights, "head", QKNorm(eps=spec.differential.eps))
-    if head_scale is not None:
-        heads = heads * np.asarray(head_scale, np.float64)[..., None, None]  # [h, 1, 1] or [b, h, 1, 1]
-    if spec.output_gate:
-        heads = heads * activate(gate_logits(spec, weights, as_batch(query, batched)), spec.output_gate)
-    concatenated = merge_heads(heads)
-    outputs: dict[str, Array] = {
-        "output": project(concatenated, weights, "output") if spec.projections else concatenated,
-        "attention_weights": attention_weights,
-        "scores": scores,
-        "log_sum_exp": log_sum_exp,
-        "normalised": np.stack(normalised, axis=1),
-        "query_projection": q,
-        "key_projection": k,
-        "value_projection": v,
-        "head_outputs": heads,
-        "concatenated": concatenated,
-        "indexer_mask": allowed.astype(np.float64),
-        "fully_masked": empty,
-    }
-    return Reference(**{name: x if batched else x[0] for name, x in outputs.items()})
+    request = Request(**arguments)
+    outputs = Layer(spec, weights).attend(request)
+    return outputs if request.batched else Outputs(**{field.name: getattr(outputs, field.name)[0] for field in fields(Outputs)})
 
 
-def indexed(
-    spec: LayerSpec, weights: Mapping[str, Array], query: Array, key: Array, positions: Mapping[str, Array], allowed: Array
-) -> Array:
-    """Whether a key is among the top_k allowed ones by index score, bool [b, q, k] (DeepSeek-AI 2025, arXiv 2512.02556, equations 1, 2).
+class Layer(Projections):
+    """A layer and the steps of its computation. A subclass may replace a step; `compare/mistakes.py` does."""
 
-    I_ij = Σ_h w_ih relu(q_ih · k_j). Ties go to the lower key. The models' positive factors on scores change no order. RoPE
-    rotates queries and keys by `positions`.
-    """
-    assert spec.indexer is not None
-    k = normalise_heads(project(key, weights, "index_key")[:, None], weights, "index_key", QKNorm(kind="layer", eps=spec.indexer.eps))
-    q = split_heads(project(compress(spec, weights, "query", query), weights, "index_query"), spec.indexer.num_heads)
-    if spec.rope:
-        rope = spec.rope.model_copy(update={"interleaved": spec.indexer.interleaved})
-        q, k = rotate(q, positions["query"], rope), rotate(k, positions["key"], rope)
-    scores = np.einsum("bqh,bhqk->bqk", project(query, weights, "index_head_weights"), np.maximum(q @ k.swapaxes(-1, -2), 0))
-    best = np.argsort(np.where(allowed, -scores, np.inf), axis=-1, kind="stable")[..., : spec.indexer.top_k]
-    selected = np.zeros(allowed.shape, bool)
-    np.put_along_axis(selected, best, True, axis=-1)
-    return selected
+    @np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf
+    def attend(self, request: Request) -> Outputs:
+        """Every output, with a batch axis."""
+        spec = self.spec
+        q, k, v = (self.project_heads(name, getattr(request, name)) for name in ("query", "key", "value"))
+        shape = (*q.shape[:3], k.shape[2])  # [b, h, q, k]
+        positions = self.positions(request, shape)
+        q, k = self.at_positions(q, k, positions)
 
+        biases = self.biases(request, q, positions)
+        blocked = np.broadcast_to(self.blocked(request, biases, positions), shape)
+        empty = np.all(blocked, axis=-1)  # [b, h, q]
+        if request.fully_masked == "error" and empty.any():
+            raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(empty)[0].tolist()}")
 
-def growth(spec: LayerSpec, blocked: Array, in_sequence: Array) -> tuple[Array, Array]:
-    """A factor on the scores [b, h, q, k], and what is taken from them: ln n of scalable softmax, of sigmoid, otherwise 1 and 0.
+        all_scores = []
+        for queries, keys in zip(self.parts(q), self.parts(self.repeat_kv_heads(k)), strict=True):
+            scores = self.scale(request) * self.raw_scores(queries, keys, positions.ahead)
+            if cap := self.softcap(request):
+                scores = cap * np.tanh(scores / cap)
+            all_scores.append(np.where(blocked, -np.inf, self.growth(blocked) * (scores + biases) - self.logarithm_of_length(request)))
+        normalised, (log_sum_exp, *_) = zip(*(self.normalise_scores(scores) for scores in all_scores), strict=True)
+        filling = np.where(empty, 1 / max(shape[3], 1) if request.fully_masked == "uniform" else 0.0, 0.0)[..., None]
+        attention_weights = np.sum([factor * (x + filling) for factor, x in zip(self.factors(), normalised, strict=True)], axis=0)
+        if request.dropout is not None:
+            attention_weights = attention_weights * dropout_multiplier(request.dropout, shape)
 
-    Scalable softmax (Nakanishi 2025, equation 3): n keys that the row may attend to. Sigmoid (Ramapuram et al. 2024, equation 3): n keys
-    `in_sequence`, bool [b, 1 or q, k]. ln 0 counts as 0.
-    """
-    factor, less = np.ones(1), np.zeros(1)
-    if spec.normalizer == "scalable_softmax":
-        factor = np.log(np.maximum((~blocked).sum(axis=-1, keepdims=True), 1))
-    if spec.normalizer == "sigmoid":
-        less = np.log(np.maximum(in_sequence.sum(axis=-1), 1))[:, None, :, None]
-    return factor, less
+        heads = average_values(attention_weights, self.repeat_kv_heads(v))
+        if spec.differential:
+            heads = (1 - spec.differential.lambda_init) * self.norm(heads, "head", QKNorm(eps=spec.differential.eps))
+        if request.head_scale is not None:
+            heads = heads * np.asarray(request.head_scale, np.float64)[..., None, None]  # [h, 1, 1] or [b, h, 1, 1]
+        if spec.output_gate:
+            heads = heads * activate(self.gate_logits(request.query), spec.output_gate)
+        concatenated = self.merge_heads(heads)
+        return Outputs(
+            output=self.project(concatenated, "output") if spec.projections else concatenated,
+            attention_weights=attention_weights,
+            scores=all_scores[0],
+            log_sum_exp=log_sum_exp,
+            normalised=np.stack(normalised, axis=1),
+            query_projection=q,
+            key_projection=k,
+            value_projection=v,
+            head_outputs=heads,
+            concatenated=concatenated,
+            indexer_mask=1.0 - np.all(blocked, axis=1),
+            latent=self.compress("key", request.key) if spec.latent else k[:, 0, :, :0],
+            rope_key=k[:, 0, :, : spec.latent.rope_key_dim if spec.latent else 0],
+            fully_masked=empty,
+        )
 
+    # Positions
 
-def parts_of(spec: LayerSpec, x: Array) -> list[Array]:
-    """The queries or keys of each softmax: two halves of [b, h, n, d] in differential layers, otherwise x alone."""
-    return np.split(x, 2, axis=-1) if spec.differential else [x]
+    def positions(self, request: Request, shape: tuple[int, ...]) -> Positions:
+        """Positions for scores of this shape. RoPE has those of the request, where keys default to queries, or else the indices."""
+        needed = request.causal or request.window is not None or bool(self.spec.positional)
+        indices, keys = request.query_indices(shape, needed), np.arange(shape[3])
+        rotary = {"query": indices, "key": keys[None]}
+        if request.positions is not None:
+            rotary = {"query": request.positions, "key": request.positions if request.key_positions is None else request.key_positions}
+        return Positions(indices, keys - indices[:, None, :, None], rotary)
 
+    def at_positions(self, q: Array, k: Array, positions: Positions) -> tuple[Array, Array]:
+        """Queries and keys after RoPE, a norm that comes after it, and the scale of queries by position."""
+        spec = self.spec
+        if spec.rope:
+            q, k = (self.rotate(x, name, positions.rotary[name]) for x, name in ((q, "query"), (k, "key")))
+        if spec.qk_norm and spec.qk_norm.after_rope:
+            q, k = self.norm(q, "query", spec.qk_norm), self.norm(k, "key", spec.qk_norm)
+        return q * query_factors(positions.indices, spec.query_scale) if spec.query_scale else q, k
 
-def rotate_parts(spec: LayerSpec, x: Array, positions: Array) -> Array:
-    """RoPE of each of `parts_of` x [b, h, n, d]."""
-    assert spec.rope is not None
-    return np.concatenate([rotate(part, positions, spec.rope) for part in parts_of(spec, x)], axis=-1)
+    def rotate(self, x: Array, name: str, positions: Array) -> Array:
+        """RoPE of queries or keys, in differential layers of each half."""
+        assert self.spec.rope is not None
+        return np.concatenate([rotate(part, positions, self.spec.rope) for part in self.parts(x)], axis=-1)
 
+    def biases(self, request: Request, q: Array, positions: Positions) -> Array:
+        """The sum of all biases, which are neither scaled nor capped, to be broadcast to [b, h, q, k]."""
+        biases = self.position_bias(positions.ahead)
+        if request.bias is not None:
+            biases = biases + request.per_pair(np.asarray(request.bias, np.float64))
+        if self.spec.grid_bias:
+            biases = biases + grid_bias(self.spec.grid_bias, self.weights, q, positions.indices, positions.ahead.shape[3])
+        return biases
 
-def factors(spec: LayerSpec, weights: Mapping[str, Array]) -> list[float]:
-    """The factor of each softmax in the weights: 1 and -λ, with λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + λ_init (Ye et al., eq. 2)."""
-    if not spec.differential:
-        return [1.0]
-    q1, k1, q2, k2 = (np.asarray(weights[name], np.float64) for name in LAMBDAS)
-    return [1.0, -(float(np.exp(q1 @ k1) - np.exp(q2 @ k2)) + spec.differential.lambda_init)]
+    def position_bias(self, ahead: Array) -> Array:
+        return position_bias(self.spec, self.weights, ahead)
 
+    def blocked(self, request: Request, biases: Array, positions: Positions) -> Array:
+        """The pairs that masks, lengths, segments, positions and the indexer block, and those with a bias of -inf.
 
-def raw_scores(spec: LayerSpec, weights: Mapping[str, Array], q: Array, k: Array, ahead: Array) -> Array:
-    """Q Kᵀ and the terms of the distance, before the scale: [b, h, q, d], [b, h, k, d], [b, 1, q, k] -> [b, h, q, k]."""
-    products: Array = q @ k.swapaxes(-1, -2)
-    return products + relative_terms(spec, weights, q, k, ahead) if spec.relative_scores else products
+        To be broadcast to [b, h, q, k].
+        """
+        spec, ahead = self.spec, positions.ahead
+        blocked: Array = np.isneginf(biases) | request.blocked_by_masks() | (request.blocked_keys() | request.other_segments())[:, None]
+        if request.causal:
+            blocked = blocked | (ahead > 0)
+        for window in (request.window or {}, spec.window.model_dump() if spec.window else {}):
+            left, right = window.get("left"), window.get("right")
+            if left is not None:
+                blocked = blocked | (ahead < -left)
+            if right is not None:
+                blocked = blocked | (ahead > right)
+        if spec.chunk_size:  # Llama 4
+            blocked = blocked | (positions.indices[:, None, :, None] // spec.chunk_size != np.arange(ahead.shape[3]) // spec.chunk_size)
+        if spec.indexer:
+            blocked = blocked | ~self.indexed(request, positions, ~np.all(blocked, axis=1))[:, None]
+        return blocked
 
+    def indexed(self, request: Request, positions: Positions, allowed: Array) -> Array:
+        """Whether a key is among the top_k allowed ones by index score: bool [b, q, k].
 
-def gate_logits(spec: LayerSpec, weights: Mapping[str, Array], query: ArrayLike) -> Array:
-    """X W_θ of Qiu et al. 2025 (arXiv 2505.06708), equation 5: [b, q, d_model] -> [b, h, q, dv], or [b, h, q, 1] for a headwise gate."""
-    return split_heads(project(query, weights, "gate"), spec.num_heads)
+        I_ij = Σ_h w_ih relu(q_ih · k_j): DeepSeek-AI 2025, arXiv 2512.02556, equations 1 and 2. Ties go to the lower key. The models'
+        positive factors on scores change no order.
+        """
+        indexer, rope = self.spec.indexer, self.spec.rope
+        assert indexer is not None
+        k = self.norm(self.project(request.key, "index_key")[:, None], "index_key", QKNorm(kind="layer", eps=indexer.eps))
+        q = self.split_heads(self.project(self.compress("query", request.query), "index_query"), indexer.num_heads)
+        if rope:
+            rope = rope.model_copy(update={"interleaved": indexer.interleaved})
+            q, k = rotate(q, positions.rotary["query"], rope), rotate(k, positions.rotary["key"], rope)
+        head_weights = self.project(request.query, "index_head_weights")
+        scores = np.einsum("bqh,bhqk->bqk", head_weights, np.maximum(q @ k.swapaxes(-1, -2), 0))
+        best = np.argsort(np.where(allowed, -scores, np.inf), axis=-1, kind="stable")[..., : indexer.top_k]
+        selected = np.zeros(scores.shape, bool)
+        np.put_along_axis(selected, best, True, axis=-1)
+        return selected
 
+    # Scores and weights: [b, h, q, k]
 
-def activate(logits: Array, gate: OutputGate) -> Array:
-    """1 / (1 + exp(-x)), or softplus ln(1 + exp(x)), neither of which overflows here."""
-    if gate.activation == "softplus":
-        return np.logaddexp(0.0, logits)
-    return np.exp(-np.logaddexp(0.0, -logits))
+    def scale(self, request: Request) -> float:
+        return self.spec.scale if request.scale is None else request.scale
 
+    def softcap(self, request: Request) -> float | None:
+        return self.spec.softcap if request.softcap is None else request.softcap
 
-def as_batch(x: ArrayLike | None, batched: bool) -> Any:
-    """An argument with a batch axis, added if the call has none."""
-    return x if x is None else np.asarray(x) if batched else np.asarray(x)[None]
+    def parts(self, x: Array) -> list[Array]:
+        """The queries or keys of each softmax: two halves of [b, h, n, d] in differential layers, otherwise x alone."""
+        return np.split(x, 2, axis=-1) if self.spec.differential else [x]
 
+    def raw_scores(self, q: Array, k: Array, ahead: Array) -> Array:
+        """Q Kᵀ and the terms of the distance, before the scale."""
+        products: Array = q @ k.swapaxes(-1, -2)
+        return products + relative_terms(self.spec, self.weights, q, k, ahead) if self.spec.relative_scores else products
 
-def project_heads(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
-    """A query, key or value as heads, [b, n, in] -> [b, heads, n, d]: projected and normalised if the layer does that."""
-    heads = spec.num_heads if name == "query" else spec.num_kv_heads
-    width = spec.value_head_dim if name == "value" else spec.head_dim
-    if spec.latent:
-        split = latent_heads(spec, weights, name, x)
-    else:
-        projected = project(x, weights, name) if spec.projections else x.astype(np.float64)
-        if projected.shape[-1] != heads * width:
-            raise ValueError(f"expected a {name} of {heads} heads of {width} numbers, got {projected.shape[-1]} numbers")
-        split = split_heads(projected, heads)
-    return normalise_heads(split, weights, name, spec.qk_norm) if spec.qk_norm and normalises(spec.qk_norm, name) else split
+    def growth(self, blocked: Array) -> Array:
+        """ln n for the n keys that a row may attend to: the factor on scores of scalable softmax (Nakanishi 2025, eq. 3), otherwise 1."""
+        if self.spec.normalizer != "scalable_softmax":
+            return np.ones(1)
+        n: Array = (~blocked).sum(axis=-1, keepdims=True)
+        return np.log(np.maximum(n, 1))
 
+    def logarithm_of_length(self, request: Request) -> Array:
+        """ln n for the n real keys of the query's segment: what sigmoid attention subtracts (Ramapuram et al. 2024, eq. 3), otherwise 0."""
+        if self.spec.normalizer != "sigmoid":
+            return np.zeros(1)
+        n: Array = (request.real_keys()[:, None] & ~request.other_segments()).sum(axis=-1)  # [b, 1 or q]
+        return np.log(np.maximum(n, 1))[:, None, :, None]
 
-def latent_heads(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
-    """Multi-head latent attention, DeepSeek-AI 2024 (arXiv 2405.04434), equations 9 to 17: [b, n, in] -> [b, heads, n, d], before RoPE.
+    def normalise_scores(self, scores: Array) -> tuple[Array, Array]:
+        """Weights, by softmax or sigmoid, and log Σ exp of the scores and the sink."""
+        weights, log_sum_exp = self.softmax(scores, self.weights["sinks"][:, None] if self.spec.sinks else None)
+        return sigmoid(scores) if self.spec.normalizer == "sigmoid" else weights, log_sum_exp
 
-    c = norm(W^D x); a query or value is W^U c. A key is [k^R; k^C] with k^C = W^UK c and k^R = W^KR x, which is the same for all heads.
-    """
-    assert spec.latent is not None
-    heads = spec.num_heads if name == "query" else spec.num_kv_heads
-    up = split_heads(project(compress(spec, weights, name, x), weights, name), heads)
-    if name != "key":
-        return up
-    shared = project(x, weights, "rope_key")[:, None]
-    return np.concatenate([np.broadcast_to(shared, (*up.shape[:3], spec.latent.rope_key_dim)), up], axis=-1)
+    def softmax(self, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
+        return softmax(scores, sinks)
 
-
-def compress(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
-    """The latent vectors of a query, key or value: [b, n, in] -> [b, n, rank]; x itself if there are none."""
-    if spec.latent is None or (name == "query" and spec.latent.query_rank is None):
-        return x
-    down = "query_down" if name == "query" else "key_value_down"
-    return normalise_heads(project(x, weights, down), weights, down, QKNorm(eps=spec.latent.eps))
-
-
-def normalises(norm: QKNorm, name: str) -> bool:
-    """Whether the norm applies to the projected query, key or value as it is, before RoPE."""
-    return norm.values if name == "value" else not norm.after_rope
-
-
-def project(x: ArrayLike, weights: Mapping[str, Array], name: str) -> Array:
-    """x Wᵀ + b, with W [out, in] as in `torch.nn.Linear`: [b, n, in] -> [b, n, out]; b is 0 without `name.bias`."""
-    projected = np.asarray(x, np.float64) @ np.asarray(weights[f"{name}.weight"], np.float64).T
-    return projected + np.asarray(weights.get(f"{name}.bias", 0.0), np.float64)
-
-
-def split_heads(x: Array, heads: int) -> Array:
-    """[b, n, h*d] -> [b, h, n, d]: head i is columns i*d to (i+1)*d of every row."""
-    b, n, width = x.shape
-    return x.reshape(b, n, heads, width // heads).transpose(0, 2, 1, 3)
-
-
-def repeat_kv_heads(x: Array, heads: int) -> Array:
-    """Grouped-query attention (Ainslie et al. 2023): [b, kv heads, n, d] -> [b, h, n, d], each kv head h / kv heads times in a row."""
-    return np.repeat(x, heads // x.shape[1], axis=1)
-
-
-def merge_heads(x: Array) -> Array:
-    """[b, h, n, d] -> [b, n, h*d], the inverse of `split_heads`."""
-    b, h, n, d = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(b, n, h * d)
-
-
-def normalise_heads(x: Array, weights: Mapping[str, Array], name: str, norm: QKNorm) -> Array:
-    """`normalise` for x [b, heads, n, d] with the weight and bias of `name`_norm, 1 and 0 if the layer has none."""
-    return normalise(x, norm_weight(weights, f"{name}_norm.weight", 1.0), norm, norm_weight(weights, f"{name}_norm.bias", 0.0))
-
-
-def normalise(x: Array, weight: ArrayLike, norm: QKNorm, bias: ArrayLike = 0.0) -> Array:
-    """x / √(mean x² + eps) · w + b (RMS norm, Zhang and Sennrich 2019); the layer norm subtracts the mean of x first.
-
-    The mean is over the last axis, or over all heads of a row: axes 1 and 3 of [b, heads, n, d].
-    """
-    axes = (-1,) if norm.over == "head" else (1, 3)
-    if norm.kind == "layer":
-        x = x - x.mean(axis=axes, keepdims=True)
-    normed: Array = x / np.sqrt((x**2).mean(axis=axes, keepdims=True) + norm.eps) * np.asarray(weight, np.float64) + np.asarray(bias)
-    return normed
-
-
-def norm_weight(weights: Mapping[str, Array], name: str, otherwise: float) -> Array:
-    """A norm's weight or bias, [d] or [heads, d], to be broadcast to [b, heads, n, d]; `otherwise` if the layer has none."""
-    return np.asarray(weights[name], np.float64)[..., None, :] if name in weights else np.array(otherwise)
+    def factors(self) -> list[float]:
+        """The factor of each softmax in the weights: 1 and -λ, with λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + λ_init (Ye et al., eq. 2)."""
+        if not self.spec.differential:
+            return [1.0]
+        q1, k1, q2, k2 = (self.weights[name] for name in LAMBDAS)
+        return [1.0, -(float(np.exp(q1 @ k1) - np.exp(q2 @ k2)) + self.spec.differential.lambda_init)]
 
 
 def softmax(scores: Array, sinks: Array | None = None) -> tuple[Array, Array]:
@@ -352,13 +255,22 @@ def softmax(scores: Array, sinks: Array | None = None) -> tuple[Array, Array]:
     """
     empty = np.isneginf(scores).all(axis=-1, keepdims=True)
     sink = -np.inf if sinks is None else sinks[..., None]
-    highest = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
-    highest = np.where(empty, 0.0, highest)
+    highest = np.where(empty, 0.0, np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink))
     exponentials = np.exp(scores - highest)
     total = exponentials.sum(axis=-1, keepdims=True) + np.where(empty, 0.0, np.exp(sink - highest))
     with np.errstate(divide="ignore"):
         log_sum_exp = (highest + np.log(total))[..., 0]
     return exponentials / np.where(total == 0, 1.0, total), log_sum_exp
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), without overflow."""
+    return np.exp(-np.logaddexp(0.0, -x))
+
+
+def activate(logits: Array, gate: OutputGate) -> Array:
+    """The sigmoid, or softplus ln(1 + exp(x))."""
+    return np.logaddexp(0.0, logits) if gate.activation == "softplus" else sigmoid(logits)
 
 
 def average_values(weights: Array, values: Array) -> Array:

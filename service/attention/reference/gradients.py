@@ -23,137 +23,91 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from service.attention.reference.forward import (
-    Reference,
-    activate,
-    as_batch,
-    attend,
-    average_values,
-    dropout_multiplier,
-    factors,
-    gate_logits,
-    growth,
-    merge_heads,
-    norm_weight,
-    normalises,
-    parts_of,
-    project,
-    project_heads,
-    raw_scores,
-    repeat_kv_heads,
-    rotate_parts,
-    split_heads,
-)
-from service.attention.reference.masks import blocked_by_keys, query_positions
-from service.attention.reference.positions import grid_vectors, position_vectors, query_factors, rotary_positions, rotate
+from service.attention.reference.forward import Layer, Outputs, Positions, activate, average_values, dropout_multiplier, sigmoid
+from service.attention.reference.positions import grid_vectors, position_vectors, query_factors
+from service.attention.reference.projections import merge_heads, split_heads
+from service.attention.reference.request import Request
 from service.spec import LayerSpec
-from service.spec_parts import OutputGate, QKNorm
+from service.spec_parts import QKNorm
 from service.tensors import Array
 
 
 @np.errstate(invalid="ignore", over="ignore")  # as in `attend`
-def gradients(
-    spec: LayerSpec,
-    weights: Mapping[str, Array],
-    output_gradient: ArrayLike,
-    *,
-    query: ArrayLike,
-    key: ArrayLike | None = None,
-    value: ArrayLike | None = None,
-    **call: Any,
-) -> dict[str, Array]:
+def gradients(spec: LayerSpec, weights: Mapping[str, Array], output_gradient: ArrayLike, **arguments: Any) -> dict[str, Array]:
     """`query_gradient`, `key_gradient` and `value_gradient` of ⟨output_gradient, output⟩, each shaped as its input.
 
     output_gradient is shaped as the output; the other arguments are those of `attend`. A key or value that defaults to another input has a
     separate gradient, as if it were given.
     """
-    key = query if key is None else key
-    value = key if value is None else value
-    batched = np.ndim(query) == 3
-    forward = attend(spec.model_copy(update={"output_gate": None}), weights, query=query, key=key, value=value, **call)
-    inputs = {name: as_batch(x, batched) for name, x in (("query", query), ("key", key), ("value", value))}
+    layer, request = Layer(spec, weights), Request(**arguments)
+    forward = Layer(spec.model_copy(update={"output_gate": None}), weights).attend(request)
+    inputs = {name: getattr(request, name) for name in ("query", "key", "value")}
 
-    back = as_batch(output_gradient, batched)
+    back = request.as_batch(output_gradient)
     if spec.projections:
-        back = back @ np.asarray(weights["output.weight"], np.float64)
+        back = back @ layer.weights["output.weight"]
     back = split_heads(back, spec.num_heads)
     through_gate: ArrayLike = 0.0
     if spec.output_gate:
-        through_gate, back = _through_gate(spec, weights, inputs["query"], as_batch(forward.head_outputs, batched), back)
-    if (head_scale := call.get("head_scale")) is not None:
-        back = back * np.asarray(head_scale, np.float64)[..., None, None]
+        through_gate, back = _through_gate(layer, request.query, forward.head_outputs, back)
+    if request.head_scale is not None:
+        back = back * np.asarray(request.head_scale, np.float64)[..., None, None]
     if spec.differential:
-        values = repeat_kv_heads(as_batch(forward.value_projection, batched), spec.num_heads)
-        averaged = average_values(as_batch(forward.attention_weights, batched), values)
-        norm, back = QKNorm(eps=spec.differential.eps), (1 - spec.differential.lambda_init) * back
-        back = _back_through_norm(averaged, weights, "head", norm, back)
+        averaged = average_values(forward.attention_weights, layer.repeat_kv_heads(forward.value_projection))
+        back = _through_norm(layer, "head", QKNorm(eps=spec.differential.eps), averaged, (1 - spec.differential.lambda_init) * back)
 
-    indices, num_keys = _indices(forward, call, batched), inputs["key"].shape[1]
-    vectors = None  # which a grid adds to the keys, [b, q, k, d]
-    if spec.grid_bias and spec.grid_bias.kind == "decomposed":
-        vectors = grid_vectors(spec.grid_bias, weights, indices, num_keys)
-    through = dict(zip(inputs, _through_attention(spec, weights, back, forward, call, batched, vectors), strict=True))
+    positions = layer.positions(request, forward.scores.shape)
+    through = dict(zip(inputs, _through_attention(layer, request, forward, positions, back), strict=True))
     if spec.query_scale:
-        through["query"] = query_factors(indices, spec.query_scale) * through["query"]
+        through["query"] = query_factors(positions.indices, spec.query_scale) * through["query"]
     if spec.rope:  # the gradient of a rotation is the opposite rotation
-        positions, key_positions = (as_batch(call.get(name), batched) for name in ("positions", "key_positions"))
-        for name, turned in rotary_positions(positions, key_positions, indices, num_keys).items():
+        for name, rotary in positions.rotary.items():
             if spec.qk_norm and spec.qk_norm.after_rope:
-                rotated = rotate(project_heads(spec, weights, name, inputs[name]), turned, spec.rope)
-                through[name] = _back_through_norm(rotated, weights, name, spec.qk_norm, through[name])
-            through[name] = rotate_parts(spec, through[name], -turned)
-    input_gradients = {name: _back_through_projection(spec, weights, name, inputs[name], x) for name, x in through.items()}
+                rotated = layer.rotate(layer.project_heads(name, inputs[name]), name, rotary)
+                through[name] = _through_norm(layer, name, spec.qk_norm, rotated, through[name])
+            through[name] = layer.rotate(through[name], name, -rotary)
+    input_gradients = {name: _through_projection(layer, name, inputs[name], x) for name, x in through.items()}
     input_gradients["query"] = input_gradients["query"] + through_gate
-    return {f"{name}_gradient": x if batched else x[0] for name, x in input_gradients.items()}
+    return {f"{name}_gradient": x if request.batched else x[0] for name, x in input_gradients.items()}
 
 
-def _through_gate(spec: LayerSpec, weights: Mapping[str, Array], query: Array, heads: Array, back: Array) -> tuple[Array, Array]:
+def _through_gate(layer: Layer, query: Array, heads: Array, back: Array) -> tuple[Array, Array]:
     """From the gradient Ȳ of Y = H ∘ a(Z), Z = X Wᵀ + b: the gradient of X, (Ȳ ∘ H ∘ a'(Z)) W, and that of H, Ȳ ∘ a(Z).
 
     A headwise gate has one column of Z for all columns of H, so their gradients are summed.
     """
-    assert spec.output_gate is not None
-    logits = gate_logits(spec, weights, query)
-    gate, sigmoid = activate(logits, spec.output_gate), activate(logits, OutputGate())
-    slope = sigmoid if spec.output_gate.activation == "softplus" else sigmoid * (1 - sigmoid)
+    gate, logits = layer.spec.output_gate, layer.gate_logits(query)
+    assert gate is not None
+    slope = sigmoid(logits) if gate.activation == "softplus" else sigmoid(logits) * sigmoid(-logits)
     for_logits = back * heads * slope
-    if spec.output_gate.granularity == "headwise":
+    if gate.granularity == "headwise":
         for_logits = for_logits.sum(axis=-1, keepdims=True)
-    return merge_heads(for_logits) @ np.asarray(weights["gate.weight"], np.float64), back * gate
+    return merge_heads(for_logits) @ layer.weights["gate.weight"], back * activate(logits, gate)
 
 
-def _through_attention(
-    spec: LayerSpec,
-    weights: Mapping[str, Array],
-    back: Array,
-    forward: Reference,
-    call: Mapping[str, Any],
-    batched: bool,
-    vectors: Array | None,
-) -> tuple[Array, ...]:
+def _through_attention(layer: Layer, request: Request, forward: Outputs, positions: Positions, back: Array) -> tuple[Array, ...]:
     """From the gradient of the heads' outputs [b, h, q, dv] to those of their queries [b, h, q, d], keys and values [b, kv heads, k, …]."""
-    projections = (forward.query_projection, forward.key_projection, forward.value_projection)
-    q, k, v = (repeat_kv_heads(as_batch(x, batched), spec.num_heads) for x in projections)
-    scores, normalised, after_dropout = (as_batch(x, batched) for x in (forward.scores, forward.normalised, forward.attention_weights))
-    blocked = np.isneginf(scores)
-    multiplier = 1.0 if call.get("dropout") is None else dropout_multiplier(call["dropout"], scores.shape)
+    spec, scale, cap = layer.spec, layer.scale(request), layer.softcap(request)
+    q, k, v = (layer.repeat_kv_heads(x) for x in (forward.query_projection, forward.key_projection, forward.value_projection))
+    blocked = np.isneginf(forward.scores)
+    multiplier = 1.0 if request.dropout is None else dropout_multiplier(request.dropout, blocked.shape)
+    vectors = None  # which a grid adds to the keys, [b, q, k, d]
+    if spec.grid_bias and spec.grid_bias.kind == "decomposed":
+        vectors = grid_vectors(spec.grid_bias, layer.weights, positions.indices, k.shape[2])
 
-    for_values = after_dropout.swapaxes(-1, -2) @ back
+    for_values = forward.attention_weights.swapaxes(-1, -2) @ back
     for_weights = np.where(blocked, 0.0, multiplier * (back @ v.swapaxes(-1, -2)))
-    scale = spec.scale if call.get("scale") is None else call["scale"]
-    ahead = np.arange(k.shape[2]) - _indices(forward, call, batched)[:, None, :, None]
-    cap = spec.softcap if call.get("softcap") is None else call["softcap"]
     for_queries, for_keys = [], []
-    for i, (factor, queries, keys) in enumerate(zip(factors(spec, weights), parts_of(spec, q), parts_of(spec, k), strict=True)):
-        for_scores = factor * _through_normalizer(spec, normalised[:, i], for_weights) * growth(spec, blocked, blocked)[0]
-        through_vectors: Array | float = 0.0 if vectors is None else np.einsum("bhij,bijd->bhid", for_scores, vectors)
+    for i, (factor, queries, keys) in enumerate(zip(layer.factors(), layer.parts(q), layer.parts(k), strict=True)):
+        for_scores = factor * _through_normalizer(spec, forward.normalised[:, i], for_weights) * layer.growth(blocked)
+        for_query: Array | float = 0.0 if vectors is None else np.einsum("bhij,bijd->bhid", for_scores, vectors)
         if cap:
-            slope = 1 - np.tanh(scale * raw_scores(spec, weights, queries, keys, ahead) / cap) ** 2
+            slope = 1 - np.tanh(scale * layer.raw_scores(queries, keys, positions.ahead) / cap) ** 2
             for_scores = np.where(blocked, 0.0, for_scores * slope)
-        for_queries.append(scale * average_values(for_scores, keys) + through_vectors)
+        for_queries.append(scale * average_values(for_scores, keys) + for_query)
         for_keys.append(scale * (for_scores.swapaxes(-1, -2) @ queries))
         if spec.relative_scores:
-            through_terms = _through_relative_terms(spec, weights, scale * for_scores, ahead)
+            through_terms = _through_relative_terms(layer, scale * for_scores, positions.ahead)
             for_queries[i], for_keys[i] = for_queries[i] + through_terms[0], for_keys[i] + through_terms[1]
     by_kv_head = (_sum_over_groups(x, spec.num_kv_heads) for x in (np.concatenate(for_keys, axis=-1), for_values))
     return np.concatenate(for_queries, axis=-1), *by_kv_head
@@ -166,13 +120,14 @@ def _through_normalizer(spec: LayerSpec, weights: Array, back: Array) -> Array:
     return result
 
 
-def _through_relative_terms(spec: LayerSpec, weights: Mapping[str, Array], back: Array, ahead: Array) -> tuple[Array, Array]:
+def _through_relative_terms(layer: Layer, back: Array, ahead: Array) -> tuple[Array, Array]:
     """From the gradient of the terms [b, h, q, k] to those of queries, Σ_j back_ij r_ij, and keys, Σ_i back_ij (u + s_ij)."""
-    for_queries = np.einsum("bhij,bijhd->bhid", back, position_vectors(spec, weights, "position_key", ahead))
+    weights = layer.weights
+    for_queries = np.einsum("bhij,bijhd->bhid", back, position_vectors(layer.spec, weights, "position_key", ahead))
     if "content_bias" in weights:
-        return for_queries, back.sum(axis=2)[..., None] * np.asarray(weights["content_bias"], np.float64)[:, None]
+        return for_queries, back.sum(axis=2)[..., None] * weights["content_bias"][:, None]
     if "position_query.weight" in weights:
-        return for_queries, np.einsum("bhij,bijhd->bhjd", back, position_vectors(spec, weights, "position_query", ahead))
+        return for_queries, np.einsum("bhij,bijhd->bhjd", back, position_vectors(layer.spec, weights, "position_query", ahead))
     return for_queries, np.zeros(1)
 
 
@@ -183,44 +138,35 @@ def _sum_over_groups(x: Array, kv_heads: int) -> Array:
     return summed
 
 
-def _indices(forward: Reference, call: Mapping[str, Any], batched: bool) -> Array:
-    """The key positions of the queries, as in `attend`: [b, q]."""
-    shape = as_batch(forward.scores, batched).shape
-    segments = "key_segments" if call.get("segments") is None else "segments"
-    masks = ("valid_lens", "attend_keys", "block_keys", segments)
-    blocked_keys = blocked_by_keys(shape, *(as_batch(call.get(name), batched) for name in masks))
-    return query_positions(call.get("query_offset"), blocked_keys, needed=False)
-
-
-def _back_through_projection(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array, back: Array) -> Array:
+def _through_projection(layer: Layer, name: str, x: Array, back: Array) -> Array:
     """Reverses `project_heads`: from the gradient of the heads [b, heads, n, d] to that of the input x [b, n, in]."""
-    norm = spec.qk_norm
-    if norm and (normalises(norm, name) or (norm.after_rope and not spec.rope and name != "value")):
-        without_norm = spec.model_copy(update={"qk_norm": None})
-        back = _back_through_norm(project_heads(without_norm, weights, name, x), weights, name, norm, back)
+    spec, norm = layer.spec, layer.spec.qk_norm
+    if norm and (norm.values if name == "value" else not (norm.after_rope and spec.rope)):
+        without_norm = Layer(spec.model_copy(update={"qk_norm": None}), layer.weights)
+        back = _through_norm(layer, name, norm, without_norm.project_heads(name, x), back)
     if spec.latent:
-        return _back_through_latent(spec, weights, name, x, back)
+        return _through_latent(layer, name, x, back)
     back = merge_heads(back)
-    return back @ np.asarray(weights[f"{name}.weight"], np.float64) if spec.projections else back
+    return back @ layer.weights[f"{name}.weight"] if spec.projections else back
 
 
-def _back_through_latent(spec: LayerSpec, weights: Mapping[str, Array], name: str, x: Array, back: Array) -> Array:
+def _through_latent(layer: Layer, name: str, x: Array, back: Array) -> Array:
     """Reverses `latent_heads`. The part of the keys that all heads share has the sum of their gradients."""
-    assert spec.latent is not None
-    in_float64 = {n: np.asarray(w, np.float64) for n, w in weights.items()}
+    latent, weights = layer.spec.latent, layer.weights
+    assert latent is not None
     direct = np.zeros(1)
     if name == "key":
-        shared, back = np.split(back, [spec.latent.rope_key_dim], axis=-1)
-        direct = shared.sum(axis=1) @ in_float64["rope_key.weight"]
-    back = merge_heads(back) @ in_float64[f"{name}.weight"]
-    if name == "query" and spec.latent.query_rank is None:
+        shared, back = np.split(back, [latent.rope_key_dim], axis=-1)
+        direct = shared.sum(axis=1) @ weights["rope_key.weight"]
+    back = merge_heads(back) @ weights[f"{name}.weight"]
+    if name == "query" and latent.query_rank is None:
         return back
     down = "query_down" if name == "query" else "key_value_down"
-    back = _back_through_norm(project(x, weights, down), weights, down, QKNorm(eps=spec.latent.eps), back)
-    return direct + back @ in_float64[f"{down}.weight"]
+    back = _through_norm(layer, down, QKNorm(eps=latent.eps), layer.project(x, down), back)
+    return direct + back @ weights[f"{down}.weight"]
 
 
-def _back_through_norm(x: Array, weights: Mapping[str, Array], name: str, norm: QKNorm, back: Array) -> Array:
+def _through_norm(layer: Layer, name: str, norm: QKNorm, x: Array, back: Array) -> Array:
     """Of y = n · w + b with n = x/r and r = √(mean x² + eps): x̄ = (n̄ - n · mean(n ∘ n̄)) / r.
 
     The layer norm subtracts the mean of x first, so the mean of the gradient is subtracted last.
@@ -229,6 +175,6 @@ def _back_through_norm(x: Array, weights: Mapping[str, Array], name: str, norm: 
     if norm.kind == "layer":
         x = x - x.mean(axis=axes, keepdims=True)
     root = np.sqrt((x**2).mean(axis=axes, keepdims=True) + norm.eps)
-    normed, back = x / root, back * norm_weight(weights, f"{name}_norm.weight", 1.0)
+    normed, back = x / root, back * layer.norm_weight(f"{name}_norm.weight", 1.0)
     result: Array = (back - normed * (normed * back).mean(axis=axes, keepdims=True)) / root
     return result - result.mean(axis=axes, keepdims=True) if norm.kind == "layer" else result

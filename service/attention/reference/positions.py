@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from service.spec import LayerSpec
 from service.spec_parts import GridBias, QueryScale, RelativeBias, RelativeScores, Rope
@@ -64,16 +63,6 @@ def query_factors(positions: Array, scale: QueryScale) -> Array:
     return factors[:, None, :, None]
 
 
-def rotary_positions(given: Array | None, of_keys: Array | None, indices: Array, num_keys: int) -> dict[str, Array]:
-    """The positions by which RoPE rotates queries and keys, [b, n] or [b, n, axes]: those given, or else the indices of queries and keys.
-
-    Keys without positions of their own have those of the queries.
-    """
-    if given is None:
-        return {"query": indices, "key": np.arange(num_keys)[None]}
-    return {"query": given, "key": given if of_keys is None else of_keys}
-
-
 def position_bias(spec: LayerSpec, weights: Mapping[str, Array], ahead: Array) -> Array:
     """The sum of ALiBi and relative bias: [b, 1, q, k] -> [b, h, q, k]."""
     bias = np.zeros((1, spec.num_heads, 1, 1))
@@ -100,9 +89,9 @@ def alibi_slopes(heads: int) -> Array:
     return np.array(slopes)
 
 
-def relative_bias(ahead: Array, table: ArrayLike, settings: RelativeBias) -> Array:
+def relative_bias(ahead: Array, table: Array, settings: RelativeBias) -> Array:
     """The entry of the table [buckets, h] for each distance's bucket, Raffel et al. 2020: [b, 1, q, k] -> [b, h, q, k]."""
-    found: Array = np.asarray(table, np.float64)[relative_buckets(ahead[:, 0], settings)]  # [b, q, k, h]
+    found: Array = table[relative_buckets(ahead[:, 0], settings)]  # [b, q, k, h]
     return found.transpose(0, 3, 1, 2)
 
 
@@ -133,7 +122,7 @@ def relative_terms(spec: LayerSpec, weights: Mapping[str, Array], q: Array, k: A
     """
     keys = position_vectors(spec, weights, "position_key", ahead)
     if spec.relative_scores and spec.relative_scores.kind == "transformer_xl":
-        u, v = (np.asarray(weights[name], np.float64)[:, None] for name in ("content_bias", "position_bias"))
+        u, v = (weights[name][:, None] for name in ("content_bias", "position_bias"))
         terms: Array = (u * k).sum(axis=-1)[:, :, None] + np.einsum("bhid,bijhd->bhij", q + v, keys)
         return terms
     terms = np.einsum("bhid,bijhd->bhij", q, keys)
@@ -150,7 +139,7 @@ def position_vectors(spec: LayerSpec, weights: Mapping[str, Array], name: str, a
         embedded = sinusoids(distances, spec.d_model, relative)
     else:
         embedded = np.eye(2 * relative.columns)[distance_buckets(distances, relative)]
-    vectors = embedded @ np.asarray(weights[f"{name}.weight"], np.float64).T
+    vectors = embedded @ weights[f"{name}.weight"].T
     return vectors.reshape(*distances.shape, spec.num_heads, spec.head_dim)
 
 
@@ -180,19 +169,17 @@ def distance_buckets(distances: Array, relative: RelativeScores) -> Array:
     return columns
 
 
-def grid_bias(spec: LayerSpec, weights: Mapping[str, Array], queries: Array, indices: Array, num_keys: int) -> Array:
+def grid_bias(grid: GridBias, weights: Mapping[str, Array], queries: Array, indices: Array, num_keys: int) -> Array:
     """What relative positions in a grid add to the scores of queries [b, h, q, d] at indices [b, q]: [b, h, q, k].
 
     A table has a number for each relative position and head (Liu et al. 2021, equation 4, with the index of their code, which is also
     BEiT's). Decomposed, it is q_i · (R^row_ij + R^column_ij) (Li et al. 2022, equation 4, with a sum for the product of axes).
     """
-    grid = spec.grid_bias
-    assert grid is not None
     if grid.kind == "decomposed":
         decomposed: Array = np.einsum("bhid,bijd->bhij", queries, grid_vectors(grid, weights, indices, num_keys))
         return decomposed
     down, across = grid_distances(grid, indices, num_keys)
-    cells = np.asarray(weights["grid_bias"], np.float64)
+    cells = weights["grid_bias"]
     by_place = cells[: (2 * grid.height - 1) * (2 * grid.width - 1)].reshape(2 * grid.height - 1, 2 * grid.width - 1, -1)
     found: Array = by_place[down, across]  # [b, q, k, h]; for a class token any, replaced here
     if grid.class_token:
@@ -204,7 +191,7 @@ def grid_bias(spec: LayerSpec, weights: Mapping[str, Array], queries: Array, ind
 def grid_vectors(grid: GridBias, weights: Mapping[str, Array], indices: Array, num_keys: int) -> Array:
     """R^row + R^column of each query and key: [b, q, k, d]."""
     down, across = grid_distances(grid, indices, num_keys)
-    vectors: Array = np.asarray(weights["grid_rows"], np.float64)[down] + np.asarray(weights["grid_columns"], np.float64)[across]
+    vectors: Array = weights["grid_rows"][down] + weights["grid_columns"][across]
     return vectors
 
 

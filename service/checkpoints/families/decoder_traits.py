@@ -126,7 +126,9 @@ def indexed(interleaved: bool) -> Trait:
         elif kind is None:
             kind = "full" if max(n - offset + 1, 0) % every == 0 else "shared"
         if kind not in ("full", "F"):
-            raise config.refusal("indexer_types", f"full in layer {n}; a layer that shares the keys of an earlier one has no indexer", kind)
+            raise config.refusal(
+                "indexer_types", f"full in layer {n}; a layer without an indexer attends to the keys that an earlier layer selects", kind
+            )
         sizes = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "top_k": "index_topk"}
         return {"indexer": {name: config.count(field) for name, field in sizes.items()} | {"interleaved": interleaved, "eps": 1e-6}}
 
@@ -137,7 +139,7 @@ def longcat(config: Config, n: int, layer_type: str) -> Fields:
     """LongCat: factors on queries, and on the latent vector of keys and values."""
     width = config.count("hidden_size")
     query, key_value = ((width / config.count(f"{name}_lora_rank")) ** 0.5 for name in ("q", "kv"))
-    return {CONVERSION: {"factors": {"query": query, "key": key_value, "value": key_value}}}
+    return {CONVERSION: {"factors": {"query": query, "key_value_down_norm": key_value}}}
 
 
 def beam(config: Config, n: int, layer_type: str) -> Fields:

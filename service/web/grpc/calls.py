@@ -7,7 +7,8 @@ the time limit is for all of it.
 """
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,15 +108,12 @@ class CallHandlers:
     async def _unary(self, name: str, method: Method, _: Any, context: Any) -> None:
         """Handles any method but ModelStreamInfer. A method that needs no key has an empty request, which is not read."""
         record = _record_of(context)
-
-        async def answer() -> None:
+        with self._observed(name, record):
             context.set_trailing_metadata(tuple(record.trailing))
             caller = self._caller(name, record, context)
             with self._calls.slot(caller), self.service.budget.lease(caller) as record.lease:
                 has_message = SCOPES.get(name, ANY_SCOPE)
                 await _send(context, await method(await self._reader.read(context.read, record.lease) if has_message else b"", record))
-
-        await self._observe(name, record, answer)
         await _abort_failed(context, record)
 
     async def _stream(self, _: Any, context: Any) -> None:
@@ -127,12 +125,8 @@ class CallHandlers:
             with self._streams.slot(caller):
                 await self._replies(caller, record.key, context)
         except* AttendError as errors:
-            error = errors.exceptions[0]
-
-            async def fail() -> None:
-                raise error
-
-            await self._observe(STREAM_METHOD, record, fail)
+            with self._observed(STREAM_METHOD, record):
+                raise errors.exceptions[0] from None
         await _abort_failed(context, record)
 
     async def _replies(self, caller: str, key: str, context: Any) -> None:
@@ -140,14 +134,10 @@ class CallHandlers:
 
         async def reply(message: bytes, previous_sent: PreviousSent) -> None:
             record, written = _record_of(context, key), b""
-
-            async def answer() -> None:
-                nonlocal written
-                record.lease.add(len(message))
-                written = await self.methods.model_infer(message, record, self.methods.stream_codec)
-
             with self.service.budget.lease(caller) as record.lease:
-                await self._observe(STREAM_METHOD, record, answer)
+                with self._observed(STREAM_METHOD, record):
+                    record.lease.add(len(message))
+                    written = await self.methods.model_infer(message, record, self.methods.stream_codec)
                 if record.reason:
                     written = refusal_in_stream(message, record.detail)
                 await previous_sent()
@@ -161,8 +151,9 @@ class CallHandlers:
             record.key = require_key(self.options.keyring, record.metadata, SCOPES.get(name, ANY_SCOPE))
         return record.key or address_of(context.peer())
 
-    async def _observe(self, name: str, record: CallRecord, answer: Callable[[], Awaitable[None]]) -> None:
-        """Calls `answer`; counts, logs and traces the call. Writes a failure into the record."""
+    @contextmanager
+    def _observed(self, name: str, record: CallRecord) -> Iterator[None]:
+        """Counts, logs and traces the call that the `with` block answers. Writes an exception into the record and swallows it."""
         full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.options.traces
         started = service.clock()
         span = None if traces is None else traces.begin_call(full_name, record.metadata)
@@ -170,7 +161,7 @@ class CallHandlers:
             record.trailing.append(("traceresponse", span.traceparent))
         record.code, record.reason = grpc.StatusCode.CANCELLED, "CallerGone"  # unless set below
         try:
-            await answer()
+            yield
             record.code, record.reason = grpc.StatusCode.OK, ""
         except AttendError as error:
             record.code, record.reason = grpc.StatusCode[grpc_code_of(error)], type(error).__name__
@@ -206,7 +197,8 @@ class CallHandlers:
 def _record_of(context: Any, key: str = "") -> CallRecord:
     metadata = dict(context.invocation_metadata())
     identity = request_id(metadata.get("x-request-id"))
-    return CallRecord(metadata, context.time_remaining(), identity, [("x-request-id", identity)], key)
+    trailing = [("x-request-id", identity)]
+    return CallRecord(identity, key=key, metadata=metadata, seconds_left=context.time_remaining(), trailing=trailing)
 
 
 async def _abort_failed(context: Any, record: CallRecord) -> None:

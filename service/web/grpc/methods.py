@@ -14,11 +14,11 @@ from google.protobuf.message import Message
 from service.errors import LayerNotFound, LayerUnloaded
 from service.serving.admission import Lease
 from service.serving.engine import ATTEND
-from service.serving.metrics import Phases
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.web.grpc import messages
 from service.web.grpc.codec import GrpcCodec, values_of
+from service.web.request_reader import Outcome
 from service.web.routes.attend import require_started
 from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.repository import load_layer, unload_layer
@@ -28,21 +28,15 @@ from service.wire.v2.parameters import require_version
 from service.wire.v2.schemas import LoadParameters, UnloadParameters
 
 
-@dataclass(slots=True)
-class CallRecord:
-    """One call: its metadata, how it ended, and the fields of its log line."""
+@dataclass(slots=True, kw_only=True)
+class CallRecord(Outcome):
+    """One call: its metadata, and how it ended."""
 
     metadata: Mapping[str, str]
     seconds_left: float | None  # until the client's deadline; None: no deadline
-    request_id: str
     trailing: list[tuple[str, str]]  # metadata of the reply
-    key: str = ""  # the name of the caller's key
     lease: Lease = field(init=False)  # bytes in memory; set once the caller is known
     code: grpc.StatusCode = grpc.StatusCode.OK
-    reason: str = ""  # of a failure
-    detail: str = ""
-    phases: Phases | None = None
-    log_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 Method = Callable[[Any, CallRecord], Awaitable[Any]]

@@ -6,7 +6,8 @@ then its stream ends, so that watchers do not delay the shutdown. Neither servic
 reflection streams are limited.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -39,49 +40,45 @@ class Health:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The handlers to register. Each reads its message itself."""
-        methods = {"Check": self.check, "Watch": self.watch}
+        methods = {"Check": partial(self._answer, self._check), "Watch": partial(self._answer, self._watch)}
         return grpc.method_handlers_generic_handler(
             health.SERVICE_NAME, {name: grpc.stream_stream_rpc_method_handler(method) for name, method in methods.items()}
         )
 
-    async def check(self, _: Any, context: Any) -> None:
+    async def _answer(self, method: Callable[[Any], Awaitable[None]], _: Any, context: Any) -> None:
+        try:
+            await method(context)
+        except AttendError as refusal:
+            await _abort(context, refusal)
+
+    async def _check(self, context: Any) -> None:
         """Sends the state of the named service. Aborts with NOT_FOUND for an unknown name."""
         name = await self._name(context)
         if name not in self.names:
             await context.abort(grpc.StatusCode.NOT_FOUND, f'no service "{name[:60]}"')
         await self._send(context, await self._status(name))
 
-    async def watch(self, _: Any, context: Any) -> None:
-        """Sends the current state and every change of it, until the gate closes."""
-        try:
-            with self._watches.slot(address_of(context.peer())):
-                await self._watch(context)
-        except AttendError as refusal:
-            await _abort(context, refusal)
-
     async def _watch(self, context: Any) -> None:
-        name, sent = await self._name(context), None
-        while True:
-            last = not self.service.gate.open  # read before the status, which changes when the gate closes
-            if (status := await self._status(name)) != sent:
-                await self._send(context, status)
-                sent = status
-            if last:
-                return
-            await self.service.gate.closes_within(CHECK_INTERVAL)
+        """Sends the current state and every change of it, until the gate closes."""
+        with self._watches.slot(address_of(context.peer())):
+            name, sent = await self._name(context), None
+            while True:
+                last = not self.service.gate.open  # read before the status, which changes when the gate closes
+                if (status := await self._status(name)) != sent:
+                    await self._send(context, status)
+                    sent = status
+                if last:
+                    return
+                await self.service.gate.closes_within(CHECK_INTERVAL)
 
     async def _name(self, context: Any) -> str:
-        """The name of the service in the request."""
+        """The name of the service in the request. Raises MalformedBody, or as `MessageReader.read`."""
+        with self._budget.lease(address_of(context.peer())) as lease:
+            message = await self._reader.read(context.read, lease)
         try:
-            with self._budget.lease(address_of(context.peer())) as lease:
-                message = await self._reader.read(context.read, lease)
             return str(health_pb2.HealthCheckRequest.FromString(message).service)
         except DecodeError:
-            refusal: AttendError = MalformedBody.where("", "a HealthCheckRequest", f"{len(message)} bytes of something else")
-        except AttendError as error:
-            refusal = error
-        await _abort(context, refusal)
-        raise AssertionError("ended by abort")
+            raise MalformedBody.where("", "a HealthCheckRequest", f"{len(message)} bytes of something else") from None
 
     async def _send(self, context: Any, status: int) -> None:
         await context.write(CheckResponse(status=status).SerializeToString())

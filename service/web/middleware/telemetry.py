@@ -14,37 +14,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import Scope
 
 from service import __version__
-from service.serving.metrics import PHASE_BUCKETS, PHASES, Phases
+from service.serving.metrics import PHASE_BUCKETS, PHASES
 from service.serving.service import Service
-from service.web.request_reader import Record
+from service.web.request_reader import Outcome, Record
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
-DURATION_BUCKETS = (
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-)  # seconds; the conventions' bucket boundaries
+DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)  # seconds; the conventions' boundaries
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"))  # others are _OTHER
 
 OTHER = "other"  # label of all paths where nothing is served
-ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
+ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|sessions|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
 V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
+SESSION = re.compile(r"/sessions/[^/]+(|/attend|/fork|/cache)")
 V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
 
 
@@ -78,15 +64,6 @@ class OpenSpan:
         """The value of the header `traceparent` that names the span."""
         context = self.span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
-
-
-class FinishedRequest(Protocol):
-    """The record of a request or a call that has ended."""
-
-    request_id: str
-    reason: str
-    phases: Phases | None
-    log_fields: Mapping[str, Any]
 
 
 class Telemetry:
@@ -145,7 +122,7 @@ class Telemetry:
         """Starts the span of a gRPC call, for `end_call`. `method` is the full name."""
         return self._open(method, metadata)
 
-    def end_call(self, open_span: OpenSpan, method: str, code: str, record: FinishedRequest, failed: bool, seconds: float) -> None:
+    def end_call(self, open_span: OpenSpan, method: str, code: str, record: Outcome, failed: bool, seconds: float) -> None:
         """Closes the span of a call. `failed`: through a fault of this server."""
         labels = {"rpc.system.name": "grpc", "rpc.method": method, "rpc.response.status_code": code}
         if failed:
@@ -157,7 +134,7 @@ class Telemetry:
         now = time.time_ns()
         return OpenSpan(self._tracer.start_span(name, self._propagator.extract(incoming), self._server, start_time=now), now)
 
-    def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], record: FinishedRequest, failed: bool, seconds: float) -> None:
+    def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], record: Outcome, failed: bool, seconds: float) -> None:
         """Ends the span. Its phases become consecutive child spans; the last one ends with the span."""
         span, now = open_span.span, open_span.start + int(seconds * 1e9)
         span.set_attributes({**labels, "attend.request_id": record.request_id})
@@ -197,4 +174,6 @@ def endpoint_label(path: str) -> str:
         return path.rstrip("/")
     if found := V2_MODELS.fullmatch(path):
         return f"{found[1]}{{name}}{found[2]}"
+    if found := SESSION.fullmatch(path):
+        return f"/sessions/{{id}}{found[1]}"
     return next((f"{start}{{name}}" for start in ("/layers/", "/page/") if path.startswith(start)), OTHER)

@@ -1,8 +1,7 @@
 // The API key: stored in this tab until it is closed, sent with every request, and never part of copied text. The field is shown after a
 // 401 or 403.
 
-import { $ } from "./dom.js";
-import { inStorage } from "./storage.js";
+import { $, inStorage } from "./dom.js";
 import { present } from "./wire.js";
 
 const STORED = "key";

@@ -1,9 +1,9 @@
 // How the output changes where heads are switched off: for each query the length of the difference, relative to the output with all heads.
 
-import { make } from "./dom.js";
-import { showProblems } from "./form.js";
+import { bars, make } from "./dom.js";
+import { attempt } from "./form.js";
 import { withoutHeads } from "./request.js";
-import { attend, Refusal } from "./wire.js";
+import { tensorsOf } from "./wire.js";
 
 /** ‖a − b‖ / ‖a‖ of rows of `width` numbers; null where a is zero. */
 export function relativeChange(a, b, width) {
@@ -20,7 +20,6 @@ export function relativeChange(a, b, width) {
 export class Change {
   constructor(section) {
     Object.assign(this, { section, table: section.querySelector("table"), summary: section.querySelector(".hint") });
-    this.outputs = new WeakMap(); // request -> promise of its output with all heads
   }
 
   /** Compares the outputs of a batch item with and without the heads `off`, of `count`. `queries`: the indices and words of the rows. */
@@ -29,37 +28,23 @@ export class Change {
     this.section.hidden = !off.length;
     this.table.replaceChildren();
     this.summary.textContent = "";
-    showProblems("change", []);
     if (!off.length) return;
-    try {
-      if (!this.outputs.has(request)) this.outputs.set(request, output(request));
-      const [all, some] = await Promise.all([this.outputs.get(request), output(withoutHeads(request, off, count))]);
-      if (this.shown !== shown) return;
-      const rows = relativeChange(all.data, some.data, all.shape.at(-1)).slice(item * all.shape.at(-2), (item + 1) * all.shape.at(-2));
-      this.fill(off, queries.map(([index, word]) => [word, rows[index]]));
-    } catch (error) {
-      if (!(error instanceof Refusal)) throw error;
-      this.outputs.delete(request);
-      if (this.shown === shown) showProblems("change", error.problems);
-    }
-  }
-
-  fill(off, rows) {
-    const known = rows.flatMap(([, change]) => (change === null ? [] : [change]));
-    const most = Math.max(...known, 0) || 1;
-    const mean = known.reduce((sum, change) => sum + change, 0) / (known.length || 1);
-    this.summary.textContent = `without ${off.length === 1 ? "head" : "heads"} ${off.join(", ")}: ${percent(mean)} different`;
-    const line = ([word, change]) => {
-      const number = make("td", { textContent: change === null ? "–" : percent(change) });
-      number.style.setProperty("--share", `${(100 * (change ?? 0)) / most}%`);
-      return make("tr", {}, make("th", { scope: "row", textContent: word }), number);
+    const compare = async () => {
+      const [all, some] = await Promise.all([request, withoutHeads(request, off, count)].map((body) => tensorsOf(body, ["output"])));
+      const [rows, width] = all.output.shape.slice(-2);
+      const changes = relativeChange(all.output.data, some.output.data, width).slice(item * rows, (item + 1) * rows);
+      if (this.shown === shown) this.fill(off, queries.map(([, word]) => word), queries.map(([index]) => changes[index]));
     };
-    this.table.replaceChildren(make("tbody", {}, ...rows.map(line)));
+    await attempt("change", compare, () => this.shown === shown);
   }
-}
 
-async function output(request) {
-  return (await attend(request, ["output"])).tensors.output;
+  fill(off, words, changes) {
+    const defined = changes.filter((change) => change !== null);
+    const mean = defined.reduce((sum, change) => sum + change, 0) / (defined.length || 1);
+    this.summary.textContent = `without ${off.length === 1 ? "head" : "heads"} ${off.join(", ")}: ${percent(mean)} different`;
+    const rows = bars(changes, percent).map((cell, i) => make("tr", {}, make("th", { scope: "row", textContent: words[i] }), cell));
+    this.table.replaceChildren(make("tbody", {}, ...rows));
+  }
 }
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;

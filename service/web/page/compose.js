@@ -2,7 +2,7 @@
 
 import { $ } from "./dom.js";
 import * as form from "./form.js";
-import { fromWords, lengths, tokensOf, withMasks, withOmitted } from "./request.js";
+import { lengths, tokensOf, withMasks, withOmitted } from "./request.js";
 import { get, post, Refusal } from "./wire.js";
 
 const MAX_CACHED = 32; // replies of /words
@@ -41,10 +41,12 @@ async function composeSentence(layer, blocked, signal) {
   const others = cross ? "keys" : "text";
   if (cross || key_dim !== d_model || value_dim !== key_dim) await read("key", others);
   if (value_dim !== key_dim) await read("value", others);
-  const tokens = { query: sides.query.tokens, key: (sides.key ?? sides.query).tokens };
-  const body = withOmitted(fromWords(layer, sides), $("special").checked);
-  const request = withMasks(body, form.masks(blocked), tokens.query.length, tokens.key.length);
-  return { request, tokens: () => tokens, texts, note: sides.query, cross };
+  const { query, key, value } = sides;
+  const tokens = { query: query.tokens, key: (key ?? query).tokens };
+  const body = { layer, query: query.vectors, ...(key && { key: key.vectors }), ...(value && { value: value.vectors }) };
+  const whole = withOmitted({ ...body, tokens: key ? tokens : { query: query.tokens } }, $("special").checked);
+  const request = withMasks(whole, form.masks(blocked), tokens.query.length, tokens.key.length);
+  return { request, tokens: () => tokens, texts, note: query, cross };
 }
 
 function composePasted(layer, blocked) {

@@ -1,6 +1,8 @@
 // The form: values of the controls, and refusals of the service next to the control they are about.
 
+import { denied } from "./access.js";
 import { $, make } from "./dom.js";
+import { Refusal } from "./wire.js";
 
 const FIELDS = { layer: "layer", causal: "causal", window: "window", valid_lens: "length", query_offset: "offset", block_mask: "cells", attend_mask: "cells" };
 const CONTROLS = { window: ["left", "right"], cells: [] }; // of a field, if not one of the same name
@@ -62,31 +64,47 @@ export function clearErrors() {
   $("problem").hidden = true;
 }
 
-/** Shows problems at a field without marking a control as invalid; no problems clear it. */
-export function showProblems(field, problems) {
-  $(`${field}-error`).textContent = problems.map(({ at, text }) => `${text}${at ? `, at ${at}` : ""}`).join("; ");
+/**
+ * Runs `act`; shows its refusal at a field, without marking a control as invalid, or at that of the API key, while `isShown()`. Returns
+ * whether it succeeded.
+ */
+export async function attempt(field, act, isShown = () => true) {
+  const place = $(`${field}-error`);
+  place.textContent = "";
+  try {
+    await act();
+    return true;
+  } catch (error) {
+    if (!(error instanceof Refusal)) throw error;
+    if (isShown() && !denied(error)) place.textContent = error.problems.map(sentence).join("; ");
+    return false;
+  }
 }
+
+/** A problem and its place. */
+const sentence = ({ at, text }) => `${text}${at ? `, at ${at}` : ""}`;
 
 /** Shows each problem at its field; `fields` maps further pointers to fields. Above the result are the others, or that there are some. */
 export function showErrors(problems, fields) {
   const known = { ...FIELDS, ...fields };
   const rest = [];
-  for (const { at, text } of problems) {
-    const own = known[at.split("/")[1] ?? ""];
+  for (const problem of problems) {
+    const own = known[problem.at.split("/")[1] ?? ""];
     const field = own ?? known["*"];
-    if (field && $(`${field}-error`)) sayAt(field, at, text, own === undefined);
-    else rest.push(`${text}${at ? `, at ${at}` : ""}`);
+    if (field && $(`${field}-error`)) showAt(field, problem, own === undefined);
+    else rest.push(sentence(problem));
   }
   $("problem").textContent = rest.join("; ") || "Refused: the reason is beside its field.";
   $("problem").hidden = false;
 }
 
 /** `always`: show the pointer even for a whole field, as in a text with many fields. */
-function sayAt(field, at, text, always) {
+function showAt(field, { at, text }, always) {
   const place = $(`${field}-error`);
   const [, , part, ...deeper] = at.split("/");
   const single = (CONTROLS[field] ?? []).includes(part) && !deeper.length; // the control itself shows the place
-  place.textContent = [place.textContent, `${text}${at && (always || (part && !single)) ? `, at ${at}` : ""}.`].filter(Boolean).join(" ");
+  const shown = `${sentence({ at: always || (part && !single) ? at : "", text })}.`;
+  place.textContent = [place.textContent, shown].filter(Boolean).join(" ");
   for (const id of single ? [part] : (CONTROLS[field] ?? [field])) $(id).setAttribute("aria-invalid", "true");
 }
 

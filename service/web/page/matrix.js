@@ -1,7 +1,7 @@
 // The large heat map, for the viewer in heatmap.js. One canvas of the size of the visible part is redrawn at each scroll, so that large
 // matrices scroll smoothly and labels stay visible.
 
-import { css, inkOn, paint } from "./colours.js";
+import { inkOn, paint } from "./colours.js";
 import { stretch } from "./pattern.js";
 
 const LABEL = 12; // pixels of a label's line
@@ -13,8 +13,9 @@ const LEAST = 0.005; // smaller numbers would all read .00
 const TALLEST = 620;
 
 export class Matrix {
-  constructor(element) {
-    Object.assign(this, { element, zoom: 1, square: null, isolated: {}, cursor: null, blocked: new Set() });
+  /** A cell with `isBlocked({q, k})` is crossed out. */
+  constructor(element, isBlocked) {
+    Object.assign(this, { element, isBlocked, zoom: 1, square: null, isolated: {}, cursor: null });
     this.content = element.querySelector(".content");
     this.canvas = element.querySelector("canvas");
     this.bitmap = document.createElement("canvas");
@@ -120,7 +121,7 @@ export class Matrix {
     const ratio = window.devicePixelRatio || 1;
     const { scrollLeft: x, scrollTop: y } = this.element;
     const style = getComputedStyle(this.element);
-    this.colours = Object.fromEntries(["ink", "faint", "surface", "accent"].map((name) => [name, style.getPropertyValue(`--${name}`)]));
+    this.colours = Object.fromEntries(["ink", "surface", "accent"].map((name) => [name, style.getPropertyValue(`--${name}`)]));
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, ...this.seen);
     const [width, height] = [this.seen[0] - this.left, this.seen[1] - this.top];
@@ -148,16 +149,16 @@ export class Matrix {
   drawCells(context, { rows, columns }) {
     const { cell } = this;
     const words = cell >= READABLE;
-    context.font = `11px system-ui, sans-serif`;
     [context.textAlign, context.textBaseline] = ["center", "middle"];
     for (let q = rows[0]; cell >= 8 && q < rows[1]; q++) {
       for (let k = columns[0]; k < columns[1]; k++) {
         const weight = this.square.at(q, k);
         const strength = weight * this.stretch(q * this.square.keys + k);
-        const isBlocked = this.blocked.has(`${q},${k}`);
-        context.fillStyle = context.strokeStyle = inkOn(strength);
-        if (words && weight >= LEAST && !isBlocked) context.fillText(weight.toFixed(2).replace(/^0/, ""), (k + 0.5) * cell, (q + 0.5) * cell);
-        if (isBlocked) cross(context, k * cell, q * cell, cell);
+        const isBlocked = this.isBlocked({ q, k });
+        const text = isBlocked ? "×" : words && weight >= LEAST ? weight.toFixed(2).replace(/^0/, "") : "";
+        context.fillStyle = inkOn(strength);
+        context.font = `${isBlocked ? cell : 11}px system-ui, sans-serif`;
+        if (text) context.fillText(text, (k + 0.5) * cell, (q + 0.5) * cell);
       }
     }
     if (cell < 12) return;
@@ -212,15 +213,6 @@ export class Matrix {
     context.fillStyle = strong ? this.colours.accent : this.colours.ink;
     context.fillText(shortened(context, word, room), x, y);
   }
-
-  /** The colours of the legend, for a 128 by 1 canvas. */
-  static ramp(canvas) {
-    const context = canvas.getContext("2d");
-    for (let i = 0; i < canvas.width; i++) {
-      context.fillStyle = css((i + 1) / canvas.width);
-      context.fillRect(i, 0, 1, 1);
-    }
-  }
 }
 
 function shortened(context, word, room) {
@@ -228,15 +220,4 @@ function shortened(context, word, room) {
   let length = word.length;
   while (length > 1 && context.measureText(`${word.slice(0, length)}…`).width > room) length--;
   return `${word.slice(0, length)}…`;
-}
-
-function cross(context, x, y, cell) {
-  const edge = cell * 0.28;
-  context.lineWidth = 1.5;
-  context.beginPath();
-  context.moveTo(x + edge, y + edge);
-  context.lineTo(x + cell - edge, y + cell - edge);
-  context.moveTo(x + cell - edge, y + edge);
-  context.lineTo(x + edge, y + cell - edge);
-  context.stroke();
 }

@@ -1,6 +1,6 @@
 // Head statistics: a table with a row for each head, from the reply of POST /attend/analysis. For formulas see docs/heads.md.
 
-import { make, markCut } from "./dom.js";
+import { bars, make, markCut } from "./dom.js";
 import { isSpecial } from "./request.js";
 
 const COLUMNS = [ // name, title, digits, what it is
@@ -16,7 +16,7 @@ export const LINKS = 30; // requested, so that some are between words after thos
 export class Numbers {
   /** Calls `enlarge(head)` on clicks on a head. */
   constructor(section, enlarge) {
-    Object.assign(this, { section, enlarge, table: section.querySelector("table"), shown: "mean" });
+    Object.assign(this, { section, enlarge, table: section.querySelector("table"), rows: [], shown: "mean" });
     markCut(section.querySelector(".wide"));
     section.querySelector("dl").append(...COLUMNS.flatMap(([, title, , about]) => [cell("dt", title), cell("dd", about)]));
   }
@@ -28,14 +28,12 @@ export class Numbers {
     const links = metrics.strongest_links ?? {};
     const [from, to, weights] = [links.query_words ?? links.queries, links.key_words ?? links.keys, links.weights].map(of);
     const head = row([cell("th", "Head", "col"), ...known.map(([, title]) => cell("th", title, "col")), cell("th", "Strongest link", "col")]);
-    const body = make("tbody");
-    for (let h = 0; h < weights.length; h++) {
-      const line = row([this.name(h), ...known.map(([name, , digits]) => bar(of(metrics[name]), h, digits))]);
-      line.append(Object.assign(cell("td", strongest(from[h], to[h], weights[h])), { className: "link" }));
-      line.dataset.head = h;
-      body.append(line);
-    }
-    this.table.replaceChildren(make("thead", {}, head), body);
+    const columns = known.map(([name, , digits]) => bars(of(metrics[name]), (number) => number.toFixed(digits)));
+    this.rows = weights.map((_, h) => {
+      const link = make("td", { className: "link", textContent: strongest(from[h], to[h], weights[h]) });
+      return row([this.name(h), ...columns.map((column) => column[h]), link]);
+    });
+    this.table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...this.rows));
     this.reveal();
     this.mark(this.shown);
   }
@@ -57,14 +55,12 @@ export class Numbers {
 
   mark(shown) {
     this.shown = shown;
-    for (const line of this.table.querySelectorAll("tbody tr")) line.classList.toggle("shown", Number(line.dataset.head) === shown);
+    this.rows.forEach((line, head) => line.classList.toggle("shown", head === shown));
   }
 
   name(h) {
     const button = make("button", { type: "button", textContent: h, ariaLabel: `Head ${h}`, onclick: () => this.enlarge(h) });
-    const name = cell("th", "", "row");
-    name.append(button);
-    return name;
+    return make("th", { scope: "row" }, button);
   }
 }
 
@@ -73,15 +69,6 @@ function strongest(from, to, weights) {
   const known = weights.flatMap((weight, i) => (weight === null ? [] : [i]));
   const i = known.find((i) => !isSpecial(from[i]) && !isSpecial(to[i])) ?? known[0];
   return i === undefined ? "–" : `${from[i]} → ${to[i]} ${weights[i].toFixed(2)}`;
-}
-
-/** A number, with a bar of its size relative to the other heads. */
-function bar(values, h, digits) {
-  const value = values[h];
-  const element = cell("td", value === null ? "–" : value.toFixed(digits));
-  const most = Math.max(...values.map((other) => Math.abs(other ?? 0))) || 1;
-  element.style.setProperty("--share", `${(100 * Math.abs(value ?? 0)) / most}%`);
-  return element;
 }
 
 const row = (cells) => make("tr", {}, ...cells);

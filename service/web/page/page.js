@@ -15,8 +15,8 @@ import { attend, get, post, Refusal } from "./wire.js";
 
 const PAUSE = 300; // ms after the last key until the request is sent
 
-const views = new Views(block, remember, openHead);
 const blocked = new Set(); // "q,k", counted with special tokens
+const views = new Views(blocked, block, remember, openHead);
 let [composed, reply, metrics] = [null, null, null]; // of the last request
 let [running, waiting, advice] = [null, 0, null]; // advice: which trained layer to choose or install
 let wanted = {}; // state from the address, for the next reply
@@ -93,14 +93,10 @@ function describe() {
 
 /** Head statistics, or the service's reason why they are not defined for this request. */
 async function analyse(signal) {
-  try {
-    metrics = (await (await post("attend/analysis", { ...composed.request, analysis: { top_links: LINKS } }, { signal })).json()).metrics;
-    showMetrics();
-  } catch (error) {
-    if (!(error instanceof Refusal)) throw error;
-    views.numbers.clear();
-    if (!denied(error)) form.showProblems("numbers", error.problems);
-  }
+  const body = { ...composed.request, analysis: { top_links: LINKS } };
+  const compute = async () => ({ metrics } = await (await post("attend/analysis", body, { signal })).json());
+  if (await form.attempt("numbers", compute)) showMetrics();
+  else views.numbers.clear();
 }
 
 function showMetrics() {
@@ -156,7 +152,7 @@ function block([q, k]) {
 function showBlocked() {
   $("blocked").textContent = blocked.size ? `${blocked.size} single ${blocked.size === 1 ? "cell" : "cells"} blocked` : "No single cells blocked";
   $("unblock").hidden = !blocked.size;
-  views.showBlocked(blocked);
+  views.matrix.draw();
 }
 
 function unblock() {
@@ -173,15 +169,8 @@ function taken() {
 }
 
 async function take(act) {
-  form.showProblems("take", []);
-  if (!composed) return;
-  try {
-    $("taken").textContent = await act();
-  } catch (error) {
-    if (!(error instanceof Refusal)) throw error;
-    $("taken").textContent = "";
-    if (!denied(error)) form.showProblems("take", error.problems);
-  }
+  const succeeded = await form.attempt("take", async () => composed && ($("taken").textContent = await act()));
+  if (!succeeded) $("taken").textContent = "";
 }
 
 async function picture(format) {

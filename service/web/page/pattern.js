@@ -37,19 +37,10 @@ export class Square {
   /** At most `count` links [q, k, weight], the strongest first. */
   links(count) {
     const order = [];
-    const least = this.threshold(count);
+    const least = Float32Array.from(this.data).sort().at(-count) ?? 0;
     for (let i = 0; i < this.data.length; i++) if (this.data[i] > 0 && this.data[i] >= least) order.push(i);
     order.sort((a, b) => this.data[b] - this.data[a] || a - b);
     return order.slice(0, count).map((i) => [Math.floor(i / this.keys), i % this.keys, this.data[i]]);
-  }
-
-  /** A weight that about `count` others reach, from a histogram, which is faster than sorting. */
-  threshold(count) {
-    const bins = new Uint32Array(1024);
-    for (const weight of this.data) bins[Math.min(1023, (weight * 1024) | 0)]++;
-    let seen = 0;
-    for (let bin = 1023; bin > 0; bin--) if ((seen += bins[bin]) >= count) return bin / 1024;
-    return 0;
   }
 
   /** The weights of these rows and columns. */

@@ -5,17 +5,6 @@ import { Refusal } from "./wire.js";
 const SPECIAL = /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>)$/i;
 const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
 
-/** The body for two sides of text: `words` has query, and key and value where a second sentence is attended to (see page.js). */
-export function fromWords(layer, words) {
-  const body = { layer, query: words.query.vectors, tokens: { query: words.query.tokens } };
-  if (words.key) {
-    body.key = words.key.vectors;
-    body.tokens.key = words.key.tokens;
-    if (words.value) body.value = words.value.vectors;
-  }
-  return body;
-}
-
 /** The body with the masks of the controls instead of its own; fields that the controls cannot show are unchanged. */
 export function withMasks(body, masks, queries, keys) {
   const request = { ...body };

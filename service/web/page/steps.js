@@ -1,8 +1,8 @@
 // How one attention weight is computed: query · key, scale, what is added, mask and softmax, with the numbers of the service.
 
 import { make, markCut } from "./dom.js";
-import { showProblems } from "./form.js";
-import { attend, Refusal } from "./wire.js";
+import { attempt } from "./form.js";
+import { tensorsOf } from "./wire.js";
 
 const OUTPUTS = ["query_projection", "key_projection", "scores", "log_sum_exp"];
 
@@ -35,7 +35,6 @@ export class Steps {
   /** Calls `enlarge(head)` on clicks on a head. */
   constructor(section, enlarge) {
     Object.assign(this, { section, enlarge, title: section.querySelector("h2"), list: section.querySelector("ol") });
-    this.fetched = new WeakMap(); // request -> promise of its tensors
   }
 
   /**
@@ -46,19 +45,14 @@ export class Steps {
     this.cell = cell;
     this.section.hidden = !cell;
     this.list.replaceChildren();
-    showProblems("steps", []);
     if (!cell) return;
     this.title.textContent = `Step by step: ${cell.labels.query[cell.q]} → ${cell.labels.key[cell.k]}`;
-    if (cell.head === "mean") return this.list.append(this.mean(cell));
-    try {
-      if (!this.fetched.has(request)) this.fetched.set(request, attend(request, OUTPUTS));
-      const { tensors } = await this.fetched.get(request);
-      if (this.cell === cell) this.list.replaceChildren(...steps(explain(tensors, request, spec, cell), request, cell));
-    } catch (error) {
-      if (!(error instanceof Refusal)) throw error;
-      this.fetched.delete(request);
-      if (this.cell === cell) showProblems("steps", error.problems);
-    }
+    const isShown = () => this.cell === cell;
+    const fill = async () => {
+      const list = cell.head === "mean" ? [this.mean(cell)] : steps(explain(await tensorsOf(request, OUTPUTS), request, spec, cell), request, cell);
+      if (isShown()) this.list.replaceChildren(...list);
+    };
+    await attempt("steps", fill, isShown);
   }
 
   mean({ weights, on }) {

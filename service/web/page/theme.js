@@ -1,7 +1,7 @@
 // Light or dark: from the system, or chosen here and stored.
 
 import { choose } from "./colours.js";
-import { inStorage } from "./storage.js";
+import { inStorage } from "./dom.js";
 
 /** Follows `select` and the system; calls `changed` after each change. */
 export function follow(select, changed) {

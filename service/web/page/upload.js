@@ -1,9 +1,8 @@
 // Adds layers from files that are dropped on the page or chosen: a safetensors file, or a model's folder, of which one or all layers are sent.
 
-import { denied } from "./access.js";
 import { countLayers, fileOf, openTensors, tensorsOfLayer } from "./checkpoint.js";
 import { $ } from "./dom.js";
-import { showProblems } from "./form.js";
+import { attempt } from "./form.js";
 import { putTensors, Refusal } from "./wire.js";
 
 const EXPECTED = "Expected a safetensors file, or a model's folder with config.json and model.safetensors";
@@ -12,12 +11,12 @@ let source = null; // {file}, or {config, fields, tensors} of a folder; `config`
 /** Listens for files; calls `added(name)` with the first layer that was added. */
 export function followFiles(added) {
   document.addEventListener("dragover", (event) => hasFiles(event) && event.preventDefault());
-  document.addEventListener("drop", (event) => hasFiles(event) && (event.preventDefault(), attempt(async () => offer(...(await dropped(event.dataTransfer))))));
+  document.addEventListener("drop", (event) => hasFiles(event) && (event.preventDefault(), attemptUpload(async () => offer(...(await dropped(event.dataTransfer))))));
   for (const id of ["file", "folder"]) {
     $(`choose-${id}`).addEventListener("click", () => $(id).click());
-    $(id).addEventListener("change", () => attempt(() => offer(...chosen(taken($(id))))));
+    $(id).addEventListener("change", () => attemptUpload(() => offer(...chosen(taken($(id))))));
   }
-  $("upload").addEventListener("submit", (event) => (event.preventDefault(), attempt(() => add(added))));
+  $("upload").addEventListener("submit", (event) => (event.preventDefault(), attemptUpload(() => add(added))));
 }
 
 /** The files of an input, which is emptied, so that the same files can be chosen again. */
@@ -104,16 +103,11 @@ function requests(name) {
   return numbers.map((layer) => [`${name}-${layer}`, "", fileOf(tensorsOfLayer(tensors, Number(layer), fields), { config, layer, ...part })]);
 }
 
-/** Shows the refusal or error of `act`. */
-async function attempt(act) {
-  showProblems("upload", []);
+/** Shows the refusal of the service, or the error of reading a file. */
+async function attemptUpload(act) {
   $("upload-status").textContent = "";
-  try {
-    await act();
-  } catch (error) {
-    $("upload").querySelector("details").open = true;
-    $("upload-status").textContent = "";
-    if (error instanceof Refusal && denied(error)) return;
-    showProblems("upload", error.problems ?? [{ at: "", text: error.message }]);
-  }
+  const refused = (error) => Promise.reject(error instanceof Refusal ? error : new Refusal(0, "", error.message));
+  if (await attempt("upload", () => act().catch(refused))) return;
+  $("upload").querySelector("details").open = true;
+  $("upload-status").textContent = "";
 }

@@ -1,6 +1,7 @@
 // The views of one reply: thumbnails of heads, heat map, words, statistics, steps and output. Each draws itself; this module connects them.
 
 import { Change } from "./change.js";
+import { paint } from "./colours.js";
 import { $ } from "./dom.js";
 import { layerNames } from "./form.js";
 import { Heads } from "./heads.js";
@@ -8,22 +9,23 @@ import { NOTHING } from "./heatmap.js";
 import { Matrix } from "./matrix.js";
 import { layersOfModel, Model } from "./model.js";
 import { Numbers } from "./numbers.js";
-import { Pattern, largest } from "./pattern.js";
+import { Pattern, Square, largest } from "./pattern.js";
 import { Pointing } from "./pointing.js";
 import { isSpecial, omits } from "./request.js";
 import { Steps } from "./steps.js";
 import { Words } from "./words.js";
 
+const RAMP = new Square(Float32Array.from({ length: 128 }, (_, i) => (i + 1) / 128), 1, 128); // the colours of the legend
+
 export class Views {
   /**
-   * Calls `block([q, k])` to block or unblock a cell, counted with special tokens, `changed()` after the user chose what is shown, and
-   * `open(layer, head)` for a head of another layer.
+   * `blocked` has the blocked cells, "q,k". Calls `block([q, k])` to block or unblock one, `changed()` after the user chose what is shown,
+   * and `open(layer, head)` for a head of another layer. The cells are counted with special tokens.
    */
-  constructor(block, changed, open) {
+  constructor(blocked, block, changed, open) {
     this.changed = changed;
-    this.blocked = new Set(); // "q,k", counted with special tokens
     this.shown = "mean"; // or the number of a head
-    this.matrix = new Matrix($("matrix"));
+    this.matrix = new Matrix($("matrix"), ({ q, k }) => blocked.has(`${this.axes.query[q]},${this.axes.key[k]}`));
     this.pointing = new Pointing(this.matrix, $("tip"), $("live"), ({ q, k }) => block([this.axes.query[q], this.axes.key[k]]), () => this.locked());
     this.words = this.pointing.words = new Words($("words"), this.pointing);
     const enlarge = (name) => this.enlarge(name);
@@ -98,7 +100,6 @@ export class Views {
     const wording = { query: this.axes.query.map((q) => labels.query[q]), key: this.axes.key.map((k) => labels.key[k]) };
     if (JSON.stringify(wording) !== JSON.stringify(this.wording)) this.wording = wording;
     if (!this.pattern.squares[this.shown]) this.shown = "mean";
-    this.showBlocked(this.blocked);
     this.redraw();
     this.showChange();
   }
@@ -108,13 +109,6 @@ export class Views {
     return new Pattern(weights, shape, this.item, this.axes.query, this.axes.key);
   }
 
-  showBlocked(blocked) {
-    this.blocked = blocked;
-    const place = ([q, k]) => `${this.axes.query.indexOf(q)},${this.axes.key.indexOf(k)}`;
-    this.matrix.blocked = new Set(this.axes ? [...blocked].map((cell) => place(cell.split(",").map(Number))) : []);
-    this.matrix.draw();
-  }
-
   redraw() {
     if (!this.pattern) return;
     const scale = $("scale").value;
@@ -122,7 +116,7 @@ export class Views {
     this.heads.show(this.pattern, this.mean, scale);
     $("all").hidden = !this.heads.off.length;
     this.model.redraw(scale);
-    Matrix.ramp($("ramp"));
+    paint($("ramp"), RAMP, () => 1);
     this.drawShown();
   }
 

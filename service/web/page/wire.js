@@ -2,6 +2,7 @@
 
 const JSON_TYPE = "application/json";
 const TENSORS = "application/vnd.safetensors";
+const known = new WeakMap(); // request -> {outputs: promise of the reply}
 let authorization = {}; // header with the API key, if there is one
 
 /** A refusal of the service: `problems` are its {at, expected, got}, `at` a JSON pointer. */
@@ -40,6 +41,19 @@ export async function attend(request, outputs, signal) {
   const response = await post("attend", body, { accept: TENSORS, signal });
   const { tensors, metadata } = readTensors(await response.arrayBuffer());
   return { tensors, layer: JSON.parse(metadata.reply).layer, timing: response.headers.get("Server-Timing") ?? "" };
+}
+
+/** The tensors of these outputs, requested once for each request, an object, unless that fails. */
+export async function tensorsOf(request, outputs) {
+  if (!known.has(request)) known.set(request, {});
+  const replies = known.get(request);
+  replies[outputs] ??= attend(request, outputs);
+  try {
+    return (await replies[outputs]).tensors;
+  } catch (error) {
+    delete replies[outputs];
+    throw error;
+  }
 }
 
 /** safetensors: eight bytes of length, a JSON header, the tensors. Only F32 tensors are returned, as views of the buffer. */

@@ -1,16 +1,19 @@
 """POST /attend, POST /attend/analysis, POST /attend/plan and POST /attend/figure.
 
-The first two are called by `web/middleware/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
+All but the plan are called by `web/middleware/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
 Python object per number. The routes declared for them here are never called; OpenAPI is generated from them.
 """
+
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Send
 
 from service.errors import NotReady
-from service.serving.engine import FIGURE, CallKind
+from service.serving.engine import ANALYSIS, ATTEND, FIGURE, CallKind
 from service.serving.requests import EncodedReply
 from service.serving.service import Service
+from service.web.middleware.access import Endpoint
 from service.web.openapi import (
     ANALYSIS_EXAMPLE,
     ATTEND_EXAMPLE,
@@ -21,37 +24,46 @@ from service.web.openapi import (
     error_responses,
     request_body_doc,
 )
-from service.web.request_reader import Record, read, read_as
+from service.web.request_reader import Record, read
 from service.wire.codec import CODECS
 from service.wire.negotiation import PICTURES, accepted_type, media_type_of_body
 from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 
-PAGE_POLICY = "sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+PICTURE_POLICY = (
+    b"content-security-policy",
+    b"sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'",
+)
 MAX_JOINED_BYTES = 64 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
 
 
-class Attend:
-    """An endpoint that bypasses FastAPI."""
+def endpoints(service: Service) -> dict[str, Endpoint]:
+    """The endpoints that bypass FastAPI, by their path."""
 
-    def __init__(self, service: Service, kind: CallKind) -> None:
-        self.service, self.kind = service, kind
+    async def answer(kind: CallKind, record: Record, receive: Receive, send: Send) -> None:
+        require_started(service)
+        raw = await read(record, receive, service)
+        await send_reply(await service.engine.answer(raw, kind), record, send)
 
-    async def __call__(self, record: Record, receive: Receive, send: Send) -> None:
-        require_started(self.service)
-        raw = await read(record, receive, self.service)
-        await send_reply(await self.service.engine.answer(raw, self.kind), record, send)
+    async def figure(record: Record, receive: Receive, send: Send) -> None:
+        require_started(service)
+        codec = CODECS[media_type_of_body(record.header(b"content-type"))]
+        accepted = {"accept": accepted_type(record.header(b"accept"), tuple(PICTURES))}
+        raw = await read(record, receive, service, (codec, codec), accepted)
+        await send_reply(await service.engine.answer(raw, FIGURE), record, send, PICTURE_POLICY)
+
+    return {"/attend": partial(answer, ATTEND), "/attend/analysis": partial(answer, ANALYSIS), "/attend/figure": figure}
 
 
-async def send_reply(reply: EncodedReply, record: Record, send: Send) -> None:
+async def send_reply(reply: EncodedReply, record: Record, send: Send, *headers: tuple[bytes, bytes]) -> None:
     """Sends a reply, a large one in pieces. Each piece is freed once it is sent: freeing all at once would block the event loop."""
     record.phases, record.log_fields = reply.phases, reply.log_fields
     size = sum(map(len, reply.pieces))
     pieces = reply.pieces if size > MAX_JOINED_BYTES else [b"".join(reply.pieces)]
     pieces.reverse()
     timing = (b"server-timing", reply.phases.server_timing().encode())
-    headers = [*reply.headers, (b"content-length", b"%d" % size), timing]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    whole = [*reply.headers, *headers, (b"content-length", b"%d" % size), timing]
+    await send({"type": "http.response.start", "status": 200, "headers": whole})
     while pieces:
         piece = pieces.pop()
         await send({"type": "http.response.body", "body": piece, "more_body": bool(pieces)})
@@ -64,7 +76,7 @@ def require_started(service: Service) -> None:
 
 
 def install(app: FastAPI, service: Service) -> None:
-    """Adds the routes of plans and figures, and those that document the endpoints that bypass FastAPI."""
+    """Adds the route of plans, and those that document the endpoints that bypass FastAPI."""
 
     @app.post(
         "/attend",
@@ -121,14 +133,6 @@ def install(app: FastAPI, service: Service) -> None:
         },
         openapi_extra=request_body_doc("FigureRequest", (FIGURE_EXAMPLE, "Heat maps of all heads."), binary=True),
     )
-    async def figure(request: Request) -> Response:
+    async def figure() -> None:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
-        require_started(service)
-        record: Record = request.scope["attend"]
-        codec = CODECS[media_type_of_body(record.header(b"content-type"))]
-        accepted = {"accept": accepted_type(record.header(b"accept"), tuple(PICTURES))}
-        reply = await service.engine.answer(await read_as(codec, codec, accepted, record, request.receive, service), FIGURE)
-        record.phases, record.log_fields = reply.phases, reply.log_fields
-        headers = {name.decode(): value.decode() for name, value in reply.headers}
-        headers |= {"Server-Timing": reply.phases.server_timing(), "Content-Security-Policy": PAGE_POLICY}
-        return Response(b"".join(reply.pieces), 200, headers)
+        raise AssertionError("handled before routing")

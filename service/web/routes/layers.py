@@ -1,6 +1,6 @@
 """GET, PUT and DELETE of /layers, and GET of a layer's weights as a file."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated
 
 from fastapi import FastAPI, Path, Query, Request, Response
@@ -35,12 +35,8 @@ def require_query(names: Sequence[str]) -> None:
         raise InvalidRequest(problems=problems)
 
 
-def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
-    """Adds the routes. `why_not`: the error to raise if layers cannot be changed over HTTP, else None."""
-
-    def require_writable() -> None:
-        if why_not is not None:
-            raise why_not
+def install(app: FastAPI, service: Service, require_writable: Callable[[], None]) -> None:
+    """Adds the routes. `require_writable` raises an error if layers cannot be changed over HTTP."""
 
     @app.get("/layers", tags=["layers"], response_model=Layers)
     async def get_layers() -> Layers:
@@ -100,7 +96,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         size = sum(map(len, pieces))
         lease_of(request.scope["attend"], service).add(size)  # a layer that is replaced meanwhile stays in memory until it is sent
         headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
-        return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
+        return StreamingResponse(send_in_chunks(pieces), headers=headers, media_type=SAFETENSORS)
 
     @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=error_responses(403, 404, 409, 500, 503, 504))
     async def delete_layer(name: str, request: Request) -> None:
@@ -110,7 +106,7 @@ def install(app: FastAPI, service: Service, why_not: Exception | None) -> None:
         await service.loader.remove(name, deadline_of(request.scope["attend"], service))
 
 
-async def _chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
+async def send_in_chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
     for piece in pieces:
         whole = memoryview(piece)
         for start in range(0, len(whole), CHUNK_BYTES):

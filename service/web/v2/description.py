@@ -37,7 +37,7 @@ from service.wire.v2.schemas import (
 PLATFORM = "pytorch_attention"
 UNCONDITIONAL_EXTENSIONS = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]
 HEADER_BYTES = 1024  # bytes reserved for the JSON header of a request with few inputs
-PHASES = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "encode"}
+PHASES = {"success": "total", "queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "encode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,9 @@ class ProtocolExtensions:
 
 def index_of(layers: Sequence[LayerDocument], ready: bool) -> list[RepositoryModel]:
     """The model repository: loaded layers are READY, unloaded ones UNAVAILABLE. With `ready`, only the loaded ones."""
-    states = {"ready": ("READY", ""), "unloaded": ("UNAVAILABLE", "unloaded")}
-    wanted = (layer for layer in layers if layer.state == "ready" or not ready)
-    return [
-        RepositoryModel(name=layer.name, version=VERSION, state=states[layer.state][0], reason=states[layer.state][1]) for layer in wanted
-    ]
+    states = {"ready": {"state": "READY", "reason": ""}, "unloaded": {"state": "UNAVAILABLE", "reason": "unloaded"}}
+    wanted = [layer for layer in layers if layer.state == "ready" or not ready]
+    return [RepositoryModel(name=layer.name, version=VERSION, **states[layer.state]) for layer in wanted]
 
 
 def metadata_of(layer: LoadedLayer) -> ModelMetadata:
@@ -110,12 +108,10 @@ def statistics_of(service: Service, layers: Sequence[LoadedLayer], workers: int)
 
 
 def _statistics(layer: LoadedLayer, counted: Counted, workers: int) -> ModelStatistics:
-    spec, device, answered = layer.spec, layer.attention.device, counted.answered
+    spec, device, answered, failed = layer.spec, layer.attention.device, counted.answered, counted.failed
     durations = {name: Duration(count=answered.calls, ns=getattr(answered, phase)) for name, phase in PHASES.items()}
+    durations["fail"] = Duration(count=failed.calls, ns=failed.total)
     nothing = Duration(count=0, ns=0)
-    ended = {"success": answered, "fail": counted.failed}
-    outcomes = {name: Duration(count=totals.calls, ns=totals.total) for name, totals in ended.items()}
-    batches = [_batch(size, row) for size, row in counted.batches.items()]
     size = spec.num_parameters * BY_TORCH[spec.dtype].size * workers
     return ModelStatistics(
         name=layer.name,
@@ -123,9 +119,9 @@ def _statistics(layer: LoadedLayer, counted: Counted, workers: int) -> ModelStat
         last_inference=answered.last,
         inference_count=answered.items,
         execution_count=answered.executions,
-        inference_stats={**outcomes, **durations, "cache_hit": nothing, "cache_miss": nothing},
+        inference_stats={**durations, "cache_hit": nothing, "cache_miss": nothing},
         response_stats={},
-        batch_stats=batches,
+        batch_stats=[_batch(size, row) for size, row in counted.batches.items()],
         memory_usage=[MemoryUsage(type="CPU" if device.type == "cpu" else "GPU", id=device.index or 0, byte_size=size)],
     )
 

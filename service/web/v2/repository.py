@@ -7,14 +7,13 @@ from starlette.concurrency import run_in_threadpool
 
 from service.errors import RequestError
 from service.serving.documents import put_layer, read_object
-from service.serving.requests import NO_PARAMETERS, RawRequest
+from service.serving.requests import RawRequest
 from service.serving.service import Service
-from service.web.openapi import LOAD_EXAMPLE, request_body_doc
-from service.web.request_reader import read_as
+from service.web.openapi import LOAD_EXAMPLE, request_body_doc, v2_error_responses
+from service.web.request_reader import read
 from service.web.routes.attend import require_started
 from service.web.routes.layers import NewName
 from service.web.v2.description import ProtocolExtensions, index_of
-from service.web.v2.routes import error_responses
 from service.wire.codec import CODECS
 from service.wire.json.strict import parse_nested
 from service.wire.negotiation import JSON
@@ -36,7 +35,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         "/v2/repository/index",
         tags=["v2"],
         response_model=list[RepositoryModel],
-        responses=error_responses(400),
+        responses=v2_error_responses(400),
         openapi_extra=request_body_doc("IndexRequest", ({"ready": True}, "Those that are ready."), required=False),
     )
     async def index(request: Request) -> list[RepositoryModel]:
@@ -47,7 +46,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         f"{MODEL}/load",
         tags=["v2"],
         response_class=Response,
-        responses=error_responses(400, 403, 404, 409, 413, 503),
+        responses=v2_error_responses(400, 403, 404, 409, 413, 503),
         openapi_extra=request_body_doc("LoadRequest", (LOAD_EXAMPLE, "A seeded layer."), required=False),
     )
     async def load(name: NewName, request: Request) -> Response:
@@ -61,7 +60,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         f"{MODEL}/unload",
         tags=["v2"],
         response_class=Response,
-        responses=error_responses(400, 403, 404, 409, 503),
+        responses=v2_error_responses(400, 403, 404, 409, 503),
         openapi_extra=request_body_doc("UnloadRequest", ({}, "No body is needed."), required=False),
     )
     async def unload(name: str, request: Request) -> Response:
@@ -98,6 +97,5 @@ async def unload_layer(service: Service, name: str) -> None:
 
 async def _read(request: Request, service: Service, model: type[D]) -> D:
     """The body, validated as `model`; an empty body is {}."""
-    limit = ("", MAX_BODY_BYTES) if service.wire_limits.body_bytes > MAX_BODY_BYTES else None
-    raw = await read_as(CODECS[JSON], CODECS[JSON], NO_PARAMETERS, request.scope["attend"], request.receive, service, limit)
+    raw = await read(request.scope["attend"], request.receive, service, (CODECS[JSON], CODECS[JSON]), largest=MAX_BODY_BYTES)
     return validate(model, await read_object(service, raw, MAX_BODY_BYTES))

@@ -3,16 +3,15 @@
 import re
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.types import Receive, Send
 
 from service.errors import MalformedBody
 from service.serving.engine import ATTEND
 from service.serving.service import Service
-from service.web.openapi import INFER_EXAMPLE, request_body_doc, schema
-from service.web.openapi import error_responses as responses_of
-from service.web.request_reader import Record, read_as
+from service.web.openapi import INFER_EXAMPLE, request_body_doc, schema, v2_error_responses
+from service.web.request_reader import Record, read
 from service.web.routes.attend import require_started, send_reply
 from service.web.v2.description import ProtocolExtensions, config_of, metadata_of, statistics_of
 from service.wire.negotiation import JSON
@@ -20,32 +19,24 @@ from service.wire.v2.codec import HEADER_LENGTH, V2Codec
 from service.wire.v2.parameters import require_version
 from service.wire.v2.schemas import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
 
-MODELS = "/v2/models/"
-MODEL = MODELS + "{name}"
-VERSIONED = MODEL + "/versions/{version}"
-INFER_PATH = re.compile(rf"{MODELS}([^/]+)(?:/versions/([^/]+))?/infer/?")
-CODEC = V2Codec()
+MODEL = "/v2/models/{name}"
+VERSIONED_PATH = re.compile(rf"({MODEL.format(name='[^/]+')})/versions/([^/]+)(/.*)?")
+INFER_PATH = re.compile(rf"{MODEL.format(name='([^/]+)')}(?:/versions/([^/]+))?/infer/?")
+CODECS = (V2Codec(), V2Codec())  # of body and reply
 
 
-class Infer:
+async def infer(service: Service, model: str, version: str | None, record: Record, receive: Receive, send: Send) -> None:
     """POST /v2/models/{name}/infer, with or without /versions/1; it bypasses FastAPI's routing, as POST /attend does.
 
     The header Inference-Header-Content-Length decides how the body is read. Content-Type and Accept are ignored: clients send arbitrary
     ones.
     """
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
-    async def __call__(self, record: Record, receive: Receive, send: Send) -> None:
-        require_started(self.service)
-        found = INFER_PATH.fullmatch(record.path)
-        assert found is not None, "called for such paths alone"
-        self.service.registry.find(found[1], at="")
-        require_version(found[2])
-        parameters = {"model": found[1], "header_length": _header_length(record)}
-        raw = await read_as(CODEC, CODEC, parameters, record, receive, self.service)
-        await send_reply(await self.service.engine.answer(raw, ATTEND), record, send)
+    require_started(service)
+    service.registry.find(model, at="")
+    require_version(version)
+    parameters = {"model": model, "header_length": _header_length(record)}
+    raw = await read(record, receive, service, CODECS, parameters)
+    await send_reply(await service.engine.answer(raw, ATTEND), record, send)
 
 
 def _header_length(record: Record) -> str:
@@ -55,17 +46,15 @@ def _header_length(record: Record) -> str:
     return record.header(HEADER_LENGTH)
 
 
-def _require_version(request: Request) -> None:
-    """Raises LayerNotFound if the path has a version other than VERSION."""
-    require_version(request.path_params.get("version"))
+def plain_path(path: str) -> str:
+    """A path under /v2 without trailing slash and without the version of a model. Raises LayerNotFound for an unknown version."""
+    if (found := VERSIONED_PATH.fullmatch(path.rstrip("/"))) is None:
+        return path.rstrip("/")
+    require_version(found[2])
+    return found[1] + (found[3] or "")
 
 
-ROUTE_OPTIONS: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True, "dependencies": [Depends(_require_version)]}
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI descriptions of the refusals of a route under /v2."""
-    return responses_of(*statuses, model="V2Error", media_type=JSON, meaning={400: "Anything wrong with the request."})
+ROUTE_OPTIONS: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
 
 
 def health_of(ready: bool) -> Health:
@@ -93,7 +82,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         response.status_code = 200 if is_ready else 503
         return health_of(is_ready)
 
-    @app.get("/v2/models/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=error_responses(409))
+    @app.get("/v2/models/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=v2_error_responses(409))
     async def all_statistics() -> Response:
         """Statistics of every model."""
         extensions.require_statistics()
@@ -101,18 +90,16 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         text = await run_in_threadpool(lambda: statistics_of(service, layers, extensions.workers).model_dump_json())  # slow for many layers
         return Response(text, media_type=JSON)
 
-    @app.get(VERSIONED, **ROUTE_OPTIONS, include_in_schema=False, response_model=ModelMetadata)
-    @app.get(MODEL, **ROUTE_OPTIONS, response_model=ModelMetadata, responses=error_responses(404, 409))
+    @app.get(MODEL, **ROUTE_OPTIONS, response_model=ModelMetadata, responses=v2_error_responses(404, 409))
     async def model(name: str) -> ModelMetadata:
         """Inputs and outputs of a model. Like every path of a model, it also exists below /versions/1."""
         return metadata_of(service.registry.find(name, at=""))
 
-    @app.get(f"{VERSIONED}/ready", **ROUTE_OPTIONS, include_in_schema=False, response_model=ModelReady)
     @app.get(
         f"{MODEL}/ready",
         **ROUTE_OPTIONS,
         response_model=ModelReady,
-        responses={503: {"model": ModelReady, "description": "Not ready."}, **error_responses(404, 409)},
+        responses={503: {"model": ModelReady, "description": "Not ready."}, **v2_error_responses(404, 409)},
     )
     async def model_ready(name: str, response: Response) -> ModelReady:
         """Whether calls to a model are answered. 409 for an unloaded one."""
@@ -121,14 +108,12 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         response.status_code = 200 if is_ready else 503
         return ModelReady(name=name, ready=is_ready)
 
-    @app.get(f"{VERSIONED}/config", **ROUTE_OPTIONS, include_in_schema=False, response_model=ModelConfig)
-    @app.get(f"{MODEL}/config", **ROUTE_OPTIONS, response_model=ModelConfig, responses=error_responses(404, 409))
+    @app.get(f"{MODEL}/config", **ROUTE_OPTIONS, response_model=ModelConfig, responses=v2_error_responses(404, 409))
     async def config(name: str) -> ModelConfig:
         """Model configuration, as in Triton."""
         return config_of(service.registry.find(name, at=""), service, service.wire_limits.body_bytes)
 
-    @app.get(f"{VERSIONED}/stats", **ROUTE_OPTIONS, include_in_schema=False, response_model=Statistics)
-    @app.get(f"{MODEL}/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=error_responses(404, 409))
+    @app.get(f"{MODEL}/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=v2_error_responses(404, 409))
     async def statistics(name: str) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         extensions.require_statistics()
@@ -139,7 +124,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         tags=["v2"],
         responses={
             200: {"description": "The requested outputs.", "content": {JSON: {"schema": schema("InferenceReply")}}},
-            **error_responses(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
+            **v2_error_responses(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
         },
         response_model=None,
         openapi_extra=request_body_doc(

@@ -58,6 +58,8 @@ Output = Literal[
     "head_outputs",
     "concatenated",
     "indexer_mask",
+    "latent",
+    "rope_key",
     "query_gradient",
     "key_gradient",
     "value_gradient",
@@ -328,6 +330,10 @@ class AttendReply(Document):
     concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
     indexer_mask: OptionalTensor | BySequence = _output(
         "[b,q,k], of datatype BOOL. Whether the layer's indexer selects the key for the query."
+    )
+    latent: OptionalTensor = _output("[b,k,key_value_rank]. The latent vectors of the key after their norm, in layers with `latent`.")
+    rope_key: OptionalTensor = _output(
+        "[b,k,rope_key_dim]. The numbers that the keys of all heads share in layers with `latent`, after rotation."
     )
     query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
     key_gradient: OptionalTensor = _output("Shape of the key.")

@@ -6,15 +6,16 @@ Decoders give arrays of any dtype, Python callers may give nested lists. A field
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Self, get_args, get_origin
 
 import numpy as np
+import pybase64
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, RootModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import CoreSchema, core_schema
 
 from service.spec_parts import field_error
-from service.tensors import BY_NUMPY, DATATYPES, Array
+from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of, raw
 from service.wire.arrays import Kind, element_text, first_index, without_broadcast
 from service.wire.problems import describe_value
 
@@ -69,6 +70,10 @@ class Base64Tensor(BaseModel):
     shape: list[int]
     datatype: str = Field(description="Name in the Open Inference Protocol, such as FP32.")
     base64: str
+
+    @classmethod
+    def of(cls, array: Array) -> Self:
+        return cls(shape=list(array.shape), datatype=datatype_of(array).name, base64=pybase64.b64encode_as_string(raw(array)))
 
 
 class FlatTensor(BaseModel):

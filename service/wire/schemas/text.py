@@ -5,10 +5,8 @@
 
 from typing import Annotated, Literal
 
-import pybase64
 from pydantic import Field
 
-from service.tensors import Array, datatype_of, raw
 from service.wire.schemas.attend import LAYER_NAME, Document, LayerReference
 from service.wire.schemas.tensors import Base64Tensor
 
@@ -42,8 +40,3 @@ class Vocabulary(Document):
 
     layers: list[str] = Field(description="Layers of the installed model; each is loaded when /words first names it.")
     note: str
-
-
-def base64_tensor(array: Array) -> Base64Tensor:
-    """The array as shape, datatype and base64."""
-    return Base64Tensor(shape=list(array.shape), datatype=datatype_of(array).name, base64=pybase64.b64encode_as_string(raw(array)))

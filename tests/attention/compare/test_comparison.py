@@ -384,8 +384,8 @@ def test_what_cannot_be_asked_is_reported_with_its_reason():
     assert _skipped(FromScratch, mask_means="attend") == set()
     assert _skipped(functional.scaled_dot_product_attention) == set()
     assert _skipped(nn.MultiheadAttention) == set()
-    assert _skipped(DiveIntoDeepLearning) == masked | {"causal mask"}
-    assert _skipped(flash_like, layout="b,n,h,d") == masked | {"padded keys"}
+    assert _skipped(DiveIntoDeepLearning) == masked | {"causal mask", "packed sequences"}
+    assert _skipped(flash_like, layout="b,n,h,d") == masked | {"padded keys", "packed sequences"}
     assert _skipped(PackedPerHead, mask_means="attend", fused="per_head") == cross
     assert "not run: it takes one input" in str(compare(PackedPerHead, mask_means="attend", fused="per_head"))
 
@@ -582,7 +582,9 @@ LAYERS = [
 @pytest.mark.parametrize(("hint", "change"), [row for rows in MISTAKES.values() for row in rows.items()])
 def test_every_mistake_is_told_from_the_others(hint, change):
     """Made on purpose, each shows in some case of a layer that it fits, and in the first where it shows it alone is named."""
-    requirements = Requirements("float64", batched=True, causal=False, value_is_key=False, per_item_mask=True, per_item_padding=True)
+    requirements = Requirements(
+        "float64", batched=True, causal=False, value_is_key=False, per_item_mask=True, per_item_padding=True, per_item_segments=True
+    )
     for spec in LAYERS:
         weights = draw_case_weights(np.random.default_rng(0), spec, ["weights"])
         for case in draw_check_cases(spec, weights, requirements, seed=0):
@@ -601,11 +603,11 @@ def test_every_mistake_is_told_from_the_others(hint, change):
 def test_the_report_says_where_and_what():
     agreement = compare(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
     lines = str(agreement).splitlines()
-    assert [line[:28].strip() for line in lines[:7]] == [result.case for result in agreement.results]
+    assert [line[:28].strip() for line in lines[:8]] == [result.case for result in agreement.results]
     assert "DISAGREES" in lines[0]
     first = agreement.first
-    assert lines[7] == f"first disagreement: no mask, output[0, 0, 0]: expected {first.expected}, got {first.got}"
-    assert lines[8].startswith("hint: this is what comes out when the scores are not divided by sqrt(head_dim)")
+    assert lines[8] == f"first disagreement: no mask, output[0, 0, 0]: expected {first.expected}, got {first.got}"
+    assert lines[9].startswith("hint: this is what comes out when the scores are not divided by sqrt(head_dim)")
     assert float(first.expected) != float(first.got)
     with pytest.raises(AssertionError, match="first disagreement: no mask, output"):
         assert_agrees(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")

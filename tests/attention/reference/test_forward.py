@@ -87,6 +87,8 @@ def test_shapes_of_all_outputs():
         "scores": (3, 2, 5, 11),
         "normalised": (3, 1, 2, 5, 11),
         "indexer_mask": (3, 5, 11),
+        "latent": (3, 11, 0),
+        "rope_key": (3, 11, 0),
         "log_sum_exp": (3, 2, 5),
         "query_projection": (3, 2, 5, 5),
         "key_projection": (3, 2, 11, 5),

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 from torch.nn import functional
 
 from service.attention.compare.random_cases import random_case
-from service.attention.reference.forward import attend, normalise, softmax
+from service.attention.reference.forward import attend, softmax
+from service.attention.reference.projections import normalise
 from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 from service.spec_parts import QKNorm
@@ -229,6 +230,8 @@ def test_shapes_of_all_outputs():
         "concatenated": (5, 8, 18),
         "normalised": (5, 1, 6, 8, 9),
         "indexer_mask": (5, 8, 9),
+        "latent": (5, 9, 0),
+        "rope_key": (5, 9, 0),
         "fully_masked": (5, 6, 8),
     }
 
@@ -327,8 +330,8 @@ def test_each_projection_has_its_own_bias(biased):
 def test_norms_by_hand():
     x = np.array([3.0, 4.0, 0.0, -5.0])  # mean 0.5, mean square 12.5, variance 12.25
     w = np.array([1.0, 2.0, 3.0, 4.0])
-    np.testing.assert_allclose(normalise(x, w, QKNorm(kind="rms", eps=0.5)), x / np.sqrt(13) * w, rtol=1e-15)
-    np.testing.assert_allclose(normalise(x, w, QKNorm(kind="layer", eps=0.5)), (x - 0.5) / np.sqrt(12.75) * w, rtol=1e-15)
+    np.testing.assert_allclose(normalise(x, QKNorm(kind="rms", eps=0.5), w), x / np.sqrt(13) * w, rtol=1e-15)
+    np.testing.assert_allclose(normalise(x, QKNorm(kind="layer", eps=0.5), w), (x - 0.5) / np.sqrt(12.75) * w, rtol=1e-15)
 
 
 @pytest.mark.parametrize(("kind", "torchs"), [("rms", functional.rms_norm), ("layer", functional.layer_norm)])
@@ -336,7 +339,7 @@ def test_norms_agree_with_torch(kind, torchs):
     x, w = draw(10, (2, 3, 5, 7), (7,))
     for eps in (1e-6, 0.3):
         expected = torchs(torch.tensor(x), (7,), weight=torch.tensor(w), eps=eps)
-        np.testing.assert_allclose(normalise(x, w, QKNorm(kind=kind, eps=eps)), expected.numpy(), rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(normalise(x, QKNorm(kind=kind, eps=eps), w), expected.numpy(), rtol=1e-12, atol=1e-14)
 
 
 def test_heads_are_normed_separately_and_values_are_not():

@@ -60,6 +60,10 @@ def hold(spec, weights, request):
         values = [[head(spec, weights, "value", value[item, j], g) for j in range(k)] for g in range(spec.num_kv_heads)]
         same(got.key_projection[item], keys)
         same(got.value_projection[item], values)
+        if spec.latent:
+            same(got.latent[item], [latent(spec, weights, "key", row) for row in key[item]])
+        if spec.latent and not spec.qk_norm:
+            same(got.rope_key[item], [row[: spec.latent.rope_key_dim] for row in keys[0]])
         side_by_side = [[] for _ in range(q)]
         for n in range(h):
             for i in range(q):
