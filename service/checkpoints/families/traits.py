@@ -16,7 +16,7 @@ from service.spec_parts import PROJECTIONS
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
 WIDEST_HEAD = 1 << 16
 # Among the fields that traits give: how tensors are converted. `factors`: projection or norm -> factor of its weights; `groups`: projection
-# -> groups of its convolution of width 1; `table_eps`: of the layer norm of a table of distances; `projects_table`: whether it is projected.
+# -> groups of its convolution of width 1; `table_eps`: of the layer norm of a table of distances; `projects_table`: if it is projected.
 CONVERSION = "conversion"
 STAGE = "stage"  # among the fields of a config: the number of a layer's stage, in families with stages
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
