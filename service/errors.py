@@ -10,6 +10,11 @@
     │   ├── LayerNotFound         404
     │   ├── LayerConflict         409  this server cannot change layers that way
     │   │   └── LayerUnloaded     409  the layer has to be loaded first
+    │   ├── SessionNotFound       404  no such session, or it belongs to another API key
+    │   ├── SessionEnded          410  the session has been ended, and why
+    │   ├── SessionConflict       409  the session has another layer, or rows that are needed are freed
+    │   ├── LengthMismatch        412  the session does not have `expected_length` rows
+    │   ├── WrongReplica          421  another replica has the session
     │   ├── TooLarge              413  in bytes, depth, parameters, or predicted memory and work
     │   ├── UnsupportedMediaType  415  of the body
     │   └── NotAcceptable         406  no media type of the reply is accepted
@@ -106,6 +111,26 @@ class LayerConflict(RequestError):
 
 class LayerUnloaded(LayerConflict):
     title = "layer unloaded"
+
+
+class SessionNotFound(RequestError):
+    title = "no such session"
+
+
+class SessionEnded(RequestError):
+    title = "session ended"
+
+
+class SessionConflict(RequestError):
+    title = "session conflict"
+
+
+class LengthMismatch(RequestError):
+    title = "another length"
+
+
+class WrongReplica(RequestError):
+    title = "wrong replica"
 
 
 class TooLarge(RequestError):

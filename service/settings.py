@@ -74,6 +74,7 @@ class Settings(BaseModel):
     max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Bytes of waiting calls; also of all bodies and replies.")
     max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one.")
     batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls; of use on a GPU only.")
+    session_memory: int = Field(default=0, ge=0, description="Bytes of keys and values that sessions keep; 0: no sessions.")
     request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
 
     compress_replies: bool = Field(default=False, description="Compress replies also for clients that accept several codings.")

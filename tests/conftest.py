@@ -65,7 +65,7 @@ def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """One server for all tests that leave it as they found it."""
-    running = start_server("--max-body-bytes", str(4 * 1024 * 1024))
+    running = start_server("--max-body-bytes", str(4 * 1024 * 1024), "--session-memory", str(256 * 1024 * 1024))
     yield running
     running.stop()
 

@@ -51,8 +51,9 @@ class Eager:
         self._slopes = torch.tensor(alibi_slopes(spec.num_heads) if spec.alibi else [], dtype=self.dtype, device=device)
         relative = spec.relative_scores
         self._relative = None if relative is None else RelativeTerms(spec, relative, weights, self.dtype)
-        # whether torch's fused kernels compute such weights
-        self.is_fusible = type(self) is Eager and not (spec.sinks or relative or spec.indexer)
+        # whether torch's fused kernels compute such weights, and whether they do if sinks are added afterwards
+        self.is_fusible_with_sinks = type(self) is Eager and not (relative or spec.indexer)
+        self.is_fusible = self.is_fusible_with_sinks and not spec.sinks
         biases = ((spec.alibi, self._alibi), (spec.relative_bias, self._relative_bias), (spec.grid_bias, self._grid_bias))
         self.biases: list[LayerBias] = [bias for on, bias in biases if on]
         self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores
@@ -64,7 +65,7 @@ class Eager:
 
         `query` is [b, h, q, d], `key` and `value` [b, kv heads, k, …], `fully_masked` [b, h, q].
         """
-        assembly, value, sinks = Assembly(query.shape[2]), value.to(self.dtype), self._sinks(call.heads)
+        assembly, value, sinks = Assembly(query.shape[2]), value.to(self.dtype), self.sinks(call.heads)
         for block in self.row_blocks(call, query, key, fully_masked):
             if "scores" in wanted:
                 shifted = block.scores if block.shift is None else (block.scores + block.shift[..., None]).to(self.dtype)
@@ -91,7 +92,7 @@ class Eager:
         block before the next needs memory for one block only.
         """
         batch, heads, num_queries, _ = query.shape
-        sinks, keep = self._sinks(call.heads), _dropout(call, self.spec.num_heads)
+        sinks, keep = self.sinks(call.heads), _dropout(call, self.spec.num_heads)
         terms = None if self._relative is None else self._relative.of_call(call.masks, key, call.heads)
         for rows in row_blocks(batch * heads * key.shape[2], num_queries) if blocks is None else blocks:
             visible = call.masks.visible(rows)
@@ -169,7 +170,7 @@ class Eager:
         of_rows, of_columns = (self.weights[name].to(self.dtype) for name in ("grid_rows", "grid_columns"))
         return decomposed_bias(query.to(self.dtype), of_rows, of_columns, grid, positions, keys)
 
-    def _sinks(self, heads: Sequence[int] | None) -> Tensor | None:
+    def sinks(self, heads: Sequence[int] | None) -> Tensor | None:
         """The sinks' scores [heads, 1]; None if the layer has none."""
         return of_heads(self.weights["sinks"].to(self.dtype), heads)[:, None] if self.spec.sinks else None
 

@@ -60,13 +60,12 @@ class MultiHeadAttention:
     def _forward(self, call: Call) -> Result:
         set_precision(self.spec.matmul_precision)
         call = self.select_keys(call)
-        tensors, fully_masked = self._attend(call, *self.projections.project(call))
+        tensors, fully_masked = self.attend(call, *self.projections.project(call))
         if "output" in call.outputs:
             tensors["output"] = self.projections.project_back(tensors["concatenated"])
-        wanted = call.outputs | SELECTED
-        return Result({name: tensor for name, tensor in tensors.items() if name in wanted}, fully_masked)
+        return result_of(call, tensors, fully_masked)
 
-    def _attend(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+    def attend(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
         """Compute all outputs but `output`, and the fully masked rows, from query [b, h, q, d], key and value [b, kv heads, k, …].
 
         Uses `sdpa` if it can compute the requested outputs, else `eager`.
@@ -88,9 +87,9 @@ class MultiHeadAttention:
             tensors["indexer_mask"] = call.masks.attend_mask[:, 0]
         if PROJECTED & call.outputs:
             tensors |= self.projections.outputs(call, (query, key, value))
-        return self._merged(call, tensors), fully_masked
+        return self.merge_heads(call, tensors), fully_masked
 
-    def _merged(self, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def merge_heads(self, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Multiply `head_outputs` by `head_scale` and the gate, and add `concatenated` [b, q, h * d]. Without head outputs, no change.
 
         The gate depends on the query alone, so it is left out of parts of a call and applied once, where they are merged.
@@ -135,7 +134,7 @@ class MultiHeadAttention:
 
     def merge(self, head_outputs: Tensor, call: Call) -> dict[str, Tensor]:
         """`head_outputs`, `concatenated` and, if requested, `output`, from head outputs [b, h, q, d]."""
-        tensors = self._merged(call, {"head_outputs": head_outputs})
+        tensors = self.merge_heads(call, {"head_outputs": head_outputs})
         return tensors | {"output": self.project_back(tensors["concatenated"])} if "output" in call.outputs else tensors
 
     def attention_weights(
@@ -148,6 +147,12 @@ class MultiHeadAttention:
         """
         for block in self.eager.row_blocks(*select_heads_and_queries(call, query, key, fully_masked), blocks):
             yield block.rows, block.attention_weights(), block.visible
+
+
+def result_of(call: Call, tensors: Mapping[str, Tensor], fully_masked: Tensor | None) -> Result:
+    """The result with the requested ones of these tensors."""
+    wanted = call.outputs | SELECTED
+    return Result({name: tensor for name, tensor in tensors.items() if name in wanted}, fully_masked)
 
 
 class Operation(Protocol):

@@ -56,6 +56,12 @@ class Projections:
                 tensors["latent"] = self._norm(QKNorm(eps=latent.eps), self.product(call.key, "key_value_down"), "key_value_down")
         return {name: x for name, x in tensors.items() if name in call.outputs}
 
+    def expand_latent(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value [b, kv heads, k, …] of the outputs `latent` [b, k, key_value_rank] and `rope_key` [b, k, rope_key_dim]."""
+        kv_heads = self.spec.num_kv_heads
+        key, value = (self.product(latent, name).view(*latent.shape[:2], kv_heads, -1).transpose(1, 2) for name in ("key", "value"))
+        return torch.cat((rope_key[:, None].expand(-1, kv_heads, -1, -1), key), -1), value
+
     def _compressed(self, call: Call, latent: Latent) -> tuple[Tensor, Tensor, Tensor]:
         """The latent vectors of queries, keys and values, [b, n, rank] (DeepSeek-AI 2024, equations 9 and 12); queries may have none."""
         norm = QKNorm(eps=latent.eps)

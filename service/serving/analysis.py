@@ -201,7 +201,7 @@ def build_reply(request: AnalysisRequest, layer: LoadedLayer, result: Result) ->
     datatype = datatype_of("", request, layer.spec)
     if request.reply.nonfinite == "error":
         _refuse_overflow(arrays, bool(result.tensors[OVERFLOWED]), datatype)
-    return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, {}, metrics)
+    return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, {}, metrics=metrics)
 
 
 def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) -> None:

@@ -2,7 +2,8 @@
 
 Calls are stacked along the batch axis if layer, other axes, options and kinds of masks are equal. A stacked call is an ordinary call.
 
-Only GPUs compute batches. On a CPU every call runs alone: batches of mixed lengths gained less than a third (docs/performance.md).
+Only GPUs stack calls. On a CPU every call runs alone: batches of mixed lengths gained less than a third (docs/performance.md). Steps of
+sessions are not stacked: only the products with the layer's weights are shared, on any device (`attention/decoding.py`).
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
+from service.attention.decoding import CachedStep
 from service.attention.layer import Operation
 from service.attention.masks import TENSORS
 from service.serving.cost import Cost
@@ -24,6 +26,7 @@ from service.serving.load import INTERNAL, Flow
 
 MAX_SCORE = 8.0  # largest estimated score of a call that may share a batch; about 1 for xavier weights and inputs of unit variance
 MAX_BIAS = 64.0  # largest |bias| of such a call: adding a larger one rounds the scores by more than results may differ
+MAX_STEPS = 64  # of sessions in one batch, on any device: they share the products with the layer's weights
 STACKED = ("positions", "key_positions", "head_scale")
 
 BatchKey = tuple[Any, ...]  # calls with equal keys can be stacked
@@ -42,6 +45,7 @@ class Entry:
     flow: Flow = INTERNAL
     operation: Operation | None = None  # runs in place of the layer's forward pass
     future: "asyncio.Future[Any] | None" = None  # the caller waits for it
+    timer: asyncio.TimerHandle | None = None  # settles the call at its deadline
 
     def is_settled(self) -> bool:
         """Whether the caller has a result or an error, for example that the deadline passed."""
@@ -63,6 +67,8 @@ class Entry:
     @cached_property
     def batch_key(self) -> BatchKey | None:
         """None if the call must run alone."""
+        if isinstance(self.operation, CachedStep):
+            return step_key_of(self.layer, self.call, self.operation)
         return None if self.operation is not None else batch_key_of(self.layer, self.call)
 
     def can_share_batch(self, other: "Entry") -> bool:
@@ -99,7 +105,7 @@ def form_batch(waiting: Iterable[Entry], limits: BatchLimits, now: float) -> tup
         elif entry.deadline is not None and entry.deadline <= now:
             expired.append(entry)
         elif not batch or (
-            len(batch) < limits.calls
+            len(batch) < (MAX_STEPS if isinstance(entry.operation, CachedStep) else limits.calls)
             and operations + entry.cost.operations <= limits.operations
             and memory + entry.cost.memory_bytes <= limits.memory_bytes
             and entry.can_share_batch(batch[0])
@@ -141,6 +147,14 @@ def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
         masks.chunk,
         masks.aligned,
     )
+
+
+def step_key_of(layer: LoadedLayer, call: Call, step: CachedStep) -> BatchKey | None:
+    """All properties that must be equal in steps of several sessions whose rows are projected together; None if the step must run alone."""
+    if call.reproducible or _may_amplify_rounding(layer, replace(call, key=step.key)):
+        return None
+    positions = None if call.positions is None else call.positions.shape
+    return id(layer), call.query.shape, step.key is call.query, step.shapes, positions
 
 
 def _may_amplify_rounding(layer: LoadedLayer, call: Call) -> bool:

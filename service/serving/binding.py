@@ -166,15 +166,18 @@ def require_masks_of_all_heads(request: AttendRequest, reason: str) -> None:
             raise InvalidRequest.where(f"/{name}", f"the same for all heads, {reason}", f"{array.shape[-3]} heads")
 
 
-def bind(request: AttendRequest, spec: LayerSpec) -> Call:
-    """The call, with tensors on the CPU. Raises InvalidRequest if a number is not finite in the layer's dtype."""
-    query, key, value = tensors_of(*finite_arrays(request.query, request.key, request.value, spec))
+def bind(request: AttendRequest, spec: LayerSpec, sequences: tuple[torch.Tensor, ...] | None = None) -> Call:
+    """The call, with tensors on the CPU. `sequences`: its query, key and value, if they are known; by default those of the request.
+
+    Raises InvalidRequest if a number is not finite in the layer's dtype.
+    """
+    query, key, value = sequences or tensors_of(*finite_arrays(request.query, request.key, request.value, spec))
     select = request.select
     head_scale = None
     if request.head_scale is not None:
         head_scale = cast("head_scale", request.head_scale, spec.dtype)
         head_scale = head_scale.view(*((1,) if head_scale.ndim == 1 else ()), *head_scale.shape, 1, 1)
-    gradient, positions = request.output_gradient, _rotary_positions("positions", request)
+    gradient, positions = request.output_gradient, rotary_positions("positions", request)
     softcap = spec.softcap if request.softcap is None else request.softcap
     return Call(
         query=query,
@@ -185,7 +188,7 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
         outputs=frozenset(request.outputs),
         softcap=softcap or None,
         positions=positions,
-        key_positions=positions if request.key_positions is None else _rotary_positions("key_positions", request),
+        key_positions=positions if request.key_positions is None else rotary_positions("key_positions", request),
         fully_masked=request.fully_masked,
         head_scale=head_scale,
         dropout=None if request.dropout is None else (request.dropout.p, request.dropout.seed),
@@ -198,7 +201,7 @@ def bind(request: AttendRequest, spec: LayerSpec) -> Call:
     )
 
 
-def _rotary_positions(name: str, request: AttendRequest) -> torch.Tensor | None:
+def rotary_positions(name: str, request: AttendRequest) -> torch.Tensor | None:
     """RoPE's positions, float64 [b|1, n] or [b|1, n, axes]. Raises InvalidRequest beyond MAX_POSITION."""
     if (array := getattr(request, name)) is None:
         return None

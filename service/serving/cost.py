@@ -73,13 +73,14 @@ class CostInputs(NamedTuple):
     form: str
     datatype: str | None
     decimals: int | None
+    cached: int = 0  # keys that need not be projected
 
 
-def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
-    """The cost of a request whose shapes fit the layer."""
+def predict(request: AttendRequest, spec: LayerSpec, cached: int = 0) -> Cost:
+    """The cost of a request whose shapes fit the layer. `cached`: number of its keys that are projected already."""
     key = request.query if request.key is None else request.key
     if request.query_lengths is None:
-        return _predict(_inputs(request, spec, request.query.shape[-2], key.shape[-2]), spec)
+        return _predict(_inputs(request, spec, request.query.shape[-2], key.shape[-2])._replace(cached=cached), spec)
     queries = request.query_lengths.tolist()
     keys = queries if request.key_lengths is None else request.key_lengths.tolist()
     pairs = list(zip(queries, keys, strict=True))
@@ -132,7 +133,9 @@ def _predict(inputs: CostInputs, spec: LayerSpec) -> Cost:
     matrices = ((name, shape) for name, shape in spec.weight_shapes().items() if name.endswith(".weight") and "norm" not in name)
     weights = {name: math.prod(shape) for name, shape in matrices if not name.startswith("position_")}
     of_keys = sum(weights.get(f"{name}.weight", 0) for name in ("key", "value", "key_value_down", "rope_key", "index_key"))
-    projections = q * (sum(weights.values()) - of_keys) + k * of_keys
+    projections = q * (sum(weights.values()) - of_keys) + (k - inputs.cached) * of_keys
+    if inputs.cached and spec.latent is not None:
+        projections += inputs.cached * (weights["key.weight"] + weights["value.weight"])  # cached latent vectors are expanded each time
     if "latent" in inputs.outputs:  # computed once more
         projections += k * weights.get("key_value_down.weight", 0)
     if spec.grid_bias is not None and spec.grid_bias.kind == "decomposed":  # each query times the vectors of all rows and columns

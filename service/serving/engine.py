@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from service.attention.call import Result
-from service.errors import RequestError, TooLarge
+from service.errors import RequestError, SessionNotFound, TooLarge
 from service.serving.analysis import bind_analysis
 from service.serving.binding import bind_attend
 from service.serving.codec_pool import CodecPool
@@ -23,6 +23,8 @@ from service.serving.metrics import Metrics, Phases
 from service.serving.replies import build_reply, plan_of, refuse_fully_masked
 from service.serving.requests import BoundCall, EncodedReply, RawRequest
 from service.serving.scheduler import Scheduler
+from service.serving.sessions.registry import SessionRegistry
+from service.serving.sessions.steps import bind_step
 from service.serving.shards import Shards, compute_in_shards
 from service.serving.statistics import LayerStatistics
 from service.serving.threads import usable_cores
@@ -33,6 +35,7 @@ from service.wire.problems import validate
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, Plan
 from service.wire.schemas.figure import FigureRequest
+from service.wire.schemas.sessions import SessionAttendRequest
 
 T = TypeVar("T")
 DEFAULT_LAYER: str = AttendRequest.model_fields["layer"].default
@@ -40,10 +43,14 @@ INLINE_BYTES = 64 * 1024  # bytes up to which decoding and encoding take well un
 
 
 class CallKind(NamedTuple):
-    """What an endpoint computes: the model of its body, and the function that binds a decoded body to its layer."""
+    """What an endpoint computes: the model of its body, and the function that binds a decoded body to its layer.
+
+    `layer`: that of the session of the call; None for the layer that the body names.
+    """
 
     document: type[AttendRequest]
     bind: Callable[[Decoded, LoadedLayer, Admission], BoundCall]
+    layer: LoadedLayer | None = None
 
 
 ATTEND = CallKind(AttendRequest, bind_attend)  # POST /attend, and infer of the Open Inference Protocol
@@ -68,6 +75,7 @@ class Engine:
         self.codecs = CodecPool(min(2, usable_cores()))  # more would contend for the interpreter's lock
         self.renderer = FigureRenderer(self.clock)
         self.shards: Shards | None = None
+        self.sessions: SessionRegistry | None = None
 
     def use_shards(self, shards: Shards) -> None:
         """Let other processes compute parts of the calls that are too large for this one."""
@@ -86,6 +94,8 @@ class Engine:
         try:
             if raw.lease is not None and bound.figure is None:
                 raw.lease.add(cost.reply_bytes if raw.reply_codec.writes_text else cost.tensor_bytes)
+            if bound.session is not None and self.sessions is not None:
+                self.sessions.reserve(bound.session, bound.call.masks.num_keys)
             outcome = await self.submit(bound, raw)
             computed_at = self.clock()
             if bound.figure is not None:
@@ -99,15 +109,28 @@ class Engine:
             raise
         phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - computed_at)
         self.metrics.computed(phases)
+        if bound.session is not None:
+            self.metrics.stepped()
         self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, cost.operations)
         log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
         return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
+
+    async def answer_step(self, raw: RawRequest, session_id: str, owner: str) -> EncodedReply:
+        """As `answer`, for a call to a session."""
+        async with self.require_sessions().turn(session_id, owner, raw) as session:
+            return await self.answer(raw, CallKind(SessionAttendRequest, partial(bind_step, session), session.layer))
+
+    def require_sessions(self) -> SessionRegistry:
+        """The sessions. Raises SessionNotFound if this server keeps none."""
+        if self.sessions is None:
+            raise SessionNotFound("this server keeps no sessions; `attend serve --session-memory BYTES` does")
+        return self.sessions
 
     def decode_and_bind(self, raw: RawRequest, kind: CallKind) -> tuple[Decoded, BoundCall]:
         """Decode the body, find its layer and bind the call."""
         decoded = self.decode(raw, kind.document)
         try:
-            bound = kind.bind(decoded, self.find(decoded.members, kind.document), self.admission)
+            bound = kind.bind(decoded, kind.layer or self.find(decoded.members, kind.document), self.admission)
             if raw.reply_codec.largest_reply is not None:
                 _require_small_reply(bound, *raw.reply_codec.largest_reply)
         except RequestError as error:
@@ -173,6 +196,8 @@ class Engine:
         return function(*args)
 
     def close(self) -> None:
+        if self.sessions is not None:
+            self.sessions.close()
         self.renderer.close()
         self.codecs.close()
 

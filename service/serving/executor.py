@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from service.attention.call import Call, Result
+from service.attention.decoding import CachedStep, forward_steps
 from service.attention.layer import Operation
 from service.errors import AttendError, OutOfMemory, ServiceFault
 from service.serving.batching import Entry, split, stack
@@ -79,6 +80,10 @@ def _results(batch: Sequence[Entry]) -> list[Result]:
     first = batch[0]
     if len(batch) == 1:
         return [_run(first.layer, first.call, first.operation)]
+    if isinstance(first.operation, CachedStep):
+        device = first.layer.attention.device
+        steps = [(entry.operation.to(device), entry.call.to(device)) for entry in batch if isinstance(entry.operation, CachedStep)]
+        return [_on_cpu(result) for result in forward_steps(first.layer.attention, steps)]
     stacked = stack([entry.call for entry in batch])
     return split(_run(first.layer, stacked, first.operation), [entry.call.query.shape[0] for entry in batch])
 

@@ -104,6 +104,11 @@ class Metrics:
         self._queue = [self._gauge(f"attend_queue_{name}", text) for name, text in names.items()]
         self._held = self._gauge("attend_held_body_bytes", "Bytes of requests and replies, until a reply is sent.")
         self._memory = self._gauge("attend_device_memory_bytes", "Memory in use on the device; on a CPU, by the process.")
+        self._sessions = self._gauge("attend_sessions", "Sessions.")
+        self._pages = self._gauge("attend_session_bytes", "Bytes of the pages of sessions.")
+        self._shared_pages = self._gauge("attend_session_shared_bytes", "Bytes of the pages that several sessions share.")
+        self._ended = Counter("attend_sessions_ended", "Sessions that ended, by reason.", ["reason"], registry=self.registry)
+        self.stepped = Counter("attend_session_steps", "Calls to sessions that were computed.", registry=self.registry).inc
         self._ready = self._gauge("attend_ready", "1 if the server is ready, else 0.", "livemin")
         self._answered: Counts[tuple[str, int]] = Counts()
         self._bytes = [0, 0]  # received, sent
@@ -134,6 +139,15 @@ class Metrics:
 
     def failed(self, reason: str) -> None:
         self._failures.labels(reason).inc()
+
+    def session_ended(self, reason: str) -> None:
+        self._ended.labels(reason).inc()
+
+    def sample_sessions(self, count: int, used: int, shared: int) -> None:
+        """Set the gauges of sessions: their number, the bytes of their pages, and of those that are shared."""
+        self._sessions.set(count)
+        self._pages.set(used)
+        self._shared_pages.set(shared)
 
     def computed(self, phases: Phases) -> None:
         """Count an answered call."""

@@ -41,7 +41,8 @@ def build_reply(bound: BoundCall, result: Result) -> Reply:
     for name in request.outputs:
         tensors[name] = arrays[name] if name in arrays else _parts(name, arrays)
     datatype = cost.wire_datatype("output", request.reply.datatype, layer.spec)
-    return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors)
+    session = None if bound.session is None else {"id": bound.session.id, "length": bound.call.masks.num_keys}
+    return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors, session=session)
 
 
 def _parts(name: str, arrays: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from service.serving.admission import Lease
 from service.serving.cost import Cost
 from service.serving.layers.registry import LoadedLayer
 from service.serving.metrics import Phases
+from service.serving.sessions.session import Session
 from service.wire.codec import CODECS, Codec, Headers
 from service.wire.negotiation import JSON
 from service.wire.reply import Buffer
@@ -73,6 +74,7 @@ class BoundCall(NamedTuple):
     in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards
     operation: Operation | None = None  # runs in place of the layer's forward pass
     figure: FigureSpec | None = None  # the picture that the result becomes
+    session: Session | None = None  # to which the call appends rows
 
 
 class EncodedReply(NamedTuple):

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 
 from service.attention.call import Call
+from service.attention.decoding import CachedStep
 from service.attention.layer import Operation, ShortCall
 from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from service.serving.batching import BatchLimits, Entry, form_batch
@@ -138,7 +139,7 @@ class Scheduler:
         """
         entry = Entry(layer, call, cost, self.clock(), deadline, gone, operation=operation)
         # other operations are many small steps, and a reproducible call may wait for the one thread that computes such calls
-        is_simple = operation is None or type(operation) is ShortCall
+        is_simple = operation is None or type(operation) in (ShortCall, CachedStep)
         is_light = cost.operations <= LIGHT_OPERATIONS and is_simple and not call.reproducible
         try:
             if not (self._inline and is_light):
@@ -187,15 +188,14 @@ class Scheduler:
         self._queue.append(entry)
         self._occupancy.add(entry.flow, entry.cost)
         self._plan(loop, self.limits.delay if is_first else 0.0)
-        timer = None
         if entry.deadline is not None:
-            timer = loop.call_later(max(0.0, entry.deadline - self.clock()), entry.settle, DeadlinePassed(TOO_LATE))
+            entry.timer = loop.call_later(max(0.0, entry.deadline - self.clock()), entry.settle, DeadlinePassed(TOO_LATE))
         try:
             outcome: Outcome = await future
             return outcome
         finally:
-            if timer is not None:
-                timer.cancel()
+            if entry.timer is not None:
+                entry.timer.cancel()
             del entry, future  # as in `submit`
 
     def _require_room(self, entry: Entry) -> None:
@@ -246,6 +246,9 @@ class Scheduler:
         """Compute a batch on the device's thread."""
         predicted = self._throughput.seconds(batch[0].flow.size, sum(entry.cost.operations for entry in batch))
         self._running = Running(self.clock(), predicted)
+        for entry in batch:
+            if entry.timer is not None and isinstance(entry.operation, CachedStep):
+                entry.timer.cancel()  # its session is in use until it is computed, so the next call to it has to wait
 
         def finish(
             computed: Future[Outcomes],

@@ -114,6 +114,8 @@ class Service:
 
     def sample(self) -> None:
         """Update the gauges."""
+        if (sessions := self.engine.sessions) is not None:
+            self.metrics.sample_sessions(len(sessions), sessions.pool.used, sessions.pool.shared)
         self.metrics.sample(self.scheduler.load, self.budget.used, memory_in_use(self.registry.device), self.ready)
 
     def _keep_sampling(self) -> None:

@@ -1,6 +1,9 @@
 """Builds the application of one process from its settings: service, routes, middleware and gRPC server."""
 
 import ipaddress
+import os
+import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import fields
@@ -18,17 +21,21 @@ from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.cost import ServingLimits
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
+from service.serving.sessions.ids import Place, replica_number
+from service.serving.sessions.registry import SessionRegistry
 from service.settings import Settings
 from service.web import errors, openapi
 from service.web.keys import Keyring
 from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, open_telemetry
-from service.web.routes import attend, health, layers, page, text
+from service.web.routes import attend, health, layers, page, sessions, text
 from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
 from service.wire.native import numbers
+
+WORKER_VARIABLE = "ATTEND_WORKER"  # the number of this process among the workers of one server, set by their supervisor
 
 
 class Application(FastAPI):
@@ -86,6 +93,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     attend.install(app, service)
     layers.install(app, service, extensions.require_writable)
+    sessions.install(app, service)
     text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, extensions)
     repository.install(app, service, extensions)
@@ -109,8 +117,11 @@ def _direct_endpoints(service: Service) -> Callable[[str, str], Endpoint | None]
             return None
         if (direct := by_path.get(path)) is not None:
             return direct
-        found = routes.INFER_PATH.fullmatch(path)
-        return None if found is None else partial(routes.infer, service, found[1], found[2])
+        if (found := routes.INFER_PATH.fullmatch(path)) is not None:
+            return partial(routes.infer, service, found[1], found[2])
+        if (found := sessions.ATTEND_PATH.fullmatch(path)) is not None:
+            return partial(sessions.attend_step, service, found[1])
+        return None
 
     return endpoint
 
@@ -121,6 +132,10 @@ def create_service(settings: Settings) -> Service:
     limits = ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)})
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
+    if settings.session_memory:
+        place = Place(replica_number(socket.gethostname()), int(os.environ.get(WORKER_VARIABLE, "0")), int(time.time()))
+        memory = settings.session_memory // settings.workers
+        service.engine.sessions = SessionRegistry(service.registry, service.metrics, memory, place, settings.keys_file is not None)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout
     service.probe.timeout = settings.ready_timeout
     return service

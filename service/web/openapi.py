@@ -18,6 +18,7 @@ from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, ProblemDocument
 from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.layers import PutLayer
+from service.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendRequest
 from service.wire.schemas.tensors import json_schemas
 from service.wire.schemas.text import WordsRequest
 from service.wire.v2 import schemas as v2
@@ -30,6 +31,7 @@ HEADERS = {
 TAGS = {
     "attend": "Attention, and what its heads do.",
     "layers": "The layers that calls name.",
+    "sessions": "Sequences whose keys and values the server keeps, for decoding.",
     "words": "Vectors for a text.",
     "v2": "The Open Inference Protocol: every layer is a model.",
     "operation": "Health, metrics, and the index.",
@@ -41,6 +43,7 @@ In shapes, b is batch, q queries, k keys, h heads, d width of a head. Requests w
 Every refusal is a problem document with what was expected, what was received, and where."""
 DOCUMENTS = (  # documents that routes read or write without FastAPI
     *(AttendRequest, AnalysisRequest, FigureRequest, PutLayer, WordsRequest, ProblemDocument),
+    *(PostSession, PatchSession, PostFork, SessionAttendRequest),
     *(v2.InferenceRequest, v2.InferenceReply, v2.LoadRequest, v2.UnloadRequest, v2.IndexRequest, v2.V2Error),
 )
 BINARY = {"type": "string", "format": "binary"}
@@ -51,8 +54,11 @@ STATUSES = {  # what the statuses of refusals mean
     404: "No such layer.",
     406: "No supported media type is accepted.",
     409: "The layers cannot be changed that way here, or the layer is unloaded.",
+    410: "The session has ended.",
+    412: "The session does not have expected_length rows.",
     413: "Too large: bytes, depth, parameters, or predicted memory.",
     415: "An unsupported media type.",
+    421: "Another replica has the session.",
     422: "Well-formed, but it breaks the contract or does not fit the layer.",
     429: "The queue is full; see Retry-After.",
     500: "Server error.",
@@ -76,6 +82,7 @@ DEFAULT_LAYER_EXAMPLE = {**ROWS_EXAMPLE, "reply": {"decimals": 3}}
 FIGURE_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "figure": {"kind": "heads", "format": "svg"}}
 METRICS_EXAMPLE = ["entropy", "confidence", "strongest_links", "previous_token_score", "zero_ablation"]
 ANALYSIS_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "metrics": METRICS_EXAMPLE, "reply": {"decimals": 3}}
+STEP_EXAMPLE = {"query": [[0.1] * 64], "causal": True, "outputs": ["output"], "reply": {"decimals": 3}}
 PLAN_EXAMPLE = {"query": {"shape": [2, 1000, 64]}, "causal": True, "outputs": ["output"]}
 INFER_EXAMPLE = {
     "inputs": [{"name": "query", "shape": [1, 3, 4], "datatype": "FP32", "data": [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]}],
@@ -168,6 +175,15 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The refusals of a route."""
     content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
     return {status: {"description": STATUSES[status], "content": content} for status in statuses}
+
+
+def session_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route of sessions."""
+    responses = error_responses(*statuses)
+    responses[404]["description"] = "No such session or layer, or this server keeps no sessions."
+    if 409 in responses:
+        responses[409]["description"] = "The layer of the rows is another one or unloaded, or rows that are needed are freed."
+    return responses
 
 
 def v2_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:

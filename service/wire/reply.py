@@ -23,6 +23,7 @@ class Reply:
     datatype: str  # V2 name of the datatype in which numbers are sent
     tensors: dict[str, Array | dict[str, Array]] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None  # of an analysis: name -> array, or parts by name; a part that is a list contains tokens
+    session: dict[str, Any] | None = None  # id and length, of a call to a session
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
         """Every array with its name; those of one tensor as `name.keys` and `name.values`."""

@@ -157,6 +157,8 @@ def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """Encodes a reply: tensors by name, selections as `.keys` and `.values`, the other members in the metadata entry `reply`."""
     arrays = {name: wire_array(name, array, reply.datatype, options)[0] for name, array in reply.arrays()}
     head: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
+    if reply.session is not None:
+        head["session"] = reply.session
     if reply.metrics is not None:
         head["metrics"] = _metrics(reply, arrays, options.model_copy(update={"nonfinite": "null"}))
     return write_tensors(arrays, {"reply": orjson.dumps(head).decode()})

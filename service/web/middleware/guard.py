@@ -15,12 +15,14 @@ from service.web.request_reader import Record
 from service.wire.negotiation import HTML, JSON, accepted_type
 
 SAFE_METHODS = frozenset({"GET", "HEAD"})
+SESSION_METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 ANY_SCOPE = frozenset({"infer", "admin", "metrics"})
 CALL_PATHS = r"/attend(/[a-z]+)?|/words|/v2/models/[^/]+(/versions/[^/]+)?/infer"
 RULES: tuple[tuple[frozenset[str], re.Pattern[str], frozenset[str]], ...] = (  # the first match decides: a key needs one of its scopes
     (SAFE_METHODS, re.compile(r"/(v2/)?health/(live|ready|startup)"), frozenset()),
     (SAFE_METHODS, re.compile(r"/page/[^/]+"), frozenset()),  # the page's files, without any data
     (SAFE_METHODS, re.compile(r"/metrics"), frozenset({"metrics"})),
+    (SESSION_METHODS, re.compile(r"/sessions(/.*)?"), frozenset({"infer"})),
     (SAFE_METHODS, re.compile(r".*"), ANY_SCOPE),
     (frozenset({"POST"}), re.compile(r"/v2/repository/index"), ANY_SCOPE),  # reads layers, as GET /layers does
     (frozenset({"POST"}), re.compile(CALL_PATHS), frozenset({"infer"})),

@@ -28,8 +28,9 @@ DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"))  # others are _OTHER
 
 OTHER = "other"  # label of all paths where nothing is served
-ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
+ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|sessions|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
 V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
+SESSION = re.compile(r"/sessions/[^/]+(|/attend|/fork|/cache)")
 V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
 
 
@@ -173,4 +174,6 @@ def endpoint_label(path: str) -> str:
         return path.rstrip("/")
     if found := V2_MODELS.fullmatch(path):
         return f"{found[1]}{{name}}{found[2]}"
+    if found := SESSION.fullmatch(path):
+        return f"/sessions/{{id}}{found[1]}"
     return next((f"{start}{{name}}" for start in ("/layers/", "/page/") if path.startswith(start)), OTHER)

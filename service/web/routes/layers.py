@@ -96,7 +96,7 @@ def install(app: FastAPI, service: Service, require_writable: Callable[[], None]
         size = sum(map(len, pieces))
         lease_of(request.scope["attend"], service).add(size)  # a layer that is replaced meanwhile stays in memory until it is sent
         headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
-        return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
+        return StreamingResponse(send_in_chunks(pieces), headers=headers, media_type=SAFETENSORS)
 
     @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=error_responses(403, 404, 409, 500, 503, 504))
     async def delete_layer(name: str, request: Request) -> None:
@@ -106,7 +106,7 @@ def install(app: FastAPI, service: Service, require_writable: Callable[[], None]
         await service.loader.remove(name, deadline_of(request.scope["attend"], service))
 
 
-async def _chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
+async def send_in_chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
     for piece in pieces:
         whole = memoryview(piece)
         for start in range(0, len(whole), CHUNK_BYTES):

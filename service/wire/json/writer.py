@@ -40,6 +40,8 @@ def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
         else:
             value = _tensor(name, tensor, reply.datatype, options)
             pieces += value.pieces if isinstance(value, JsonText) else write_json(value)
+    if reply.session is not None:
+        pieces += [b',"session":', orjson.dumps(reply.session)]
     if reply.metrics is not None:
         metrics = {name: _metric(value, reply.datatype, options) for name, value in reply.metrics.items()}
         pieces += [b',"metrics":', *write_json(metrics)]

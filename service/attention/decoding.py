@@ -1,0 +1,144 @@
+"""Attention of new rows to all rows of a KV cache: projects the new ones, appends their keys and values, and attends.
+
+One query that requests neither weights nor scores attends to the pages one by one with torch's fused kernel, without joining them. The
+results of the pages are merged by their log-sum-exps (Dao et al. 2022, section 3.1):
+
+    L = ln Σ_p exp L_p        O = Σ_p exp(L_p - L) O_p        a sink is one more term of L without an output
+
+Other steps join the pages, and are then computed as calls without a cache are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from service.attention.cache import KeyValueCache, caches_latent
+from service.attention.call import Call, Result
+from service.attention.eager import PER_HEAD, Eager
+from service.attention.layer import MultiHeadAttention, result_of
+from service.attention.masks import Masks
+from service.attention.projections import Projected
+
+_fused: Any = getattr(
+    torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None
+)  # returns log-sum-exps, unlike the public function
+
+
+@dataclass(frozen=True, slots=True)
+class CachedStep:
+    """The rows that a call appends to a cache before it attends, as an operation. The keys of its call are all rows of the cache after it;
+    they have a shape, and no numbers."""
+
+    cache: KeyValueCache
+    start: int  # number of rows before the step
+    key: Tensor  # [1, n, key_dim], new rows before projection; n may be 0
+    value: Tensor  # [1, n, value_dim]
+    key_positions: Tensor | None = None  # float64 [1, n] or [1, n, axes]; None: start, start + 1, …
+
+    def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
+        return forward_steps(layer, [(self, call)])[0]
+
+    def to(self, device: torch.device) -> Self:
+        key = self.key.to(device)
+        positions = None if self.key_positions is None else self.key_positions.to(device)
+        return replace(self, key=key, value=key if self.value is self.key else self.value.to(device), key_positions=positions)
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """What must be equal in steps whose rows are projected by one product, besides their queries."""
+        return self.key.shape, self.value is self.key, None if self.key_positions is None else self.key_positions.shape
+
+
+@torch.inference_mode()
+def forward_steps(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, Call]]) -> list[Result]:
+    """The results of steps of several caches, with equal numbers of rows. Their rows are projected together."""
+    rows = _rows(steps)
+    projected = layer.project(rows)
+    appended = _cached(layer, rows, projected)
+    results = []
+    for i, (step, call) in enumerate(steps):
+        step.cache.write(step.start, {name: tensor[i] for name, tensor in appended.items()})
+        results.append(_attend(layer, call, projected[0][i : i + 1], step.cache))
+    concatenated = [tensors["concatenated"] for (_, call), (tensors, _) in zip(steps, results, strict=True) if "output" in call.outputs]
+    outputs = iter(layer.project_back(torch.cat(concatenated)).unbind() if concatenated else ())
+    for (_, call), (tensors, _) in zip(steps, results, strict=True):
+        if "output" in call.outputs:
+            tensors["output"] = next(outputs)[None]
+    return [result_of(call, *result) for (_, call), result in zip(steps, results, strict=True)]
+
+
+def _rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
+    """One call with the new rows of all steps as its batch items, to be projected."""
+    (first, call), calls = steps[0], [call for _, call in steps]
+    query = torch.cat([call.query for call in calls])
+    key = query if first.key is call.query else torch.cat([step.key for step, _ in steps])
+    value = key if first.value is first.key else torch.cat([step.value for step, _ in steps])
+    count, device = key.shape[1], query.device
+    own = torch.arange(count, dtype=torch.float64, device=device)[None]
+    return replace(
+        call,
+        query=query,
+        key=key,
+        value=value,
+        masks=Masks(torch.cat([call.masks.positions for call in calls]), count),
+        positions=None if call.positions is None else torch.cat([call.positions for call in calls if call.positions is not None]),
+        key_positions=torch.cat([step.start + own if step.key_positions is None else step.key_positions for step, _ in steps]),
+    )
+
+
+def _cached(layer: MultiHeadAttention, rows: Call, projected: Projected) -> dict[str, Tensor]:
+    """What a cache keeps of projected rows, [b, heads, n, width] by name."""
+    if not caches_latent(layer.spec):
+        return {"key": projected[1], "value": projected[2]}
+    latents = layer.projections.outputs(replace(rows, outputs=frozenset({"latent", "rope_key"})), projected)
+    return {name: tensor[:, None] for name, tensor in latents.items()}
+
+
+def keys_and_values(layer: MultiHeadAttention, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
+    """The keys and values [1, kv heads, n, …] of all rows of the cache."""
+    rows = cache.joined()
+    return (
+        layer.projections.expand_latent(rows["latent"], rows["rope_key"]) if layer.spec.latent else (rows["key"][None], rows["value"][None])
+    )
+
+
+def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValueCache) -> tuple[dict[str, Tensor], Tensor | None]:
+    """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
+    if (head_outputs := _over_pages(layer.eager, call, query, cache)) is not None:
+        return layer.merge_heads(call, {"head_outputs": head_outputs}), None
+    return layer.attend(call, query, *keys_and_values(layer, cache))
+
+
+def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:
+    """Head outputs [1, h, 1, value_head_dim] of one query, page by page; None if the fused kernel cannot compute the call."""
+    masks, spec = call.masks, eager.spec
+    if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not call.outputs <= PER_HEAD or caches_latent(spec):
+        return None
+    if not eager.is_fusible_with_sinks or masks.has_sets or masks.bias is not None or call.softcap or call.dropout or call.reproducible:
+        return None
+    first, last = (int(index) for index in masks.interval(slice(0, 1)))
+    if last < first:
+        return None
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    rows = query.view(1, kv_heads, heads // kv_heads, -1)  # heads that share keys, as rows of one product
+    bias = eager.bias(query, masks, slice(0, 1), slice(0, masks.num_keys))
+    if bias is not None:
+        bias = bias.to(query.dtype).expand(1, heads, 1, -1).reshape(1, kv_heads, heads // kv_heads, -1)
+    outputs, totals = [], []
+    for keys, tensors in cache.blocks(first, last + 1):
+        mask = None if bias is None else bias[..., keys]
+        output, total = _fused(rows, tensors["key"][None], tensors["value"][None], scale=call.scale, attn_mask=mask)
+        outputs.append(output.reshape(heads, -1))
+        totals.append(total.reshape(heads))
+    if (sinks := eager.sinks(None)) is not None:
+        outputs.append(torch.zeros_like(outputs[0]))
+        totals.append(sinks[:, 0].to(totals[0].dtype))
+    merged = outputs[0]
+    if len(outputs) > 1:
+        shares = torch.softmax(torch.stack(totals), 0)  # [pages, h]
+        merged = (torch.stack(outputs) * shares[..., None]).sum(0).to(query.dtype)
+    usable = torch.isfinite(merged).all() and merged[:, 0].all()  # else scores may have overflowed: see `sdpa`
+    return merged.view(1, heads, 1, -1) if usable else None

@@ -1,0 +1,1 @@
+"""Sessions: sequences whose projected keys and values the server keeps, for decoding with a KV cache."""

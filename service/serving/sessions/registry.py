@@ -1,0 +1,210 @@
+"""The sessions of one process: their memory, their owners, and when they end.
+
+A session belongs to the API key that created it; without keys, all belong to one owner. It ends when it is deleted or idle, when its layer
+is replaced or removed, or when its owner needs memory for another one: then the owner's least recently used session ends first. No session
+ends for another owner's sake, so with keys no owner may take all memory.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Literal
+
+from service.attention.cache import KeyValueCache, PagePool
+from service.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    OutOfMemory,
+    SessionEnded,
+    SessionNotFound,
+    WrongReplica,
+)
+from service.serving.layers.registry import LayerRegistry, LoadedLayer
+from service.serving.metrics import Metrics
+from service.serving.requests import TOO_LATE, RawRequest
+from service.serving.sessions.ids import Place, make_id, place_of
+from service.serving.sessions.session import Session
+from service.wire.schemas.attend import LayerReference
+from service.wire.schemas.sessions import PostSession, SessionDocument
+
+Reason = Literal["idle", "memory", "layer_replaced", "layer_removed", "deleted"]
+MEANINGS: dict[str, str] = {
+    "idle": "it was idle for longer than its idle_seconds",
+    "memory": "a session of the same owner needed its memory",
+    "layer_replaced": "its layer was replaced",
+    "layer_removed": "its layer was removed",
+    "deleted": "it was deleted",
+}
+SHARE_OF_FREE = 2  # with API keys, an owner may use at most SHARE_OF_FREE times the bytes that stay free
+MAX_SESSIONS = 100_000  # of one process
+MAX_ENDED = 10_000  # ended sessions whose reasons are kept
+SWEEP_SECONDS = 1.0
+
+
+class SessionRegistry:
+    """Id -> session. All methods run on the event loop."""
+
+    def __init__(
+        self,
+        layers: LayerRegistry,
+        metrics: Metrics,
+        capacity: int,
+        place: Place,
+        shared: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`capacity`: bytes of all pages; `shared`: whether there are several owners, of whom none may use all of them."""
+        self.layers, self.metrics, self.capacity, self.place, self.shared, self.clock = layers, metrics, capacity, place, shared, clock
+        self.pool = PagePool(layers.device)
+        self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
+        self._ended: OrderedDict[str, tuple[str, Reason]] = OrderedDict()  # id -> owner, reason; oldest first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def create(self, document: PostSession, owner: str) -> Session:
+        """A new session without rows. Raises LayerNotFound, LayerUnloaded, InvalidRequest or OutOfMemory."""
+        layer = self.layers.find(document.layer)
+        if layer.spec.indexer is not None:
+            raise InvalidRequest.where("/layer", "a layer without an indexer, whose keys no session keeps", f'"{document.layer}"')
+        return self._add(layer, KeyValueCache(layer.spec, self.pool, owner), owner, document.capacity, document.idle_seconds)
+
+    def fork(self, session: Session, length: int | None) -> Session:
+        """A new session with the first `length` rows of another, in the same pages."""
+        length = session.length if length is None else length
+        if length > session.length:
+            raise InvalidRequest.where("/length", f"at most {session.length}, the length of the session", str(length))
+        session.require_visible(length, "/length")
+        return self._add(session.layer, session.cache.fork(length), session.owner, session.capacity, session.idle_seconds)
+
+    def _add(self, layer: LoadedLayer, cache: KeyValueCache, owner: str, capacity: int | None, idle_seconds: float) -> Session:
+        if len(self._sessions) >= MAX_SESSIONS and not self._evict(owner):
+            raise OutOfMemory(f"there are {MAX_SESSIONS} sessions, which is the most")
+        session = Session(make_id(self.place), layer, cache, owner, capacity, idle_seconds, self.clock())
+        self._sessions[session.id] = session
+        if self._timer is None:
+            self._sweep()
+        return session
+
+    def find(self, session_id: str, owner: str) -> Session:
+        """The owner's session of that id. Raises SessionNotFound, SessionEnded or WrongReplica."""
+        place = place_of(session_id)
+        if place.replica != self.place.replica:
+            raise WrongReplica("another replica has this session; a balancer has to send its requests there")
+        if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
+            self._end_without_layer(session)
+        if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
+            return session
+        known, reason = self._ended.get(session_id, (None, None))
+        if session is not None or (known is not None and known != owner):
+            raise SessionNotFound.where("", "the id of a session of this API key", "that of another one")
+        if place.epoch != self.place.epoch:
+            raise SessionEnded("the session has ended: its process was restarted")
+        raise SessionEnded("the session has ended" + (f": {MEANINGS[reason]}" if reason is not None else ""))
+
+    def of_owner(self, owner: str) -> list[Session]:
+        """The owner's sessions, least recently used first."""
+        return [session for session in self._sessions.values() if session.owner == owner]
+
+    @asynccontextmanager
+    async def turn(self, session_id: str, owner: str, raw: RawRequest | None = None) -> AsyncIterator[Session]:
+        """The session, for one call at a time. Raises what `find` raises, and CallerGone or DeadlinePassed if the caller cannot wait."""
+        session = self.find(session_id, owner)
+        deadline = None if raw is None or raw.deadline is None else raw.deadline - self.clock()
+        try:
+            async with asyncio.timeout(deadline):
+                await session.turn.acquire()
+        except TimeoutError:
+            raise DeadlinePassed(TOO_LATE) from None
+        try:
+            if raw is not None:
+                raw.check_caller(self.clock())
+            self.find(session_id, owner)  # it may have ended meanwhile
+            yield session
+        finally:
+            session.turn.release()
+            if session_id in self._sessions:
+                session.cache.truncate(session.length)  # drops pages of a call that failed
+                session.cache.free_hidden()
+                session.used_at = self.clock()
+                self._sessions.move_to_end(session_id)
+            else:
+                session.cache.close()
+
+    def reserve(self, session: Session, stop: int) -> None:
+        """Create the pages of rows up to `stop`; end other sessions of the same owner for them if necessary. Raises OutOfMemory."""
+        size = session.cache.missing_bytes(stop)
+        while (problem := self._shortage(session.owner, size)) is not None:
+            if not self._evict(session.owner, session):
+                raise OutOfMemory(problem)
+        session.cache.reserve(stop)
+
+    def end(self, session: Session, reason: Reason) -> None:
+        """End a session. Its memory is free afterwards, or once the call that uses it is done."""
+        if self._sessions.pop(session.id, None) is None:
+            return
+        self._ended[session.id] = session.owner, reason
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        self.metrics.session_ended(reason)
+        if not session.turn.locked():
+            session.cache.close()
+
+    def document(self, session: Session) -> SessionDocument:
+        """The description of a session."""
+        left = session.used_at + session.idle_seconds - self.clock()
+        return SessionDocument(
+            id=session.id,
+            layer=LayerReference(name=session.layer.name, fingerprint=session.layer.fingerprint),
+            length=session.length,
+            capacity=session.capacity,
+            bytes=session.cache.size,
+            idle_seconds=session.idle_seconds,
+            expires_at=datetime.fromtimestamp(time.time() + left, UTC).isoformat(timespec="seconds"),
+        )
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _shortage(self, owner: str, size: int) -> str | None:
+        """Why the owner's sessions may not take `size` more bytes; None if they may."""
+        free = self.capacity - self.pool.used - size
+        if free < 0:
+            return f"the pages of all sessions may have {self.capacity} bytes (session_memory), and {size} more are needed"
+        taken = self.pool.of_owner[owner] + size
+        if self.shared and size and taken > SHARE_OF_FREE * free:
+            return f"the sessions of one API key may have {SHARE_OF_FREE} times the free bytes (session_memory)"
+        return None
+
+    def _evict(self, owner: str, kept: Session | None = None) -> bool:
+        """End the owner's least recently used session that is not in use. Returns whether there was one."""
+        idle = (session for session in self._sessions.values() if session.owner == owner and not session.turn.locked())
+        if (oldest := next((session for session in idle if session is not kept), None)) is None:
+            return False
+        self.end(oldest, "memory")
+        return True
+
+    def _end_without_layer(self, session: Session) -> None:
+        """End the session if its layer is no longer served."""
+        layer = self.layers.get(session.layer.name)
+        if layer is None:
+            self.end(session, "layer_removed")
+        elif layer.fingerprint != session.layer.fingerprint:
+            self.end(session, "layer_replaced")
+
+    def _sweep(self) -> None:
+        """End idle sessions, and those without a layer; once a second while there are any."""
+        now = self.clock()
+        for session in list(self._sessions.values()):
+            if session.turn.locked():
+                continue
+            if session.used_at + session.idle_seconds <= now:
+                self.end(session, "idle")
+            else:
+                self._end_without_layer(session)
+        self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep) if self._sessions else None

@@ -1,0 +1,47 @@
+"""`Session`: one sequence, and the rows that its layer has projected."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from service.attention.cache import KeyValueCache, first_visible
+from service.errors import InvalidRequest, LengthMismatch, SessionConflict
+from service.serving.layers.registry import LoadedLayer
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One sequence and the rows that its layer has projected. Calls to it run one after the other, in the order in which they arrive."""
+
+    id: str
+    layer: LoadedLayer
+    cache: KeyValueCache
+    owner: str
+    capacity: int | None
+    idle_seconds: float
+    used_at: float
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def length(self) -> int:
+        return self.cache.length
+
+    def require_length(self, expected: int | None) -> None:
+        """Raises LengthMismatch if the session has another number of rows."""
+        if expected is not None and expected != self.length:
+            raise LengthMismatch.where("/expected_length", f"{self.length}, the length of the session", str(expected))
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` rows. Raises InvalidRequest, or SessionConflict if rows that later queries need are freed."""
+        if length > self.length:
+            raise InvalidRequest.where("/length", f"at most {self.length}, the length of the session", str(length))
+        if length < self.length:
+            self.require_visible(length, "/length")
+            self.cache.truncate(length)
+
+    def require_visible(self, position: int, at: str) -> None:
+        """Raises SessionConflict if the layer's window shows rows that are freed to a query at this position."""
+        first, spec = self.cache.first, self.layer.spec
+        if first <= first_visible(spec, position):
+            return
+        lowest = next(n for n in range(position, self.length + 1) if first <= first_visible(spec, n))
+        raise SessionConflict.where(at, f"at least {lowest}, since the layer's window has freed the first {first} rows", str(position))

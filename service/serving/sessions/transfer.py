@@ -1,0 +1,79 @@
+"""Exports the cache of a session as safetensors, and imports it again."""
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from service.attention.cache import cached_widths
+from service.errors import InvalidRequest, MalformedBody, SessionConflict, TooLarge
+from service.serving.device import cast, numpy_of
+from service.serving.layers.registry import LoadedLayer
+from service.serving.requests import RawRequest
+from service.serving.service import Service
+from service.serving.sessions.registry import SessionRegistry
+from service.serving.sessions.session import Session
+from service.wire.codec import CODECS
+from service.wire.compression import unpack
+from service.wire.negotiation import JSON, SAFETENSORS
+from service.wire.problems import describe_value
+from service.wire.reply import Buffer
+from service.wire.safetensors import read_tensors, write_tensors
+
+
+async def export_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str) -> list[Buffer]:
+    """The session's rows as safetensors: tensors as in `cached_widths`, from row `first` on; `fingerprint`, `length` and `first` as
+    metadata."""
+    async with sessions.turn(session_id, owner) as session:
+        return await service.engine.codecs.run(partial(_file_of, session), session.cache.size, owner)
+
+
+async def import_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> Session:
+    """Replace the session's rows by those of an exported file. Raises MalformedBody, InvalidRequest, SessionConflict, TooLarge or
+    OutOfMemory."""
+    async with sessions.turn(session_id, owner, raw) as session:
+        first, length, rows = await service.engine.run(raw, raw.size, _rows_of, raw, session.layer, service.wire_limits.layer_bytes)
+        if session.capacity is not None and length > session.capacity:
+            raise TooLarge.where("", f"at most {session.capacity} rows (capacity)", str(length))
+        session.cache.truncate(0)
+        sessions.reserve(session, length)
+        session.cache.write(first, rows)
+        session.cache.free_hidden()
+    return session
+
+
+def _file_of(session: Session) -> list[Buffer]:
+    cache, first = session.cache, session.cache.first
+    arrays = {name: numpy_of(tensor.cpu()) for name, tensor in cache.joined(first).items()}
+    if "latent" in arrays:  # without the axis of heads
+        arrays = {name: array[0] for name, array in arrays.items()}
+    metadata = {"fingerprint": session.layer.fingerprint, "length": str(cache.length), "first": str(first)}
+    return write_tensors(arrays, metadata)
+
+
+def _rows_of(raw: RawRequest, layer: LoadedLayer, limit: int) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """The first row of a file, the length of its cache, and its tensors [heads, rows, width]."""
+    if raw.codec is not CODECS[SAFETENSORS]:
+        raise InvalidRequest.where("", f"a body of type {SAFETENSORS}, as GET of the cache returns it", JSON)
+    arrays, metadata = read_tensors(unpack(raw.take_body(), raw.coding, limit))
+    if (fingerprint := metadata.get("fingerprint")) != layer.fingerprint:
+        expected = f'the cache of a layer with the fingerprint of "{layer.name}", {layer.fingerprint}'
+        raise SessionConflict.where("/__metadata__/fingerprint", expected, describe_value(fingerprint))
+    length, first = _number(metadata, "length"), _number(metadata, "first")
+    tensors = {}
+    for name, (heads, width) in cached_widths(layer.spec).items():
+        if name not in arrays:
+            raise InvalidRequest.where(f"/{name}", "a tensor", "nothing")
+        array = arrays[name] if arrays[name].ndim == 3 else arrays[name][None]
+        if array.shape != (heads, length - first, width):
+            raise InvalidRequest.where(f"/{name}", f"shape {[heads, length - first, width]}", f"shape {list(array.shape)}")
+        tensors[name] = cast(name, np.ascontiguousarray(array), layer.spec.dtype).to(layer.attention.device)
+    return first, length, tensors
+
+
+def _number(metadata: dict[str, str], name: str) -> int:
+    """A count of rows in the metadata."""
+    text = metadata.get(name, "0" if name == "first" else "")
+    if not text.isdecimal() or len(text) > 10:
+        raise MalformedBody.where(f"/__metadata__/{name}", "a number of rows", describe_value(text))
+    return int(text)

@@ -1,0 +1,152 @@
+"""/sessions: create, list, shorten, fork, export, import and end sessions, and attend with them."""
+
+import re
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Send
+
+from service.serving.documents import read_document
+from service.serving.service import Service
+from service.serving.sessions.transfer import export_cache, import_cache
+from service.web.openapi import BINARY, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
+from service.web.request_reader import Record, lease_of, read
+from service.web.routes.attend import require_started, send_reply
+from service.web.routes.layers import send_in_chunks
+from service.wire.negotiation import SAFETENSORS
+from service.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendReply, SessionDocument, Sessions
+
+SESSIONS = "/sessions/"
+ATTEND_PATH = re.compile(rf"{SESSIONS}([^/]+)/attend")
+MAX_BODY_BYTES = 1 << 16  # bytes of a body without tensors
+SessionIdPath = Annotated[str, Path(description="The id of the session.")]
+
+
+async def attend_step(service: Service, session_id: str, record: Record, receive: Receive, send: Send) -> None:
+    """POST /sessions/{id}/attend; called without FastAPI's routing, as POST /attend is."""
+    require_started(service)
+    service.engine.require_sessions().find(session_id, record.key)  # before the body is read
+    raw = await read(record, receive, service)
+    await send_reply(await service.engine.answer_step(raw, session_id, record.key), record, send)
+
+
+def install(app: FastAPI, service: Service) -> None:
+    """Adds the routes."""
+
+    @app.post(
+        "/sessions",
+        tags=["sessions"],
+        status_code=201,
+        response_model=SessionDocument,
+        responses=session_error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        openapi_extra=request_body_doc("PostSession", ({"layer": "default"}, "A session of the layer `default`.")),
+    )
+    async def post_session(request: Request, response: Response) -> SessionDocument:
+        """Starts a session: a sequence whose keys and values the server keeps."""
+        require_started(service)
+        sessions = service.engine.require_sessions()
+        raw = await read(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
+        session = sessions.create(await read_document(service, raw, PostSession), request.scope["attend"].key)
+        response.headers["Location"] = f"{request.scope.get('root_path', '')}{SESSIONS}{session.id}"
+        return sessions.document(session)
+
+    @app.get("/sessions", tags=["sessions"], response_model=Sessions, responses=session_error_responses(404))
+    async def get_sessions(request: Request) -> Sessions:
+        """The caller's sessions, least recently used first."""
+        sessions = service.engine.require_sessions()
+        return Sessions(sessions=[sessions.document(session) for session in sessions.of_owner(request.scope["attend"].key)])
+
+    @app.get("/sessions/{id}", tags=["sessions"], response_model=SessionDocument, responses=session_error_responses(404, 410, 421))
+    async def get_session(id: SessionIdPath, request: Request) -> SessionDocument:
+        """One session."""
+        sessions = service.engine.require_sessions()
+        return sessions.document(sessions.find(id, request.scope["attend"].key))
+
+    @app.delete("/sessions/{id}", tags=["sessions"], status_code=204, responses=session_error_responses(404, 410, 421, 504))
+    async def delete_session(id: SessionIdPath, request: Request) -> None:
+        """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
+        sessions = service.engine.require_sessions()
+        async with sessions.turn(id, request.scope["attend"].key) as session:
+            sessions.end(session, "deleted")
+
+    @app.patch(
+        "/sessions/{id}",
+        tags=["sessions"],
+        response_model=SessionDocument,
+        responses=session_error_responses(400, 404, 409, 410, 413, 415, 421, 422, 429, 500, 503, 504, 507),
+        openapi_extra=request_body_doc("PatchSession", ({"length": 3}, "Keeps the first three rows.")),
+    )
+    async def patch_session(id: SessionIdPath, request: Request) -> SessionDocument:
+        """Rolls a session back to a shorter length."""
+        sessions = service.engine.require_sessions()
+        raw = await read(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
+        document = await read_document(service, raw, PatchSession)
+        async with sessions.turn(id, request.scope["attend"].key, raw) as session:
+            session.truncate(document.length)
+        return sessions.document(session)
+
+    @app.post(
+        "/sessions/{id}/fork",
+        tags=["sessions"],
+        status_code=201,
+        response_model=SessionDocument,
+        responses=session_error_responses(400, 404, 409, 410, 413, 415, 421, 422, 429, 500, 503, 504, 507),
+        openapi_extra=request_body_doc("PostFork", ({"length": None}, "A copy of the whole session.")),
+    )
+    async def fork_session(id: SessionIdPath, request: Request, response: Response) -> SessionDocument:
+        """Starts a session with the first rows of another. Both share pages until one of them writes to them."""
+        sessions = service.engine.require_sessions()
+        raw = await read(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
+        document = await read_document(service, raw, PostFork)
+        async with sessions.turn(id, request.scope["attend"].key, raw) as session:
+            fork = sessions.fork(session, document.length)
+        response.headers["Location"] = f"{request.scope.get('root_path', '')}{SESSIONS}{fork.id}"
+        return sessions.document(fork)
+
+    @app.post(
+        "/sessions/{id}/attend",
+        tags=["sessions"],
+        response_model=SessionAttendReply,
+        responses=session_error_responses(*CALL_ERRORS, 410, 412, 421),
+        openapi_extra=request_body_doc("SessionAttendRequest", (STEP_EXAMPLE, "Appends a row, and attends to all."), binary=True),
+    )
+    async def attend_in_session(id: SessionIdPath) -> None:
+        """Appends rows, and attends to all rows of the session.
+
+        The body is that of POST /attend without `layer`. Key and value are projected and appended first; by default they are the query.
+        """
+        raise AssertionError("handled before routing")
+
+    @app.get(
+        "/sessions/{id}/cache",
+        tags=["sessions"],
+        response_class=StreamingResponse,
+        responses={
+            200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The rows."},
+            **session_error_responses(404, 410, 421, 429, 507),
+        },
+    )
+    async def get_cache(id: SessionIdPath, request: Request) -> StreamingResponse:
+        """The rows of a session as a safetensors file that PUT accepts: `key` and `value` [kv heads, n, d], or `latent` and `rope_key`."""
+        record = request.scope["attend"]
+        pieces = await export_cache(service, service.engine.require_sessions(), id, record.key)
+        size = sum(map(len, pieces))
+        lease_of(record, service).add(size)
+        headers = {"Content-Length": str(size), "Content-Disposition": 'attachment; filename="cache.safetensors"'}
+        return StreamingResponse(send_in_chunks(pieces), headers=headers, media_type=SAFETENSORS)
+
+    @app.put(
+        "/sessions/{id}/cache",
+        tags=["sessions"],
+        response_model=SessionDocument,
+        responses=session_error_responses(400, 404, 409, 410, 413, 415, 421, 422, 429, 500, 503, 504, 507),
+        openapi_extra={"requestBody": {"required": True, "content": {SAFETENSORS: {"schema": BINARY}}}},
+    )
+    async def put_cache(id: SessionIdPath, request: Request) -> SessionDocument:
+        """Replaces the rows of a session by those of an exported file. The layers must have the same fingerprint."""
+        require_started(service)
+        sessions = service.engine.require_sessions()
+        sessions.find(id, request.scope["attend"].key)
+        raw = await read(request.scope["attend"], request.receive, service, layer=True)
+        return sessions.document(await import_cache(service, sessions, id, request.scope["attend"].key, raw))

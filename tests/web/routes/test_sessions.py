@@ -1,0 +1,120 @@
+"""/sessions over HTTP: a life of a session, its refusals, forks, caches as files, keys, and its end."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from support.server import Server
+
+RNG = np.random.default_rng(0)
+SAFETENSORS = "application/vnd.safetensors"
+LENGTH, STEPS = 41, (7, 1, 1, 5, 1, 11, 1, 13, 1)
+
+
+@pytest.fixture
+def session(http: httpx.Client) -> str:
+    return str(http.post("/sessions", json={}).json()["id"])
+
+
+def rows(count: int = LENGTH) -> Any:
+    return RNG.standard_normal((count, 64)).round(3)
+
+
+def step(http: httpx.Client, session: str, query: Any, **fields: Any) -> httpx.Response:
+    return http.post(f"/sessions/{session}/attend", json={"query": query.tolist(), "causal": True, **fields})
+
+
+def refusal(reply: httpx.Response, status: int) -> str:
+    assert reply.status_code == status, reply.text
+    return str(reply.json()["detail"])
+
+
+def test_steps_equal_one_causal_call(http: httpx.Client, session: str) -> None:
+    sequence, outputs, start = rows(), [], 0
+    whole = http.post("/attend", json={"query": sequence.tolist(), "causal": True}).json()
+    for count in STEPS:
+        wanted = ["output"] if count == 1 else ["output", "attention_weights"]
+        reply = step(http, session, sequence[start : start + count], expected_length=start, outputs=wanted).json()
+        start += count
+        outputs += reply["output"]
+        assert reply["session"] == {"id": session, "length": start}
+
+    np.testing.assert_allclose(outputs, whole["output"], rtol=0, atol=1e-6 * np.abs(whole["output"]).max())
+
+
+def test_a_look_appends_nothing(http: httpx.Client, session: str) -> None:
+    sequence = rows(5)
+    step(http, session, sequence)
+    look = step(http, session, sequence[-1:], append=False, query_offset=4, outputs=["output", "attention_weights"]).json()
+
+    assert look["session"]["length"] == 5
+    assert np.shape(look["attention_weights"]) == (8, 1, 5)
+    assert "no key, since append is false" in refusal(step(http, session, sequence, key=sequence.tolist(), append=False), 422)
+
+
+def test_another_length_is_refused_and_nothing_appended(http: httpx.Client, session: str) -> None:
+    step(http, session, rows(5))
+
+    assert "expected 5, the length of the session, got 3" in refusal(step(http, session, rows(1), expected_length=3), 412)
+    assert http.get(f"/sessions/{session}").json()["length"] == 5
+
+
+def test_rolling_back_and_forking(http: httpx.Client, session: str) -> None:
+    sequence = rows(23)
+    whole = step(http, session, sequence, outputs=["output"]).json()["output"]
+    fork = http.post(f"/sessions/{session}/fork", json={"length": 17})
+    assert fork.status_code == 201 and fork.headers["location"] == f"/sessions/{fork.json()['id']}"
+    assert http.patch(f"/sessions/{session}", json={"length": 17}).json()["length"] == 17
+
+    step(http, session, rows(4))  # other rows: they must not reach the fork
+    again = step(http, fork.json()["id"], sequence[17:], outputs=["output"]).json()["output"]
+    np.testing.assert_allclose(again, whole[17:], rtol=0, atol=1e-6)
+    assert "at most 21" in refusal(http.patch(f"/sessions/{session}", json={"length": 22}), 422)
+
+
+def test_a_cache_goes_out_and_in_again(http: httpx.Client, session: str) -> None:
+    sequence = rows(19)
+    step(http, session, sequence[:18])
+    file = http.get(f"/sessions/{session}/cache")
+    other = http.post("/sessions", json={}).json()["id"]
+    put = http.put(f"/sessions/{other}/cache", content=file.content, headers={"content-type": SAFETENSORS})
+
+    assert put.json()["length"] == 18
+    first, second = (step(http, name, sequence[18:], outputs=["output"]).json()["output"] for name in (session, other))
+    assert first == second
+    assert http.get(f"/sessions/{other}/cache").content == http.get(f"/sessions/{session}/cache").content
+
+
+def test_a_cache_of_another_layer_is_refused(http: httpx.Client, session: str) -> None:
+    step(http, session, rows(3))
+    content = http.get(f"/sessions/{session}/cache").content
+    http.put("/layers/other", json={"spec": {"d_model": 64, "num_heads": 8, "seed": 1}})
+    other = http.post("/sessions", json={"layer": "other"}).json()["id"]
+
+    assert "fingerprint" in refusal(http.put(f"/sessions/{other}/cache", content=content, headers={"content-type": SAFETENSORS}), 409)
+    http.delete("/layers/other")
+    assert "its layer was removed" in refusal(http.get(f"/sessions/{other}"), 410)
+
+
+def test_what_has_no_place_in_a_session_is_refused(http: httpx.Client, session: str) -> None:
+    query = rows(3)
+    assert "no layer, since the session has one" in refusal(step(http, session, query, layer="default"), 422)
+    gradient = {"outputs": ["query_gradient"], "output_gradient": query.tolist()}
+    assert "no gradients" in refusal(step(http, session, query, **gradient), 422)
+    assert "one sequence" in refusal(step(http, session, np.stack((query, query))), 422)
+    assert "64 values per query" in refusal(step(http, session, query[:, :63]), 422)
+    assert "/query_lengths" in refusal(step(http, session, query, query_lengths=[3]), 422)
+
+
+def test_a_deleted_session_is_gone_and_an_invented_id_unknown(http: httpx.Client, session: str) -> None:
+    assert http.delete(f"/sessions/{session}").status_code == 204
+    assert "it was deleted" in refusal(http.get(f"/sessions/{session}"), 410)
+    assert "the id of a session" in refusal(http.get(f"/sessions/{session[:-3]}abc"), 404)
+    assert session not in [document["id"] for document in http.get("/sessions").json()["sessions"]]
+
+
+def test_a_server_without_memory_for_them_keeps_none(start: Callable[..., Server]) -> None:
+    with httpx.Client(base_url=start().url) as http:
+        assert "--session-memory" in refusal(http.post("/sessions", json={}), 404)
