@@ -524,7 +524,14 @@ def _with_header(folder: Path, header: str) -> None:
 def test_a_broken_entry_of_a_safetensors_file_is_refused(tmp_path: Path, shape: Any, offsets: list[int]) -> None:
     write_folder(tmp_path, "llama", 0)
     _with_header(tmp_path, json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}))
-    with pytest.raises(InvalidRequest, match=r"expected the tensor x with a known datatype.* at /model"):
+    with pytest.raises(InvalidRequest, match=r"expected a safetensors file.* at /model"):
+        ModelFolder(tmp_path).read(["x"])
+
+
+def test_a_tensor_of_a_datatype_that_numpy_lacks_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, "llama", 0)
+    _with_header(tmp_path, json.dumps({"x": {"dtype": "F8_E4M3", "shape": [64], "data_offsets": [0, 64]}}))
+    with pytest.raises(InvalidRequest, match=r"datatypes that NumPy has.* at /model"):
         ModelFolder(tmp_path).read(["x"])
 
 
