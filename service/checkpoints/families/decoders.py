@@ -212,6 +212,15 @@ DECODERS: dict[str, Family] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
     "deepseek_v32": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED, layout="latent, indexed", traits=(latent, indexed(False)))},
     "glm_moe_dsa": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED, layout="latent, indexed", traits=(latent, indexed(True)))},
+    "hy_v4": {
+        "decoder": replace(
+            LATENT["decoder"],
+            rotary=Rotary(),
+            layout="latent, gated, indexed",
+            traits=(latent, indexed(False, eps="rms_norm_eps", every_nth=4), gated(), constant(sinks=True)),
+            irrelevant="^learnable_sink_init$",
+        )
+    },
     "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
     "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
     "longcat_flash": {
