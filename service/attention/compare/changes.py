@@ -16,7 +16,7 @@ from service.attention.compare.weights import cut, pack
 from service.attention.reference.forward import Layer
 from service.attention.reference.request import Request
 from service.spec import LayerSpec
-from service.tensors import BY_TORCH, Array
+from service.tensors import Array
 
 Function = Callable[..., Any]
 
@@ -169,40 +169,3 @@ def where(needed: Callable[[Computation], Any], change: Change) -> Change:
 
 def all_of(*changes: Change) -> Change:
     return lambda c: reduce(lambda changed, change: change(changed), changes, c)
-
-
-def overflow(c: Computation) -> Computation:
-    """Takes exp of the scores themselves, in the candidate's dtype."""
-
-    def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
-        exponentials = np.exp(scores.astype(BY_TORCH[c.dtype].numpy)).astype(np.float64)
-        sink = 0.0 if sinks is None else np.exp(sinks[..., None])
-        return exponentials / (exponentials.sum(axis=-1, keepdims=True) + sink), scores[..., 0]
-
-    return in_steps(softmax=softmax)(c)
-
-
-def fill_with_zero(c: Computation) -> Computation:
-    """Takes the softmax of scores that are 0 where they should be -inf."""
-    right = c.layer.softmax
-    return in_steps(softmax=lambda layer, scores, sinks: right(layer, np.where(np.isneginf(scores), 0.0, scores), sinks))(c)
-
-
-def block_after_softmax(c: Computation) -> Computation:
-    """Sets the weights of blocked keys to 0."""
-    right, visible = c.layer.softmax, c.case.visible[:, None]
-    return UNMASK(in_steps(softmax=lambda layer, scores, sinks: (right(layer, scores, sinks)[0] * visible, scores[..., 0]))(c))
-
-
-def over_axis(axis: int) -> Change:
-    """Takes the softmax over another axis."""
-
-    def change(c: Computation) -> Computation:
-        right = c.layer.softmax
-
-        def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
-            return np.moveaxis(right(layer, np.moveaxis(scores, axis, -1), None)[0], -1, axis), scores[..., 0]
-
-        return in_steps(softmax=softmax)(c)
-
-    return change
