@@ -1,27 +1,24 @@
 """The synchronous and the asynchronous client. Their methods, except those of the connection, are the functions of `operations.py`."""
 
 import asyncio
-import inspect
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, get_args
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import httpx
 
 from service.client import operations
 from service.client.connection import USE_CLIENT_DEFAULT, ConnectionOptions, Timeout, Verify, connection_error
+from service.client.methods import make_operation, signed
 from service.client.operations import Operation
 from service.client.retries import Attempts, Outcome, Retries
+from service.client.sessions import AsyncSession, Session, StartingSession, start
 from service.errors import CapacityError, NotAcceptable, Unreachable, UnsupportedMediaType
-from service.wire.schemas.analysis import AnalysisRequest
 
-KEYWORD = inspect.Parameter.KEYWORD_ONLY
-DESCRIPTIONS = {name: field.description or inspect.getdoc(field.annotation) for name, field in AnalysisRequest.model_fields.items()}
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 Transport = TypeVar("Transport", httpx.BaseTransport, httpx.AsyncBaseTransport)
 
@@ -31,9 +28,9 @@ def _method(operation: Callable[P, Operation[T]]) -> Callable[Concatenate["Clien
 
     @wraps(operation)
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.perform(_made(operation, *args, **kwargs))
+        return self.perform(make_operation(operation, *args, **kwargs))
 
-    return _signed(method)
+    return signed(method)
 
 
 def _async_method(
@@ -43,37 +40,10 @@ def _async_method(
 
     @wraps(operation)
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        made = await asyncio.to_thread(operation, *args, **kwargs) if in_thread else _made(operation, *args, **kwargs)
+        made = await asyncio.to_thread(operation, *args, **kwargs) if in_thread else make_operation(operation, *args, **kwargs)
         return await self.perform(made)
 
-    return _signed(method)
-
-
-def _made(operation: Callable[P, Operation[T]], *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
-    """The operation of these arguments. Raises InvalidRequest, not TypeError, for arguments under their names in another library."""
-    try:
-        return operation(*args, **kwargs)
-    except TypeError:
-        operations.refuse_other_names(operation, kwargs)
-        raise
-
-
-def _signed(method: F) -> F:
-    """The method with the signature that `help` and notebooks show: `self`, the operation's parameters, each field of its `Unpack`ed
-    dictionary, and the type of the result. The fields are described below the docstring."""
-    signature = inspect.signature(method)
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for parameter in signature.parameters.values():
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            parameters.append(parameter)
-            continue
-        fields = get_args(parameter.annotation)[0].__annotations__
-        parameters += [parameter.replace(name=name, kind=KEYWORD, default=None, annotation=kind) for name, kind in fields.items()]
-        described = [f"{name}: {DESCRIPTIONS[name]}" for name in fields]
-        method.__doc__ = "\n".join([inspect.cleandoc(method.__doc__ or ""), "", *described])
-    result = get_args(signature.return_annotation)[0]
-    cast(Any, method).__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # typeshed lacks the attribute
-    return method
+    return signed(method)
 
 
 class _Connections(Generic[Transport]):
@@ -132,6 +102,7 @@ class Client(_Connections[httpx.BaseTransport]):
     layer_file = _method(operations.layer_file)
     layer_weights = _method(operations.layer_weights)
     delete_layer = _method(operations.delete_layer)
+    sessions = _method(operations.sessions)
 
     def _open(self) -> None:
         self._opened, self._process = httpx.Client(**self._options.for_httpx(), transport=self._transport), os.getpid()
@@ -149,6 +120,23 @@ class Client(_Connections[httpx.BaseTransport]):
             return self.perform(operations.ready(timeout=timeout))
         except (Unreachable, CapacityError):
             return False
+
+    def session(
+        self,
+        layer: str | None = None,
+        *,
+        id: str | None = None,
+        capacity: int | None = None,
+        idle_seconds: float | None = None,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
+    ) -> Session:
+        """Start a session: a sequence whose keys and values the server keeps. `with client.session() as session:` deletes it at the end.
+
+        `layer` is by default `default`; `capacity` is the most rows; a session ends after `idle_seconds`, by default 300, without a call.
+        With `id` alone, resume the session of that id, which the end of a `with` block does not delete.
+        """
+        resumed = id is not None
+        return self.perform(start(lambda document: Session(self, document, resumed), layer, id, capacity, idle_seconds, timeout))
 
     def perform(self, operation: Operation[T]) -> T:
         """The result of an operation; with a JSON body once a server or proxy has refused safetensors."""
@@ -218,6 +206,7 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
     layer_file = _async_method(operations.layer_file)
     layer_weights = _async_method(operations.layer_weights)
     delete_layer = _async_method(operations.delete_layer)
+    sessions = _async_method(operations.sessions)
 
     def _open(self) -> None:
         self._http = httpx.AsyncClient(**self._options.for_httpx(), transport=self._transport)
@@ -228,6 +217,20 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
             return await self.perform(operations.ready(timeout=timeout))
         except (Unreachable, CapacityError):
             return False
+
+    def session(
+        self,
+        layer: str | None = None,
+        *,
+        id: str | None = None,
+        capacity: int | None = None,
+        idle_seconds: float | None = None,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
+    ) -> StartingSession:
+        """As `Client.session`, in `async with client.session() as session:` or after `await`."""
+        resumed = id is not None
+        started = start(lambda document: AsyncSession(self, document, resumed), layer, id, capacity, idle_seconds, timeout)
+        return StartingSession(self.perform(started))
 
     async def perform(self, operation: Operation[T]) -> T:
         """As `Client.perform`."""

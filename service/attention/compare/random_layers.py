@@ -175,7 +175,7 @@ def _draw_rope(draw: Draw, head_dim: int, has_axes: bool) -> dict[str, Any]:
     if dims < head_dim or draw.flag():
         rope["dims"] = dims
     if has_axes:
-        rope["axes"] = draw.rng.integers(0, 3, dims // 2).tolist()
+        rope["axes"] = np.unique(draw.rng.integers(0, 3, dims // 2), return_inverse=True)[1].tolist()  # numbered without gaps
     kind = draw.one_of("none", "linear", "llama3", "own")
     if kind == "own":
         rope |= {"frequencies": [0.0, *draw.rng.uniform(0, 2, dims // 2 - 1).tolist()], "attention_factor": 1.25}
