@@ -16,7 +16,7 @@ from service.attention.compare import assert_agrees, compare, tolerance
 from service.attention.compare.cases import Requirements, draw_check_cases
 from service.attention.compare.changes import Computation
 from service.attention.compare.mistakes import MISTAKES, explain
-from service.attention.compare.random_cases import draw_case_weights
+from service.attention.compare.random_layers import Draw, draw_weights
 from service.spec import LayerSpec
 
 # --- right ones, as people write them -------------------------------------------------------------------------------------------------
@@ -586,7 +586,7 @@ def test_every_mistake_is_told_from_the_others(hint, change):
         "float64", batched=True, causal=False, value_is_key=False, per_item_mask=True, per_item_padding=True, per_item_segments=True
     )
     for spec in LAYERS:
-        weights = draw_case_weights(np.random.default_rng(0), spec, ["weights"])
+        weights = draw_weights(Draw(np.random.default_rng(0)), spec, ["weights"])
         for case in draw_check_cases(spec, weights, requirements, seed=0):
             right = Computation(spec, weights, case)
             try:

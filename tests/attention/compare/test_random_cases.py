@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from support.layers import json_body
 
-from service.attention.compare.random_cases import FEATURES, LAYER_FEATURES, REQUEST_FEATURES, random_case, settle
+from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, random_case
+from service.attention.compare.random_layers import LAYER_FEATURES, settle
 from service.attention.reference.forward import attend
 from service.attention.weights import draw_weights
 from service.spec import LayerSpec
