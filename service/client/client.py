@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
@@ -10,8 +11,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import httpx
 
+from service import __version__
 from service.client import operations
-from service.client.connection import USE_CLIENT_DEFAULT, ConnectionOptions, Timeout, Verify, connection_error
+from service.client.connection import API_KEY, LIMITS, SECRET, USE_CLIENT_DEFAULT, Timeout, Verify, connection_error, ssl_context
 from service.client.methods import make_operation, signed
 from service.client.operations import Operation
 from service.client.retries import Attempts, Outcome, Retries
@@ -66,7 +68,7 @@ class _Connections(Generic[Transport]):
         file or folder of a CA bundle (OSError without certificates there); `transport` is httpx's.
         """
         self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
-        self._options = ConnectionOptions(base_url, timeout, api_key, dict(headers or {}), verify)
+        self._api_key, self._headers, self._verify = api_key, dict(headers or {}), verify
         self._transport: Transport | None = transport
         self._binary = True  # until a server or proxy accepts only JSON
         try:
@@ -76,6 +78,14 @@ class _Connections(Generic[Transport]):
 
     def _open(self) -> None:
         raise NotImplementedError
+
+    def _httpx_options(self) -> dict[str, Any]:
+        """Keyword arguments of an httpx client. Raises OSError if certificates cannot be read."""
+        headers = {"User-Agent": f"attend/{__version__}", **self._headers}
+        if self._api_key is not None:
+            headers["Authorization"] = f"Bearer {self._api_key.strip()}"  # a key from a file ends in a newline
+        options = {"base_url": self.base_url, "timeout": self.timeout, "headers": headers, "limits": LIMITS}
+        return {**options, "verify": ssl_context(self._verify), "transport": self._transport}
 
 
 class Client(_Connections[httpx.BaseTransport]):
@@ -105,7 +115,7 @@ class Client(_Connections[httpx.BaseTransport]):
     sessions = _method(operations.sessions)
 
     def _open(self) -> None:
-        self._opened, self._process = httpx.Client(**self._options.for_httpx(), transport=self._transport), os.getpid()
+        self._opened, self._process = httpx.Client(**self._httpx_options()), os.getpid()
 
     @property
     def _http(self) -> httpx.Client:
@@ -167,14 +177,15 @@ class Client(_Connections[httpx.BaseTransport]):
         """Close the connections."""
         self._http.close()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         if self._transport is not None:
             raise TypeError("a client with a transport cannot be pickled")
-        return {"base_url": self.base_url, "timeout": self.timeout, "retries": self.retries, "_options": self._options}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _transport=None, _binary=True)
-        self._open()
+        if isinstance(self._verify, ssl.SSLContext):
+            raise TypeError("a client with an SSLContext cannot be pickled; pass the path of the certificates as verify")
+        headers = {name: text for name, text in self._headers.items() if name.lower() not in SECRET}
+        had_key = self._api_key is not None or len(headers) < len(self._headers)
+        arguments = {"timeout": self.timeout, "headers": headers, "retries": self.retries, "verify": self._verify}
+        return _unpickle, (self.base_url, arguments, had_key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -184,6 +195,10 @@ class Client(_Connections[httpx.BaseTransport]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _unpickle(base_url: str, arguments: dict[str, Any], had_key: bool) -> Client:
+    return Client(base_url, api_key=os.environ.get(API_KEY) if had_key else None, **arguments)
 
 
 class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
@@ -209,7 +224,7 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
     sessions = _async_method(operations.sessions)
 
     def _open(self) -> None:
-        self._http = httpx.AsyncClient(**self._options.for_httpx(), transport=self._transport)
+        self._http = httpx.AsyncClient(**self._httpx_options())
 
     async def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
         """As `Client.ready`."""

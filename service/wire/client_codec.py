@@ -84,7 +84,7 @@ def _tensor(value: Any, kind: Kind, at: str) -> Any:
 
 def _array(value: Any, kind: Kind, at: str) -> Array:
     try:
-        array = _from_torch(value) if hasattr(value, "detach") else np.asarray(value)
+        array = from_torch(value) if hasattr(value, "detach") else np.asarray(value)
         if kind == "bias" and array.dtype.kind == "U":  # "-inf" among the numbers of a list
             array = array.astype(np.float64)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -94,7 +94,7 @@ def _array(value: Any, kind: Kind, at: str) -> Array:
     return array
 
 
-def _from_torch(tensor: Any) -> Array:
+def from_torch(tensor: Any) -> Array:
     """A torch tensor on any device as an array. bfloat16, which numpy lacks, is converted by way of float32."""
     tensor = tensor.detach().cpu()
     array: Array = tensor.float().numpy().astype(DATATYPES["BF16"].numpy) if str(tensor.dtype) == "torch.bfloat16" else tensor.numpy()
