@@ -43,6 +43,7 @@ from service.wire.schemas.sessions import SessionDocument, Sessions
 from service.wire.schemas.text import Vocabulary
 
 T = TypeVar("T")
+Repeat = Literal["always", "unbegun", "never"]
 read_layer = partial(read_document, LayerDocument)
 
 
@@ -62,7 +63,7 @@ class Operation(Generic[T]):
     timeout: Timeout = USE_CLIENT_DEFAULT
     media_type: str = JSON
     accept: str = "*/*"
-    repeat: Literal["always", "unbegun", "never"] = "always"
+    repeat: Repeat = "always"
     json_body: Callable[[], bytes] | None = None
     check: Callable[[httpx.Response], httpx.Response] = raise_for_status
 
@@ -269,9 +270,9 @@ def sessions(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[Session
     return Operation("GET", "/sessions", None, lambda response: read_document(Sessions, response).sessions, timeout)
 
 
-def post(path: str, body: bytes) -> Operation[httpx.Response]:
+def post(path: str, body: bytes, repeat: Repeat = "always") -> Operation[httpx.Response]:
     """The response to a JSON body."""
-    return Operation("POST", path, body, lambda response: response)
+    return Operation("POST", path, body, lambda response: response, repeat=repeat)
 
 
 def layer_path(name: str) -> str:

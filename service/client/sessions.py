@@ -27,7 +27,7 @@ from service.wire.client_codec import encode_request
 from service.wire.negotiation import SAFETENSORS
 from service.wire.schemas.sessions import SessionAttendRequest, SessionDocument
 
-PATH = "/sessions"
+SESSIONS = "/sessions"
 T = TypeVar("T")
 P = ParamSpec("P")
 Started = Callable[[SessionDocument], T]
@@ -44,10 +44,14 @@ class SessionState:
 
     @property
     def path(self) -> str:
-        return f"{PATH}/{quote(self.id, safe='')}"
+        return session_path(self.id)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}; layer {self.layer.name!r}, length {self.length})"
+
+
+def session_path(id: str) -> str:
+    return f"{SESSIONS}/{quote(id, safe='')}"
 
 
 def start(
@@ -56,10 +60,10 @@ def start(
     """Starts a session, or finds that of `id`. Raises InvalidRequest if a session that exists is given properties."""
     own = {"layer": layer, "capacity": capacity, "idle_seconds": idle_seconds}
     if id is None:
-        return _starting(PATH, own, started, timeout)
+        return _starting(SESSIONS, own, started, timeout)
     if given := [name for name, value in own.items() if value is not None]:
         raise InvalidRequest.where("/id", f"an id, or {', '.join(given)} of a new session", "both")
-    return Operation("GET", f"{PATH}/{quote(id, safe='')}", None, lambda response: started(_document(response)), timeout)
+    return Operation("GET", session_path(id), None, lambda response: started(_document(response)), timeout)
 
 
 def fork(started: Started[T], session: SessionState, length: int | None, timeout: Timeout) -> Operation[T]:

@@ -92,7 +92,7 @@ class NumberList(NamedTuple):
         if depth > self.limits.depth:
             raise TooLarge.where(at, f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
         if lists > self.limits.lists:
-            raise TooLarge.where(at, f"at most {self.limits.lists} lists in one tensor", str(depth + _rank(items[0])))
+            raise TooLarge.where(at, f"at most {self.limits.lists} lists in one tensor", "more")
 
     def plain(self, at: str) -> Any:
         """The list as Python objects."""
