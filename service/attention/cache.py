@@ -201,8 +201,9 @@ def cached_widths(spec: LayerSpec) -> dict[str, tuple[int, int]]:
 
 
 def caches_latent(spec: LayerSpec) -> bool:
-    """Whether caches of the layer have latent vectors, from which its keys and values can be computed without their inputs."""
-    return spec.latent is not None and "latent" not in spec.undefined_outputs
+    """Whether caches of the layer have latent vectors and rotary keys, which determine its keys and values: not if qk_norm or RoPE changes
+    the heads' keys after that."""
+    return spec.latent is not None and "rope_key" not in spec.undefined_outputs
 
 
 def first_visible(spec: LayerSpec, position: int) -> int:

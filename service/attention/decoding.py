@@ -97,25 +97,24 @@ def _cached(layer: MultiHeadAttention, rows: Call, projected: Projected) -> dict
     return {name: tensor[:, None] for name, tensor in latents.items()}
 
 
-def keys_and_values(layer: MultiHeadAttention, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
-    """The keys and values [1, kv heads, n, …] of all rows of the cache."""
-    rows = cache.joined()
-    return (
-        layer.projections.expand_latent(rows["latent"], rows["rope_key"]) if layer.spec.latent else (rows["key"][None], rows["value"][None])
-    )
-
-
 def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValueCache) -> tuple[dict[str, Tensor], Tensor | None]:
     """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
     if (head_outputs := _over_pages(layer.eager, call, query, cache)) is not None:
         return layer.merge_heads(call, {"head_outputs": head_outputs}), None
-    return layer.attend(call, query, *keys_and_values(layer, cache))
+    rows = cache.joined()
+    if not caches_latent(layer.spec):
+        return layer.attend(call, query, rows["key"][None], rows["value"][None])
+    expanded = layer.projections.expand_latent(rows["latent"], rows["rope_key"])
+    tensors, fully_masked = layer.attend(replace(call, outputs=call.outputs - {"latent"}), query, *expanded)
+    return tensors | {"latent": rows["latent"]}, fully_masked
 
 
 def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:
     """Head outputs [1, h, 1, value_head_dim] of one query, page by page; None if the fused kernel cannot compute the call."""
     masks, spec = call.masks, eager.spec
     if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not call.outputs <= PER_HEAD or caches_latent(spec):
+        return None
+    if spec.value_head_dim != spec.head_dim:
         return None
     if not eager.is_fusible_with_sinks or masks.has_sets or masks.bias is not None or call.softcap or call.dropout or call.reproducible:
         return None

@@ -115,11 +115,14 @@ def random_case(
         request["key"] = rng.standard_normal(sizes.lead(sizes.keys, spec.key_dim))
     if "value" in drawn:
         request["value"] = rng.standard_normal(sizes.lead(sizes.keys, spec.value_dim))
-    request |= _draw_masks(rng, sizes, drawn)
-    request |= _draw_positions(rng, sizes, drawn, spec)
-    request |= _draw_modifiers(rng, sizes, drawn)
+    request |= draw_options(rng, sizes, drawn, spec)
     request = {name: rounded(x, spec.dtype) if isinstance(x, np.ndarray) else x for name, x in request.items()}
     return Case(spec, request, draw_case_weights(rng, spec, drawn))
+
+
+def draw_options(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str], spec: LayerSpec) -> dict[str, Any]:
+    """The drawn fields of a request besides query, key and value, with tensors in float64."""
+    return _draw_masks(rng, sizes, drawn) | _draw_positions(rng, sizes, drawn, spec) | _draw_modifiers(rng, sizes, drawn)
 
 
 def _draw_masks(rng: np.random.Generator, sizes: Sizes, drawn: Collection[str]) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from service.attention.cache import caches_latent
+from service.attention.call import Call
 from service.attention.decoding import CachedStep
-from service.errors import InvalidRequest, TooLarge
+from service.errors import InvalidRequest, SessionConflict, TooLarge
 from service.serving.binding import bind, check_against_layer, finite_arrays, rotary_positions, shape_fields, tensors_of
 from service.serving.cost import Admission, predict
 from service.serving.layers.registry import LoadedLayer
@@ -47,6 +49,7 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
     admission.require(request, spec, cost)
     query, key, value = tensors_of(*finite_arrays(rows.query, rows.key, rows.value, spec))
     call = bind(request, spec, (query, *_placeholders(spec, stop)))
+    _require_rows(session, call, layer)
     positions = call.positions if rows.key is None else rotary_positions("key_positions", rows)
     if not options.append:
         key, value, positions = key[:, :0], value[:, :0], None if positions is None else positions[:, :0]
@@ -81,9 +84,20 @@ def _whole_request(members: Mapping[str, Any], rows: AttendRequest, session: Ses
     for i, name in enumerate(request.outputs):
         if name.endswith("_gradient"):
             raise InvalidRequest.where(f"/outputs/{i}", "no gradients, since a session does not keep the inputs of earlier calls", name)
-    if isinstance(request.query_offset, int):
-        session.require_visible(request.query_offset, "/query_offset")
+        if name == "latent" and not caches_latent(spec):
+            raise InvalidRequest.where(f"/outputs/{i}", "no latent vectors, since sessions of this layer keep its keys and values", name)
     return request
+
+
+def _require_rows(session: Session, call: Call, layer: LoadedLayer) -> None:
+    """Raises SessionConflict if the call needs rows that are freed."""
+    if not session.cache.first:
+        return
+    if call.masks.positions.numel():
+        session.require_visible(int(call.masks.positions.min()), "/query_offset")
+    if call.fully_masked == "uniform" and layer.attention.fully_masked(call) is not None:
+        expected = "zero or error, since a query without any key would average rows that the layer's window has freed"
+        raise SessionConflict.where("/fully_masked", expected, "uniform")
 
 
 def _widths(spec: LayerSpec) -> dict[str, int]:
