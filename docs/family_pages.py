@@ -30,6 +30,7 @@ from support.model_cases import MODELS, tensors_of  # noqa: E402
 
 OLDER = """rope_scaling rope_theta rotary_emb_base rotary_pct partial_rotary_factor original_max_position_embeddings"""  # names about RoPE
 STORED = {  # layout -> how matrices are stored
+    "convolutions": "Matrices are convolutions of width 1 in groups, which become their blocks.",
     "stacked": "One matrix has the rows [Q; K; V].",
     "grouped": "One matrix has the rows [heads of K and V, (their heads of Q, K, V), head_dim].",
     "codegen": "One matrix has its rows in four blocks [Q; V; K].",
@@ -165,7 +166,8 @@ def _effect(case: Case, path: Sequence[str], value: Any) -> set[str] | str:
         layer = describe(_changed(case.config, path, value), case.layer.number, case.layer.part)
     except InvalidRequest as refusal:
         return name if any(problem.at.endswith(f"/{path[-1]}") for problem in refusal.problems) else "another"
-    inside = _differences(case.layer.factors, layer.factors) | _differences(case.layer.groups, layer.groups)
+    before, after = ({**x.conversion.get("factors", {}), **x.conversion.get("groups", {})} for x in (case.layer, layer))
+    inside = _differences(before, after)
     return _differences(case.layer.fields, layer.fields) | {f"{name}.weight" for name in inside}
 
 
@@ -258,12 +260,13 @@ def _tensors(cases: Sequence[Case]) -> Iterator[str]:
     """Names and shapes of the tensors of a layer of each part."""
     layer = cases[0].layer
     notes = [STORED[layer.attention.layout]] if layer.attention.layout in STORED else []
-    notes += [f"The config has factors that are multiplied into the weights of {', '.join(layer.factors)}."] if layer.factors else []
-    if layer.projects_table is not None:
-        own = "projections of its own" if layer.projects_table else "those of Q and K"
-        normed = ", after a layer norm" if layer.table_eps is not None else ""
+    conversion = layer.conversion
+    if factors := conversion.get("factors"):
+        notes.append(f"The config has factors that are multiplied into the weights of {', '.join(factors)}.")
+    if "projects_table" in conversion:
+        own = "projections of its own" if conversion["projects_table"] else "those of Q and K"
+        normed = ", after a layer norm" if conversion["table_eps"] is not None else ""
         notes.append(f"Vectors of distances are products of the table that layers share{normed}, and {own}.")
-    notes += ["Matrices are convolutions of width 1 in groups, which become their blocks."] if layer.groups else []
     if notes:
         yield " ".join(notes)
         yield ""

@@ -100,7 +100,8 @@ class LayerSpec(BaseModel):
         default=True, description="If false, requests have projected queries, keys and values, and the output is not projected."
     )
     scale: Finite = Field(
-        default=math.nan, description="Factor on query·key; 1/sqrt(head_dim) if left out, with `differential` 1/sqrt(head_dim/2)."
+        default=math.nan,
+        description="Factor on query·key, not 0; 1/sqrt(head_dim) if left out, with `differential` 1/sqrt(head_dim/2).",
     )
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(
         default=None, description="c in c·tanh(scores/c), before masks; null or 0 for none."
@@ -169,6 +170,8 @@ class LayerSpec(BaseModel):
     def _agree(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise field_error("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
+        if not self.scale:  # elsewhere 0 means the default; here it would make all weights equal
+            raise field_error("/scale", "a number other than 0, or null for the default", str(self.scale))
         if self.differential:
             self._check_differential()
         width = self.head_dim // 2 if self.differential else self.head_dim

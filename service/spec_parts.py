@@ -108,6 +108,8 @@ class Rope(Part):
         for name, numbers in (("frequencies", self.frequencies), ("axes", self.axes)):
             if numbers is not None and self.dims is not None and len(numbers) * 2 != self.dims:
                 raise field_error(f"/{name}", f"{self.dims // 2} numbers, half of dims {self.dims}", str(len(numbers)))
+        if unused := {*range(self.num_axes)} - {*(self.axes or (0,))}:
+            raise field_error("/axes", f"each axis from 0 to {self.num_axes - 1}", f"no pair with axis {min(unused)}")
         return self
 
     @property

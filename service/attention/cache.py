@@ -1,8 +1,8 @@
 """`KeyValueCache`: the projected keys and values of one sequence, in pages of rows, for decoding (a "KV cache").
 
-The first page has FIRST_ROWS rows and each next one twice as many, up to PAGE_BYTES: so at most half of the memory of a cache is unused,
-and a long cache has few pages. Forks share pages. A shared page is copied before rows are written to it. A page that a layer's window
-hides from all later queries is freed, and leaves a gap.
+All pages have the same number of rows, those that fit into PAGE_BYTES, except that the only page of a short cache starts with FIRST_ROWS
+and is replaced by one of twice as many when it is full. Forks share pages. A shared page is copied before rows are written to it. A page
+that a layer's window hides from all later queries is freed, and leaves a gap.
 """
 
 from collections import Counter
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from service.attention.weights import torch_dtype
+from service.errors import InvalidRequest
 from service.spec import LayerSpec
 
-FIRST_ROWS = 16  # of the first page
+FIRST_ROWS = 16  # of the page of a new cache
 PAGE_BYTES = 1 << 22  # most bytes of a page, unless FIRST_ROWS rows have more
 
 
@@ -33,6 +34,13 @@ class Page:
     def size(self) -> int:
         """In bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @torch.inference_mode()
+    def copy(self, other: "Page", stop: int) -> None:
+        """Copy the rows of another page that begins with the same row, before `stop`."""
+        count = min(stop, other.stop) - self.start
+        for name, tensor in self.tensors.items():
+            tensor[:, :count] = other.tensors[name][:, :count]
 
 
 class PagePool:
@@ -77,8 +85,8 @@ class KeyValueCache:
         self.spec, self.pool, self.owner, self.dtype = spec, pool, owner, torch_dtype(spec.dtype)
         self.widths = cached_widths(spec)
         self.length = 0
+        self._page_rows = max(FIRST_ROWS, PAGE_BYTES // max(1, self.row_bytes))
         self._pages: list[Page | None] = []  # None: freed
-        self._starts = [0]  # of each page, and of the next one
 
     @property
     def row_bytes(self) -> int:
@@ -96,23 +104,30 @@ class KeyValueCache:
 
     def missing_bytes(self, stop: int) -> int:
         """Bytes of the pages that `reserve(stop)` creates."""
-        copied = sum(page.size for page in self._pages if page is not None and self._is_written(page, stop))
-        start, created = self._starts[-1], 0
-        number = len(self._pages)
-        while start + created < stop:
-            created += self._rows_of_page(number)
-            number += 1
-        return copied + created * self.row_bytes
+        return sum(rows for _, rows in self._new_pages(stop)) * self.row_bytes
 
     def reserve(self, stop: int) -> None:
-        """Create pages so that rows from `length` to `stop` can be written, and copy shared ones."""
-        for i, page in enumerate(self._pages):
-            if page is not None and self._is_written(page, stop):
-                self._pages[i] = self._copy(page)
-        while self._starts[-1] < stop:
-            rows = self._rows_of_page(len(self._pages))
-            self._pages.append(self.pool.create(self.owner, self._starts[-1], rows, self.widths, self.dtype))
-            self._starts.append(self._starts[-1] + rows)
+        """Create pages so that rows from `length` to `stop` can be written: new ones, and copies of shared or too short ones."""
+        for number, rows in self._new_pages(stop):
+            page = self.pool.create(self.owner, number * self._page_rows, rows, self.widths, self.dtype)
+            if number == len(self._pages):
+                self._pages.append(page)
+            elif (before := self._pages[number]) is not None:
+                page.copy(before, self.length)
+                self.pool.release(before)
+                self._pages[number] = page
+
+    def _new_pages(self, stop: int) -> list[tuple[int, int]]:
+        """Number and rows of each page that `reserve(stop)` creates."""
+        wanted = self._page_rows
+        if stop <= wanted:
+            wanted = min(wanted, max(FIRST_ROWS, 1 << (stop - 1).bit_length()))
+        pages = []
+        for number in range(self.length // self._page_rows, -(-stop // self._page_rows)):
+            page = self._pages[number] if number < len(self._pages) else None
+            if page is None or page.caches > 1 or page.stop < min(stop, (number + 1) * self._page_rows):
+                pages.append((number, max(wanted, 0 if page is None else page.stop - page.start)))
+        return pages
 
     @torch.inference_mode()
     def write(self, start: int, rows: Mapping[str, Tensor]) -> None:
@@ -126,29 +141,41 @@ class KeyValueCache:
                     tensor[:, first - page.start : last - page.start] = rows[name][:, first - start : last - start]
         self.length = stop
 
+    def restore(self, first: int, rows: Mapping[str, Tensor]) -> None:
+        """Write rows into an empty cache from row `first` on, the first row of a page; those before it are freed ones.
+
+        Pages must be reserved. Raises InvalidRequest unless a page begins with the row and the layer's window hides all rows before it.
+        """
+        (count,) = {tensor.shape[1] for tensor in rows.values()}
+        if first % self._page_rows or first > min(first_visible(self.spec, first + count), first + count):
+            expected = f"0, or a multiple of {self._page_rows} of which the layer's window hides all rows before it"
+            raise InvalidRequest.where("/__metadata__/first", expected, str(first))
+        self.write(first, rows)
+        self._free(first)
+
     def truncate(self, length: int) -> None:
         """Drop the rows from `length` on, and the pages without any other row."""
         self.length = length
-        while self._pages and self._starts[-2] >= length:
+        while (len(self._pages) - 1) * self._page_rows >= length and self._pages:
             if (page := self._pages.pop()) is not None:
                 self.pool.release(page)
-            self._starts.pop()
 
     def fork(self, length: int) -> "KeyValueCache":
         """A cache with the first `length` rows, in the same pages."""
         copy = KeyValueCache(self.spec, self.pool, self.owner)
         copy.length = length
-        for start, page in zip(self._starts, self._pages, strict=False):
-            if start < length:
-                copy._pages.append(None if page is None else self.pool.share(page))
-        copy._starts = self._starts[: len(copy._pages) + 1]
+        pages = self._pages[: -(-length // self._page_rows)]
+        copy._pages = [None if page is None else self.pool.share(page) for page in pages]
         return copy
 
     def free_hidden(self) -> None:
         """Free the pages that the layer's own window or chunks hide from every query at position `length` or later."""
-        first = first_visible(self.spec, self.length)
-        for i, page in enumerate(self._pages):
-            if page is not None and page.stop <= min(first, self.length):
+        self._free(min(first_visible(self.spec, self.length), self.length))
+
+    def _free(self, stop: int) -> None:
+        """Free the pages of which all rows are before `stop`."""
+        for i, page in enumerate(self._pages[: stop // self._page_rows]):
+            if page is not None:
                 self.pool.release(page)
                 self._pages[i] = None
 
@@ -173,23 +200,6 @@ class KeyValueCache:
             for name, tensor in tensors.items():
                 whole[name][:, rows.start - first : rows.stop - first] = tensor
         return whole
-
-    def _rows_of_page(self, number: int) -> int:
-        """Rows of the page of that number."""
-        return max(FIRST_ROWS, min(FIRST_ROWS << min(number, 32), PAGE_BYTES // max(1, self.row_bytes)))
-
-    def _is_written(self, page: Page, stop: int) -> bool:
-        """Whether `reserve` must copy the page: other caches have it, and rows from `length` to `stop` are in it."""
-        return page.caches > 1 and self.length < page.stop and page.start < stop
-
-    @torch.inference_mode()
-    def _copy(self, page: Page) -> Page:
-        """A page of this cache alone with the rows before `length`. Drops the shared one."""
-        copy = self.pool.create(self.owner, page.start, page.stop - page.start, self.widths, self.dtype)
-        for name, tensor in copy.tensors.items():
-            tensor[:, : self.length - page.start] = page.tensors[name][:, : self.length - page.start]
-        self.pool.release(page)
-        return copy
 
 
 def cached_widths(spec: LayerSpec) -> dict[str, tuple[int, int]]:

@@ -6,12 +6,13 @@
     read_model_layer(tensors, config, layer=3)  ->  the same as read_layer, of a model's layer 3 by its own config.json
     ModelFolder(path).layer(3)  ->  the description and the tensors of a layer in a folder that save_pretrained wrote
 
-Pure functions of names and arrays, without torch. A new layout is a row of `LAYOUTS` in the module of its family, and at most one function.
+Pure functions of names and arrays, without torch. A new layout is a row in `layouts.py`, and at most one function.
 If names or shapes are ambiguous, `read_layer` raises InvalidRequest with both readings; it does not guess.
 """
 
-from service.checkpoints.detection import LAYOUTS, detect, layers_in
+from service.checkpoints.detection import detect, layers_in
 from service.checkpoints.folder import ModelFolder, described_layers, layers_of_file
+from service.checkpoints.layouts import LAYOUTS
 from service.checkpoints.model import parse_config, read_model_layer
 from service.checkpoints.reader import read_layer
 

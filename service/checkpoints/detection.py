@@ -8,33 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from service.checkpoints import fused_projections, per_head, separate_projections
 from service.checkpoints.layout import Layout
-
-ALL_LAYOUTS: tuple[Layout, ...] = (*separate_projections.LAYOUTS, *fused_projections.LAYOUTS, *per_head.LAYOUTS)
-
-LAYOUTS: dict[str, str] = {
-    "attend": "this service's own names",
-    "torch_mha": "torch.nn.MultiheadAttention, in encoder and decoder layers too",
-    "bert": "BERT, RoBERTa and similar encoders",
-    "distilbert": "DistilBERT",
-    "vit": "ViT and similar models, with separate matrices or timm's qkv",
-    "bart": "BART, OPT, Whisper, CLIP: four matrices, no RoPE",
-    "gpt2": "GPT-2: Conv1D matrices",
-    "llama": "Llama, Mistral, Qwen2, Qwen3, Gemma 2: norm weights as they are, one for each head; the spec says rope",
-    "gemma3": "Gemma 3: as llama, norm weights less 1",
-    "meta_llama": "Llama as Meta ships it: wq, wk, wv, wo, RoPE on pairs",
-    "t5": "T5: relative bias, scale 1",
-    "bloom": "BLOOM: one matrix, rows [heads, 3, head_dim], ALiBi",
-    "neox": "GPT-NeoX: one matrix, rows [heads, 3, head_dim], RoPE on halves",
-    "fused": "one matrix, rows [q; k; v]",
-    "keras": "Keras MultiHeadAttention and GroupQueryAttention",
-    "flax": "Flax MultiHeadDotProductAttention",
-    "d2l": "Dive into Deep Learning, in any framework",
-    "mxnet": "GluonNLP's Transformer cells",
-    "numpy": "matrices W_q, W_k, W_v, W_o applied as x @ W",
-    "transformerlens": "TransformerLens' HookedTransformer",
-}
+from service.checkpoints.layouts import ALL_LAYOUTS
 
 
 @dataclass(frozen=True, slots=True)

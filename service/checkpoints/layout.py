@@ -12,11 +12,25 @@ from typing import Any
 
 from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
 from service.errors import InvalidRequest
+from service.spec import LAMBDAS
 from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
 Weights = dict[str, Array]
 Fields = dict[str, Any]
+
+WITH_BIAS = (*PROJECTIONS, "gate", "query_down", "key_value_down", "rope_key")
+MATRICES = (*WITH_BIAS, "position_key", "position_query", "index_query", "index_key", "index_head_weights")
+NORMS = ("query_norm", "key_norm", "query_down_norm", "key_value_down_norm", "index_key_norm")
+AXES: dict[str, tuple[str, ...]] = {  # canonical weight -> its axes
+    **{f"{name}.weight": ("out", "in") for name in MATRICES},
+    **{f"{name}.bias": ("n",) for name in (*WITH_BIAS, *NORMS)},
+    **{f"{name}.weight": ("n",) for name in (*NORMS, "head_norm")},
+    **dict.fromkeys(("sinks", *LAMBDAS), ("n",)),
+    **dict.fromkeys(("content_bias", "position_bias"), ("heads", "n")),
+    **dict.fromkeys(("grid_bias", "grid_rows", "grid_columns"), ("places", "n")),
+    "relative_bias": ("buckets", "heads"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,7 @@ class LayerTensors:
     stem: str  # normalised: "." between the segments
     given: Mapping[str, Any]  # fields of the caller's spec
     elsewhere: Callable[[str], Array | None]  # any tensor of the checkpoint, by normalised name
+    conversion: Mapping[str, Any]  # what a model's config says about the conversion
 
     def has(self, part: str) -> bool:
         return part in self.arrays
@@ -40,7 +55,12 @@ class LayerTensors:
         return array
 
     def misfit(self, part: str, expected: str) -> InvalidRequest:
-        return InvalidRequest.where(weight_pointer(self.names[part]), expected, shape_of(self.arrays[part]))
+        """The error about the checkpoint's tensor from which a part was made."""
+        kind = part.rpartition(".")[2]
+        source = next((x for x in (part, f"qkv.{kind}", f"kv.{kind}", f"up.{kind}", f"down.{kind}") if self.has(x)), None)
+        if source is None:  # a tensor of another layer, or computed from several
+            return InvalidRequest.where(weight_pointer(part), expected, "another")
+        return InvalidRequest.where(weight_pointer(self.names[source]), expected, shape_of(self.arrays[source]))
 
     def number(self, name: str) -> int | None:
         """A count in the caller's spec; None if absent. Raises InvalidRequest if it is no positive integer."""
@@ -52,7 +72,7 @@ class LayerTensors:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """Canonical weights; the fields of the spec that they determine; and defaults of the layout for fields that the caller leaves out."""
+    """Canonical weights; the fields of the spec that the tensors determine; and defaults for fields that the caller leaves out."""
 
     weights: Weights
     known: Fields = field(default_factory=dict)
@@ -69,7 +89,8 @@ class Layout:
     optional: tuple[tuple[str, ...], ...] = ()  # groups of parts that may be missing, each group as a whole
     ignored: Mapping[str, int | None] = field(default_factory=dict)  # pattern of buffers -> their rank, None for any
     refused: Mapping[str, str] = field(default_factory=dict)  # name -> what is expected instead of that tensor
-    required_fields: Mapping[str, str] = field(default_factory=dict)  # field of the spec -> what is expected there
+    assumed: Fields = field(default_factory=dict)  # defaults for fields of the spec
+    required_fields: Mapping[str, str] = field(default_factory=dict)  # field of the spec, such as rope.theta -> what is expected there
     identified_under: tuple[str, ...] | None = None  # last segments of stems where the names identify the layout; None: all
     parent: str = ""  # first segment of q, k and v, if the output projection is outside of it
     excluded_by: str = ""  # a sibling of the stem that means another layout
@@ -77,41 +98,3 @@ class Layout:
     @cached_property
     def required(self) -> frozenset[str]:
         return frozenset(self.names.values()).difference(*self.optional)
-
-
-def linear_names(
-    query: str, key: str, value: str, output: str, *, weight: str = "weight", bias: str = "bias", biases: str = "qkvo"
-) -> dict[str, str]:
-    """Names of four separate projections -> canonical names; `biases` says which may have a bias."""
-    paths = dict(zip(PROJECTIONS, (query, key, value, output), strict=True))
-    names = {f"{path}.{weight}": f"{name}.weight" for name, path in paths.items()}
-    with_bias = {name for name, letter in zip(PROJECTIONS, "qkvo", strict=True) if letter in biases}
-    return names | {f"{path}.{bias}": f"{name}.bias" for name, path in paths.items() if name in with_bias}
-
-
-QKV_BIASES = ("query.bias", "key.bias", "value.bias")
-ALL_BIASES = (*QKV_BIASES, "output.bias")
-
-
-def vectors(tensors: LayerTensors) -> Weights:
-    """The biases, norm weights and sinks that the layer has."""
-    parts = (*ALL_BIASES, "query_norm.weight", "key_norm.weight", "sinks")
-    return {part: tensors.get(part, "n") for part in parts if tensors.has(part)}
-
-
-def as_linear(tensors: LayerTensors) -> Weights:
-    """Four matrices [out, in], applied as x @ W.T. This is the canonical orientation, so they are not copied."""
-    return {f"{name}.weight": tensors.get(f"{name}.weight", "out", "in") for name in PROJECTIONS} | vectors(tensors)
-
-
-def as_kernels(tensors: LayerTensors) -> Weights:
-    """Four matrices [in, out], applied as x @ W. They are transposed to the canonical orientation."""
-    return {f"{name}.weight": tensors.get(f"{name}.weight", "in", "out").T for name in PROJECTIONS} | vectors(tensors)
-
-
-def linear(tensors: LayerTensors) -> Converted:
-    return Converted(as_linear(tensors))
-
-
-def kernels(tensors: LayerTensors) -> Converted:
-    return Converted(as_kernels(tensors))

@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-import numpy as np
-
 from service.checkpoints.config import MAX_SHOWN, Config
 from service.checkpoints.detection import Match, complete, find_matches, normalised
 from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of, place_of
-from service.checkpoints.families.traits import DISTANCES, FACTORS, GROUPS
+from service.checkpoints.families.traits import CONVERSION
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
 from service.checkpoints.reader import read_match
-from service.checkpoints.refusals import field_pointer, listed, shape_of, weight_pointer
+from service.checkpoints.refusals import field_pointer, listed
 from service.errors import InvalidRequest
 from service.tensors import Array
 
@@ -41,10 +39,7 @@ class ModelLayer:
     attention: Attention
     fields: Fields  # of LayerSpec
     path: str  # the end of the layer's name in the checkpoint
-    factors: Mapping[str, float]  # projection or norm -> factor, to be multiplied into its weights
-    groups: Mapping[str, int]  # projection -> groups of its convolution of width 1
-    table_eps: float | None  # of the layer norm of a table of distances, if there is one
-    projects_table: bool | None  # whether projections of their own are applied to that table
+    conversion: Fields  # how its tensors are converted, see `CONVERSION`
 
     def find(self, names: Iterable[str]) -> Match:
         """The layer's tensors. Raises InvalidRequest if there are none, or several layers of that name."""
@@ -67,13 +62,14 @@ class ModelLayer:
         tables = [name for name in names if f".{normalised(name)}".endswith(f".{ending}")]
         if len(tables) != 1:
             raise InvalidRequest.where("/weights", f"one table of relative biases whose name ends with {ending}", listed(tables))
-        shared = {"relative_bias": tables[0]}
-        if self.table_eps is not None:
+        shared = {"distance_table" if self.fields["relative_scores"] else "relative_bias": tables[0]}
+        if self.conversion.get("table_eps") is not None:
             shared |= {f"table_norm.{kind}": f"{tables[0].rpartition('rel_embeddings')[0]}LayerNorm.{kind}" for kind in ("weight", "bias")}
         if missing := [name for name in shared.values() if name not in names]:
             raise InvalidRequest.where("/weights", f"the norm of {tables[0]}", f"no {missing[0]}")
-        if self.projects_table is not None and self.projects_table != ("position_key.weight" in match.names):
-            expected = "projections of positions" if self.projects_table else "no projections of positions"
+        projects = self.conversion.get("projects_table")
+        if projects is not None and projects != ("position_key.weight" in match.names):
+            expected = "projections of positions" if projects else "no projections of positions"
             raise InvalidRequest.where("/weights", f"{expected} in {match.prefix}, as share_att_key has it", "others")
         return replace(match, names={**match.names, **shared})
 
@@ -142,8 +138,8 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
         raise InvalidRequest.where(config.at, f"values as {model_type} has them", str(error)[:MAX_SHOWN]) from error
     config.require_all_read(attention.irrelevant)
     path = attention.path.format(**place_of(attention, config, layer))
-    factors, groups, distances = spec.pop(FACTORS, {}), spec.pop(GROUPS, {}), spec.pop(DISTANCES, (None, None))
-    return ModelLayer(model_type, part, layer, attention, spec, path, factors, groups, *distances)
+    conversion = spec.pop(CONVERSION, {})
+    return ModelLayer(model_type, part, layer, attention, spec, path, conversion)
 
 
 def _for_layer(config: Config, layer: int) -> Config:
@@ -167,43 +163,4 @@ def read_model_layer(
             raise InvalidRequest.where(
                 field_pointer(name), f"{json.dumps(described.fields[name])}, as the config has it", json.dumps(value)
             )
-    match = described.find(tensors)
-    for projection, groups in described.groups.items():
-        name = match.names[f"{projection}.weight"]
-        tensors = {**tensors, name: _dense(name, tensors[name], groups)}
-    if described.table_eps is not None:
-        table, weight, bias = (match.names[part] for part in ("relative_bias", "table_norm.weight", "table_norm.bias"))
-        tensors = {**tensors, table: _normed(tensors[table], tensors[weight], tensors[bias], described.table_eps)}
-    known, weights = read_match(match, tensors, {**(spec or {}), **described.fields}, full_spec=True)
-    scaled = {
-        name: _scaled(weights[name], factor)
-        for projection, factor in described.factors.items()
-        for name in (f"{projection}.weight", f"{projection}.bias")
-        if name in weights and factor != 1
-    }
-    return known, weights | scaled
-
-
-def _dense(name: str, array: Array, groups: int) -> Array:
-    """The matrix [n, n] of a convolution [n, n / groups, 1] of width 1, whose groups are blocks on its diagonal. Raises InvalidRequest."""
-    n = len(array) if array.ndim else 0
-    if n % groups or array.shape != (n, n // groups, 1):
-        raise InvalidRequest.where(weight_pointer(name), f"shape [n, n / {groups}, 1], for {groups} groups", shape_of(array))
-    matrix = np.zeros((groups, n // groups, groups, n // groups), array.dtype)
-    for i, block in enumerate(array.reshape(groups, n // groups, n // groups)):
-        matrix[i, :, i] = block
-    return matrix.reshape(n, n)
-
-
-def _normed(table: Array, weight: Array, bias: Array, eps: float) -> Array:
-    """The layer norm of each row, in float32 or better."""
-    exact = table if table.dtype == np.float64 else table.astype(np.float32)
-    centred = exact - exact.mean(-1, keepdims=True)
-    normed: Array = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + exact.dtype.type(eps)) * weight + bias
-    return normed
-
-
-def _scaled(array: Array, factor: float) -> Array:
-    """The product in float32, or in float64 if the array is."""
-    exact = array if array.dtype == np.float64 else array.astype(np.float32)
-    return exact * exact.dtype.type(factor)
+    return read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, described.conversion)

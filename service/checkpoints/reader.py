@@ -10,10 +10,11 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from service.checkpoints.detection import LAYOUTS, Match, complement, complete, find_matches, natural, normalised, readable
-from service.checkpoints.layout import Fields, LayerTensors, Weights
+from service.checkpoints.detection import Match, complement, complete, find_matches, natural, normalised, readable
+from service.checkpoints.layout import Converted, Fields, LayerTensors, Weights
+from service.checkpoints.layouts import LAYOUTS, ROPE
 from service.checkpoints.refusals import field_pointer, listed, refuse_weights, shape_of
-from service.checkpoints.spec_inference import infer_spec
+from service.checkpoints.spec_inference import infer_spec, overlaid
 from service.errors import InvalidRequest
 from service.tensors import Array, datatype_of
 
@@ -40,28 +41,35 @@ def read_layer(
     return read_match(_select(tensors, layout, prefix), tensors, given)
 
 
-def read_match(match: Match, tensors: Mapping[str, Array], given: Fields, full_spec: bool = False) -> tuple[Fields, Weights]:
-    """`read_layer` for a layer that was found. `full_spec`: `given` leaves nothing to defaults of the layout. Raises InvalidRequest."""
+def read_match(match: Match, tensors: Mapping[str, Array], given: Fields, conversion: Fields | None = None) -> tuple[Fields, Weights]:
+    """`read_layer` for a layer that was found. Raises InvalidRequest.
+
+    `conversion`: what a model's config says about the conversion. `given` then has all fields; without it the layout has defaults.
+    """
     _check_names(match, tensors)
-    for name, expected in match.layout.required_fields.items():
-        if name not in given:
-            raise InvalidRequest.where(field_pointer(name), expected, "nothing")
-    layer = _fetch(match, tensors, given)
-    dtype = _dtype(layer.arrays, layer.names)
+    arrays = {part: tensors[name] for part, name in match.names.items()}
+    plain = {normalised(name): name for name in tensors}
+    dtype = _dtype(arrays, match.names)
+    layer = LayerTensors(
+        arrays, match.names, match.stem, given, lambda name: tensors[plain[name]] if name in plain else None, conversion or {}
+    )
     converted = match.layout.convert(layer)
-    if full_spec:
-        converted = replace(converted, assumed={})
+    if conversion is not None:
+        converted = replace(converted, known=converted.known | {"num_heads": given["num_heads"]}, assumed={})
+    else:
+        _require_fields(match, converted, given)
+        converted = replace(converted, assumed=overlaid(match.layout.assumed, converted.assumed))
     return infer_spec(converted, layer, dtype), converted.weights
 
 
-def _fetch(match: Match, tensors: Mapping[str, Array], given: Mapping[str, Any]) -> LayerTensors:
-    arrays = {part: tensors[name] for part, name in match.names.items()}
-    elsewhere = {normalised(name): name for name in tensors}
-
-    def find(plain: str) -> Array | None:
-        return tensors[elsewhere[plain]] if plain in elsewhere else None
-
-    return LayerTensors(arrays, match.names, match.stem, given, find)
+def _require_fields(match: Match, converted: Converted, given: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest if the spec lacks a field that the layout requires, unless the tensors determine it."""
+    required = {"rope": ROPE} if {"inv_freq", "rotary"} & match.names.keys() else {}
+    for path, expected in {**required, **match.layout.required_fields}.items():
+        name, _, inner = path.partition(".")
+        fields, known = given.get(name), converted.known.get(name, {})
+        if isinstance(fields, Mapping) and inner not in known and fields.get(inner) is None if inner else name not in given:
+            raise InvalidRequest.where(field_pointer(*path.split(".")), expected, "nothing")
 
 
 def _check_names(match: Match, tensors: Mapping[str, Array]) -> None:

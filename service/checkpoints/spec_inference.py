@@ -8,13 +8,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from service.checkpoints.layout import Converted, Fields, LayerTensors, Weights
-from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
+from service.checkpoints.refusals import field_pointer
 from service.errors import InvalidRequest
+from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS
 
-WITH_WEIGHTS = {"qk_norm": "query_norm.weight", "relative_bias": "relative_bias", "sinks": "sinks", "output_gate": "gate.weight"}
-WITH_WEIGHTS |= {"latent": "key_value_down.weight", "differential": "lambda_q1", "relative_scores": "position_key.weight"}
-WITH_WEIGHTS |= {"indexer": "index_key.weight"}
+WITH_WEIGHTS = {  # field of a spec -> a weight that only layers with this field have
+    "qk_norm": "query_norm.weight",
+    "relative_bias": "relative_bias",
+    "sinks": "sinks",
+    "output_gate": "gate.weight",
+    "latent": "key_value_down.weight",
+    "differential": "lambda_q1",
+    "relative_scores": "position_key.weight",
+    "indexer": "index_key.weight",
+}
 
 
 def infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Fields:
@@ -30,7 +38,20 @@ def infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Field
     if isinstance(bias := given.get("bias"), Mapping) and set(bias) == set(PROJECTIONS) and len(set(map(str, bias.values()))) == 1:
         given["bias"] = bias["query"]
     _check_agreement(known_fields, given)
-    return _overlaid(_overlaid(assumed, given), known_fields)
+    fields = overlaid(overlaid(assumed, given), known_fields)
+    _check_shapes(weights, tensors, fields)
+    return fields
+
+
+def _check_shapes(weights: Weights, tensors: LayerTensors, fields: Fields) -> None:
+    """Raises InvalidRequest for a weight that a layer of these fields does not have, or has in another shape."""
+    try:
+        shapes = LayerSpec.model_validate(fields).weight_shapes()
+    except ValueError:  # pydantic's: the caller's spec has another error, which is found where it is read
+        return
+    for name, array in weights.items():
+        if array.shape != shapes.get(name):
+            raise tensors.misfit(name, f"shape {list(shapes[name])}" if name in shapes else "none, by the other tensors and the spec")
 
 
 def _check_extras(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> None:
@@ -55,16 +76,20 @@ def _widths(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, 
     latent = _latent(weights, tensors, head_dim)
     kv_heads, rest = divmod(k_out, head_dim - latent.get("rope_key_dim", 0))
     if rest or not kv_heads or heads % kv_heads:
-        raise _unfit(tensors, "key.weight", f"a number of heads that divides {heads} for the keys, {head_dim} wide each")
+        raise tensors.misfit("key.weight", f"a number of heads that divides {heads} for the keys, {head_dim} wide each")
     value_head_dim, rest = divmod(v_out, kv_heads)
     if rest or not value_head_dim:
-        raise _unfit(tensors, "value.weight", f"{kv_heads} heads of one width for the values")
+        raise tensors.misfit("value.weight", f"{kv_heads} heads of one width for the values")
     if o_in != heads * value_head_dim:
-        raise _unfit(tensors, "output.weight", f"{heads} x {value_head_dim} inputs of the output projection, the heads' values")
-    _check_others(weights, tensors, heads, head_dim)
-    fields: Fields = _gate(weights, tensors, heads, value_head_dim)
-    fields |= {"d_model": q_in, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
+        raise tensors.misfit("output.weight", f"{heads} x {value_head_dim} inputs of the output projection, the heads' values")
+    fields: Fields = {"d_model": q_in, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
     fields |= {"key_dim": k_in, "value_dim": v_in, "output_dim": o_out}
+    if (gate := weights.get("gate.weight")) is not None:
+        kinds = {heads: "headwise", heads * value_head_dim: "elementwise"}
+        granularity = {"granularity": kinds[len(gate)]} if len(gate) in kinds and value_head_dim > 1 else {}
+        fields["output_gate"] = {"bias": "gate.bias" in weights, **granularity}
+    if "relative_bias" in weights:
+        fields["relative_bias"] = {"buckets": len(weights["relative_bias"])}
     if latent:
         (_, of_queries), (_, of_keys) = (
             weights.get(f"{name}_down.weight", weights["query.weight"]).shape for name in ("query", "key_value")
@@ -77,27 +102,11 @@ def _latent(weights: Weights, tensors: LayerTensors, head_dim: int) -> Fields:
     """What the tensors of multi-head latent attention show of it; {} for other layers. Raises InvalidRequest for shapes that do not fit."""
     if "key_value_down.weight" not in weights:
         return {}
-    if (shared := weights.get("rope_key.weight")) is None or shared.ndim != 2 or not 0 < len(shared) < head_dim:
-        raise _unfit(tensors, "rope_key.weight", f"1 to {head_dim - 1} rows, for heads of {head_dim} numbers")
-    for name in ("query_down", "key_value_down"):
-        if f"{name}.weight" in weights and weights[f"{name}.weight"].ndim != 2:
-            raise _unfit(tensors, f"{name}.weight", "shape [rank, in]")
+    if (shared := weights.get("rope_key.weight")) is None or not 0 < len(shared) < head_dim:
+        raise tensors.misfit("rope_key.weight", f"1 to {head_dim - 1} rows, for heads of {head_dim} numbers")
     rank = len(weights["query_down.weight"]) if "query_down.weight" in weights else None
     ranks = {"query_rank": rank, "key_value_rank": len(weights["key_value_down.weight"])}
     return ranks | {"rope_key_dim": len(shared), "bias": "key_value_down.bias" in weights}
-
-
-def _gate(weights: Weights, tensors: LayerTensors, heads: int, value_head_dim: int) -> Fields:
-    """What the tensors of an output gate show of it. Raises InvalidRequest for a shape that is not that of a gate."""
-    if (matrix := weights.get("gate.weight")) is None:
-        return {}
-    widths, inputs = {heads * value_head_dim: "elementwise", heads: "headwise"}, weights["query.weight"].shape[1]
-    if matrix.ndim != 2 or matrix.shape[0] not in widths or matrix.shape[1] != inputs:
-        raise _unfit(tensors, "gate.weight", f"shape [{heads * value_head_dim}, {inputs}], or [{heads}, {inputs}] for one gate per head")
-    bias = weights.get("gate.bias")
-    if bias is not None and bias.shape != matrix.shape[:1]:
-        raise _unfit(tensors, "gate.bias", f"{len(matrix)} numbers")
-    return {"output_gate": {"bias": bias is not None} | ({"granularity": widths[len(matrix)]} if value_head_dim > 1 else {})}
 
 
 def _heads(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, Any], rows: int) -> int:
@@ -105,21 +114,18 @@ def _heads(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, A
     counts: list[int | None] = [known_fields.get("num_heads")]
     if (norm := weights.get("query_norm.weight")) is not None:
         if not len(norm) or rows % len(norm):
-            raise _unfit(tensors, "query_norm.weight", f"a width that divides {rows}, the queries' rows")
-        if (
-            len(norm) == rows
-            and 1 not in (known_fields.get("num_heads"), tensors.number("num_heads"))
-            and tensors.number("head_dim") != rows
-        ):
+            raise tensors.misfit("query_norm.weight", f"a width that divides {rows}, the queries' rows")
+        is_single = 1 in (known_fields.get("num_heads"), tensors.number("num_heads")) or tensors.number("head_dim") == rows
+        if len(norm) == rows and not is_single:
             expected = "a norm as wide as one head. One as wide as all heads (OLMo-2, OLMo-3, MiniMax-M2) is not read here; "
-            raise _unfit(tensors, "query_norm.weight", expected + "a layer of a single head needs num_heads 1")
+            raise tensors.misfit("query_norm.weight", expected + "a layer of a single head needs num_heads 1")
         counts.append(rows // len(norm))
     counts += [weights[name].shape[-1] for name in ("relative_bias", "sinks") if name in weights]
     heads = next((count for count in counts if count), None)
     if heads and rows and rows % heads == 0:
         return heads
     if heads:
-        raise _unfit(tensors, "query.weight", f"rows for {heads} heads")
+        raise tensors.misfit("query.weight", f"rows for {heads} heads")
     heads, head_dim = tensors.number("num_heads"), tensors.number("head_dim")
     if heads is None and head_dim is None:
         raise InvalidRequest.where(field_pointer("num_heads"), "the number of heads, which these tensors do not determine", "nothing")
@@ -127,26 +133,6 @@ def _heads(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, A
     if not rows or not divisor or rows % divisor:
         raise InvalidRequest.where(field_pointer(field), f"a divisor of {rows}, the queries' rows", str(divisor))
     return divisor if field == "num_heads" else rows // divisor
-
-
-def _check_others(weights: Weights, tensors: LayerTensors, heads: int, head_dim: int) -> None:
-    """Raises InvalidRequest for a bias, norm, sinks or table whose shape does not fit the matrices and heads."""
-    lengths = {f"{name}.bias": len(weights[f"{name}.weight"]) for name in PROJECTIONS}
-    lengths |= {"query_norm.weight": head_dim, "key_norm.weight": head_dim, "sinks": heads}
-    for name, length in lengths.items():
-        if name in weights and weights[name].shape != (length,) and not (weights[name].ndim == 2 and "norm" in name):
-            raise _unfit(tensors, name, f"{length} numbers for {name}")
-    if "relative_bias" in weights and weights["relative_bias"].shape[1] != heads:
-        raise _unfit(tensors, "relative_bias", f"shape [buckets, {heads}]")
-
-
-def _unfit(tensors: LayerTensors, canonical: str, expected: str) -> InvalidRequest:
-    """The error about the checkpoint's tensor from which a canonical weight was made."""
-    kind = canonical.rpartition(".")[2]
-    part = next((part for part in (canonical, f"qkv.{kind}", f"kv.{kind}") if tensors.has(part)), None)
-    if part is None:  # T5's table of another block
-        return InvalidRequest.where(weight_pointer(canonical), expected, "another")
-    return InvalidRequest.where(weight_pointer(tensors.names[part]), expected, shape_of(tensors.arrays[part]))
 
 
 def _biases(weights: Weights) -> bool | dict[str, bool]:
@@ -164,10 +150,10 @@ def _check_agreement(known_fields: Mapping[str, Any], given: Mapping[str, Any], 
             raise InvalidRequest.where(field_pointer(*path, name), f"{_brief(value)}, as the tensors have it", _brief(other))
 
 
-def _overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Fields:
+def overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Fields:
     """The fields of both, merged at every depth; `upper` wins."""
     both = {name for name, x in upper.items() if isinstance(x, Mapping) and isinstance(lower.get(name), Mapping)}
-    return {**lower, **{name: _overlaid(lower[name], x) if name in both else x for name, x in upper.items()}}
+    return {**lower, **{name: overlaid(lower[name], x) if name in both else x for name, x in upper.items()}}
 
 
 def _brief(value: Any) -> str:

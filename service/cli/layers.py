@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from service.checkpoints import ModelFolder, described_layers, layers_of_file
+from service.checkpoints.families import PARTS
 from service.cli.clients import open_client
 from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
 from service.cli.terminal import print_result, report_errors, write_file
@@ -63,9 +64,7 @@ def add(
     number: Annotated[
         int | None, typer.Option("--layer", help="Number of the layer in a model's folder.", min=0, show_default=False)
     ] = None,
-    part: Annotated[
-        str | None, typer.Option(help="encoder, decoder, cross or vision, where a model has several.", show_default=False)
-    ] = None,
+    part: Annotated[str | None, typer.Option(help=f"The part, where a model has several: {', '.join(PARTS)}.", show_default=False)] = None,
     layout: Annotated[str | None, typer.Option(help="Layout of a checkpoint, if its names fit several.", show_default=False)] = None,
     prefix: Annotated[str | None, typer.Option(help="Name of the layer in a checkpoint, if it has several.", show_default=False)] = None,
     spec: Annotated[str | None, typer.Option(help="JSON: fields that tensors do not determine, as num_heads.", show_default=False)] = None,

@@ -42,7 +42,7 @@ def bind_analysis(decoded: Decoded, layer: LoadedLayer, admission: Admission) ->
     call = binding.bind(request, layer.spec)
     log_fields = {
         **binding.shape_fields(request, call),
-        "outputs": request.wanted(bool(layer.spec.positional)),
+        "outputs": request.wanted(layer.spec),
         "operations": cost.operations,
     }
     return BoundCall(request, layer, call, cost, log_fields, operation=operation_of(request, layer.spec, call))
@@ -55,7 +55,7 @@ def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
     key = request.query if request.key is None else request.key
     if not request.query.size or not key.size:
         raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
-    metrics = request.wanted(bool(spec.positional))
+    metrics = request.wanted(spec)
     for name in metrics:
         if name in (*POSITIONAL, "duplicate_token_score") and not request.has_positions(bool(spec.positional)):
             expected = f'an offset (0, "end", …), since {name} needs the positions of the queries among the keys'
@@ -69,7 +69,7 @@ def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
             expected = (
                 f"metrics of the heads' outputs, such as contribution, {layer}, whose weights may be negative (differential attention)"
             )
-            raise InvalidRequest.where("/metrics" if request.metrics is None else f"/metrics/{i}", expected, name)
+            raise InvalidRequest.where(f"/metrics/{i}", expected, name)
     for name in VALUE_METRICS:
         if spec.output_gate and name in metrics:
             expected = f"a metric other than {name} {layer}, whose output_gate scales values by another factor for each query"
@@ -91,7 +91,7 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
 
     Raises InvalidRequest if a number of the direction is not finite in the layer's dtype.
     """
-    options, metrics = request.analysis, request.wanted(bool(spec.positional))
+    options, metrics = request.analysis, request.wanted(spec)
     query_ids = key_ids = None
     if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
         query_ids, key_ids = _token_ids(request.tokens.query, request.tokens.key)
@@ -156,7 +156,7 @@ def predict(request: AnalysisRequest, spec: LayerSpec) -> Cost:
     b = request.query.shape[0] if request.batched else 1
     q, h = request.query.shape[-2], spec.num_heads
     k = q if request.key is None else request.key.shape[-2]
-    metrics = request.wanted(bool(spec.positional))
+    metrics = request.wanted(spec)
     lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in metrics:
@@ -193,7 +193,7 @@ def build_reply(request: AnalysisRequest, layer: LoadedLayer, result: Result) ->
     tensors = {name: tensor for name, tensor in result.tensors.items() if name != OVERFLOWED}
     arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
     metrics: dict[str, Any] = {}
-    for name in request.wanted(bool(layer.spec.positional)):
+    for name in request.wanted(layer.spec):
         parts = {part: arrays[f"{name}.{part}" if part else name] for part in SHAPES[name]}
         metrics[name] = parts.get("", parts)
         if name == "strongest_links" and request.tokens is not None:

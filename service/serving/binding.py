@@ -138,8 +138,9 @@ def _check_positions(request: AttendRequest, spec: LayerSpec, layer: str) -> Non
     for name in ("positions", "key_positions"):
         if (array := getattr(request, name)) is None:
             continue
-        if (got := array.shape[1 + request.batched :]) != axes:
-            raise InvalidRequest.where(f"/{name}", f"axes {list(axes)} after those of the rows {layer}", str(list(got)))
+        if array.shape != (wanted := (*array.shape[: 1 + request.batched], *axes)):
+            of_row = f"{spec.rope.num_axes} coordinates" if axes else "one number"
+            raise InvalidRequest.where(f"/{name}", f"shape {list(wanted)}, {of_row} for each row, {layer}", f"shape {list(array.shape)}")
         if spec.rope.max_length is not None and (last := array.max(initial=0)) >= spec.rope.max_length:
             raise InvalidRequest.where(f"/{name}", BEYOND.format(spec.rope.max_length, layer), str(last))
 

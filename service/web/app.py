@@ -48,7 +48,7 @@ class Application(FastAPI):
         return AsyncExitStackMiddleware(self.router)
 
     async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """FastAPI's routing."""
+        """Calls the route of a path. Clients send paths under /v2 with and without a trailing slash, and with and without a version."""
         path = scope["attend"].path if "attend" in scope else ""
         if path.startswith(f"{errors.V2_PREFIX}/"):
             scope = {**scope, "path": scope.get("root_path", "") + routes.plain_path(path)}

@@ -12,11 +12,13 @@ from typing import Any
 
 import structlog
 from fastapi import Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
 from service import errors
 from service.wire.negotiation import JSON, PROBLEM_JSON
+from service.wire.suggestions import did_you_mean
 
 STATUSES: dict[type[errors.AttendError], tuple[int, str]] = {  # HTTP status, gRPC code
     errors.AttendError: (500, "INTERNAL"),
@@ -48,6 +50,7 @@ STATUSES: dict[type[errors.AttendError], tuple[int, str]] = {  # HTTP status, gR
 TITLES = {404: "no such page", 405: "method not allowed"}
 log = structlog.get_logger("attend")
 V2_PREFIX = "/v2"
+MOST_COMPARED = 128  # characters of an unknown path
 UNEXPECTED_ERROR = "unexpected error; the server's log has the cause"
 
 
@@ -123,5 +126,18 @@ def routing_error(error: HTTPException, routes: Sequence[BaseRoute], scope: Any)
         allowed = sorted(methods | ({"HEAD"} if "GET" in methods else set()))
         headers, detail = {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {scope['method']}"
     elif status == 404:
-        detail = f"nothing is served at {scope['path']}; see /docs"
+        detail = f"nothing is served at {scope['path']}{_similar_path(scope['path'], routes)}; see /docs"
     return _response(scope, status, TITLES.get(status, "error"), detail, headers=headers)
+
+
+def _similar_path(path: str, routes: Sequence[BaseRoute]) -> str:
+    """A question after the documented path that is most like the given one: " (did you mean /attend?)"; "" if none is.
+
+    Each part of the path must be similar; names in it, such as that of a layer, are those of the given path.
+    """
+    parts, similar = path[:MOST_COMPARED].split("/"), []
+    for known in (route.path.split("/") for route in routes if isinstance(route, APIRoute) and route.include_in_schema):
+        pairs = [(part, own) for part, own in zip(known, parts, strict=False) if not part.startswith("{")]
+        if len(known) == len(parts) and all(part == own or did_you_mean(own, [part]) for part, own in pairs):
+            similar.append("/".join(own if part.startswith("{") else part for part, own in zip(known, parts, strict=True)))
+    return did_you_mean(path, similar)

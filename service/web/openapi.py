@@ -66,7 +66,8 @@ STATUSES = {  # what the statuses of refusals mean
     504: "The deadline of X-Request-Timeout passed.",
     507: "Not enough memory, or no disk space for a layer.",
 }
-CALL_ERRORS = (400, 404, 406, 409, 413, 415, 422, 429, 500, 503, 504, 507)  # of an endpoint that computes
+BODY_ERRORS = (400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507)  # of a route that reads a body
+CALL_ERRORS = (*BODY_ERRORS, 406)  # of a route that computes
 
 PUT_LAYER_EXAMPLE = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
 ATTEND_EXAMPLE = {
@@ -174,7 +175,7 @@ def schema(model: str) -> dict[str, str]:
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The refusals of a route."""
     content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
-    return {status: {"description": STATUSES[status], "content": content} for status in statuses}
+    return {status: {"description": STATUSES[status], "content": content} for status in sorted(statuses)}
 
 
 def session_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -44,8 +44,8 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class Record(Outcome):
-    """`web/middleware/access.py` creates it, and passes it to the endpoints that it calls itself. FastAPI's routes find it in their scope,
-    as `scope["attend"]`."""
+    """The headers of one HTTP request, and how far it has got. `web/middleware/access.py` creates it, and passes it to the endpoints that
+    it calls itself. FastAPI's routes find it in their scope, as `scope["attend"]`."""
 
     headers: dict[bytes, bytes]  # names in lower case
     repeated: Sequence[tuple[bytes, bytes]] = ()  # all headers in order, if one occurs twice; else empty

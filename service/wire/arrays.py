@@ -99,6 +99,6 @@ def first_index(where: Array) -> str:
 
 
 def element_text(array: Array, at: str) -> str:
-    """The element at a pointer of `first_index`, as text."""
-    value = array[tuple(int(i) for i in at.split("/")[1:])]
-    return str(value.item() if hasattr(value, "item") else value)
+    """The element at a pointer of `first_index`, as text; whole numbers without a point, since that of JSON's -1 would be -1.0."""
+    value = float(array[tuple(int(i) for i in at.split("/")[1:])])
+    return str(int(value) if value.is_integer() and abs(value) < 2**53 else value)

@@ -3,7 +3,8 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -80,11 +81,22 @@ def unknown_field(at: str, name: str, model: type[BaseModel]) -> Problem:
 
 def _model_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel]:
     """The model of the document at this path below a document of `model`; one without fields if that has no model of its own."""
+    types: Sequence[Any] = [model]
     for name in path:
-        field = model.model_fields.get(str(name))
-        types = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        model = next((x for x in types if isinstance(x, type) and issubclass(x, BaseModel)), BaseModel)
-    return model
+        if isinstance(name, int):
+            types = [item for kind in types if get_origin(kind) is list for item in get_args(kind)]
+        else:
+            fields = [kind.model_fields[name] for kind in types if _is_model(kind) and name in kind.model_fields]
+            types = [x for field in fields for x in (field.annotation, *_members_of_union(field.annotation))]
+    return next(filter(_is_model, types), BaseModel)
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _members_of_union(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
 
 
 def _object(model: type[BaseModel]) -> str:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import B, K, Q, close, converted, cut, draw, heads_out, named
+from support.model_cases import MODELS, tensors_of
 
-from service.checkpoints import read_layer
+from service.checkpoints import read_layer, read_model_layer
 from service.errors import InvalidRequest
 
 
@@ -163,3 +164,20 @@ def test_rows_grouped_by_kv_head_are_not_cut_as_others():
         read_layer(w, layout="fused", spec={"num_heads": 6, "num_kv_heads": 2})
     one = {**w, "self_attention.query_key_value.weight": draw(1, 40, 7)}
     assert read_layer(one, layout="fused", spec={"num_heads": 6, "num_kv_heads": 1})[0]["head_dim"] == 5
+
+
+def test_rows_grouped_by_kv_head_are_those_of_neox():
+    """Falcon-40B's layer has the same weights by its names as by its config."""
+    model = MODELS["falcon_several"]
+    tensors = tensors_of(model["cases"][0])
+    fields, weights = read_layer(tensors, layout="neox", spec={"num_heads": 4, "num_kv_heads": 2, "rope": {"theta": 10000.0, "dims": 8}})
+    by_config, same = read_model_layer(tensors, model["config"], 0)
+    assert fields == {name: x for name, x in by_config.items() if name in fields}
+    assert all(np.array_equal(weights[name], same[name]) for name in same)
+
+
+def test_rows_of_kv_heads_that_do_not_divide_the_heads_are_refused():
+    with pytest.raises(
+        InvalidRequest, match=r"for 3 heads and 2 of keys and values.*at /weights/h\.0\.self_attention\.query_key_value\.weight"
+    ):
+        read_layer(fused(), layout="neox", spec={"num_heads": 3, "num_kv_heads": 2, "rope": None})

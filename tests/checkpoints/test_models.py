@@ -265,9 +265,9 @@ def test_latents_that_config_and_tensors_disagree_about_are_refused(
         ("swin", {"num_heads": [2]}, "/config/num_heads"),
         ("swin", {"num_heads": [2, 2]}, "/weights/"),
         ("swin", {"embed_dim": 16}, "/spec/"),
-        ("swin", {"window_size": 3}, "/weights/grid_bias"),
+        ("swin", {"window_size": 3}, "/weights/encoder.layers.1.blocks.0.attention.self.relative_position_bias_table"),
         ("swinv2", {"pretrained_window_sizes": [12, 6]}, "/config/pretrained_window_sizes"),
-        ("vitdet", {"window_block_indices": [0, 1]}, "/weights/grid_rows"),
+        ("vitdet", {"window_block_indices": [0, 1]}, "/weights/encoder.layer.1.attention.rel_pos_h"),
         ("vitdet", {"use_relative_position_embeddings": False}, "/weights/"),
         ("sam_vision_model", {"use_rel_pos": False}, "/weights/"),
         ("beit", {"use_relative_position_bias": True}, "/weights/"),
@@ -422,6 +422,18 @@ def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> No
             reduce(lambda inner, name: inner[name], path[:-1], changed)[path[-1]] = value
             with suppress(InvalidRequest, ValidationError):  # the spec is validated where it is read
                 LayerSpec.model_validate(read_model_layer(tensors_of(case), changed, case["layer"], case["part"])[0])
+
+
+@pytest.mark.parametrize("model", ["deberta", "deberta-v2", "deberta_v2_own", "swinv2", "wav2vec2-bert", "squeezebert", "deepseek_v32"])
+def test_a_tensor_that_is_missing_or_too_short_breaks_nothing(model: str) -> None:
+    """It is refused, or left out as a bias may be; those which are multiplied into others, too."""
+    case, config = MODELS[model]["cases"][0], MODELS[model]["config"]
+    tensors = tensors_of(case)
+    for name in tensors:
+        less = {other: x for other, x in tensors.items() if other != name}
+        for given in (less, {**tensors, name: tensors[name][:-1]}):
+            with suppress(InvalidRequest):
+                read_model_layer(given, config, case["layer"], case["part"])
 
 
 def test_the_length_of_training_may_be_among_the_settings_of_rope() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from support.command import run_attend, spawn_attend
 from support.server import Server
 
+from service.checkpoints.families import FAMILIES
 from service.cli.clients import in_process
 from service.client import Client
 from service.errors import InvalidRequest
@@ -94,6 +96,12 @@ def test_layers_are_added_to_a_folder_without_a_server(checkpoint: Path, tmp_pat
     assert document in json.loads(run_attend("layers", "list", *place, "--json").stdout)["layers"]
     assert json.loads(run_attend("layers", "remove", "one", *place, "--json").stdout) == {"removed": "one"}
     assert not (tmp_path / "kept" / "one.safetensors").exists()
+
+
+def test_the_help_lists_every_part_that_a_model_may_have() -> None:
+    done = run_attend("layers", "add", "--help", env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"})
+    words = re.findall("[a-z]+", done.stdout.decode().partition("--part")[2].partition("--layout")[0])
+    assert {part for family in FAMILIES.values() for part in family} <= {*words}
 
 
 def test_invalid_arguments_are_refused(server: Server, checkpoint: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def description(config):
     for layer in layers_of(config):
         try:
             described = describe(config, *layer)
-            found.append((layer, described.fields, described.factors, described.groups))
+            found.append((layer, described.fields, described.conversion))
         except InvalidRequest:
             found.append(None)
     return found

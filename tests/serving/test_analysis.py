@@ -217,13 +217,24 @@ def test_value_metrics_and_single_head_are_refused_for_gated_layers(client: Clie
     assert caught.value.problems[0].at == "/metrics/1"
 
 
-@pytest.mark.parametrize("metrics", [None, ["contribution", "entropy"], ["value_norms"], ["subspace_disagreement", "single_head"]])
-def test_metrics_of_weights_are_refused_where_weights_may_be_negative(client: Client, metrics: list[str] | None) -> None:
+@pytest.mark.parametrize("metrics", [["contribution", "entropy"], ["value_norms"], ["subspace_disagreement", "single_head"]])
+def test_metrics_of_weights_are_refused_where_weights_may_be_negative(client: Client, metrics: list[str]) -> None:
     client.put_layer("analysed", {"d_model": 8, "num_heads": 2, "differential": {}})
     with pytest.raises(InvalidRequest, match="may be negative") as caught:
         client.analysis(np.ones((3, 8)), layer="analysed", metrics=metrics)
 
-    assert caught.value.problems[0].at == ("/metrics" if metrics is None else f"/metrics/{len(metrics) - 1}")
+    assert caught.value.problems[0].at == f"/metrics/{len(metrics) - 1}"
+
+
+@pytest.mark.parametrize("fields", [{}, {"key": np.ones((5, 8)), "query_offset": 1}, {"tokens": {"query": list("abc")}}], ids=str)
+def test_without_metrics_a_layer_of_negative_weights_has_metrics_of_its_outputs(client: Client, fields: dict[str, Any]) -> None:
+    client.put_layer("analysed", {"d_model": 8, "num_heads": 2, "differential": {}})
+    query = np.random.default_rng(3).standard_normal((3, 8))
+    default = client.analysis(query, layer="analysed", **fields)
+    named = client.analysis(query, layer="analysed", metrics=["output_disagreement", "contribution", "zero_ablation"], **fields)
+
+    assert [*default.metrics] == [*named.metrics]
+    np.testing.assert_array_equal(default["contribution"], named["contribution"])
 
 
 def test_single_head_is_refused_for_layers_with_parameters_per_head(client: Client) -> None:

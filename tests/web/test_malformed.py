@@ -507,6 +507,8 @@ MASKS = [
     Bad("lens-first-of-two", 422, "/valid_lens/0", "at most 5", "6", cross(valid_lens=[6, 9])),
     Bad("lens-1e300", 422, "/valid_lens/0", "", "1e+300", cross(valid_lens=[1e300, 1])),
     Bad("lens-negative", 422, "/valid_lens/0", "a number of keys: a whole number of at least 0", "-1", cross(valid_lens=[-1, 2])),
+    Bad("rows-negative", 422, "/query_lengths/1", "a number of rows: a whole number of at least 0", "-1", loose(query_lengths=[4, -1])),
+    Bad("rows-fraction", 422, "/query_lengths/0", "a number of rows: a whole number of at least 0", "1.5", loose(query_lengths=[1.5, 2])),
     Bad("lens-fraction", 422, "/valid_lens/1", "a number of keys: a whole number of at least 0", "1.5", cross(valid_lens=[1, 1.5])),
     Bad(
         "lens-shape", 422, "/valid_lens", "2 numbers, one for each batch item, or shape [2, 3]", "a list of 3", cross(valid_lens=[1, 2, 3])
@@ -706,6 +708,10 @@ LAYERS = [
     put("value-dim-negative", "/spec/value_dim", "at least 1", "-5", spec(value_dim=-5)),
     put("bias-1", "/spec/bias", "true or false", "1", spec(bias=1)),
     put("bias-string", "/spec/bias", "true or false", '"yes"', spec(bias="yes")),
+    put("scale-0", "/spec/scale", "a number other than 0, or null for the default", "0.0", spec(scale=0)),
+    put("scale-minus-0", "/spec/scale", "a number other than 0", "-0.0", spec(scale=-0.0)),
+    put("axes-with-a-gap", "/spec/rope/axes", "each axis from 0 to 2", "no pair with axis 1", spec(head_dim=6, rope={"axes": [0, 2, 2]})),
+    put("axes-from-1", "/spec/rope/axes", "each axis from 0 to 1", "no pair with axis 0", spec(head_dim=4, rope={"axes": [1, 1]})),
     put("scale-string", "/spec/scale", "a number", '"1"', spec(scale="1")),
     put("scale-nan", "/spec/scale", "a JSON number", "NaN", b'{"spec": {"d_model": 4, "num_heads": 2, "scale": NaN}}', status=400),
     put("softcap-negative", "/spec/softcap", "at least 0", "-1", spec(softcap=-1)),

@@ -310,7 +310,7 @@ def _draw_rope(rng: np.random.Generator, head_dim: int, has_axes: bool) -> dict[
     if dims < head_dim or rng.random() < 0.5:
         rope["dims"] = dims
     if has_axes:
-        rope["axes"] = rng.integers(0, 3, dims // 2).tolist()
+        rope["axes"] = np.unique(rng.integers(0, 3, dims // 2), return_inverse=True)[1].tolist()  # numbered without gaps
     kind = rng.choice(["none", "linear", "llama3", "own"])
     if kind == "own":
         rope["frequencies"] = [0.0, *rng.uniform(0, 2, dims // 2 - 1).tolist()]

@@ -22,9 +22,10 @@ from service.checkpoints.families.refused import REASONS, REFUSED
 from service.checkpoints.families.row import Attention, Family, fields_of, number_of_layers, place_of
 from service.checkpoints.families.vision import VISION
 
-__all__ = ["COMPOSITES", "FAMILIES", "REASONS", "REFUSED", "Attention", "Family", "fields_of", "number_of_layers", "place_of"]
+__all__ = ["COMPOSITES", "FAMILIES", "PARTS", "REASONS", "REFUSED", "Attention", "Family", "fields_of", "number_of_layers", "place_of"]
 
 FAMILIES: dict[str, Family] = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO
+PARTS = tuple(dict.fromkeys(part for family in FAMILIES.values() for part in family))
 COMPOSITES = """aria audioflamingo3 clip embedding_gemma2 exaone4_5 fuyu gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr
 glmga got_ocr2 granite_speech granite_speech_plus hyperclovax_vision_v2 idefics3 internvl lighton_ocr llama4 llava
 llava_next llava_onevision minimax_m3_vl mistral3 musicflamingo ovis2 parakeet_ctc parakeet_rnnt parakeet_tdt

@@ -4,7 +4,7 @@ import math
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, SLIDING
-from service.checkpoints.families.traits import FACTORS, WIDEST_HEAD, WITHOUT, Trait, no_rope_layers, require_present
+from service.checkpoints.families.traits import CONVERSION, WIDEST_HEAD, WITHOUT, Trait, no_rope_layers, require_present
 from service.checkpoints.layout import Fields
 from service.spec_parts import PROJECTIONS
 
@@ -111,7 +111,7 @@ def mimo(config: Config, n: int, layer_type: str) -> Fields:
     require_present(config, "attention_value_scale")
     kv_heads, windowed = config.count("num_key_value_heads"), layer_type == SLIDING
     fields = {"num_kv_heads": kv_heads * (1 + windowed), "sinks": windowed, "value_head_dim": config.count("v_head_dim")}
-    return fields | {FACTORS: {"value": config.number("attention_value_scale", default=1.0)}}
+    return fields | {CONVERSION: {"factors": {"value": config.number("attention_value_scale", default=1.0)}}}
 
 
 def indexed(interleaved: bool) -> Trait:
@@ -139,7 +139,7 @@ def longcat(config: Config, n: int, layer_type: str) -> Fields:
     """LongCat: factors on queries, and on the latent vector of keys and values."""
     width = config.count("hidden_size")
     query, key_value = ((width / config.count(f"{name}_lora_rank")) ** 0.5 for name in ("q", "kv"))
-    return {FACTORS: {"query": query, "key_value_down_norm": key_value}}
+    return {CONVERSION: {"factors": {"query": query, "key_value_down_norm": key_value}}}
 
 
 def beam(config: Config, n: int, layer_type: str) -> Fields:

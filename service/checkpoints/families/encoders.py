@@ -10,7 +10,7 @@ from service.checkpoints.families.layer_types import modernbert_type, repmixer, 
 from service.checkpoints.families.row import Attention, Family
 from service.checkpoints.families.traits import (
     ALL_BIASED,
-    GROUPS,
+    CONVERSION,
     NO_BIASES,
     WITHOUT,
     WITHOUT_KEY_BIAS,
@@ -58,7 +58,7 @@ def original_full(config: Config, n: int, layer_type: str) -> Fields:
 def squeezebert(config: Config, n: int, layer_type: str) -> Fields:
     """Projections are convolutions of width 1 in groups."""
     fields = {"query": "q_groups", "key": "k_groups", "value": "v_groups", "output": "post_attention_groups"}
-    return {GROUPS: {projection: config.count(field) for projection, field in fields.items()}}
+    return {CONVERSION: {"groups": {projection: config.count(field) for projection, field in fields.items()}}}
 
 
 def luke(config: Config, n: int, layer_type: str) -> Fields:
@@ -103,6 +103,7 @@ ENCODERS: dict[str, Family] = {
     "squeezebert": encoder(
         squeezebert,
         path="encoder.layers.{n}",
+        layout="convolutions",
         ignored=("intermediate.*", "output.*", "post_attention.layernorm.*"),
     ),
     "xmod": encoder(irrelevant="adapter"),

@@ -15,9 +15,9 @@ from service.spec_parts import PROJECTIONS
 
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
 WIDEST_HEAD = 1 << 16
-FACTORS = "factors"  # among the fields that traits give: projection or norm -> factor, which is multiplied into its weights
-GROUPS = "groups"  # likewise: projection -> groups of its convolution of width 1
-DISTANCES = "distances"  # likewise: of a table of distances, eps of its layer norm or None, and whether projections of its own are applied
+# Among the fields that traits give: how tensors are converted. `factors`: projection or norm -> factor of its weights; `groups`: projection
+# -> groups of its convolution of width 1; `table_eps`: of the layer norm of a table of distances; `projects_table`: if it is projected.
+CONVERSION = "conversion"
 STAGE = "stage"  # among the fields of a config: the number of a layer's stage, in families with stages
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
@@ -259,5 +259,5 @@ def deberta(config: Config, n: int, layer_type: str) -> Fields:
     eps = config.number("layer_norm_eps", default=1e-7) if "layer_norm" in [name.strip() for name in norms] else None
     if eps is not None and not 0 <= eps <= 1:
         raise config.refusal("layer_norm_eps", "a number from 0 to 1", eps)
-    distances = eps, not config.flag("share_att_key", default=False)
-    return {"scale": (width * (1 + len(terms))) ** -0.5, "relative_scores": scores, DISTANCES: distances}
+    conversion = {"table_eps": eps, "projects_table": not config.flag("share_att_key", default=False)}
+    return {"scale": (width * (1 + len(terms))) ** -0.5, "relative_scores": scores, CONVERSION: conversion}

@@ -37,8 +37,7 @@ async def import_cache(service: Service, sessions: SessionRegistry, session_id: 
             raise TooLarge.where("", f"at most {session.capacity} rows (capacity)", str(length))
         session.cache.truncate(0)
         sessions.reserve(session, length)
-        session.cache.write(first, rows)
-        session.cache.free_hidden()
+        session.cache.restore(first, rows)
     return session
 
 

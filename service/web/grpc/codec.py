@@ -20,14 +20,12 @@ from service.wire.arrays import Kind, array_of_bytes, require_exact
 from service.wire.codec import Codec, Decoded, Encoded
 from service.wire.json.reader import shape_of
 from service.wire.limits import WireLimits
-from service.wire.problems import describe_value
+from service.wire.problems import describe_value, validate
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
 from service.wire.v2.header import V2ReplyFormat
 from service.wire.v2.parameters import (
-    FINAL_RESPONSE_PARAMETER,
-    IGNORED,
     VERSION,
     datatype_named,
     kind_of,
@@ -35,11 +33,10 @@ from service.wire.v2.parameters import (
     refuse_decimals,
     requested_arrays,
     require_input,
-    require_known,
     require_version,
     squeeze_per_item,
-    timeout_of,
 )
+from service.wire.v2.schemas import CodecParameters, InferenceParameters, InputParameters, OutputParameters
 
 CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "BOOL": "bool_contents",
@@ -84,18 +81,16 @@ class GrpcCodec(Codec):
             path, array = _input(entry, pieces[i] if pieces else None, parts.typed[i], f"/inputs/{i}")
             tensors.append((path.name, array))
             paths.append(path)
-        options = values_of(request.parameters)
-        timeout = timeout_of(options)
+        options = validate(InferenceParameters, values_of(request.parameters), "/parameters")
         for i, output in enumerate(request.outputs):
-            require_known(output.parameters, IGNORED["output"], f"/outputs/{i}/parameters")
-        options.pop("binary_data_output", None)  # replies are always binary here
+            _check_parameters(output.parameters, OutputParameters, f"/outputs/{i}/parameters")
         outputs = tuple(output.name for output in request.outputs)
-        members = members_of(request.model_name, tensors, options, outputs)
+        members = members_of(request.model_name, tensors, options.model_extra or {}, outputs)
         squeeze_per_item(members)
         refuse_decimals(members)
-        marks_final = self.stream and options.get(FINAL_RESPONSE_PARAMETER) is True
+        marks_final = self.stream and options.triton_enable_empty_final_response
         reply_format = V2ReplyFormat(request.model_name, request.id, outputs, marks_final=marks_final)
-        return Decoded(members, reply_format, timeout, V2ErrorPaths(tuple(paths), "/model_name"))
+        return Decoded(members, reply_format, options.seconds, V2ErrorPaths(tuple(paths), "/model_name"))
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
         """The reply as one message. The tensors are appended without the protobuf library, which would copy them once more."""
@@ -141,10 +136,16 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _check_parameters(parameters: Mapping[str, Any], model: type[CodecParameters], at: str) -> None:
+    """Raises InvalidRequest for unknown parameters of an input or output. The others have no effect: tensors in replies are always raw."""
+    if parameters:
+        validate(model, values_of(parameters), at)
+
+
 def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | memoryview] | None, at: str) -> tuple[InputPath, Array]:
     """(path, array) of one input. Raises InvalidRequest or MalformedBody."""
     require_input(entry.name, f"{at}/name")
-    require_known(entry.parameters, IGNORED["input"], f"{at}/parameters")
+    _check_parameters(entry.parameters, InputParameters, f"{at}/parameters")
     datatype, shape = datatype_named(entry.datatype, kind_of(entry.name), f"{at}/datatype"), shape_of(list(entry.shape), f"{at}/shape")
     if piece is None:
         array = _typed(typed or {}, datatype, shape, f"{at}/contents")
@@ -163,7 +164,8 @@ def _typed(contents: Mapping[int, bytes | memoryview], datatype: Datatype, shape
         raise InvalidRequest.where(at, f"{datatype.name} in raw_input_contents", "no such field in typed contents")
     field = CONTENTS[datatype.name]
     packed = {FIELDS.get(number, str(number)): numbers for number, numbers in contents.items()}
-    require_known(packed, (field,), at)
+    if other := packed.keys() - {field}:
+        raise InvalidRequest.where(f"{at}/{min(other)}", f"{field} alone for {datatype.name}", "another field")
     try:
         wide = _numbers(packed.get(field, b""), datatype, SHARED_FIELD_TYPES.get(field, datatype.numpy))
     except (DecodeError, ValueError):  # NumPy raises ValueError for an incomplete number

@@ -11,9 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from service.serving.service import Service
 from service.web.grpc.calls import MAX_CALLS, CallHandlers, GrpcOptions
-from service.web.grpc.messages import SERVICE
 from service.web.grpc.methods import Methods
-from service.web.grpc.standard_services import NAMES, Health, Reflection
+from service.web.grpc.standard_services import Health, Reflection
 from service.web.v2.description import ProtocolExtensions
 
 WINDOW_BYTES = 64 * 1024  # bytes of an unread message that HTTP/2's flow control admits
@@ -47,10 +46,9 @@ async def run_grpc_server(service: Service, extensions: ProtocolExtensions, addr
     largest, seconds = options.largest, options.seconds
     server = grpc.aio.server(options=server_options(largest, seconds))
     calls = CallHandlers(service, Methods(service, extensions, largest), options)
-    checks = Health(service, frozenset({SERVICE.full_name}), largest, seconds)
+    checks = Health(service, largest, seconds)
     server.add_generic_rpc_handlers((calls.handler(), checks.handler()))
-    names = (SERVICE.full_name, *NAMES)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(service.gate, names, seconds), server)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(service.gate, seconds), server)
     if options.tls is None:
         port = server.add_insecure_port(address)
     else:

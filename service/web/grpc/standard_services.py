@@ -21,9 +21,8 @@ from service.serving.service import Service, ShutdownGate
 from service.serving.streams import MessageReader, in_time
 from service.web.errors import grpc_code_of
 from service.web.grpc.calls import address_of
-from service.web.grpc.messages import POOL
+from service.web.grpc.messages import POOL, SERVICE
 
-NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 MAX_WATCHES = 256  # streams of the health service's Watch
 MAX_KEYLESS = 4  # health messages read at the same time, and reflection streams: neither needs a key
 CHECK_INTERVAL = 0.5  # seconds between two checks
@@ -31,10 +30,12 @@ CheckResponse = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """The health service. `names`: the services that it reports in addition to "", the whole server."""
+    """The health service. It reports GRPCInferenceService and "", the whole server."""
 
-    def __init__(self, service: Service, names: frozenset[str], largest: int, seconds: float) -> None:
-        self.service, self.names = service, names | {""}
+    names = frozenset({SERVICE.full_name, ""})
+
+    def __init__(self, service: Service, largest: int, seconds: float) -> None:
+        self.service = service
         self._reader, self._watches = MessageReader(MAX_KEYLESS, largest, seconds), CallLimit(MAX_WATCHES, "health watches")
         self._budget = ByteBudget(MAX_KEYLESS * largest)  # not the budget of calls: a server that has spent that is still healthy
 
@@ -92,8 +93,8 @@ class Health:
 class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # the library has no annotations
     """The library's service; a stream ends when `gate` closes; it is aborted if no request arrives within `seconds`."""
 
-    def __init__(self, gate: ShutdownGate, names: tuple[str, ...], seconds: float) -> None:
-        super().__init__(names, POOL)
+    def __init__(self, gate: ShutdownGate, seconds: float) -> None:
+        super().__init__((SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), POOL)
         self.gate, self.seconds, self._streams = gate, seconds, CallLimit(MAX_KEYLESS, "reflection streams")
 
     async def ServerReflectionInfo(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802

@@ -5,7 +5,7 @@ import { $, inStorage } from "./dom.js";
 import { present } from "./wire.js";
 
 const STORED = "key";
-let key = "";
+export let key = ""; // "" for none
 
 /** Uses the stored key and every key that is typed; calls `changed` for the latter. */
 export function followKey(changed) {
@@ -21,11 +21,6 @@ export function followKey(changed) {
   };
   $("access").addEventListener("change", () => $("access").value.trim() !== key && take());
   $("access").addEventListener("keydown", (event) => event.key === "Enter" && (event.preventDefault(), take()));
-}
-
-/** Whether requests have a key. */
-export function hasKey() {
-  return key !== "";
 }
 
 /** Whether a refusal is about the key; if so, shows it at the field. */

@@ -120,9 +120,9 @@ export function layerNames() {
 }
 
 /** Fills the list of layers: those of the server, and those of the real model, which are loaded on first use. */
-export function showLayers(held, model, chosen) {
+export function showLayers(loaded, model, chosen) {
   const group = (label, names) => make("optgroup", { label }, ...names.map((name) => new Option(name, name)));
-  const others = held.filter((name) => !model.includes(name));
+  const others = loaded.filter((name) => !model.includes(name));
   const groups = [...(model.length ? [group("all-MiniLM-L6-v2", model)] : []), ...(others.length ? [group("On this server", others)] : [])];
   $("layer").replaceChildren(...groups);
   showLayer(chosen);

@@ -9,22 +9,25 @@ const SIZE = 96; // pixels per side at most; each pixel of a larger matrix is th
 export class Heads {
   /** Calls `enlarge(name)` and `toggle()` on clicks; a name is "mean" or a head's number. */
   constructor(element, enlarge, toggle) {
-    Object.assign(this, { element, enlarge, toggle, on: [], boxes: new Map(), count: 0 });
+    Object.assign(this, { element, enlarge, toggle, boxes: new Map(), checks: [] });
+  }
+
+  get count() {
+    return this.checks.length;
   }
 
   /** The numbers of the heads that are switched on. */
   get chosen() {
-    return this.on.flatMap((on, head) => (on ? [head] : []));
+    return this.checks.flatMap(({ checked }, head) => (checked ? [head] : []));
   }
 
   get off() {
-    return this.on.flatMap((on, head) => (on ? [] : [head]));
+    return this.checks.flatMap(({ checked }, head) => (checked ? [] : [head]));
   }
 
   /** Switches these heads off, and all others on. */
   switchOff(off) {
-    this.on = this.on.map((_, head) => !off.includes(head));
-    this.on.forEach((on, head) => (this.boxes.get(head).check.checked = on));
+    this.checks.forEach((check, head) => (check.checked = !off.includes(head)));
   }
 
   /** Draws every thumbnail. */
@@ -41,37 +44,26 @@ export class Heads {
 
   mark(shown) {
     for (const [name, { box, button }] of this.boxes) {
-      button.setAttribute("aria-pressed", String(name === shown));
-      box.classList.toggle("off", name !== "mean" && !this.on[name]);
+      button.ariaPressed = String(name === shown);
+      box.classList.toggle("off", this.checks[name]?.checked === false);
     }
   }
 
   /** Makes the thumbnails, all heads on, if the number of heads has changed. */
   build(count) {
     if (this.count === count) return;
-    this.count = count;
-    this.on = Array(count).fill(true);
     this.boxes.clear();
-    this.element.replaceChildren(this.box("mean", "Mean"), ...this.on.map((_, head) => this.box(head, `Head ${head}`)));
+    const [title, onchange] = ["Counts in the mean and in the output", () => this.toggle()];
+    this.checks = Array.from({ length: count }, (_, head) => make("input", { type: "checkbox", checked: true, ariaLabel: `Head ${head} on`, title, onchange }));
+    this.element.replaceChildren(this.box("mean", "Mean"), ...this.checks.map((check, head) => this.box(head, `Head ${head}`, check)));
   }
 
-  box(name, label) {
+  box(name, label, ...check) {
     const canvas = make("canvas");
     const button = make("button", { type: "button", onclick: () => this.enlarge(name) }, canvas, make("span", { textContent: label }));
     button.dataset.head = name;
-    const check = name === "mean" ? null : this.check(name);
-    const box = make("div", { className: "head" }, button, ...(check ? [check] : []));
-    this.boxes.set(name, { box, button, canvas, check });
+    const box = make("div", { className: "head" }, button, ...check);
+    this.boxes.set(name, { box, button, canvas });
     return box;
-  }
-
-  check(head) {
-    const title = "Counts in the mean and in the output";
-    const check = make("input", { type: "checkbox", checked: true, ariaLabel: `Head ${head} on`, title });
-    check.addEventListener("change", () => {
-      this.on[head] = check.checked;
-      this.toggle();
-    });
-    return check;
   }
 }

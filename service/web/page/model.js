@@ -34,7 +34,7 @@ export class Model {
       this.section.querySelector("ol").replaceChildren(...Array.from(this.rows.values(), ({ button }) => make("li", {}, button)));
     }
     for (const [name, row] of this.rows) {
-      row.button.setAttribute("aria-current", String(name === current));
+      row.button.ariaCurrent = String(name === current);
       this.fill(row, null, "");
     }
   }

@@ -85,7 +85,7 @@ function describe() {
   $("summary").textContent = `${count} heads, ${queries} queries × ${keys} keys${compute ? `, computed in ${Number(compute).toFixed(1)} ms` : ""}`;
   $("layer-about").textContent = `${spec.num_heads} heads, ${spec.d_model} wide, ${layer.fingerprint.slice(0, 12)}`;
   const note = composed.note;
-  const between = note?.meaningful && composed.cross ? " Between two sentences they are used as the model never does, though." : "";
+  const between = note?.meaningful && composed.cross ? " The model itself never uses them between two sentences." : "";
   $("note").textContent = note ? note.note + between + (note.meaningful ? "" : ` ${advice}`) : "";
   $("note").classList.toggle("warn", Boolean(note) && (!note.meaningful || composed.cross));
   $("note").hidden = !note;

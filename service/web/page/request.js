@@ -8,14 +8,14 @@ const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
 /** The body with the masks of the controls instead of its own; fields that the controls cannot show are unchanged. */
 export function withMasks(body, masks, queries, keys) {
   const request = { ...body };
-  const say = (name, value) => {
+  const set = (name, value) => {
     if (value === null || value === false) delete request[name];
     else if (value !== undefined) request[name] = value;
   };
-  say("causal", masks.causal);
-  say("window", masks.window);
-  say("valid_lens", masks.length);
-  say("query_offset", masks.offset);
+  set("causal", masks.causal);
+  set("window", masks.window);
+  set("valid_lens", masks.length);
+  set("query_offset", masks.offset);
   if (masks.blocked.size) request.block_mask = blockMask(body.block_mask, masks.blocked, queries, keys);
   return request;
 }

@@ -6,24 +6,6 @@ import { tensorsOf } from "./wire.js";
 
 const OUTPUTS = ["query_projection", "key_projection", "scores", "log_sum_exp"];
 
-/**
- * The numbers behind the weight of {item, head, q, k}: `tensors` are OUTPUTS of `request`, `spec` is the layer's. Without scale, softcap or
- * masks in the request, the layer's hold.
- */
-export function explain(tensors, request, spec, { item, head, q, k }) {
-  const group = spec.num_heads / spec.num_kv_heads;
-  const query = row(tensors.query_projection, item, head, q);
-  const key = row(tensors.key_projection, item, Math.floor(head / group), k);
-  const [scale, softcap] = [request.scale ?? spec.scale, request.softcap ?? spec.softcap];
-  const dot = query.reduce((sum, number, i) => sum + number * key[i], 0);
-  const scaled = dot * scale;
-  const capped = softcap ? softcap * Math.tanh(scaled / softcap) : scaled;
-  const scores = row(tensors.scores, item, head, q);
-  const total = row(tensors.log_sum_exp, item, head)[q]; // ln Σ exp(scores), with the layer's sink
-  const shares = scores.map((score) => Math.exp(score - total));
-  return { query, key, dot, scale, scaled, softcap, capped, scores, score: scores[k], total, shares, share: shares[k] };
-}
-
 /** The numbers of a tensor's last axis; a tensor without a batch axis has no `item`. */
 function row({ shape, data }, item, ...indices) {
   const all = shape.length === indices.length + 2 ? [item, ...indices] : indices;
@@ -49,7 +31,7 @@ export class Steps {
     this.title.textContent = `Step by step: ${cell.labels.query[cell.q]} → ${cell.labels.key[cell.k]}`;
     const isShown = () => this.cell === cell;
     const fill = async () => {
-      const list = cell.head === "mean" ? [this.mean(cell)] : steps(explain(await tensorsOf(request, OUTPUTS), request, spec, cell), request, cell);
+      const list = cell.head === "mean" ? [this.mean(cell)] : steps(await tensorsOf(request, OUTPUTS), request, spec, cell);
       if (isShown()) this.list.replaceChildren(...list);
     };
     await attempt("steps", fill, isShown);
@@ -63,8 +45,21 @@ export class Steps {
   }
 }
 
-function steps(of, request, { head, q, k, weights, labels }) {
-  const { query, key, dot, scale, scaled, softcap, capped, scores, score, total, shares, share } = of;
+/**
+ * The steps of the weight of {item, head, q, k}: `tensors` are OUTPUTS of `request`, `spec` is the layer's. Without scale or softcap in the
+ * request, the layer's hold.
+ */
+function steps(tensors, request, spec, { item, head, q, k, weights, labels }) {
+  const query = row(tensors.query_projection, item, head, q);
+  const key = row(tensors.key_projection, item, Math.floor((head * spec.num_kv_heads) / spec.num_heads), k);
+  const [scale, softcap] = [request.scale ?? spec.scale, request.softcap ?? spec.softcap];
+  const dot = query.reduce((sum, number, i) => sum + number * key[i], 0);
+  const scaled = dot * scale;
+  const capped = softcap ? softcap * Math.tanh(scaled / softcap) : scaled;
+  const scores = row(tensors.scores, item, head, q);
+  const score = scores[k];
+  const total = row(tensors.log_sum_exp, item, head)[q]; // ln Σ exp(scores), with the layer's sink
+  const shares = scores.map((other) => Math.exp(other - total));
   const products = Array.from(query, (number, i) => [i, number, key[i], number * key[i]]);
   const added = score - capped;
   const isMasked = score === -Infinity;
@@ -78,9 +73,9 @@ function steps(of, request, { head, q, k, weights, labels }) {
   const all = Array.from(scores, (other, i) => [labels.key[i], other, total === -Infinity ? weights[head] : shares[i]]);
   const rest = table(`All keys of “${labels.query[q]}”`, ["Key", "Score", "Weight"], all, k);
   if (total === -Infinity) return [...list, step("Softmax", `No key is left for this query: its weight is ${number(weights[head])} by the field fully_masked`, rest)];
-  const text = `exp(${number(score)}) / Σ exp(scores) = exp(${number(score)} − ${number(total)}) = ${number(share)}`;
+  const text = `exp(${number(score)}) / Σ exp(scores) = exp(${number(score)} − ${number(total)}) = ${number(shares[k])}`;
   list.push(step("Softmax", text, rest));
-  if (request.dropout) list.push(step("Dropout", weights[head] ? `${number(share)} / (1 − ${request.dropout.p}) = ${number(weights[head])}` : "Dropped: 0"));
+  if (request.dropout) list.push(step("Dropout", weights[head] ? `${number(shares[k])} / (1 − ${request.dropout.p}) = ${number(weights[head])}` : "Dropped: 0"));
   return list;
 }
 

@@ -1,6 +1,6 @@
 // Export: the request as text in the clipboard, a figure as a file.
 
-import { hasKey } from "./access.js";
+import { key } from "./access.js";
 import { make } from "./dom.js";
 import { KEY, written } from "./snippets.js";
 import { post } from "./wire.js";
@@ -9,17 +9,17 @@ const WORDS = { curl: "curl command", python: "Python program", json: "JSON body
 
 /** Copies the request, or the address of the page, to the clipboard and into `box`; returns a message. `texts`: see snippets.js. */
 export async function copy(kind, request, texts, box) {
-  const text = kind === "link" ? location.href : written(kind, request, texts, new URL(".", location.href).href, hasKey());
+  const text = kind === "link" ? location.href : written(kind, request, texts, new URL(".", location.href).href, Boolean(key));
   box.value = text;
   box.hidden = false;
-  box.setAttribute("aria-label", `${WORDS[kind]}`);
+  box.ariaLabel = WORDS[kind];
   try {
     await navigator.clipboard.writeText(text);
   } catch {
     box.select();
     if (!document.execCommand("copy")) return `The ${WORDS[kind]} is below: copy it from there`;
   }
-  const needs = [kind === "curl" && texts && "needs jq", hasKey() && (kind === "curl" || kind === "python") && `takes the key from ${KEY}`].filter(Boolean);
+  const needs = [kind === "curl" && texts && "needs jq", key && (kind === "curl" || kind === "python") && `takes the key from ${KEY}`].filter(Boolean);
   return `Copied the ${WORDS[kind]}${needs.length ? `, which ${needs.join(" and ")}` : ""}`;
 }
 

@@ -94,7 +94,7 @@ export class Views {
   show() {
     const { labels } = this;
     $("special-field").hidden = ![...labels.query, ...labels.key].some(isSpecial);
-    const visible = (words) => visibleOf(words, this.composed.request);
+    const visible = (words) => words.map((_, i) => i).filter((i) => !omits(this.composed.request, words[i]));
     this.axes = { query: visible(labels.query), key: visible(labels.key) }; // indices of the words that are shown
     this.pattern = this.patternOf(this.reply);
     const wording = { query: this.axes.query.map((q) => labels.query[q]), key: this.axes.key.map((k) => labels.key[k]) };
@@ -173,9 +173,4 @@ export class Views {
     this.showSteps();
     this.changed();
   }
-}
-
-/** Indices of the words to show: those that the request does not omit. */
-function visibleOf(words, request) {
-  return words.map((_, i) => i).filter((i) => !omits(request, words[i]));
 }

@@ -87,7 +87,7 @@ export class Words {
     button.style.color = strength > 0.02 ? inkOn(strength) : "";
     button.dataset.weight = weight;
     button.classList.toggle("chosen", isChosen);
-    button.setAttribute("aria-pressed", String(isLocked));
+    button.ariaPressed = String(isLocked);
   }
 
   /** The first visible word, and the one after the last. */

@@ -17,6 +17,7 @@ from service.web.middleware.access import Endpoint
 from service.web.openapi import (
     ANALYSIS_EXAMPLE,
     ATTEND_EXAMPLE,
+    BODY_ERRORS,
     CALL_ERRORS,
     DEFAULT_LAYER_EXAMPLE,
     FIGURE_EXAMPLE,
@@ -112,7 +113,7 @@ def install(app: FastAPI, service: Service) -> None:
         "/attend/plan",
         tags=["attend"],
         response_model=Plan,
-        responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        responses=error_responses(*BODY_ERRORS),
         openapi_extra=request_body_doc("AttendRequest", (PLAN_EXAMPLE, "Tensors may be given by shape alone."), binary=True),
     )
     async def plan(request: Request) -> Plan:

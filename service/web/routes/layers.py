@@ -11,7 +11,7 @@ from service.serving import documents
 from service.serving.layers.files import CheckpointQuery
 from service.serving.service import Service
 from service.web.openapi import BINARY, PUT_LAYER_EXAMPLE, error_responses, request_body_doc
-from service.web.request_reader import deadline_of, lease_of, read
+from service.web.request_reader import Record, deadline_of, lease_of, read
 from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import MAX_PROBLEMS, describe_value
@@ -92,11 +92,7 @@ def install(app: FastAPI, service: Service, require_writable: Callable[[], None]
     )
     async def get_weights(name: str, request: Request) -> StreamingResponse:
         """The weights under their canonical names, as a safetensors file that PUT accepts; its metadata contains the spec."""
-        pieces = await documents.export_layer(service, name)
-        size = sum(map(len, pieces))
-        lease_of(request.scope["attend"], service).add(size)  # a layer that is replaced meanwhile stays in memory until it is sent
-        headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
-        return StreamingResponse(send_in_chunks(pieces), headers=headers, media_type=SAFETENSORS)
+        return send_file(await documents.export_layer(service, name), name, request.scope["attend"], service)
 
     @app.delete("/layers/{name}", tags=["layers"], status_code=204, responses=error_responses(403, 404, 409, 500, 503, 504))
     async def delete_layer(name: str, request: Request) -> None:
@@ -106,7 +102,16 @@ def install(app: FastAPI, service: Service, require_writable: Callable[[], None]
         await service.loader.remove(name, deadline_of(request.scope["attend"], service))
 
 
-async def send_in_chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
+def send_file(pieces: Sequence[Buffer], name: str, record: Record, service: Service) -> StreamingResponse:
+    """The response with a safetensors file to save as `name`. It counts against the memory budget: what is replaced meanwhile stays in
+    memory until it is sent."""
+    size = sum(map(len, pieces))
+    lease_of(record, service).add(size)
+    headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
+    return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
+
+
+async def _chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
     for piece in pieces:
         whole = memoryview(piece)
         for start in range(0, len(whole), CHUNK_BYTES):

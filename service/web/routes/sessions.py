@@ -10,10 +10,10 @@ from starlette.types import Receive, Send
 from service.serving.documents import read_document
 from service.serving.service import Service
 from service.serving.sessions.transfer import export_cache, import_cache
-from service.web.openapi import BINARY, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
-from service.web.request_reader import Record, lease_of, read
+from service.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
+from service.web.request_reader import Record, read
 from service.web.routes.attend import require_started, send_reply
-from service.web.routes.layers import send_in_chunks
+from service.web.routes.layers import send_file
 from service.wire.negotiation import SAFETENSORS
 from service.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendReply, SessionDocument, Sessions
 
@@ -39,7 +39,7 @@ def install(app: FastAPI, service: Service) -> None:
         tags=["sessions"],
         status_code=201,
         response_model=SessionDocument,
-        responses=session_error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        responses=session_error_responses(*BODY_ERRORS),
         openapi_extra=request_body_doc("PostSession", ({"layer": "default"}, "A session of the layer `default`.")),
     )
     async def post_session(request: Request, response: Response) -> SessionDocument:
@@ -74,7 +74,7 @@ def install(app: FastAPI, service: Service) -> None:
         "/sessions/{id}",
         tags=["sessions"],
         response_model=SessionDocument,
-        responses=session_error_responses(400, 404, 409, 410, 413, 415, 421, 422, 429, 500, 503, 504, 507),
+        responses=session_error_responses(*BODY_ERRORS, 410, 421),
         openapi_extra=request_body_doc("PatchSession", ({"length": 3}, "Keeps the first three rows.")),
     )
     async def patch_session(id: SessionIdPath, request: Request) -> SessionDocument:
@@ -91,7 +91,7 @@ def install(app: FastAPI, service: Service) -> None:
         tags=["sessions"],
         status_code=201,
         response_model=SessionDocument,
-        responses=session_error_responses(400, 404, 409, 410, 413, 415, 421, 422, 429, 500, 503, 504, 507),
+        responses=session_error_responses(*BODY_ERRORS, 410, 421),
         openapi_extra=request_body_doc("PostFork", ({"length": None}, "A copy of the whole session.")),
     )
     async def fork_session(id: SessionIdPath, request: Request, response: Response) -> SessionDocument:
@@ -131,16 +131,13 @@ def install(app: FastAPI, service: Service) -> None:
         """The rows of a session as a safetensors file that PUT accepts: `key` and `value` [kv heads, n, d], or `latent` and `rope_key`."""
         record = request.scope["attend"]
         pieces = await export_cache(service, service.engine.require_sessions(), id, record.key)
-        size = sum(map(len, pieces))
-        lease_of(record, service).add(size)
-        headers = {"Content-Length": str(size), "Content-Disposition": 'attachment; filename="cache.safetensors"'}
-        return StreamingResponse(send_in_chunks(pieces), headers=headers, media_type=SAFETENSORS)
+        return send_file(pieces, "cache", record, service)
 
     @app.put(
         "/sessions/{id}/cache",
         tags=["sessions"],
         response_model=SessionDocument,
-        responses=session_error_responses(400, 404, 409, 410, 413, 415, 421, 422, 429, 500, 503, 504, 507),
+        responses=session_error_responses(*BODY_ERRORS, 410, 421),
         openapi_extra={"requestBody": {"required": True, "content": {SAFETENSORS: {"schema": BINARY}}}},
     )
     async def put_cache(id: SessionIdPath, request: Request) -> SessionDocument:

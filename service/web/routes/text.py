@@ -5,7 +5,7 @@ from starlette.concurrency import run_in_threadpool
 
 from service.serving.service import Service
 from service.serving.text import TextEncoder
-from service.web.openapi import WORDS_EXAMPLE, error_responses, request_body_doc
+from service.web.openapi import BODY_ERRORS, WORDS_EXAMPLE, error_responses, request_body_doc
 from service.web.request_reader import read
 from service.web.routes.attend import require_started
 from service.wire.negotiation import JSON
@@ -27,7 +27,7 @@ def install(app: FastAPI, service: Service, model: bool) -> None:
         "/words",
         tags=["words"],
         response_model=Words,
-        responses=error_responses(400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        responses=error_responses(*BODY_ERRORS),
         openapi_extra=request_body_doc("WordsRequest", (WORDS_EXAMPLE, "A sentence for the layer `default`.")),
     )
     async def post_words(request: Request) -> Response:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from service.spec import LayerSpec
 from service.spec_parts import field_error
 from service.wire.problems import describe_value
 from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference, unique
@@ -64,6 +65,7 @@ DEFAULT: tuple[str, ...] = (
     "mean_distance",
     "previous_token_score",
 )
+DEFAULT_OF_OUTPUTS = ("output_disagreement", "contribution", "zero_ablation")  # of layers with differential attention
 REFUSED = {  # fields of /attend
     "dropout": "no dropout, since metrics are of the weights before it",
     "output_gradient": "`direction` in its place",
@@ -101,7 +103,8 @@ class AnalysisRequest(AttendRequest):
 
     model_config = ConfigDict(json_schema_extra=_without_refused)
     metrics: Metrics | None = Field(
-        default=None, description="Metrics to compute; if null, the cheap ones for which the request has what they need."
+        default=None,
+        description="Metrics to compute; if null, the cheap ones that the layer has and for which the request has what they need.",
     )
     analysis: AnalysisOptions = Field(default_factory=AnalysisOptions)
     direction: Sequences | None = Field(
@@ -139,11 +142,13 @@ class AnalysisRequest(AttendRequest):
         """Whether the position of queries among the keys is known: in self-attention, or from the request or the layer."""
         return self.key is None or self.query_offset is not None or self.causal or self.window is not None or positional
 
-    def wanted(self, positional: bool) -> tuple[str, ...]:
-        """The metrics to compute: those of the request, or the default ones for which it has what they need."""
+    def wanted(self, spec: LayerSpec) -> tuple[str, ...]:
+        """The metrics to compute: those of the request, or the default ones that the layer has and for which it has what they need."""
         if self.metrics is not None:
             return tuple(self.metrics)
-        return tuple(name for name in DEFAULT if name not in POSITIONAL or self.has_positions(positional))
+        if spec.differential:
+            return DEFAULT_OF_OUTPUTS
+        return tuple(name for name in DEFAULT if name not in POSITIONAL or self.has_positions(bool(spec.positional)))
 
 
 class AnalysisReply(Document):

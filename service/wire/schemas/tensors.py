@@ -91,11 +91,15 @@ class ReplyTensor(RootModel[Number | Vector | Matrix | Tensor3 | Tensor4 | FlatT
 
 @dataclass(frozen=True)
 class Tensor:
-    """Annotation: a numpy array of one of `ranks` with elements of `kind`; `name` is its name in the OpenAPI document."""
+    """Annotation: a numpy array of one of `ranks` with elements of `kind`, a count of what `counted` says.
+
+    `name` is its name in the OpenAPI document.
+    """
 
     name: str
     kind: Kind
     ranks: tuple[int, ...]
+    counted: str = "keys"
 
     def __call__(self, value: Any) -> Array:
         array = self._array(value)
@@ -130,7 +134,7 @@ class Tensor:
                 raise field_error(at, "0, 1, true or false", element_text(array, at))
             return mask
         if self.kind == "count":
-            least, expected = 0, "a number of keys: a whole number of at least 0"
+            least, expected = 0, f"a number of {self.counted}: a whole number of at least 0"
         else:  # from 2^53 on, float64 has not every whole number: two segments might become one
             least, expected = -1, f"the number of a segment, a whole number below {MAX_COUNT}, or -1 for padding"
         if (wrong := ~(array >= least) | (array >= MAX_COUNT) | (array != np.floor(array))).any():
@@ -214,7 +218,7 @@ Mask = Annotated[Array, Tensor("Mask", "mask", (2, 3, 4))]
 KeyMask = Annotated[Array, Tensor("KeyMask", "mask", (1, 2))]
 Lengths = Annotated[Array, Tensor("Lengths", "count", (0, 1, 2))]
 Segments = Annotated[Array, Tensor("Segments", "segment", (1, 2))]
-RowCounts = Annotated[Array, Tensor("RowCounts", "count", (1,))]
+RowCounts = Annotated[Array, Tensor("RowCounts", "count", (1,), counted="rows")]
 Bias = Annotated[Array, Tensor("Bias", "bias", (2, 3, 4))]
 Positions = Annotated[Array, Tensor("Positions", "number", (1, 2, 3))]
 HeadScale = Annotated[Array, Tensor("HeadScale", "number", (1, 2))]

@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from service.errors import InvalidRequest, MalformedBody, TooLarge
+from service.errors import InvalidRequest, MalformedBody
 from service.tensors import Array, Datatype
 from service.wire.arrays import Kind, array_of_bytes
 from service.wire.json.reader import shape_of
-from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
+from service.wire.problems import describe_value, validate
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
 from service.wire.v2.parameters import (
     DEFAULT_OUTPUTS,
-    IGNORED,
     TOP_K_KEYS,
     VERSION,
     datatype_named,
@@ -21,14 +20,8 @@ from service.wire.v2.parameters import (
     members_of,
     refuse_decimals,
     require_input,
-    require_known,
-    timeout_of,
 )
-
-REQUEST_MEMBERS = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")  # KServe's client repeats the last two
-INPUT_MEMBERS = ("name", "shape", "datatype", "parameters", "data")
-OUTPUT_MEMBERS = ("name", "parameters")
-MAX_INPUTS = 64  # of one request; there are fewer names of inputs
+from service.wire.v2.schemas import InferenceInput, InferenceParameters, InferenceRequest
 
 
 class BinaryTensor(NamedTuple):
@@ -92,25 +85,17 @@ class V2Header:
     error_paths: V2ErrorPaths
 
 
-def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Header:
-    """Parses the header of a request to `model`, with `following` bytes after the JSON.
-
-    Raises MalformedBody, InvalidRequest or TooLarge.
-    """
-    require_known(header, REQUEST_MEMBERS, "")
-    for name, value in (("model_name", model), ("model_version", VERSION)):
-        if header.get(name) not in (None, value):
-            raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', describe_value(header[name]))
-    inputs = header.get("inputs")
-    if not isinstance(inputs, list) or not inputs:
-        raise InvalidRequest.where("/inputs", "a list of inputs", describe_value(inputs) if "inputs" in header else "nothing")
-    if len(inputs) > MAX_INPUTS:
-        raise TooLarge.where("/inputs", f"at most {MAX_INPUTS} inputs", str(len(inputs)))
+def parse_header(document: Mapping[str, Any], following: int, model: str) -> V2Header:
+    """Parses the header of a request to `model`, with `following` bytes after the JSON. Raises MalformedBody or InvalidRequest."""
+    request = validate(InferenceRequest, document)
+    for name, got, value in (("model_name", request.model_name, model), ("model_version", request.model_version, VERSION)):
+        if got not in (None, value):
+            raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', describe_value(got))
     paths: list[InputPath] = []
     binary_tensors: dict[str, BinaryTensor] = {}
     json_tensors: dict[str, JsonTensor] = {}
     position = 0
-    for i, entry in enumerate(inputs):
+    for i, entry in enumerate(request.inputs):
         path, tensor = _input(entry, i, position, following)
         paths.append(path)
         if isinstance(tensor, BinaryTensor):
@@ -120,89 +105,36 @@ def parse_header(header: Mapping[str, Any], following: int, model: str) -> V2Hea
             json_tensors[path.name] = tensor
     if position != following:
         raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(following))
-    parameters = _parameters(header, "")
-    request_id, timeout = _id(header.get("id")), timeout_of(parameters)
-    binary = _flag(parameters.get("binary_data_output", False), "/parameters/binary_data_output")
-    outputs, binary_outputs = _outputs([] if header.get("outputs") is None else header["outputs"])
-    members = members_of(model, [(path.name, ...) for path in paths], parameters, outputs)
-    reply_format = V2ReplyFormat(model, request_id, tuple(outputs), binary, binary_outputs)
+    parameters, requested = request.parameters or InferenceParameters(), request.outputs or []
+    outputs = tuple(output.name for output in requested)
+    binary_outputs = {
+        output.name: output.parameters.binary_data
+        for output in requested
+        if output.parameters is not None and "binary_data" in output.parameters.model_fields_set
+    }
+    members = members_of(model, [(path.name, ...) for path in paths], parameters.model_extra or {}, outputs)
+    reply_format = V2ReplyFormat(model, request.id, outputs, parameters.binary_data_output, binary_outputs)
     if not any(reply_format.in_text(name) for name in outputs or DEFAULT_OUTPUTS if name != TOP_K_KEYS):
         refuse_decimals(members)
-    return V2Header(members, binary_tensors, json_tensors, timeout, reply_format, V2ErrorPaths(tuple(paths)))
+    return V2Header(members, binary_tensors, json_tensors, parameters.seconds, reply_format, V2ErrorPaths(tuple(paths)))
 
 
-def _input(entry: Any, i: int, position: int, following: int) -> tuple[InputPath, BinaryTensor | JsonTensor]:
+def _input(entry: InferenceInput, i: int, position: int, following: int) -> tuple[InputPath, BinaryTensor | JsonTensor]:
     """(path, tensor) of one input."""
-    at = f"/inputs/{i}"
-    require_known(_object(entry, at), INPUT_MEMBERS, at)
-    name = _name(entry, at)
+    at, name, data = f"/inputs/{i}", entry.name, entry.data
     require_input(name, f"{at}/name")
-    datatype = datatype_named(entry.get("datatype", ...), kind_of(name), f"{at}/datatype")
-    shape = shape_of(entry.get("shape", ...), f"{at}/shape")
-    parameters, in_text = _parameters(entry, at), entry.get("data") is not None
-    require_known(parameters, IGNORED["input"], f"{at}/parameters")
-    size = parameters.get("binary_data_size")
-    if in_text == (size is not None):
-        raise InvalidRequest.where(at, "either data or binary_data_size", "both" if in_text else "neither")
-    if in_text:
-        data = entry["data"]
+    datatype = datatype_named(entry.datatype, kind_of(name), f"{at}/datatype")
+    shape = shape_of(entry.shape, f"{at}/shape")
+    size = None if entry.parameters is None else entry.parameters.binary_data_size
+    if (data is None) == (size is None):
+        raise InvalidRequest.where(at, "either data or binary_data_size", "neither" if data is None else "both")
+    if size is None:
         nested = data.nested if isinstance(data, CutList) else isinstance(data, list) and len(data) > 0 and isinstance(data[0], list)
         return InputPath(name, shape, "/data", nested), JsonTensor(i, kind_of(name), datatype, shape, data)
     wanted = math.prod(shape) * datatype.size
-    if type(size) is not int or size != wanted:
+    if size != wanted:
         expected = f"{wanted} bytes for shape {list(shape)} of {datatype.name}"
-        raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, describe_value(size))
+        raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, str(size))
     if size > (left := following - position):
         raise MalformedBody.where(at, f"{size} bytes after the JSON (Inference-Header-Content-Length is its length)", str(left))
     return InputPath(name, shape), BinaryTensor(datatype, shape, position, position + size, at)
-
-
-def _outputs(entries: Any) -> tuple[list[str], dict[str, bool]]:
-    """(requested names, name -> `binary_data` where the request sets it)."""
-    if not isinstance(entries, list):
-        raise InvalidRequest.where("/outputs", "a list of outputs", describe_value(entries))
-    names, binary = [], {}
-    for i, entry in enumerate(entries):
-        at = f"/outputs/{i}"
-        require_known(_object(entry, at), OUTPUT_MEMBERS, at)
-        name, parameters = _name(entry, at), _parameters(entry, at)
-        require_known(parameters, IGNORED["output"], f"{at}/parameters")
-        if "binary_data" in parameters:
-            binary[name] = _flag(parameters["binary_data"], f"{at}/parameters/binary_data")
-        names.append(name)
-    return names, binary
-
-
-def _object(value: Any, at: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequest.where(at, "an object", describe_value(value))
-    return value
-
-
-def _parameters(holder: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """The parameters of a request, an input or an output; null means none."""
-    value = holder.get("parameters")
-    return {} if value is None else _object(value, f"{at}/parameters")
-
-
-def _name(entry: Mapping[str, Any], at: str) -> str:
-    name = entry.get("name")
-    if not isinstance(name, str):
-        raise InvalidRequest.where(f"{at}/name", "a string", describe_value(name) if "name" in entry else "nothing")
-    return name
-
-
-def _flag(value: Any, at: str) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest.where(at, "true or false", describe_value(value))
-    return value
-
-
-def _id(value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise InvalidRequest.where("/id", "a string", describe_value(value))
-    if not is_unicode(value):  # the reply repeats it
-        raise InvalidRequest.where("/id", "a string of Unicode text", HALF_SURROGATE)
-    return value

@@ -1,7 +1,7 @@
 """Converts the tensors and parameters of a V2 request to the members of an AttendRequest. Independent of JSON and protobuf.
 
 Tensors have their field names. A field that is no tensor is a request parameter; parameters are strings, numbers and booleans, so a nested
-field (`select`, `window`, …) is JSON text. Unknown names are refused, except the parameters in IGNORED.
+field (`select`, `window`, …) is JSON text. Unknown names are refused.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,23 +29,13 @@ OUTPUTS = get_args(Output)
 DEFAULT_OUTPUTS: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_default(call_default_factory=True))
 TOP_K_KEYS = "attention_weights.keys"
 TOP_K_OUTPUTS = (TOP_K_KEYS, "attention_weights.values")  # outputs that replace the weights if `select.top_k` is set
-PROTOCOL_PARAMETERS = {"binary_data_output", "priority", "timeout"}  # parameters that the protocol defines
-# Whether a reply of a gRPC stream has the flag `triton_final_response`. perf_analyzer sends this parameter outside of streams, too.
-FINAL_RESPONSE_PARAMETER = "triton_enable_empty_final_response"
-# Parameters that client libraries add, by their place. They do not change a reply: `content_type` chooses one of MLServer's codecs; over
-# gRPC the protocol decides what `binary_data_size` and `binary_data` say.
-IGNORED = {
-    "request": ("content_type",),
-    "input": ("content_type", "binary_data_size"),
-    "output": ("content_type", "binary_data"),
-}
 
 
 def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
     """The members of an AttendRequest; the caller must still call `squeeze_per_item`.
 
-    `tensors`: (name, array or placeholder) in the order of the request; `outputs`: the requested names, empty for the default. Raises
-    InvalidRequest or MalformedBody for repeated or unknown names.
+    `tensors`: (name, array or placeholder) in the order of the request; `parameters`: those of the request that the protocol does not
+    define; `outputs`: the requested names, empty for the default. Raises InvalidRequest or MalformedBody for repeated or unknown names.
     """
     members: dict[str, Any] = {}
     for i, (name, array) in enumerate(tensors):
@@ -55,13 +45,9 @@ def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mappi
     if "query" not in members:
         raise InvalidRequest.where("/inputs", "an input called query", ", ".join(sorted(members)))
     for name, value in parameters.items():
-        if name in PROTOCOL_PARAMETERS or name in IGNORED["request"]:
-            continue
         at = "/parameters" + pointer([name])
-        if name == FINAL_RESPONSE_PARAMETER and isinstance(value, bool):
-            continue
         if name not in PARAMETER_FIELDS:
-            raise _unknown(name, at, PARAMETER_FIELDS | PROTOCOL_PARAMETERS, "another parameter")
+            raise _unknown(name, at, PARAMETER_FIELDS, "another parameter")
         if name in members:
             raise InvalidRequest.where(at, f"{name} either as an input or as a parameter", "both")
         members[name] = _option(name, value, at)
@@ -113,22 +99,6 @@ def squeeze_per_item(members: dict[str, Any]) -> None:
             members[name] = array[:, 0]
 
 
-def timeout_of(parameters: Mapping[str, Any]) -> float | None:
-    """The parameter `timeout`, in microseconds, as seconds; None if absent or 0. Also validates `priority`, which has no effect."""
-    for name, number in (("timeout", "a whole number of microseconds"), ("priority", "a whole number")):
-        value = parameters.get(name, 0)
-        if type(value) is not int or not 0 <= value < 2**64:
-            raise InvalidRequest.where(f"/parameters/{name}", f"{number} from 0 to {2**64 - 1}", describe_value(value))
-    return parameters.get("timeout", 0) / 1e6 or None
-
-
-def require_known(entry: Iterable[str], known: Sequence[str], at: str) -> None:
-    """Raises InvalidRequest if an object of a request has an unknown member."""
-    for name in entry:
-        if name not in known:
-            raise InvalidRequest.where(at + pointer([name]), one_of(known), "another member" + did_you_mean(name, known))
-
-
 def require_version(version: str | None) -> None:
     """Raises LayerNotFound for a version other than VERSION, the only one of every model."""
     if version not in (None, "", VERSION):
@@ -151,10 +121,10 @@ def _unknown(name: str, at: str, known: Iterable[str], got: str) -> InvalidReque
 
 
 def datatype_named(name: Any, kind: Kind, at: str) -> Datatype:
-    """The datatype of that name; `...` means that the name is missing. Raises InvalidRequest if this kind of tensor may not have it."""
+    """The datatype of that name. Raises InvalidRequest if this kind of tensor may not have it."""
     known = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool" or kind == "mask"]
     if not isinstance(name, str) or name not in known:
-        raise InvalidRequest.where(at, "one of " + " ".join(known), "nothing" if name is ... else describe_value(name))
+        raise InvalidRequest.where(at, "one of " + " ".join(known), describe_value(name))
     return DATATYPES[name]
 
 

@@ -1,19 +1,18 @@
-"""The JSON documents of the Open Inference Protocol as Pydantic models, for the replies of the routes and for the OpenAPI document.
-
-`codec.py` decodes inference requests without these models; InferenceRequest only documents them in OpenAPI.
-"""
+"""The JSON documents of the Open Inference Protocol as pydantic models: they validate requests and describe all of them in OpenAPI."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, WithJsonSchema
 
+from service.spec_parts import field_error
 from service.tensors import DATATYPES
 from service.wire.arrays import MAX_RANK
+from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
 from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.tensors import MAX_AXIS, REFERENCE
-from service.wire.v2.header import MAX_INPUTS
 from service.wire.v2.parameters import INPUT_NAMES, JSON_TEXT_FIELDS, OUTPUTS, PARAMETER_FIELDS, TOP_K_OUTPUTS
 
+MAX_INPUTS = 64  # of one request; there are fewer names of inputs
 Parameters = dict[str, str | float | bool]
 
 
@@ -137,8 +136,24 @@ class OutputParameters(CodecParameters):
     binary_data: bool = Field(default=False, description="As bytes after the JSON; `binary_data_output` if left out.")
 
 
+def _microseconds(value: Any) -> Any:
+    if type(value) is not int or not 0 <= value < 2**64:
+        raise field_error("", f"a whole number of microseconds from 0 to {2**64 - 1}", describe_value(value))
+    return value
+
+
+Microseconds = Annotated[int, Field(ge=0, lt=2**64), BeforeValidator(_microseconds)]
+
+
+def _unicode(text: str) -> str:
+    if not is_unicode(text):  # the reply repeats it
+        raise field_error("", "a string of Unicode text", HALF_SURROGATE)
+    return text
+
+
 def _options(schema: dict[str, Any]) -> None:
-    """Adds the fields of AttendRequest to the parameters' JSON schema."""
+    """Adds the fields of AttendRequest to the parameters' JSON schema. They are validated with the request's other members."""
+    schema["additionalProperties"] = False
     fields = AttendRequest.model_json_schema(ref_template=REFERENCE)["properties"]
     text = {"type": "string", "contentMediaType": "application/json"}
     for name in sorted(PARAMETER_FIELDS):
@@ -151,20 +166,29 @@ def _options(schema: dict[str, Any]) -> None:
 class InferenceParameters(CodecParameters):
     """Those of the protocol, and the fields of AttendRequest that are no tensors; those with members of their own as JSON text."""
 
-    model_config = ConfigDict(json_schema_extra=_options)
+    model_config = ConfigDict(extra="allow", json_schema_extra=_options)
 
     binary_data_output: bool = Field(default=False, description="Outputs as bytes after the JSON.")
     priority: Annotated[int, Field(ge=0, lt=2**64)] = Field(default=0, description="Has no effect.")
-    timeout: Annotated[int, Field(ge=0, lt=2**64)] = Field(default=0, description="Microseconds; 0 is no timeout of the request's own.")
+    timeout: Microseconds = Field(default=0, description="Microseconds; 0 is no timeout of the request's own.")
     triton_enable_empty_final_response: bool = Field(default=False, description="For streams over gRPC.")
 
+    @property
+    def seconds(self) -> float | None:
+        """The timeout in seconds; None if there is none."""
+        return self.timeout / 1e6 or None
 
-class InferenceInput(StrictModel):
-    name: Literal[tuple(INPUT_NAMES)]  # type: ignore[valid-type]
-    shape: list[Annotated[int, Field(ge=0, le=MAX_AXIS)]] = Field(max_length=MAX_RANK)
-    datatype: Literal[tuple(DATATYPES)]  # type: ignore[valid-type]
+
+class InferenceInput(StrictModel):  # `header.py` validates the fields that are not validated here
+    name: Annotated[str, WithJsonSchema({"type": "string", "enum": INPUT_NAMES})]
+    shape: SkipValidation[Annotated[list[Annotated[int, Field(ge=0, le=MAX_AXIS)]], Field(max_length=MAX_RANK)]]
+    datatype: SkipValidation[Literal[tuple(DATATYPES)]]  # type: ignore[valid-type]
     parameters: InputParameters | None = None
-    data: list[Any] | None = Field(default=None, description="Row-major numbers, flat or nested to the shape; or as bytes.")
+    data: SkipValidation[Any] = Field(
+        default=None,
+        description="Row-major numbers, flat or nested to the shape; or as bytes.",
+        json_schema_extra={"anyOf": [{"type": "array", "items": {}}, {"type": "null"}]},
+    )
 
 
 class InferenceOutput(StrictModel):
@@ -177,7 +201,7 @@ class InferenceRequest(StrictModel):
 
     model_name: str | None = Field(default=None, description="As in the path.")
     model_version: str | None = Field(default=None, description="1")
-    id: str | None = None
+    id: Annotated[str, AfterValidator(_unicode)] | None = None
     parameters: InferenceParameters | None = None
     inputs: list[InferenceInput] = Field(min_length=1, max_length=MAX_INPUTS)
     outputs: list[InferenceOutput] | None = Field(default=None, description="output and attention_weights if left out.")

@@ -115,9 +115,9 @@ def test_sequences_in_one_query_have_their_own_positions_and_grids(made: httpx.C
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "missing": ("images", {"query": QUERY}, "/positions", "the positions of the queries"),
-    "of one axis": ("images", {"query": QUERY, "positions": places(2, 7)}, "/positions", "axes [2]"),
-    "of three axes": ("images", {"query": QUERY, "positions": places(2, 7, 3)}, "/positions", "axes [2]"),
-    "of an axis too many": ("line", {"query": QUERY, "positions": places(2, 7, 1)}, "/positions", "axes []"),
+    "of one axis": ("images", {"query": QUERY, "positions": places(2, 7)}, "/positions", "shape [2, 7, 2], 2 coordinates for each row"),
+    "of three axes": ("images", {"query": QUERY, "positions": places(2, 7, 3)}, "/positions", "shape [2, 7, 2], 2 coordinates"),
+    "of an axis too many": ("line", {"query": QUERY, "positions": places(2, 7, 1)}, "/positions", "shape [2, 7], one number for each row"),
     "of other rows": ("images", {"query": QUERY, "positions": places(2, 6, 2)}, "/positions", "[2, 7]"),
     "of other items": ("images", {"query": QUERY, "positions": places(3, 7, 2)}, "/positions", "[2, 7]"),
     "without rope": ("grid", {"query": QUERY, "positions": places(2, 7)}, "/positions", "no rope"),

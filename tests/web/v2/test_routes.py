@@ -534,6 +534,29 @@ def test_unknown_paths_and_models_are_refused_as_the_protocol_says(v2: httpx.Cli
     assert ("allow" in answer.headers) is (status == 405)
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/atend", "/attend"),
+        ("/attend/analyse", "/attend/analysis"),
+        ("/layer/tiny", "/layers/tiny"),
+        ("/health/livez", "/health/live"),
+        ("/v2/model/tiny/infer", "/v2/models/tiny/infer"),
+        ("/v2/healthy/ready", "/v2/health/ready"),
+        ("/v1/chat/completions", None),
+        ("/" + "a" * 60000, None),
+        ("/%7Bname%7D/x", None),
+    ],
+    ids=lambda path: str(path)[:20],
+)
+def test_an_unknown_path_is_answered_with_the_one_that_is_most_like_it(v2: httpx.Client, path: str, meant: str | None) -> None:
+    answer = v2.get(path)
+
+    told = answer.json()["error" if path.startswith("/v2") else "detail"]
+    assert answer.status_code == 404 and told.startswith("nothing is served at /")
+    assert (f" (did you mean {meant}?); see /docs" in told) if meant else ("did you mean" not in told)
+
+
 # Statistics and the repository
 
 

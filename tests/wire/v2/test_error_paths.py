@@ -65,7 +65,7 @@ def test_a_lone_surrogate_is_refused_anywhere(v2: httpx.Client, member: str, inl
         INFER, content=head + (b"" if inline else QUERY.tobytes()), headers={"Inference-Header-Content-Length": str(len(head))}
     )
 
-    place = {"id": "/id", "output": "/outputs/0", "wish": "/outputs/0/parameters/", "parameter": "/parameters/", "input": "/inputs/0/name"}
+    place = {"id": "/id", "output": "/outputs/0", "wish": "/outputs/0/parameters", "parameter": "/parameters", "input": "/inputs/0/name"}
     assert f"at {place[member]}" in refused(answer)
 
 
@@ -206,7 +206,7 @@ def test_the_datatype_bool_is_refused_for_tensors_of_numbers(v2: httpx.Client, n
         assert error.endswith('FP64, got "BOOL", at /inputs/0/datatype'), error
 
 
-@pytest.mark.parametrize(("member", "words"), [("datatype", "got nothing"), ("shape", "a list of lengths, got nothing")])
+@pytest.mark.parametrize(("member", "words"), [("datatype", "got nothing"), ("shape", "got nothing")])
 def test_a_missing_member_is_reported_as_nothing_not_as_null(v2: httpx.Client, member: str, words: str) -> None:
     entry = number("FP32", [0.5] * 6)
     del entry[member]

@@ -1,0 +1,265 @@
+"""The layouts that are told by their names, without a config: those of textbooks and frameworks, and this service's own.
+
+* `d2l`: W_q, W_k, W_v, W_o; [out, in] as `.weight` (torch, MXNet), [in, out] as `/kernel` (Flax) or `/vars/0` (Keras' files). Keras'
+  variable paths (`dense/kernel`, `dense_1/kernel`) do not tell the matrices apart and are not read.
+* `mxnet`: GluonNLP's cells as `save_parameters` writes them. The output projection is the sibling `proj` of the attention. A decoder has
+  `attention_cell_in` (self-attention) and `attention_cell_inter` (to the encoder).
+* `llama`: other models use the same names but rotate pairs (Cohere, GLM-4, Llama 4) or part of a head (GLM-4, Nemotron), so the spec must
+  have `rope` with `theta` and `interleaved`, and `dims` if not the whole head is rotated.
+* `torch_mha`: where kdim or vdim differ there are three matrices; in both cases one bias.
+* `fused`, `bloom`, `neox`: the same names stand for rows [q; k; v] and for [heads, (q, k, v), head_dim], so the caller must choose. With
+  fewer kv heads, `fused` has fewer rows of k and v; `neox` has those of a kv head after the queries that share it, as in Falcon-40B.
+* `keras`, `flax`, `transformerlens`: kernels have an axis for the heads. Keras' files call them `query_dense/vars/0`. TransformerLens'
+  grouped keys and values are under `_W_K` and `_W_V`, from which `W_K` and `W_V` are computed.
+* `t5`: only the first block of each stack has the table of position biases; it is read for the other blocks too. Encoders are
+  bidirectional, decoders are not; the name of the stack, or `relative_bias.bidirectional` of the spec, decides. Cross-attention has no
+  table.
+
+Head count, softcap, window, theta and scale are in no tensor: copy them from the model's config into the spec. What a layout assumes for
+other fields is in its row.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+
+from service.checkpoints.conversions import QKV_BIASES, convert, convert_by_head, grouped
+from service.checkpoints.layout import AXES, Converted, Fields, LayerTensors, Layout
+from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
+from service.errors import InvalidRequest
+from service.spec_parts import PROJECTIONS
+from service.tensors import Array
+
+LAYOUTS: dict[str, str] = {
+    "attend": "this service's own names",
+    "torch_mha": "torch.nn.MultiheadAttention, in encoder and decoder layers too",
+    "bert": "BERT, RoBERTa and similar encoders",
+    "distilbert": "DistilBERT",
+    "vit": "ViT and similar models, with separate matrices or timm's qkv",
+    "bart": "BART, OPT, Whisper, CLIP: four matrices, no RoPE",
+    "gpt2": "GPT-2: Conv1D matrices",
+    "llama": "Llama, Mistral, Qwen2, Qwen3, Gemma 2: norm weights as they are, one for each head; the spec says rope",
+    "gemma3": "Gemma 3: as llama, norm weights less 1",
+    "meta_llama": "Llama as Meta ships it: wq, wk, wv, wo, RoPE on pairs",
+    "t5": "T5: relative bias, scale 1",
+    "bloom": "BLOOM: one matrix, rows [heads, 3, head_dim], ALiBi",
+    "neox": "GPT-NeoX: one matrix, rows [heads, 3, head_dim], RoPE on halves",
+    "fused": "one matrix, rows [q; k; v]",
+    "keras": "Keras MultiHeadAttention and GroupQueryAttention",
+    "flax": "Flax MultiHeadDotProductAttention",
+    "d2l": "Dive into Deep Learning, in any framework",
+    "mxnet": "GluonNLP's Transformer cells",
+    "numpy": "matrices W_q, W_k, W_v, W_o applied as x @ W",
+    "transformerlens": "TransformerLens' HookedTransformer",
+}
+ROPE = 'the config\'s rotary embedding, such as {"theta": 10000}, or null for none'
+LLAMA_ROPE = (
+    "the rotary embedding, since models with others share Llama's names: "
+    '{"theta": 10000, "interleaved": false} as Llama, Mistral and Qwen have it, "interleaved": true for pairs (Cohere, GLM-4), '
+    'with "dims" where only part of a head is rotated (GLM-4, Nemotron); null for none'
+)
+TABLE = "relative_attention_bias.weight"
+CROSS = "EncDecAttention"
+
+
+def fused(tensors: LayerTensors) -> Converted:
+    """Rows [q; k; v], unless the names are those of models that group their rows by kv head."""
+    heads, kv_heads = tensors.number("num_heads") or 1, tensors.number("num_kv_heads") or 1
+    if 1 < kv_heads < heads and "query_key_value" in tensors.names["qkv.weight"]:
+        expected = (
+            f"{heads} or 1: with other numbers of kv heads, rows under query_key_value may be grouped by kv head (Falcon-40B, Falcon 2)"
+        )
+        expected += ", which layout neox reads. If they are [q; k; v], name the tensors qkv_proj and o_proj"
+        raise InvalidRequest.where(field_pointer("num_kv_heads"), expected, str(kv_heads))
+    return convert(tensors)
+
+
+def t5(tensors: LayerTensors) -> Converted:
+    converted, (name, table) = convert(tensors), _table(tensors)
+    known = {} if table is None else {"num_heads": table.shape[1]}
+    no_table = "relative_bias" in tensors.given and tensors.given["relative_bias"] is None and not tensors.has("relative_bias")
+    if tensors.stem.endswith(CROSS) or no_table:
+        return Converted(converted.weights, known)
+    if table is None:
+        raise InvalidRequest.where(weight_pointer(name), "the stack's table of position biases, [buckets, heads]", "nothing")
+    assumed = {"relative_bias": {"max_distance": 128, "bidirectional": _bidirectional(tensors)}}
+    return Converted(converted.weights | {"relative_bias": table}, known, assumed)
+
+
+def _table(tensors: LayerTensors) -> tuple[str, Array | None]:
+    """(name, array) of the layer's table, or else of the table of the stack's first block."""
+    if tensors.has("relative_bias"):
+        return tensors.names["relative_bias"], tensors.get("relative_bias", "buckets", "heads")
+    stack = re.sub(r"(^|\.)block\.\d+\.layer\.\d+\.\w+$", r"\1block.0.layer.0.SelfAttention", tensors.stem)
+    name = f"{stack}.{TABLE}".lstrip(".")
+    array = tensors.elsewhere(name)
+    if array is not None and array.ndim != 2:
+        raise InvalidRequest.where(weight_pointer(name), "shape [buckets, heads]", shape_of(array))
+    return name, array
+
+
+def _bidirectional(tensors: LayerTensors) -> bool:
+    stacks = [segment for segment in tensors.stem.split(".") if segment in ("encoder", "decoder")]
+    if stacks:
+        return stacks[-1] == "encoder"
+    given = tensors.given.get("relative_bias")
+    if not isinstance(given, Mapping) or type(given.get("bidirectional")) is not bool:
+        raise InvalidRequest.where(field_pointer("relative_bias", "bidirectional"), "true for an encoder, false for a decoder", "nothing")
+    return bool(given["bidirectional"])
+
+
+def _names(paths: str, weight: str = "{}.weight", bias: str = "{}.bias") -> dict[str, str]:
+    """Names of four separate projections -> canonical names; without biases if `bias` is ""."""
+    named = dict(zip(PROJECTIONS, paths.split(), strict=True))
+    names = {weight.format(path): f"{name}.weight" for name, path in named.items()}
+    return names | ({bias.format(path): f"{name}.bias" for name, path in named.items()} if bias else {})
+
+
+def _packed_names(**parts: str) -> dict[str, str]:
+    return {f"{name}.{kind}": f"{part}.{kind}" for part, name in parts.items() for kind in ("weight", "bias")}
+
+
+ALL_BIASES = (*QKV_BIASES, "output.bias")
+EITHER = (QKV_BIASES, ("output.bias",))
+APART = ("qkv.bias",), ("output.bias",)
+HALVES: Fields = {"rope": {"interleaved": False}}
+RMS: Fields = {"qk_norm": {"kind": "rms", "eps": 1e-6}}
+FREQUENCIES = {"rotary_emb.inv_freq": "inv_freq"}  # a buffer of old checkpoints: [dims / 2]
+
+QK_NORM = ("query_norm.weight", "key_norm.weight")
+OWN_OPTIONS = (QK_NORM, *((part,) for part in AXES if part not in (*QK_NORM, *(f"{name}.weight" for name in PROJECTIONS))))
+
+PROJ = _names("q_proj k_proj v_proj o_proj")
+NORMS = {"q_norm.weight": "query_norm.weight", "k_norm.weight": "key_norm.weight"}
+LLAMA = partial(
+    Layout,
+    "llama",
+    convert=convert,
+    optional=(*EITHER, ("sinks",), ("inv_freq",)),
+    assumed=HALVES | RMS,
+    required_fields=dict.fromkeys(("rope", "rope.theta", "rope.interleaved"), LLAMA_ROPE),
+    identified_under=("self_attn",),
+)
+T5 = _names("q k v o", bias="")
+T5_SCALE: Fields = {"scale": 1.0}
+
+KV_BIAS = "no bias_k and bias_v (add_bias_kv): attention weights have no column for such keys"
+TORCH = partial(
+    Layout,
+    "torch_mha",
+    convert=partial(convert, square=True),
+    optional=(("qkv.bias", "output.bias"),),
+    refused={"bias_k": KV_BIAS, "bias_v": KV_BIAS},
+)
+TORCH_OUT = {"out_proj.weight": "output.weight", "out_proj.bias": "output.bias", "in_proj_bias": "qkv.bias"}
+TORCH_SEPARATE = {f"{name[0]}_proj_weight": f"{name}.weight" for name in PROJECTIONS[:3]}
+
+MASKS = {"bias": 4, "masked_bias": 0}  # buffers of old GPT-2 and NeoX checkpoints: the causal mask and its fill value
+GPT2 = partial(Layout, "gpt2", convert=partial(convert, transposed=True, square=True), ignored=MASKS)
+FUSED = "qkv proj", "query_key_value dense", "qkv_proj o_proj", "Wqkv out_proj", "in_proj out_proj", "c_attn c_proj"
+PER_HEAD = partial(Layout, names=_packed_names(qkv="query_key_value", output="dense"), convert=partial(convert, rows=grouped))
+HEAD_COUNT = {"num_heads": "the number of heads, which splits the rows"}
+ROTATED = {"rope.dims": "how many dims are rotated, rotary_pct x head_dim"}
+
+KERNELS = partial(convert, transposed=True)
+SEEDS = {"*seed_generator*": None}  # the state of a layer with dropout
+GLUON = (("attention_cell", "proj"), ("attention_cell_in", "proj_in"), ("attention_cell_inter", "proj_inter"))
+FLAX_NORMS = {"query_ln.scale": "query_norm.weight", "key_ln.scale": "key_norm.weight"}
+LENS_NAMES = _names("Q K V O", "W_{}", "b_{}") | {"rotary_sin": "rotary"}
+LENS_GROUPED = {f"_{name}" if name[-1] in "KV" else name: part for name, part in LENS_NAMES.items()}
+LENS = partial(
+    Layout,
+    "transformerlens",
+    convert=partial(convert_by_head, axes=("heads", "in", "dim")),
+    optional=(*EITHER, ("rotary",)),
+    ignored={"mask": 2, "IGNORE": 0, "rotary_cos": 2},
+)
+
+ALL_LAYOUTS: tuple[Layout, ...] = (
+    Layout("attend", {part: part for part in AXES}, convert, optional=OWN_OPTIONS),
+    Layout("d2l", _names("q k v o", "W_{}.weight", "W_{}.bias"), convert, optional=(ALL_BIASES,)),
+    Layout("d2l", _names("q k v o", "W_{}.kernel", "W_{}.bias"), KERNELS, optional=(ALL_BIASES,)),
+    Layout("d2l", _names("q k v o", "W_{}.vars.0", "W_{}.vars.1"), KERNELS, optional=(ALL_BIASES,), ignored=SEEDS),
+    *(
+        Layout("mxnet", _names(f"{cell}.proj_query {cell}.proj_key {cell}.proj_value {proj}"), convert, optional=EITHER, parent=cell)
+        for cell, proj in GLUON
+    ),
+    *(
+        Layout("numpy", _names("q k v o", *spelled), KERNELS, optional=EITHER)
+        for spelled in (("W_{}", "b_{}"), ("W{}", "b{}"), ("w_{}", "b_{}"))
+    ),
+    Layout("bert", _names("self.query self.key self.value output.dense"), convert, ignored={"output.LayerNorm.*": None}),
+    Layout("distilbert", _names("q_lin k_lin v_lin out_lin"), convert),
+    Layout("vit", _names("attention.query attention.key attention.value output.dense"), convert, optional=(QKV_BIASES,)),
+    Layout("vit", PROJ, convert, optional=(QKV_BIASES,), identified_under=("attention",)),
+    Layout(
+        "bart",
+        _names("q_proj k_proj v_proj out_proj"),
+        convert,
+        optional=(("query.bias", "value.bias", "output.bias"), ("key.bias",)),
+        identified_under=("self_attn", "encoder_attn"),
+    ),
+    LLAMA(PROJ | {"sinks": "sinks"} | FREQUENCIES),
+    LLAMA(PROJ | {"sinks": "sinks"} | FREQUENCIES | NORMS, excluded_by="pre_feedforward_layernorm.weight"),  # Gemma 3
+    Layout(
+        "gemma3",
+        PROJ | NORMS,
+        partial(convert, less_one=True),
+        optional=(ALL_BIASES,),
+        assumed=HALVES | RMS,
+        required_fields={"rope": ROPE},
+        identified_under=(),
+    ),
+    Layout(
+        "meta_llama",
+        _names("wq wk wv wo", bias="") | FREQUENCIES,
+        convert,
+        optional=(("inv_freq",),),
+        assumed={"rope": {"interleaved": True}},
+        required_fields={"rope": ROPE},
+    ),
+    Layout("t5", T5 | {TABLE: "relative_bias"}, t5, optional=(("relative_bias",),), assumed=T5_SCALE, identified_under=("SelfAttention",)),
+    Layout("t5", T5, t5, assumed=T5_SCALE, ignored={TABLE: 2}, identified_under=(CROSS,)),  # of old decoders, without effect
+    TORCH({"in_proj_weight": "qkv.weight"} | TORCH_OUT),
+    TORCH(TORCH_SEPARATE | TORCH_OUT),
+    GPT2(_packed_names(qkv="c_attn", output="c_proj")),
+    GPT2(_packed_names(query="q_attn", kv="c_attn", output="c_proj")),
+    Layout("vit", _packed_names(qkv="qkv", output="proj"), convert, optional=APART),
+    PER_HEAD("bloom", assumed={"alibi": True}, required_fields=HEAD_COUNT, identified_under=()),
+    PER_HEAD(
+        "neox",
+        names=_packed_names(qkv="query_key_value", output="dense") | FREQUENCIES,
+        optional=(("qkv.bias", "output.bias"), ("inv_freq",)),
+        ignored=MASKS,
+        assumed=HALVES,
+        required_fields={"rope": ROPE, **ROTATED, **HEAD_COUNT},
+        identified_under=(),
+    ),
+    *(
+        Layout(
+            "fused",
+            _packed_names(qkv=spelled.split()[0], output=spelled.split()[1]) | FREQUENCIES,
+            fused,
+            optional=(*APART, ("inv_freq",)),
+            ignored=MASKS,
+            identified_under=(),
+        )
+        for spelled in FUSED
+    ),
+    *(
+        Layout("keras", names, convert_by_head, optional=(ALL_BIASES,), ignored=SEEDS)
+        for names in (
+            _names("query key value attention_output", "{}.kernel"),
+            _names("query key value output", "{}_dense.vars.0", "{}_dense.vars.1"),
+        )
+    ),
+    Layout(
+        "flax",
+        _names("query key value out", "{}.kernel") | FLAX_NORMS,
+        convert_by_head,
+        optional=(ALL_BIASES, QK_NORM),
+        assumed={"qk_norm": {"kind": "layer", "eps": 1e-6}},  # norms of normalize_qk
+    ),
+    LENS(LENS_NAMES),
+    LENS(LENS_GROUPED),
+)
