@@ -114,9 +114,9 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
     masks, spec = call.masks, eager.spec
     if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not call.outputs <= PER_HEAD or caches_latent(spec):
         return None
-    if spec.value_head_dim != spec.head_dim:
+    if masks.has_sets or masks.bias is not None or call.softcap or call.dropout or call.reproducible:
         return None
-    if not eager.is_fusible_with_sinks or masks.has_sets or masks.bias is not None or call.softcap or call.dropout or call.reproducible:
+    if not eager.is_fusible_with_sinks or spec.value_head_dim != spec.head_dim:
         return None
     first, last = (int(index) for index in masks.interval(slice(0, 1)))
     if last < first:
@@ -133,8 +133,9 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
         outputs.append(output.reshape(heads, -1))
         totals.append(total.reshape(heads))
     if (sinks := eager.sinks(None)) is not None:
+        shift = eager.alibi_shift(masks, slice(0, 1), None)
         outputs.append(torch.zeros_like(outputs[0]))
-        totals.append(sinks[:, 0].to(totals[0].dtype))
+        totals.append((sinks[:, 0] if shift is None else sinks[:, 0] - shift[0, :, 0]).to(totals[0].dtype))
     merged = outputs[0]
     if len(outputs) > 1:
         shares = torch.softmax(torch.stack(totals), 0)  # [pages, h]

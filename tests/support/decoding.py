@@ -1,11 +1,13 @@
 """One sequence with a KV cache, without a server: steps are bound as the service binds them, and compared with the reference."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from service.attention import cache
 from service.attention.cache import KeyValueCache, PagePool, caches_latent
 from service.attention.call import Result
 from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, Case, Sizes, draw_options, random_case, rounded
@@ -52,6 +54,11 @@ class Sequence:
     @property
     def length(self) -> int:
         return self.cache.length
+
+    @property
+    def room(self) -> int:
+        """Number of rows that may be appended: a grid bounds the positions."""
+        return 1000 if self.spec.grid_bias is None else self.spec.grid_bias.num_tokens - self.length
 
     def has(self, name: str) -> bool:
         """Whether steps have a key, or a value."""
@@ -159,14 +166,23 @@ def random_sequence(rng: np.random.Generator, pool: PagePool | None = None, **kn
 def random_step(sequence: Sequence, rng: np.random.Generator) -> dict[str, Any]:
     """A step with one row or several, and any fields of a request."""
     queries, keys = (int(n) for n in rng.choice([1, 1, 1, 2, 3, 5], 2))
-    if sequence.spec.grid_bias is not None:  # which bounds the positions
-        room = sequence.spec.grid_bias.num_tokens - sequence.length
-        queries, keys = min(queries, room), min(keys, room)
+    queries, keys = min(queries, sequence.room), min(keys, sequence.room)
     features = [name for name in REQUEST_FEATURES if rng.random() < 0.1]
-    members = sequence.draw(rng, max(1, queries), keys, *features)
+    members = sequence.draw(rng, queries, keys, *features)
     return members | {"outputs": ["output"]} if rng.random() < 0.5 else members  # one query then attends page by page
 
 
-def rows_of(cache: KeyValueCache) -> dict[str, Array]:
+@contextmanager
+def small_pages_of(size: int, first_rows: int = 2) -> Iterator[None]:
+    """Caches that are created meanwhile have pages of `size` bytes, or of `first_rows` rows if these are more."""
+    before = cache.FIRST_ROWS, cache.PAGE_BYTES
+    cache.FIRST_ROWS, cache.PAGE_BYTES = first_rows, size
+    try:
+        yield
+    finally:
+        cache.FIRST_ROWS, cache.PAGE_BYTES = before
+
+
+def rows_of(one: KeyValueCache) -> dict[str, Array]:
     """The rows that a cache has not freed."""
-    return {name: numpy_of(tensor).copy() for name, tensor in cache.joined(cache.first).items()}
+    return {name: numpy_of(tensor).copy() for name, tensor in one.joined(one.first).items()}

@@ -20,6 +20,7 @@ class Session:
     capacity: int | None
     idle_seconds: float
     used_at: float
+    calls: int = 0  # number of calls that use it or wait for it
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property

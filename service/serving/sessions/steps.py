@@ -39,8 +39,8 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
         for name in ("key", "value", "key_positions"):
             if name in members:
                 raise InvalidRequest.where(f"/{name}", f"no {name}, since append is false", name)
-    rows = _new_rows(members, layer)
-    appended = (rows.query if rows.key is None else rows.key).shape[-2] if options.append else 0
+    rows = _new_rows(members, layer, options.append)
+    appended = (rows.query if rows.key is None else rows.key).shape[-2]
     stop = session.length + appended
     if session.capacity is not None and stop > session.capacity:
         raise TooLarge.where("/query" if rows.key is None else "/key", f"at most {session.capacity} rows (capacity)", str(stop))
@@ -51,17 +51,19 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
     call = bind(request, spec, (query, *_placeholders(spec, stop)))
     _require_rows(session, call, layer)
     positions = call.positions if rows.key is None else rotary_positions("key_positions", rows)
-    if not options.append:
-        key, value, positions = key[:, :0], value[:, :0], None if positions is None else positions[:, :0]
     step = CachedStep(session.cache, session.length, key, value, positions)
     log_fields = {**shape_fields(request, call), "outputs": request.outputs, "operations": cost.operations}
     call = replace(call, key_positions=None)
     return BoundCall(request, layer, call, cost, log_fields, operation=step, session=session)
 
 
-def _new_rows(members: Mapping[str, Any], layer: LoadedLayer) -> AttendRequest:
-    """The rows of the request, checked against the layer. Raises InvalidRequest."""
-    rows = validate(AttendRequest, {"layer": layer.name, "query_offset": 0} | {x: members[x] for x in ROW_FIELDS if x in members})
+def _new_rows(members: Mapping[str, Any], layer: LoadedLayer, append: bool) -> AttendRequest:
+    """The rows of the request, checked against the layer. If nothing is appended, key and value have no rows. Raises InvalidRequest."""
+    fields = {name: members[name] for name in ROW_FIELDS if name in members}
+    if not append and isinstance(query := members.get("query"), np.ndarray) and query.ndim > 1:
+        widths = {name: width for name, width in _widths(layer.spec).items() if name == "key" or layer.spec.latent is None}
+        fields |= {name: np.zeros((*query.shape[:-2], 0, width), query.dtype) for name, width in widths.items()}
+    rows = validate(AttendRequest, {"layer": layer.name, "query_offset": 0} | fields)
     if rows.batched and rows.query.shape[0] != 1:
         raise InvalidRequest.where("/query", "one sequence, with a batch axis of 1 or none", f"{rows.query.shape[0]} batch items")
     if layer.spec.latent is not None and rows.value is not None:
