@@ -168,5 +168,5 @@ def test_a_short_cache_has_one_small_page_and_a_long_one_few(length: int, rows: 
     """With the sizes that servers have."""
     with small_pages_of(PAGE_BYTES, FIRST_ROWS):
         cache = KeyValueCache(LayerSpec(d_model=512, num_heads=8), PagePool(torch.device("cpu")), "owner")
-    cache.reserve(length)
+        cache.reserve(length)
     assert cache.size == rows * 2 * 512 * 4
