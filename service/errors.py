@@ -14,6 +14,7 @@
     │   ├── SessionEnded          410  the session has been ended, and why
     │   ├── SessionConflict       409  the session has another layer, or rows that are needed are freed
     │   ├── LengthMismatch        412  the session does not have `expected_length` rows
+    │   │   └── ReplyLost              raised by clients only: since an earlier attempt at this step was computed
     │   ├── WrongReplica          421  another replica has the session
     │   ├── TooLarge              413  in bytes, depth, parameters, or predicted memory and work
     │   ├── UnsupportedMediaType  415  of the body
@@ -127,6 +128,15 @@ class SessionConflict(RequestError):
 
 class LengthMismatch(RequestError):
     title = "another length"
+
+    @property
+    def length(self) -> int:
+        """The number of rows that the session has."""
+        return int(self.problems[0].expected)
+
+
+class ReplyLost(LengthMismatch):
+    title = "reply lost"
 
 
 class WrongReplica(RequestError):

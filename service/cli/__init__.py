@@ -26,7 +26,7 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point."""
-    from service.cli import check, config, demo, figure, heads, infer, keys, layers, openapi, serve
+    from service.cli import check, config, demo, figure, heads, infer, keys, layers, openapi, serve, sessions
 
     app.command(epilog=serve.EPILOG)(serve.serve)
     app.command(epilog=demo.EPILOG)(demo.demo)
@@ -34,11 +34,13 @@ def main() -> None:
     app.command(epilog=heads.EPILOG)(heads.heads)
     app.command(epilog=figure.EPILOG)(figure.figure)
     app.add_typer(layers.group, name="layers")
+    app.add_typer(sessions.group, name="sessions")
     app.add_typer(keys.group, name="keys")
     app.command(epilog=config.EPILOG)(config.config)
     app.command(epilog=check.EPILOG)(check.check)
     app.command(epilog=openapi.EPILOG)(openapi.openapi)
-    for command in (*app.registered_commands, *layers.group.registered_commands, *keys.group.registered_commands):
+    groups = (app, layers.group, sessions.group, keys.group)
+    for command in (command for group in groups for command in group.registered_commands):
         command.help = _paragraphs(inspect.getdoc(command.callback) or "")
     app(prog_name="attend")  # for completion, also under `python -m service`
 

@@ -15,6 +15,7 @@ from service.cli.clients import open_client
 from service.cli.terminal import read_file
 from service.client import Client
 from service.client.operations import post
+from service.client.sessions import SESSIONS
 from service.errors import LayerNotFound
 from service.wire.schemas.attend import is_special
 
@@ -45,7 +46,7 @@ def send_file(
         layer, changed = str(document.get("layer", "")), change(document)
         body = body if changed == document else orjson.dumps(changed)
     with open_client(url, ca, config, flags) as client, _layer_beside(client, file, layer, url, flags):
-        return client.perform(post(path, body))
+        return client.perform(post(path, body, "unbegun" if path.startswith(SESSIONS) else "always"))  # a step appends rows
 
 
 @contextmanager

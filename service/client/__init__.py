@@ -4,7 +4,8 @@
         result = client.attend(query, causal=True)
         result.output, result.attention_weights
 
-`AsyncClient` is the same with `async with` and `await`. `merge` joins the results of several services over parts of the keys.
+`client.session()` decodes row by row with a KV cache in the service. `AsyncClient` is the same with `async with` and `await`.
+`merge` joins the results of several services over parts of the keys.
 `service.client.remote` has a torch module that computes in a service; no other module loads torch.
 """
 
@@ -12,16 +13,20 @@ from service.client.client import AsyncClient, Client
 from service.client.merge import merge
 from service.client.responses import AnalysisResult, AttendResult, Picture, TopWeights, WordsResult
 from service.client.retries import Retries
-from service.errors import BadReply, TimedOut, Unreachable, Untrusted
+from service.client.sessions import AsyncSession, Session
+from service.errors import BadReply, ReplyLost, TimedOut, Unreachable, Untrusted
 
 __all__ = [
     "AnalysisResult",
     "AsyncClient",
+    "AsyncSession",
     "AttendResult",
     "BadReply",
     "Client",
     "Picture",
+    "ReplyLost",
     "Retries",
+    "Session",
     "TimedOut",
     "TopWeights",
     "Unreachable",

@@ -1,27 +1,26 @@
 """The synchronous and the asynchronous client. Their methods, except those of the connection, are the functions of `operations.py`."""
 
 import asyncio
-import inspect
 import os
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, get_args
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import httpx
 
+from service import __version__
 from service.client import operations
-from service.client.connection import USE_CLIENT_DEFAULT, ConnectionOptions, Timeout, Verify, connection_error
+from service.client.connection import API_KEY, LIMITS, SECRET, USE_CLIENT_DEFAULT, Timeout, Verify, connection_error, ssl_context
+from service.client.methods import make_operation, signed
 from service.client.operations import Operation
 from service.client.retries import Attempts, Outcome, Retries
+from service.client.sessions import AsyncSession, Session, StartingSession, start
 from service.errors import CapacityError, NotAcceptable, Unreachable, UnsupportedMediaType
-from service.wire.schemas.analysis import AnalysisRequest
 
-KEYWORD = inspect.Parameter.KEYWORD_ONLY
-DESCRIPTIONS = {name: field.description or inspect.getdoc(field.annotation) for name, field in AnalysisRequest.model_fields.items()}
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 Transport = TypeVar("Transport", httpx.BaseTransport, httpx.AsyncBaseTransport)
 
@@ -31,9 +30,9 @@ def _method(operation: Callable[P, Operation[T]]) -> Callable[Concatenate["Clien
 
     @wraps(operation)
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.perform(_made(operation, *args, **kwargs))
+        return self.perform(make_operation(operation, *args, **kwargs))
 
-    return _signed(method)
+    return signed(method)
 
 
 def _async_method(
@@ -43,37 +42,10 @@ def _async_method(
 
     @wraps(operation)
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        made = await asyncio.to_thread(operation, *args, **kwargs) if in_thread else _made(operation, *args, **kwargs)
+        made = await asyncio.to_thread(operation, *args, **kwargs) if in_thread else make_operation(operation, *args, **kwargs)
         return await self.perform(made)
 
-    return _signed(method)
-
-
-def _made(operation: Callable[P, Operation[T]], *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
-    """The operation of these arguments. Raises InvalidRequest, not TypeError, for arguments under their names in another library."""
-    try:
-        return operation(*args, **kwargs)
-    except TypeError:
-        operations.refuse_other_names(operation, kwargs)
-        raise
-
-
-def _signed(method: F) -> F:
-    """The method with the signature that `help` and notebooks show: `self`, the operation's parameters, each field of its `Unpack`ed
-    dictionary, and the type of the result. The fields are described below the docstring."""
-    signature = inspect.signature(method)
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for parameter in signature.parameters.values():
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            parameters.append(parameter)
-            continue
-        fields = get_args(parameter.annotation)[0].__annotations__
-        parameters += [parameter.replace(name=name, kind=KEYWORD, default=None, annotation=kind) for name, kind in fields.items()]
-        described = [f"{name}: {DESCRIPTIONS[name]}" for name in fields]
-        method.__doc__ = "\n".join([inspect.cleandoc(method.__doc__ or ""), "", *described])
-    result = get_args(signature.return_annotation)[0]
-    cast(Any, method).__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # typeshed lacks the attribute
-    return method
+    return signed(method)
 
 
 class _Connections(Generic[Transport]):
@@ -96,7 +68,7 @@ class _Connections(Generic[Transport]):
         file or folder of a CA bundle (OSError without certificates there); `transport` is httpx's.
         """
         self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
-        self._options = ConnectionOptions(base_url, timeout, api_key, dict(headers or {}), verify)
+        self._api_key, self._headers, self._verify = api_key, dict(headers or {}), verify
         self._transport: Transport | None = transport
         self._binary = True  # until a server or proxy accepts only JSON
         try:
@@ -106,6 +78,14 @@ class _Connections(Generic[Transport]):
 
     def _open(self) -> None:
         raise NotImplementedError
+
+    def _httpx_options(self) -> dict[str, Any]:
+        """Keyword arguments of an httpx client. Raises OSError if certificates cannot be read."""
+        headers = {"User-Agent": f"attend/{__version__}", **self._headers}
+        if self._api_key is not None:
+            headers["Authorization"] = f"Bearer {self._api_key.strip()}"  # a key from a file ends in a newline
+        options = {"base_url": self.base_url, "timeout": self.timeout, "headers": headers, "limits": LIMITS}
+        return {**options, "verify": ssl_context(self._verify), "transport": self._transport}
 
 
 class Client(_Connections[httpx.BaseTransport]):
@@ -132,9 +112,10 @@ class Client(_Connections[httpx.BaseTransport]):
     layer_file = _method(operations.layer_file)
     layer_weights = _method(operations.layer_weights)
     delete_layer = _method(operations.delete_layer)
+    sessions = _method(operations.sessions)
 
     def _open(self) -> None:
-        self._opened, self._process = httpx.Client(**self._options.for_httpx(), transport=self._transport), os.getpid()
+        self._opened, self._process = httpx.Client(**self._httpx_options()), os.getpid()
 
     @property
     def _http(self) -> httpx.Client:
@@ -149,6 +130,23 @@ class Client(_Connections[httpx.BaseTransport]):
             return self.perform(operations.ready(timeout=timeout))
         except (Unreachable, CapacityError):
             return False
+
+    def session(
+        self,
+        layer: str | None = None,
+        *,
+        id: str | None = None,
+        capacity: int | None = None,
+        idle_seconds: float | None = None,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
+    ) -> Session:
+        """Start a session: a sequence whose keys and values the server keeps. `with client.session() as session:` deletes it at the end.
+
+        `layer` is by default `default`; `capacity` is the most rows; a session ends after `idle_seconds`, by default 300, without a call.
+        With `id` alone, resume the session of that id, which the end of a `with` block does not delete.
+        """
+        resumed = id is not None
+        return self.perform(start(lambda document: Session(self, document, resumed), layer, id, capacity, idle_seconds, timeout))
 
     def perform(self, operation: Operation[T]) -> T:
         """The result of an operation; with a JSON body once a server or proxy has refused safetensors."""
@@ -179,14 +177,15 @@ class Client(_Connections[httpx.BaseTransport]):
         """Close the connections."""
         self._http.close()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         if self._transport is not None:
             raise TypeError("a client with a transport cannot be pickled")
-        return {"base_url": self.base_url, "timeout": self.timeout, "retries": self.retries, "_options": self._options}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _transport=None, _binary=True)
-        self._open()
+        if isinstance(self._verify, ssl.SSLContext):
+            raise TypeError("a client with an SSLContext cannot be pickled; pass the path of the certificates as verify")
+        headers = {name: text for name, text in self._headers.items() if name.lower() not in SECRET}
+        had_key = self._api_key is not None or len(headers) < len(self._headers)
+        arguments = {"timeout": self.timeout, "headers": headers, "retries": self.retries, "verify": self._verify}
+        return _unpickle, (self.base_url, arguments, had_key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -196,6 +195,10 @@ class Client(_Connections[httpx.BaseTransport]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _unpickle(base_url: str, arguments: dict[str, Any], had_key: bool) -> Client:
+    return Client(base_url, api_key=os.environ.get(API_KEY) if had_key else None, **arguments)
 
 
 class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
@@ -218,9 +221,10 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
     layer_file = _async_method(operations.layer_file)
     layer_weights = _async_method(operations.layer_weights)
     delete_layer = _async_method(operations.delete_layer)
+    sessions = _async_method(operations.sessions)
 
     def _open(self) -> None:
-        self._http = httpx.AsyncClient(**self._options.for_httpx(), transport=self._transport)
+        self._http = httpx.AsyncClient(**self._httpx_options())
 
     async def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
         """As `Client.ready`."""
@@ -228,6 +232,20 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
             return await self.perform(operations.ready(timeout=timeout))
         except (Unreachable, CapacityError):
             return False
+
+    def session(
+        self,
+        layer: str | None = None,
+        *,
+        id: str | None = None,
+        capacity: int | None = None,
+        idle_seconds: float | None = None,
+        timeout: Timeout = USE_CLIENT_DEFAULT,
+    ) -> StartingSession:
+        """As `Client.session`, in `async with client.session() as session:` or after `await`."""
+        resumed = id is not None
+        started = start(lambda document: AsyncSession(self, document, resumed), layer, id, capacity, idle_seconds, timeout)
+        return StartingSession(self.perform(started))
 
     async def perform(self, operation: Operation[T]) -> T:
         """As `Client.perform`."""

@@ -1,23 +1,19 @@
-"""The connection arguments of both clients, which omit secrets when pickled, and the exceptions for failed connections."""
+"""Types and constants of the connections of both clients, their certificates, and the exceptions for failed connections."""
 
-import os
 import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import httpx
 
-from service import __version__
 from service.errors import AttendError, TimedOut, Unreachable, Untrusted
 
 # The server closes connections that are idle for 75 seconds. An earlier expiry avoids a write into a connection that is being closed.
 LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=60.0)
 API_KEY = "ATTEND_API_KEY"  # environment variable with the API key, for commands and unpickled clients
 CA = "ATTEND_CA"  # environment variable with the CA bundle, for commands
-SECRET = {"authorization", "proxy-authorization", "x-api-key", "cookie"}
+SECRET = {"authorization", "proxy-authorization", "x-api-key", "cookie"}  # headers that a pickle leaves out
 
 Verify = ssl.SSLContext | str | Path | bool
 
@@ -33,41 +29,6 @@ class UseClientDefault(Enum):
 
 USE_CLIENT_DEFAULT = UseClientDefault.USE_CLIENT_DEFAULT
 Timeout = float | Literal[UseClientDefault.USE_CLIENT_DEFAULT] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionOptions:
-    """The arguments of an httpx client. A pickle has no key and no secret headers; unpickling takes the key from ATTEND_API_KEY."""
-
-    base_url: str
-    timeout: float | None
-    api_key: str | None = field(default=None, repr=False)
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    verify: Verify = True
-
-    def for_httpx(self) -> dict[str, Any]:
-        """Keyword arguments for `httpx.Client` and `httpx.AsyncClient`. Raises OSError if certificates cannot be read."""
-        headers = {"User-Agent": f"attend/{__version__}", **self.headers}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key.strip()}"  # a key from a file ends in a newline
-        return {
-            "base_url": self.base_url,
-            "timeout": self.timeout,
-            "headers": headers,
-            "limits": LIMITS,
-            "verify": ssl_context(self.verify),
-        }
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if isinstance(self.verify, ssl.SSLContext):
-            raise TypeError("a client with an SSLContext cannot be pickled; pass the path of the certificates as verify")
-        headers = {name: text for name, text in self.headers.items() if name.lower() not in SECRET}
-        had_key = self.api_key is not None or len(headers) < len(self.headers)
-        return _unpickle, (self.base_url, self.timeout, headers, self.verify, had_key)
-
-
-def _unpickle(base_url: str, timeout: float | None, headers: Mapping[str, str], verify: Verify, had_key: bool) -> ConnectionOptions:
-    return ConnectionOptions(base_url, timeout, os.environ.get(API_KEY) if had_key else None, headers, verify)
 
 
 def ssl_context(verify: Verify) -> ssl.SSLContext | bool:

@@ -93,6 +93,13 @@ class AttendFields(CallFields, total=False):
     output_gradient: TensorLike | None
 
 
+class StepFields(AttendFields, total=False):
+    """The fields of a session's `attend`."""
+
+    append: bool | None
+    expected_length: int | None
+
+
 class MetricOptions(TypedDict, total=False):
     local_window: int
     top_links: int

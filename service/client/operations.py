@@ -39,9 +39,11 @@ from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, Plan, require_layer_name
 from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.layers import LayerDocument, Layers, PutLayer
+from service.wire.schemas.sessions import SessionDocument, Sessions
 from service.wire.schemas.text import Vocabulary
 
 T = TypeVar("T")
+Repeat = Literal["always", "unbegun", "never"]
 read_layer = partial(read_document, LayerDocument)
 
 
@@ -50,7 +52,8 @@ class Operation(Generic[T]):
     """One HTTP request and the reader of its response.
 
     `repeat`: after a failure, a computation may "always" be repeated; a change only if the server certainly did not begin it ("unbegun").
-    `json_body` returns a JSON body in place of `body`, for servers and proxies that refuse safetensors.
+    `json_body` returns a JSON body in place of `body`, for servers and proxies that refuse safetensors. `check` returns the response, or
+    raises its refusal.
     """
 
     method: str
@@ -60,8 +63,9 @@ class Operation(Generic[T]):
     timeout: Timeout = USE_CLIENT_DEFAULT
     media_type: str = JSON
     accept: str = "*/*"
-    repeat: Literal["always", "unbegun", "never"] = "always"
+    repeat: Repeat = "always"
     json_body: Callable[[], bytes] | None = None
+    check: Callable[[httpx.Response], httpx.Response] = raise_for_status
 
     @property
     def headers(self) -> dict[str, str]:
@@ -69,7 +73,7 @@ class Operation(Generic[T]):
 
     def result(self, response: httpx.Response) -> T:
         """The result that the response contains. Raises the refusal if it is no success."""
-        return self.read(raise_for_status(response))
+        return self.read(self.check(response))
 
     def as_json(self) -> "Operation[T]":
         """The operation with a JSON body, and JSON in reply where the reply may be safetensors."""
@@ -93,11 +97,7 @@ def attend(
     A missing key is the query, a missing value the key; None leaves a field out. Arrays have the layer's dtype, or that of
     `reply={"datatype": …}`.
     """
-    fields = _fields(AttendRequest, layer=layer, query=query, key=key, value=value, **more)
-    reply = fields.get("reply") or {}
-    only_json = reply.get("form") is not None or reply.get("decimals") is not None
-    read = partial(read_attend, select=fields.get("select"), tokens=fields.get("tokens"))
-    return _computation("/attend", AttendRequest, fields, read, timeout, JSON if only_json else f"{SAFETENSORS}, {JSON};q=0.5")
+    return attend_at("/attend", request_fields(AttendRequest, layer=layer, query=query, key=key, value=value, **more), timeout)
 
 
 def analysis(
@@ -114,7 +114,7 @@ def analysis(
 
     Tensors are those of `attend`. Undefined numbers are NaN, undefined indices -1.
     """
-    fields = _fields(AnalysisRequest, layer=layer, query=query, key=key, value=value, metrics=metrics, **more)
+    fields = request_fields(AnalysisRequest, layer=layer, query=query, key=key, value=value, metrics=metrics, **more)
     return _computation("/attend/analysis", AnalysisRequest, fields, read_analysis, timeout, JSON)
 
 
@@ -131,7 +131,7 @@ def plan(
 
     A tensor may be `{"shape": [2, 9, 64]}`. Only the shapes of large tensors are sent.
     """
-    fields = _fields(AnalysisRequest, layer=layer, query=query, key=key, value=value, **more)
+    fields = request_fields(AnalysisRequest, layer=layer, query=query, key=key, value=value, **more)
     shapes = {
         name: {"shape": list(np.shape(fields[name]))}
         for name in ("query", "key", "value", "bias", "direction")
@@ -159,7 +159,7 @@ def figure(
     "key": […]}` label the axes.
     """
     options = {"kind": kind, "format": format, **(figure or {})}
-    fields = _fields(FigureRequest, layer=layer, query=query, key=key, value=value, figure=options, **more)
+    fields = request_fields(FigureRequest, layer=layer, query=query, key=key, value=value, figure=options, **more)
     return _computation("/attend/figure", FigureRequest, fields, lambda response: Picture(response.content), timeout)
 
 
@@ -265,9 +265,14 @@ def ready(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:
     return Operation("GET", "/health/ready", None, lambda _: True, timeout, repeat="never")
 
 
-def post(path: str, body: bytes) -> Operation[httpx.Response]:
+def sessions(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[SessionDocument]]:
+    """The sessions of this API key, least recently used first."""
+    return Operation("GET", "/sessions", None, lambda response: read_document(Sessions, response).sessions, timeout)
+
+
+def post(path: str, body: bytes, repeat: Repeat = "always") -> Operation[httpx.Response]:
     """The response to a JSON body."""
-    return Operation("POST", path, body, lambda response: response)
+    return Operation("POST", path, body, lambda response: response, repeat=repeat)
 
 
 def layer_path(name: str) -> str:
@@ -283,7 +288,7 @@ def refuse_other_names(operation: Callable[..., object], names: Iterable[str]) -
         raise InvalidRequest(problems=problems)
 
 
-def _fields(model: type[AttendRequest], **fields: Any) -> dict[str, Any]:
+def request_fields(model: type[AttendRequest], **fields: Any) -> dict[str, Any]:
     """The fields without a value that is the key, and a key that is the query: these are the service's defaults.
 
     Raises InvalidRequest for fields that `model` does not have.
@@ -297,6 +302,14 @@ def _fields(model: type[AttendRequest], **fields: Any) -> dict[str, Any]:
         if key is query:
             fields["key"] = None
     return fields
+
+
+def attend_at(path: str, fields: dict[str, Any], timeout: Timeout) -> Operation[AttendResult]:
+    """POST /attend, or a call with the same body and reply at another path."""
+    reply = fields.get("reply") or {}
+    only_json = reply.get("form") is not None or reply.get("decimals") is not None
+    read = partial(read_attend, select=fields.get("select"), tokens=fields.get("tokens"))
+    return _computation(path, AttendRequest, fields, read, timeout, JSON if only_json else f"{SAFETENSORS}, {JSON};q=0.5")
 
 
 def _computation(

@@ -25,6 +25,7 @@ from service.errors import InvalidRequest, LayerConflict
 from service.spec import LayerSpec
 from service.spec_parts import Biases
 from service.tensors import DATATYPES, Array
+from service.wire.client_codec import from_torch
 from service.wire.schemas.layers import LayerDocument
 
 BFLOAT16 = DATATYPES["BF16"].numpy
@@ -82,7 +83,7 @@ class RemoteMultiheadAttention(nn.Module):
             raise TypeError(f"expected a torch.nn.MultiheadAttention, got a {type(module).__name__}")
         if module.bias_k is not None or module.add_zero_attn:
             raise InvalidRequest.where("", "a module without add_bias_kv and add_zero_attn", "one with add_bias_kv or add_zero_attn")
-        tensors = {name: _array(tensor) for name, tensor in module.state_dict().items()}
+        tensors = {name: from_torch(tensor) for name, tensor in module.state_dict().items()}
         spec, weights = read_layer(tensors, layout="torch_mha", spec={"num_heads": module.num_heads})
         client.put_layer(layer, spec, weights)
         remote = cls(client, layer, batch_first=module.batch_first, dropout=module.dropout)
@@ -222,18 +223,13 @@ def masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int 
             mask = mask.view(batch, -1, *mask.shape[1:])  # [b, h, q, k]
         if mask.dtype == torch.bool:
             fields[block] = mask
-        else:
-            keyed = name == "key_padding_mask"
-            added.append(_array((mask[..., None, :] if keyed and batch is None else mask[:, None, None, :] if keyed else mask).double()))
+            continue
+        if name == "key_padding_mask":
+            mask = mask[..., None, :] if batch is None else mask[:, None, None, :]
+        added.append(from_torch(mask.double()))
     if added:
         fields["bias"] = added[0] if len(added) == 1 else sum(added[1:], added[0])
     return fields
-
-
-def _array(tensor: Tensor) -> Array:
-    tensor = tensor.detach().cpu()
-    array: Array = tensor.view(torch.int16).numpy().view(BFLOAT16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
-    return array
 
 
 def _tensor(array: Array) -> Tensor:

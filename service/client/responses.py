@@ -53,7 +53,7 @@ class AttendResult(Mapping[str, Any]):
 
     An output is an array; `attention_weights` with `top_k` are `TopWeights`; weights and scores with `query_lengths` are a list of arrays.
     `timing` maps decode, queue, compute, encode to milliseconds. `select` and `tokens` are those of the request. A notebook shows a heat
-    map of the weights of each head.
+    map of the weights of each head. `session_length`: rows of the session after the call.
     """
 
     tensors: dict[str, Any]
@@ -63,6 +63,7 @@ class AttendResult(Mapping[str, Any]):
     timing: dict[str, float] = field(default_factory=dict)
     select: Mapping[str, Any] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
+    session_length: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.tensors:
@@ -181,8 +182,9 @@ def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None
         reply = decode_binary_reply(response.content) if binary else decode_reply(response.content)
         tensors = {name: _of_parts(tensor) if isinstance(tensor, dict) else tensor for name, tensor in reply.tensors.items()}
         timing = {phase: float(duration) for phase, duration in _PHASE.findall(headers.get("server-timing", ""))}
+        length = None if reply.session is None else int(reply.session["length"])
         return AttendResult(
-            tensors, _layer(reply), reply.fully_masked_rows, headers.get("x-request-id", ""), timing, select or {}, tokens or {}
+            tensors, _layer(reply), reply.fully_masked_rows, headers.get("x-request-id", ""), timing, select or {}, tokens or {}, length
         )
     except (RequestError, KeyError, TypeError) as error:
         raise BadReply(f"the reply to POST /attend cannot be read: {error}") from None

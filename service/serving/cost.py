@@ -76,16 +76,22 @@ class CostInputs(NamedTuple):
     cached: int = 0  # keys that need not be projected
 
 
-def predict(request: AttendRequest, spec: LayerSpec, cached: int = 0) -> Cost:
-    """The cost of a request whose shapes fit the layer. `cached`: number of its keys that are projected already."""
+def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
+    """The cost of a request whose shapes fit the layer."""
     key = request.query if request.key is None else request.key
     if request.query_lengths is None:
-        return _predict(_inputs(request, spec, request.query.shape[-2], key.shape[-2])._replace(cached=cached), spec)
+        return _predict(_inputs(request, spec, request.query.shape[-2], key.shape[-2]), spec)
     queries = request.query_lengths.tolist()
     keys = queries if request.key_lengths is None else request.key_lengths.tolist()
     pairs = list(zip(queries, keys, strict=True))
     costs = {(q, k): _predict(_inputs(request, spec, q, k), spec) for q, k in set(pairs)}
     return _sum_of_sequences([costs[pair] for pair in pairs])
+
+
+def predict_step(request: AttendRequest, spec: LayerSpec, cached: int, num_keys: int) -> Cost:
+    """The cost of a call to a session with so many keys, of which the first `cached` are projected already."""
+    inputs = _inputs(request, spec, request.query.shape[-2], num_keys)._replace(cached=cached)
+    return _predict.__wrapped__(inputs, spec)  # the number of keys differs from step to step, so a result is of no use to another
 
 
 def _sum_of_sequences(costs: Sequence[Cost]) -> Cost:

@@ -139,7 +139,7 @@ class Engine:
             if raw.reply_codec.largest_reply is not None:
                 _require_small_reply(bound, *raw.reply_codec.largest_reply)
         except RequestError as error:
-            raise decoded.error_paths.translated(error) from None
+            raise decoded.in_body(error) from None
         return decoded, bound
 
     def decode(self, raw: RawRequest, document: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
@@ -171,7 +171,7 @@ class Engine:
             refuse_fully_masked(bound, result)
             picture = await self.renderer.draw(partial(draw_figure, bound, result), raw)
         except RequestError as error:
-            raise decoded.error_paths.translated(error) from None
+            raise decoded.in_body(error) from None
         encoded = Encoded(((b"content-type", media_type_of(bound.figure).encode()),), [picture])
         if not raw.reply_coding or bound.figure.format == "png":  # PNG is compressed already
             return encoded
@@ -218,7 +218,7 @@ def _encode(bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest)
     try:
         encoded = raw.reply_codec.encode(build_reply(bound, result), bound.request.reply, decoded.reply_format)
     except RequestError as error:
-        raise decoded.error_paths.translated(error) from None
+        raise decoded.in_body(error) from None
     return _compressed(encoded, raw.reply_coding) if raw.reply_coding else encoded
 
 

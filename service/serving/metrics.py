@@ -38,7 +38,12 @@ class Phases:
 
     def milliseconds(self) -> dict[str, float]:
         """The phases as fields of a log line: decode_ms, …"""
-        return {f"{name}_ms": round(getattr(self, name) * 1e3, 3) for name in PHASES}
+        return {
+            "decode_ms": round(self.decode * 1e6) / 1e3,
+            "queue_ms": round(self.queue * 1e6) / 1e3,
+            "compute_ms": round(self.compute * 1e6) / 1e3,
+            "encode_ms": round(self.encode * 1e6) / 1e3,
+        }
 
     def server_timing(self) -> str:
         """The value of the header Server-Timing, in milliseconds."""

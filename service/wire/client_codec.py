@@ -23,6 +23,7 @@ from service.wire.schemas.analysis import INDEX_PARTS
 from service.wire.schemas.tensors import Base64Tensor
 
 HEAD_MEMBERS = ("layer", "fully_masked_rows")  # members of every reply that are not tensors
+SESSION = "session"  # the same, of replies to calls with a session
 
 
 def encode_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
@@ -83,7 +84,7 @@ def _tensor(value: Any, kind: Kind, at: str) -> Any:
 
 def _array(value: Any, kind: Kind, at: str) -> Array:
     try:
-        array = _from_torch(value) if hasattr(value, "detach") else np.asarray(value)
+        array = from_torch(value) if hasattr(value, "detach") else np.asarray(value)
         if kind == "bias" and array.dtype.kind == "U":  # "-inf" among the numbers of a list
             array = array.astype(np.float64)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -93,7 +94,7 @@ def _array(value: Any, kind: Kind, at: str) -> Array:
     return array
 
 
-def _from_torch(tensor: Any) -> Array:
+def from_torch(tensor: Any) -> Array:
     """A torch tensor on any device as an array. bfloat16, which numpy lacks, is converted by way of float32."""
     tensor = tensor.detach().cpu()
     array: Array = tensor.float().numpy().astype(DATATYPES["BF16"].numpy) if str(tensor.dtype) == "torch.bfloat16" else tensor.numpy()
@@ -114,7 +115,8 @@ def decode_document(body: bytes) -> dict[str, Any]:
 def decode_reply(body: bytes) -> Reply:
     """A JSON reply to POST /attend. Raises MalformedBody."""
     document = decode_document(body)
-    return _reply(document, {name: _arrays(value, name, pointer([name])) for name, value in document.items() if name not in HEAD_MEMBERS})
+    tensors = {name: value for name, value in document.items() if name not in (*HEAD_MEMBERS, SESSION)}
+    return _reply(document, {name: _arrays(value, name, pointer([name])) for name, value in tensors.items()})
 
 
 def decode_binary_reply(body: bytes) -> Reply:
@@ -142,7 +144,7 @@ def _reply(head: Mapping[str, Any], tensors: dict[str, Any]) -> Reply:
     _require_members(head, HEAD_MEMBERS, "a reply to POST /attend")
     arrays = [part for tensor in tensors.values() for part in (tensor.values() if isinstance(tensor, dict) else [tensor])]
     names = [datatype_of(array).name for array in arrays if array.dtype.kind not in "ib"]
-    return Reply(dict(head["layer"]), int(head["fully_masked_rows"]), names[0] if names else "FP64", tensors)
+    return Reply(dict(head["layer"]), int(head["fully_masked_rows"]), names[0] if names else "FP64", tensors, session=head.get(SESSION))
 
 
 def _require_members(document: Mapping[str, Any], names: tuple[str, ...], expected: str) -> None:

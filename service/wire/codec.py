@@ -22,32 +22,19 @@ from service.wire.schemas.attend import ReplyOptions
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 
-class ErrorPaths:
-    """Translates JSON pointers into the members of a request to pointers into the body. This base class changes no pointers."""
-
-    __slots__ = ()
-
-    def translate(self, problem: Problem) -> Problem:
-        """The same problem, with a pointer into the body."""
-        return problem
-
-    def translated(self, error: RequestError) -> RequestError:
-        """The same error, with pointers into the body."""
-        if not error.problems or type(self) is ErrorPaths:
-            return error
-        return type(error)(problems=[self.translate(problem) for problem in error.problems])
-
-
-SAME_PATHS = ErrorPaths()
-
-
 class Decoded(NamedTuple):
     """A decoded body. `members` are named as in AttendRequest: tensors as arrays, all else as plain Python, not validated."""
 
     members: Mapping[str, Any]
     reply_format: Any = None  # passed to `encode` of the same codec; of the JSON and safetensors codecs: the picture type to reply with
     timeout: float | None = None  # seconds, from the body; the headers may set another deadline
-    error_paths: ErrorPaths = SAME_PATHS
+    translate: Callable[[Problem], Problem] | None = None  # a problem of the members as one of the body; None: pointers are the same
+
+    def in_body(self, error: RequestError) -> RequestError:
+        """The error with pointers into the body, of one with pointers into the members."""
+        if self.translate is None or not error.problems:
+            return error
+        return type(error)(problems=[self.translate(problem) for problem in error.problems])
 
 
 class Encoded(NamedTuple):

@@ -4,36 +4,42 @@ b batch, h heads, q queries, k keys. An unbatched request has no b in any field.
 layer (h and the widths).
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from service.spec_parts import field_error
-from service.tensors import Array
 from service.wire.arrays import element_text, first_index, without_broadcast
 from service.wire.problems import describe_value
 from service.wire.suggestions import did_you_mean
 
 MASK_FIELDS = ("attend_mask", "block_mask", "attend_keys", "block_keys", "valid_lens", "segments", "query_segments", "key_segments")
 UNPACKED = (*MASK_FIELDS, "bias", "dropout")  # fields that a request with sequences one after the other cannot have
+Shape: TypeAlias = tuple[int | str, ...]  # a word stands for any length
 EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
 
 def check(request: Any) -> None:
     """Raises PydanticCustomError at the first field of an AttendRequest that does not fit the others."""
     b, q, k = _sequences(request)
+    lead: Shape = () if b is None else (b,)
     for attend, block in EXCLUSIVE:
         if getattr(request, attend) is not None and getattr(request, block) is not None:
             raise field_error(f"/{block}", f"either {attend} or {block}", "both")
     for name in ("attend_mask", "block_mask", "bias"):
-        if (array := getattr(request, name)) is not None:
-            _pairwise(name, array, b, q, k)
-    for name in ("attend_keys", "block_keys"):
-        _per_row(request, name, b, k)
-    _segments(request, b, q, k)
-    _lengths(request, b, q, k)
+        _require_shape(request, name, (q, k), (*lead, q, k), (*lead, "heads", q, k), broadcast=True)
+    for name, n in (("attend_keys", k), ("block_keys", k)):
+        _require_shape(request, name, (*lead, n), broadcast=True)
+    _segments(request)
+    for name, n in (("query_segments", q), ("key_segments", k), ("segments", q), ("segments", k)):
+        _require_shape(request, name, (*lead, n), broadcast=True)
+    _require_shape(request, "valid_lens", lead, (*lead, q))
+    _lengths(request, k)
     _packed(request, b, q, k)
     _positions(request, b, q, k)
-    _rotary_positions(request, b, {"positions": q, "key_positions": k})
-    _head_scale(request, b)
+    _rotary_positions(request)
+    for name, n in (("positions", q), ("key_positions", k)):
+        rows: list[Shape] = [(*lead, n), (1, n)] if lead else [(n,)]
+        _require_shape(request, name, *rows, *((*shape, "axes") for shape in rows))
+    _require_shape(request, "head_scale", ("heads",), (*lead, "heads"))
     _selection(request, q)
     _gradients(request)
     _tokens(request, b, q, k)
@@ -55,45 +61,34 @@ def _sequences(request: Any) -> tuple[int | None, int, int]:
     return (query.shape[0] if query.ndim == 3 else None), query.shape[-2], key.shape[-2]
 
 
-def _broadcasts(array: Array, wanted: tuple[int | None, ...]) -> bool:
-    """Whether every axis has the wanted length or 1; None stands for any length."""
-    return array.ndim == len(wanted) and all(w is None or n in (1, w) for n, w in zip(array.shape, wanted, strict=True))
+def _require_shape(request: Any, name: str, *accepted: Shape, broadcast: bool = False) -> None:
+    """Checks that a field has one of these shapes; with `broadcast`, any axis may have length 1."""
+    array = getattr(request, name)
+    if array is None or any(_fits(array.shape, shape, broadcast) for shape in accepted):
+        return
+    texts = ["[" + ", ".join(map(str, shape)) + "]" for shape in dict.fromkeys(accepted) if shape]
+    expected = "a single number, or " * (() in accepted) + "shape " + " or ".join(texts) + " (axes of 1 broadcast)" * broadcast
+    raise field_error(f"/{name}", expected, f"shape {list(array.shape)}" if array.ndim else "a single number")
 
 
-def _pairwise(name: str, array: Array, b: int | None, q: int, k: int) -> None:
-    accepted: list[tuple[int | None, ...]] = [(q, k), (b, q, k), (b, None, q, k)] if b is not None else [(q, k), (None, q, k)]
-    if not any(_broadcasts(array, shape) for shape in accepted):
-        shapes = " or ".join("[" + ", ".join("heads" if n is None else str(n) for n in shape) + "]" for shape in accepted)
-        raise field_error(f"/{name}", f"shape {shapes} (axes of 1 broadcast)", f"shape {list(array.shape)}")
+def _fits(shape: tuple[int, ...], accepted: Shape, broadcast: bool) -> bool:
+    if len(shape) != len(accepted):
+        return False
+    return all(isinstance(m, str) or n == m or (broadcast and n == 1) for n, m in zip(shape, accepted, strict=True))
 
 
-def _per_row(request: Any, name: str, b: int | None, n: int) -> None:
-    """Checks that a field has a value for each query or key; axes of 1 are broadcast."""
-    wanted, array = (n,) if b is None else (b, n), getattr(request, name)
-    if array is not None and not _broadcasts(array, wanted):
-        raise field_error(f"/{name}", f"shape {list(wanted)}", f"shape {list(array.shape)}")
-
-
-def _segments(request: Any, b: int | None, q: int, k: int) -> None:
+def _segments(request: Any) -> None:
     sides = [name for name in ("query_segments", "key_segments") if getattr(request, name) is not None]
     if request.segments is not None and sides:
         raise field_error(f"/{sides[0]}", "either segments, or query_segments and key_segments", "both")
     if len(sides) == 1:
         raise field_error(f"/{sides[0]}", "query_segments and key_segments", f"{sides[0]} alone")
-    for name, n in (("query_segments", q), ("key_segments", k), ("segments", q), ("segments", k)):
-        _per_row(request, name, b, n)
 
 
-def _lengths(request: Any, b: int | None, q: int, k: int) -> None:
-    lengths = request.valid_lens
-    if lengths is None:
+def _lengths(request: Any, k: int) -> None:
+    if request.valid_lens is None:
         return
-    accepted = [(), (q,)] if b is None else [(b,), (b, q)]
-    if lengths.shape not in accepted:
-        several = f"{q} numbers, one for each query" if b is None else f"{b} numbers, one for each batch item, or shape [{b}, {q}]"
-        got = {0: "a single number", 1: f"a list of {lengths.size}"}.get(lengths.ndim, f"shape {list(lengths.shape)}")
-        raise field_error("/valid_lens", f"a single number, or {several}" if b is None else several, got)
-    stored = without_broadcast(lengths)
+    stored = without_broadcast(request.valid_lens)
     if (wrong := stored > k).any():
         at = first_index(wrong)
         raise field_error(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(stored, at))
@@ -143,27 +138,14 @@ def _positions(request: Any, b: int | None, q: int, k: int) -> None:
         raise field_error("/query_offset", expected, "nothing")
 
 
-def _rotary_positions(request: Any, b: int | None, rows: dict[str, int]) -> None:
-    given = [name for name in rows if getattr(request, name) is not None]
+def _rotary_positions(request: Any) -> None:
+    given = [name for name in ("positions", "key_positions") if getattr(request, name) is not None]
     if given == ["key_positions"]:
         raise field_error("/key_positions", "positions in addition to key_positions", "key_positions alone")
     if given == ["positions"] and request.key is not None:
         raise field_error("/key_positions", "the positions of the keys, as there are some of the queries", "nothing")
     if len(given) == 2 and request.key is None:
         raise field_error("/key_positions", "positions alone, since the key is the query", "both")
-    for name in given:
-        shape, lead = getattr(request, name).shape, () if b is None else (b,)
-        wanted = (*lead, rows[name])
-        if not (shape[: len(wanted)] in (wanted, (1, *wanted[1:])) and len(shape) - len(wanted) in (0, 1)):
-            text = ", ".join(map(str, wanted))
-            raise field_error(f"/{name}", f"shape [{text}] or [{text}, axes]", f"shape {list(shape)}")
-
-
-def _head_scale(request: Any, b: int | None) -> None:
-    array = request.head_scale
-    if array is not None and array.ndim == 2 and (b is None or array.shape[0] != b):
-        wanted = "shape [heads]" if b is None else f"shape [heads] or [{b}, heads]"
-        raise field_error("/head_scale", wanted, f"shape {list(array.shape)}")
 
 
 def _selection(request: Any, q: int) -> None:

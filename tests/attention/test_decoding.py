@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.decoding import Sequence, random_sequence, random_step, small_pages_of
 
 from service.attention.cache import PagePool
-from service.attention.compare.random_cases import LAYER_FEATURES, Case, random_case
+from service.attention.compare.random_cases import Case, random_case
+from service.attention.compare.random_layers import LAYER_FEATURES
 from service.attention.decoding import forward_steps
 from service.errors import InvalidRequest, SessionConflict
 from service.serving.binding import bind

@@ -38,11 +38,11 @@ def test_the_service_agrees_in_process_and_by_url(server, http):
 
 def test_the_check_of_a_server_prints_json(server):
     done = run_attend("check", "--cases", "3", "--seed", "3", "--url", server.url, "--json")
-    told = json.loads(done.stdout)
-    assert done.returncode == 0 and set(told) == {"agrees", "cases", "seed", "outputs"}
-    assert (told["agrees"], told["cases"], told["seed"]) == (True, 3, 3)
-    assert {row["output"] for row in told["outputs"]} == {name for number in range(3) for name in outputs_of(draw_case(3, number).spec)}
-    assert all(row["agrees"] and row["error"] <= row["allowed"] and 0 <= row["case"] < 3 for row in told["outputs"])
+    printed = json.loads(done.stdout)
+    assert done.returncode == 0 and set(printed) == {"agrees", "cases", "seed", "outputs"}
+    assert (printed["agrees"], printed["cases"], printed["seed"]) == (True, 3, 3)
+    assert {row["output"] for row in printed["outputs"]} == {name for number in range(3) for name in outputs_of(draw_case(3, number).spec)}
+    assert all(row["agrees"] and row["error"] <= row["allowed"] and 0 <= row["case"] < 3 for row in printed["outputs"])
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def lying(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
         one.server_close()
 
 
-def test_a_relay_that_changes_nothing_agrees(lying):
+def test_replies_that_a_relay_does_not_change_agree(lying):
     """So the next test detects the change of the reply, not the relay."""
     assert run_attend("check", "--cases", "3", "--url", lying(lambda reply: reply)).returncode == 0
 
@@ -110,9 +110,14 @@ def test_a_wrong_reply_is_detected(lying, change, named):
     assert f"wrong: {named}" in shown and "query [" in shown
     again = shown.splitlines()[-1].removeprefix("again: attend ").split()
     assert again[:3] == ["check", "--url", url]
-    told = json.loads(run_attend(*again, "--json").stdout)
-    assert not told["agrees"] and told["cases"] == 1 and told["wrong"].startswith(named) and told["again"] == f"attend {' '.join(again)}"
-    [row] = [row for row in told["outputs"] if not row["agrees"]]
+    printed = json.loads(run_attend(*again, "--json").stdout)
+    assert (
+        not printed["agrees"]
+        and printed["cases"] == 1
+        and printed["wrong"].startswith(named)
+        and printed["again"] == f"attend {' '.join(again)}"
+    )
+    [row] = [row for row in printed["outputs"] if not row["agrees"]]
     assert named.startswith(row["output"]) and (row["error"] is None) == bool(row["about"])
     assert run_attend(*again).returncode == 1
 
@@ -155,7 +160,7 @@ def test_every_output_is_compared(dtype):
         assert not compare_output(name, tensor, tensor[..., None], case.spec, 1.0).agrees
 
 
-def test_blocked_scores_are_exact():
+def test_minus_infinity_agrees_only_with_itself():
     expected, spec = np.array([1.0, -np.inf]), LayerSpec(d_model=2, num_heads=1)
     assert compare_output("scores", expected, np.array([1.0, -np.inf], np.float32), spec, 1.0).agrees
     assert not compare_output("scores", expected, np.array([1.0, -1e9], np.float32), spec, 1.0).agrees
@@ -256,9 +261,9 @@ def test_the_help_has_every_convention_and_its_values(package):
 
 def test_the_check_of_a_module_prints_json(package):
     done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled", "--module", "theirs:Raises", "--json")
-    told = json.loads(done.stdout)
-    assert done.returncode == 1 and not told["agrees"]
-    right, unscaled, raises = told["modules"]
+    printed = json.loads(done.stdout)
+    assert done.returncode == 1 and not printed["agrees"]
+    right, unscaled, raises = printed["modules"]
     assert right["agrees"] and right["calls"] == 8 and all(case["agrees"] for case in right["cases"])
     assert not unscaled["agrees"] and "not divided by sqrt(head_dim)" in unscaled["first"] and unscaled["cases"][0]["agrees"] is False
     assert unscaled["again"] == "attend check --module theirs:Unscaled --seed 0"

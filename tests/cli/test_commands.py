@@ -19,8 +19,9 @@ from service.attention.native import extension
 from service.settings import Settings
 from service.wire.native import numbers
 
-COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "openapi", "version"]
+COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "sessions", "keys", "config", "check", "openapi", "version"]
 BELOW = ["layers list", "layers add", "layers inspect", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
+BELOW += [f"sessions {name}" for name in ("start", "list", "fork", "truncate", "export", "import", "delete")]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 
@@ -53,7 +54,7 @@ def test_the_help_lists_every_command():
     shown = run_attend("--help", env=WIDE).stdout.decode()
     assert set(re.findall(r"^│ (\w+)  ", shown, re.MULTILINE)) == set(COMMANDS)
     assert "Exit codes: 0 success; 1 " in shown and "attend demo" in shown.partition("Examples")[2]
-    for group in ("layers", "keys"):
+    for group in ("layers", "sessions", "keys"):
         listed = re.findall(r"^│ (\w+)  ", run_attend(group, "--help", env=WIDE).stdout.decode(), re.MULTILINE)
         assert [f"{group} {name}" for name in listed] == [command for command in BELOW if command.startswith(group)]
 

@@ -23,7 +23,7 @@ def test_both_clients_have_the_same_methods():
     """With the same signatures."""
     waiting, other = methods(Client), methods(AsyncClient)
     assert waiting.keys() == other.keys()
-    for name in waiting:
+    for name in waiting.keys() - {"session"}:  # of test_sessions.py
         assert str(inspect.signature(waiting[name])) == str(inspect.signature(other[name])), name
         assert inspect.iscoroutinefunction(other[name]), name
     kept = [p.replace(annotation=None) for p in inspect.signature(Client).parameters.values()]

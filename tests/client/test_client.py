@@ -552,6 +552,8 @@ PATIENCE = {  # of every method, what it is called with
     "layer_weights": ("x",),
     "delete_layer": ("x",),
     "ready": (),
+    "session": (),
+    "sessions": (),
 }
 
 
@@ -571,11 +573,14 @@ def test_every_method_takes_a_timeout(kind, method, monkeypatch):
     async def later(request):
         return handle(request)
 
+    async def awaited(result):
+        return await result
+
     client = kind(timeout=7.0, transport=httpx.MockTransport(handle if kind is Client else later))
     for given in ({"timeout": 2.5}, {"timeout": None}, {}):
         with pytest.raises(errors.AttendError):
             asked = getattr(client, method)(*PATIENCE[method], **given)
-            asyncio.run(asked)
+            asyncio.run(awaited(asked))
     assert waited == [2.5, None, 7.0]
     assert {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"} == {*PATIENCE, "perform", "close"}
 

@@ -10,7 +10,8 @@ import torch
 from service.attention import cache
 from service.attention.cache import KeyValueCache, PagePool, caches_latent
 from service.attention.call import Result
-from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, Case, Sizes, draw_options, random_case, rounded
+from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, Case, draw_options, random_case
+from service.attention.compare.random_layers import Draw, Sizes, rounded
 from service.attention.decoding import CachedStep, forward_steps
 from service.attention.reference import forward
 from service.attention.reference.forward import Outputs
@@ -64,20 +65,26 @@ class Sequence:
         """Whether steps have a key, or a value."""
         return name in self.case.request and (name == "key" or self.spec.latent is None)
 
-    def draw(self, rng: np.random.Generator, queries: int, keys: int, *features: str) -> dict[str, Any]:
+    def draw(self, rng: np.random.Generator, queries: int, keys: int, *features: str, appended: int | None = None) -> dict[str, Any]:
         """The fields of a step with random rows. Without a key of its own, the step has as many new keys as queries."""
         spec, keys = self.spec, keys if self.has("key") else queries
+        total = self.length + (keys if appended is None else appended)
         members: dict[str, Any] = {"query": rng.standard_normal((queries, spec.query_dim))}
         members |= {name: rng.standard_normal((keys, getattr(spec, f"{name}_dim"))) for name in ("key", "value") if self.has(name)}
         drawn = set(features) - ({"positions"} if spec.rope is None else set()) - ({"dropout"} if spec.differential else set())
         drawn = drawn - {"key", "value"} | ({"key"} if self.has("key") else set())
-        sizes = Sizes(None, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim, queries, self.length + keys)
-        members |= draw_options(rng, sizes, drawn, spec)
+        sizes = Sizes(None, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim, queries, total)
+        members |= draw_options(Draw(rng), sizes, drawn, spec)
         if "key_positions" in members:
             members["key_positions"] = members["key_positions"][:keys]
         if "query_offset" not in features:
             members.pop("query_offset", None)
         return {name: rounded(x, spec.dtype) if isinstance(x, np.ndarray) else x for name, x in members.items()}
+
+    def look(self, rng: np.random.Generator, queries: int, *features: str) -> dict[str, Any]:
+        """The fields of a call that appends nothing."""
+        members = self.draw(rng, queries, 0, *features, appended=0)
+        return {name: x for name, x in members.items() if name not in ("key", "value", "key_positions")} | {"append": False}
 
     def bind(self, members: Mapping[str, Any], **fields: Any) -> BoundCall:
         """The bound call; its pages are reserved."""
@@ -168,7 +175,10 @@ def random_step(sequence: Sequence, rng: np.random.Generator) -> dict[str, Any]:
     queries, keys = (int(n) for n in rng.choice([1, 1, 1, 2, 3, 5], 2))
     queries, keys = min(queries, sequence.room), min(keys, sequence.room)
     features = [name for name in REQUEST_FEATURES if rng.random() < 0.1]
-    members = sequence.draw(rng, queries, keys, *features)
+    if sequence.length and rng.random() < 0.15:
+        members = sequence.look(rng, queries, *features)
+    else:
+        members = sequence.draw(rng, queries, keys, *features)
     return members | {"outputs": ["output"]} if rng.random() < 0.5 else members  # one query then attends page by page
 
 

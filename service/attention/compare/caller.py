@@ -18,6 +18,15 @@ from service.attention.compare.weights import is_matrix
 from service.attention.reference.projections import merge_heads, split_heads
 from service.tensors import Array
 
+# kind of case -> roles of the parameters that may take its mask, and their description
+MASKS: dict[str, tuple[tuple[str, ...], str]] = {
+    "plain": ((), ""),
+    "mask": (("mask",), "a mask over queries and keys"),
+    "causal": (("mask", "causal"), "such a mask or is_causal"),
+    "padding": (("padding", "lengths", "mask"), "a mask, key mask or lengths"),
+    "segments": (("segments", "mask"), "segments, or a mask over queries and keys"),
+}
+
 
 class CallFailed(Exception):
     """The candidate raised; the message has its exception and the arguments."""
@@ -72,13 +81,7 @@ class Caller:
         if case.kind == "causal" and self.convention.causal:
             return "it is causal in every case"
         if case.kind != "plain" and self._mask_role(case) is None:
-            parameter = {
-                "mask": "a mask over queries and keys",
-                "causal": "such a mask or is_causal",
-                "padding": "a mask, key mask or lengths",
-                "segments": "segments, or a mask over queries and keys",
-            }
-            return f"no parameter is known as {parameter[case.kind]}; if there is one, pass arguments={{…}}"
+            return f"no parameter is known as {MASKS[case.kind][1]}; if there is one, pass arguments={{…}}"
         return None
 
     def call(self, case: CheckCase) -> Result:
@@ -101,52 +104,34 @@ class Caller:
     def _mask_role(self, case: CheckCase) -> str | None:
         """The role of the parameter that takes the mask of a case; None where the candidate has none, or the case is plain."""
         over_pairs = self.convention.mask_shape != "b,k"
-        roles = {
-            "plain": [],
-            "mask": ["mask"],
-            "causal": ["mask", "causal"],
-            "padding": ["padding", "lengths", "mask"],
-            "segments": ["segments", "mask"],
-        }
-        for role in roles[case.kind]:
-            if role in self.roles and (role != "mask" or over_pairs or case.kind == "padding"):
-                return role
-        return None
+        roles = (role for role in MASKS[case.kind][0] if role in self.roles)
+        return next((role for role in roles if role != "mask" or over_pairs or case.kind == "padding"), None)
 
     def _arguments(self, case: CheckCase) -> dict[str, Any]:
-        """Parameter -> argument."""
-        values: dict[str, Any] = {}
+        """Parameter -> argument. A mask that the case does not have is passed only if it is required, and blocks nothing."""
         mask_role = self._mask_role(case)
-        for role, name in self.roles.items():
-            needed = role == mask_role or self.signature.parameters[name].default is inspect.Parameter.empty
-            mask = case.mask if role == mask_role else np.ones_like(case.mask)
-            if role in ("query", "key", "value"):
-                values[name] = self._tensor(
-                    self._laid_out(getattr(case, role), self.heads if role == "query" else self.kv_heads), self.dtype
-                )
-            elif role in ("mask", "padding"):
-                if needed:
-                    values[name] = self._mask(mask, role)
-            elif role == "lengths":
-                if needed:
-                    values[name] = self._tensor(self._unbatched(mask[:, 0].sum(axis=-1)), "int64")
-            elif role == "segments":
-                if needed:
-                    one = np.ones(case.query.shape[:2])
-                    values[name] = self._tensor(self._unbatched(one if case.segments is None else case.segments), "int64")
-            elif role == "positions":
-                positions = np.broadcast_to(np.arange(case.query.shape[1]), case.query.shape[:2])
-                values[name] = self._tensor(self._unbatched(positions), "int64")
-            elif role in self.matrices:
-                matrix = self.matrices[role]
-                values[name] = self._tensor(matrix.T if is_matrix(role) and self.convention.orientation == "in,out" else matrix, self.dtype)
-            elif role == "heads":
-                values[name] = self.heads
-            elif role == "causal":
-                values[name] = role == mask_role
-            else:
-                values[name] = role == "return_weights"
-        return values
+        required = {role for role, name in self.roles.items() if self.signature.parameters[name].default is inspect.Parameter.empty}
+        optional = {"mask", "padding", "lengths", "segments"} - required - {mask_role}
+        return {name: self._argument(role, case, role == mask_role) for role, name in self.roles.items() if role not in optional}
+
+    def _argument(self, role: str, case: CheckCase, masks: bool) -> Any:
+        """`masks`: whether this parameter takes the mask of the case."""
+        mask = case.mask if masks else np.ones_like(case.mask)
+        if role in ("query", "key", "value"):
+            return self._tensor(self._laid_out(getattr(case, role), self.heads if role == "query" else self.kv_heads), self.dtype)
+        if role in ("mask", "padding"):
+            return self._mask(mask, role)
+        if role in self.matrices:
+            matrix = self.matrices[role]
+            return self._tensor(matrix.T if is_matrix(role) and self.convention.orientation == "in,out" else matrix, self.dtype)
+        integers = {
+            "lengths": mask[:, 0].sum(axis=-1),
+            "segments": np.ones(case.query.shape[:2]) if case.segments is None else case.segments,
+            "positions": np.broadcast_to(np.arange(case.query.shape[1]), case.query.shape[:2]),
+        }
+        if role in integers:
+            return self._tensor(self._unbatched(integers[role]), "int64")
+        return {"heads": self.heads, "causal": masks}.get(role, role == "return_weights")
 
     def _laid_out(self, x: Array, heads: int) -> Array:
         """[b, n, width] in the layout of the candidate."""

@@ -229,13 +229,11 @@ def _callable(candidate: Any, convention: Convention) -> tuple[Callable[..., Any
     try:
         return function, inspect.signature(described)
     except ValueError:
-        kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, ("query", "key", "value")
-        return function, inspect.Signature(
-            [
-                inspect.Parameter(name, kind, default=inspect.Parameter.empty if role in required else None)
-                for name, role in convention.arguments.items()
-            ]
-        )
+        defaults = {
+            name: inspect.Parameter.empty if role in ("query", "key", "value") else None for name, role in convention.arguments.items()
+        }
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return function, inspect.Signature([inspect.Parameter(name, kind, default=default) for name, default in defaults.items()])
 
 
 def _shape_case(convention: Convention) -> CheckCase:

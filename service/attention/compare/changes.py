@@ -16,21 +16,21 @@ from service.attention.compare.weights import cut, pack
 from service.attention.reference.forward import Layer
 from service.attention.reference.request import Request
 from service.spec import LayerSpec
-from service.tensors import BY_TORCH, Array
+from service.tensors import Array
 
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """The output and the weights of a computation. `rows` [b, q] are those to compare: libraries differ in rows without a key."""
+class Expected:
+    """The output and the weights of a computation, and how far a candidate's may be from them."""
 
     outputs: Mapping[str, Array]
     tolerances: Mapping[str, float]
-    rows: Array
+    rows: Array  # [b, q], those that have a key: libraries differ in the others
 
     def agrees(self, name: str, got: Array) -> bool:
-        """Whether an output of a candidate has these numbers."""
+        """Whether an output of a candidate has these numbers, in rows that have a key."""
         expected = self.outputs[name]
         if got.shape != expected.shape:
             return False
@@ -48,24 +48,28 @@ class Computation:
     case: CheckCase
     dtype: str = "float64"  # of the candidate: it decides where exp overflows, and the tolerance
     tolerance: float | None = None  # relative; None: by dtype
+    average_weights: bool = False  # whether the weights are averaged over the heads
     added: Array | None = None  # [b, q, k], added to the scores
     layer: type[Layer] = Layer  # a subclass replaces steps
     residual: bool = False
     returned: str = "attention_weights"  # which output is compared with the weights
 
     @np.errstate(all="ignore")
-    def run(self) -> Result:
+    def run(self) -> Expected:
         """ValueError: shapes for which a change is impossible."""
         case = self.case
         mask = None if case.visible.all() else case.visible
         request = Request(query=case.query, key=case.key, value=case.value, attend_mask=mask, bias=self.added)
         result = self.layer(self.spec, self.weights).attend(request)
-        output = result.output + case.query if self.residual else result.output
-        outputs = {"output": output, "attention_weights": getattr(result, self.returned)}
+        weights = getattr(result, self.returned)
+        outputs = {
+            "output": result.output + case.query if self.residual else result.output,
+            "attention_weights": weights.mean(axis=1) if self.average_weights else weights,
+        }
         rows = np.ones(case.query.shape[:2], bool) if mask is None else np.logical_not(result.fully_masked.any(axis=1))
         norm, relative = self.spec.qk_norm is not None, self.tolerance
         tolerances = {name: tolerance(x, self.dtype, result.scores, norm=norm, relative=relative) for name, x in outputs.items()}
-        return Result(outputs, tolerances, rows)
+        return Expected(outputs, tolerances, rows)
 
 
 Change = Callable[[Computation], Computation]
@@ -165,40 +169,3 @@ def where(needed: Callable[[Computation], Any], change: Change) -> Change:
 
 def all_of(*changes: Change) -> Change:
     return lambda c: reduce(lambda changed, change: change(changed), changes, c)
-
-
-def overflow(c: Computation) -> Computation:
-    """Takes exp of the scores themselves, in the candidate's dtype."""
-
-    def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
-        exponentials = np.exp(scores.astype(BY_TORCH[c.dtype].numpy)).astype(np.float64)
-        sink = 0.0 if sinks is None else np.exp(sinks[..., None])
-        return exponentials / (exponentials.sum(axis=-1, keepdims=True) + sink), scores[..., 0]
-
-    return in_steps(softmax=softmax)(c)
-
-
-def fill_with_zero(c: Computation) -> Computation:
-    """Takes the softmax of scores that are 0 where they should be -inf."""
-    right = c.layer.softmax
-    return in_steps(softmax=lambda layer, scores, sinks: right(layer, np.where(np.isneginf(scores), 0.0, scores), sinks))(c)
-
-
-def block_after_softmax(c: Computation) -> Computation:
-    """Sets the weights of blocked keys to 0."""
-    right, visible = c.layer.softmax, c.case.visible[:, None]
-    return UNMASK(in_steps(softmax=lambda layer, scores, sinks: (right(layer, scores, sinks)[0] * visible, scores[..., 0]))(c))
-
-
-def over_axis(axis: int) -> Change:
-    """Takes the softmax over another axis."""
-
-    def change(c: Computation) -> Computation:
-        right = c.layer.softmax
-
-        def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
-            return np.moveaxis(right(layer, np.moveaxis(scores, axis, -1), None)[0], -1, axis), scores[..., 0]
-
-        return in_steps(softmax=softmax)(c)
-
-    return change

@@ -12,7 +12,7 @@ from service.attention.compare.cases import CheckCase, draw_check_cases
 from service.attention.compare.changes import Computation
 from service.attention.compare.convention import make_convention
 from service.attention.compare.mistakes import explain
-from service.attention.compare.tolerance import RELATIVE, tolerance
+from service.attention.compare.tolerance import RELATIVE
 from service.spec import LayerSpec
 from service.tensors import Array
 
@@ -140,47 +140,32 @@ class _Output:
 
 def _compare_case(candidate: Candidate, case: CheckCase, found: Collection[str] | None) -> tuple[CaseResult, Disagreement | None]:
     """`found`: mistakes of earlier cases; None: an explanation is not searched."""
-    reference = case.reference(candidate.spec, candidate.weights)
+    caller = candidate.caller
     try:
-        result = candidate.caller.call(case)
+        result = caller.call(case)
     except CallFailed as failure:
         hint = "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype" if case.kind != "plain" else None
         return CaseResult(case.name, np.inf, raised=str(failure)), Disagreement(case.name, "output", "a result", str(failure), hint=hint)
-    dtype = max((candidate.caller.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
-    relative = candidate.caller.convention.tolerance
-
-    def output(name: str, expected: Array, got: Array) -> _Output:
-        allowed = tolerance(expected, dtype, reference.scores, norm=candidate.spec.qk_norm is not None, relative=relative)
-        return _Output(name, expected, got, allowed)
-
-    outputs = [output("output", reference.output, result.output)]
-    if result.attention_weights is not None:
-        weights = reference.attention_weights
-        weights = weights.mean(axis=1) if candidate.caller.convention.average_weights else weights
-        outputs.append(output("attention_weights", weights, result.attention_weights))
+    dtype = max((caller.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
+    options = caller.convention
+    right = Computation(candidate.spec, candidate.weights, case, dtype, options.tolerance, options.average_weights)
+    expected, got = right.run(), {"output": result.output, "attention_weights": result.attention_weights}
+    outputs = [_Output(name, x, y, expected.tolerances[name]) for name, x in expected.outputs.items() if (y := got[name]) is not None]
     worst = max(outputs, key=lambda x: x.error / x.tolerance)
-    case_result = CaseResult(case.name, worst.error, worst.tolerance)
     wrong = next((x for x in outputs if x.error > x.tolerance), None)
-    return case_result, None if wrong is None else _disagreement(candidate, case, wrong, outputs, dtype, found)
+    return CaseResult(case.name, worst.error, worst.tolerance), None if wrong is None else _disagreement(right, wrong, outputs, found)
 
 
-def _disagreement(
-    candidate: Candidate, case: CheckCase, wrong: _Output, outputs: Sequence[_Output], dtype: str, found: Collection[str] | None
-) -> Disagreement:
+def _disagreement(right: Computation, wrong: _Output, outputs: Sequence[_Output], found: Collection[str] | None) -> Disagreement:
     if wrong.got.shape != wrong.expected.shape:
         shapes = f"shape {list(wrong.expected.shape)}", f"shape {list(wrong.got.shape)}"
-        return Disagreement(case.name, wrong.name, *shapes, hint=_explain_shape(wrong))
-    places = np.argwhere(~(np.abs(wrong.got - wrong.expected) <= wrong.tolerance))
-    index = tuple(int(i) for i in places[0])
+        return Disagreement(right.case.name, wrong.name, *shapes, hint=_explain_shape(wrong))
+    index = tuple(np.argwhere(~(np.abs(wrong.got - wrong.expected) <= wrong.tolerance))[0].tolist())
     results = {x.name: x.got for x in outputs if x.got.shape == x.expected.shape}
-    if candidate.caller.convention.average_weights:
-        results.pop("attention_weights", None)  # mistakes are computed per head
-    searched = results and found is not None
-    right = Computation(candidate.spec, candidate.weights, case, dtype, candidate.caller.convention.tolerance)
-    mistakes = explain(right, results, found or ()) if searched else ()
+    mistakes = () if found is None else explain(right, results, found)
     hint = f"this is what comes out when {', and when '.join(mistakes)}" if mistakes else UNEXPLAINED
-    expected, got = (f"{x[index]:.{17 if dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
-    return Disagreement(case.name, wrong.name, expected, got, index, hint, mistakes)
+    expected, got = (f"{x[index]:.{17 if right.dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
+    return Disagreement(right.case.name, wrong.name, expected, got, index, hint, mistakes)
 
 
 def _explain_shape(wrong: _Output) -> str | None:

@@ -56,25 +56,22 @@ class Convention:
         return any(isinstance(x, str) for x in (self.weights or {}).values())
 
 
+OPTIONS: dict[str, Any] = {option.name: option.type for option in fields(Convention)}  # their `Annotated` types
+
+
 def make_convention(options: Mapping[str, Any]) -> Convention:
     """The convention with these options. TypeError: no such option. ValueError: not one of its values."""
-    known = _annotations()
     for name, value in options.items():
-        if name not in known:
-            raise TypeError(f"expected an option among {', '.join(known)}, got {name!r}")
-        if not _fits(value, known[name].__origin__):
-            raise ValueError(f"expected {name} to be {' or '.join(_values(known[name].__origin__))}, got {value!r}")
+        if name not in OPTIONS:
+            raise TypeError(f"expected an option among {', '.join(OPTIONS)}, got {name!r}")
+        if not _fits(value, OPTIONS[name].__origin__):
+            raise ValueError(f"expected {name} to be {' or '.join(_values(OPTIONS[name].__origin__))}, got {value!r}")
     return Convention(**options)
 
 
 def option_table() -> list[tuple[str, list[str], str]]:
     """Name, values and meaning of each option."""
-    return [(name, _values(option.__origin__), option.__metadata__[0]) for name, option in _annotations().items()]
-
-
-def _annotations() -> dict[str, Any]:
-    """Option -> its `Annotated` type."""
-    return {option.name: option.type for option in fields(Convention)}
+    return [(name, _values(option.__origin__), option.__metadata__[0]) for name, option in OPTIONS.items()]
 
 
 def _values(annotation: Any) -> list[str]:

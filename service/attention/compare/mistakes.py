@@ -11,30 +11,27 @@ from itertools import combinations, permutations
 
 import numpy as np
 
+from service.attention.compare import wrong_steps
 from service.attention.compare.changes import (
     Change,
     Computation,
     Function,
-    Impossible,
     add_mask,
     all_of,
-    block_after_softmax,
     each_weight,
     exchange,
-    fill_with_zero,
     in_mask,
     in_part,
     in_spec,
     in_steps,
     in_weights,
-    over_axis,
-    overflow,
     recut,
     where,
 )
 from service.attention.compare.weights import QKV, QUERY_GATE
+from service.attention.compare.wrong_steps import MERGE, OTHER_HEADS, SPLIT, over_axis, split_and_merge
 from service.attention.reference.forward import Layer
-from service.attention.reference.positions import frequencies
+from service.spec import LayerSpec
 from service.spec_parts import Rope, Window
 from service.tensors import Array
 
@@ -53,50 +50,16 @@ LEFT_OUT = {  # field of a spec -> its name in hints
     "sinks": "the sink of the softmax",
 }
 
-# Wrong ways to split [b, n, h*d] into heads and to merge [b, h, n, d].
-SPLIT: dict[str, Function] = {
-    "reshape": lambda layer, x, h: x.reshape(len(x), h, x.shape[1], -1),
-    "head fastest": lambda layer, x, h: x.reshape(*x.shape[:2], -1, h).transpose(0, 3, 1, 2),
-    "not transposed": lambda layer, x, h: x.reshape(*x.shape[:2], h, -1),
-    "sequence first": lambda layer, x, h: x.reshape(*x.shape[:2], h, -1).transpose(1, 2, 0, 3),
-}
-MERGE: dict[str, Function] = {
-    "reshape": lambda layer, x: x.reshape(len(x), x.shape[2], -1),
-    "head fastest": lambda layer, x: x.transpose(0, 2, 3, 1).reshape(len(x), x.shape[2], -1),
-    "not transposed": lambda layer, x: x.reshape(*x.shape[:2], -1),
-    "sequence first": lambda layer, x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
-}
-# For splits that change the number of heads: no repeated heads, and no bias for each head.
-OTHER_HEADS = in_steps(repeat_kv_heads=lambda layer, x: x, position_bias=lambda layer, ahead: np.zeros((1, 1, 1, 1)))
 
-
-def _both(name: str) -> Change:
-    return in_steps(split_heads=SPLIT[name], merge_heads=MERGE[name])
-
-
-def _by_key_head(layer: Layer, x: Array) -> Array:
-    return np.tile(x, (1, layer.spec.num_heads // x.shape[1], 1, 1))
+def _with_power_of_mscale(spec: LayerSpec, power: int) -> float:
+    """The scale of a latent layer, mscale² / √head_dim, with another power of mscale."""
+    root = spec.head_dim**-0.5
+    return (spec.scale / root) ** (power / 2) * root if spec.latent else spec.scale
 
 
 def _identity(c: Computation) -> Mapping[str, Array]:
     identity = {"output.weight": np.eye(c.spec.concatenated_dim), "output.bias": np.zeros(1)}
     return identity if "output.weight" in c.weights else {}
-
-
-def _in_first_head(layer: Layer, shared: Array, heads: int) -> Array:
-    return shared[:, None] * np.eye(heads, 1)[:, None]
-
-
-def _by_reshape(layer: Layer, shared: Array, heads: int) -> Array:
-    return np.repeat(shared[:, :, None], heads, axis=2).reshape(len(shared), heads, *shared.shape[1:])
-
-
-def _by_reshape_after_rope(layer: Layer, x: Array, name: str, positions: Array) -> Array:
-    turned, latent = Layer.rotate(layer, x, name, positions), layer.spec.latent
-    if name == "query" or latent is None:
-        return turned
-    shared, own = np.split(turned, [latent.rope_key_dim], axis=-1)
-    return np.concatenate([_by_reshape(layer, shared[:, 0], x.shape[1]), own], axis=-1)
 
 
 def _and_next(visible: Array) -> Array:
@@ -119,43 +82,18 @@ def _scaled_linearly(rope: Rope | None) -> Rope | None:
     return rope and rope.model_copy(update={"scaling": rope.scaling and rope.scaling.model_copy(update={"type": "linear"})})
 
 
-def _with_angles_of_the_other_pairs(layer: Layer, x: Array, name: str, positions: Array) -> Array:
-    """RoPE of halves with angles f0 f0 f1 f1 …, which are those of neighbouring pairs; or of pairs with f0 f1 … f0 f1 …, of halves."""
-    rope = layer.spec.rope
-    if rope is None or rope.axes or layer.spec.differential:
-        raise Impossible
-    dims = rope.dims or x.shape[-1]
-    of_pairs, turning = frequencies(rope, dims), x[..., :dims]
-    angles = positions[:, None, :, None] * (np.tile(of_pairs, 2) if rope.interleaved else np.repeat(of_pairs, 2))
-    if rope.interleaved:
-        partners = np.stack((-turning[..., 1::2], turning[..., 0::2]), axis=-1).reshape(turning.shape)
-    else:
-        partners = np.concatenate((-turning[..., dims // 2 :], turning[..., : dims // 2]), axis=-1)
-    turned = rope.attention_factor * (turning * np.cos(angles) + partners * np.sin(angles))
-    return np.concatenate((turned, x[..., dims:]), axis=-1)
-
-
+SCALES: dict[str, Function] = {
+    "the scores are not divided by sqrt(head_dim)": lambda spec: 1.0,
+    "mscale is forgotten, and the scores are divided by sqrt(head_dim) alone": lambda spec: _with_power_of_mscale(spec, 0),
+    "the scores are multiplied by mscale and not by its square": lambda spec: _with_power_of_mscale(spec, 1),
+    "the layer's own scale is ignored, and the scores are divided by sqrt(head_dim)": lambda spec: spec.head_dim**-0.5,
+    "the scores are divided by sqrt(d_model) and not by sqrt(head_dim)": lambda spec: spec.d_model**-0.5,
+    "the scores are divided by head_dim and not by its square root (or by the root twice)": lambda spec: 1 / spec.head_dim,
+    "the scores are multiplied by sqrt(head_dim) and not divided": lambda spec: spec.head_dim**0.5,
+} | {f"the scores are divided by the constant sqrt({n}) and not by sqrt(head_dim)": lambda spec, n=n: n**-0.5 for n in CONSTANTS}
 # What is changed -> the mistake, as in "this is what comes out when …" -> the change. Mistakes that change the same are not combined.
 MISTAKES: dict[str, dict[str, Change]] = {
-    "scale": {
-        "the scores are not divided by sqrt(head_dim)": in_spec(scale=lambda spec: 1.0),
-        "mscale is forgotten, and the scores are divided by sqrt(head_dim) alone": in_spec(
-            scale=lambda spec: spec.head_dim**-0.5 if spec.latent else spec.scale
-        ),
-        "the scores are multiplied by mscale and not by its square": in_spec(
-            scale=lambda spec: (spec.scale * spec.head_dim**-0.5) ** 0.5 if spec.latent else spec.scale
-        ),
-        "the layer's own scale is ignored, and the scores are divided by sqrt(head_dim)": in_spec(scale=lambda spec: spec.head_dim**-0.5),
-        "the scores are divided by sqrt(d_model) and not by sqrt(head_dim)": in_spec(scale=lambda spec: spec.d_model**-0.5),
-        "the scores are divided by head_dim and not by its square root (or by the root twice)": in_spec(
-            scale=lambda spec: 1 / spec.head_dim
-        ),
-        "the scores are multiplied by sqrt(head_dim) and not divided": in_spec(scale=lambda spec: spec.head_dim**0.5),
-    }
-    | {
-        f"the scores are divided by the constant sqrt({n}) and not by sqrt(head_dim)": in_spec(scale=lambda spec, n=n: n**-0.5)
-        for n in CONSTANTS
-    },
+    "scale": {hint: in_spec(scale=scale) for hint, scale in SCALES.items()},
     "mask": {
         "the mask is inverted: it blocks what it should let through (see mask_means)": in_mask(lambda mask, _: ~mask),
         "sequences leak across segments: queries attend to keys of other sequences in their row": where(
@@ -166,10 +104,10 @@ MISTAKES: dict[str, dict[str, Change]] = {
         "the mask is transposed": in_mask(lambda mask, seen: mask.swapaxes(1, 2) if mask.shape[1] == mask.shape[2] else seen),
         "each query also sees the key after its last one (a causal mask off by one)": in_mask(lambda _, visible: _and_next(visible)),
     },
-    "exp": {"exp overflows, because the largest score of the row is not subtracted first": overflow},
+    "exp": {"exp overflows, because the largest score of the row is not subtracted first": wrong_steps.overflow},
     "blocked": {
-        "blocked scores are set to about 0 and not to -inf": fill_with_zero,
-        "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": block_after_softmax,
+        "blocked scores are set to about 0 and not to -inf": wrong_steps.fill_with_zero,
+        "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": wrong_steps.block_after_softmax,
         "the mask's ones (1 = attend) are added to the scores": add_mask(lambda visible: visible),
         "the mask's ones (1 = blocked) are added to the scores": add_mask(lambda visible: ~visible),
     },
@@ -187,19 +125,19 @@ MISTAKES: dict[str, dict[str, Change]] = {
         "heads are merged with the head as the fastest axis": in_steps(merge_heads=MERGE["head fastest"]),
     },
     "split + merge": {
-        "heads are both split and merged by a reshape without a transpose": _both("reshape"),
-        "heads are split and merged with the head as the fastest axis": _both("head fastest"),
+        "heads are both split and merged by a reshape without a transpose": split_and_merge("reshape"),
+        "heads are split and merged with the head as the fastest axis": split_and_merge("head fastest"),
         "heads attend to each other at every position, since no transpose follows the split (see layout)": all_of(
-            OTHER_HEADS, _both("not transposed")
+            OTHER_HEADS, split_and_merge("not transposed")
         ),
-        "the first axis is taken for the sequence and the second for the batch (see batch_first)": _both("sequence first"),
+        "the first axis is taken for the sequence and the second for the batch (see batch_first)": split_and_merge("sequence first"),
     },
     "split + scale": {
         "there is only one head": all_of(
             OTHER_HEADS, in_steps(split_heads=lambda layer, x, h: x[:, None]), in_spec(scale=lambda spec: spec.d_model**-0.5)
         )
     },
-    "groups": {"query head i uses head i mod num_kv_heads of the keys": in_steps(repeat_kv_heads=_by_key_head)},
+    "groups": {"query head i uses head i mod num_kv_heads of the keys": in_steps(repeat_kv_heads=wrong_steps.by_key_head)},
     "weights": {
         "every matrix is applied the other way round (x @ W against x @ W.T, see orientation)": each_weight(
             ("query.weight", "key.weight", "value.weight", "output.weight"), np.transpose
@@ -254,7 +192,7 @@ MISTAKES: dict[str, dict[str, Change]] = {
             rotate=lambda layer, x, name, positions: Layer.rotate(layer, x, name, positions) if name == "query" else x
         ),
         "RoPE's angles are repeated as for neighbours and applied to halves (repeat_interleave for cat), or the reverse": in_steps(
-            rotate=_with_angles_of_the_other_pairs
+            rotate=wrong_steps.with_angles_of_the_other_pairs
         ),
     },
     "norm order": {
@@ -281,9 +219,9 @@ MISTAKES: dict[str, dict[str, Change]] = {
     "rotary part": {
         f"the rotary part of the keys is not shared across heads, but {words}": where(lambda c: c.spec.latent, change)
         for words, change in (
-            ("in the first head alone", in_steps(share=_in_first_head)),
-            ("spread by a reshape without a transpose", in_steps(share=_by_reshape)),
-            ("spread by a reshape without a transpose, after RoPE", in_steps(rotate=_by_reshape_after_rope)),
+            ("in the first head alone", in_steps(share=wrong_steps.in_first_head)),
+            ("spread by a reshape without a transpose", in_steps(share=wrong_steps.by_reshape)),
+            ("spread by a reshape without a transpose, after RoPE", in_steps(rotate=wrong_steps.by_reshape_after_rope)),
         )
     },
 }

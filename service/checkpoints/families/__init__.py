@@ -7,10 +7,10 @@
     vision.py, audio.py    models and towers of images and sounds
     refused.py             model types that need an operation that the layer does not have
 
-A new family is one line in one of these, between families that resemble it. It says only what differs from Llama (`decoder`), BERT
-(`encoder`), ViT (`vision`) or Wav2Vec2 (`audio`): in fields of `Attention` (row.py) if that is a name in the config or in the checkpoint,
-in `Rotary` (../rope.py) if it is about RoPE, otherwise in traits (traits.py). `python tests/golden/generate_models.py NAME` then compares
-the row with the family's own code, and writes its case.
+A new family is one line in one of these, between families that resemble it; families with equal lines share one. It says only what
+differs from Llama (`decoder`), BERT (`encoder`), ViT (`vision`) or Wav2Vec2 (`audio`): in fields of `Attention` (row.py) if that is a name
+in the config or in the checkpoint, in `Rotary` (../rope.py) if it is about RoPE, otherwise in traits (traits.py). Then
+`python tests/golden/generate_models.py NAME` compares the row with the family's own code, and writes its case.
 """
 
 from service.checkpoints.families.audio import AUDIO
@@ -24,7 +24,8 @@ from service.checkpoints.families.vision import VISION
 
 __all__ = ["COMPOSITES", "FAMILIES", "PARTS", "REASONS", "REFUSED", "Attention", "Family", "fields_of", "number_of_layers", "place_of"]
 
-FAMILIES: dict[str, Family] = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO
+TABLES = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO
+FAMILIES: dict[str, Family] = {name: family for names, family in TABLES.items() for name in names.split()}
 PARTS = tuple(dict.fromkeys(part for family in FAMILIES.values() for part in family))
 COMPOSITES = """aria audioflamingo3 clip embedding_gemma2 exaone4_5 fuyu gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr
 glmga got_ocr2 granite_speech granite_speech_plus hyperclovax_vision_v2 idefics3 internvl lighton_ocr llama4 llava

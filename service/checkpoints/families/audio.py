@@ -1,9 +1,10 @@
 """Rows of encoders of sounds."""
 
 from dataclasses import replace
+from functools import partial
 
-from service.checkpoints.families.row import Attention, Family
-from service.checkpoints.families.traits import TRANSFORMER_XL, WITHOUT_KEY_BIAS, Trait, biased, conformer, constant, window_everywhere
+from service.checkpoints.families.row import Attention, Family, family
+from service.checkpoints.families.traits import TRANSFORMER_XL, WITHOUT_KEY_BIAS, biased, conformer, constant, window_everywhere
 from service.checkpoints.families.vision import CLIP, VIT
 from service.checkpoints.rope import Rotary
 
@@ -27,19 +28,17 @@ def fastspeech2(side: str) -> Attention:
     )
 
 
-def audio(attention: Attention, *traits: Trait) -> Family:
-    return {"audio": replace(attention, traits=traits)}
-
+audio = partial(family, "audio")
 
 AUDIO: dict[str, Family] = {
     "audio-spectrogram-transformer": audio(VIT),
-    **dict.fromkeys(("wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio", "sew"), audio(WAV2VEC2)),
-    **dict.fromkeys(("voxtral_encoder", "moss_transcribe_diarize_audio"), audio(WHISPER)),
-    "qwen2_audio_encoder": audio(replace(WHISPER, heads=("encoder_attention_heads",), layers=("encoder_layers",))),
-    "voxtral_realtime_encoder": audio(replace(WHISPER, causal=True, rotary=Rotary()), window_everywhere),
+    "wav2vec2 hubert unispeech unispeech-sat data2vec-audio sew": audio(WAV2VEC2),
+    "voxtral_encoder moss_transcribe_diarize_audio": audio(WHISPER),
+    "qwen2_audio_encoder": audio(WHISPER, heads=("encoder_attention_heads",), layers=("encoder_layers",)),
+    "voxtral_realtime_encoder": audio(WHISPER, window_everywhere, causal=True, rotary=Rotary()),
     "lasr_encoder": audio(LASR),
-    "glmasr_encoder": audio(replace(WHISPER, kv_heads=("num_key_value_heads",), rotary=Rotary(partial=0.5))),
-    **dict.fromkeys(("wav2vec2-conformer", "wav2vec2-bert"), audio(CONFORMER, conformer)),
+    "glmasr_encoder": audio(WHISPER, kv_heads=("num_key_value_heads",), rotary=Rotary(partial=0.5)),
+    "wav2vec2-conformer wav2vec2-bert": audio(CONFORMER, conformer),
     "parakeet_encoder": audio(PARAKEET, constant(**TRANSFORMER_XL)),
     "fastspeech2_conformer": {side: fastspeech2(side) for side in ("encoder", "decoder")},
 }

@@ -4,9 +4,8 @@ import math
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, SLIDING
-from service.checkpoints.families.traits import CONVERSION, WIDEST_HEAD, WITHOUT, Trait, no_rope_layers, require_present
+from service.checkpoints.families.traits import CONVERSION, WIDEST_HEAD, WITHOUT, no_rope_layers, require_present, with_options
 from service.checkpoints.layout import Fields
-from service.spec_parts import PROJECTIONS
 
 
 def gpt2_scale(config: Config, n: int, layer_type: str) -> Fields:
@@ -114,25 +113,26 @@ def mimo(config: Config, n: int, layer_type: str) -> Fields:
     return fields | {CONVERSION: {"factors": {"value": config.number("attention_value_scale", default=1.0)}}}
 
 
-def indexed(interleaved: bool) -> Trait:
-    """DeepSeek's indexer, whose RoPE is on pairs if `interleaved`. GLM-5's layers that share the keys of an earlier one are refused."""
+@with_options
+def indexed(config: Config, n: int, layer_type: str, interleaved: bool, eps: str = "", every_nth: int = 1) -> Fields:
+    """DeepSeek's indexer, whose RoPE is on pairs if `interleaved`. GLM-5's layers that share the keys of an earlier one are refused.
 
-    def trait(config: Config, n: int, layer_type: str) -> Fields:
-        kind = config.each("indexer_types", n)
-        pattern, offset = config.get("index_topk_pattern"), int(config.number("index_skip_topk_offset", default=2))
-        every = max(int(config.number("index_topk_freq", default=1)), 1)
-        if kind is None and pattern is not None:
-            kind = config.each("index_topk_pattern", n) if isinstance(pattern, list) else str(pattern)[n : n + 1]
-        elif kind is None:
-            kind = "full" if max(n - offset + 1, 0) % every == 0 else "shared"
-        if kind not in ("full", "F"):
-            raise config.refusal(
-                "indexer_types", f"full in layer {n}; a layer without an indexer attends to the keys that an earlier layer selects", kind
-            )
-        sizes = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "top_k": "index_topk"}
-        return {"indexer": {name: config.count(field) for name, field in sizes.items()} | {"interleaved": interleaved, "eps": 1e-6}}
-
-    return trait
+    `eps`: the field with that of the norm of its keys, 1e-6 without one; `every_nth`: of layers with an indexer, if the config has none.
+    """
+    kind = config.each("indexer_types", n)
+    pattern, offset = config.get("index_topk_pattern"), int(config.number("index_skip_topk_offset", default=2))
+    every = max(int(config.number("index_topk_freq", default=every_nth)), 1)
+    if kind is None and pattern is not None:
+        kind = config.each("index_topk_pattern", n) if isinstance(pattern, list) else str(pattern)[n : n + 1]
+    elif kind is None:
+        kind = "full" if max(n - offset + 1, 0) % every == 0 else "shared"
+    if kind not in ("full", "F"):
+        raise config.refusal(
+            "indexer_types", f"full in layer {n}; a layer without an indexer attends to the keys that an earlier layer selects", kind
+        )
+    sizes = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "top_k": "index_topk"}
+    section = {name: config.count(field) for name, field in sizes.items()} | {"interleaved": interleaved}
+    return {"indexer": section | {"eps": config.number(eps, default=1e-5) if eps else 1e-6}}
 
 
 def longcat(config: Config, n: int, layer_type: str) -> Fields:
@@ -151,16 +151,13 @@ def beam(config: Config, n: int, layer_type: str) -> Fields:
     return {"output_gate": {"granularity": "elementwise", "activation": "sigmoid", "bias": True}}
 
 
-def mllama(part: str) -> Trait:
+@with_options
+def mllama(config: Config, n: int, layer_type: str, part: str) -> Fields:
     """Llama 3.2 Vision: the layers that the config lists attend to the image, the others to the text."""
-
-    def trait(config: Config, n: int, layer_type: str) -> Fields:
-        listed = config.get("cross_attention_layers")
-        if not isinstance(listed, list) or (n in listed) != (part == "cross"):
-            raise config.refusal("cross_attention_layers", f"a list {'with' if part == 'cross' else 'without'} layer {n}", listed)
-        return {}
-
-    return trait
+    listed = config.get("cross_attention_layers")
+    if not isinstance(listed, list) or (n in listed) != (part == "cross"):
+        raise config.refusal("cross_attention_layers", f"a list {'with' if part == 'cross' else 'without'} layer {n}", listed)
+    return {}
 
 
 def molmo2(config: Config, n: int, layer_type: str) -> Fields:
@@ -190,12 +187,6 @@ def laguna(config: Config, n: int, layer_type: str) -> Fields:
     return own | {"output_gate": {"granularity": granularity, "activation": "softplus", "bias": False}}
 
 
-def lfm3(config: Config, n: int, layer_type: str) -> Fields:
-    """A gate on each head, unless the config has none."""
-    gate = {"granularity": "headwise", "activation": "sigmoid", "bias": False}
-    return {"output_gate": gate if config.flag("use_attention_gate", default=True) else None}
-
-
 def key_multiplier(config: Config, n: int, layer_type: str) -> Fields:
     """Falcon H1: the factor on keys is one on scores."""
     return {"scale": _head_dim(config) ** -0.5 * config.number("key_multiplier", default=1.0)}
@@ -213,10 +204,8 @@ def rope_if_named(config: Config, n: int, layer_type: str) -> Fields:
 
 
 def recurrent_gemma_window(config: Config, n: int, layer_type: str) -> Fields:
-    """A window in every layer with attention, whose output projection has a bias in any case."""
-    qkv = config.flag("attention_bias", default=False)
-    bias = dict(zip(PROJECTIONS, (qkv, qkv, qkv, True), strict=True))
-    return {"window": {"left": config.count("attention_window_size", "sliding_window") - 1}, "bias": bias}
+    """A window in every layer with attention."""
+    return {"window": {"left": config.count("attention_window_size", "sliding_window") - 1}}
 
 
 def _head_dim(config: Config) -> int:

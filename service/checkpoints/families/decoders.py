@@ -1,37 +1,15 @@
 """Rows of decoders of text: Llama and those that differ from it little, GPT-2, GPT-NeoX, BLOOM, DeepSeek's latent attention."""
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
-from service.checkpoints.families.decoder_traits import (
-    beam,
-    bigcode,
-    diffllama,
-    falcon,
-    gemma4_heads,
-    gemma_values,
-    gpt2_scale,
-    gpt_neo,
-    indexed,
-    laguna,
-    llama4,
-    llama4_type,
-    longcat,
-    mimo,
-    ministral3,
-    mistral4,
-    mllama,
-    molmo2,
-    mpt,
-    muse_glimmer,
-)
+from service.checkpoints.families import decoder_traits as own
 from service.checkpoints.families.layer_types import FULL, SLIDING, alternating, every_nth_full, from_layer, modernbert_type, qwen_type
-from service.checkpoints.families.row import Attention, Family
+from service.checkpoints.families.row import Attention, Family, family
 from service.checkpoints.families.traits import (
     ALL_BIASED,
     NO_BIASES,
     QKV,
-    Trait,
     biased,
     biased_apart,
     capped,
@@ -55,15 +33,10 @@ from service.checkpoints.families.traits import (
 from service.checkpoints.rope import Rotary
 
 LLAMA = Attention(rotary=Rotary(), bias=biased("attention_bias"))
-
-
-def decoder(*traits: Trait, **changes: Any) -> Family:
-    """Llama's attention with these traits and changes."""
-    return {"decoder": replace(LLAMA, traits=traits, **changes)}
-
-
+decoder = partial(family, "decoder", LLAMA)
 INTERLEAVED = Rotary(interleaved=True)
 THETA_10000 = Rotary(theta=10000.0)  # for configs that leave theta out
+GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")  # fields of rope_parameters that `ministral3` reads
 GPTJ = Rotary(theta=10000.0, interleaved=True, dims_field="rotary_dim")
 GRANITE = scale("attention_multiplier", default=1.0)
 PRE_SCALAR = scale("query_pre_attn_scalar", -0.5, default=256)
@@ -74,10 +47,9 @@ MODERNBERT_ROPE = Rotary(theta_fields={FULL: ("global_rope_theta", 160000.0), SL
 NEOX = Attention(path="layers.{n}.attention", layout="grouped", rotary=Rotary(partial=0.25))
 GPT2 = Attention(path="h.{n}.attn", layout="conv", kv_heads=(), bias=ALL_BIASED)
 GPT2_CROSS = replace(
-    GPT2, path="h.{n}.crossattention", layout="conv, cross", causal=False, traits=(gpt2_scale,), flag="add_cross_attention"
+    GPT2, path="h.{n}.crossattention", layout="conv, cross", causal=False, traits=(own.gpt2_scale,), flag="add_cross_attention"
 )
 GPT_OSS = replace(LLAMA, traits=(constant(sinks=True), window), bias=biased("attention_bias", default=True), layer_type=alternating)
-EXAONE = decoder(normed(), window, rope_if_sliding, bias=NO_BIASES, irrelevant="sliding_window_pattern")
 GEMMA3 = Attention(
     layout="separate, norms less 1",
     bias=LLAMA.bias,
@@ -85,7 +57,6 @@ GEMMA3 = Attention(
     layer_type=every_nth_full("sliding_window_pattern", 6),
     rotary=Rotary(theta=1e6, theta_fields={SLIDING: ("rope_local_base_freq", 1e4)}, scaled_layer_types=(FULL,)),
 )
-GEMMA4 = decoder(gemma4_heads, window, gemma_values, only("use_bidirectional_attention", None, "vision"))  # among images' tokens
 HRM_TEXT = replace(
     LLAMA,
     path="L_module.layers.{n}.attn",
@@ -96,96 +67,96 @@ HRM_TEXT = replace(
     traits=(gated(), only("attention_bias", False)),
     irrelevant="^embedding_scale$",
 )
-LATENT = decoder(
-    latent,
-    layout="latent",
-    kv_heads=(),
-    rotary=Rotary(interleaved_field="rope_interleave"),
-    bias=biased("attention_bias", "o"),
+DEEPSEEK = Attention(
+    layout="latent", kv_heads=(), rotary=Rotary(interleaved_field="rope_interleave"), bias=biased("attention_bias", "o"), traits=(latent,)
 )
+latent_decoder = partial(family, "decoder", DEEPSEEK)
+LONGCAT = replace(DEEPSEEK, traits=(latent, own.longcat), layers=("num_layers",), rotary=INTERLEAVED, irrelevant="^head_dim$")
 
 DECODERS: dict[str, Family] = {
     "llama": decoder(rotary=THETA_10000),
-    **dict.fromkeys(("arcee", "gemma", "aria_text", "jais2", "iquestcoder", "higgs_audio_v2"), decoder()),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), decoder(GRANITE)),
-    **dict.fromkeys(("granite_swa", "granitemoe_swa"), decoder(GRANITE, window, layer_thetas, constant(sinks=True))),
-    **dict.fromkeys(("mistral", "mixtral"), decoder(window_everywhere, bias=NO_BIASES)),
-    **dict.fromkeys(("ministral", "cwm"), decoder(window, bias=NO_BIASES)),
+    "arcee gemma aria_text jais2 iquestcoder higgs_audio_v2": decoder(),
+    "granite granitemoe granitemoeshared": decoder(GRANITE),
+    "granite_swa granitemoe_swa": decoder(GRANITE, window, layer_thetas, constant(sinks=True)),
+    "mistral mixtral": decoder(window_everywhere, bias=NO_BIASES),
+    "ministral cwm": decoder(window, bias=NO_BIASES),
     "qwen2": decoder(window, bias=QKV, layer_type=qwen_type),
-    **dict.fromkeys(
-        ("qwen2_vl_text", "qwen2_5_vl_text"), decoder(window, bias=QKV, layer_type=qwen_type, rotary=Rotary(sections="blocks"))
-    ),
+    "qwen2_vl_text qwen2_5_vl_text": decoder(window, bias=QKV, layer_type=qwen_type, rotary=Rotary(sections="blocks")),
     "qwen2_moe": decoder(window, bias=biased("qkv_bias", "qkv", default=True), layer_type=qwen_type),
     "qwen3": decoder(normed(), window, layer_type=qwen_type),
-    **dict.fromkeys(("hyperclovax", "granite_docling_text"), decoder(scale("attention_multiplier"))),
+    "hyperclovax granite_docling_text": decoder(scale("attention_multiplier")),
     "qwen3_moe": decoder(normed(), window_if_used),
     "qwen3_vl_text": decoder(normed(), rotary=Rotary(sections="thirds")),
     "qwen3_vl_moe_text": decoder(normed(), rotary=Rotary(sections="thirds"), irrelevant="sliding_window|max_window_layers"),
     "mllama_text_model": {
-        "decoder": replace(LLAMA, traits=(mllama("decoder"),), bias=NO_BIASES),
+        "decoder": replace(LLAMA, traits=(own.mllama("decoder"),), bias=NO_BIASES),
         "cross": replace(
             LLAMA,
             path="layers.{n}.cross_attn",
             causal=False,
             rotary=None,
             bias=NO_BIASES,
-            traits=(normed(default=1e-5), mllama("cross")),
+            traits=(normed(default=1e-5), own.mllama("cross")),
             irrelevant="^rope_",
         ),
     },
-    "seed_oss": decoder(bias=biased_apart),
+    "seed_oss internlm3": decoder(bias=biased_apart),
     "smollm3": decoder(no_rope_layers, window, layer_type=qwen_type),
     "starcoder2": decoder(window_everywhere, bias=biased("use_bias", default=True)),
     "dots1": decoder(normed(), window, layer_type=from_layer("max_window_layers", "sliding_window")),
-    **dict.fromkeys(("apertus", "hy_v3"), decoder(normed())),
+    "apertus hy_v3": decoder(normed()),
     "mellum": decoder(normed(), window, rotary=Rotary(partial=1.0)),
     "flint": decoder(normed(), window, rope_if_sliding, constant(sinks=True)),
-    **dict.fromkeys(("exaone4", "exaone_moe", "kolibri1"), EXAONE),
+    "exaone4 exaone_moe kolibri1": decoder(normed(), window, rope_if_sliding, bias=NO_BIASES, irrelevant="sliding_window_pattern"),
     "olmo": decoder(only("clip_qkv", None)),
     "olmo3": decoder(ALL_HEADS, window, layer_type=every_nth_full("sliding_window_pattern", 4), rotary=Rotary(scaled_layer_types=(FULL,))),
     "olmoe": decoder(ALL_HEADS, only("clip_qkv", None)),
-    **dict.fromkeys(("olmo2", "flex_olmo"), decoder(ALL_HEADS)),
+    "olmo2 flex_olmo": decoder(ALL_HEADS),
     "minimax_m2": decoder(ALL_HEADS, bias=NO_BIASES, rotary=Rotary(partial=1.0)),
     "solar_open": decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=1.0)),
     "cohere": decoder(normed("use_qk_norm", kind="layer", weights="own", eps="layer_norm_eps", default=1e-5), rotary=INTERLEAVED),
-    **dict.fromkeys(
-        ("cohere2", "cohere2_moe"),
-        decoder(window, rope_if_sliding, rotary=INTERLEAVED, layer_type=every_nth_full("sliding_window_pattern", 4)),
-    ),
-    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), decoder(bias=biased("use_bias"), rotary=INTERLEAVED)),
-    **dict.fromkeys(("glm", "glm4"), decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(interleaved=True, partial=0.5))),
+    "cohere2 cohere2_moe": decoder(window, rope_if_sliding, rotary=INTERLEAVED, layer_type=every_nth_full("sliding_window_pattern", 4)),
+    "ernie4_5 ernie4_5_moe": decoder(bias=biased("use_bias"), rotary=INTERLEAVED),
+    "glm glm4": decoder(bias=biased("attention_bias", "qkv"), rotary=Rotary(interleaved=True, partial=0.5)),
     "glm4_moe": decoder(normed("use_qk_norm"), bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.5)),
     "glm4v_text": decoder(bias=QKV, rotary=Rotary(interleaved=True, partial=1.0, sections="blocks")),
     "glm_ocr_text": decoder(bias=NO_BIASES, rotary=Rotary(interleaved=True, partial=1.0, sections="blocks")),
     "glm4v_moe_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=0.5, sections="blocks")),
     "glm_image_text": decoder(bias=biased("attention_bias", "qkv", default=True), rotary=Rotary(partial=1.0, sections="blocks")),
     "helium": decoder(bias=biased("attention_bias", "qkv"), rotary=INTERLEAVED),
-    "internlm3": decoder(bias=biased_apart),
     "nemotron": decoder(rotary=Rotary(partial=0.5)),
     "nanochat": decoder(normed(weights="none", after_rope=True), capped, rotary=Rotary(negate_angles=True)),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), decoder(normed(after_rope=True))),
+    "hunyuan_v1_dense hunyuan_v1_moe": decoder(normed(after_rope=True)),
     "stablelm": decoder(only("qk_layernorm", False), bias=biased("use_qkv_bias", "qkv"), rotary=Rotary(partial=0.25)),
     "phimoe": decoder(window_everywhere),
     "phi": decoder(LAYER_NORMED, bias=ALL_BIASED, rotary=Rotary(partial=0.5)),
     "phi3": decoder(window_everywhere, bias=NO_BIASES, layout="stacked", rotary=Rotary(partial=1.0)),
     "persimmon": decoder(LAYER_NORMED, bias=ALL_BIASED, layout="grouped", rotary=Rotary(partial=0.5)),
     "gpt_oss": {"decoder": GPT_OSS},
-    **dict.fromkeys(("gemma2", "vaultgemma"), decoder(PRE_SCALAR, capped_or_null, window, layer_type=alternating)),
+    "gemma2 vaultgemma": decoder(PRE_SCALAR, capped_or_null, window, layer_type=alternating),
     "gemma3_text": {"decoder": GEMMA3},
-    "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", layer_type=None, traits=(window, gemma_values))},
-    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GEMMA4),
-    "llama4_text": decoder(chunks, llama4, rotary=INTERLEAVED, layer_type=llama4_type),
-    "ministral3": decoder(
-        window_everywhere, ministral3, bias=NO_BIASES, rotary=Rotary(others=("llama_4_scaling_beta", "max_position_embeddings"))
+    "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", layer_type=None, traits=(window, own.gemma_values))},
+    "gemma4_text gemma4_unified_text": decoder(
+        own.gemma4_heads,
+        window,
+        own.gemma_values,
+        only("use_bidirectional_attention", None, "vision"),  # vision: among tokens of images
     ),
-    "mimo_v2_flash": decoder(mimo, window, bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.334)),
+    "llama4_text": decoder(chunks, own.llama4, rotary=INTERLEAVED, layer_type=own.llama4_type),
+    "ministral3": decoder(window_everywhere, own.ministral3, bias=NO_BIASES, rotary=Rotary(others=GROWTH)),
+    "mimo_v2_flash": decoder(own.mimo, window, bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.334)),
     "minimax_m3_vl_text": decoder(
         normed(), bias=NO_BIASES, layout="separate, norms less 1", rotary=Rotary(partial=1.0), irrelevant="^index_|^rotary_dim$"
     ),
-    "molmo2_text": decoder(molmo2, layout="stacked", bias=biased("attention_bias", "qkv"), irrelevant="^norm_after$"),
+    "molmo2_text": decoder(own.molmo2, layout="stacked", bias=biased("attention_bias", "qkv"), irrelevant="^norm_after$"),
     "moshi": decoder(bias=NO_BIASES, irrelevant="sliding_window"),
     "muse_glimmer_text": decoder(
-        normed(weights="none", default=1e-5), gated(), window, layer_thetas, muse_glimmer, irrelevant="^output_multiplier$|^post_norm_eps$"
+        normed(weights="none", default=1e-5),
+        gated(),
+        window,
+        layer_thetas,
+        own.muse_glimmer,
+        irrelevant="^output_multiplier$|^post_norm_eps$",
     ),
     "afmoe": decoder(
         normed(default=1e-5),
@@ -195,8 +166,8 @@ DECODERS: dict[str, Family] = {
         layer_type=every_nth_full("global_attn_every_n_layers", 4),
         irrelevant="^mup_enabled$",
     ),
-    "laguna": decoder(normed(), laguna, window, rotary=Rotary(partial=1.0)),
-    "beam": decoder(beam, normed(), window),
+    "laguna": decoder(normed(), own.laguna, window, rotary=Rotary(partial=1.0)),
+    "beam": decoder(own.beam, normed(), window),
     "step3p5": decoder(
         normed(default=1e-5),
         gated("headwise"),
@@ -208,48 +179,39 @@ DECODERS: dict[str, Family] = {
         rotary=Rotary(partial=1.0),
         irrelevant="^num_sliding_attention_heads$",  # which per_layer_config repeats
     ),
-    "diffllama": decoder(diffllama, layout="differential"),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), LATENT),
-    "deepseek_v32": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED, layout="latent, indexed", traits=(latent, indexed(False)))},
-    "glm_moe_dsa": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED, layout="latent, indexed", traits=(latent, indexed(True)))},
-    "deepseek_v2": {"decoder": replace(LATENT["decoder"], rotary=INTERLEAVED)},
-    "minicpm3": {"decoder": replace(LATENT["decoder"], rotary=Rotary(), irrelevant="^scale_(emb|depth)$")},
-    "longcat_flash": {
-        part: replace(
-            LATENT["decoder"],
-            path=f"layers.{{n}}.self_attn.{i}",
-            layers=("num_layers",),
-            rotary=INTERLEAVED,
-            traits=(latent, longcat),
-            irrelevant="^head_dim$",
-        )
-        for i, part in enumerate(("first", "second"))
-    },
-    "mistral4": {
-        "decoder": replace(
-            LATENT["decoder"],
-            traits=(latent, mistral4, ministral3),
-            rotary=Rotary(
-                interleaved_field="rope_interleave",
-                dims_field="qk_rope_head_dim",
-                partial=1.0,
-                others=("llama_4_scaling_beta", "max_position_embeddings"),
-            ),
-        )
-    },
+    "diffllama": decoder(own.diffllama, layout="differential"),
+    "deepseek_v3 glm4_moe_lite youtu axk1": latent_decoder(),
+    "deepseek_v32": latent_decoder(own.indexed(interleaved=False), rotary=INTERLEAVED, layout="latent, indexed"),
+    "glm_moe_dsa": latent_decoder(own.indexed(interleaved=True), rotary=INTERLEAVED, layout="latent, indexed"),
+    "hy_v4": latent_decoder(
+        own.indexed(interleaved=False, eps="rms_norm_eps", every_nth=4),
+        gated(),
+        constant(sinks=True),
+        rotary=Rotary(),
+        layout="latent, gated, indexed",
+        irrelevant="^learnable_sink_init$",
+    ),
+    "deepseek_v2": latent_decoder(rotary=INTERLEAVED),
+    "minicpm3": latent_decoder(rotary=Rotary(), irrelevant="^scale_(emb|depth)$"),
+    "longcat_flash": {part: replace(LONGCAT, path=f"layers.{{n}}.self_attn.{i}") for i, part in enumerate(("first", "second"))},
+    "mistral4": latent_decoder(
+        own.mistral4,
+        own.ministral3,
+        rotary=Rotary(interleaved_field="rope_interleave", dims_field="qk_rope_head_dim", partial=1.0, others=GROWTH),
+    ),
     "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
-    "gpt_neox": {"decoder": replace(NEOX, bias=biased("attention_bias", default=True))},
-    "gpt_neox_japanese": {"decoder": replace(NEOX, rotary=Rotary(partial=1.0), bias=NO_BIASES)},
+    "gpt_neox": family("decoder", NEOX, bias=biased("attention_bias", default=True)),
+    "gpt_neox_japanese": family("decoder", NEOX, rotary=Rotary(partial=1.0), bias=NO_BIASES),
     "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),
     "codegen": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ, layout="codegen"),
-    "gpt2": {"decoder": replace(GPT2, traits=(gpt2_scale,)), "cross": GPT2_CROSS},
-    "imagegpt": {"decoder": replace(GPT2, traits=(gpt2_scale,))},
+    "gpt2": {"decoder": replace(GPT2, traits=(own.gpt2_scale,)), "cross": GPT2_CROSS},
+    "imagegpt": family("decoder", GPT2, own.gpt2_scale),
     "openai-gpt": {"decoder": GPT2},
-    "gpt_bigcode": {"decoder": replace(GPT2, layout="grouped", traits=(gpt2_scale, bigcode))},
-    "gpt_neo": decoder(constant(scale=1.0), gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(None, "o")),
+    "gpt_bigcode": family("decoder", GPT2, own.gpt2_scale, own.bigcode, layout="grouped"),
+    "gpt_neo": decoder(constant(scale=1.0), own.gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(letters="o")),
     "bloom": decoder(constant(alibi=True), path="h.{n}.self_attention", layout="grouped", rotary=None, bias=ALL_BIASED),
-    "falcon": decoder(falcon, rotary=THETA_10000, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
-    "mpt": decoder(mpt, path="blocks.{n}.attn", layout="stacked", rotary=None, bias=NO_BIASES),
+    "falcon": decoder(own.falcon, rotary=THETA_10000, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
+    "mpt": decoder(own.mpt, path="blocks.{n}.attn", layout="stacked", rotary=None, bias=NO_BIASES),
     "opt": decoder(path="decoder.layers.{n}.self_attn", rotary=None, bias=biased("enable_bias", default=True)),
     "xglm": decoder(rotary=None, bias=ALL_BIASED, heads=("attention_heads",)),
     "biogpt": decoder(rotary=None, bias=ALL_BIASED),

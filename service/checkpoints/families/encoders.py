@@ -1,13 +1,14 @@
 """Rows of encoders of text: BERT and those that differ from it little, encoders made of Llama's layers, and text towers."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.decoder_traits import gemma4_heads, gemma_values
 from service.checkpoints.families.decoders import GPT_OSS, INTERLEAVED, LLAMA, MODERNBERT_ROPE, THETA_10000
 from service.checkpoints.families.layer_types import modernbert_type, repmixer, sliding
-from service.checkpoints.families.row import Attention, Family
+from service.checkpoints.families.row import Attention, Family, family
 from service.checkpoints.families.traits import (
     ALL_BIASED,
     CONVERSION,
@@ -38,6 +39,9 @@ def encoder(*traits: Trait, rotary: Rotary | None = None, **changes: Any) -> Fam
     """BERT's attention with these traits and changes: all biases, RoPE only if `rotary` is given, both directions."""
     positions = ABSOLUTE_OR_ROTARY if rotary else ABSOLUTE
     return {"encoder": replace(BERT, traits=(positions, *traits), rotary=rotary, **changes)}
+
+
+llama_encoder = partial(family, "encoder", replace(LLAMA, causal=False))
 
 
 def mobilebert(config: Config, n: int, layer_type: str) -> Fields:
@@ -84,10 +88,10 @@ def every_nth_cross(config: Config, n: int, layer_type: str) -> Fields:
 
 LIKE_BERT = "layoutlm markuplm splinter visual_bert tapas dpr"
 WITH_CROSS = "bert roberta xlm-roberta camembert electra ernie data2vec-text roberta-prelayernorm roc_bert rembert bert-generation"
-CROSS: Family = {"cross": replace(BERT, path="encoder.layer.{n}.crossattention", flag="add_cross_attention")}
+CROSS = family("cross", BERT, path="encoder.layer.{n}.crossattention", flag="add_cross_attention")
 ENCODERS: dict[str, Family] = {
-    **dict.fromkeys(LIKE_BERT.split(), encoder()),
-    **{name: {**encoder(), **CROSS} for name in WITH_CROSS.split()},
+    LIKE_BERT: encoder(),
+    WITH_CROSS: {**encoder(), **CROSS},
     "blip_2_qformer": {
         **encoder(irrelevant="^cross_attention_frequency$"),
         "cross": replace(BERT, path="encoder.layer.{n}.crossattention", traits=(every_nth_cross,)),
@@ -113,18 +117,18 @@ ENCODERS: dict[str, Family] = {
         only("relative_attention_num_buckets", 32),  # transformers counts 32 buckets regardless of the config
         table="encoder.relative_attention_bias.weight",
     ),
-    "deberta": {"encoder": replace(DEBERTA, layout="grouped", bias=WITHOUT_KEY_BIAS)},
-    "deberta-v2": {"encoder": replace(DEBERTA, head_dim=("attention_head_size",))},
+    "deberta": family("encoder", DEBERTA, layout="grouped", bias=WITHOUT_KEY_BIAS),
+    "deberta-v2": family("encoder", DEBERTA, head_dim=("attention_head_size",)),
     "xlnet": {"encoder": Attention("layer.{n}.rel_attn", "xlnet", head_dim=("d_head",), causal=False, bias=NO_BIASES, traits=(xlnet,))},
     "esm": encoder(rope_if_rotary, rotary=THETA_10000),
     "roformer": encoder(only("rotary_value", False), rotary=replace(INTERLEAVED, theta=10000.0)),
     "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(), bias=NO_BIASES),
     "gte": encoder(path="encoder.layer.{n}.attention", layout="stacked", rotary=Rotary()),
     "jina_embeddings_v3": encoder(path="encoder.layers.{n}.mixer", layout="stacked", rotary=Rotary()),
-    "esmc": {"encoder": replace(LLAMA, causal=False, traits=(constant(qk_norm=ESMC_NORM),))},
-    "embedding_gemma2_text": {"encoder": replace(LLAMA, causal=False, traits=(gemma4_heads, window_around, gemma_values))},
-    "eurobert": {"encoder": replace(LLAMA, causal=False)},
-    "ultrabert": {"encoder": replace(LLAMA, causal=False, traits=(window_around,))},
+    "esmc": llama_encoder(constant(qk_norm=ESMC_NORM)),
+    "embedding_gemma2_text": llama_encoder(gemma4_heads, window_around, gemma_values),
+    "eurobert": llama_encoder(),
+    "ultrabert": llama_encoder(window_around),
     "modernbert": encoder(
         modernbert_window,
         path="layers.{n}.attn",
@@ -136,13 +140,12 @@ ENCODERS: dict[str, Family] = {
     "openai_privacy_filter": {
         "encoder": replace(GPT_OSS, causal=False, traits=(constant(sinks=True), window_around), layer_type=sliding, rotary=INTERLEAVED)
     },
-    "clip_text_model": {"text": replace(BERT, causal=True, path="encoder.layers.{n}.self_attn")},
-    "siglip_text_model": {"text": replace(BERT, path="encoder.layers.{n}.self_attn")},
-    "tipsv2_text_model": {"text": replace(BERT, path="transformer.resblocks.{n}.attn", layout="stacked", irrelevant="^scale_sqrt_depth$")},
-    "sam3_lite_text_text_model": {
-        "text": replace(BERT, path="layers.{n}.self_attn", layer_type=repmixer, irrelevant="^layer_scale|^repmixer_kernel")
-    },
-    "git": {"decoder": replace(BERT, causal=True, irrelevant="num_image_with_embedding")},
-    "xlm": encoder(only("causal", False), path="attentions.{n}"),
-    "flaubert": encoder(only("causal", False), path="attentions.{n}"),
+    "clip_text_model": family("text", BERT, causal=True, path="encoder.layers.{n}.self_attn"),
+    "siglip_text_model": family("text", BERT, path="encoder.layers.{n}.self_attn"),
+    "tipsv2_text_model": family("text", BERT, path="transformer.resblocks.{n}.attn", layout="stacked", irrelevant="^scale_sqrt_depth$"),
+    "sam3_lite_text_text_model": family(
+        "text", BERT, path="layers.{n}.self_attn", layer_type=repmixer, irrelevant="^layer_scale|^repmixer_kernel"
+    ),
+    "git": family("decoder", BERT, causal=True, irrelevant="num_image_with_embedding"),
+    "xlm flaubert": encoder(only("causal", False), path="attentions.{n}"),
 }

@@ -1,9 +1,7 @@
 """Rows of decoders that have softmax attention in some layers, or beside something else: Mamba, linear attention, convolutions."""
 
-from dataclasses import replace
-
-from service.checkpoints.families.decoder_traits import key_multiplier, lfm3, recurrent_gemma_window, rope_if_any, rope_if_named
-from service.checkpoints.families.decoders import ALL_HEADS, GRANITE, LATENT, decoder
+from service.checkpoints.families import decoder_traits as own
+from service.checkpoints.families.decoders import ALL_HEADS, GRANITE, decoder, latent_decoder
 from service.checkpoints.families.layer_types import (
     LINEAR,
     every_nth_full,
@@ -13,7 +11,7 @@ from service.checkpoints.families.layer_types import (
     recurrent_gemma_type,
 )
 from service.checkpoints.families.row import Family
-from service.checkpoints.families.traits import NO_BIASES, gated, latent, normed, only, window, window_everywhere
+from service.checkpoints.families.traits import NO_BIASES, biased, gated, normed, only, window, window_everywhere
 from service.checkpoints.rope import Rotary
 
 QWEN_GATED = decoder(
@@ -27,30 +25,24 @@ QWEN_GATED = decoder(
 LFM2_NORM = normed(eps="norm_eps", default=1e-5)
 MAMBA = "mamba|conv|ssm|^chunk_size$|multipliers?$|projectors_bias|^linear_|^use_bias$|variance_scale"  # fields of other kinds of layers
 HYBRIDS: dict[str, Family] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN_GATED),
-    "kimi_linear": {
-        "decoder": replace(
-            LATENT["decoder"],
-            rotary=None,
-            traits=(latent, only("mla_use_nope", True), only("rope_scaling", None)),
-            layer_type=kimi_linear_type,
-            irrelevant="^linear_",
-        )
-    },
+    "qwen3_next qwen3_5_text qwen3_5_moe_text": QWEN_GATED,
+    "kimi_linear": latent_decoder(
+        only("mla_use_nope", True), only("rope_scaling", None), rotary=None, layer_type=kimi_linear_type, irrelevant="^linear_"
+    ),
     "minimax": decoder(window_everywhere, bias=NO_BIASES, irrelevant="_(alpha|beta)_factor$"),
-    "falcon_h1": decoder(key_multiplier, irrelevant=MAMBA),
+    "falcon_h1": decoder(own.key_multiplier, irrelevant=MAMBA),
     "bamba": decoder(rotary=Rotary(partial=0.5), layer_type=listed("attn_layer_indices", "mamba"), irrelevant=MAMBA),
     "jamba": decoder(rotary=None, bias=NO_BIASES, layer_type=jamba_type, irrelevant=MAMBA),
-    "granitemoehybrid": decoder(GRANITE, rope_if_named, irrelevant=MAMBA),
+    "granitemoehybrid": decoder(GRANITE, own.rope_if_named, irrelevant=MAMBA),
     "lfm2": decoder(LFM2_NORM, bias=NO_BIASES, layer_type=listed("full_attn_idxs", "conv", True), irrelevant=MAMBA),
     "lfm2_moe": decoder(LFM2_NORM, bias=NO_BIASES, irrelevant=MAMBA),
     "nemotron_h": decoder(path="layers.{n}.mixer", rotary=None, types_field="layers_block_type", irrelevant=f"{MAMBA}|^sliding_window$"),
-    "lfm3": decoder(normed(), window, lfm3, irrelevant=f"{MAMBA}|sandwich_norm"),
-    "olmo_hybrid": decoder(ALL_HEADS, rope_if_any, irrelevant=MAMBA),
+    "lfm3": decoder(normed(), window, gated("headwise", flag="use_attention_gate"), irrelevant=f"{MAMBA}|sandwich_norm"),
+    "olmo_hybrid": decoder(ALL_HEADS, own.rope_if_any, irrelevant=MAMBA),
     "recurrent_gemma": decoder(
-        recurrent_gemma_window,
+        own.recurrent_gemma_window,
         path="layers.{n}.temporal_block",
-        bias=None,
+        bias=biased("attention_bias", "qkv", always="o"),
         rotary=Rotary(partial=0.5),
         layer_type=recurrent_gemma_type,
         irrelevant=MAMBA,

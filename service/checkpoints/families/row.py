@@ -1,7 +1,7 @@
 """A row of the table: where the attention layers of a family are, and how the fields of its config become a LayerSpec."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.checkpoints.config import Config
@@ -39,6 +39,11 @@ class Attention:
 
 
 Family = Mapping[str, Attention]  # part -> attention
+
+
+def family(part: str, like: Attention, *traits: Trait, **changes: Any) -> Family:
+    """A family with one part, whose attention is like another but for these traits, which are added, and other changes."""
+    return {part: replace(like, traits=(*like.traits, *traits), **changes)}
 
 
 def number_of_layers(attention: Attention, config: Config) -> int:

@@ -5,7 +5,7 @@ one decoder needs are in `decoder_traits.py`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, SLIDING
@@ -13,6 +13,7 @@ from service.checkpoints.layout import Fields
 from service.checkpoints.rope import score_mscale
 from service.spec_parts import PROJECTIONS
 
+P = ParamSpec("P")
 Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
 WIDEST_HEAD = 1 << 16
 # Among the fields that traits give: how tensors are converted. `factors`: projection or norm -> factor of its weights; `groups`: projection
@@ -22,18 +23,21 @@ STAGE = "stage"  # among the fields of a config: the number of a layer's stage, 
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
 
-def constant(**fields: Any) -> Trait:
-    return lambda config, n, layer_type: fields
+def with_options(trait: Callable[Concatenate[Config, int, str, P], Fields]) -> Callable[P, Trait]:
+    """Makes a function of the trait's further arguments, which returns the trait with these."""
+    return lambda *args, **options: lambda config, n, layer_type: trait(config, n, layer_type, *args, **options)
 
 
-def only(field: str, *values: Any) -> Trait:
+@with_options
+def constant(config: Config, n: int, layer_type: str, /, **fields: Any) -> Fields:
+    return fields
+
+
+@with_options
+def only(config: Config, n: int, layer_type: str, field: str, *values: Any) -> Fields:
     """Refuses every value of this field but these."""
-
-    def trait(config: Config, n: int, layer_type: str) -> Fields:
-        config.expect(field, *values)
-        return {}
-
-    return trait
+    config.expect(field, *values)
+    return {}
 
 
 def require_present(config: Config, field: str) -> None:
@@ -45,24 +49,13 @@ def require_present(config: Config, field: str) -> None:
 # --- biases of projections ---
 
 
-def biased(field: str | None, letters: str = "qkvo", default: bool = False) -> Trait:
-    """Biases of the projections in `letters` if the flag `field` is true, or in any case if it is None."""
-
-    def trait(config: Config, n: int, layer_type: str) -> Fields:
-        on = field is None or config.flag(field, default=default)
-        return {"bias": {name: on and letter in letters for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
-
-    return trait
-
-
-def biased_but(field: str, always: str, never: str = "", default: bool = False) -> Trait:
-    """Biases of the projections in `always`, and of the others but those in `never` if the flag `field` is true."""
-
-    def trait(config: Config, n: int, layer_type: str) -> Fields:
-        letters = always + ("qkvo" if config.flag(field, default=default) else "")
-        return {"bias": {name: letter in letters and letter not in never for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
-
-    return trait
+@with_options
+def biased(
+    config: Config, n: int, layer_type: str, flag: str | None = None, letters: str = "qkvo", *, always: str = "", default: bool = False
+) -> Fields:
+    """Biases of the projections in `letters` if the field `flag` is true, or in any case if it is None; and of those in `always`."""
+    there = always + (letters if flag is None or config.flag(flag, default=default) else "")
+    return {"bias": {name: letter in there for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
 
 
 def biased_apart(config: Config, n: int, layer_type: str) -> Fields:
@@ -71,8 +64,7 @@ def biased_apart(config: Config, n: int, layer_type: str) -> Fields:
     return {"bias": dict(zip(PROJECTIONS, (qkv, qkv, qkv, output), strict=True))}
 
 
-ALL_BIASED, NO_BIASES, QKV = biased(None), biased(None, ""), biased(None, "qkv")
-WITHOUT_KEY_BIAS = biased(None, "qvo")
+ALL_BIASED, NO_BIASES, QKV, WITHOUT_KEY_BIAS = biased(), biased(letters=""), biased(letters="qkv"), biased(letters="qvo")
 
 
 # --- windows and chunks ---
@@ -128,9 +120,10 @@ WINDOWED = (window, window_around, modernbert_window, modernbert_decoder_window)
 # --- scores ---
 
 
-def scale(field: str, power: float = 1.0, default: float | None = None) -> Trait:
+@with_options
+def scale(config: Config, n: int, layer_type: str, field: str, power: float = 1.0, default: float | None = None) -> Fields:
     """The factor of scores is a field of the config, raised to `power`."""
-    return lambda config, n, layer_type: {"scale": config.number(field, default=default) ** power}
+    return {"scale": config.number(field, default=default) ** power}
 
 
 def capped(config: Config, n: int, layer_type: str) -> Fields:
@@ -147,25 +140,33 @@ def capped_or_null(config: Config, n: int, layer_type: str) -> Fields:
 # --- norms, gates, latent vectors ---
 
 
-def normed(flag: str | None = None, *, eps: str = "rms_norm_eps", default: float = 1e-6, on: bool = False, **norm: Any) -> Trait:
+@with_options
+def normed(
+    config: Config,
+    n: int,
+    layer_type: str,
+    /,
+    flag: str | None = None,
+    *,
+    eps: str = "rms_norm_eps",
+    default: float = 1e-6,
+    on: bool = False,
+    **norm: Any,
+) -> Fields:
     """A norm of queries and keys; if `flag` is given, only where that field is true (by default `on`)."""
-
-    def trait(config: Config, n: int, layer_type: str) -> Fields:
-        there = flag is None or config.flag(flag, default=on)
-        return {"qk_norm": {"kind": "rms", **norm, "eps": config.number(eps, default=default)} if there else None}
-
-    return trait
+    there = flag is None or config.flag(flag, default=on)
+    return {"qk_norm": {"kind": "rms", **norm, "eps": config.number(eps, default=default)} if there else None}
 
 
-def gated(granularity: str = "elementwise", bias: str = "") -> Trait:
-    """A sigmoid gate on the head outputs; `bias` names the flag of its projection's bias, "" is none."""
-
-    def trait(config: Config, n: int, layer_type: str) -> Fields:
+@with_options
+def gated(config: Config, n: int, layer_type: str, granularity: str = "elementwise", *, bias: str = "", flag: str = "") -> Fields:
+    """A sigmoid gate on head outputs. `bias`: the flag of its projection's bias, "" for none; `flag`: that of the gate, by default true."""
+    if not flag:
         config.expect("attn_output_gate", True)
-        has_bias = bool(bias) and config.flag(bias, default=False)
-        return {"output_gate": {"granularity": granularity, "activation": "sigmoid", "bias": has_bias}}
-
-    return trait
+    elif not config.flag(flag, default=True):
+        return {"output_gate": None}
+    has_bias = bool(bias) and config.flag(bias, default=False)
+    return {"output_gate": {"granularity": granularity, "activation": "sigmoid", "bias": has_bias}}
 
 
 def latent(config: Config, n: int, layer_type: str) -> Fields:

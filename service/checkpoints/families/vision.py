@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from service.checkpoints.config import Config
-from service.checkpoints.families.row import Attention, Family
-from service.checkpoints.families.traits import ALL_BIASED, NO_BIASES, STAGE, WITHOUT_KEY_BIAS, Trait, biased, biased_but, normed
+from service.checkpoints.families.row import Attention, Family, family
+from service.checkpoints.families.traits import ALL_BIASED, NO_BIASES, STAGE, WITHOUT_KEY_BIAS, biased, normed, with_options
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary
 from service.spec_parts import PROJECTIONS
@@ -14,10 +15,12 @@ SIZES = (  # fields without effect in the layers
     "^(image|patch)_|projection|mask_token|layernorm|layer_?scale|^(vision_)?use_head$|^decoder_|norm_pix|^norm_(mean|std)$|_scales$|"
     "position_embeddings$|auxiliary_head|^head_in"
 )
-VIT = Attention(path="layer.{n}.attention", kv_heads=(), causal=False, bias=biased_but("qkv_bias", "o", default=True), irrelevant=SIZES)
+VIT = Attention(
+    path="layer.{n}.attention", kv_heads=(), causal=False, bias=biased("qkv_bias", "qkv", always="o", default=True), irrelevant=SIZES
+)
 TIMM = replace(VIT, path="blocks.{n}.attn", layout="stacked")
 CLIP = replace(VIT, path="layers.{n}.self_attn", bias=ALL_BIASED)
-INTERN = replace(VIT, bias=biased_but("attention_bias", "o"))
+INTERN = replace(VIT, bias=biased("attention_bias", "qkv", always="o"))
 IMAGE = Rotary(theta=10000.0, image="blocks")
 SAM = replace(VIT, path="layers.{n}.attn", layout="stacked", irrelevant=f"{SIZES}|^scale$|^num_pos_feats$")
 SWIN = replace(VIT, path="encoder.layers.{stage}.blocks.{block}.attention", heads=("num_heads",), stages="depths")
@@ -72,18 +75,15 @@ def cosine_of_window(config: Config, n: int, layer_type: str) -> Fields:
     return {**_grid(*sides), "qk_norm": {"kind": "rms", "weights": "own", "eps": 1e-24}, "scale": 1.0}
 
 
-def vectors_of_window(flag: str, window_layers: str = "", image_layers: str = "") -> Trait:
+@with_options
+def vectors_of_window(config: Config, n: int, layer_type: str, flag: str, window_layers: str = "", image_layers: str = "") -> Fields:
     """SAM and ViTDet: vectors for each row and column of a window, or of the whole image in some layers."""
-
-    def trait(config: Config, n: int, layer_type: str) -> Fields:
-        config.ignore("window_size", window_layers or image_layers)
-        if not config.flag(flag):
-            return {}
-        listed, side = n in config.get(window_layers or image_layers, default=[]), config.get("window_size")
-        sides = _patches(config) if not side or listed == bool(image_layers) else [config.count("window_size", most=MOST_TOKENS)] * 2
-        return _grid(*sides, kind="decomposed")
-
-    return trait
+    config.ignore("window_size", window_layers or image_layers)
+    if not config.flag(flag):
+        return {}
+    listed, side = n in config.get(window_layers or image_layers, default=[]), config.get("window_size")
+    sides = _patches(config) if not side or listed == bool(image_layers) else [config.count("window_size", most=MOST_TOKENS)] * 2
+    return _grid(*sides, kind="decomposed")
 
 
 def biased_each(config: Config, n: int, layer_type: str) -> Fields:
@@ -96,51 +96,37 @@ LIKE_QWEN = """qwen2_5_vl_vision qwen3_vl_vision qwen3_vl_moe_vision qwen3_5_vis
 qwen3_omni_moe_vision_encoder cohere_compass_vision"""
 
 
-def vision(attention: Attention, *traits: Trait) -> Family:
-    return {"vision": replace(attention, traits=traits)}
-
+vision = partial(family, "vision")
 
 VISION: dict[str, Family] = {
-    **dict.fromkeys(("vit", "deit", "dinov2", "dinov2_with_registers", "ijepa", "vit_mae", "vit_msn", "yolos", "vivit"), vision(VIT)),
-    **dict.fromkeys(("pixio", "dpt", "vilt"), vision(VIT)),
-    **dict.fromkeys(("beit", "data2vec-vision"), vision(replace(VIT, bias=WITHOUT_KEY_BIAS), table_of_image)),
-    **dict.fromkeys(("swin", "donut-swin"), vision(SWIN, table_of_window)),
-    "swinv2": vision(replace(SWIN, layout="cosine", bias=biased_but("qkv_bias", "o", never="k", default=True)), cosine_of_window),
-    **dict.fromkeys(
-        ("sam_vision_model", "sam_hq_vision_model"), vision(SAM, vectors_of_window("use_rel_pos", image_layers="global_attn_indexes"))
-    ),
-    "vitdet": vision(
-        replace(VIT, layout="stacked"), vectors_of_window("use_relative_position_embeddings", window_layers="window_block_indices")
-    ),
+    "vit deit dinov2 dinov2_with_registers ijepa vit_mae vit_msn yolos vivit pixio dpt vilt": vision(VIT),
+    "beit data2vec-vision": vision(VIT, table_of_image, bias=WITHOUT_KEY_BIAS),
+    "swin donut-swin": vision(SWIN, table_of_window),
+    "swinv2": vision(SWIN, cosine_of_window, layout="cosine", bias=biased("qkv_bias", "qv", always="o", default=True)),
+    "sam_vision_model sam_hq_vision_model": vision(SAM, vectors_of_window("use_rel_pos", image_layers="global_attn_indexes")),
+    "vitdet": vision(VIT, vectors_of_window("use_relative_position_embeddings", window_layers="window_block_indices"), layout="stacked"),
     "dinov3_vit": vision(
-        replace(VIT, bias=biased_each, rotary=Rotary(theta=100.0, image="blocks", unit=2 * math.pi), irrelevant=f"{SIZES}|^pos_embed_")
+        VIT, bias=biased_each, rotary=Rotary(theta=100.0, image="blocks", unit=2 * math.pi), irrelevant=f"{SIZES}|^pos_embed_"
     ),
     "sam3_vit_model": vision(
-        replace(
-            VIT,
-            path="layers.{n}.attention",
-            bias=ALL_BIASED,
-            rotary=replace(IMAGE, interleaved=True),
-            irrelevant=f"{SIZES}|window|global_attn",
-        )
+        VIT, path="layers.{n}.attention", bias=ALL_BIASED, rotary=replace(IMAGE, interleaved=True), irrelevant=f"{SIZES}|window|global_attn"
     ),
-    "pixtral": vision(replace(CLIP, path="transformer.layers.{n}.attention", bias=NO_BIASES, rotary=replace(IMAGE, image="alternating"))),
-    "qwen2_vl_vision": vision(replace(QWEN, width=("embed_dim",), irrelevant=f"{SIZES}|^hidden_size$")),
-    **dict.fromkeys(LIKE_QWEN.split(), vision(QWEN)),
-    "qwen2_5_omni_vision_encoder": vision(replace(QWEN, layout="separate")),
-    "exaone4_5_vision": vision(replace(QWEN, kv_heads=("num_key_value_heads",))),
-    **dict.fromkeys(("glm4v_vision", "glm4v_moe_vision"), vision(replace(QWEN, bias=biased("attention_bias")))),
-    **dict.fromkeys(("glm_ocr_vision", "glm5_next_vision"), vision(replace(QWEN, bias=biased("attention_bias")), normed(default=1e-5))),
-    "video_llama_3_vision": vision(replace(CLIP, rotary=IMAGE)),
-    "videomae": vision(replace(VIT, bias=biased_but("qv_bias", "o", never="k", default=True))),
-    **dict.fromkeys(("tipsv2_vision_model", "radio"), vision(TIMM)),
-    **dict.fromkeys(("clip_vision_model", "siglip_vision_model", "chinese_clip_vision_model"), vision(CLIP)),
-    **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), vision(CLIP)),
+    "pixtral": vision(CLIP, path="transformer.layers.{n}.attention", bias=NO_BIASES, rotary=replace(IMAGE, image="alternating")),
+    "qwen2_vl_vision": vision(QWEN, width=("embed_dim",), irrelevant=f"{SIZES}|^hidden_size$"),
+    LIKE_QWEN: vision(QWEN),
+    "qwen2_5_omni_vision_encoder": vision(QWEN, layout="separate"),
+    "exaone4_5_vision": vision(QWEN, kv_heads=("num_key_value_heads",)),
+    "glm4v_vision glm4v_moe_vision": vision(QWEN, bias=biased("attention_bias")),
+    "glm_ocr_vision glm5_next_vision": vision(QWEN, normed(default=1e-5), bias=biased("attention_bias")),
+    "video_llama_3_vision": vision(CLIP, rotary=IMAGE),
+    "videomae": vision(VIT, bias=biased("qv_bias", "qv", always="o", default=True)),
+    "tipsv2_vision_model radio": vision(TIMM),
+    "clip_vision_model siglip_vision_model chinese_clip_vision_model idefics3_vision smolvlm_vision": vision(CLIP),
     "timesformer": {
         part: replace(VIT, path=f"encoder.layer.{{n}}.{name}", layout="stacked", irrelevant=f"{SIZES}|^attention_type$")
         for part, name in (("time", "temporal_attention"), ("space", "attention"))
     },
-    "aimv2_vision_model": vision(replace(VIT, path="layers.{n}.attention", bias=biased("qkv_bias"))),
+    "aimv2_vision_model": vision(VIT, path="layers.{n}.attention", bias=biased("qkv_bias")),
     "internvl_vision": vision(INTERN, FULL_NORM),
-    "qianfan_ocr_vision": vision(replace(INTERN, path="layers.{n}.attention"), FULL_NORM),
+    "qianfan_ocr_vision": vision(INTERN, FULL_NORM, path="layers.{n}.attention"),
 }

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from service.attention.cache import KeyValueCache, first_visible
-from service.errors import InvalidRequest, LengthMismatch, SessionConflict
+from service.errors import InvalidRequest, LengthMismatch, Problem, SessionConflict
 from service.serving.layers.registry import LoadedLayer
 
 
@@ -30,7 +30,8 @@ class Session:
     def require_length(self, expected: int | None) -> None:
         """Raises LengthMismatch if the session has another number of rows."""
         if expected is not None and expected != self.length:
-            raise LengthMismatch.where("/expected_length", f"{self.length}, the length of the session", str(expected))
+            problem = Problem("/expected_length", str(self.length), str(expected))
+            raise LengthMismatch(f"expected {self.length}, the length of the session, got {expected}, at /expected_length", [problem])
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` rows. Raises InvalidRequest, or SessionConflict if rows that later queries need are freed."""

@@ -1,6 +1,6 @@
 """Binds a call to a session: new rows are checked by themselves, everything else against all rows that the session then has."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,49 +12,94 @@ from service.attention.call import Call
 from service.attention.decoding import CachedStep
 from service.errors import InvalidRequest, SessionConflict, TooLarge
 from service.serving.binding import bind, check_against_layer, finite_arrays, rotary_positions, shape_fields, tensors_of
-from service.serving.cost import Admission, predict
+from service.serving.cost import Admission, predict_step
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.sessions.session import Session
+from service.serving.validation_cache import cache_key
 from service.spec import LayerSpec
 from service.wire.codec import Decoded
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.sessions import StepOptions
 
+OF_ONE_LENGTH = ("query_offset", "tokens")  # fields whose validity depends on the session's length
 ROW_FIELDS = ("query", "key", "value", "positions", "key_positions")  # of the new rows
 
 
 def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
-    """The bound call. Raises InvalidRequest, LengthMismatch, SessionConflict, or TooLarge for a cost or length beyond the limits."""
-    members, spec = dict(decoded.members), layer.spec
-    if "layer" in members:
-        raise InvalidRequest.where("/layer", "no layer, since the session has one", "layer")
-    options = validate(StepOptions, {name: members.pop(name) for name in StepOptions.model_fields if name in members})
-    for name in ("query_lengths", "key_lengths"):
-        if name in members:
-            raise InvalidRequest.where(f"/{name}", "one sequence, as a session is one", name)
-    session.require_length(options.expected_length)
-    if not options.append:
-        for name in ("key", "value", "key_positions"):
-            if name in members:
-                raise InvalidRequest.where(f"/{name}", f"no {name}, since append is false", name)
-    rows = _new_rows(members, layer, options.append)
-    appended = (rows.query if rows.key is None else rows.key).shape[-2]
-    stop = session.length + appended
-    if session.capacity is not None and stop > session.capacity:
-        raise TooLarge.where("/query" if rows.key is None else "/key", f"at most {session.capacity} rows (capacity)", str(stop))
-    request = _whole_request(members, rows, session, stop)
-    cost = predict(request, spec, cached=session.length)
+    """The bound call. The validation result of an earlier step is reused if only numbers and the session's length differ.
+
+    Raises InvalidRequest, LengthMismatch, SessionConflict, or TooLarge for a cost or length beyond the limits.
+    """
+    members, spec = {name: value for name, value in decoded.members.items() if value is not None}, layer.spec
+    options = _options(members, session)
+    key = _cache_key(members, options, spec)
+    cached = None if key is None else layer.validated.get(key)
+    if cached is None:
+        rows = _new_rows(members, layer, options.append)
+        stop = _length_after(members, options, session)
+        request = _whole_request(members, rows, session, stop)
+    else:
+        stop, request = _length_after(members, options, session), cached.request
+    cost = predict_step(request, spec, session.length, stop)
     admission.require(request, spec, cost)
-    query, key, value = tensors_of(*finite_arrays(rows.query, rows.key, rows.value, spec))
-    call = bind(request, spec, (query, *_placeholders(spec, stop)))
+    query, *appended = tensors_of(*finite_arrays(members["query"], members.get("key"), members.get("value"), spec))
+    sequences, positions = (query, *_placeholders(layer, stop)), None
+    if cached is None:
+        call = replace(bind(request, spec, sequences), key_positions=None)
+        if rows.positions is not None:
+            positions = call.positions if rows.key is None else rotary_positions("key_positions", rows)
+        if key is not None:
+            layer.validated.keep(key, request, call, cost, False, {})
+    else:
+        call = _at_length(cached.call, session.length, sequences)
+    if not options.append:
+        key_rows, value_rows = (query.new_zeros(1, 0, width) for width in _widths(spec).values())
+        appended = [key_rows, value_rows if spec.latent is None else key_rows]
     _require_rows(session, call, layer)
-    positions = call.positions if rows.key is None else rotary_positions("key_positions", rows)
-    step = CachedStep(session.cache, session.length, key, value, positions)
+    step = CachedStep(session.cache, session.length, appended[0], appended[1], positions)
     log_fields = {**shape_fields(request, call), "outputs": request.outputs, "operations": cost.operations}
-    call = replace(call, key_positions=None)
     return BoundCall(request, layer, call, cost, log_fields, operation=step, session=session)
+
+
+def _length_after(members: Mapping[str, Any], options: StepOptions, session: Session) -> int:
+    """The session's length after the step. Raises TooLarge for more rows than its capacity."""
+    name = "key" if "key" in members else "query"
+    length = session.length + (members[name].shape[-2] if options.append else 0)
+    if session.capacity is not None and length > session.capacity:
+        raise TooLarge.where(f"/{name}", f"at most {session.capacity} rows (capacity)", str(length))
+    return int(length)
+
+
+def _at_length(call: Call, length: int, sequences: tuple[torch.Tensor, ...]) -> Call:
+    """The call of an earlier step for other query, key and value, with the first query at position `length`."""
+    query, key, value = sequences
+    positions = torch.arange(length, length + query.shape[1])[None]
+    masks = replace(call.masks, positions=positions, num_keys=key.shape[1], aligned=length == 0 and query.shape[1] == key.shape[1])
+    return replace(call, query=query, key=key, value=value, masks=masks)
+
+
+def _options(members: dict[str, Any], session: Session) -> StepOptions:
+    """Takes the fields that only calls with a session have from the members. Raises InvalidRequest or LengthMismatch."""
+    options = validate(StepOptions, {name: members.pop(name) for name in StepOptions.model_fields if name in members})
+    absent = {"layer": "no layer, since the session has one"}
+    absent |= dict.fromkeys(("query_lengths", "key_lengths"), "one sequence, as a session is one")
+    if not options.append:
+        absent |= {name: f"no {name}, since append is false" for name in ("key", "value", "key_positions")}
+    for name, expected in absent.items():
+        if name in members:
+            raise InvalidRequest.where(f"/{name}", expected, name)
+    session.require_length(options.expected_length)
+    return options
+
+
+def _cache_key(members: Mapping[str, Any], options: StepOptions, spec: LayerSpec) -> Hashable | None:
+    """A key that is equal for steps whose validity does not differ, whatever their numbers and the length of their session."""
+    if spec.grid_bias is not None or (spec.rope is not None and spec.rope.max_length is not None):
+        return None
+    key = cache_key(members) if members.keys().isdisjoint(OF_ONE_LENGTH) else None
+    return None if key is None else ("step", options.append, key)
 
 
 def _new_rows(members: Mapping[str, Any], layer: LoadedLayer, append: bool) -> AttendRequest:
@@ -106,6 +151,6 @@ def _widths(spec: LayerSpec) -> dict[str, int]:
     return {"key": spec.key_dim, "value": spec.value_dim}
 
 
-def _placeholders(spec: LayerSpec, rows: int) -> tuple[torch.Tensor, ...]:
-    """Keys and values [1, rows, width] without numbers."""
-    return tuple(torch.zeros(()).expand(1, rows, width) for width in _widths(spec).values())
+def _placeholders(layer: LoadedLayer, rows: int) -> tuple[torch.Tensor, ...]:
+    """Keys and values [1, rows, width] without numbers, on the layer's device."""
+    return tuple(torch.zeros((), device=layer.attention.device).expand(1, rows, width) for width in _widths(layer.spec).values())

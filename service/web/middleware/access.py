@@ -46,6 +46,7 @@ class Access:
     ) -> None:
         self.app, self.service, self.log_requests, self.direct_endpoint = app, service, log_requests, direct_endpoint
         self.guard, self.traces = guard, traces
+        self.log = log.bind()  # the logger that a call of `log.info` would look up each time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -125,7 +126,7 @@ class Access:
         if self.log_requests:
             phases = {} if record.phases is None else record.phases.milliseconds()
             refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}
-            log.info(
+            self.log.info(
                 "request",
                 request_id=record.request_id,
                 method=scope["method"],

@@ -19,7 +19,6 @@ from service.wire.json.strict import parse_nested
 from service.wire.negotiation import JSON
 from service.wire.problems import validate
 from service.wire.schemas.attend import require_layer_name
-from service.wire.v2.error_paths import V2ErrorPaths
 from service.wire.v2.schemas import IndexRequest, LoadParameters, LoadRequest, RepositoryModel, StrictModel, UnloadRequest
 
 MAX_BODY_BYTES = 1 << 16  # bytes of a body, before and after decompression; a spec has some hundreds
@@ -92,7 +91,7 @@ async def unload_layer(service: Service, name: str) -> None:
     try:
         await service.loader.unload(name)
     except RequestError as refusal:
-        raise V2ErrorPaths().translated(refusal) from None
+        raise refusal.with_paths(lambda _: "") from None  # the name is in the path
 
 
 async def _read(request: Request, service: Service, model: type[D]) -> D:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from service.errors import Problem
-from service.wire.codec import ErrorPaths
 from service.wire.v2.parameters import INPUT_FIELDS, PARAMETER_FIELDS
 
 
@@ -23,13 +22,14 @@ class InputPath(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class V2ErrorPaths(ErrorPaths):
+class V2ErrorPaths:
     """The inputs of one request, in order. `model`: the pointer to the model's name, "" if the name is in the URL."""
 
     inputs: Sequence[InputPath] = ()
     model: str = ""
 
     def translate(self, problem: Problem) -> Problem:
+        """The same problem, with a pointer into the V2 request."""
         name, *index = problem.at.split("/")[1:] or [""]
         if name == "layer":
             return replace(problem, at=self.model)

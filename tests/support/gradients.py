@@ -1,4 +1,4 @@
-"""Gradients of the reference with respect to its query, key and value, by formulas derived by hand.
+"""Gradients of the float64 reference with respect to its query, key and value, by formulas derived by hand.
 
 It reverses the steps of `forward.attend` one by one. Write x̄ for the gradient of ⟨output_gradient, output⟩ with respect to x. For one
 head with queries Q, keys K, values V, raw scores R = scale · Q Kᵀ, weights A = softmax(S) and, after dropout with multipliers M, A' = M∘A:

@@ -1,0 +1,46 @@
+"""What turns an operation into a method of a client or a session: its signature, its description, and errors for misnamed arguments."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast, get_args
+
+from service.client.operations import Operation, refuse_other_names
+from service.wire.schemas.analysis import AnalysisRequest
+from service.wire.schemas.sessions import StepOptions
+
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
+FIELDS = AnalysisRequest.model_fields | StepOptions.model_fields
+DESCRIPTIONS = {name: field.description or inspect.getdoc(field.annotation) for name, field in FIELDS.items()}
+SESSION = "session"  # the parameter of an operation that is `self` of the method
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+
+
+def make_operation(operation: Callable[P, Operation[T]], *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
+    """The operation of these arguments. Raises InvalidRequest, not TypeError, for arguments under their names in another library."""
+    try:
+        return operation(*args, **kwargs)
+    except TypeError:
+        refuse_other_names(operation, kwargs)
+        raise
+
+
+def signed(method: F) -> F:
+    """The method with the signature that `help` and notebooks show: `self`, the operation's parameters, each field of its `Unpack`ed
+    dictionary, and the type of the result. The fields are described below the docstring."""
+    signature = inspect.signature(method)
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for parameter in signature.parameters.values():
+        if parameter.name == SESSION:
+            continue
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            parameters.append(parameter)
+            continue
+        fields = get_args(parameter.annotation)[0].__annotations__
+        parameters += [parameter.replace(name=name, kind=KEYWORD, default=None, annotation=kind) for name, kind in fields.items()]
+        described = [f"{name}: {DESCRIPTIONS[name]}" for name in fields]
+        method.__doc__ = "\n".join([inspect.cleandoc(method.__doc__ or ""), "", *described])
+    result = get_args(signature.return_annotation)[0]
+    cast(Any, method).__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # typeshed lacks the attribute
+    return method
