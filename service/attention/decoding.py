@@ -9,6 +9,7 @@ Other steps join the pages, and are then computed as calls without a cache are.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -18,9 +19,9 @@ from torch import Tensor
 from service.attention.cache import KeyValueCache, caches_latent
 from service.attention.call import Call, Result
 from service.attention.eager import PER_HEAD, Eager
-from service.attention.layer import MultiHeadAttention, result_of
+from service.attention.layer import MultiHeadAttention, Operation, result_of
 from service.attention.masks import Masks
-from service.attention.projections import Projected
+from service.attention.projections import Projected, Projections
 
 _fused: Any = getattr(
     torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None
@@ -50,6 +51,39 @@ class CachedStep:
     def shapes(self) -> tuple[Any, ...]:
         """What must be equal in steps whose rows are projected by one product, besides their queries."""
         return self.key.shape, self.value is self.key, None if self.key_positions is None else self.key_positions.shape
+
+
+@dataclass(frozen=True, slots=True)
+class CachedOperation:
+    """An operation, or the layer's forward pass, with the rows of a cache in place of the call's keys and values."""
+
+    cache: KeyValueCache
+    operation: Operation | None
+
+    def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
+        cached = copy(layer)
+        cached.projections, cached.short = CachedProjections(layer, self.cache), None
+        return cached.forward(call) if self.operation is None else self.operation(cached, call)
+
+    def to(self, device: torch.device) -> Self:
+        return replace(self, operation=self.operation and self.operation.to(device))
+
+
+class CachedProjections(Projections):
+    """The projections of a layer, except that keys and values are those of a cache."""
+
+    def __init__(self, layer: MultiHeadAttention, cache: KeyValueCache) -> None:
+        super().__init__(layer.spec, layer.weights)
+        self._layer, self._cache = layer, cache
+
+    def project(self, call: Call) -> Projected:
+        positions = None if call.key_positions is None else call.key_positions[:, :0]
+        queries_alone = replace(call, key=call.key[:, :0], value=call.value[:, :0], key_positions=positions)
+        query, *_ = self._layer.projections.project(queries_alone)
+        return query, *keys_and_values(self._layer, self._cache)
+
+    def product(self, x: Tensor, name: str) -> Tensor:
+        return self._layer.projections.product(x, name)
 
 
 @torch.inference_mode()
@@ -97,16 +131,21 @@ def _cached(layer: MultiHeadAttention, rows: Call, projected: Projected) -> dict
     return {name: tensor[:, None] for name, tensor in latents.items()}
 
 
+def keys_and_values(layer: MultiHeadAttention, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
+    """The keys and values [1, kv heads, n, …] of all rows of the cache."""
+    rows = cache.joined()
+    if caches_latent(layer.spec):
+        return layer.projections.expand_latent(rows["latent"], rows["rope_key"])
+    return rows["key"][None], rows["value"][None]
+
+
 def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValueCache) -> tuple[dict[str, Tensor], Tensor | None]:
     """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
     if (head_outputs := _over_pages(layer.eager, call, query, cache)) is not None:
         return layer.merge_heads(call, {"head_outputs": head_outputs}), None
-    rows = cache.joined()
-    if not caches_latent(layer.spec):
-        return layer.attend(call, query, rows["key"][None], rows["value"][None])
-    expanded = layer.projections.expand_latent(rows["latent"], rows["rope_key"])
-    tensors, fully_masked = layer.attend(replace(call, outputs=call.outputs - {"latent"}), query, *expanded)
-    return tensors | {"latent": rows["latent"]}, fully_masked
+    outputs = call.outputs - {"latent"}  # which `attend` would project from the inputs
+    tensors, fully_masked = layer.attend(replace(call, outputs=outputs), query, *keys_and_values(layer, cache))
+    return (tensors | {"latent": cache.joined()["latent"]} if "latent" in call.outputs else tensors), fully_masked
 
 
 def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:

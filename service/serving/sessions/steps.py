@@ -1,6 +1,6 @@
 """Binds a call to a session: new rows are checked by themselves, everything else against all rows that the session then has."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from service.attention.cache import caches_latent
 from service.attention.call import Call
-from service.attention.decoding import CachedStep
+from service.attention.decoding import CachedOperation, CachedStep
 from service.errors import InvalidRequest, SessionConflict, TooLarge
 from service.serving.binding import bind, check_against_layer, finite_arrays, rotary_positions, shape_fields, tensors_of
 from service.serving.cost import Admission, predict_step
@@ -24,6 +24,7 @@ from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.sessions import StepOptions
 
 OF_ONE_LENGTH = ("query_offset", "tokens")  # fields whose validity depends on the session's length
+Bind = Callable[[Decoded, LoadedLayer, Admission], BoundCall]
 ROW_FIELDS = ("query", "key", "value", "positions", "key_positions")  # of the new rows
 
 
@@ -118,20 +119,13 @@ def _new_rows(members: Mapping[str, Any], layer: LoadedLayer, append: bool) -> A
 
 
 def _whole_request(members: Mapping[str, Any], rows: AttendRequest, session: Session, stop: int) -> AttendRequest:
-    """The request with all `stop` keys instead of the new ones. They have a shape, and no numbers."""
-    spec, lead = session.layer.spec, rows.query.shape[:-2]
-    whole = {**members, "layer": session.layer.name, "query": rows.query}
-    whole |= {name: np.broadcast_to(np.zeros((), np.float32), (*lead, stop, width)) for name, width in _widths(spec).items()}
-    if rows.positions is not None:
-        whole["key_positions"] = np.broadcast_to(np.zeros((), np.int64), (*lead, stop, *rows.positions.shape[1 + len(lead) :]))
-    if whole.get("query_offset") is None:
-        whole["query_offset"] = session.length
-    request = validate(AttendRequest, whole)
-    check_against_layer(request, spec)
+    """The request with all `stop` keys instead of the new ones."""
+    request = validate(AttendRequest, _with_all_keys(members, rows, session, stop))
+    check_against_layer(request, session.layer.spec)
     for i, name in enumerate(request.outputs):
         if name.endswith("_gradient"):
             raise InvalidRequest.where(f"/outputs/{i}", "no gradients, since a session does not keep the inputs of earlier calls", name)
-        if name == "latent" and not caches_latent(spec):
+        if name == "latent" and not caches_latent(session.layer.spec):
             raise InvalidRequest.where(f"/outputs/{i}", "no latent vectors, since sessions of this layer keep its keys and values", name)
     return request
 
@@ -145,6 +139,37 @@ def _require_rows(session: Session, call: Call, layer: LoadedLayer) -> None:
     if call.fully_masked == "uniform" and layer.attention.fully_masked(call) is not None:
         expected = "zero or error, since a query without any key would average rows that the layer's window has freed"
         raise SessionConflict.where("/fully_masked", expected, "uniform")
+
+
+def _with_all_keys(members: Mapping[str, Any], rows: AttendRequest, session: Session, stop: int) -> dict[str, Any]:
+    """The members of a request with all `stop` keys of the session, which have a shape, and no numbers."""
+    lead = rows.query.shape[:-2]
+    whole = {**members, "layer": session.layer.name, "query": rows.query}
+    for name, width in _widths(session.layer.spec).items():
+        whole[name] = np.broadcast_to(np.zeros((), np.float32), (*lead, stop, width))
+    if rows.positions is not None:
+        whole["key_positions"] = np.broadcast_to(np.zeros((), np.int64), (*lead, stop, *rows.positions.shape[1 + len(lead) :]))
+    whole.setdefault("query_offset", session.length)
+    return whole
+
+
+def bind_look(
+    session: Session, decoded: Decoded, bind: Callable[[Decoded, LoadedLayer, Admission], BoundCall], admission: Admission
+) -> BoundCall:
+    """The bound call of a request to another endpoint, which `bind` binds, on the rows of a session. Raises what `bind` raises, or
+    SessionConflict."""
+    bound = bind(decoded._replace(members=members_of_look(session, decoded.members)), session.layer, admission)
+    _require_rows(session, bound.call, session.layer)
+    return bound._replace(operation=CachedOperation(session.cache, bound.operation))
+
+
+def members_of_look(session: Session, members: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of a request that names a session in place of keys, with all keys of the session. Raises InvalidRequest."""
+    own = {name: value for name, value in members.items() if value is not None and name != "session"}
+    for name in ("layer", "key", "value", "key_positions", "query_lengths", "key_lengths"):
+        if name in own:
+            raise InvalidRequest.where(f"/{name}", f"no {name} beside session", name)
+    return _with_all_keys(own, _new_rows(own, session.layer, append=False), session, session.length)
 
 
 def _widths(spec: LayerSpec) -> dict[str, int]:
