@@ -1,22 +1,24 @@
 """A model's folder as `save_pretrained` writes it: config.json, and model.safetensors or shards with their index.
 
-Tensors are read one by one through a memory map, so one layer of a large model costs the memory of that layer.
+Tensors are read one by one, so one layer of a large model costs the memory of that layer.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from safetensors import SafetensorError, safe_open
 
+from service.checkpoints.config import MAX_SHOWN
 from service.checkpoints.detection import layers_in
 from service.checkpoints.families import number_of_layers
 from service.checkpoints.layout import Fields
 from service.checkpoints.model import ModelLayer, describe, parse_config, parts_of
 from service.checkpoints.refusals import listed
 from service.errors import InvalidRequest
-from service.tensors import BY_SAFETENSORS, Array
+from service.tensors import Array
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -41,75 +43,58 @@ class ModelFolder:
 
     def read(self, names: Iterable[str]) -> dict[str, Array]:
         """Tensors by name. Raises InvalidRequest."""
-        headers: dict[str, tuple[int, Mapping[str, Any]]] = {}
-        tensors: dict[str, Array] = {}
+        by_file: dict[str, list[str]] = {}
         for name in names:
-            file = self._files[name]
-            if file not in headers:
-                headers[file] = self._header(file)
-            start, header = headers[file]
-            tensors[name] = self._tensor(file, start, name, header.get(name))
+            by_file.setdefault(self._files[name], []).append(name)
+        tensors: dict[str, Array] = {}
+        for file, inside in by_file.items():
+            with open_tensors(self.path / file) as opened:
+                tensors |= {name: opened.get_tensor(name) for name in inside}
         return tensors
-
-    def _tensor(self, file: str, start: int, name: str, entry: Any) -> Array:
-        try:
-            datatype, shape, (begin, end) = BY_SAFETENSORS[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
-                raise ValueError("negative or no integers")
-            data = np.memmap(self.path / file, np.uint8, "r", start + begin, (end - begin,))
-            return np.asarray(data).view(datatype.numpy).reshape(shape)
-        except (KeyError, TypeError, ValueError, OverflowError, OSError):
-            raise self._refusal(file, f"the tensor {name} with a known datatype, and shape and data_offsets of integers from 0") from None
 
     def _files_by_name(self) -> dict[str, str]:
         """Name of a tensor -> the file that has it."""
-        if (self.path / INDEX).exists():
-            try:
-                files = json.loads(self._text(INDEX))["weight_map"]
-            except (KeyError, TypeError, ValueError, RecursionError):
-                files = None
-            if not isinstance(files, dict) or not all(isinstance(file, str) and Path(file).name == file for file in files.values()):
-                raise self._refusal(INDEX, "weight_map, names of tensors to names of files")
-            return files
-        return {name: WEIGHTS for name in self._header(WEIGHTS)[1] if name != "__metadata__"}
-
-    def _header(self, file: str) -> tuple[int, Mapping[str, Any]]:
-        if (found := read_header(self.path / file)) is None:
-            raise self._refusal(file, "a safetensors file")
-        return found
+        if not (self.path / INDEX).exists():
+            with open_tensors(self.path / WEIGHTS) as opened:
+                return dict.fromkeys(opened.keys(), WEIGHTS)
+        try:
+            files = json.loads(self._text(INDEX))["weight_map"]
+        except (KeyError, TypeError, ValueError, RecursionError):
+            files = None
+        if not isinstance(files, dict) or not all(isinstance(file, str) and Path(file).name == file for file in files.values()):
+            raise refusal(self.path / INDEX, "weight_map, names of tensors to names of files")
+        return files
 
     def _text(self, file: str) -> str:
         try:
             return (self.path / file).read_text("utf-8")
         except (OSError, ValueError):
-            raise self._refusal(file, "a text file") from None
-
-    def _refusal(self, file: str, expected: str) -> InvalidRequest:
-        return InvalidRequest.where(f"/{file}", f"{expected}, as save_pretrained writes it, in {self.path}", "none")
+            raise refusal(self.path / file, "a text file") from None
 
 
-def read_header(path: Path) -> tuple[int, Mapping[str, Any]] | None:
-    """Where the tensors of a safetensors file begin, and its header; None if it is no such file."""
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """An open safetensors file, from which tensors are read by name. Raises InvalidRequest if it is none, or has no such tensor."""
     try:
-        with path.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(size, 1 << 28)))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return (8 + size, header) if isinstance(header, dict) else None
+        with safe_open(path, "np") as opened:
+            yield opened
+    except (SafetensorError, OSError, AttributeError) as error:  # AttributeError: NumPy has no such datatype
+        raise refusal(path, "a safetensors file with tensors of datatypes that NumPy has", str(error)) from None
+
+
+def refusal(path: Path, expected: str, got: str = "none") -> InvalidRequest:
+    return InvalidRequest.where(f"/{path.name}", f"{expected}, as save_pretrained writes it, in {path.parent}", got[:MAX_SHOWN])
 
 
 def layers_of_file(path: Path) -> list[Fields]:
     """The layout and prefix of every layer in a safetensors file, or the spec of one that this service wrote. Raises InvalidRequest."""
-    if (found := read_header(path)) is None:
-        raise InvalidRequest.where(f"/{path.name}", "a safetensors file, or a model's folder with its config.json", "something else")
-    header = dict(found[1])
-    metadata = header.pop("__metadata__", None) or {}
+    with open_tensors(path) as opened:
+        names, metadata = opened.keys(), opened.metadata() or {}
     if "spec" in metadata:
         return [{"spec": json.loads(metadata["spec"])}]
-    layers: list[Fields] = [{"layout": layout, "prefix": prefix} for layout, prefix in layers_in(header)]
+    layers: list[Fields] = [{"layout": layout, "prefix": prefix} for layout, prefix in layers_in(names)]
     if not layers:
-        raise InvalidRequest.where(f"/{path.name}", "tensors with the names of a known layout", listed(header))
+        raise InvalidRequest.where(f"/{path.name}", "tensors with the names of a known layout", listed(names))
     return layers
 
 

@@ -174,8 +174,10 @@ def gated_queries(tensors: LayerTensors) -> Converted:
     return converted
 
 
-def latent(tensors: LayerTensors) -> Converted:
+def latent(tensors: LayerTensors, rotated_last: bool = False) -> Converted:
     """DeepSeek's multi-head latent attention: the shared part of the keys goes from the end of each head to its beginning.
+
+    `rotated_last`: so do as many numbers of the indexer's heads, which RoPE rotates (HYV4).
 
     Queries have rows [heads, (own, shared), in], keys and values [rank + shared, in] in the first step, and [heads, (key, value), rank] in
     the second.
@@ -194,6 +196,11 @@ def latent(tensors: LayerTensors) -> Converted:
     for kind in KINDS:
         if tensors.has(f"down.{kind}"):
             weights[f"key_value_down.{kind}"], weights[f"rope_key.{kind}"] = np.split(tensors.arrays[f"down.{kind}"], [rank])
+    for part in ("index_query.weight", "index_key.weight", "index_key_norm.weight", "index_key_norm.bias") if rotated_last else ():
+        rows, width = tensors.arrays[part], tensors.given["indexer"]["head_dim"]
+        if len(rows) % width:
+            raise tensors.misfit(part, f"a multiple of {width} rows, the index_head_dim of the config")
+        weights[part] = np.roll(rows.reshape(-1, width, *rows.shape[1:]), shared, axis=1).reshape(rows.shape)
     return _scaled(tensors, Converted(weights))
 
 
@@ -237,6 +244,7 @@ INDEXER = {
     "indexer.k_norm.bias": "index_key_norm.bias",
     "indexer.weights_proj.weight": "index_head_weights.weight",
 }
+GATED = {"linear_gate.weight": "gate.weight", "learnable_sink_param": "sinks"}
 CONV_CROSS = {
     f"{name}.{kind}": f"{part}.{kind}" for name, part in (("q_attn", "query"), ("c_attn", "kv"), ("c_proj", "output")) for kind in KINDS
 }
@@ -263,5 +271,6 @@ MODEL_LAYOUTS: dict[str, Layout] = {
         Layout("xlnet", XLNET, xlnet, ignored={"r_s_bias": None, "seg_embed": None, "layer_norm.*": None}),
         Layout("latent", LATENT, latent, optional=(("query_down.weight", "query_down_norm.weight"), *LATENT_OPTIONS), ignored=IGNORED),
         Layout("latent, indexed", LATENT | INDEXER, latent, optional=LATENT_OPTIONS, ignored=IGNORED),
+        Layout("latent, gated, indexed", LATENT | INDEXER | GATED, partial(latent, rotated_last=True), optional=LATENT_OPTIONS),
     )
 }

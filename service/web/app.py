@@ -47,7 +47,7 @@ class Application(FastAPI):
         """Only the routes, without FastAPI's exception handlers: `Access` turns exceptions into responses."""
         return AsyncExitStackMiddleware(self.router)
 
-    async def route(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def call_route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Calls the route of a path. Clients send paths under /v2 with and without a trailing slash, and with and without a version."""
         path = scope["attend"].path if "attend" in scope else ""
         if path.startswith(f"{errors.V2_PREFIX}/"):
@@ -101,7 +101,7 @@ def create_app(settings: Settings) -> FastAPI:
     health.install(app, service)
     app.state.service = service
     openapi.install(app)
-    app.access = Access(app.route, service, settings.access_log, _direct_endpoints(service), _guard(settings, keyring), traces)
+    app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), _guard(settings, keyring), traces)
     if origins := _items(settings.cors_origins):
         exposed = ["X-Request-Id", "Server-Timing", "Retry-After"]
         app.access = CORSMiddleware(app.access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)

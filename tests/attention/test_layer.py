@@ -56,7 +56,7 @@ def draw(spec: LayerSpec) -> Weights:
 
 
 def torch_weights(spec: LayerSpec, names: tuple[str, ...], widths: tuple[int, ...]) -> Weights:
-    """What torch's own modules draw after `torch.manual_seed`."""
+    """The weights that torch's modules draw after `torch.manual_seed`."""
     with torch.random.fork_rng():
         torch.manual_seed(spec.seed)
         if spec.init == "torch_linear":
@@ -97,7 +97,7 @@ def unpack(value: Any) -> Any:
 
 
 def largest_sum(case: Case, forward: Outputs) -> float:
-    """max of the sum over |query_i key_i|, times the scale: the largest score if nothing cancelled out."""
+    """max of the sum over |query_i key_i|, times the scale: the largest possible score without cancellation."""
     sizes = replace(forward, query_projection=abs(forward.query_projection), key_projection=abs(forward.key_projection))
     return largest_score(case, sizes)
 
@@ -124,7 +124,7 @@ def assert_close(name: str, ours: Any, exact: Any, case: Case, forward: Outputs)
 @pytest.mark.parametrize("init", INITS)
 @given(seed=SEEDS, rate=st.sampled_from([0.15, 0.35, 0.7]))
 def test_random_calls_agree_with_the_reference(http: httpx.Client, init: Init, dtype: str, seed: int, rate: float) -> None:
-    """All nine outputs at once; those with an implementation of their own also alone; and the number of fully masked rows."""
+    """All outputs at once; those with an implementation of their own also alone; and the number of fully masked rows."""
     case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES, init=init, dtype=dtype, rate=rate)
     exact = put_layer(http, case)
 
@@ -310,7 +310,7 @@ def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
 
 
 @given(seed=SEEDS)
-def test_gradients_agree_with_the_formulas(client: Client, seed: int) -> None:
+def test_gradients_agree_with_hand_derived_formulas(client: Client, seed: int) -> None:
     """Gradients along a random direction of the output, by each of the three inputs, for float64 layers."""
     case = random_case(np.random.default_rng(seed), dtype="float64")
     layer = client.put_layer("operator", case.spec, case.weights).spec

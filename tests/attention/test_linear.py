@@ -57,7 +57,7 @@ def onednn_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @torch.inference_mode()
-def test_onednn_gets_few_different_numbers_of_rows(onednn_rows: list[int]) -> None:
+def test_onednn_products_have_few_different_numbers_of_rows(onednn_rows: list[int]) -> None:
     product = Linear(weight_of(131, 137), None)
     for rows in range(1, 1025):
         assert product(torch.ones(rows, 137)).shape == (rows, 131)
@@ -79,7 +79,7 @@ def test_gradients_are_computed_by_torch(onednn_rows: list[int]) -> None:
     ("dtype", "inputs"), [(torch.float64, 300), (torch.bfloat16, 300), (torch.float16, 300), (torch.float32, MIN_INPUTS - 1)]
 )
 @torch.inference_mode()
-def test_other_datatypes_and_narrow_inputs_are_left_to_torch(dtype: torch.dtype, inputs: int, onednn_rows: list[int]) -> None:
+def test_torch_computes_other_datatypes_and_narrow_inputs(dtype: torch.dtype, inputs: int, onednn_rows: list[int]) -> None:
     weight, x = weight_of(300, inputs, dtype), weight_of(5, inputs, dtype)
     assert not suits_onednn(weight)
     assert torch.equal(Linear(weight, None)(x), torch.nn.functional.linear(x, weight))

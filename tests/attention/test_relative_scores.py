@@ -48,7 +48,7 @@ def agree(case: Case, name: str, ours: Any, exact: Any, tolerance: float | None 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @given(seed=SEEDS)
-def test_every_output_of_random_calls(client: Client, dtype: str, seed: int) -> None:
+def test_random_calls_agree_with_the_reference(client: Client, dtype: str, seed: int) -> None:
     case = random_case(np.random.default_rng(seed), features=FITTING, rate=0.5, dtype=dtype, init="xavier_uniform")
     assume(case.spec.relative_scores)
     exact = make(client, case)
@@ -59,7 +59,7 @@ def test_every_output_of_random_calls(client: Client, dtype: str, seed: int) -> 
 
 
 @given(seed=SEEDS, data=st.data())
-def test_selected_weights(client: Client, seed: int, data: st.DataObject) -> None:
+def test_selected_weights_agree_with_the_reference(client: Client, seed: int, data: st.DataObject) -> None:
     case = random_case(np.random.default_rng(seed), features=FITTING, rate=0.5, dtype="float64", init="xavier_uniform")
     assume(case.spec.relative_scores)
     exact = make(client, case).attention_weights
@@ -74,7 +74,7 @@ def test_selected_weights(client: Client, seed: int, data: st.DataObject) -> Non
 
 
 @given(seed=SEEDS)
-def test_gradients(client: Client, seed: int) -> None:
+def test_gradients_agree_with_hand_derived_formulas(client: Client, seed: int) -> None:
     case = random_case(np.random.default_rng(seed), features=FITTING, rate=0.5, dtype="float64", init="xavier_uniform")
     assume(case.spec.relative_scores)
     direction = np.random.default_rng(seed).standard_normal(make(client, case).output.shape)
@@ -96,7 +96,7 @@ def drawn(relative: dict[str, Any], queries: int, keys: int, offset: Any = "end"
 
 @pytest.mark.parametrize("relative", [XL, BUCKETS], ids=lambda relative: relative["kind"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1033), (331, 337), (1031, 3)])
-def test_long_calls_in_several_blocks(client: Client, relative: dict[str, Any], queries: int, keys: int) -> None:
+def test_long_calls_agree_with_the_reference(client: Client, relative: dict[str, Any], queries: int, keys: int) -> None:
     case = drawn(relative, queries, keys, dtype="float64")
     exact = make(client, case)
     result = client.attend(**case.request, layer="relative", outputs=["output", "log_sum_exp"])
@@ -106,7 +106,7 @@ def test_long_calls_in_several_blocks(client: Client, relative: dict[str, Any], 
 
 @pytest.mark.parametrize("relative", [XL, XL | {"interleaved": True}, BUCKETS], ids=str)
 @pytest.mark.parametrize("offset", [[0, 10_000_000], [1 - 2**31, 2**31 - 1], [5, -7]], ids=str)
-def test_scores_are_as_exact_far_away_as_near(client: Client, relative: dict[str, Any], offset: list[int]) -> None:
+def test_scores_are_exact_at_distant_positions(client: Client, relative: dict[str, Any], offset: list[int]) -> None:
     """In float32, with another offset for each item."""
     case = drawn(relative, 7, 11, offset, dtype="float32")
     case.request["causal"] = False
@@ -116,8 +116,10 @@ def test_scores_are_as_exact_far_away_as_near(client: Client, relative: dict[str
 
 @pytest.mark.parametrize("relative", [XL, BUCKETS], ids=lambda relative: relative["kind"])
 @pytest.mark.parametrize("rows", [range(23), [22, 0, 17, 1, 2, 3, 21]], ids=["all", "some in any order"])
-def test_blocks_of_rows_are_bounded_and_equal_the_whole(relative: dict[str, Any], rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block's products are as many as its rows times the distances among them; each row by itself if even that is too many."""
+def test_blocks_of_rows_are_bounded_and_do_not_change_the_scores(
+    relative: dict[str, Any], rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block's products are as many as its rows times the distances among them; one row at a time if even that is too many."""
     case = drawn(relative, 23, 3, dtype="float64")
     weights = {name: torch.from_numpy(array) for name, array in (case.weights or {}).items()}
     rng = np.random.default_rng(1)

@@ -49,7 +49,7 @@ def distance(got: torch.Tensor, wanted: Any) -> float:
 
 
 def cross_attention(layer: MultiHeadAttention, items: int, queries: int, keys: int) -> Call:
-    """Three inputs of which none is another."""
+    """Three different inputs."""
     call = call_of(layer, items, queries)
     key, value = (call_of(layer, items, keys, seed=seed).query for seed in (1, 2))
     return replace(call, key=key, value=value, masks=rows_masks(keys))
@@ -94,7 +94,7 @@ def test_replies_of_a_server_agree_with_the_reference(http: httpx.Client, heads:
 
 
 @pytest.mark.parametrize("size", [1.0, 8.0, 15.0, 200.0])
-def test_scores_of_any_size(size: float) -> None:
+def test_scores_of_any_size_agree_with_the_reference(size: float) -> None:
     layer, _ = make(d_model=15, num_heads=3, seed=5)
     call = call_of(layer, 2, 7, seed=3)
     call = replace(call, query=call.query * size, key=call.query * size, value=call.query * size)
@@ -107,8 +107,8 @@ def test_scores_of_any_size(size: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e20, 1e30, 3e38])
-def test_overflow_is_the_same_as_in_torch(scale: float) -> None:
-    """Infinity, NaN and everything beside them, wherever the sum overflows."""
+def test_overflow_gives_the_numbers_of_torch(scale: float) -> None:
+    """Infinity and NaN where sums overflow, and all other numbers."""
     layer, plain = make(d_model=6, num_heads=3)
     call = call_of(layer, 2, 4)
     scaled = call.query.clone()
@@ -121,7 +121,7 @@ def test_overflow_is_the_same_as_in_torch(scale: float) -> None:
             torch.testing.assert_close(got[name], wanted[name], equal_nan=True)
 
 
-def test_an_item_has_the_same_bits_alone_and_among_others() -> None:
+def test_an_item_has_the_same_bits_alone_and_in_a_batch() -> None:
     layer, _ = make(d_model=35, num_heads=5)
     call = cross_attention(layer, 7, 11, 13)
     for each in implementations(layer):
@@ -186,7 +186,7 @@ def test_selected_weights_are_those_of_the_whole_call(select: dict[str, Any]) ->
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_calls_with_other_outputs_or_masks_are_left_to_torch(more: dict[str, Any]) -> None:
+def test_torch_computes_calls_with_other_outputs_or_masks(more: dict[str, Any]) -> None:
     layer, plain = make(d_model=6, num_heads=3)
     call = call_of(layer, 2, 7, **more)
     assert not is_short(layer, call)
@@ -195,7 +195,7 @@ def test_calls_with_other_outputs_or_masks_are_left_to_torch(more: dict[str, Any
 
 
 @pytest.mark.parametrize(("items", "rows"), [(1, MAX_PRODUCT // 64**2 + 1), (MAX_PRODUCT // 64**2 + 1, 1), (1, 0), (0, 4)])
-def test_calls_that_are_long_or_empty_are_left_to_torch(items: int, rows: int) -> None:
+def test_torch_computes_long_and_empty_calls(items: int, rows: int) -> None:
     layer, plain = make(d_model=64, num_heads=8)
     call = call_of(layer, items, rows)
     assert not is_short(layer, call)
@@ -228,7 +228,7 @@ def test_calls_that_are_long_or_empty_are_left_to_torch(items: int, rows: int) -
     ],
     ids=str,
 )
-def test_other_layers_have_no_short_calls(fields: dict[str, Any]) -> None:
+def test_torch_computes_calls_to_other_layers(fields: dict[str, Any]) -> None:
     assert make(**{"d_model": 6, "num_heads": 3, **fields})[0].short is None
 
 
@@ -241,7 +241,7 @@ def test_without_the_extension_torch_computes_short_calls(monkeypatch: pytest.Mo
 
 
 def test_an_extension_that_computes_wrongly_is_not_used() -> None:
-    """As on a processor that nobody has tried."""
+    """Its results are compared with torch's when it is loaded."""
     extension = short.extension
     if extension is not None:
         functions = {name: getattr(extension, name) for name in ("variants", "layer", "attend")}
@@ -264,7 +264,7 @@ def test_sizes_of_any_magnitude_are_refused(size: int) -> None:
 
 @pytest.mark.parametrize("wrong", ["query", "output", "weights"])
 def test_sizes_that_do_not_fit_are_refused(wrong: str) -> None:
-    """Before anything is read or written beyond an array."""
+    """Nothing is read or written beyond an array."""
     square, row = np.zeros((6, 6), np.float32), np.zeros(6, np.float32)
     sizes = {"query": 12, "key": 18, "value": 18, "output": 12, "weights": 18}
     arrays = [np.zeros(size - (name == wrong), np.float32) for name, size in sizes.items()]

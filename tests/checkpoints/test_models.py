@@ -71,6 +71,14 @@ def test_a_layer_that_shares_the_keys_of_an_earlier_one_is_refused(layers: httpx
     assert "a layer without an indexer attends to the keys that an earlier layer selects" in error["expected"]
 
 
+@pytest.mark.parametrize("part", ["wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias"])
+def test_heads_of_an_indexer_of_another_width_are_refused(layers: httpx.Client, part: str) -> None:
+    tensors = tensors_of(MODELS["hy_v4"]["cases"][0])
+    name = next(name for name in tensors if name.endswith(f"indexer.{part}"))
+    refused = put(layers, "hy_v4", 0, tensors | {name: tensors[name][:-1]})
+    assert refused.status_code == 422 and refused.json()["errors"][0]["at"].startswith("/weights/"), refused.text
+
+
 def test_every_family_has_a_case() -> None:
     assert set(FAMILIES) <= {
         describe(model["config"], case["layer"], case["part"]).model_type for model in MODELS.values() for case in model["cases"]
@@ -403,6 +411,7 @@ NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
         "laguna",
         "deepseek_v3_yarn",
         "deepseek_v32_yarn",
+        "hy_v4",
         "diffllama",
         "swinv2",
         "vitdet",
@@ -524,7 +533,14 @@ def _with_header(folder: Path, header: str) -> None:
 def test_a_broken_entry_of_a_safetensors_file_is_refused(tmp_path: Path, shape: Any, offsets: list[int]) -> None:
     write_folder(tmp_path, "llama", 0)
     _with_header(tmp_path, json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}))
-    with pytest.raises(InvalidRequest, match=r"expected the tensor x with a known datatype.* at /model"):
+    with pytest.raises(InvalidRequest, match=r"expected a safetensors file.* at /model"):
+        ModelFolder(tmp_path).read(["x"])
+
+
+def test_a_tensor_of_a_datatype_that_numpy_lacks_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, "llama", 0)
+    _with_header(tmp_path, json.dumps({"x": {"dtype": "F8_E4M3", "shape": [64], "data_offsets": [0, 64]}}))
+    with pytest.raises(InvalidRequest, match=r"datatypes that NumPy has.* at /model"):
         ModelFolder(tmp_path).read(["x"])
 
 

@@ -17,10 +17,19 @@ from service.attention.compare.convention import option_table
 from service.attention.reference.forward import attend
 from service.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case, outputs_of
 from service.spec import LayerSpec
+from service.tensors import datatype_of
 from service.wire.client_codec import decode_reply
 from service.wire.json.writer import encode_json
 from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
+
+
+def reply_of(content: bytes) -> Reply:
+    """The reply that the service encoded as this JSON."""
+    head, tensors = decode_reply(content)
+    datatype = next(datatype_of(array).name for array in tensors.values() if array.dtype.kind not in "ib")
+    return Reply(head.layer.model_dump(), head.fully_masked_rows, datatype, tensors)
+
 
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
@@ -38,11 +47,11 @@ def test_the_service_agrees_in_process_and_by_url(server, http):
 
 def test_the_check_of_a_server_prints_json(server):
     done = run_attend("check", "--cases", "3", "--seed", "3", "--url", server.url, "--json")
-    told = json.loads(done.stdout)
-    assert done.returncode == 0 and set(told) == {"agrees", "cases", "seed", "outputs"}
-    assert (told["agrees"], told["cases"], told["seed"]) == (True, 3, 3)
-    assert {row["output"] for row in told["outputs"]} == {name for number in range(3) for name in outputs_of(draw_case(3, number).spec)}
-    assert all(row["agrees"] and row["error"] <= row["allowed"] and 0 <= row["case"] < 3 for row in told["outputs"])
+    printed = json.loads(done.stdout)
+    assert done.returncode == 0 and set(printed) == {"agrees", "cases", "seed", "outputs"}
+    assert (printed["agrees"], printed["cases"], printed["seed"]) == (True, 3, 3)
+    assert {row["output"] for row in printed["outputs"]} == {name for number in range(3) for name in outputs_of(draw_case(3, number).spec)}
+    assert all(row["agrees"] and row["error"] <= row["allowed"] and 0 <= row["case"] < 3 for row in printed["outputs"])
 
 
 @pytest.fixture
@@ -57,7 +66,7 @@ def lying(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
                 reply = httpx.request(self.command, server.url + self.path, content=body, timeout=60)
                 content = reply.content
                 if self.path == "/attend" and reply.status_code == 200:
-                    content = b"".join(encode_json(change(decode_reply(content)), ReplyOptions(form="base64")))
+                    content = b"".join(encode_json(change(reply_of(content)), ReplyOptions(form="base64")))
                 self.send_response(reply.status_code)
                 for name, value in {**reply.headers, "content-length": str(len(content))}.items():
                     self.send_header(name, value)
@@ -78,7 +87,7 @@ def lying(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
         one.server_close()
 
 
-def test_a_relay_that_changes_nothing_agrees(lying):
+def test_replies_that_a_relay_does_not_change_agree(lying):
     """So the next test detects the change of the reply, not the relay."""
     assert run_attend("check", "--cases", "3", "--url", lying(lambda reply: reply)).returncode == 0
 
@@ -110,9 +119,14 @@ def test_a_wrong_reply_is_detected(lying, change, named):
     assert f"wrong: {named}" in shown and "query [" in shown
     again = shown.splitlines()[-1].removeprefix("again: attend ").split()
     assert again[:3] == ["check", "--url", url]
-    told = json.loads(run_attend(*again, "--json").stdout)
-    assert not told["agrees"] and told["cases"] == 1 and told["wrong"].startswith(named) and told["again"] == f"attend {' '.join(again)}"
-    [row] = [row for row in told["outputs"] if not row["agrees"]]
+    printed = json.loads(run_attend(*again, "--json").stdout)
+    assert (
+        not printed["agrees"]
+        and printed["cases"] == 1
+        and printed["wrong"].startswith(named)
+        and printed["again"] == f"attend {' '.join(again)}"
+    )
+    [row] = [row for row in printed["outputs"] if not row["agrees"]]
     assert named.startswith(row["output"]) and (row["error"] is None) == bool(row["about"])
     assert run_attend(*again).returncode == 1
 
@@ -155,7 +169,7 @@ def test_every_output_is_compared(dtype):
         assert not compare_output(name, tensor, tensor[..., None], case.spec, 1.0).agrees
 
 
-def test_blocked_scores_are_exact():
+def test_minus_infinity_agrees_only_with_itself():
     expected, spec = np.array([1.0, -np.inf]), LayerSpec(d_model=2, num_heads=1)
     assert compare_output("scores", expected, np.array([1.0, -np.inf], np.float32), spec, 1.0).agrees
     assert not compare_output("scores", expected, np.array([1.0, -1e9], np.float32), spec, 1.0).agrees
@@ -256,9 +270,9 @@ def test_the_help_has_every_convention_and_its_values(package):
 
 def test_the_check_of_a_module_prints_json(package):
     done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled", "--module", "theirs:Raises", "--json")
-    told = json.loads(done.stdout)
-    assert done.returncode == 1 and not told["agrees"]
-    right, unscaled, raises = told["modules"]
+    printed = json.loads(done.stdout)
+    assert done.returncode == 1 and not printed["agrees"]
+    right, unscaled, raises = printed["modules"]
     assert right["agrees"] and right["calls"] == 8 and all(case["agrees"] for case in right["cases"])
     assert not unscaled["agrees"] and "not divided by sqrt(head_dim)" in unscaled["first"] and unscaled["cases"][0]["agrees"] is False
     assert unscaled["again"] == "attend check --module theirs:Unscaled --seed 0"

@@ -360,14 +360,14 @@ def check(folder: Path, name: str, spec: object, options: list[str], *more: str)
 
 
 @pytest.mark.parametrize(("name", "spec", "options"), RIGHT)
-def test_right_ones_agree(folder, name, spec, options):
+def test_correct_candidates_agree(folder, name, spec, options):
     done = check(folder, name, spec, options)
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
     assert b"agrees with the reference in " in done.stdout
 
 
 @pytest.mark.parametrize(("name", "spec", "options", "hints"), WRONG)
-def test_a_mistake_is_named_by_its_cause(folder, name, spec, options, hints):
+def test_mistakes_are_named(folder, name, spec, options, hints):
     done = check(folder, name, spec, options, "--json")
     assert done.returncode == 1, done.stdout.decode() + done.stderr.decode()
     first = json.loads(done.stdout)["modules"][0]["first"].splitlines()
@@ -411,7 +411,7 @@ def test_a_spec_may_be_in_a_file_and_again_repeats_it(folder):
         ("Rotary", "no_such_file.json", CAUSAL, "expected a spec in JSON, or a file with one"),
     ],
 )  # fmt: skip
-def test_specs_that_do_not_fit_are_refused(folder, name, spec, options, said):
+def test_unsuitable_specs_are_refused(folder, name, spec, options, said):
     done = check(folder, name, spec, options)
     message = " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr.decode()).split())
     assert done.returncode == 2 and said in message, message

@@ -23,8 +23,8 @@ from service.spec import LayerSpec
 FOLDER = Path(__file__).parent / "models"
 PARTS = (
     ("query_down.weight", "query.weight", "qkv.weight"),
-    ("key.weight", "kv.weight", "qkv.weight"),
-    ("value.weight", "kv.weight", "qkv.weight"),
+    ("key.weight", "kv.weight", "qkv.weight", "down.weight"),
+    ("value.weight", "kv.weight", "qkv.weight", "down.weight"),
     ("output.weight",),
 )
 OTHER_LAYERS = ("/config/layer_types", "/config/indexer_types", "/config/layers_block_type", "dense_bias", "/config/cross_attention_")

@@ -108,7 +108,7 @@ SIZES = {  # model_type -> fields without which it cannot be made so small
         "rope_parameters": YARN | {"original_max_position_embeddings": 4, "mscale_all_dim": 1.2, "llama_4_scaling_beta": 0.5},
     },
     "kimi_linear": LATENT | {"mlp_layer_types": ["dense"] * 6},
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), LATENT | {"index_topk": 4, "index_head_dim": 6, "index_n_heads": 8}),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), LATENT | {"index_topk": 4, "index_head_dim": 6, "index_n_heads": 8}),
     "deepseek_v2": LATENT | {"kv_lora_rank": 8, "qk_nope_head_dim": 6},
 }
 VARIANTS = {  # name -> (model_type, fields)

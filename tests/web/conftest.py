@@ -1,4 +1,4 @@
-"""Layers that the tests over HTTP call, and one good request whose answer is worked out here by hand."""
+"""Layers that the tests over HTTP call, and one good request whose reply is computed here."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,14 +43,14 @@ def answers_well(http: httpx.Client, layers: dict[str, Any]) -> Callable[[], Non
     output = (weights @ heads).transpose(1, 0, 2).reshape(3, 4)
     body = {"layer": "same", "query": query.tolist()}
 
-    def ask() -> None:
+    def check() -> None:
         answer = http.post("/attend", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["layer"] == {"name": "same", "fingerprint": layers["same"]["fingerprint"]}
         np.testing.assert_allclose(answer.json()["attention_weights"], weights, rtol=0, atol=1e-6)
         np.testing.assert_allclose(answer.json()["output"], output, rtol=0, atol=1e-6)
 
-    return ask
+    return check
 
 
 @pytest.fixture(scope="session")

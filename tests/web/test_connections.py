@@ -138,7 +138,7 @@ def test_a_disconnect_during_the_body_is_not_an_error_of_the_server(server: Serv
     assert (requests(server, endpoint, 0), requests(server, endpoint, 500)) == (before + 1, 0)
 
 
-def held(server: Server) -> float:
+def held_bytes(server: Server) -> float:
     text, gauge = httpx.get(f"{server.url}/metrics").text, "attend_held_body_bytes "
     return next(float(line.removeprefix(gauge)) for line in text.splitlines() if line.startswith(gauge))
 
@@ -152,9 +152,9 @@ def test_the_gauge_counts_a_reply_until_it_is_read(server: Server) -> None:
         connection.sendall((HEAD % len(body)).replace(b"Host", b"Connection: close\r\nHost") + body)
         head, _, first = connection.recv(1 << 12).partition(b"\r\n\r\n")
         size = int(head.lower().partition(b"content-length: ")[2].split()[0])
-        assert held(server) == size
+        assert held_bytes(server) == size
         assert len(first) + len(read_to_end(connection)) == size
-    until(lambda: held(server) == 0, "nothing is held")
+    until(lambda: held_bytes(server) == 0, "the reply is no longer counted")
 
 
 def test_a_thousand_connections_at_once(server: Server) -> None:
@@ -163,7 +163,7 @@ def test_a_thousand_connections_at_once(server: Server) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * MANY)), hard))
     port = int(server.url.rpartition(":")[2])
 
-    async def ask(everyone: asyncio.Barrier) -> bytes:
+    async def post_with(everyone: asyncio.Barrier) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         await everyone.wait()
         writer.write((HEAD % len(BODY)).replace(b"Host", b"Connection: close\r\nHost") + BODY)
@@ -174,7 +174,7 @@ def test_a_thousand_connections_at_once(server: Server) -> None:
 
     async def test() -> list[bytes]:
         everyone = asyncio.Barrier(MANY)
-        return await asyncio.gather(*(ask(everyone) for _ in range(MANY)))
+        return await asyncio.gather(*(post_with(everyone) for _ in range(MANY)))
 
     outputs = np.array([json.loads(answer)["output"] for answer in asyncio.run(test())])
     assert outputs.shape == (MANY, 3, 64)
@@ -182,7 +182,7 @@ def test_a_thousand_connections_at_once(server: Server) -> None:
 
 
 class Transport:
-    """What a connection does to its socket."""
+    """Records what a connection does to its socket."""
 
     def __init__(self) -> None:
         self.unsent, self.closed, self.written = 0, False, b""
@@ -325,7 +325,7 @@ def test_the_transport_buffers_one_piece_of_a_long_reply(tls: bool) -> None:
         left.append(connection.transport.get_write_buffer_size())
         is_sent.set()
 
-    def ask(port: int) -> bytes:
+    def get_index(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as plain:
             connection = theirs.wrap_socket(plain, server_hostname="127.0.0.1") if tls else plain
             connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
@@ -335,9 +335,9 @@ def test_the_transport_buffers_one_piece_of_a_long_reply(tls: bool) -> None:
 
     async def test() -> None:
         loop, config = asyncio.get_running_loop(), uvicorn.Config(app, lifespan="off", log_config=None)
-        make = lambda: Connection(config, ServerState(), {}, loop)  # noqa: E731  # what a server calls
+        make = lambda: Connection(config, ServerState(), {}, loop)  # noqa: E731  # as a server creates connections
         async with await loop.create_server(make, "127.0.0.1", 0, ssl=ours if tls else None) as listening:
-            answer = await asyncio.to_thread(ask, listening.sockets[0].getsockname()[1])
+            answer = await asyncio.to_thread(get_index, listening.sockets[0].getsockname()[1])
             await asyncio.wait_for(is_sent.wait(), PATIENCE)  # with TLS, the client may have closed first
         assert len(answer.partition(b"\r\n\r\n")[2]) == size
         assert max(most) < 4 * SEND_BYTES

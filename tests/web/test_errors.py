@@ -45,8 +45,8 @@ def test_unexpected_errors_are_500_and_out_of_memory_507_in_the_endpoints_format
                     answer = await client.request(method, path, json=body)
                 assert answer.status_code == status, path
                 assert answer.headers["content-type"] == ("application/json" if "/v2" in path else "application/problem+json"), path
-                told = answer.json()["error"] if "/v2" in path else answer.json()["detail"]
-                assert ("memory" in told) == (status == 507), path
+                message = answer.json()["error"] if "/v2" in path else answer.json()["detail"]
+                assert ("memory" in message) == (status == 507), path
                 assert "secret" not in answer.text, path
             assert "attend_held_body_bytes 0.0" in (await client.get("/metrics")).text
             assert (await client.post("/attend", json=QUERY)).status_code == 200

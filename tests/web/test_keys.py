@@ -56,7 +56,7 @@ class Guarded:
         self.keys = {scope: attend_keys("add", f"only-{scope}", "--scope", scope, file=self.file).stdout.strip() for scope in SCOPES}
         self.server = fork_server("--keys-file", str(self.file), "--grpc-port", "0", "--log-format", "json")
 
-    def ask(self, method: str, path: str, key: str = "", **headers: str) -> httpx.Response:
+    def call(self, method: str, path: str, key: str = "", **headers: str) -> httpx.Response:
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
         body = {"json": QUERY} if path.startswith("/attend") else {"json": SPEC} if method == "PUT" else {}
         return httpx.request(method, self.server.url + path, headers=headers, timeout=60, **body)
@@ -73,11 +73,11 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 def test_each_route_requires_a_key_with_its_scope(guarded: Guarded, method: str, path: str, scopes: set[str]) -> None:
     """401 without a key or with an unknown one, 403 with another scope, otherwise the route's own status."""
     for key in ("", "attend-unknown"):
-        refused = guarded.ask(method, path, key)
+        refused = guarded.call(method, path, key)
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"] == 'Bearer realm="attend"'
     for scope in SCOPES:
-        answer = guarded.ask(method, path, guarded.keys[scope])
+        answer = guarded.call(method, path, guarded.keys[scope])
         assert (answer.status_code not in (401, 403)) == (scope in scopes), (scope, answer.text)
         if scope not in scopes:
             assert answer.status_code == 403
@@ -85,9 +85,9 @@ def test_each_route_requires_a_key_with_its_scope(guarded: Guarded, method: str,
 
 def test_the_page_needs_no_key_but_the_index_does(guarded: Guarded) -> None:
     """A browser cannot send a key when it opens the page, which contains no data. The index names the layers."""
-    page = guarded.ask("GET", "/", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
+    page = guarded.call("GET", "/", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-    assert guarded.ask("GET", "/").status_code == 401
+    assert guarded.call("GET", "/").status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -123,52 +123,52 @@ def test_grpc_requires_the_same_keys(guarded: Guarded, method: str, request_: An
 
 def test_every_documented_route_but_health_requires_a_key(guarded: Guarded) -> None:
     """Also routes added later."""
-    document = guarded.ask("GET", "/openapi.json", guarded.keys["infer"]).json()
+    document = guarded.call("GET", "/openapi.json", guarded.keys["infer"]).json()
     for path, operations in document["paths"].items():
         for method in operations:
-            status = guarded.ask(method.upper(), path.replace("{name}", "default")).status_code
+            status = guarded.call(method.upper(), path.replace("{name}", "default")).status_code
             assert (status == 401) == ("/health/" not in path), (method, path, status)
 
 
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/health/startup"])
 def test_health_requires_no_key(guarded: Guarded, path: str) -> None:
-    assert guarded.ask("GET", path).status_code == 200
+    assert guarded.call("GET", path).status_code == 200
 
 
 def test_a_key_may_be_a_bearer_token_or_x_api_key(guarded: Guarded) -> None:
     key = guarded.keys["infer"]
     for headers in ({"X-API-Key": key}, {"Authorization": f"bearer {key}"}):
-        assert guarded.ask("POST", "/attend", **headers).status_code == 200
+        assert guarded.call("POST", "/attend", **headers).status_code == 200
     for headers in (
         {"Authorization": f"Basic {key}"},
         {"Authorization": key},
         {"X-API-Key": key[:-1]},
         {"X-API-Key": "ключ".encode("latin-1", "replace").decode()},
     ):
-        assert guarded.ask("POST", "/attend", **headers).status_code == 401
+        assert guarded.call("POST", "/attend", **headers).status_code == 401
 
 
 def test_changes_of_the_keys_file_apply_to_the_next_request(guarded: Guarded) -> None:
     """Added and removed keys. A broken file leaves the keys as they were."""
     key = attend_keys("add", "passing", "--scope", "infer", "--scope", "admin", file=guarded.file).stdout.strip()
-    assert guarded.ask("POST", "/attend", key).status_code == 200
-    assert guarded.ask("DELETE", "/layers/nobody", key).status_code == 404
+    assert guarded.call("POST", "/attend", key).status_code == 200
+    assert guarded.call("DELETE", "/layers/nobody", key).status_code == 404
     assert "passing  admin,infer" in attend_keys("list", file=guarded.file).stdout
 
     good = guarded.file.read_text()
     guarded.file.write_text(good + "half a li")
-    assert guarded.ask("POST", "/attend", key).status_code == 200
+    assert guarded.call("POST", "/attend", key).status_code == 200
     guarded.file.write_text(good)
 
     assert attend_keys("remove", "passing", file=guarded.file).exit_code == 0
-    assert guarded.ask("POST", "/attend", key).status_code == 401
-    assert guarded.ask("POST", "/attend", guarded.keys["infer"]).status_code == 200
+    assert guarded.call("POST", "/attend", key).status_code == 401
+    assert guarded.call("POST", "/attend", guarded.keys["infer"]).status_code == 200
 
 
 def test_keys_are_neither_stored_nor_logged(guarded: Guarded) -> None:
     """The file has digests and only its owner may read it; the log has names."""
     for scope in SCOPES:
-        guarded.ask("GET", "/layers", guarded.keys[scope], **{"X-Request-Id": f"by-{scope}"})
+        guarded.call("GET", "/layers", guarded.keys[scope], **{"X-Request-Id": f"by-{scope}"})
         assert guarded.keys[scope] not in guarded.file.read_text()
         assert guarded.server.access_line(f"by-{scope}")["key"] == f"only-{scope}"
     assert guarded.file.stat().st_mode & 0o77 == 0

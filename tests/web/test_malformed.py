@@ -26,12 +26,12 @@ TITLES = {
 QUERY = [[[1, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 3]], [[4, 3, 2, 1], [8, 7, 6, 5], [3, 2, 1, 9]]]  # [b 2, q 3, 4]
 KEY = np.arange(30).reshape(2, 5, 3).tolist()  # [b 2, k 5, 3]
 VALUE = np.arange(50).reshape(2, 5, 5).tolist()  # [b 2, k 5, 5]
-LIMIT = 4 * 1024 * 1024  # what the fixture `server` takes
+LIMIT = 4 * 1024 * 1024  # bytes of a body that the fixture `server` accepts
 
 
 @dataclass(frozen=True)
 class Bad:
-    """A request and its refusal: the status, the exact `at`, fragments of `expected` and `got`. No `at`: no place is to blame."""
+    """A request and its refusal: the status, the exact `at`, fragments of `expected` and `got`. `at` is None: no problems."""
 
     name: str
     status: int
@@ -854,8 +854,8 @@ HTTP = [
 TABLE = [*SYNTAX, *TENSORS, *CODECS, *FIELDS, *MASKS, *REPLIES, *LAYERS, *HTTP]
 
 
-def hold(bad: Bad, answer: httpx.Response) -> None:
-    """Asserts that the refusal is the one the row asks for, in the form of RFC 9457."""
+def check_refusal(bad: Bad, answer: httpx.Response) -> None:
+    """Asserts that the refusal is that of the row, in the form of RFC 9457."""
     assert answer.status_code == bad.status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     problem = answer.json()
@@ -873,7 +873,7 @@ def hold(bad: Bad, answer: httpx.Response) -> None:
     assert bad.expected in first["expected"]
     assert bad.got in first["got"]
     assert f"expected {first['expected']}, got {first['got']}" in problem["detail"]
-    assert max(len(first["expected"]), len(first["got"])) < 400, "a refusal is no echo"
+    assert max(len(first["expected"]), len(first["got"])) < 400, "a refusal is short"
 
 
 @pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.name)
@@ -881,7 +881,7 @@ def test_malformed_requests_are_refused(http: httpx.Client, answers_well: Callab
     """With status, pointer and text. The server answers a valid request afterwards."""
     answer = http.request(bad.method, bad.path, content=bad.body, headers=dict(bad.headers))
 
-    hold(bad, answer)
+    check_refusal(bad, answer)
     answers_well()
 
 
@@ -925,7 +925,7 @@ def test_a_chunked_body_that_grows_too_large_is_refused(http: httpx.Client, answ
 
     answer = http.post("/attend", content=pieces(), headers={"content-type": "application/json"})
 
-    hold(Bad("", 413, "", f"at most {LIMIT} bytes", f"more than {LIMIT}"), answer)
+    check_refusal(Bad("", 413, "", f"at most {LIMIT} bytes", f"more than {LIMIT}"), answer)
     answers_well()
 
 
@@ -1015,7 +1015,7 @@ def test_the_limit_on_parameters_is_shared_by_all_layers(start_here: Callable[..
     """A layer that would fit alone is refused if it does not fit with the others, but may replace one of them."""
     url = start_here(max_total_parameters=17000)  # the layer `default` has 4 * 64 * 64 + 4 * 64 = 16640
     with httpx.Client(base_url=url) as client:
-        hold(
+        check_refusal(
             put("", "/spec", "at most 17000 parameters in all layers", "1088 in addition to 16640 in other layers", b"", 413),
             client.put("/layers/a", content=spec(d_model=16)),
         )
@@ -1059,7 +1059,7 @@ def test_a_stack_trace_in_the_log_contains_no_payload(log_format: str) -> None:
         "    structlog.get_logger('attend').exception('unforeseen')\n"
     )
 
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+    log = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
 
-    assert "RuntimeError" in told and "broken" in told
-    assert "unmistakable" not in told
+    assert "RuntimeError" in log and "broken" in log
+    assert "unmistakable" not in log

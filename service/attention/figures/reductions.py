@@ -1,7 +1,7 @@
 """Reduces attention weights to the cells of a figure, block by block, so that the weights of a long sequence are never stored together."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,22 +29,16 @@ class WeightReduction:
         call = layer.select_keys(call)
         query, key, _ = layer.project(call)
         fully_masked = layer.fully_masked(call)
-        return Result(self.reduction(self._chosen(layer.attention_weights(call, query, key, fully_masked))), fully_masked)
+        blocks = layer.attention_weights(replace(call, queries=self.queries), query, key, fully_masked)
+        return Result(self.reduction(map(self._selected, blocks)), fully_masked)
 
-    def _chosen(self, blocks: Iterable[WeightBlock]) -> Iterator[WeightBlock]:
-        """The blocks without the other positions; rows are numbered anew."""
-        if self.queries is None and self.keys is None:
-            yield from blocks
-            return
-        start = 0
-        for rows, weights, visible in blocks:
-            here = range(rows.start, rows.stop) if self.queries is None else [i for i in self.queries if rows.start <= i < rows.stop]
-            if here:
-                at = torch.tensor(here, device=weights.device)[:, None] - rows.start
-                keys = torch.tensor(range(weights.shape[-1]) if self.keys is None else self.keys, device=weights.device)
-                chosen = None if visible is None else visible.expand(*visible.shape[:2], *weights.shape[2:])[:, :, at, keys]
-                yield slice(start, start + len(here)), weights[:, :, at, keys], chosen
-                start += len(here)
+    def _selected(self, block: WeightBlock) -> WeightBlock:
+        """The block with the keys that are read."""
+        if self.keys is None:
+            return block
+        rows, weights, visible = block
+        keys = list(self.keys)
+        return rows, weights[..., keys], None if visible is None else visible.expand(*visible.shape[:-1], weights.shape[-1])[..., keys]
 
     def to(self, device: torch.device) -> "WeightReduction":
         return self

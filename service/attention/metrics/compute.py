@@ -71,7 +71,7 @@ class _Measurement:
         if self.query.includes("value_norms"):
             made["value_norms"] = self.value_norms
         if self.query.includes("subspace_disagreement"):
-            made["subspace_disagreement"] = between.disagreement(between.subspace_products(value, self.real))
+            made["subspace_disagreement"] = between.disagreement(between.head_products(value, self.real[:, None]))
         return made
 
     @cached_property
@@ -87,19 +87,17 @@ class _Measurement:
         query = self.query
         rows = {name: function for name, function in ROW_METRICS.items() if query.includes(name, name + PER_QUERY)}
         parts: dict[str, list[Tensor]] = {}  # name -> a tensor of each block, with its rows along the axis -1, or -2 of [b, h, rows, k]
-        accumulators: dict[str, StrongestLinks | between.CosineSimilarity | between.JensenShannon] = {
-            "strongest_links": StrongestLinks(query.top_links, query.link_keys),
-            "cosine_similarity": between.CosineSimilarity(),
-            "jensen_shannon": between.JensenShannon(),
+        accumulators: dict[tuple[str, ...], StrongestLinks | between.CosineSimilarity | between.JensenShannon] = {
+            ("strongest_links",): StrongestLinks(query.top_links, query.link_keys),
+            ("cosine_similarity", "position_disagreement"): between.CosineSimilarity(),
+            ("jensen_shannon",): between.JensenShannon(),
         }
-        if query.includes("position_disagreement"):
-            query = replace(query, metrics=(*query.metrics, "cosine_similarity"))
-        readers = [reader for name, reader in accumulators.items() if query.includes(name)]
+        readers = [reader for names, reader in accumulators.items() if query.includes(*names)]
         norms = self.value_norms.nan_to_num(0)[:, :, None] if query.includes("value_norm_weights") else None
         for block in self._blocks(self.call, self.projected, self.fully_masked):
             self.overflowed.append(block.overflowed.any())
             for name, function in rows.items():
-                parts.setdefault(name + PER_QUERY, []).append(block.of_counted(function(block, query)))
+                parts.setdefault(name + PER_QUERY, []).append(block.of_counted(function(block)))
             for reader in readers:
                 reader.read(block)
             if query.includes("deviation_across_heads"):
@@ -143,7 +141,7 @@ class _Measurement:
         self.overflowed.append((~torch.isfinite(heads).all(-1) & counts).any())
         made: dict[str, Tensor] = {}
         if self.query.includes("output_disagreement"):
-            made["output_disagreement"] = between.disagreement(between.output_products(heads, counts))
+            made["output_disagreement"] = between.disagreement(between.head_products(heads, counts))
         if self.query.includes(*OF_PRODUCTS):
             bias = self.layer.weights.get("output.bias")
             found = importance.products(heads, counts, self.output_weight, bias, self.query.direction)

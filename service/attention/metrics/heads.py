@@ -80,18 +80,12 @@ def disagreement(gram: Tensor) -> Tensor:
     return -cosines(gram).mean((-2, -1))
 
 
-def subspace_products(value: Tensor, real: Tensor) -> Tensor:
-    """[b, kv heads, kv heads]: <V_i, V_j> over the keys that are not padding, each head's values flattened.
+def head_products(x: Tensor, counts: Tensor) -> Tensor:
+    """[b, h, h]: <X_i, X_j> of values or outputs of heads [b, h, n, d], over the rows that count, bool [b, h|1, n].
 
     Repeating a kv head for each of its query heads would not change any mean over pairs.
     """
-    flat = value.double().masked_fill(~real[:, None, :, None], 0).flatten(2)
-    return flat @ flat.transpose(1, 2)
-
-
-def output_products(heads: Tensor, counts: Tensor) -> Tensor:
-    """[b, h, h]: <O_i, O_j> of head outputs [b, h, q, d] over the rows that count [b, h, q]."""
-    flat = heads.double().masked_fill(~counts[..., None], 0).flatten(2)
+    flat = x.double().masked_fill(~counts[..., None], 0).flatten(2)
     return flat @ flat.transpose(1, 2)
 
 

@@ -44,6 +44,7 @@ class MetricsQuery:
 class Block:
     """A block of query rows of all heads."""
 
+    query: MetricsQuery
     rows: slice
     weights: Tensor  # [b, h, rows, k], from the layer
     shares: Tensor  # [b, h, rows, k]: weights over the row's sum; 0 in rows that do not count
@@ -84,74 +85,74 @@ def read_block(
     shares = weights / total.masked_fill(~counts, 1)[..., None]
     if not counts.all():
         shares = shares.masked_fill(~counts[..., None], 0)
-    return Block(rows, weights, shares, counts, visible, positions[:, rows], first_key, overflowed)
+    return Block(metrics_query, rows, weights, shares, counts, visible, positions[:, rows], first_key, overflowed)
 
 
-def entropy(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def entropy(block: Block) -> Tensor:
     """-sum_j a_j ln a_j in nats, 0 ln 0 = 0 (Clark et al. 2019)."""
     terms: Tensor = torch.special.entr(block.shares)
     return terms.sum(-1)
 
 
-def normalised_entropy(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def normalised_entropy(block: Block) -> Tensor:
     """Entropy over ln n for n visible keys; NaN if n is 1."""
-    return entropy(block, metrics_query).double() / torch.log(_visible_keys(block).double()).clamp(min=0)
+    return entropy(block).double() / torch.log(_visible_keys(block).double()).clamp(min=0)
 
 
-def confidence(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def confidence(block: Block) -> Tensor:
     """The largest weight of the row (Voita et al. 2019)."""
     return block.shares.amax(-1)
 
 
-def keys_for_mass(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def keys_for_mass(block: Block) -> Tensor:
     """The smallest number of keys whose shares sum to `mass`."""
     cumulative = block.shares.sort(-1, descending=True).values.cumsum(-1)
-    return (cumulative < metrics_query.mass - ROUNDING).sum(-1) + 1
+    return (cumulative < block.query.mass - ROUNDING).sum(-1) + 1
 
 
-def first_key_mass(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def first_key_mass(block: Block) -> Tensor:
     """Share of the first key that is not padding, which many heads use as a default target."""
     return _mass(block, block.keys == block.first_key[:, None, None, None])
 
 
-def self_share(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def self_share(block: Block) -> Tensor:
     """Mass on the query's own position."""
     return _mass(block, _distance(block) == 0)
 
 
-def local_share(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def local_share(block: Block) -> Tensor:
     """Mass on other positions, at most `local_window` away."""
     distance = _distance(block)
-    return _mass(block, (distance > 0) & (distance <= metrics_query.local_window))
+    return _mass(block, (distance > 0) & (distance <= block.query.local_window))
 
 
-def global_share(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def global_share(block: Block) -> Tensor:
     """Mass on positions more than `local_window` away."""
-    return _mass(block, _distance(block) > metrics_query.local_window)
+    return _mass(block, _distance(block) > block.query.local_window)
 
 
-def mean_distance(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def mean_distance(block: Block) -> Tensor:
     """sum_j a_j |i - j| (Vig & Belinkov 2019)."""
     return (block.shares * _distance(block).to(block.shares.dtype)).sum(-1)
 
 
-def previous_token_score(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def previous_token_score(block: Block) -> Tensor:
     """Mass on the position before the query's; NaN if the query may not attend to it."""
     return _mass_where_any(block, block.keys == block.positions[:, None, :, None] - 1)
 
 
-def duplicate_token_score(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def duplicate_token_score(block: Block) -> Tensor:
     """Mass on earlier positions with the query's token; NaN if none is visible."""
-    return _mass_where_any(block, _earlier_same_tokens(block, metrics_query))
+    return _mass_where_any(block, _earlier_same_tokens(block))
 
 
-def induction_score(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def induction_score(block: Block) -> Tensor:
     """Mass on the positions after earlier ones with the query's token (Olsson et al. 2022); NaN if none is visible."""
-    return _mass_where_any(block, F.pad(_earlier_same_tokens(block, metrics_query), (1, 0))[..., :-1])
+    return _mass_where_any(block, F.pad(_earlier_same_tokens(block), (1, 0))[..., :-1])
 
 
 POSITION_METRICS = (self_share, local_share, global_share, mean_distance, previous_token_score, duplicate_token_score, induction_score)
-ROW_METRICS: dict[str, Callable[[Block, MetricsQuery], Tensor]] = {
+ROW_METRICS: dict[str, Callable[[Block], Tensor]] = {
     metric.__name__: metric for metric in (entropy, normalised_entropy, confidence, keys_for_mass, first_key_mass, *POSITION_METRICS)
 }
 
@@ -173,10 +174,10 @@ def _distance(block: Block) -> Tensor:
     return (block.positions[:, None, :, None] - block.keys).abs()
 
 
-def _earlier_same_tokens(block: Block, metrics_query: MetricsQuery) -> Tensor:
+def _earlier_same_tokens(block: Block) -> Tensor:
     """bool [b|1, 1, rows, k]: keys before the query's position with the query's token."""
-    assert metrics_query.query_tokens is not None and metrics_query.key_tokens is not None
-    same = metrics_query.query_tokens[:, None, block.rows, None] == metrics_query.key_tokens[:, None, None, :]
+    assert block.query.query_tokens is not None and block.query.key_tokens is not None
+    same = block.query.query_tokens[:, None, block.rows, None] == block.query.key_tokens[:, None, None, :]
     return same & (block.keys < block.positions[:, None, :, None])
 
 

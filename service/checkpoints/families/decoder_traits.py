@@ -114,11 +114,14 @@ def mimo(config: Config, n: int, layer_type: str) -> Fields:
 
 
 @with_options
-def indexed(config: Config, n: int, layer_type: str, interleaved: bool) -> Fields:
-    """DeepSeek's indexer, whose RoPE is on pairs if `interleaved`. GLM-5's layers that share the keys of an earlier one are refused."""
+def indexed(config: Config, n: int, layer_type: str, interleaved: bool, eps: str = "", every_nth: int = 1) -> Fields:
+    """DeepSeek's indexer, whose RoPE is on pairs if `interleaved`. GLM-5's layers that share the keys of an earlier one are refused.
+
+    `eps`: the field with that of the norm of its keys, 1e-6 without one; `every_nth`: of layers with an indexer, if the config has none.
+    """
     kind = config.each("indexer_types", n)
     pattern, offset = config.get("index_topk_pattern"), int(config.number("index_skip_topk_offset", default=2))
-    every = max(int(config.number("index_topk_freq", default=1)), 1)
+    every = max(int(config.number("index_topk_freq", default=every_nth)), 1)
     if kind is None and pattern is not None:
         kind = config.each("index_topk_pattern", n) if isinstance(pattern, list) else str(pattern)[n : n + 1]
     elif kind is None:
@@ -128,7 +131,8 @@ def indexed(config: Config, n: int, layer_type: str, interleaved: bool) -> Field
             "indexer_types", f"full in layer {n}; a layer without an indexer attends to the keys that an earlier layer selects", kind
         )
     sizes = {"num_heads": "index_n_heads", "head_dim": "index_head_dim", "top_k": "index_topk"}
-    return {"indexer": {name: config.count(field) for name, field in sizes.items()} | {"interleaved": interleaved, "eps": 1e-6}}
+    section = {name: config.count(field) for name, field in sizes.items()} | {"interleaved": interleaved}
+    return {"indexer": section | {"eps": config.number(eps, default=1e-5) if eps else 1e-6}}
 
 
 def longcat(config: Config, n: int, layer_type: str) -> Fields:

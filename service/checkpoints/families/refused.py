@@ -1,7 +1,6 @@
 """Model types that no row of the table can describe, each with what the layer would need."""
 
 REASONS = {  # what the layer cannot compute -> the model types that need it
-    "RoPE of the last numbers of the indexer's heads": "hy_v4",
     "keys selected by an indexer, and queries from latent vectors with and without their norm": "axk2",
     "rotated values, an output projection in groups, and keys compressed from chunks": "deepseek_v4",
     "code that transformers does not have": "kimi_k2",

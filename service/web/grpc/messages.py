@@ -1,6 +1,6 @@
-"""The messages of GRPCInferenceService as classes. `inference.binpb` is what protoc makes of `inference.proto`: see .ci/run.
+"""The messages of GRPCInferenceService as classes. protoc compiles `inference.proto` to `inference.binpb`: see .ci/run.
 
-They have a descriptor pool of their own, since tritonclient puts messages of the same names into the default one of a process.
+They are in a separate descriptor pool, since tritonclient registers messages of the same names in the default one.
 """
 
 from importlib.resources import files

@@ -171,17 +171,16 @@ export class Matrix {
   drawIsolated(context) {
     const { cell, isolated: { q = null, k = null } } = this;
     const [wide, high] = [this.square.keys * cell, this.square.queries * cell];
-    const fade = (...rect) => context.fillRect(...rect);
-    context.fillStyle = this.colours.surface;
-    context.globalAlpha = q !== null && k !== null ? 0.35 : 0.82;
-    if (q !== null) {
-      fade(0, 0, wide, q * cell);
-      fade(0, (q + 1) * cell, wide, high);
-    } else if (k !== null) {
-      fade(0, 0, k * cell, high);
-      fade((k + 1) * cell, 0, wide, high);
+    if (q !== null || k !== null) {
+      context.fillStyle = this.colours.surface;
+      context.globalAlpha = q !== null && k !== null ? 0.35 : 0.82;
+      context.beginPath();
+      context.rect(0, 0, wide, high);
+      if (q !== null) context.rect(0, q * cell, wide, cell);
+      else context.rect(k * cell, 0, cell, high);
+      context.fill("evenodd"); // all but the row or column
+      context.globalAlpha = 1;
     }
-    context.globalAlpha = 1;
     context.strokeStyle = this.colours.accent;
     context.lineWidth = 2;
     if (q !== null && k !== null) context.strokeRect(k * cell, q * cell, cell, cell);

@@ -1,9 +1,10 @@
-"""Someone's own attention against the reference: right ones pass in every convention, wrong ones are found and named."""
+"""`compare`: correct candidates agree in every convention, and the mistakes of others are named."""
 
 import functools
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ from service.attention.compare.mistakes import MISTAKES, explain
 from service.attention.compare.random_layers import Draw, draw_weights
 from service.spec import LayerSpec
 
-# --- right ones, as people write them -------------------------------------------------------------------------------------------------
+# --- correct candidates, in the conventions of books and libraries ----------------------------------------------------------------------
 
 
 def split(x, heads):
@@ -115,7 +116,7 @@ class FromTheBook(nn.Module):
 
 
 class PackedPerHead(nn.Module):
-    """The UvA tutorial: q, k, v of one head lie together; the weights come on demand."""
+    """The UvA tutorial: q, k and v of one head are adjacent; an argument requests the weights."""
 
     def __init__(self, input_dim, embed_dim, num_heads):
         super().__init__()
@@ -142,7 +143,7 @@ class Head(nn.Module):
 
 
 class ListOfHeads(nn.Module):
-    """Karpathy's lecture: heads are modules of their own."""
+    """Karpathy's lecture: each head is a module."""
 
     def __init__(self, num_heads, head_size):
         super().__init__()
@@ -206,7 +207,7 @@ class NumPyAttention:
         scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
         if mask is not None:
             scores = np.where(mask, -np.inf, scores)
-        self.q = q  # what a class keeps of its last call is no weight
+        self.q = q  # an array of the last call, which is no weight
         weights = softmax(scores)
         return self.apply((weights @ v).transpose(0, 2, 1, 3).reshape(query.shape), self.W_o) + self.b_o, weights
 
@@ -217,7 +218,7 @@ class NumPyTransposed(NumPyAttention):
 
 
 class NumPyOneSequence:
-    """[n, d_model], one matrix per head, no output projection, torch's names for nothing."""
+    """[n, d_model], one matrix per head, no output projection."""
 
     def __init__(self, d_model, n_heads):
         drawn = np.random.default_rng(6).standard_normal((3, n_heads, d_model, d_model // n_heads))
@@ -276,7 +277,7 @@ def three_axes(queries, keys, values, valid_lens=None):
 
 
 class Lettered(nn.Module):
-    """Layers whose names mean nothing."""
+    """Layers with names that state no role."""
 
     def __init__(self, d_model, num_heads):
         super().__init__()
@@ -289,7 +290,7 @@ class Lettered(nn.Module):
 
 
 class NumPyLettered:
-    """Matrices whose names mean nothing."""
+    """Matrices with names that state no role."""
 
     def __init__(self, d_model, num_heads):
         self.num_heads = num_heads
@@ -303,7 +304,7 @@ def function_of_lettered_matrices(x, A, B, C, D, num_heads):
     return function_of_matrices(x, A, B, C, D, num_heads)[0]
 
 
-TOLD = {
+GIVEN_WEIGHTS = {
     "query.weight": NumPyAttention(12, 3).W_q.T,
     "key.weight": NumPyAttention(12, 3).W_k.T,
     "value.weight": NumPyAttention(12, 3).W_v.T,
@@ -334,7 +335,7 @@ RIGHT = {
     "torch, other widths": (nn.MultiheadAttention(12, 4, kdim=7, vdim=5, batch_first=True, dtype=torch.float64), {}),
     "torch, added masks": (nn.MultiheadAttention(12, 2, batch_first=True), {"mask_means": "add", "padding_means": "add"}),
     "numpy": (NumPyAttention, {"mask_means": "block"}),
-    "numpy, told weights": (NumPyAttention(12, 3), {"mask_means": "block", "weights": TOLD}),
+    "numpy, given weights": (NumPyAttention(12, 3), {"mask_means": "block", "weights": GIVEN_WEIGHTS}),
     "named layers": (Lettered, {"weights": {"query": "a", "key": "b", "value": "c", "output": "d"}}),
     "numpy, named matrices": (NumPyLettered, {"weights": {"query": "M1", "key.weight": "M2", "value": "M3", "output": "M4"}}),
     "named arguments": (function_of_lettered_matrices,
@@ -347,7 +348,7 @@ RIGHT = {
     "function": (scaled_dot_product, {"mask_means": "attend"}),
     "numpy function": (numpy_function, {"mask_means": "add"}),
     "function of matrices": (function_of_matrices, {"mask_means": "attend"}),
-    "function of told matrices": (function_of_matrices, {"mask_means": "attend", "weights": TOLD, "num_heads": 2}),
+    "function of given matrices": (function_of_matrices, {"mask_means": "attend", "weights": GIVEN_WEIGHTS, "num_heads": 2}),
     "function of matrices, x @ W.T": (torch_function_of_matrices, {"orientation": "out,in", "num_heads": 2}),
     "partial function": (functools.partial(scaled_dot_product, mask=None), {"mask_means": "attend"}),
     "class in float64": (FromScratch, {"mask_means": "attend", "dtype": "float64", "device": "cpu"}),
@@ -360,25 +361,40 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_ones_agree(name):
+def test_correct_candidates_agree(name):
     candidate, options = RIGHT[name]
-    agreement = compare(candidate, **options)
-    assert agreement.agrees, f"\n{agreement}"
-    assert not all(result.skipped for result in agreement.results)
+    comparison = compare(candidate, **options)
+    assert comparison.agrees, f"\n{comparison}"
+    assert not all(result.skipped for result in comparison.results)
 
 
 def _skipped(candidate, **options):
     return {result.case for result in compare(candidate, **options).results if result.skipped}
 
 
-def test_one_head_gives_weights_with_or_without_a_head_axis():
+def test_comparisons_in_threads_do_not_affect_each_other():
+    def unscaled(Q, K, V, mask=None):
+        return numpy_function(Q * np.sqrt(Q.shape[-1]), K, V, mask)
+
+    def without_key_mask(Q, K, V, mask=None):
+        return numpy_function(Q, K, V)
+
+    candidates = [numpy_function, unscaled, without_key_mask] * 3
+    with ThreadPoolExecutor(4) as threads:
+        comparisons = list(threads.map(lambda candidate: compare(candidate, framework="numpy", mask_means="add"), candidates))
+    hints = ["" if comparison.agrees else comparison.first.hint for comparison in comparisons]
+    assert all(text in hint for hint, text in zip(hints, ["", "not divided by sqrt(head_dim)", "the mask is ignored"] * 3, strict=True))
+    assert hints[::3] == [""] * 3
+
+
+def test_weights_of_one_head_may_lack_the_head_axis():
     first = compare(OneHead, num_heads=1).first
     assert first.output == "attention_weights"
     assert "averaged" in first.hint
     assert_agrees(OneHead, num_heads=1, average_weights=True)
 
 
-def test_what_cannot_be_asked_is_reported_with_its_reason():
+def test_cases_that_a_candidate_cannot_run_are_reported_with_the_reason():
     masked = {"mask", "cross-attention with a mask"}
     cross = {"cross-attention", "cross-attention with a mask"}
     assert _skipped(FromScratch, mask_means="attend") == set()
@@ -390,7 +406,7 @@ def test_what_cannot_be_asked_is_reported_with_its_reason():
     assert "not run: it takes one input" in str(compare(PackedPerHead, mask_means="attend", fused="per_head"))
 
 
-def test_a_module_is_left_as_it_was():
+def test_the_comparison_does_not_change_the_module():
     module = FromScratch(12, 3)
     module.W_q.eval()
     before = {name: x.clone() for name, x in module.state_dict().items()}
@@ -402,7 +418,7 @@ def test_a_module_is_left_as_it_was():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_class_is_constructed_without_touching_the_random_state_and_with_biases_that_matter():
+def test_constructing_a_class_keeps_the_random_state_and_makes_biases_nonzero():
     state = torch.get_rng_state()
     assert_agrees(nn.MultiheadAttention)
     assert torch.equal(torch.get_rng_state(), state)
@@ -415,7 +431,7 @@ def test_a_class_is_constructed_without_touching_the_random_state_and_with_biase
     assert not compare(Forgets).agrees
 
 
-def test_numpy_users_need_no_torch():
+def test_comparing_numpy_candidates_does_not_import_torch():
     program = """if True:
         import sys
         import numpy as np
@@ -426,8 +442,8 @@ def test_numpy_users_need_no_torch():
             return e / e.sum(-1, keepdims=True) @ value
 
         with np.errstate(all="ignore"):
-            agreement = compare(attend)
-        assert agreement.first.case == "large logits" and "exp overflows" in agreement.first.hint, agreement
+            comparison = compare(attend)
+        assert comparison.first.case == "large logits" and "exp overflows" in comparison.first.hint, comparison
         assert "torch" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -437,7 +453,7 @@ def test_numpy_users_need_no_torch():
 
 
 class Wrong(nn.Module):
-    """A right one with one step replaced."""
+    """A correct candidate; tests replace one of its steps."""
 
     def __init__(self, d_model=12, num_heads=3):
         super().__init__()
@@ -520,12 +536,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_ones_are_found_and_named(name):
+def test_mistakes_of_candidates_are_named(name):
     replaced, case, hint = WRONG[name]
-    agreement = compare(type("Wrong", (Wrong,), replaced), **({} if "forward" in replaced else {"mask_means": "attend"}))
-    assert not agreement.agrees
-    assert agreement.first.case == case, f"\n{agreement}"
-    assert (hint or "no known mistake gives these numbers, nor do any two together") in agreement.first.hint, f"\n{agreement}"
+    comparison = compare(type("Wrong", (Wrong,), replaced), **({} if "forward" in replaced else {"mask_means": "attend"}))
+    assert not comparison.agrees
+    assert comparison.first.case == case, f"\n{comparison}"
+    assert (hint or "no known mistake gives these numbers, nor do any two together") in comparison.first.hint, f"\n{comparison}"
 
 
 def test_two_mistakes_that_show_in_different_cases_are_both_named():
@@ -535,7 +551,7 @@ def test_two_mistakes_that_show_in_different_cases_are_both_named():
     assert second.case == "mask" and second.mistakes[0] == first.mistakes[0] and "inverted" in second.mistakes[1]
 
 
-def test_a_mistake_and_an_exception_are_both_shown():
+def test_the_report_shows_a_mistake_and_a_later_exception():
     def forward(self, query, key, value, mask=None):
         return Wrong.forward(self, query, key, value, None if mask is None else mask.view(7, 7))
 
@@ -545,19 +561,19 @@ def test_a_mistake_and_an_exception_are_both_shown():
 
 
 @pytest.mark.parametrize("heads", [3, 4])
-@pytest.mark.parametrize("told", ["q,k,v", "per_head"])
-def test_a_wrong_order_of_a_packed_matrix_is_named(told, heads):
-    candidate = PackedPerHead(12, 12, heads) if told == "q,k,v" else CausalSelfAttention(SimpleNamespace(n_head=heads, n_embd=12))
-    options = {} if told == "q,k,v" else {"causal": True, "weights": {"qkv": "c_attn", "output": "c_proj"}}
-    first = compare(candidate, mask_means="attend", fused=told, **options).first
+@pytest.mark.parametrize("fused", ["q,k,v", "per_head"])
+def test_a_packed_matrix_that_is_cut_in_another_order_is_named(fused, heads):
+    candidate = PackedPerHead(12, 12, heads) if fused == "q,k,v" else CausalSelfAttention(SimpleNamespace(n_head=heads, n_embd=12))
+    options = {} if fused == "q,k,v" else {"causal": True, "weights": {"qkv": "c_attn", "output": "c_proj"}}
+    first = compare(candidate, mask_means="attend", fused=fused, **options).first
     assert len(first.mistakes) == 1 and "is cut as [" in first.hint and "see fused" in first.hint
 
 
-def test_the_one_that_wrong_ones_are_made_of_is_right():
+def test_the_candidate_without_mistakes_agrees():
     assert_agrees(Wrong, mask_means="attend")
 
 
-def test_averaged_weights_are_compared_where_that_is_meant():
+def test_weights_averaged_over_heads_are_compared_if_the_option_says_so():
     averaged = type("Averaged", (Wrong,), {"returned": lambda self, output, weights: (output, weights.mean(1))})
     summed = type("Summed", (Wrong,), {"returned": lambda self, output, weights: (output, weights.sum(1))})
     assert_agrees(averaged, mask_means="attend", average_weights=True)
@@ -580,8 +596,8 @@ LAYERS = [
 
 
 @pytest.mark.parametrize(("hint", "change"), [row for rows in MISTAKES.values() for row in rows.items()])
-def test_every_mistake_is_told_from_the_others(hint, change):
-    """Made on purpose, each shows in some case of a layer that it fits, and in the first where it shows it alone is named."""
+def test_every_known_mistake_is_named_and_no_other(hint, change):
+    """The reference makes the mistake. In the first case whose numbers change, this mistake alone is named."""
     requirements = Requirements(
         "float64", batched=True, causal=False, value_is_key=False, per_item_mask=True, per_item_padding=True, per_item_segments=True
     )
@@ -597,15 +613,15 @@ def test_every_mistake_is_told_from_the_others(hint, change):
                 continue
             assert explain(right, wrong.outputs) == (hint,)
             return
-    pytest.fail("it never shows")
+    pytest.fail("it changes no case")
 
 
-def test_the_report_says_where_and_what():
-    agreement = compare(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
-    lines = str(agreement).splitlines()
-    assert [line[:28].strip() for line in lines[:8]] == [result.case for result in agreement.results]
+def test_the_report_names_the_case_the_index_and_the_numbers():
+    comparison = compare(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
+    lines = str(comparison).splitlines()
+    assert [line[:28].strip() for line in lines[:8]] == [result.case for result in comparison.results]
     assert "DISAGREES" in lines[0]
-    first = agreement.first
+    first = comparison.first
     assert lines[8] == f"first disagreement: no mask, output[0, 0, 0]: expected {first.expected}, got {first.got}"
     assert lines[9].startswith("hint: this is what comes out when the scores are not divided by sqrt(head_dim)")
     assert float(first.expected) != float(first.got)
@@ -614,7 +630,7 @@ def test_the_report_says_where_and_what():
     assert str(compare(Wrong, mask_means="attend")).endswith("agrees with the reference")
 
 
-def test_one_wrong_number_is_found_in_its_place():
+def test_the_index_of_one_wrong_number_is_reported():
     def forward(self, query, key, value):
         output, weights = Wrong.forward(self, query, key, value)
         weights[1, 2, 3, 4] += 0.25
@@ -625,19 +641,21 @@ def test_one_wrong_number_is_found_in_its_place():
     assert float(first.got) == pytest.approx(float(first.expected) + 0.25)
 
 
-def test_not_a_number_is_a_disagreement():
+def test_nan_is_a_disagreement():
     nan = type("NaN", (Wrong,), {"scale": lambda self, s: s * torch.nan})
     assert compare(nan, mask_means="attend").results[0].error == np.inf
 
 
-def test_an_exception_is_a_disagreement_that_shows_the_call():
-    agreement = compare(Annotated, mask_means="attend")  # which wants its mask as [b, q, k]
-    assert agreement.first.case == "mask"
-    assert "called with query [2, 5, 12] float32, key [2, 5, 12] float32, value [2, 5, 12] float32, mask [5, 5] bool" in agreement.first.got
-    assert "mask_shape" in agreement.first.hint
+def test_an_exception_is_reported_with_the_arguments_of_the_call():
+    comparison = compare(Annotated, mask_means="attend")  # which takes its mask as [b, q, k]
+    assert comparison.first.case == "mask"
+    assert (
+        "called with query [2, 5, 12] float32, key [2, 5, 12] float32, value [2, 5, 12] float32, mask [5, 5] bool" in comparison.first.got
+    )
+    assert "mask_shape" in comparison.first.hint
 
 
-def test_a_tolerance_can_be_told():
+def test_the_tolerance_is_an_option():
     rough = type("Rough", (Wrong,), {"scale": lambda self, s: Wrong.scale(self, s).half().float()})
     assert not compare(rough, mask_means="attend").agrees
     assert_agrees(rough, mask_means="attend", tolerance=1e-3)
@@ -653,7 +671,7 @@ def test_tolerances_grow_with_scores_and_outputs():
     assert tolerance(output, "float32", 0.1) == 16 * unit["float32"] * 4
 
 
-# --- what cannot be told is asked for -------------------------------------------------------------------------------------------------
+# --- ambiguous candidates ---------------------------------------------------------------------------------------------------------------
 
 
 def fails(q, k, v):
@@ -692,7 +710,7 @@ class TwoQueries(Wrong):
         self.query = nn.Linear(d_model, d_model)
 
 
-UNTOLD = {
+AMBIGUOUS = {
     "polarity": (FromScratch, {}, 'pass mask_means="attend", "block" or "add"'),
     "polarity of padding": (lambda q, k, v, mask=None, key_mask=None: q, {"framework": "numpy", "mask_means": "attend"}, "padding_means"),
     "constructor": (Configured, {}, "ambiguous: the value of constructor parameter 'config'; pass construct="),
@@ -719,21 +737,21 @@ UNTOLD = {
     "heads": (NoHeads(), {"mask_means": "attend"}, "pass num_heads="),
     "other heads of a class": (FromScratch, {"mask_means": "attend", "num_heads": 5}, "divides 12, got 5"),
     "other heads": (FromScratch(12, 3), {"mask_means": "attend", "num_heads": 5}, "divides 12, got 5"),
-    "wrong weights": (NumPyAttention, {"mask_means": "block", "weights": TOLD | {"key.bias": np.ones(3)}}, "expected key.bias"),
+    "wrong weights": (NumPyAttention, {"mask_means": "block", "weights": GIVEN_WEIGHTS | {"key.bias": np.ones(3)}}, "expected key.bias"),
     "nothing to call": (SimpleNamespace(W_q=np.eye(2), W_k=np.eye(2), W_v=np.eye(2)), {}, "pass method="),
-    "no name": ("test_agreement", {}, "expected my_package.my_module:MyAttention"),
+    "no name": ("no_colon", {}, "expected my_package.my_module:MyAttention"),
     "nothing of that name": ("numpy:MyAttention", {}, "'MyAttention'"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNTOLD)
-def test_what_cannot_be_told_is_asked_for(name):
-    candidate, options, message = UNTOLD[name]
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_ambiguous_candidates_are_refused_with_the_option_that_decides(name):
+    candidate, options, message = AMBIGUOUS[name]
     with pytest.raises(ValueError, match=message):
         compare(candidate, **options)
 
 
-def test_arguments_can_be_told():
+def test_options_map_parameters_to_roles():
     assert_agrees(positional, framework="torch", arguments={"a": "query", "b": "key", "c": "value"})
     assert_agrees(NumPyAttention(12, 3), mask_means="block", method="forward")
     with pytest.raises(TypeError, match="mask_meaning"):

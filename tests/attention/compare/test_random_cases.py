@@ -1,4 +1,4 @@
-"""Random cases fit their layer, follow from their seed, and between them say everything that a spec and a request may say."""
+"""Random cases: each fits its layer and depends only on its seed, and together they cover every field of specs and requests."""
 
 import json
 
@@ -14,8 +14,8 @@ from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS, Biases
 
 
-def cases(n=400, **knobs):
-    return [random_case(np.random.default_rng(seed), **knobs) for seed in range(n)]
+def cases(n=400, **options):
+    return [random_case(np.random.default_rng(seed), **options) for seed in range(n)]
 
 
 def weights_of(case):
@@ -29,12 +29,12 @@ def equal(a, b):
     return a.spec == b.spec and json_body(a.request) == json_body(b.request) and listed(a) == listed(b)
 
 
-def test_a_case_follows_from_its_seed():
+def test_equal_seeds_draw_equal_cases():
     assert all(equal(a, b) for a, b in zip(cases(30), cases(30), strict=True))
     assert not equal(*cases(2))
 
 
-def test_every_case_is_one_that_the_reference_answers():
+def test_the_reference_computes_every_case():
     for case in cases():
         got = attend(case.spec, weights_of(case), **case.request)
         assert np.isfinite(got.output).all()
@@ -42,7 +42,7 @@ def test_every_case_is_one_that_the_reference_answers():
         assert np.isfinite(got.log_sum_exp[~got.fully_masked]).all()
 
 
-def test_a_body_is_json_and_means_the_same():
+def test_a_case_written_as_json_gives_the_same_output():
     for case in cases(100):
         weights = weights_of(case)
         body = json.loads(json.dumps(json_body(case.request), allow_nan=False))
@@ -50,7 +50,7 @@ def test_a_body_is_json_and_means_the_same():
         np.testing.assert_array_equal(attend(case.spec, weights, **body).output, attend(case.spec, weights, **case.request).output)
 
 
-def test_specs_are_told_apart_from_their_defaults():
+def test_specs_have_values_other_than_defaults():
     specs = [case.spec for case in cases()]
     assert {spec.init for spec in specs} == {"xavier_uniform", "numpy_normal", "numpy_uniform", "torch_linear", "torch_mha"}
     assert {spec.dtype for spec in specs} == {"float64", "float32"}
@@ -62,7 +62,7 @@ def test_specs_are_told_apart_from_their_defaults():
         assert LayerSpec.model_validate(spec.model_dump()) == spec
 
 
-def test_layers_have_everything_that_a_layer_may_have():
+def test_every_feature_of_layers_is_drawn():
     specs = [case.spec for case in cases()]
     grouped = [spec for spec in specs if spec.num_kv_heads != spec.num_heads]
     assert {spec.num_kv_heads for spec in grouped} == {1, 2, 3}
@@ -111,7 +111,7 @@ def test_layers_have_everything_that_a_layer_may_have():
     assert {spec.matmul_precision for spec in specs} == {"highest"}
 
 
-def test_features_that_do_not_go_together_are_dropped():
+def test_incompatible_features_are_dropped():
     everything = set(FEATURES) - {"differential", "relative_scores", "indexer"}
     assert settle(set(FEATURES) - {"projections", "relative_scores", "indexer"}, "xavier_uniform") == set(FEATURES) - {
         "projections",
@@ -138,7 +138,7 @@ def test_features_that_do_not_go_together_are_dropped():
     assert settle({"projections", "num_kv_heads", "value_head_dim", "key"}, "torch_linear") == {"projections", "num_kv_heads", "key"}
 
 
-def test_weights_are_explicit_where_a_seed_would_leave_them_without_effect():
+def test_weights_that_a_seed_does_not_draw_are_given():
     seeded = 0
     for case in cases():
         shapes = case.spec.weight_shapes()
@@ -164,7 +164,7 @@ def test_all_sizes_differ():
         assert len({*sizes, q}) == 7 or (q == 1 and len(set(sizes)) == 6)
 
 
-def test_masks_come_in_every_form():
+def test_masks_have_every_rank_dtype_and_broadcast_axis():
     ranks, broadcast, kinds, lens, batches = set(), set(), set(), set(), set()
     for case in cases(800):
         batched = case.request["query"].ndim == 3
@@ -184,7 +184,7 @@ def test_masks_come_in_every_form():
     assert batches == {True, False}
 
 
-def test_values_reach_their_edges():
+def test_request_fields_take_extreme_values():
     requests = [case.request for case in cases()]
     fields = {name for request in requests for name in request}
     masks = {"attend_mask", "block_mask", "attend_keys", "block_keys", "query_segments", "key_segments"}
@@ -205,7 +205,7 @@ def test_values_reach_their_edges():
         assert "key" in request or "value" not in request
 
 
-def test_an_offset_is_there_where_it_must_be():
+def test_the_offset_is_drawn_where_it_is_required():
     checked = {"causal": 0, "window": 0, "layer": 0}
     for case in cases(features=("key", "causal", "window", "layer_window", "rope", "alibi", "relative_bias"), rate=0.3):
         reasons = {"causal", "window"} & case.request.keys() | ({"layer"} if case.spec.positional else set())
@@ -218,7 +218,7 @@ def test_an_offset_is_there_where_it_must_be():
     assert min(checked.values()) > 10
 
 
-def test_tensors_are_values_of_the_layers_dtype():
+def test_tensors_are_rounded_to_the_dtype_of_the_layer():
     for dtype, digits in (("float32", np.float32), ("bfloat16", np.float32), ("float16", np.float16), ("float64", np.float64)):
         case = random_case(np.random.default_rng(1), dtype=dtype)
         x = case.request["query"]
@@ -229,7 +229,7 @@ def test_tensors_are_values_of_the_layers_dtype():
     assert not (coarse.view(np.uint32) & 0xFFFF).any()
 
 
-def test_knobs():
+def test_the_arguments_restrict_what_is_drawn():
     assert all(case.request.keys() == {"query"} for case in cases(30, features=()))
     assert all(case.spec.init == "numpy_normal" and not case.spec.bias for case in cases(30, init="numpy_normal"))
     assert all(case.request["query"].ndim == 2 for case in cases(30, batched=False))

@@ -73,7 +73,7 @@ def tip(page):
     return f"{page.locator('#tip span').inner_text()}: {page.locator('#tip strong').inner_text()}"
 
 
-def test_tokens_are_never_markup(page):
+def test_tokens_are_escaped(page):
     assert page.locator("svg text.row").all_text_contents()[3] == "a\\nb"
     assert page.locator("svg text.title").inner_html() == "&lt;b&gt;Heads&lt;/b&gt; &amp; more"
     assert page.title() == "<b>Heads</b> & more"
@@ -98,7 +98,7 @@ def test_hovering_shows_the_value_and_the_tokens(page, weights):
     assert page.locator("#tip").is_hidden()
 
 
-def test_the_keyboard_reaches_every_cell(page, weights):
+def test_every_cell_is_reachable_by_keyboard(page, weights):
     value = page.locator("#value")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "figure"

@@ -68,7 +68,7 @@ def pooled_by_hand(weights, visible, steps, pool):
 @pytest.mark.parametrize("steps", [(1, 1), (5, 1), (1, 7), (4, 3), (23, 17)])
 @pytest.mark.parametrize("block", [1, 6, 23])
 @pytest.mark.parametrize("masked", ["nothing", "one for all", "each head"])
-def test_pooling_is_over_the_pairs_that_may_attend(pool, steps, block, masked):
+def test_cells_pool_the_pairs_that_may_attend(pool, steps, block, masked):
     weights = RNG.random_sample((2, HEADS, QUERIES, KEYS))
     shape = {"nothing": (2, HEADS, QUERIES, KEYS), "one for all": (1, 1, QUERIES, KEYS), "each head": (2, HEADS, QUERIES, KEYS)}[masked]
     visible = np.ones(shape, bool) if masked == "nothing" else RNG.random_sample(shape) < 0.3
@@ -168,7 +168,7 @@ def test_labels_do_not_overlap_and_are_not_cut_off(sheet_width, shape, worded):
         assert not any(overlap(label[2], other[2]) for other in labels[i + 1 :]), label
 
 
-def test_labels_are_never_markup():
+def test_labels_are_escaped():
     """They are text of the SVG's elements; there are no other elements. PNG and page are drawn, too."""
     picture = picture_of(1, len(HOSTILE), len(HOSTILE), HOSTILE, "<b>$\\frac{1}{2}$ \x00 &")
 
@@ -252,7 +252,7 @@ def outputs_of_heads():
 @pytest.mark.parametrize("wide", [None, 215, 300, 520, 1000])
 @pytest.mark.parametrize("kind", ["words", "heads", "outputs", "one"])
 def test_long_texts_stay_on_the_sheet_and_off_the_colour_bar(kind, wide):
-    """Titles, tokens and names that are too long are wrapped or cut; the SVG has the uncut text."""
+    """Titles, tokens and names that are too long are wrapped or cut; the SVG has the whole text."""
     titles = {"words": "long title " * 40, "heads": "漢字" * 150, "one": "x" * 999}
     picture = (
         outputs_of_heads()

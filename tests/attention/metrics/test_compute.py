@@ -103,7 +103,7 @@ def test_similarity_of_equal_and_of_disjoint_heads() -> None:
 
 
 def test_ties_go_to_the_lower_index() -> None:
-    """Torch would choose any; also across blocks."""
+    """Within and across blocks; torch may choose any."""
     values = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 3.0], [0.0] * 7])
     links = metrics_of(np.stack([UNIFORM, SELF]), "strongest_links", top_links=9)
 
@@ -149,7 +149,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_weights_of_a_long_sequence_are_never_stored_whole() -> None:
+def test_the_weights_of_a_long_sequence_are_computed_in_blocks() -> None:
     """1 x 2048 x 64 with 8 heads: no tensor has more than 16 MB, while all weights have 128 MB."""
     layer, n = layer_of(d_model=64, num_heads=8), 2048
     x = torch.from_numpy(np.random.default_rng(1).standard_normal((1, n, 64), np.float32))

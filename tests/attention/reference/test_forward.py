@@ -1,4 +1,4 @@
-"""The reference against numbers made by hand, against what must always hold, and against torch where torch defines a result."""
+"""The reference against hand-computed numbers, invariants, and torch where torch defines a result."""
 
 import math
 import subprocess
@@ -28,7 +28,7 @@ def tiny(queries, keys=None, values=None, **request):
 
 
 def seen(q, k, **request):
-    """Which keys each query sees, [q, k]: all scores are equal, so what is seen has weight."""
+    """The keys that each query may attend to, [q, k]: all scores are equal, so exactly these have weight."""
     return (tiny(np.zeros(q), np.zeros(k), **request).attention_weights[0] > 0).astype(int).tolist()
 
 
@@ -41,10 +41,10 @@ def inputs(seed=0, b=3, q=5, k=11):
     return dict(zip(("query", "key", "value"), draw(seed, (b, q, 10), (b, k, 7), (b, k, 3)), strict=True))
 
 
-# --- by hand --------------------------------------------------------------------------------------------------------------------------
+# --- hand-computed numbers --------------------------------------------------------------------------------------------------------------
 
 
-def test_two_queries_and_two_keys_by_hand():
+def test_two_queries_and_two_keys_equal_hand_computed_numbers():
     """Q = [[1, 0], [0, 2]], K = [[2, 0], [0, 1]], V = [[1, 2], [3, 4]], d = 2, one head, no projection."""
     spec = LayerSpec(d_model=2, num_heads=1, dtype="float64")
     got = attend(
@@ -100,7 +100,7 @@ def test_shapes_of_all_outputs():
     assert {getattr(got, name).dtype for name in shapes} == {np.dtype(np.float64), np.dtype(bool)}
 
 
-def test_defaults_of_key_and_value():
+def test_the_key_defaults_to_the_query_and_the_value_to_the_key():
     square = LayerSpec(d_model=10, num_heads=2, dtype="float64")
     weights = draw_weights(square)
     x, y = draw(1, (3, 5, 10), (3, 7, 10))
@@ -130,7 +130,7 @@ def test_scale_and_softcap_of_a_call_replace_those_of_the_layer():
 # --- masks ----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_masks_by_hand():
+def test_masks_block_the_expected_keys():
     assert seen(2, 3, query_offset=0, attend_mask=[[1, 0, 1], [0, 0, 1]]) == [[1, 0, 1], [0, 0, 1]]
     assert seen(2, 3, query_offset=0, block_mask=[[1, 0, 1], [0, 0, 1]]) == [[0, 1, 0], [1, 1, 0]]
     assert seen(2, 3, attend_mask=[[True], [False]]) == [[1, 1, 1], [0, 0, 0]]
@@ -141,7 +141,7 @@ def test_masks_by_hand():
     assert seen(2, 3, bias=[[0, -np.inf, 0], [0, 0, -np.inf]]) == [[1, 0, 1], [1, 1, 0]]
 
 
-def test_causal_and_window_by_hand():
+def test_causal_and_window_block_the_expected_keys():
     assert seen(3, 3, causal=True) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert seen(2, 4, causal=True, query_offset=0) == [[1, 0, 0, 0], [1, 1, 0, 0]]
     assert seen(2, 4, causal=True, query_offset="end") == [[1, 1, 1, 0], [1, 1, 1, 1]]
@@ -169,7 +169,7 @@ def test_offset_end_aligns_the_last_query_with_the_last_real_key(fields, expecte
     assert seen(2, 4, causal=True, query_offset="end", **fields) == expected
 
 
-def test_offsets_and_lengths_of_each_item():
+def test_offsets_and_lengths_apply_to_each_item():
     zeros = {"query": np.zeros((2, 2, 1)), "key": np.zeros((2, 4, 1))}
 
     def both(**request):
@@ -187,7 +187,7 @@ def test_an_offset_is_required_if_causal_and_lengths_differ(request_):
     seen(3, 3, **request_)
 
 
-def test_masks_of_every_rank_mean_the_same():
+def test_masks_of_every_rank_are_broadcast():
     mask = np.random.default_rng(2).random((5, 11)) < 0.5
     expected = attend(LAYER, WEIGHTS, **inputs(), attend_mask=mask).output
     for same in (np.broadcast_to(mask, (3, 5, 11)), mask[None], mask[None, None], np.broadcast_to(mask, (3, 2, 5, 11))):
@@ -210,7 +210,7 @@ def test_rank_three_is_per_item_in_a_batch_and_per_head_without_one():
 # --- rows without a key ---------------------------------------------------------------------------------------------------------------
 
 
-def test_fully_masked_rows():
+def test_fully_masked_rows_are_zero_uniform_or_an_error():
     mask = np.array([[1, 1, 1], [0, 0, 0]])
     zero = tiny([1, 1], [1, 2, 3], attend_mask=mask)
     assert zero.fully_masked.tolist() == [[False, True]]
@@ -238,14 +238,14 @@ def test_a_fully_masked_row_becomes_the_bias_of_the_output_projection():
     assert got.fully_masked_rows == 2 * 5
 
 
-def test_a_bias_of_minus_infinity_masks_fully():
+def test_a_bias_of_minus_infinity_masks_rows():
     assert tiny([1, 1], [1, 2], bias=[[0, 0], [-np.inf, -np.inf]]).fully_masked.tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize("queries", [0, 2])
 @pytest.mark.parametrize("keys", [0, 3])
 @pytest.mark.parametrize("fully_masked", ["zero", "uniform"])
-def test_axes_without_length(queries, keys, fully_masked):
+def test_axes_of_length_zero_give_empty_outputs(queries, keys, fully_masked):
     got = tiny(np.ones(queries), np.ones(keys), causal=True, query_offset="end", valid_lens=keys, fully_masked=fully_masked)
     assert got.attention_weights.shape == (1, queries, keys)
     assert got.output.shape == (queries, 1)
@@ -268,7 +268,7 @@ def test_values_of_blocked_keys_have_no_effect(poison, fields):
 # --- what must always hold ------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_sum_to_one_and_log_sum_exp_is_their_denominator():
+def test_rows_sum_to_one_and_log_sum_exp_is_the_logarithm_of_their_denominator():
     got = attend(LAYER, WEIGHTS, **inputs(), valid_lens=[4, 1, 11])
     np.testing.assert_allclose(got.attention_weights.sum(axis=-1), 1, rtol=1e-14)
     np.testing.assert_allclose(np.exp(got.scores - got.log_sum_exp[..., None]), got.attention_weights, rtol=1e-13)
@@ -289,7 +289,7 @@ def test_the_order_of_keys_does_not_matter():
     np.testing.assert_allclose(moved.attention_weights, got.attention_weights[..., order], rtol=1e-13)
 
 
-def test_a_constant_added_to_a_row_changes_nothing():
+def test_a_constant_added_to_a_row_of_scores_does_not_change_weights():
     bias, constants = draw(6, (3, 2, 5, 11), (3, 2, 5, 1))
     got, moved = (attend(LAYER, WEIGHTS, **inputs(), bias=b) for b in (bias, bias + 100 * constants))
     np.testing.assert_allclose(moved.attention_weights, got.attention_weights, rtol=1e-11)
@@ -304,7 +304,7 @@ def test_huge_scores_do_not_overflow():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_items_do_not_depend_on_their_batch(seed):
+def test_an_item_alone_equals_the_item_in_a_batch(seed):
     case = random_case(
         np.random.default_rng(seed), features={"key", "value", "mask", "key_mask", "valid_lens", "bias", "causal"}, batched=True
     )
@@ -318,7 +318,7 @@ def test_items_do_not_depend_on_their_batch(seed):
 
 
 def _item(name, x, i):
-    """A field of item i alone: masks of rank 2 and settings have no batch axis to lose."""
+    """A field of item i alone: masks of rank 2 and settings have no batch axis."""
     if not isinstance(x, np.ndarray) or (x.ndim == 2 and name in ("attend_mask", "block_mask", "bias")):
         return x
     return x[0 if len(x) == 1 else i]
@@ -339,7 +339,7 @@ def test_head_scale_multiplies_heads_and_not_weights():
     np.testing.assert_array_equal(per_item.output[1], plain.output[1])
 
 
-def test_dropout_formula():
+def test_dropout_draws_from_its_seed_and_scales_the_kept_weights():
     plain = attend(LAYER, WEIGHTS, **inputs())
     got = attend(LAYER, WEIGHTS, **inputs(), dropout={"p": 0.25, "seed": 7})
     stream = np.random.RandomState(7).random_sample(3 * 2 * 5 * 11)  # row-major over [b, h, q, k]
@@ -357,7 +357,7 @@ def test_dropout_formula():
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_agrees_with_torchs_module(seed):
+def test_agrees_with_torch_multihead_attention(seed):
     """nn.MultiheadAttention with the same weights, its masks inverted; a row without keys is NaN there, so those are left out."""
     features = {"key", "value", "mask", "key_mask", "valid_lens"}
     rng = np.random.default_rng(seed)
@@ -395,7 +395,7 @@ def _load(module, spec, weights):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_agrees_with_torchs_function(seed):
+def test_agrees_with_torch_scaled_dot_product_attention(seed):
     """scaled_dot_product_attention over the reference's own projections; a row without keys is 0 in both."""
     features = {"key", "value", "mask", "key_mask", "valid_lens", "bias", "scale"}
     case = random_case(np.random.default_rng(seed), features=features, rate=0.5, dtype="float64")
@@ -412,7 +412,7 @@ def test_agrees_with_torchs_function(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_causal_is_torchs_causal(seed):
+def test_causal_with_offset_zero_is_is_causal_of_torch(seed):
     q, k, v = draw(seed, (3, 5, 10), (3, 11, 7), (3, 11, 3))
     got = attend(LAYER, WEIGHTS, query=q, key=k, value=v, causal=True, query_offset=0)
     projections = (torch.tensor(x) for x in (got.query_projection, got.key_projection, got.value_projection))

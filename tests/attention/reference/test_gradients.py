@@ -1,4 +1,4 @@
-"""The hand-derived gradients against autograd of another expression of the same layer, finite differences, and what must always hold."""
+"""The hand-derived gradients (`support/gradients.py`) against torch's autograd, finite differences and invariants."""
 
 import math
 
@@ -21,10 +21,10 @@ LATENT = {"query_rank": 3, "key_value_rank": 5, "rope_key_dim": 1}
 ONES = {f"{name}.weight": np.ones((1, 1)) for name in PROJECTIONS}
 
 
-def draw(seed, **knobs):
+def draw(seed, **options):
     """A case, its weights, and a gradient of its output."""
     rng = np.random.default_rng(seed)
-    case = random_case(rng, dtype="float64", **{"rate": 0.45, **knobs})
+    case = random_case(rng, dtype="float64", **{"rate": 0.45, **options})
     weights = draw_weights(case.spec) if case.weights is None else case.weights
     return case.spec, weights, given_separately(case.request), rng.standard_normal(attend(case.spec, weights, **case.request).output.shape)
 
@@ -56,7 +56,7 @@ def test_agrees_with_autograd(seed):
 
 
 def torchs(spec, weights, request, inputs, forward):
-    """The output as torch would have it: its norms, RoPE by `rotate_half` or by complex numbers, the sink as one column more.
+    """The output computed with torch: its norms, RoPE by `rotate_half` or by complex numbers, the sink as one column more.
 
     What is blocked is read off the reference's answer, which other tests hold.
     """
@@ -145,7 +145,7 @@ def torch_heads(spec, weights, name, x):
 
 
 def torch_norm(x, weights, name, norm):
-    """torch's norm over the last axis: of one head, or of all heads put side by side."""
+    """torch's norm over the last axis: of one head, or of all heads concatenated."""
     x = x.transpose(1, 2)
     rows = x if norm.over == "head" else x.flatten(2)
     function = functional.rms_norm if norm.kind == "rms" else functional.layer_norm
@@ -155,7 +155,7 @@ def torch_norm(x, weights, name, norm):
 
 
 def offset_of(request, forward):
-    """query_offset of each item; where it is "end", what it comes to."""
+    """query_offset of each item; "end" as a number."""
     b, _, q, _ = forward.scores.shape
     offset = request.get("query_offset", 0)
     if isinstance(offset, str):
@@ -164,7 +164,7 @@ def offset_of(request, forward):
 
 
 def real_keys(request, shape):
-    """bool [b, k]: the keys that lengths, key masks and segments leave to some query."""
+    """bool [b, k]: the keys that lengths, key masks and segments do not block for every query."""
     b, _, q, k = shape
     real = np.ones((b, q, k), bool)
     if "valid_lens" in request:
@@ -227,7 +227,7 @@ def torch_bias(spec, weights, request, ahead):
 
 
 def torch_relative(spec, weights, q, k, ahead):
-    """By an embedding of every distance that occurs, as a table."""
+    """From a table with an embedding of every distance."""
     relative, near = spec.relative_scores, int(-ahead.max()) if ahead.numel() else 0
     if relative is None or not ahead.numel():
         return 0.0
@@ -317,7 +317,7 @@ def test_agrees_with_finite_differences(seed):
 # --- by hand --------------------------------------------------------------------------------------------------------------------------
 
 
-def test_two_keys_by_hand():
+def test_two_keys_have_the_gradient_of_the_logistic_function():
     """Query x, keys 0 and 1, values 0 and 1: the output is the logistic function σ(x), whose slope is σ(x) (1 - σ(x))."""
     x = 0.7
     got = gradients(TINY, ONES, [[1.0]], query=[[x]], key=[[0.0], [1.0]], value=[[0.0], [1.0]])
@@ -328,7 +328,7 @@ def test_two_keys_by_hand():
     np.testing.assert_allclose(got["value_gradient"], [[1 - sigma], [sigma]], rtol=1e-14)
 
 
-def test_a_sink_takes_its_share_of_the_gradient():
+def test_a_key_and_a_sink_have_the_gradient_of_the_logistic_function():
     """One key of value 1 and a sink of logit 0: the output is σ(x)."""
     spec = LayerSpec(d_model=1, num_heads=1, scale=1.0, dtype="float64", sinks=True)
     got = gradients(spec, {**ONES, "sinks": np.zeros(1)}, [[1.0]], query=[[0.7]], key=[[1.0]], value=[[1.0]])
@@ -340,7 +340,7 @@ def test_a_sink_takes_its_share_of_the_gradient():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_gradients_of_defaulted_inputs_sum_to_that_of_the_query(seed):
+def test_gradients_of_inputs_that_default_to_the_query_sum_to_its_gradient(seed):
     rng = np.random.default_rng(seed)
     features = set(FEATURES) - {"key", "value"}
     case = random_case(rng, dtype="float64", features=features, init="xavier_uniform")
@@ -356,7 +356,7 @@ def test_gradients_of_defaulted_inputs_sum_to_that_of_the_query(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_call_without_a_batch_has_the_gradients_of_an_item(seed):
+def test_gradients_without_a_batch_axis_equal_those_of_a_batch_of_one(seed):
     spec, weights, request, back = draw(seed, features=set(FEATURES) - {"dropout"}, batched=True)
     request = {name: x for name, x in request.items() if name not in ("attend_mask", "block_mask", "bias")}
     whole = gradients(spec, weights, back, **request)
@@ -369,7 +369,7 @@ def test_a_call_without_a_batch_has_the_gradients_of_an_item(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_blocked_keys_and_empty_rows_have_no_gradient(seed):
+def test_gradients_of_blocked_keys_and_fully_masked_rows_are_zero(seed):
     spec, weights, request, back = draw(seed, features={*FEATURES} - {"fully_masked"}, batched=True)
     got, forward = gradients(spec, weights, back, **request), attend(spec, weights, **request)
     unseen = np.isneginf(forward.scores).all(axis=(1, 2))  # [b, k]
@@ -392,7 +392,7 @@ def test_values_of_blocked_keys_have_no_effect(poison, softcap):
         close(x, clean[name], 1e-13)
 
 
-def test_uniform_rows_have_no_gradient_by_query_and_key():
+def test_uniform_rows_have_no_gradient_for_query_and_key():
     """Their weights depend on nothing, so the values alone have a gradient, of 1/k each."""
     got = gradients(TINY, ONES, [[1.0]], query=[[2.0]], key=[[1.0], [3.0]], block_keys=[1, 1], fully_masked="uniform")
     assert {name: x.ravel().tolist() for name, x in got.items()} == {
@@ -405,7 +405,7 @@ def test_uniform_rows_have_no_gradient_by_query_and_key():
 @pytest.mark.parametrize("queries", [0, 2])
 @pytest.mark.parametrize("keys", [0, 3])
 @pytest.mark.parametrize("more", [{"sinks": True, "qk_norm": {}, "latent": LATENT}, {"differential": {}}], ids=["latent", "differential"])
-def test_axes_without_length(queries, keys, more):
+def test_axes_of_length_zero_give_empty_gradients(queries, keys, more):
     spec = LayerSpec(d_model=8, num_heads=2, dtype="float64", rope={}, alibi=True, relative_bias={}, output_gate={}, **more)
     weights = {name: np.ones(shape) for name, shape in spec.weight_shapes().items()}
     got = gradients(

@@ -1,4 +1,4 @@
-"""Relative positions in a grid, and positions on several axes, against numbers made by hand."""
+"""Relative positions in a grid, and positions on several axes, against hand-computed numbers."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from service.spec import LayerSpec
 
 
 def bare(**fields):
-    """A layer of one head that projects nothing."""
+    """A layer of one head without projections."""
     return LayerSpec(**{"d_model": 1, "head_dim": 1, "num_heads": 1, "scale": 1.0, "projections": False} | fields, dtype="float64")
 
 
@@ -17,7 +17,7 @@ def bare(**fields):
 
 
 def of_grid(weights, query, **grid):
-    """The scores of a head of one number whose keys are 0 but for the grid; a grid of 2 x 3 unless said otherwise."""
+    """The scores of one head of width 1 with keys 0, which are the grid's biases; the grid is 2 x 3 by default."""
     spec = bare(grid_bias={"height": 2, "width": 3} | grid)
     return attend(spec, weights, query=query, key=np.zeros((6 + spec.grid_bias.class_token, 1)), query_offset=0).scores[0]
 
@@ -31,7 +31,7 @@ def test_a_table_has_a_bias_for_each_distance_in_a_grid():
     assert np.diag(got).tolist() == [7] * 6
 
 
-def test_a_class_token_has_biases_of_its_own():
+def test_a_class_token_has_separate_biases():
     got = of_grid({"grid_bias": np.arange(18.0)[:, None]}, np.zeros((7, 1)), class_token=True)
     assert got[0].tolist() == [17] + [15] * 6
     assert got[1:, 0].tolist() == [16] * 6
@@ -56,7 +56,7 @@ def test_decomposed_positions_are_multiplied_with_the_query():
     ],
     ids=str,
 )
-def test_grids_and_axes_that_no_layer_can_have(fields, place):
+def test_invalid_grids_and_axes_are_refused(fields, place):
     with pytest.raises(ValidationError) as caught:
         LayerSpec(d_model=12, num_heads=2, **fields)
     assert caught.value.errors()[0]["ctx"]["at"] == place
@@ -65,8 +65,8 @@ def test_grids_and_axes_that_no_layer_can_have(fields, place):
 # --- axes of positions ----------------------------------------------------------------------------------------------------------------
 
 
-def test_each_pair_turns_by_its_own_axis():
-    """Three pairs at rows 2 and columns 5: the first and last turn by the row, the other by the column. By hand, as complex numbers."""
+def test_each_pair_is_rotated_by_the_position_on_its_axis():
+    """Three pairs at rows 2 and columns 5: the first and last are rotated by the row, the other by the column, as complex numbers."""
     spec = bare(head_dim=6, rope={"frequencies": [1.0, 0.5, 0.25], "axes": [0, 1, 0]})
     got = attend(spec, {}, query=np.ones((1, 6)), positions=[[2.0, 5.0]]).query_projection[0, 0]
     points = (1 + 1j) * np.exp(1j * np.array([2.0, 2.5, 0.5]))
@@ -74,7 +74,7 @@ def test_each_pair_turns_by_its_own_axis():
 
 
 @pytest.mark.parametrize("axes", [None, [0, 1, 2]])
-def test_equal_positions_on_all_axes_are_those_of_text(axes):
+def test_equal_positions_on_all_axes_equal_positions_on_one(axes):
     spec = LayerSpec(d_model=12, num_heads=2, rope={"axes": axes}, dtype="float64")
     rng, at = np.random.default_rng(5), np.arange(7.0)[None]
     query = rng.standard_normal((2, 7, 12))

@@ -1,4 +1,4 @@
-"""What a layer may have besides four square projections, held against numbers made by hand, torch, and what must always hold."""
+"""Features of layers in the reference, against hand-computed numbers, torch and invariants."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from service.spec_parts import QKNorm
 
 
 def bare(**fields):
-    """A layer that projects nothing: what goes in is what the heads see."""
+    """A layer without projections: inputs are the queries, keys and values of the heads."""
     fields = {"d_model": fields.get("num_heads", 1), "head_dim": 1, "num_heads": 1, "scale": 1.0, "projections": False} | fields
     return LayerSpec(**fields, dtype="float64")
 
@@ -26,7 +26,7 @@ def draw(seed, *shapes):
 
 
 def draw_all(seed, spec):
-    """Weights of which none is trivial."""
+    """Random weights, norms and biases included."""
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape) for name, shape in spec.weight_shapes().items()}
 
@@ -38,7 +38,7 @@ def draw_all(seed, spec):
 @pytest.mark.parametrize(
     ("activation", "at_zero", "at_three"), [("sigmoid", 0.5, 1 / (1 + np.exp(-3))), ("softplus", np.log(2), np.log(1 + np.exp(3)))]
 )
-def test_a_gate_multiplies_what_the_heads_give(granularity, rows, activation, at_zero, at_three):
+def test_a_gate_multiplies_head_outputs(granularity, rows, activation, at_zero, at_three):
     """Two heads of two numbers; the gate of the first head is at 0, that of the second at 3 times the query, 1."""
     gate = {"granularity": granularity, "activation": activation}
     spec = LayerSpec(d_model=1, num_heads=2, head_dim=2, bias=False, output_gate=gate, dtype="float64", output_dim=4)
@@ -52,12 +52,12 @@ def test_a_gate_multiplies_what_the_heads_give(granularity, rows, activation, at
 
 
 @pytest.mark.parametrize("fields", [{"projections": False}, {"init": "numpy_normal"}, {"init": "torch_mha"}], ids=str)
-def test_a_gate_needs_a_projection_of_its_own(fields):
+def test_a_gate_without_projections_is_refused(fields):
     with pytest.raises(ValidationError, match="null, since"):
         LayerSpec(d_model=4, num_heads=2, output_gate={}, **fields)
 
 
-def test_a_gate_of_any_size_overflows_nothing():
+def test_large_gate_logits_do_not_overflow():
     spec = LayerSpec(d_model=1, num_heads=1, bias=False, output_gate={}, dtype="float64")
     weights = {f"{name}.weight": np.ones((1, 1)) for name in ("query", "key", "value", "output")}
     for logit, expected in ((1e4, 1.0), (-1e4, 0.0)):
@@ -67,7 +67,7 @@ def test_a_gate_of_any_size_overflows_nothing():
 # --- latents --------------------------------------------------------------------------------------------------------------------------
 
 
-def test_keys_share_what_comes_from_the_input_and_have_what_comes_from_the_latent():
+def test_latent_keys_have_a_part_shared_by_all_heads_and_a_part_of_each_head():
     """Two heads of two numbers: the first is the input's second number, the other is the latent's only number, its sign, times 2 and 3."""
     latent = {"key_value_rank": 1, "rope_key_dim": 1, "eps": 1e-12}
     spec = LayerSpec(d_model=2, num_heads=2, head_dim=2, value_head_dim=1, bias=False, latent=latent, dtype="float64")
@@ -89,7 +89,7 @@ def test_keys_share_what_comes_from_the_input_and_have_what_comes_from_the_laten
     ],
     ids=str,
 )
-def test_latents_that_no_layer_can_have(fields, place):
+def test_invalid_latents_are_refused(fields, place):
     with pytest.raises(ValidationError) as caught:
         LayerSpec(**{"d_model": 4, "num_heads": 2, "latent": {"key_value_rank": 3, "rope_key_dim": 1}} | fields)
     assert caught.value.errors()[0]["ctx"]["at"] == place
@@ -114,7 +114,7 @@ def test_differential_weights_are_the_difference_of_two_softmaxes_and_outputs_ar
 
 
 def test_both_halves_of_a_differential_head_are_rotated():
-    """By the same angles: with q1 = q2, k1 = k2 and lambda 1, nothing is left of the weights."""
+    """By the same angles: with q1 = q2, k1 = k2 and lambda 1, the weights are 0."""
     spec = bare(d_model=8, head_dim=8, value_head_dim=3, differential={"lambda_init": 1.0}, rope={"theta": 10.0})
     query, key, value = draw(3, (5, 4), (5, 4), (5, 3))
     weights = dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), np.zeros(4)) | {"head_norm.weight": np.ones(3)}
@@ -135,7 +135,7 @@ def test_both_halves_of_a_differential_head_are_rotated():
     ],
     ids=str,
 )
-def test_differential_layers_that_are_not_defined(fields, place):
+def test_invalid_differential_layers_are_refused(fields, place):
     with pytest.raises(ValidationError) as caught:
         LayerSpec(**{"d_model": 8, "num_heads": 2, "differential": {}} | fields)
     assert caught.value.errors()[0]["ctx"]["at"] == place
@@ -145,7 +145,7 @@ def test_differential_layers_that_are_not_defined(fields, place):
 
 
 def test_sigmoid_weights_are_lowered_by_the_length_of_the_sequence():
-    """Scores are 0, so each weight is 1 / (1 + n): for 4 keys, 3 of which are no padding, whatever causality leaves of them."""
+    """Scores are 0, so each weight is 1 / (1 + n): for 4 keys, 3 of which are no padding, with and without causality."""
     got = attend(bare(normalizer="sigmoid"), {}, query=np.zeros((4, 1)), valid_lens=3, causal=True)
     np.testing.assert_allclose(got.attention_weights[0], np.tril(np.full((4, 4), 0.25)) * [1, 1, 1, 0], rtol=1e-15)
     got = attend(bare(normalizer="sigmoid"), {}, query=np.zeros((4, 1)), segments=np.array([0, 1, 1, -1]))
@@ -158,7 +158,7 @@ def test_scalable_softmax_multiplies_scores_by_the_logarithm_of_the_number_of_ke
     np.testing.assert_allclose(got.attention_weights[0], [[1, 0, 0], [1 / 3, 2 / 3, 0], [1 / 13, 3 / 13, 9 / 13]], rtol=1e-14)
 
 
-def test_normalizers_that_do_not_go_with_other_fields():
+def test_invalid_normalizers_are_refused():
     for fields, place in (
         ({"normalizer": "sigmoid", "sinks": True}, "/sinks"),
         ({"normalizer": "sigmoid", "differential": {}}, "/normalizer"),
@@ -193,7 +193,7 @@ def test_an_indexer_keeps_the_keys_of_the_largest_scores():
     [({"projections": False}, "/indexer"), ({"init": "numpy_normal"}, "/indexer"), ({"rope": {"dims": 4}}, "/indexer/head_dim")],
     ids=str,
 )
-def test_indexers_that_no_layer_can_have(fields, place):
+def test_invalid_indexers_are_refused(fields, place):
     with pytest.raises(ValidationError) as caught:
         LayerSpec(**{"d_model": 8, "num_heads": 2, "indexer": {"num_heads": 3, "head_dim": 2, "top_k": 5}} | fields)
     assert caught.value.errors()[0]["ctx"]["at"] == place
@@ -254,8 +254,8 @@ def test_a_grouped_layer_equals_one_with_repeated_keys_and_values(kv_heads):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_agrees_with_torchs_grouped_function(seed):
-    """scaled_dot_product_attention over the reference's own projections, with heads shared by its own rule."""
+def test_grouped_heads_agree_with_torch_scaled_dot_product_attention(seed):
+    """scaled_dot_product_attention over the reference's own projections, which repeats heads itself."""
     features = {
         "key",
         "value",
@@ -327,7 +327,7 @@ def test_each_projection_has_its_own_bias(biased):
 # --- norms of queries and keys --------------------------------------------------------------------------------------------------------
 
 
-def test_norms_by_hand():
+def test_norms_equal_hand_computed_numbers():
     x = np.array([3.0, 4.0, 0.0, -5.0])  # mean 0.5, mean square 12.5, variance 12.25
     w = np.array([1.0, 2.0, 3.0, 4.0])
     np.testing.assert_allclose(normalise(x, QKNorm(kind="rms", eps=0.5), w), x / np.sqrt(13) * w, rtol=1e-15)
@@ -342,7 +342,7 @@ def test_norms_agree_with_torch(kind, torchs):
         np.testing.assert_allclose(normalise(x, QKNorm(kind=kind, eps=eps), w), expected.numpy(), rtol=1e-12, atol=1e-14)
 
 
-def test_heads_are_normed_separately_and_values_are_not():
+def test_norms_are_per_head_and_do_not_apply_to_values():
     spec = bare(num_heads=2, head_dim=2, qk_norm={"kind": "rms", "eps": 1e-12})
     weights = {"query_norm.weight": np.array([1.0, 10.0]), "key_norm.weight": np.array([2.0, 3.0])}
     got = attend(spec, weights, query=[[1, 1, 3, -3]], key=[[5, 5, 0, 7]], value=[[1, 2, 3, 4]])
@@ -371,7 +371,7 @@ def test_with_a_norm_the_length_of_a_query_has_no_effect(kind):
 # --- sinks ----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_sink_by_hand():
+def test_a_sink_lowers_weights_as_computed_by_hand():
     """Scores log 1, log 2 and a sink of log 5: weights 1/8 and 2/8; the value of the sink is 0."""
     scores = np.log([1.0, 2.0])
     got = attend(bare(sinks=True), {"sinks": np.log([5.0])}, query=[[1.0]], key=scores[:, None], value=[[8.0], [80.0]])
@@ -399,14 +399,14 @@ def test_rows_sum_to_one_minus_the_sinks_share():
 
 
 def test_a_sink_equals_a_key_with_value_zero():
-    """In torch's words: one column more, dropped after the softmax."""
+    """In torch: a column is appended to the scores and dropped after the softmax."""
     got = sunken([0.3, 4.0], valid_lens=[7, 2, 1])
     sink = np.broadcast_to(np.array([0.3, 4.0])[:, None, None], (3, 2, 5, 1))
     columns = torch.softmax(torch.tensor(np.concatenate([got.scores, sink], axis=-1)), dim=-1)
     np.testing.assert_allclose(got.attention_weights, columns[..., :-1].numpy(), rtol=1e-12)
 
 
-def test_very_low_and_very_high_sinks():
+def test_very_low_and_very_high_sinks_do_not_overflow():
     np.testing.assert_array_equal(sunken([-1e4, -1e4]).attention_weights, sunken(None).attention_weights)
     high = sunken([1e4, -1e4])
     assert (high.attention_weights[:, 0] == 0).all()
@@ -435,7 +435,7 @@ def test_dropout_is_applied_after_the_sink():
 
 @pytest.mark.parametrize("sinks", [None, [0.3, 4.0]])
 def test_halves_of_the_keys_are_merged_by_their_log_sum_exp(sinks):
-    """Both halves count the sink, so one is taken away: Z = Z₁ + Z₂ - exp(sink), and the output is (Z₁ O₁ + Z₂ O₂) / Z."""
+    """Both halves count the sink, so one is subtracted: Z = Z₁ + Z₂ - exp(sink), and the output is (Z₁ O₁ + Z₂ O₂) / Z."""
     first, second, whole = (sunken(sinks, attend_keys=[[*keys]] * 3) for keys in ([1] * 4 + [0] * 3, [0] * 4 + [1] * 3, [1] * 7))
     parts = [np.exp(x.log_sum_exp)[..., None] for x in (first, second)]
     total = sum(parts) - (0 if sinks is None else np.exp(sinks)[:, None, None])
@@ -447,7 +447,7 @@ def test_halves_of_the_keys_are_merged_by_their_log_sum_exp(sinks):
 @pytest.mark.parametrize("queries", [0, 2])
 @pytest.mark.parametrize("keys", [0, 1])
 @pytest.mark.parametrize("fully_masked", ["zero", "uniform"])
-def test_axes_without_length(queries, keys, fully_masked):
+def test_axes_of_length_zero_give_empty_outputs(queries, keys, fully_masked):
     spec = LayerSpec(
         d_model=8,
         num_heads=4,

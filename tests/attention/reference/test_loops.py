@@ -1,7 +1,7 @@
-"""The reference against the definition: one row at a time, in Python's own loops, over everything that a layer and a request may say.
+"""The reference against a second implementation of the definition: Python loops over rows, for every field of layers and requests.
 
-What can be done in another way is done in another way here: a head's own rows of a projection, points of the plane as complex numbers,
-buckets in whole numbers, slopes by recursion. Slow, and right for reasons that can be read.
+It computes differently where it can: each head has its rows of a projection, RoPE multiplies complex numbers, buckets are found with
+integers, slopes by recursion.
 """
 
 import cmath
@@ -17,14 +17,14 @@ from service.attention.weights import draw_weights
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_agrees_with_the_definition(seed):
+def test_agrees_with_loops_over_rows(seed):
     case = random_case(np.random.default_rng(seed), features=FEATURES, rate=0.45, batched=True)
     weights = draw_weights(case.spec) if case.weights is None else case.weights
-    hold(case.spec, in_float64(weights), in_float64(case.request))
+    assert_agrees(case.spec, in_float64(weights), in_float64(case.request))
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_call_without_a_batch_is_an_item_of_a_batch(seed):
+def test_a_call_without_a_batch_axis_equals_a_batch_of_one(seed):
     case = random_case(np.random.default_rng(1000 + seed), features=FEATURES, batched=False)
     weights = draw_weights(case.spec) if case.weights is None else case.weights
     single = attend(case.spec, weights, **case.request)
@@ -42,7 +42,7 @@ def as_item(name, x):
     return x if name in settings or (name == "query_offset" and isinstance(x, str)) else np.asarray(x)[None]
 
 
-def hold(spec, weights, request):
+def assert_agrees(spec, weights, request):
     got = attend(spec, weights, **request)
     query = request["query"]
     key = request.get("key", query)
@@ -108,7 +108,7 @@ def same(got, expected):
 
 
 def head(spec, weights, name, x, n, position=None):
-    """Head n of one query, key or value: its own rows of the projection, its norm, and its points turned."""
+    """Head n of one query, key or value: its own rows of the projection, its norm, and RoPE."""
     width = spec.value_head_dim if name == "value" else spec.head_dim
     if spec.latent and name == "key":
         width -= spec.latent.rope_key_dim
@@ -128,7 +128,7 @@ def head(spec, weights, name, x, n, position=None):
 
 
 def place(request, name, item, n, index):
-    """What RoPE turns row n by: its position or positions, one for each axis; its index among the keys if none are given."""
+    """The position of row n for RoPE, or one for each axis; its index among the keys if none is given."""
     given = request.get("positions")
     if name == "key":
         given = request.get("key_positions", given)
@@ -136,7 +136,7 @@ def place(request, name, item, n, index):
 
 
 def kept(spec, weights, request, of_query, offset, query, keys):
-    """The keys that the indexer keeps of those that the masks leave: pairs of the score and the key, sorted, the best first."""
+    """The allowed keys that the indexer selects: pairs of the score and the key are sorted, the best first."""
     item, _, i = of_query
     everything = set(range(len(keys)))
     if spec.indexer is None:
@@ -166,7 +166,7 @@ def turned_index(spec, x, position):
 
 
 def halves(spec, x):
-    """What each softmax takes of a query or key."""
+    """The part of a query or key that each softmax uses."""
     return np.split(np.asarray(x), 2) if spec.differential else [x]
 
 
@@ -179,13 +179,13 @@ def softmax_factors(spec, weights):
 
 
 def in_sequence(request, item, i, j, q):
-    """Whether a key is no padding, and of the query's segment."""
+    """Whether a key is real and of the query's segment."""
     same_segment = "query_segments" not in request or request["query_segments"][item, i] == request["key_segments"][item, j]
     return same_segment and any(is_real(request, item, m, j) for m in range(q))
 
 
 def counted(spec, scores, real):
-    """Scores times the logarithm of the number of keys that are left, or less that of the keys that are no padding."""
+    """Scores times the logarithm of the number of allowed keys, or minus that of the number of real keys."""
     if spec.normalizer == "scalable_softmax":
         factor = math.log(max(1, sum(s > -math.inf for s in scores)))
         return [s * factor if s > -math.inf else s for s in scores]
@@ -200,7 +200,7 @@ def differential_norm(spec, weights, mean):
 
 
 def grown(scale, position):
-    """Llama 4's factor: its logarithm grows by steps of `length` positions."""
+    """Llama 4's factor, which grows in steps of `length` positions."""
     return 1.0 if scale is None else 1 + scale.factor * math.log(1 + math.floor((max(position, 0) + scale.shift) / scale.length))
 
 
@@ -216,7 +216,7 @@ def gate(spec, weights, x, n):
 
 
 def latent(spec, weights, name, x):
-    """What a layer with latents projects in its second step: the first step's numbers over their root mean square."""
+    """The latent vector: the first projection divided by its root mean square."""
     down = "query_down" if name == "query" else "key_value_down"
     if f"{down}.weight" not in weights:
         return x
@@ -232,7 +232,7 @@ def projected(spec, weights, name, x, rows):
 
 
 def normed(heads, n, weights, name, norm):
-    """Head n less the mean, over the root of the mean square: of its own numbers, or of those of all heads."""
+    """Head n minus the mean, divided by the root mean square, of its numbers or of those of all heads."""
     among = heads[n] if norm.over == "head" else np.concatenate(heads)
     centre = math.fsum(among) / len(among) if norm.kind == "layer" else 0.0
     variance = math.fsum((a - centre) ** 2 for a in among) / len(among)
@@ -252,7 +252,7 @@ def turned(x, rope, position):
 
 
 def frequency(rope, i):
-    """transformers' `_compute_llama3_parameters`, in its words: by wavelengths."""
+    """transformers' `_compute_llama3_parameters`, by wavelengths."""
     if rope.frequencies:
         return rope.frequencies[i]
     plain, scaling = 1 / rope.theta ** (2 * i / rope.dims), rope.scaling
@@ -271,7 +271,7 @@ def frequency(rope, i):
 
 
 def score(spec, weights, request, place, offset, query, key):
-    """The score of one query and one key: scale, softcap, everything added, everything blocked."""
+    """The score of one query and one key: scale, softcap, biases, masks."""
     item, n, i, j = place
     product = math.fsum(query * key) + relative(spec, weights, n, i + offset - j, query, key)
     raw = product * request.get("scale", spec.scale)
@@ -331,7 +331,7 @@ def bucketed(distance, settings):
 
 
 def of_grid(grid, weights, query, n, i, j):
-    """What the places of two tokens in a grid add: an entry of the list of all distances, or products with the query."""
+    """The bias for two tokens of a grid: an entry of the table of distances, or products with the query."""
     if grid is None:
         return 0.0
     if grid.class_token and (i == 0 or j == 0):
@@ -346,7 +346,7 @@ def of_grid(grid, weights, query, n, i, j):
 
 
 def pick(x, place):
-    """An entry of a mask or bias of rank 2, 3 or 4; an axis of 1 stands for all."""
+    """An entry of a mask or bias of rank 2, 3 or 4; an axis of 1 is broadcast."""
     item, n, i, j = place
     index = {2: (i, j), 3: (item, i, j), 4: (item, n, i, j)}[x.ndim]
     return x[tuple(0 if size == 1 else at for at, size in zip(index, x.shape, strict=True))]
@@ -371,7 +371,7 @@ def offset_of(request, item, q, k):
 
 
 def slopes(n):
-    """Press et al.'s own recursion."""
+    """The recursion of Press et al."""
     if math.log2(n).is_integer():
         return [2 ** (-8 * (i + 1) / n) for i in range(n)]
     below = 2 ** math.floor(math.log2(n))
@@ -389,7 +389,7 @@ def bucket(ahead, settings):
 
 
 def normalised(scores, sink):
-    """Weights and the logarithm of the sum. The sink is a score whose weight is dropped; it is no key."""
+    """Weights and the logarithm of the sum. The sink is a score whose weight is dropped."""
     if all(s == -math.inf for s in scores):
         return [0.0] * len(scores), -math.inf
     highest = max([*scores, sink])

@@ -12,13 +12,13 @@ from service.spec_parts import RelativeBias, Rope, RopeScaling
 
 
 def bare(**fields):
-    """A layer that projects nothing: what goes in is what the heads see."""
+    """A layer without projections: inputs are the queries, keys and values of the heads."""
     fields = {"d_model": fields.get("num_heads", 1), "head_dim": 1, "num_heads": 1, "scale": 1.0, "projections": False} | fields
     return LayerSpec(**fields, dtype="float64")
 
 
 def scores(spec, q, k, weights=None, **request):
-    """The scores of `q` queries and `k` keys of which every product is 0: what is added, and where nothing is seen -inf."""
+    """The scores of `q` queries and `k` keys whose products are all 0: the biases, and -inf for blocked keys."""
     width = spec.query_dim
     return attend(spec, weights or {}, query=np.zeros((q, width)), key=np.zeros((k, width)), **request).scores
 
@@ -41,7 +41,7 @@ def test_an_offset_is_required_if_the_layer_depends_on_positions(part):
     scores(bare(head_dim=2), 2, 3)
 
 
-def test_the_layers_window_by_hand():
+def test_the_window_of_a_layer_blocks_the_expected_keys():
     assert seen(bare(window={"left": 1, "right": 0}), 3, 3) == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     assert seen(bare(window={"left": None, "right": 1}), 2, 4, query_offset=1) == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert seen(bare(window={"left": 0, "right": None}), 2, 4, query_offset=2) == [[0, 0, 1, 1], [0, 0, 0, 1]]
@@ -55,14 +55,14 @@ def test_windows_of_the_layer_and_the_call_both_apply():
     assert seen(bare(window={"left": 2, "right": 2}), 3, 3, causal=True) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
-def test_a_window_past_the_keys_masks_fully():
+def test_a_window_beyond_the_keys_masks_the_row():
     got = attend(bare(window={"left": 1, "right": 1}), {}, query=np.zeros((2, 1)), key=np.zeros((3, 1)), query_offset=3)
     assert got.fully_masked.tolist() == [[False, True]]  # query 0 stands on 3 and sees key 2, query 1 stands on 4
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_only_differences_of_positions_matter(seed):
-    """Three more keys in front that nobody may see, and every query three further: nothing changes."""
+def test_a_shift_of_all_positions_does_not_change_the_output(seed):
+    """Three blocked keys are added in front, and the offset grows by three."""
     features = set(FEATURES) - {"mask", "dropout", "fully_masked", "positions"}
     case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
     if not case.spec.is_relative or case.spec.normalizer == "sigmoid":  # whose weights depend on the number of keys
@@ -93,8 +93,8 @@ def test_only_differences_of_positions_matter(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_queries_do_not_depend_on_each_other(seed):
-    """As a decoding step has it: query i alone, its offset i further."""
+def test_a_query_alone_equals_the_query_among_others(seed):
+    """Query i alone, as in a decoding step, with an offset that is larger by i."""
     features = set(FEATURES) - {"dropout", "positions"}
     case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
     if not case.spec.is_relative:
@@ -122,7 +122,7 @@ def test_queries_do_not_depend_on_each_other(seed):
 # --- RoPE -----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_rope_pairs_by_hand():
+def test_rope_rotates_unit_vectors_by_the_expected_angles():
     """Position 1, frequencies 1 and 1/10: each unit vector turns towards its partner."""
     c, s, c10, s10 = np.cos(1), np.sin(1), np.cos(0.1), np.sin(0.1)
     units = np.eye(4)[None, None]
@@ -135,8 +135,8 @@ def test_rope_pairs_by_hand():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dims", [2, 6, 8])
-def test_rope_rotates_points_of_the_plane(interleaved, dims):
-    """As Su et al. introduce it: complex numbers times exp(i · position · frequency). Beyond `dims` nothing happens."""
+def test_rope_is_a_product_of_complex_numbers(interleaved, dims):
+    """Su et al.: complex numbers times exp(i · position · frequency). Numbers beyond `dims` do not change."""
     rng = np.random.default_rng(dims)
     x, positions = rng.standard_normal((3, 2, 5, 8)), rng.integers(-50, 50, (3, 5))
     got = rotate(x, positions, Rope(dims=dims, interleaved=interleaved))
@@ -163,7 +163,7 @@ def test_queries_are_at_their_offset_and_keys_at_their_index():
 
 
 def test_interleaved_and_half_split_rope_agree_after_permuting_rows():
-    """Checkpoints of Llama differ in this from one another: interleaved pairs (2i, 2i+1) are the halves (i, i + d/2) of a sorted head."""
+    """Checkpoints of Llama have either order: interleaved pairs (2i, 2i+1) are the halves (i, i + d/2) of a sorted head."""
     halves, interleaved = (LayerSpec(d_model=16, num_heads=2, rope={"interleaved": kind}) for kind in (False, True))
     rng = np.random.default_rng(1)
     weights = {name: rng.standard_normal(shape) for name, shape in halves.weight_shapes().items()}
@@ -188,7 +188,7 @@ def test_linear_scaling_divides_positions():
         (100.0, 8, 16, [0.57605636120, 0.039528470486, 0.0125, 0.0039528473280]),
     ],
 )
-def test_llama3_scaling_is_that_of_transformers(theta, dims, context, expected):
+def test_llama3_scaling_equals_that_of_transformers(theta, dims, context, expected):
     """Computed by transformers 5.23, `rope_type: llama3` with factor 8, low_freq_factor 1, high_freq_factor 4, in float32."""
     rope = Rope(theta=theta, dims=dims, scaling=RopeScaling(type="llama3", factor=8.0, original_max_position=context))
     np.testing.assert_allclose(frequencies(rope, dims), expected, rtol=1e-6)
@@ -208,18 +208,18 @@ def test_llama3_scaling_is_that_of_transformers(theta, dims, context, expected):
         (12, [*(2.0 ** -np.arange(1, 9)), *(2.0 ** -np.arange(0.5, 4))]),
     ],
 )
-def test_alibi_slopes_by_hand(heads, expected):
+def test_alibi_slopes_equal_those_of_the_paper_and_of_transformers(heads, expected):
     """Those of Press et al. and of Bloom in transformers; for 8 heads as the paper prints them."""
     np.testing.assert_allclose(alibi_slopes(heads), expected, rtol=1e-15)
 
 
-def test_alibi_by_hand():
+def test_alibi_is_a_slope_times_the_distance():
     got = scores(bare(num_heads=2, alibi=True), 2, 3, query_offset=1)
     distances = np.array([[1, 0, 1], [2, 1, 0]])
     np.testing.assert_array_equal(got, [-distances / 16, -distances / 256])
 
 
-def test_causal_alibi_is_a_slope_over_positions():
+def test_causal_alibi_equals_a_slope_times_the_position_of_the_key():
     """Bloom adds slope · j, which is slope · (j - i) up to a constant of the row."""
     rng = np.random.default_rng(3)
     query = rng.standard_normal((2, 5, 6))
@@ -241,7 +241,7 @@ DISTANCES = [-200, -128, -127, -91, -90, -64, -32, -16, -9, -8, -7, -1, 0, 1, 7,
         ({"bidirectional": False, "buckets": 9}, [-65, -64, -63, -33, -32, -31], [8, 8, 7, 7, 7, 6]),
     ],
 )
-def test_buckets_are_those_of_transformers(settings, distances, expected):
+def test_buckets_equal_those_of_transformers(settings, distances, expected):
     """Computed by transformers 5.23, `T5Attention._relative_position_bucket`. The last row is one that float64 would round otherwise."""
     assert relative_buckets(np.array(distances), RelativeBias(**settings)).tolist() == expected
 
@@ -253,7 +253,7 @@ def test_every_bucket_is_used_and_buckets_grow_with_distance():
         assert set(buckets.tolist()) == set(range(16 if bidirectional else 32))
 
 
-def test_relative_bias_by_hand():
+def test_relative_bias_adds_the_entry_of_the_bucket():
     """4 buckets: 0 of the query's own key, 1 of keys behind it, 3 of keys ahead. Bucket 2, of no distance ahead, is never used."""
     table = np.array([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]])
     spec = bare(num_heads=2, relative_bias={"buckets": 4, "max_distance": 2})

@@ -1,4 +1,4 @@
-"""Scores by content and distance in the reference, against numbers made by hand and transformers' own functions."""
+"""Scores by content and distance in the reference, against hand-computed numbers and functions of transformers."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def related(**fields):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_terms_of_transformer_xl_by_hand(interleaved):
+def test_terms_of_transformer_xl_equal_hand_computed_numbers(interleaved):
     """u·k, then (q + v)·r with r the first number of R_D, sin D, or the second, cos D: of a width of 2, the only frequency is 1."""
     scores = related(relative_scores={"kind": "transformer_xl", "interleaved": interleaved})
     distance = np.subtract.outer(np.arange(3), np.arange(3))
@@ -31,7 +31,7 @@ def test_terms_of_transformer_xl_by_hand(interleaved):
         np.testing.assert_allclose(got, 7.0 * wave(distance), rtol=1e-14)
 
 
-def test_terms_of_deberta_by_hand():
+def test_terms_of_deberta_equal_hand_computed_numbers():
     """Columns 0 to 3 are distances of -2 or less, -1, 0, and 1 or more, for queries (3) and keys (5)."""
     scores = related(relative_scores={"kind": "disentangled", "max_distance": 2, "position_to_content": True})
     buckets = np.array([[2, 1, 0], [3, 2, 1], [3, 3, 2]])
@@ -41,8 +41,8 @@ def test_terms_of_deberta_by_hand():
 
 
 @pytest.mark.parametrize(("buckets", "max_distance"), [(256, 512), (32, 128), (6, 20), (7, 9), (4, 5000)])
-def test_buckets_are_those_of_deberta(buckets, max_distance):
-    """transformers' own function, at distances beyond those of any checkpoint."""
+def test_buckets_equal_those_of_deberta(buckets, max_distance):
+    """The function of transformers, at distances beyond those of any checkpoint."""
     distances = np.arange(-3000, 3001)
     theirs = deberta_bucket(torch.from_numpy(distances), buckets, max_distance).numpy() + buckets
     settings = RelativeScores(kind="disentangled", buckets=buckets, max_distance=max_distance)
@@ -65,7 +65,7 @@ def test_buckets_are_those_of_deberta(buckets, max_distance):
     ],
     ids=str,
 )
-def test_relative_scores_that_no_layer_can_have(fields, place):
+def test_invalid_relative_scores_are_refused(fields, place):
     with pytest.raises(ValidationError) as caught:
         LayerSpec(**{"d_model": 4, "num_heads": 2, "relative_scores": {"kind": "transformer_xl"}} | fields)
     assert caught.value.errors()[0]["ctx"]["at"] == place

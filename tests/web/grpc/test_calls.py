@@ -234,10 +234,10 @@ def test_refusals_have_the_text_of_http_and_a_grpc_code(channel: grpc.Channel, c
 def test_the_parameter_for_an_empty_final_response_is_accepted(channel: grpc.Channel, want: dict[str, Array], empty: bool) -> None:
     """perf_analyzer sends it with every request, also outside of streams."""
     inputs = [entry("query", list(QUERY.shape)), entry("key", list(KEY.shape))]
-    said = {"triton_enable_empty_final_response": {"bool_param": empty}}
+    parameters = {"triton_enable_empty_final_response": {"bool_param": empty}}
 
     reply = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(
-        request("tiny", *inputs, parameters=said, raw_input_contents=[QUERY.tobytes(), KEY.tobytes()])
+        request("tiny", *inputs, parameters=parameters, raw_input_contents=[QUERY.tobytes(), KEY.tobytes()])
     )
 
     got = np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(reply.outputs[0].shape)
@@ -296,11 +296,11 @@ def test_the_log_line_of_an_inference_has_the_fields_of_http(channel: grpc.Chann
     with pytest.raises(grpc.RpcError) as refused:
         infer(request("tiny", query), metadata=[("x-request-id", "not one")])
 
-    told, over_http = (next(event for event in v2_server.events if event.get("request_id") == name) for name in ("mine-1", "mine-2"))
+    over_grpc, over_http = (next(event for event in v2_server.events if event.get("request_id") == name) for name in ("mine-1", "mine-2"))
     assert ("x-request-id", "mine-1") in [tuple(pair) for pair in call.trailing_metadata()]
     for name in ("layer", "query", "keys", "outputs", "operations", "batch"):
-        assert told[name] == over_http[name], name
-    assert told["compute_ms"] > 0 and told.keys() >= {"decode_ms", "queue_ms", "encode_ms", "ms", "key"}
+        assert over_grpc[name] == over_http[name], name
+    assert over_grpc["compute_ms"] > 0 and over_grpc.keys() >= {"decode_ms", "queue_ms", "encode_ms", "ms", "key"}
     drawn = dict(refused.value.trailing_metadata())["x-request-id"]
     assert re.fullmatch("[0-9a-f]{16}", drawn)
     assert any(event.get("request_id") == drawn and event["status"] == "INVALID_ARGUMENT" for event in v2_server.events)

@@ -56,7 +56,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 def opening(address: str, method: str, *metadata: tuple[str, str]) -> bytes:
     """The first bytes of a connection, with a call on its first stream."""
-    said = {
+    headers = {
         ":method": "POST",
         ":scheme": "http",
         ":path": method,
@@ -65,7 +65,7 @@ def opening(address: str, method: str, *metadata: tuple[str, str]) -> bytes:
         "te": "trailers",
     }
     block = b""
-    for name, value in (*said.items(), *metadata):
+    for name, value in (*headers.items(), *metadata):
         block += b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
     return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, 4, 1, block)
 
@@ -131,14 +131,14 @@ def test_an_unread_reply_counts_against_the_budget(v2_server: Server, v2: httpx.
     body = request("tiny", entry("query", [1, 200, 6]), raw_input_contents=[bytes(200 * 6 * 4)]).SerializeToString()
     host, port = address_of(v2_server).rsplit(":", 1)
 
-    def held() -> float:
+    def held_bytes() -> float:
         return float(re.findall(r"^attend_held_body_bytes (\S+)$", v2.get("/metrics").text, re.MULTILINE)[0])
 
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(opening(address_of(v2_server), f"/{SERVICE}/ModelInfer"))
         connection.sendall(frame(DATA, END_STREAM, 1, b"\0" + struct.pack(">I", len(body)) + body))
-        until(lambda: held() >= 3 * 200 * 200 * 4, "the reply is held")
-    until(lambda: held() == 0, "nothing is held")
+        until(lambda: held_bytes() >= 3 * 200 * 200 * 4, "the reply is counted")
+    until(lambda: held_bytes() == 0, "the reply is no longer counted")
 
 
 def test_messages_of_methods_without_tensors_are_limited_to_a_megabyte(impatient: Impatient) -> None:

@@ -181,9 +181,9 @@ def test_a_grpc_port_in_use_is_refused(start: Callable[..., Server]) -> None:
         for port in (taken, str(stranger.getsockname()[1])):
             done = run_attend("serve", "--port", "0", "--grpc-port", port)
             assert done.returncode == 1
-            said = done.stderr.decode()
-            assert said.startswith(f"attend serve: cannot listen on 127.0.0.1:{port}, for gRPC: Address already in use")
-            assert said.count("\n") == 1
+            message = done.stderr.decode()
+            assert message.startswith(f"attend serve: cannot listen on 127.0.0.1:{port}, for gRPC: Address already in use")
+            assert message.count("\n") == 1
 
 
 @several_workers
@@ -199,8 +199,8 @@ def test_workers_share_one_grpc_port(start: Callable[..., Server]) -> None:
             until(lambda: answered_anew(address), "an answer")  # the kernel deals connections out to the stopped one, too
 
     with grpc.insecure_channel(address) as channel:
-        told = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStatistics(service_pb2.ModelStatisticsRequest(name="default"))
-    assert told.model_stats[0].inference_stats.success.count >= 2
+        reply = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStatistics(service_pb2.ModelStatisticsRequest(name="default"))
+    assert reply.model_stats[0].inference_stats.success.count >= 2
 
 
 def answered_anew(address: str) -> bool:

@@ -60,7 +60,7 @@ def test_a_reply_has_the_final_response_flag_if_requested(stub: Any) -> None:
     query = entry("query", [1, 1, 6], fp32_contents=[0.5] * 6)
     wanted = [{"triton_enable_empty_final_response": {"bool_param": value}} for value in (True, False)]
 
-    first, second, third = stub.ModelStreamInfer(iter([request("tiny", query, parameters=said) for said in (*wanted, {})]), timeout=60)
+    first, second, third = stub.ModelStreamInfer(iter([request("tiny", query, parameters=each) for each in (*wanted, {})]), timeout=60)
 
     assert first.infer_response.parameters["triton_final_response"].bool_param is True
     assert "triton_final_response" not in second.infer_response.parameters

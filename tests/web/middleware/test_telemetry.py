@@ -23,7 +23,7 @@ def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], rece
     stops."""
     server = start("--telemetry", env={**os.environ, **receiver.variables})
     with httpx.Client(base_url=server.url) as client:
-        told = client.post("/attend", json=QUERY, headers={"traceparent": f"00-{TRACE}-{SPAN}-01", "X-Request-Id": "traced"})
+        reply = client.post("/attend", json=QUERY, headers={"traceparent": f"00-{TRACE}-{SPAN}-01", "X-Request-Id": "traced"})
         alone = client.post("/attend", json={"query": []}, headers={"X-Request-Id": "alone"})
         nowhere = client.request("PROPFIND", "/no/such?page=1")
         late = client.post("/attend", json=QUERY, headers={"X-Request-Timeout": "1e-9"})
@@ -31,7 +31,7 @@ def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], rece
     assert server.stop() == 0
 
     (span,) = [span for span in receiver.spans if span.trace_id.hex() == TRACE and span.parent_span_id.hex() == SPAN]
-    assert told.headers["traceparent"] == told.headers["traceresponse"] == f"00-{TRACE}-{span.span_id.hex()}-01"
+    assert reply.headers["traceparent"] == reply.headers["traceresponse"] == f"00-{TRACE}-{span.span_id.hex()}-01"
     assert span.name == "POST /attend"
     attributes = {pair.key: pair.value for pair in span.attributes}
     assert attributes["http.response.status_code"].int_value == 200
@@ -45,7 +45,7 @@ def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], rece
     assert [child.name for child in phases] == ["decode", "queue", "compute", "encode"]
     assert span.start_time_unix_nano <= phases[0].start_time_unix_nano
     assert phases[-1].end_time_unix_nano <= span.end_time_unix_nano
-    timing = dict(part.split(";dur=") for part in told.headers["server-timing"].split(", "))
+    timing = dict(part.split(";dur=") for part in reply.headers["server-timing"].split(", "))
     for child in phases:
         assert (child.end_time_unix_nano - child.start_time_unix_nano) / 1e6 == pytest.approx(float(timing[child.name]), abs=0.002)
 

@@ -52,8 +52,8 @@ def visit(browser: Any, guarded: Guarded) -> Iterator[Visit]:
 
 def error(visit: Visit) -> str:
     """The message at the field, once there is one."""
-    said: str = visit.page.locator("#access-error:not(:empty)").inner_text()
-    return said
+    message: str = visit.page.locator("#access-error:not(:empty)").inner_text()
+    return message
 
 
 def enter(visit: Visit, key: str) -> None:

@@ -98,7 +98,7 @@ def test_a_pasted_request_is_sent_and_shown(visit: Visitor, http: httpx.Client) 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"query": [[1, 2], [3]]}', "at /query/1"),
         ('{"query": [[1,', "JSON"),
@@ -108,26 +108,26 @@ def test_a_pasted_request_is_sent_and_shown(visit: Visitor, http: httpx.Client) 
         ('{"query": [[0]], "mask": 1}', "since libraries disagree"),
     ],
 )
-def test_the_refusal_of_a_pasted_request_is_shown_below_it(visit: Visitor, text: str, said: str) -> None:
+def test_the_refusal_of_a_pasted_request_is_shown_below_it(visit: Visitor, text: str, message: str) -> None:
     page = visit()
     page.asking(lambda: page.page.check("input[value=request]", force=True))
     with page.page.expect_response("**/attend"):
         page.page.fill("#request", text)
     page.page.locator("#result[aria-busy=false]").wait_for()
-    assert said in page.page.inner_text("#request-error")
+    assert message in page.page.inner_text("#request-error")
     assert page.page.get_attribute("#request", "aria-invalid") == "true"
     assert page.page.get_attribute("#request", "aria-describedby") == "request-error"
 
 
 def test_a_refusal_is_shown_at_its_field(visit: Visitor) -> None:
     page = visit()
-    for field, value, place, said in (
+    for field, value, place, message in (
         ("#left", "-3", "#window-error", "at least 0"),
         ("#length", "99", "#length-error", "at most 10"),
         ("#offset", "soon", "#offset-error", "an integer"),
     ):
         page.refusal(lambda field=field, value=value: page.page.fill(field, value))
-        assert said in page.page.inner_text(place) and page.page.get_attribute(field, "aria-invalid") == "true"
+        assert message in page.page.inner_text(place) and page.page.get_attribute(field, "aria-invalid") == "true"
         page.asking(lambda field=field: page.page.fill(field, ""))
         assert page.page.inner_text(place) == "" and page.page.get_attribute(field, "aria-invalid") is None
     page.refusal(lambda: page.page.fill("#text", " "), "**/words")

@@ -36,7 +36,7 @@ DTYPES = {"FP16": np.float16, "BF16": ml_dtypes.bfloat16, "FP32": np.float32, "F
 
 
 @pytest.fixture
-def ask(http: httpx.Client, layers: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+def reply_to(http: httpx.Client, layers: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     """POST /attend with these fields (arrays become lists); the reply, which must be 200."""
 
     def send(path: str = "/attend", **fields: Any) -> dict[str, Any]:
@@ -49,9 +49,9 @@ def ask(http: httpx.Client, layers: dict[str, Any]) -> Callable[..., dict[str, A
 
 
 @pytest.fixture
-def cross(ask: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def cross(reply_to: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """The batched request to the layer `cross`, with these fields besides."""
-    return lambda **fields: ask(**{"layer": "cross", "query": QUERY, "key": KEY, "value": VALUE, **fields})
+    return lambda **fields: reply_to(**{"layer": "cross", "query": QUERY, "key": KEY, "value": VALUE, **fields})
 
 
 def unpack(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -130,7 +130,7 @@ UNBATCHED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("fields", [fields for _, fields in UNBATCHED], ids=[name for name, _ in UNBATCHED])
 def test_an_unbatched_request_gets_an_unbatched_reply(
-    cross: Callable[..., dict[str, Any]], ask: Callable[..., dict[str, Any]], fields: dict[str, Any]
+    cross: Callable[..., dict[str, Any]], reply_to: Callable[..., dict[str, Any]], fields: dict[str, Any]
 ) -> None:
     """Every item of a batch, sent alone without the axis b, gets its part of the batch's reply."""
     batched = cross(outputs=list(OUTPUTS), **fields)
@@ -141,7 +141,7 @@ def test_an_unbatched_request_gets_an_unbatched_reply(
         own |= {name: fields[name] for name in whole if name in fields}
         if "tokens" in own:
             own["tokens"] = {name: lists[i] for name, lists in own["tokens"].items()}
-        reply = ask(layer="cross", query=QUERY[i], key=KEY[i], value=VALUE[i], outputs=list(OUTPUTS), **own)
+        reply = reply_to(layer="cross", query=QUERY[i], key=KEY[i], value=VALUE[i], outputs=list(OUTPUTS), **own)
         rows += reply["fully_masked_rows"]
         for name, shape in OUTPUTS.items():
             assert np.shape(reply[name]) == shape[1:]
@@ -149,7 +149,7 @@ def test_an_unbatched_request_gets_an_unbatched_reply(
     assert rows == batched["fully_masked_rows"]
 
 
-def test_value_defaults_to_key_and_both_to_query(ask: Callable[..., dict[str, Any]]) -> None:
+def test_value_defaults_to_key_and_both_to_query(reply_to: Callable[..., dict[str, Any]]) -> None:
     """Self-attention needs only a query; null is the same as left out. The projections may be one product, so the last bits may differ."""
     query, key = QUERY, QUERY[:, :2] + 1
 
@@ -157,9 +157,9 @@ def test_value_defaults_to_key_and_both_to_query(ask: Callable[..., dict[str, An
         for name in ("output", "attention_weights"):
             np.testing.assert_allclose(left[name], right[name], rtol=0, atol=1e-6)
 
-    same(ask(layer="tiny", query=query), ask(layer="tiny", query=query, key=query, value=query))
-    same(ask(layer="tiny", query=query, key=key), ask(layer="tiny", query=query, key=key, value=key))
-    assert ask(layer="tiny", query=query, key=None, value=None, attend_mask=None, select=None) == ask(layer="tiny", query=query)
+    same(reply_to(layer="tiny", query=query), reply_to(layer="tiny", query=query, key=query, value=query))
+    same(reply_to(layer="tiny", query=query, key=key), reply_to(layer="tiny", query=query, key=key, value=key))
+    assert reply_to(layer="tiny", query=query, key=None, value=None, attend_mask=None, select=None) == reply_to(layer="tiny", query=query)
 
 
 def test_the_three_forms_of_a_tensor_are_equivalent(cross: Callable[..., dict[str, Any]]) -> None:
@@ -247,12 +247,12 @@ def test_top_k_gives_the_largest_weights_first(cross: Callable[..., dict[str, An
     np.testing.assert_array_equal(values, np.take_along_axis(weights, order, -1))
 
 
-def test_top_k_ties_go_to_the_lower_key(ask: Callable[..., dict[str, Any]]) -> None:
+def test_top_k_ties_go_to_the_lower_key(reply_to: Callable[..., dict[str, Any]]) -> None:
     """Twenty keys of equal weight, some blocked: the lowest visible ones come first, and the zeros after them."""
     query = np.ones((20, 4))
     blocked = [j % 3 == 0 for j in range(20)]
 
-    top = ask(layer="tiny", query=query, block_keys=blocked, select={"top_k": 20, "queries": [0]})["attention_weights"]
+    top = reply_to(layer="tiny", query=query, block_keys=blocked, select={"top_k": 20, "queries": [0]})["attention_weights"]
 
     expected = [j for j in range(20) if j % 3] + [j for j in range(20) if not j % 3]
     assert top["keys"] == [[expected]] * H
@@ -314,11 +314,11 @@ def test_decimals_round_datatypes_of_two_bytes(cross: Callable[..., dict[str, An
 
 
 @pytest.mark.parametrize("form", ["nested", "flat"])
-def test_decimals_leave_huge_numbers_finite(ask: Callable[..., dict[str, Any]], form: str) -> None:
+def test_decimals_leave_huge_numbers_finite(reply_to: Callable[..., dict[str, Any]], form: str) -> None:
     """1e300 rounded to 17 decimals is 1e300."""
     query = [[1e300, 1, -1e300, 1e-300]]
 
-    reply = ask(layer="exact", query=query, outputs=["value_projection"], reply={"decimals": 17, "form": form})["value_projection"]
+    reply = reply_to(layer="exact", query=query, outputs=["value_projection"], reply={"decimals": 17, "form": form})["value_projection"]
 
     assert np.ravel(reply if form == "nested" else reply["data"]).tolist() == [1e300, 1.0, -1e300, 0.0]
 
@@ -336,14 +336,14 @@ def test_minus_infinity_is_allowed_in_scores(cross: Callable[..., dict[str, Any]
         np.testing.assert_array_equal(unpack(scores), words(reply["scores"]).astype(np.float32))
 
 
-def test_overflow_becomes_null_or_a_string_if_requested(ask: Callable[..., dict[str, Any]]) -> None:
+def test_overflow_becomes_null_or_a_string_if_requested(reply_to: Callable[..., dict[str, Any]]) -> None:
     fields = {"layer": "same", "query": [[1e6, 2, -1e6, 3]], "outputs": ["query_projection", "output"]}
 
-    null = ask(**fields, reply={"nonfinite": "null", "datatype": "FP16"})
-    string = ask(**fields, reply={"nonfinite": "string", "datatype": "FP16"})
-    flat = ask(**fields, reply={"nonfinite": "string", "datatype": "FP16", "form": "flat"})
-    packed = ask(**fields, reply={"nonfinite": "string", "datatype": "FP16", "form": "base64"})
-    rounded = ask(**fields, reply={"nonfinite": "string", "datatype": "FP16", "decimals": 1})
+    null = reply_to(**fields, reply={"nonfinite": "null", "datatype": "FP16"})
+    string = reply_to(**fields, reply={"nonfinite": "string", "datatype": "FP16"})
+    flat = reply_to(**fields, reply={"nonfinite": "string", "datatype": "FP16", "form": "flat"})
+    packed = reply_to(**fields, reply={"nonfinite": "string", "datatype": "FP16", "form": "base64"})
+    rounded = reply_to(**fields, reply={"nonfinite": "string", "datatype": "FP16", "decimals": 1})
 
     assert null["query_projection"] == [[[None, 2.0]], [[None, 3.0]]]
     assert string["query_projection"] == rounded["query_projection"] == [[["inf", 2.0]], [["-inf", 3.0]]]
@@ -370,7 +370,7 @@ def empty(*shape: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize(("b", "q", "k"), [(0, Q, K), (B, 0, K), (B, Q, 0), (0, 0, 0)])
-def test_zero_length_axes_are_answered_with_a_shape(ask: Callable[..., dict[str, Any]], b: int, q: int, k: int, form: str) -> None:
+def test_zero_length_axes_are_answered_with_a_shape(reply_to: Callable[..., dict[str, Any]], b: int, q: int, k: int, form: str) -> None:
     """Without keys every row is fully masked."""
     fields = {
         name: empty(*array.shape) if 0 in array.shape else array
@@ -381,7 +381,7 @@ def test_zero_length_axes_are_answered_with_a_shape(ask: Callable[..., dict[str,
         name: tuple(sizes[n] if i == 0 or (n in (Q, K) and n != 4) else n for i, n in enumerate(shape)) for name, shape in OUTPUTS.items()
     }
 
-    reply = ask(layer="cross", **fields, outputs=list(OUTPUTS), reply={"form": form})
+    reply = reply_to(layer="cross", **fields, outputs=list(OUTPUTS), reply={"form": form})
 
     assert reply["fully_masked_rows"] == (b * H * q if k == 0 else 0)
     for name, shape in shapes.items():
@@ -395,7 +395,7 @@ def test_zero_length_axes_are_answered_with_a_shape(ask: Callable[..., dict[str,
         assert not unpack(reply["concatenated"]).any()
 
 
-def test_zero_length_axes_with_masks_dropout_and_selections(ask: Callable[..., dict[str, Any]]) -> None:
+def test_zero_length_axes_with_masks_dropout_and_selections(reply_to: Callable[..., dict[str, Any]]) -> None:
     fields = {
         "layer": "cross",
         "attend_keys": empty(B, 0),
@@ -411,8 +411,8 @@ def test_zero_length_axes_with_masks_dropout_and_selections(ask: Callable[..., d
         "outputs": list(OUTPUTS),
     }
 
-    reply = ask(query=QUERY, key=empty(B, 0, 3), value=empty(B, 0, 5), **fields)
-    top = ask(query=QUERY, key=empty(B, 0, 3), value=empty(B, 0, 5), layer="cross", select={"top_k": 3, "average": True})
+    reply = reply_to(query=QUERY, key=empty(B, 0, 3), value=empty(B, 0, 5), **fields)
+    top = reply_to(query=QUERY, key=empty(B, 0, 3), value=empty(B, 0, 5), layer="cross", select={"top_k": 3, "average": True})
 
     assert reply["fully_masked_rows"] == B * H * Q
     assert reply["attention_weights"]["shape"] == [B, H, Q, 0]
@@ -481,9 +481,9 @@ def test_large_blocked_keys_do_not_change_the_reply(cross: Callable[..., dict[st
 # Position
 
 
-def test_causal_self_attention_needs_no_offset(ask: Callable[..., dict[str, Any]]) -> None:
+def test_causal_self_attention_needs_no_offset(reply_to: Callable[..., dict[str, Any]]) -> None:
     """With q = k the offset is 0."""
-    weights = np.array(ask(layer="tiny", query=QUERY, causal=True)["attention_weights"])
+    weights = np.array(reply_to(layer="tiny", query=QUERY, causal=True)["attention_weights"])
 
     np.testing.assert_array_equal(weights > 0, np.broadcast_to(np.tri(Q, dtype=bool), (B, H, Q, Q)))
 
@@ -908,7 +908,7 @@ def test_a_differential_layer_and_calls_to_it_in_every_datatype(http: httpx.Clie
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 def test_the_mask_of_an_indexer_can_be_requested_and_given_to_another_layer(http: httpx.Client, form: str) -> None:
-    """Each query keeps the best three of the keys that it may attend to. The mask is what the weights show, for every way to ask for it."""
+    """Each query keeps the best three of the keys that it may attend to. The reply has the same mask in every form."""
     latent, indexer = {"query_rank": 5, "key_value_rank": 7, "rope_key_dim": 2}, {"num_heads": 3, "head_dim": 4, "top_k": 3}
     spec = {"d_model": 12, "num_heads": 2, "latent": latent, "rope": {"dims": 2}, "gain": 3.0}
     assert http.put("/layers/indexed", json={"spec": spec | {"indexer": indexer}}).is_success

@@ -79,7 +79,7 @@ def refused(answer: httpx.Response, status: int, at: str = "") -> str:
 
 @pytest.fixture
 def post(http: httpx.Client, layers: dict[str, Any]) -> Post:
-    """POST /attend with a body of safetensors, answered in it, unless said otherwise."""
+    """POST /attend with a body of safetensors, answered with safetensors unless the headers differ."""
 
     def send(content: bytes, accept: str = SAFETENSORS, media: str = SAFETENSORS, path: str = "/attend", **headers: str) -> httpx.Response:
         own = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -414,7 +414,7 @@ MALFORMED: dict[str, tuple[bytes, int]] = {
 
 @pytest.mark.parametrize(("body", "status"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_bodies_are_refused(post: Post, answers_well: Callable[[], None], body: bytes, status: int) -> None:
-    """With a problem document, whatever `Accept` says; the server answers the next request."""
+    """With a problem document, whatever `Accept` is; the server answers the next request."""
     refused(post(body), status)
     answers_well()
 

@@ -235,7 +235,7 @@ REFUSALS: dict[str, tuple[bytes, dict[str, str], str, str]] = {
     "ours, missing": (packed(without(PLAIN, "key.weight"), OURS), {}, "/weights/key.weight", "[2, 2]"),
     "ours, surplus": (packed({**PLAIN, "key.bias": np.zeros(2, np.float32)}, OURS), {}, "/weights/key.bias", "one of"),
     "ours, shape": (packed({**PLAIN, "key.weight": np.zeros((2, 3), np.float32)}, OURS), {}, "/weights/key.weight", "[2, 2]"),
-    "ours, said twice": (packed(PLAIN, OURS), {"spec": HEADS}, "/spec", "none"),
+    "ours, given twice": (packed(PLAIN, OURS), {"spec": HEADS}, "/spec", "none"),
     "ours, not finite": (
         packed({**PLAIN, "key.weight": np.full((2, 2), np.nan, np.float32)}, OURS),
         {},

@@ -119,12 +119,12 @@ def test_max_batch_size_is_the_largest_admitted_batch(start_here: Callable[..., 
         largest = http.get("/v2/models/default/config").json()["max_batch_size"]
         assert most is None or largest == most
 
-        def ask(items: int) -> httpx.Response:
+        def infer(items: int) -> httpx.Response:
             body, headers = in_bytes({"parameters": {"binary_data_output": True}}, query=np.ones((items, 1, 64), np.float32))
             return http.post("/v2/models/default/infer", content=body, headers=headers)
 
         assert largest > 1
-        assert read(ask(largest)).arrays["attention_weights"].shape == (largest, 8, 1, 1)
+        assert read(infer(largest)).arrays["attention_weights"].shape == (largest, 8, 1, 1)
         if setting == "max_body_bytes":  # what the JSON leaves of its room goes to tensors
             largest += 4
-        assert "at most" in refused(ask(largest + 1), 413)
+        assert "at most" in refused(infer(largest + 1), 413)

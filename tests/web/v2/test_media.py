@@ -35,16 +35,16 @@ REFUSED: list[tuple[str, str, Any, int]] = [
 ]
 
 
-def ask(v2: httpx.Client, method: str, path: str, body: Any, media: str) -> httpx.Response:
+def send(v2: httpx.Client, method: str, path: str, body: Any, media: str) -> httpx.Response:
     content = b"" if body is None else body.encode() if isinstance(body, str) else json.dumps(body).encode()
-    said = media.encode("latin-1")
-    return v2.request(method, path, content=content, headers=[(b"Content-Type", said), (b"Accept", said)])
+    value = media.encode("latin-1")
+    return v2.request(method, path, content=content, headers=[(b"Content-Type", value), (b"Accept", value)])
 
 
 @pytest.mark.parametrize("media", MEDIA)
 @pytest.mark.parametrize(("method", "path", "body"), ANSWERED, ids=str)
 def test_content_type_and_accept_do_not_change_the_reply(v2: httpx.Client, method: str, path: str, body: Any, media: str) -> None:
-    want, got = ask(v2, method, path, body, "application/json"), ask(v2, method, path, body, media)
+    want, got = send(v2, method, path, body, "application/json"), send(v2, method, path, body, media)
 
     assert got.status_code == want.status_code == 200, got.text
     assert got.headers.get("content-type") == want.headers.get("content-type")
@@ -54,7 +54,7 @@ def test_content_type_and_accept_do_not_change_the_reply(v2: httpx.Client, metho
 @pytest.mark.parametrize("media", MEDIA)
 @pytest.mark.parametrize(("method", "path", "body", "status"), REFUSED, ids=str)
 def test_refusals_have_the_form_of_the_protocol(v2: httpx.Client, method: str, path: str, body: Any, status: int, media: str) -> None:
-    assert refused(ask(v2, method, path, body, media), status) == refused(ask(v2, method, path, body, "application/json"), status)
+    assert refused(send(v2, method, path, body, media), status) == refused(send(v2, method, path, body, "application/json"), status)
 
 
 def test_a_page_of_another_origin_is_refused_in_json(v2: httpx.Client) -> None:

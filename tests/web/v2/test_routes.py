@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 def native(v2: httpx.Client, **members: Any) -> dict[str, Any]:
-    """What /attend says to the same."""
+    """The reply of /attend to the same request."""
     plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in members.items()}
     answer = v2.post(
         "/attend", json={"layer": "tiny", "reply": {"nonfinite": "string"}, **plain}, headers={"Content-Type": "application/json"}
@@ -39,7 +39,7 @@ def close(got: Array, want: Any) -> None:
     np.testing.assert_allclose(np.asarray(got, np.float64), np.array(want, np.float64), rtol=0, atol=2e-6)
 
 
-# What the server says of itself
+# Metadata and health
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
@@ -297,9 +297,9 @@ def test_parameters_that_client_libraries_add_are_ignored(v2: httpx.Client) -> N
     codec = {"parameters": {"content_type": "np"}}
     [query] = one()["inputs"]
 
-    said = v2.post(INFER, json={"inputs": [{**query, **codec}], "outputs": [{"name": "output", **codec}], **codec})
+    reply = v2.post(INFER, json={"inputs": [{**query, **codec}], "outputs": [{"name": "output", **codec}], **codec})
 
-    assert said.json() == v2.post(INFER, json={"inputs": [query], "outputs": [{"name": "output"}]}).json()
+    assert reply.json() == v2.post(INFER, json={"inputs": [query], "outputs": [{"name": "output"}]}).json()
 
 
 @pytest.mark.parametrize("binary", [False, True])
@@ -552,9 +552,9 @@ def test_unknown_paths_and_models_are_refused_as_the_protocol_says(v2: httpx.Cli
 def test_an_unknown_path_is_answered_with_the_one_that_is_most_like_it(v2: httpx.Client, path: str, meant: str | None) -> None:
     answer = v2.get(path)
 
-    told = answer.json()["error" if path.startswith("/v2") else "detail"]
-    assert answer.status_code == 404 and told.startswith("nothing is served at /")
-    assert (f" (did you mean {meant}?); see /docs" in told) if meant else ("did you mean" not in told)
+    message = answer.json()["error" if path.startswith("/v2") else "detail"]
+    assert answer.status_code == 404 and message.startswith("nothing is served at /")
+    assert (f" (did you mean {meant}?); see /docs" in message) if meant else ("did you mean" not in message)
 
 
 # Statistics and the repository
@@ -603,21 +603,21 @@ def test_statistics_count_executions_by_batch_size() -> None:
     query = np.ones((2, 1, 64), np.float32)
     with collecting_server(64) as (url, collect), httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(2) as threads:
 
-        def ask(items: int) -> None:
+        def infer(items: int) -> None:
             read(http.post("/v2/models/default/infer", json={"inputs": in_json(query=query[:items])}))
 
         with collect(2):
-            calls = [threads.submit(ask, items) for items in (1, 2)]
+            calls = [threads.submit(infer, items) for items in (1, 2)]
         for call in calls:
             call.result()
-        [told] = http.get("/v2/models/default/stats").json()["model_stats"]
+        [statistics] = http.get("/v2/models/default/stats").json()["model_stats"]
 
-    assert (told["inference_count"], told["execution_count"], told["inference_stats"]["success"]["count"]) == (3, 1, 2)
-    [batch] = told["batch_stats"]
+    assert (statistics["inference_count"], statistics["execution_count"], statistics["inference_stats"]["success"]["count"]) == (3, 1, 2)
+    [batch] = statistics["batch_stats"]
     assert batch["batch_size"] == 3
     assert [batch[phase]["count"] for phase in ("compute_input", "compute_infer", "compute_output")] == [1, 1, 1]
     for phase, times in (("compute_input", 1), ("compute_infer", 2), ("compute_output", 1)):
-        assert told["inference_stats"][phase] == {"count": 2, "ns": times * batch[phase]["ns"]}
+        assert statistics["inference_stats"][phase] == {"count": 2, "ns": times * batch[phase]["ns"]}
 
 
 @pytest.mark.parametrize(("width", "heads", "reproducible"), [(30, 5, False), (30, 5, True), (64, 8, False), (255, 5, False)])
@@ -629,7 +629,7 @@ def test_concurrent_requests_of_different_lengths_get_their_own_results(
     lengths = [(1, 3), (1, 17), (2, 5), (1, 1), (1, 29)]
     queries = [rng.standard_normal((*shape, width)).astype(np.float32) for shape in lengths]
 
-    def ask(http: httpx.Client, query: Any) -> dict[str, Any]:
+    def infer(http: httpx.Client, query: Any) -> dict[str, Any]:
         body = {"inputs": in_json(query=query), "parameters": {"reproducible": reproducible}}
         return read(http.post("/v2/models/mixed/infer", json=body)).arrays
 
@@ -637,14 +637,14 @@ def test_concurrent_requests_of_different_lengths_get_their_own_results(
         for client in (http, v2):
             client.put("/layers/mixed", json={"spec": {"d_model": width, "num_heads": heads}}).raise_for_status()
         with collect(len(queries)):
-            calls = [threads.submit(ask, http, query) for query in queries]
+            calls = [threads.submit(infer, http, query) for query in queries]
         together = [call.result() for call in calls]
-        [told] = http.get("/v2/models/mixed/stats").json()["model_stats"]
-    alone = [ask(v2, query) for query in queries]
+        [statistics] = http.get("/v2/models/mixed/stats").json()["model_stats"]
+    alone = [infer(v2, query) for query in queries]
     v2.delete("/layers/mixed")
 
-    assert told["inference_count"] == 6
-    assert {batch["batch_size"]: batch["compute_infer"]["count"] for batch in told["batch_stats"]} == {1: 4, 2: 1}
+    assert statistics["inference_count"] == 6
+    assert {batch["batch_size"]: batch["compute_infer"]["count"] for batch in statistics["batch_stats"]} == {1: 4, 2: 1}
     for (b, n), got, wanted in zip(lengths, together, alone, strict=True):
         assert got["output"].shape == (b, n, width)
         assert got["attention_weights"].shape == (b, heads, n, n)

@@ -22,7 +22,7 @@ def request(binary: bool, **more: object) -> InferRequest:
 
 
 async def check_grpc(address: str, want: dict[str, object]) -> None:
-    """It repeats the size of each tensor, and says of outputs that they go as bytes."""
+    """It sends the size of each tensor, and requests outputs as bytes."""
     async with InferenceGRPCClient(address) as client:
         assert await client.is_server_live() is True
         assert await client.is_server_ready() is True

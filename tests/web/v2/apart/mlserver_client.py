@@ -1,6 +1,6 @@
 """MLServer's codecs and its command `mlserver infer` against the servers named on the command line: http://host:port host:port.
 
-In an environment of its own: it brings a server that is not needed. Its codecs say `content_type` of every tensor and of the request.
+In an environment of its own: it brings a server that is not needed. Its codecs send `content_type` for every tensor and the request.
 """
 
 import json
@@ -22,7 +22,7 @@ NAMES = ("output", "attention_weights")
 
 
 def request() -> InferenceRequest:
-    """One that has all that the codecs say."""
+    """A request with everything that the codecs send."""
     return InferenceRequest(
         inputs=[NumpyCodec.encode_input("query", QUERY)],
         outputs=[RequestOutput(name=name, parameters=Parameters(content_type="np")) for name in NAMES],
@@ -39,12 +39,12 @@ def agree(reply: InferenceResponse, want: dict[str, object]) -> None:
 def command(url: str, binary: list[str], want: dict[str, object]) -> None:
     """`mlserver infer`, of three requests in a file."""
     with tempfile.TemporaryDirectory() as folder:
-        given, told = Path(folder) / "requests", Path(folder) / "replies"
+        given, got = Path(folder) / "requests", Path(folder) / "replies"
         given.write_text(f"{request().model_dump_json()}\n" * 3)
         tool = Path(sys.executable).with_name("mlserver")
-        flags = ["--url", url.removeprefix("http://"), "--model-name", "default", "--input-data-path", given, "--output-data-path", told]
+        flags = ["--url", url.removeprefix("http://"), "--model-name", "default", "--input-data-path", given, "--output-data-path", got]
         subprocess.run([tool, "infer", *flags, *binary], check=True)
-        replies = told.read_text().splitlines()
+        replies = got.read_text().splitlines()
     assert len(replies) == 3
     for reply in replies:
         assert "error" not in json.loads(reply), reply
