@@ -27,7 +27,7 @@ expected-statuses = ["4xx"]
 
 def test_generated_requests_are_answered_as_documented(start: Callable[..., Server], tmp_path: Path) -> None:
     """With every check that there is, and one of ours."""
-    server = start("--layers-dir", str(tmp_path / "layers"))  # so that the layer `default` stays
+    server = start("--layers-dir", str(tmp_path / "layers"), "--session-memory", "100000000")  # so that the layer `default` stays
     httpx.put(f"{server.url}/layers/tiny", json={"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}).raise_for_status()
     config, report = tmp_path / "schemathesis.toml", tmp_path / "report"
     config.write_text(CONFIG)

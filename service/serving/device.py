@@ -69,7 +69,12 @@ def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.T
 
 
 def finite_array(name: str, array: Array, dtype: str, infinite: bool = False) -> Array:
-    """As `cast`, but a contiguous array. To be called within an `np.errstate` that ignores overflow."""
+    """As `cast`, but an array: contiguous, unless `array` has one number in all places.
+
+    To be called within an `np.errstate` that ignores overflow.
+    """
+    if array.size > 1 and not any(array.strides):  # one number in all places
+        return np.broadcast_to(finite_array(name, array.reshape(-1)[:1], dtype, infinite), array.shape)
     target = BY_TORCH[dtype].numpy
     numbers = array if array.dtype == target else array.astype(target)
     if not numbers.flags.c_contiguous:

@@ -24,7 +24,8 @@ from service.serving.replies import build_reply, plan_of, refuse_fully_masked
 from service.serving.requests import BoundCall, EncodedReply, RawRequest
 from service.serving.scheduler import Scheduler
 from service.serving.sessions.registry import SessionRegistry
-from service.serving.sessions.steps import bind_step
+from service.serving.sessions.session import Session
+from service.serving.sessions.steps import Bind, bind_look, bind_step, members_of_look
 from service.serving.shards import Shards, compute_in_shards
 from service.serving.statistics import LayerStatistics
 from service.serving.threads import usable_cores
@@ -45,12 +46,17 @@ INLINE_BYTES = 64 * 1024  # bytes up to which decoding and encoding take well un
 class CallKind(NamedTuple):
     """What an endpoint computes: the model of its body, and the function that binds a decoded body to its layer.
 
-    `layer`: that of the session of the call; None for the layer that the body names.
+    `layer`: that of the session whose rows the call appends to; None for the layer, or the session, that the body names.
     """
 
     document: type[AttendRequest]
-    bind: Callable[[Decoded, LoadedLayer, Admission], BoundCall]
+    bind: Bind
     layer: LoadedLayer | None = None
+
+    @property
+    def takes_session(self) -> bool:
+        """Whether the body may name a session in place of keys."""
+        return "session" in self.document.model_fields
 
 
 ATTEND = CallKind(AttendRequest, bind_attend)  # POST /attend, and infer of the Open Inference Protocol
@@ -88,6 +94,14 @@ class Engine:
             decoded, bound = self.decode_and_bind(raw, kind)
         else:
             decoded, bound = await self.run(raw, size, self.decode_and_bind, raw, kind)
+        if bound is not None:
+            return await self._complete(raw, decoded, bound, started)
+        async with self.require_sessions().turn(str(decoded.members["session"]), raw.key, raw) as session:
+            bound = await self.run(raw, size, self.bind_look, decoded, session, kind)
+            return await self._complete(raw, decoded, bound, started)
+
+    async def _complete(self, raw: RawRequest, decoded: Decoded, bound: BoundCall, started: float) -> EncodedReply:
+        """Compute and encode a bound call that arrived at `started`."""
         bound_at, cost = self.clock(), bound.cost
         if decoded.timeout is not None:
             raw.limit_seconds(decoded.timeout, started)
@@ -95,7 +109,7 @@ class Engine:
             if raw.lease is not None and bound.figure is None:
                 raw.lease.add(cost.reply_bytes if raw.reply_codec.writes_text else cost.tensor_bytes)
             if bound.session is not None and self.sessions is not None:
-                self.sessions.reserve(bound.session, bound.call.masks.num_keys)
+                self.sessions.reserve(bound.session.cache, bound.call.masks.num_keys)
             outcome = await self.submit(bound, raw)
             computed_at = self.clock()
             if bound.figure is not None:
@@ -115,10 +129,15 @@ class Engine:
         log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
         return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
 
-    async def answer_step(self, raw: RawRequest, session_id: str, owner: str) -> EncodedReply:
-        """As `answer`, for a call to a session."""
-        async with self.require_sessions().turn(session_id, owner, raw) as session:
-            return await self.answer(raw, CallKind(SessionAttendRequest, partial(bind_step, session), session.layer))
+    async def answer_step(self, raw: RawRequest, session_id: str) -> EncodedReply:
+        """As `answer`, for a call to a session. A call that fails appends nothing."""
+        async with self.require_sessions().turn(session_id, raw.key, raw) as session:
+            length = session.length
+            try:
+                return await self.answer(raw, CallKind(SessionAttendRequest, partial(bind_step, session), session.layer))
+            except BaseException:
+                session.cache.truncate(length)
+                raise
 
     def require_sessions(self) -> SessionRegistry:
         """The sessions. Raises SessionNotFound if this server keeps none."""
@@ -126,9 +145,11 @@ class Engine:
             raise SessionNotFound("this server keeps no sessions; `attend serve --session-memory BYTES` does")
         return self.sessions
 
-    def decode_and_bind(self, raw: RawRequest, kind: CallKind) -> tuple[Decoded, BoundCall]:
-        """Decode the body, find its layer and bind the call."""
+    def decode_and_bind(self, raw: RawRequest, kind: CallKind) -> tuple[Decoded, BoundCall | None]:
+        """Decode the body, find its layer and bind the call. Not bound is a call with a session, which it first has to wait for."""
         decoded = self.decode(raw, kind.document)
+        if kind.takes_session and decoded.members.get("session") is not None:
+            return decoded, None
         try:
             bound = kind.bind(decoded, kind.layer or self.find(decoded.members, kind.document), self.admission)
             if raw.reply_codec.largest_reply is not None:
@@ -136,6 +157,13 @@ class Engine:
         except RequestError as error:
             raise decoded.in_body(error) from None
         return decoded, bound
+
+    def bind_look(self, decoded: Decoded, session: Session, kind: CallKind) -> BoundCall:
+        """Bind a call to the rows of a session, to which it appends nothing."""
+        try:
+            return bind_look(session, decoded, kind.bind, self.admission)
+        except RequestError as error:
+            raise decoded.in_body(error) from None
 
     def decode(self, raw: RawRequest, document: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
         """Decompress and decode the body; its members are not validated yet.
@@ -179,6 +207,9 @@ class Engine:
     def _plan(self, raw: RawRequest) -> Plan:
         decoded = self.decode(raw, AnalysisRequest, shapes_alone=True)
         document = AnalysisRequest if "metrics" in decoded.members else AttendRequest
+        if decoded.members.get("session") is not None:
+            session = self.require_sessions().find(str(decoded.members["session"]), raw.key)
+            return plan_of(validate(document, members_of_look(session, decoded.members)), session.layer, self.admission)
         layer = self.find(decoded.members, document)
         return plan_of(validate(document, decoded.members), layer, self.admission)
 

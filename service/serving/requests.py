@@ -39,6 +39,7 @@ class RawRequest:
     deadline: float | None = None  # on the engine's clock
     gone: Callable[[], bool] = lambda: False  # whether the client has disconnected
     caller: str = ""  # name of the API key, or address, of the sender
+    key: str = ""  # name of the API key, the owner of sessions
     lease: Lease | None = None  # counts the bytes of the body, and then of the reply
 
     @property

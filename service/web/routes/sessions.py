@@ -28,7 +28,7 @@ async def attend_step(service: Service, session_id: str, record: Record, receive
     require_started(service)
     service.engine.require_sessions().find(session_id, record.key)  # before the body is read
     raw = await read(record, receive, service)
-    await send_reply(await service.engine.answer_step(raw, session_id, record.key), record, send)
+    await send_reply(await service.engine.answer_step(raw, session_id), record, send)
 
 
 def install(app: FastAPI, service: Service) -> None:

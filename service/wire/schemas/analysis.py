@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from service.spec import LayerSpec
 from service.spec_parts import field_error
 from service.wire.problems import describe_value
-from service.wire.schemas.attend import AttendRequest, Document, Index, LayerReference, unique
+from service.wire.schemas.attend import SESSION_DESCRIPTION, AttendRequest, Document, Index, LayerReference, unique
 from service.wire.schemas.tensors import ReplyTensor, Sequences
 
 PER_HEAD = {"": "bh"}
@@ -102,6 +102,7 @@ class AnalysisRequest(AttendRequest):
     """The body of POST /attend, and the metrics to compute. `outputs` and `select` have no effect here."""
 
     model_config = ConfigDict(json_schema_extra=_without_refused)
+    session: str | None = Field(default=None, description=SESSION_DESCRIPTION)
     metrics: Metrics | None = Field(
         default=None,
         description="Metrics to compute; if null, the cheap ones that the layer has and for which the request has what they need.",

@@ -112,6 +112,7 @@ def unique(noun: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+SESSION_DESCRIPTION = "Id of a session, whose layer and rows take the place of `layer`, `key` and `value`; nothing is appended."
 SPEC_NAMES = (*LayerSpec.model_fields, *LayerSpec.instead)  # fields of a layer's spec, and their names in other libraries
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
@@ -207,6 +208,7 @@ class AttendRequest(Document):
         **dict.fromkeys(SPEC_NAMES, "no field of that name, which belongs to the spec of a layer (PUT /layers/{name})"),
         **OTHER_NAMES,
         "figure": "no field of that name, which belongs to POST /attend/figure",
+        "session": "no field of that name; POST /sessions/{id}/attend takes this body without `layer`",
         "metrics": "no field of that name, which belongs to POST /attend/analysis",
     }
     layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer.")

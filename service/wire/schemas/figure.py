@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from service.spec_parts import Finite, field_error
-from service.wire.schemas.attend import AttendRequest, Document, Index, StrictBool, unique
+from service.wire.schemas.attend import SESSION_DESCRIPTION, AttendRequest, Document, Index, StrictBool, unique
 
 PositiveFinite = Annotated[Finite, Field(gt=0)]
 
@@ -54,6 +54,7 @@ class Figure(Document):
 class FigureRequest(AttendRequest):
     """The body of POST /attend, and `figure`. `outputs`, `select` and `reply` have no effect here."""
 
+    session: str | None = Field(default=None, description=SESSION_DESCRIPTION)
     figure: Figure = Field(default_factory=Figure)
 
     @model_validator(mode="after")

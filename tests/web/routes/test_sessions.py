@@ -118,3 +118,35 @@ def test_a_deleted_session_is_gone_and_an_invented_id_unknown(http: httpx.Client
 def test_a_server_without_memory_for_them_keeps_none(start: Callable[..., Server]) -> None:
     with httpx.Client(base_url=start().url) as http:
         assert "--session-memory" in refusal(http.post("/sessions", json={}), 404)
+
+
+def test_analysis_and_plan_take_a_session_in_place_of_keys(http: httpx.Client, session: str) -> None:
+    sequence = rows(11)
+    step(http, session, sequence)
+    look = {"query": sequence[7:].tolist(), "query_offset": 7, "causal": True}
+    whole = {**look, "key": sequence.tolist()}
+    metrics = {"metrics": ["entropy", "value_norms", "zero_ablation"]}
+    ours = http.post("/attend/analysis", json={**look, **metrics, "session": session}).json()["metrics"]
+    expected = http.post("/attend/analysis", json={**whole, **metrics}).json()["metrics"]
+
+    for name, numbers in expected.items():
+        for part in numbers if isinstance(numbers, dict) else [None]:
+            pair = (ours[name], numbers) if part is None else (ours[name][part], numbers[part])
+            np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-6, err_msg=name)
+    plans = [http.post("/attend/plan", json=body).json() for body in ({**look, "session": session}, whole)]
+    assert plans[0] == plans[1]
+    assert http.get(f"/sessions/{session}").json()["length"] == 11
+    refused = http.post("/attend/analysis", json={**whole, **metrics, "session": session})
+    assert "no key beside session" in refusal(refused, 422)
+    assert "/sessions/{id}/attend" in refusal(http.post("/attend", json={**look, "session": session}), 422)
+
+
+@pytest.mark.parametrize("kind", ["head", "concatenation"])
+def test_a_figure_of_a_session_is_that_of_its_rows(http: httpx.Client, session: str, kind: str) -> None:
+    sequence = rows(11)
+    step(http, session, sequence)
+    look = {"query": sequence[7:].tolist(), "query_offset": 7, "causal": True, "figure": {"kind": kind, "format": "svg"}}
+    ours = http.post("/attend/figure", json={**look, "session": session})
+
+    assert ours.status_code == 200, ours.text
+    assert ours.text.count("<text") == http.post("/attend/figure", json={**look, "key": sequence.tolist()}).text.count("<text")
