@@ -19,6 +19,7 @@ class Session:
     capacity: int | None
     idle_seconds: float
     used_at: float
+    sequence: tuple[str, ...] | None = None  # owner, layer and id of the sequence of the Open Inference Protocol that it is
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property

@@ -135,11 +135,9 @@ def _with_all_keys(members: Mapping[str, Any], rows: AttendRequest, session: Ses
     return whole
 
 
-def bind_look(
-    session: Session, decoded: Decoded, bind: Callable[[Decoded, LoadedLayer, Admission], BoundCall], admission: Admission
-) -> BoundCall:
+def bind_look(session: Session, bind: Bind, decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
     """The bound call of a request to another endpoint, which `bind` binds, on the rows of a session. Raises what `bind` raises."""
-    bound = bind(decoded._replace(members=members_of_look(session, decoded.members)), session.layer, admission)
+    bound = bind(decoded._replace(members=members_of_look(session, decoded.members)), layer, admission)
     return bound._replace(operation=CachedOperation(session.cache, bound.operation))
 
 
