@@ -100,7 +100,6 @@ def attend(
     given = {"expected_length": session.length, **{name: value for name, value in more.items() if value is not None}}
     fields = request_fields(SessionAttendRequest, query=query, key=key, value=value, **given)
     operation = attend_at(f"{session.path}/attend", fields, timeout)
-    appended = 0 if more.get("append") is False else _rows(query if key is None else key)
 
     def doubt() -> None:
         session._doubtful = operation.body
@@ -114,6 +113,7 @@ def attend(
         try:
             return raise_for_status(response)
         except LengthMismatch as error:
+            appended = 0 if fields.get("append") is False else _rows(query if key is None else key)
             computed = operation.body == session._doubtful and error.length == fields["expected_length"] + appended
             session.length, session._doubtful = error.length, None
             if not computed:

@@ -198,6 +198,12 @@ def test_what_has_no_place_in_a_step_is_refused(client: Client, fields: dict[str
         assert session.length == 0
 
 
+@pytest.mark.parametrize("query", [np.ones(6), [[1.0], [1.0, 2.0]], {"data": [1.0]}], ids=["one axis", "ragged", "no shape"])
+def test_what_is_no_tensor_of_rows_is_refused(client: Client, query: Any) -> None:
+    with client.session("steps") as session, pytest.raises(errors.InvalidRequest, match="query"):
+        session.attend(query)
+
+
 def test_steps_of_another_client_are_refused_with_the_true_length(client: Client) -> None:
     with client.session("steps") as session, client.session(id=session.id) as other:
         other.attend(rows(5))
