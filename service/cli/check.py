@@ -85,28 +85,27 @@ def check(
     The service runs at --url or in this process. With --module, an attention implementation of yours is compared instead, and the first
     disagreement is shown with the known mistakes that explain it. Exit code 1: an error is larger than rounding allows.
     """
-    reports: list[Any]
+    if module and (url or case is not None or config):
+        raise typer.BadParameter("a --module is checked in this process; leave --url, --case and --config out")
+    if not module and (options or spec):
+        raise typer.BadParameter("--with and --spec need a --module")
+    console = Console(quiet=as_json)
     if module:
-        if url or case is not None or config:
-            raise typer.BadParameter("a --module is checked in this process; leave --url, --case and --config out")
-        reports, arguments = [], _read_spec(spec) | _read_options(options or [])
+        arguments = _read_spec(spec) | _read_options(options or [])
         given = [*(["--spec", spec] if spec else []), *(word for option in options or [] for word in ("--with", option))]
+        reports = []
         for name in module:
             reports.append(check_module(name, arguments, seed, cases or 1, given))
-            if not as_json:
-                reports[-1].show(Console())
+            reports[-1].show(console)
         document = {"agrees": all(report.agrees for report in reports), "modules": [report.document() for report in reports]}
     else:
-        if options or spec:
-            raise typer.BadParameter("--with and --spec need a --module")
         repeated = {"url": url, "ca": url and ca, "config": config, **flags}
         words = [word for name, value in repeated.items() if value is not None for word in (f"--{name}", str(value))]
-        reports = [report := ServerReport(shlex.join(["attend", "check", *words]), seed)]
+        report = ServerReport(shlex.join(["attend", "check", *words]), seed)
         with report_errors("check"), open_client(url, ca, config, flags) as client:
             check_server(client, report, range(cases or CASES) if case is None else [case])
+        report.show(console)
         document = report.document()
-        if not as_json:
-            report.show(Console())
     if as_json:
         typer.echo(json.dumps(document))
     if not document["agrees"]:

@@ -26,10 +26,9 @@ from service.errors import (
     ServiceFault,
 )
 from service.tensors import Array
-from service.wire.client_codec import decode_binary_reply, decode_document, decode_metrics, decode_reply, decode_tensor
+from service.wire.client_codec import decode_binary_reply, decode_document, decode_reply, decode_tensor
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import validate
-from service.wire.reply import Reply
 from service.wire.schemas.attend import Document, LayerReference, ProblemDocument
 from service.wire.schemas.text import Words
 from service.wire.suggestions import did_you_mean
@@ -179,12 +178,12 @@ def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None
     headers = response.headers
     try:
         binary = headers.get("content-type", "").startswith(SAFETENSORS)
-        reply = decode_binary_reply(response.content) if binary else decode_reply(response.content)
-        tensors = {name: _of_parts(tensor) if isinstance(tensor, dict) else tensor for name, tensor in reply.tensors.items()}
+        head, content = decode_binary_reply(response.content) if binary else decode_reply(response.content)
+        tensors = {name: _of_parts(tensor) if isinstance(tensor, dict) else tensor for name, tensor in content.items()}
         timing = {phase: float(duration) for phase, duration in _PHASE.findall(headers.get("server-timing", ""))}
-        length = None if reply.session is None else int(reply.session["length"])
+        length = None if head.session is None else head.session.length
         return AttendResult(
-            tensors, _layer(reply), reply.fully_masked_rows, headers.get("x-request-id", ""), timing, select or {}, tokens or {}, length
+            tensors, head.layer, head.fully_masked_rows, headers.get("x-request-id", ""), timing, select or {}, tokens or {}, length
         )
     except (RequestError, KeyError, TypeError) as error:
         raise BadReply(f"the reply to POST /attend cannot be read: {error}") from None
@@ -193,9 +192,9 @@ def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None
 def read_analysis(response: httpx.Response) -> AnalysisResult:
     """Decodes a reply to POST /attend/analysis. Raises BadReply if it cannot be read."""
     try:
-        reply = decode_metrics(response.content)
-        return AnalysisResult(reply.metrics or {}, _layer(reply), reply.fully_masked_rows)
-    except (MalformedBody, KeyError, TypeError) as error:
+        head, content = decode_reply(response.content)
+        return AnalysisResult(content["metrics"], head.layer, head.fully_masked_rows)
+    except (RequestError, KeyError, TypeError) as error:
         raise BadReply(f"the reply to POST /attend/analysis cannot be read: {error}") from None
 
 
@@ -207,10 +206,6 @@ def read_words(response: httpx.Response) -> WordsResult:
     except MalformedBody as error:
         raise BadReply(f"the reply to POST /words cannot be read: {error}") from None
     return WordsResult(words.tokens, vectors, words.layer, words.meaningful, words.note)
-
-
-def _layer(reply: Reply) -> LayerReference:
-    return LayerReference(name=reply.layer["name"], fingerprint=reply.layer["fingerprint"])
 
 
 def read_document(model: type[Model], response: httpx.Response) -> Model:

@@ -96,8 +96,13 @@ class Engine:
         async with self.turn(raw, decoded) as session:
             if decoded.sequence is not None:  # its model is the layer of the session
                 decoded = decoded._replace(members={name: value for name, value in decoded.members.items() if name != "layer"})
-            bound = await self.read(raw, self.bind, raw, decoded, session.layer, kind.in_session(session))
-            return await self._complete(raw, decoded, bound, started)
+            length = session.length
+            try:
+                bound = await self.read(raw, self.bind, raw, decoded, session.layer, kind.in_session(session))
+                return await self._complete(raw, decoded, bound, started)
+            except BaseException:  # a call that fails appends nothing
+                session.cache.truncate(length)
+                raise
 
     async def read(self, raw: RawRequest, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads the body: on the event loop if the body is small, else in a thread of the codec pool."""
@@ -121,7 +126,7 @@ class Engine:
             if raw.lease is not None and bound.figure is None:
                 raw.lease.add(cost.reply_bytes if raw.reply_codec.writes_text else cost.tensor_bytes)
             if bound.session is not None and self.sessions is not None:
-                self.sessions.reserve(bound.session, bound.call.masks.num_keys)
+                self.sessions.reserve(bound.session.cache, bound.call.masks.num_keys)
             outcome = await self.submit(bound, raw)
             computed_at = self.clock()
             if bound.figure is not None:

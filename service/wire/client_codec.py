@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import orjson
 import pybase64
+from pydantic import BaseModel
 
 from service.errors import InvalidRequest, MalformedBody, pointer
-from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of
+from service.tensors import BY_NUMPY, DATATYPES, Array
 from service.wire.arrays import Kind
-from service.wire.reply import Reply
+from service.wire.problems import validate
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import INDEX_PARTS
+from service.wire.schemas.attend import LayerReference
+from service.wire.schemas.sessions import SessionReference
 from service.wire.schemas.tensors import Base64Tensor
-
-HEAD_MEMBERS = ("layer", "fully_masked_rows")  # members of every reply that are not tensors
-SESSION = "session"  # the same, of replies to calls with a session
 
 
 def encode_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
@@ -112,14 +112,22 @@ def decode_document(body: bytes) -> dict[str, Any]:
     return document
 
 
-def decode_reply(body: bytes) -> Reply:
-    """A JSON reply to POST /attend. Raises MalformedBody."""
+class ReplyHead(BaseModel):
+    """The members of every reply to a call that are not tensors."""
+
+    layer: LayerReference
+    fully_masked_rows: int
+    session: SessionReference | None = None
+
+
+def decode_reply(body: bytes) -> tuple[ReplyHead, dict[str, Any]]:
+    """A JSON reply to POST /attend or /attend/analysis: (head, the other members as arrays). Raises RequestError."""
     document = decode_document(body)
-    tensors = {name: value for name, value in document.items() if name not in (*HEAD_MEMBERS, SESSION)}
-    return _reply(document, {name: _arrays(value, name, pointer([name])) for name, value in tensors.items()})
+    others = {name: value for name, value in document.items() if name not in ReplyHead.model_fields}
+    return validate(ReplyHead, document), {name: _arrays(value, name, pointer([name])) for name, value in others.items()}
 
 
-def decode_binary_reply(body: bytes) -> Reply:
+def decode_binary_reply(body: bytes) -> tuple[ReplyHead, dict[str, Any]]:
     """A safetensors reply to POST /attend. Raises MalformedBody, InvalidRequest or TooLarge."""
     arrays, metadata = read_tensors(body)
     tensors: dict[str, Any] = {}
@@ -129,28 +137,7 @@ def decode_binary_reply(body: bytes) -> Reply:
             tensors.setdefault(output, {})[part] = array.copy()
         else:
             tensors[output] = array.copy()
-    return _reply(decode_document(metadata.get("reply", "").encode()), tensors)
-
-
-def decode_metrics(body: bytes) -> Reply:
-    """A reply to POST /attend/analysis. Raises MalformedBody."""
-    document = decode_document(body)
-    _require_members(document, (*HEAD_MEMBERS, "metrics"), "a reply to POST /attend/analysis")
-    metrics = {name: _arrays(value, name, pointer(["metrics", name])) for name, value in document["metrics"].items()}
-    return Reply(dict(document["layer"]), int(document["fully_masked_rows"]), "FP64", {}, metrics)
-
-
-def _reply(head: Mapping[str, Any], tensors: dict[str, Any]) -> Reply:
-    _require_members(head, HEAD_MEMBERS, "a reply to POST /attend")
-    arrays = [part for tensor in tensors.values() for part in (tensor.values() if isinstance(tensor, dict) else [tensor])]
-    names = [datatype_of(array).name for array in arrays if array.dtype.kind not in "ib"]
-    return Reply(dict(head["layer"]), int(head["fully_masked_rows"]), names[0] if names else "FP64", tensors, session=head.get(SESSION))
-
-
-def _require_members(document: Mapping[str, Any], names: tuple[str, ...], expected: str) -> None:
-    for name in names:
-        if name not in document:
-            raise MalformedBody.where(pointer([name]), expected, "nothing")
+    return validate(ReplyHead, decode_document(metadata.get("reply", "").encode())), tensors
 
 
 def _arrays(value: Any, name: str, at: str) -> Any:

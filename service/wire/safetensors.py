@@ -57,7 +57,8 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
     buffer = memoryview(body)[8 + size :]
     read = _read_header if size > MAX_CACHED_BYTES else _read_cached_header
     spans, metadata = read(bytes(body[8 : 8 + size]), len(buffer))
-    return {span.name: _view(span, buffer) for span in spans}, dict(metadata)
+    arrays = {span.name: array_of_bytes(buffer[span.begin : span.end], span.datatype, span.shape, span.at) for span in spans}
+    return arrays, dict(metadata)
 
 
 def _format_of(start: bytes) -> str:
@@ -67,13 +68,14 @@ def _format_of(start: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A tensor's entry in the header: data[begin:end] are its bytes."""
+    """A tensor's entry in the header: data[begin:end] are its bytes. `at` points to it."""
 
     begin: int
     end: int
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
+    at: str
 
 
 def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str]]:
@@ -95,7 +97,7 @@ def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str
     for span in sorted(spans, key=lambda span: (span.begin, span.end, span.name)):
         if span.begin != position:
             wanted = f"data from byte {position} on, without holes or overlaps"
-            raise MalformedBody.where(pointer([span.name]), wanted, f"from byte {span.begin}")
+            raise MalformedBody.where(span.at, wanted, f"from byte {span.begin}")
         position = span.end
     if position != available:
         raise MalformedBody.where("", f"{position} bytes of tensor data", str(available))
@@ -126,11 +128,7 @@ def _span(name: str, entry: Any, available: int) -> Span:
     size = math.prod(entry["shape"]) * BY_SAFETENSORS[entry["dtype"]].size
     if end > available or begin > end or end - begin != size:
         raise MalformedBody.where(at, f"{size} bytes within {available}", f"data_offsets {begin} to {end}")
-    return Span(begin, end, name, BY_SAFETENSORS[entry["dtype"]], tuple(entry["shape"]))
-
-
-def _view(span: Span, buffer: memoryview) -> Array:
-    return array_of_bytes(buffer[span.begin : span.end], span.datatype, span.shape, pointer([span.name]))
+    return Span(begin, end, name, BY_SAFETENSORS[entry["dtype"]], tuple(entry["shape"]), at)
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
@@ -178,10 +176,9 @@ def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> d
 
 def write_tensors(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Buffer]:
     """A safetensors body in pieces: the header, then the memory of each array."""
-    entries = tuple((name, datatype_of(array).safetensors, array.shape, array.nbytes) for name, array in arrays.items())
-    texts = tuple(metadata.items())
-    write = _header if sum(len(text) for _, text in texts) > MAX_CACHED_BYTES else _cached_header
-    return [write(entries, texts), *(raw(array) for array in arrays.values() if array.nbytes)]
+    entries = tuple([(name, datatype_of(array).safetensors, array.shape, array.nbytes) for name, array in arrays.items()])
+    write = _header if sum(map(len, metadata.values())) > MAX_CACHED_BYTES else _cached_header
+    return [write(entries, tuple(metadata.items())), *[raw(array) for array in arrays.values() if array.nbytes]]
 
 
 def _header(entries: tuple[tuple[str, str, tuple[int, ...], int], ...], metadata: tuple[tuple[str, str], ...]) -> bytes:

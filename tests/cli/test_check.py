@@ -17,10 +17,19 @@ from service.attention.compare.convention import option_table
 from service.attention.reference.forward import attend
 from service.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case, outputs_of
 from service.spec import LayerSpec
+from service.tensors import datatype_of
 from service.wire.client_codec import decode_reply
 from service.wire.json.writer import encode_json
 from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
+
+
+def reply_of(content: bytes) -> Reply:
+    """The reply that the service encoded as this JSON."""
+    head, tensors = decode_reply(content)
+    datatype = next(datatype_of(array).name for array in tensors.values() if array.dtype.kind not in "ib")
+    return Reply(head.layer.model_dump(), head.fully_masked_rows, datatype, tensors)
+
 
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
@@ -57,7 +66,7 @@ def lying(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
                 reply = httpx.request(self.command, server.url + self.path, content=body, timeout=60)
                 content = reply.content
                 if self.path == "/attend" and reply.status_code == 200:
-                    content = b"".join(encode_json(change(decode_reply(content)), ReplyOptions(form="base64")))
+                    content = b"".join(encode_json(change(reply_of(content)), ReplyOptions(form="base64")))
                 self.send_response(reply.status_code)
                 for name, value in {**reply.headers, "content-length": str(len(content))}.items():
                     self.send_header(name, value)

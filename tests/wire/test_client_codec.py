@@ -30,12 +30,12 @@ def test_a_reply_with_shapes_is_decoded_exactly(form, datatype, shape):
     reply = Reply({"name": "x", "fingerprint": "y"}, 3, datatype, {"scores": scores, "attention_weights": {"keys": keys, "values": -keys}})
     reply.tensors["attention_weights"]["values"] = numbers(datatype, *shape)
 
-    read = decode_reply(b"".join(encode_json(reply, ReplyOptions(form=form))))
+    head, tensors = decode_reply(b"".join(encode_json(reply, ReplyOptions(form=form))))
 
-    assert (read.layer, read.fully_masked_rows, read.datatype) == (reply.layer, 3, datatype)
+    assert (head.layer.model_dump(), head.fully_masked_rows) == (reply.layer, 3)
     pairs = [
-        (read.tensors["scores"], scores),
-        *((read.tensors["attention_weights"][p], reply.tensors["attention_weights"][p]) for p in ("keys", "values")),
+        (tensors["scores"], scores),
+        *((tensors["attention_weights"][p], reply.tensors["attention_weights"][p]) for p in ("keys", "values")),
     ]
     for got, sent in pairs:
         assert datatype_of(got) == datatype_of(sent) and got.flags.writeable
@@ -46,7 +46,7 @@ def test_a_reply_with_shapes_is_decoded_exactly(form, datatype, shape):
 def test_nested_lists_are_decoded_exactly(datatype):
     output = numbers(datatype, 2, 3, 4)
     reply = Reply({"name": "x", "fingerprint": "y"}, 0, datatype, {"output": output})
-    read = decode_reply(b"".join(encode_json(reply, ReplyOptions()))).tensors["output"]
+    read = decode_reply(b"".join(encode_json(reply, ReplyOptions())))[1]["output"]
     assert read.dtype == np.float64
     np.testing.assert_array_equal(read.astype(output.dtype), output)
 
@@ -55,13 +55,13 @@ def test_nested_lists_are_decoded_exactly(datatype):
     ("text", "expected"), [('["-inf", 1]', -np.inf), ('["inf", 1]', np.inf), ('["nan", 1]', np.nan), ("[null, 1]", np.nan)]
 )
 def test_strings_and_nulls_are_decoded_as_nonfinite_floats(text, expected):
-    body = f'{{"layer": {{}}, "fully_masked_rows": 0, "scores": {text}}}'.encode()
-    np.testing.assert_array_equal(decode_reply(body).tensors["scores"], [expected, 1])
+    body = f'{{"layer": {{"name": "x", "fingerprint": "y"}}, "fully_masked_rows": 0, "scores": {text}}}'.encode()
+    np.testing.assert_array_equal(decode_reply(body)[1]["scores"], [expected, 1])
 
 
 def test_a_string_that_is_not_a_number_is_refused():
     with pytest.raises(MalformedBody) as refused:
-        decode_reply(b'{"layer": {}, "fully_masked_rows": 0, "scores": ["many"]}')
+        decode_reply(b'{"layer": {"name": "x", "fingerprint": "y"}, "fully_masked_rows": 0, "scores": ["many"]}')
     assert refused.value.problems[0].at == "/scores"
 
 

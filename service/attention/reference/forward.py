@@ -68,7 +68,7 @@ def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> O
 
 
 class Layer(Projections):
-    """A layer and the steps of its computation. A subclass may replace a step; `compare/mistakes.py` does."""
+    """A layer; each method is a step of its computation. `compare/wrong_steps.py` replaces steps in subclasses to make mistakes."""
 
     @np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf
     def attend(self, request: Request) -> Outputs:
@@ -125,7 +125,7 @@ class Layer(Projections):
     # Positions
 
     def positions(self, request: Request, shape: tuple[int, ...]) -> Positions:
-        """Positions for scores of this shape. RoPE has those of the request, where keys default to queries, or else the indices."""
+        """Positions for scores of this shape. RoPE uses those of the request, where keys default to the queries', or else the indices."""
         needed = request.causal or request.window is not None or bool(self.spec.positional)
         indices, keys = request.query_indices(shape, needed), np.arange(shape[3])
         rotary = {"query": indices, "key": keys[None]}
@@ -277,8 +277,8 @@ def average_values(weights: Array, values: Array) -> Array:
     """Σ_j w_ij v_j: [b, h, q, k], [b, h, k, d] -> [b, h, q, d]. Terms with weight 0 are 0, even where v is NaN or infinite."""
     if np.isfinite(values).all():
         return weights @ values
-    seen = np.where(weights[..., None] == 0, 0.0, values[:, :, None])  # [b, h, q, k, d]
-    result: Array = (weights[..., None] * seen).sum(axis=3)
+    nonzero = np.where(weights[..., None] == 0, 0.0, values[:, :, None])  # [b, h, q, k, d]
+    result: Array = (weights[..., None] * nonzero).sum(axis=3)
     return result
 
 

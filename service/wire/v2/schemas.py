@@ -196,7 +196,7 @@ class InferenceParameters(CodecParameters):
         return SequencePart(str(self.sequence_id), self.sequence_start, self.sequence_end)
 
 
-class InferenceInput(StrictModel):  # `header.py` validates the fields that are not validated here
+class InferenceInput(StrictModel):  # header.py validates name, shape, datatype and data; parameters.py the names of outputs
     name: Annotated[str, WithJsonSchema({"type": "string", "enum": INPUT_NAMES})]
     shape: SkipValidation[Annotated[list[Annotated[int, Field(ge=0, le=MAX_AXIS)]], Field(max_length=MAX_RANK)]]
     datatype: SkipValidation[Literal[tuple(DATATYPES)]]  # type: ignore[valid-type]
@@ -209,7 +209,7 @@ class InferenceInput(StrictModel):  # `header.py` validates the fields that are 
 
 
 class InferenceOutput(StrictModel):
-    name: Literal[(*OUTPUTS, *TOP_K_OUTPUTS)]  # type: ignore[valid-type]
+    name: Annotated[str, WithJsonSchema({"type": "string", "enum": [*OUTPUTS, *TOP_K_OUTPUTS]})]
     parameters: OutputParameters | None = None
 
 

@@ -4,6 +4,7 @@ import functools
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -369,6 +370,21 @@ def test_correct_candidates_agree(name):
 
 def _skipped(candidate, **options):
     return {result.case for result in compare(candidate, **options).results if result.skipped}
+
+
+def test_comparisons_in_threads_do_not_affect_each_other():
+    def unscaled(Q, K, V, mask=None):
+        return numpy_function(Q * np.sqrt(Q.shape[-1]), K, V, mask)
+
+    def without_key_mask(Q, K, V, mask=None):
+        return numpy_function(Q, K, V)
+
+    candidates = [numpy_function, unscaled, without_key_mask] * 3
+    with ThreadPoolExecutor(4) as threads:
+        comparisons = list(threads.map(lambda candidate: compare(candidate, framework="numpy", mask_means="add"), candidates))
+    hints = ["" if comparison.agrees else comparison.first.hint for comparison in comparisons]
+    assert all(text in hint for hint, text in zip(hints, ["", "not divided by sqrt(head_dim)", "the mask is ignored"] * 3, strict=True))
+    assert hints[::3] == [""] * 3
 
 
 def test_weights_of_one_head_may_lack_the_head_axis():
