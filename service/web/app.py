@@ -204,5 +204,5 @@ def _index_members(settings: Settings, service: Service) -> dict[str, Any]:
         "threads": service.threads,
         "device": service.device,
         "json_numbers": numbers.variant(),
-        "limits": {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_")},
+        "limits": {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_") or name == "session_memory"},
     }
