@@ -86,7 +86,8 @@ class KeyValueCache:
         self.widths = cached_widths(spec)
         self.length = 0
         self._page_rows = max(FIRST_ROWS, PAGE_BYTES // max(1, self.row_bytes))
-        self._pages: list[Page | None] = []  # None: freed
+        self._pages: list[Page] = []
+        self._freed = 0  # number of pages before them that are freed
 
     @property
     def row_bytes(self) -> int:
@@ -95,12 +96,12 @@ class KeyValueCache:
     @property
     def size(self) -> int:
         """Bytes of its pages, shared ones included."""
-        return sum(page.size for page in self._pages if page is not None)
+        return sum(page.size for page in self._pages)
 
     @property
     def first(self) -> int:
         """The first row that is not freed."""
-        return next((page.start for page in self._pages if page is not None), self.length if self._pages else 0)
+        return self._freed * self._page_rows
 
     def missing_bytes(self, stop: int) -> int:
         """Bytes of the pages that `reserve(stop)` creates."""
@@ -108,25 +109,29 @@ class KeyValueCache:
 
     def reserve(self, stop: int) -> None:
         """Create pages so that rows from `length` to `stop` can be written: new ones, and copies of shared or too short ones."""
-        for number, rows in self._new_pages(stop):
-            page = self.pool.create(self.owner, number * self._page_rows, rows, self.widths, self.dtype)
-            if number == len(self._pages):
+        for start, rows in self._new_pages(stop):
+            page = self.pool.create(self.owner, start, rows, self.widths, self.dtype)
+            i = start // self._page_rows - self._freed
+            if i == len(self._pages):
                 self._pages.append(page)
-            elif (before := self._pages[number]) is not None:
-                page.copy(before, self.length)
-                self.pool.release(before)
-                self._pages[number] = page
+            else:
+                page.copy(self._pages[i], self.length)
+                self.pool.release(self._pages[i])
+                self._pages[i] = page
 
     def _new_pages(self, stop: int) -> list[tuple[int, int]]:
-        """Number and rows of each page that `reserve(stop)` creates."""
+        """First row and number of rows of each page that `reserve(stop)` creates."""
+        if stop <= self.length:
+            return []
         wanted = self._page_rows
         if stop <= wanted:
             wanted = min(wanted, max(FIRST_ROWS, 1 << (stop - 1).bit_length()))
         pages = []
-        for number in range(self.length // self._page_rows, -(-stop // self._page_rows)):
-            page = self._pages[number] if number < len(self._pages) else None
-            if page is None or page.caches > 1 or page.stop < min(stop, (number + 1) * self._page_rows):
-                pages.append((number, max(wanted, 0 if page is None else page.stop - page.start)))
+        for start in range(self.length - self.length % self._page_rows, stop, self._page_rows):
+            i = start // self._page_rows - self._freed
+            page = self._pages[i] if i < len(self._pages) else None
+            if page is None or page.caches > 1 or page.stop < min(stop, start + self._page_rows):
+                pages.append((start, max(wanted, 0 if page is None else page.stop - page.start)))
         return pages
 
     @torch.inference_mode()
@@ -135,49 +140,42 @@ class KeyValueCache:
         (count,) = {tensor.shape[1] for tensor in rows.values()}
         stop = start + count
         for page in self._pages:
-            if page is not None and start < page.stop and page.start < stop:
+            if start < page.stop and page.start < stop:
                 first, last = max(start, page.start), min(stop, page.stop)
                 for name, tensor in page.tensors.items():
                     tensor[:, first - page.start : last - page.start] = rows[name][:, first - start : last - start]
         self.length = stop
 
-    def restore(self, first: int, rows: Mapping[str, Tensor]) -> None:
-        """Write rows into an empty cache from row `first` on, the first row of a page; those before it are freed ones.
+    def begin(self, first: int, stop: int) -> None:
+        """Let an empty cache, which will have rows up to `stop`, begin with row `first`, as if those before it were freed.
 
-        Pages must be reserved. Raises InvalidRequest unless a page begins with the row and the layer's window hides all rows before it.
+        Raises InvalidRequest unless a page begins with that row and the layer's window then hides all rows before it.
         """
-        (count,) = {tensor.shape[1] for tensor in rows.values()}
-        if first % self._page_rows or first > min(first_visible(self.spec, first + count), first + count):
+        if first % self._page_rows or first > min(first_visible(self.spec, stop), stop):
             expected = f"0, or a multiple of {self._page_rows} of which the layer's window hides all rows before it"
             raise InvalidRequest.where("/__metadata__/first", expected, str(first))
-        self.write(first, rows)
-        self._free(first)
+        self.length, self._freed = first, first // self._page_rows
 
     def truncate(self, length: int) -> None:
         """Drop the rows from `length` on, and the pages without any other row."""
         self.length = length
-        while (len(self._pages) - 1) * self._page_rows >= length and self._pages:
-            if (page := self._pages.pop()) is not None:
-                self.pool.release(page)
+        while self._pages and self._pages[-1].start >= length:
+            self.pool.release(self._pages.pop())
+        self._freed = min(self._freed, length // self._page_rows)
 
     def fork(self, length: int) -> "KeyValueCache":
         """A cache with the first `length` rows, in the same pages."""
         copy = KeyValueCache(self.spec, self.pool, self.owner)
-        copy.length = length
-        pages = self._pages[: -(-length // self._page_rows)]
-        copy._pages = [None if page is None else self.pool.share(page) for page in pages]
+        copy.length, copy._freed = length, self._freed
+        copy._pages = [self.pool.share(page) for page in self._pages if page.start < length]
         return copy
 
     def free_hidden(self) -> None:
         """Free the pages that the layer's own window or chunks hide from every query at position `length` or later."""
-        self._free(min(first_visible(self.spec, self.length), self.length))
-
-    def _free(self, stop: int) -> None:
-        """Free the pages of which all rows are before `stop`."""
-        for i, page in enumerate(self._pages[: stop // self._page_rows]):
-            if page is not None:
-                self.pool.release(page)
-                self._pages[i] = None
+        hidden = min(first_visible(self.spec, self.length), self.length) // self._page_rows
+        while self._freed < hidden:
+            self.pool.release(self._pages.pop(0))
+            self._freed += 1
 
     def close(self) -> None:
         """Drop all rows."""
@@ -186,7 +184,7 @@ class KeyValueCache:
     def blocks(self, first: int, stop: int) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """The rows from `first` to `stop` page by page: their places, and views [heads, n, width] by name. Freed rows are left out."""
         for page in self._pages:
-            if page is not None and first < page.stop and page.start < stop:
+            if first < page.stop and page.start < stop:
                 rows = slice(max(first, page.start), min(stop, page.stop))
                 inside = slice(rows.start - page.start, rows.stop - page.start)
                 yield rows, {name: tensor[:, inside] for name, tensor in page.tensors.items()}
@@ -211,8 +209,9 @@ def cached_widths(spec: LayerSpec) -> dict[str, tuple[int, int]]:
 
 
 def caches_latent(spec: LayerSpec) -> bool:
-    """Whether caches of the layer have latent vectors, from which its keys and values can be computed without their inputs."""
-    return spec.latent is not None and "latent" not in spec.undefined_outputs
+    """Whether caches of the layer have latent vectors and rotary keys, which determine its keys and values: not if qk_norm or RoPE changes
+    the heads' keys after that."""
+    return spec.latent is not None and "rope_key" not in spec.undefined_outputs
 
 
 def first_visible(spec: LayerSpec, position: int) -> int:

@@ -134,16 +134,18 @@ def _cached(layer: MultiHeadAttention, rows: Call, projected: Projected) -> dict
 def keys_and_values(layer: MultiHeadAttention, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
     """The keys and values [1, kv heads, n, …] of all rows of the cache."""
     rows = cache.joined()
-    return (
-        layer.projections.expand_latent(rows["latent"], rows["rope_key"]) if layer.spec.latent else (rows["key"][None], rows["value"][None])
-    )
+    if caches_latent(layer.spec):
+        return layer.projections.expand_latent(rows["latent"], rows["rope_key"])
+    return rows["key"][None], rows["value"][None]
 
 
 def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValueCache) -> tuple[dict[str, Tensor], Tensor | None]:
     """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
     if (head_outputs := _over_pages(layer.eager, call, query, cache)) is not None:
         return layer.merge_heads(call, {"head_outputs": head_outputs}), None
-    return layer.attend(call, query, *keys_and_values(layer, cache))
+    outputs = call.outputs - {"latent"}  # which `attend` would project from the inputs
+    tensors, fully_masked = layer.attend(replace(call, outputs=outputs), query, *keys_and_values(layer, cache))
+    return (tensors | {"latent": cache.joined()["latent"]} if "latent" in call.outputs else tensors), fully_masked
 
 
 def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:
@@ -151,7 +153,9 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
     masks, spec = call.masks, eager.spec
     if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not call.outputs <= PER_HEAD or caches_latent(spec):
         return None
-    if not eager.is_fusible_with_sinks or masks.has_sets or masks.bias is not None or call.softcap or call.dropout or call.reproducible:
+    if masks.has_sets or masks.bias is not None or call.softcap or call.dropout or call.reproducible:
+        return None
+    if not eager.is_fusible_with_sinks or spec.value_head_dim != spec.head_dim:
         return None
     first, last = (int(index) for index in masks.interval(slice(0, 1)))
     if last < first:
@@ -168,8 +172,9 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
         outputs.append(output.reshape(heads, -1))
         totals.append(total.reshape(heads))
     if (sinks := eager.sinks(None)) is not None:
+        shift = eager.alibi_shift(masks, slice(0, 1), None)
         outputs.append(torch.zeros_like(outputs[0]))
-        totals.append(sinks[:, 0].to(totals[0].dtype))
+        totals.append((sinks[:, 0] if shift is None else sinks[:, 0] - shift[0, :, 0]).to(totals[0].dtype))
     merged = outputs[0]
     if len(outputs) > 1:
         shares = torch.softmax(torch.stack(totals), 0)  # [pages, h]

@@ -97,12 +97,12 @@ class Eager:
         for rows in row_blocks(batch * heads * key.shape[2], num_queries) if blocks is None else blocks:
             visible = call.masks.visible(rows)
             scores = self._scores(call, query[:, :, rows], key, rows, visible, terms)
-            shift = self._alibi_shift(call.masks, rows, call.heads)
+            shift = self.alibi_shift(call.masks, rows, call.heads)
             masked = None if fully_masked is None else fully_masked[:, :, rows]
             yield RowBlock(rows, visible, scores, shift, partial(self._weights, call, scores, shift, sinks, masked, keep, rows))
 
     def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, terms: CallTerms | None) -> Tensor:
-        """Scores [b, h, rows, k] of the query rows, without `_alibi_shift`.
+        """Scores [b, h, rows, k] of the query rows, without `alibi_shift`.
 
         Query heads that share a key head are computed as additional rows of one product, so keys are not copied.
         """
@@ -146,7 +146,7 @@ class Eager:
     def bias(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None = None) -> Tensor | None:
         """The sum of the call's bias and those of the layer, for query [b, h, rows, d]: [b|1, h|1, rows|1, keys|1]; None if there are none.
 
-        ALiBi is without `_alibi_shift`. `heads` selects heads of the layer's biases; None: all.
+        ALiBi is without `alibi_shift`. `heads` selects heads of the layer's biases; None: all.
         """
         total = masks.bias_at(rows, keys)
         for bias in self.biases:
@@ -174,7 +174,7 @@ class Eager:
         """The sinks' scores [heads, 1]; None if the layer has none."""
         return of_heads(self.weights["sinks"].to(self.dtype), heads)[:, None] if self.spec.sinks else None
 
-    def _alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
+    def alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
         """ALiBi of the key nearest to each query, float64 [b|1, heads, rows]; None if all are 0.
 
         For a query far outside the keys this is a large bias common to all keys. Softmax ignores it, but adding it to float32 scores would

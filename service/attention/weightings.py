@@ -25,8 +25,8 @@ class ScalableSoftmax(Eager):
         scores = super()._scores(call, query, key, rows, None, terms) * self._log_count(call.masks, visible)
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
 
-    def _alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
-        shift = super()._alibi_shift(masks, rows, heads)
+    def alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
+        shift = super().alibi_shift(masks, rows, heads)
         return None if shift is None else shift * self._log_count(masks, masks.visible(rows))[..., 0]
 
     def _log_count(self, masks: Masks, visible: Tensor | None) -> Tensor:
@@ -43,7 +43,7 @@ class Sigmoid(Eager):
 
     def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, terms: CallTerms | None) -> Tensor:
         scores = super()._scores(call, query, key, rows, None, terms)
-        if (shift := super()._alibi_shift(call.masks, rows, call.heads)) is not None:
+        if (shift := super().alibi_shift(call.masks, rows, call.heads)) is not None:
             scores = scores + shift[..., None].to(self.dtype)
         scores = scores - self._log_count(call.masks, rows, query.shape[0])
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
@@ -54,7 +54,7 @@ class Sigmoid(Eager):
         weights = torch.sigmoid(scores)
         return weights if fully_masked is None else weights.masked_fill(fully_masked[..., None], fill)
 
-    def _alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> None:
+    def alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> None:
         """None: the shift is in the scores, since a sigmoid depends on it."""
 
     def _log_count(self, masks: Masks, rows: slice, batch: int) -> Tensor:

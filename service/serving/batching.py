@@ -46,6 +46,7 @@ class Entry:
     operation: Operation | None = None  # runs in place of the layer's forward pass
     future: "asyncio.Future[Any] | None" = None  # the caller waits for it
     timer: asyncio.TimerHandle | None = None  # settles the call at its deadline
+    is_computing: bool = False  # whether it is a step of a session that the device computes
 
     def is_settled(self) -> bool:
         """Whether the caller has a result or an error, for example that the deadline passed."""

@@ -109,7 +109,7 @@ class Engine:
             if raw.lease is not None and bound.figure is None:
                 raw.lease.add(cost.reply_bytes if raw.reply_codec.writes_text else cost.tensor_bytes)
             if bound.session is not None and self.sessions is not None:
-                self.sessions.reserve(bound.session, bound.call.masks.num_keys)
+                self.sessions.reserve(bound.session.cache, bound.call.masks.num_keys)
             outcome = await self.submit(bound, raw)
             computed_at = self.clock()
             if bound.figure is not None:
@@ -130,9 +130,14 @@ class Engine:
         return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
 
     async def answer_step(self, raw: RawRequest, session_id: str) -> EncodedReply:
-        """As `answer`, for a call to a session."""
+        """As `answer`, for a call to a session. A call that fails appends nothing."""
         async with self.require_sessions().turn(session_id, raw.key, raw) as session:
-            return await self.answer(raw, CallKind(SessionAttendRequest, partial(bind_step, session), session.layer))
+            length = session.length
+            try:
+                return await self.answer(raw, CallKind(SessionAttendRequest, partial(bind_step, session), session.layer))
+            except BaseException:
+                session.cache.truncate(length)
+                raise
 
     def require_sessions(self) -> SessionRegistry:
         """The sessions. Raises SessionNotFound if this server keeps none."""

@@ -191,8 +191,14 @@ class Scheduler:
         if entry.deadline is not None:
             entry.timer = loop.call_later(max(0.0, entry.deadline - self.clock()), entry.settle, DeadlinePassed(TOO_LATE))
         try:
-            outcome: Outcome = await future
+            outcome: Outcome = await (asyncio.shield(future) if isinstance(entry.operation, CachedStep) else future)
             return outcome
+        except asyncio.CancelledError:
+            if entry.is_computing:  # its session is in use until it is computed
+                await asyncio.wait([future])
+            else:
+                future.cancel()
+            raise
         finally:
             if entry.timer is not None:
                 entry.timer.cancel()
@@ -247,7 +253,8 @@ class Scheduler:
         predicted = self._throughput.seconds(batch[0].flow.size, sum(entry.cost.operations for entry in batch))
         self._running = Running(self.clock(), predicted)
         for entry in batch:
-            if entry.timer is not None and isinstance(entry.operation, CachedStep):
+            entry.is_computing = isinstance(entry.operation, CachedStep)
+            if entry.is_computing and entry.timer is not None:
                 entry.timer.cancel()  # its session is in use until it is computed, so the next call to it has to wait
 
         def finish(

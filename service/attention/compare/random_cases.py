@@ -59,11 +59,14 @@ def random_case(
     request: dict[str, Any] = {
         name: rng.standard_normal(sizes.lead(*shape)) for name, shape in widths.items() if name == "query" or name in drawn
     }
-    request |= _draw_masks(draw, sizes, drawn)
-    request |= _draw_positions(draw, sizes, drawn, spec)
-    request |= _draw_modifiers(draw, sizes, drawn)
+    request |= draw_options(draw, sizes, drawn, spec)
     request = {name: random_layers.rounded(x, spec.dtype) if isinstance(x, np.ndarray) else x for name, x in request.items()}
     return Case(spec, request, random_layers.draw_weights(draw, spec, drawn))
+
+
+def draw_options(draw: Draw, sizes: Sizes, drawn: Collection[str], spec: LayerSpec) -> dict[str, Any]:
+    """The drawn fields of a request besides query, key and value, with tensors in float64."""
+    return _draw_masks(draw, sizes, drawn) | _draw_positions(draw, sizes, drawn, spec) | _draw_modifiers(draw, sizes, drawn)
 
 
 def _draw_masks(draw: Draw, sizes: Sizes, drawn: Collection[str]) -> dict[str, Any]:

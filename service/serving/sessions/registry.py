@@ -22,6 +22,7 @@ from service.errors import (
     SessionNotFound,
     WrongReplica,
 )
+from service.serving.executor import error_of_batch
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.metrics import Metrics
 from service.serving.requests import TOO_LATE, RawRequest
@@ -115,33 +116,42 @@ class SessionRegistry:
         """The session, for one call at a time. Raises what `find` raises, and CallerGone or DeadlinePassed if the caller cannot wait."""
         session = self.find(session_id, owner)
         deadline = None if raw is None or raw.deadline is None else raw.deadline - self.clock()
+        session.calls += 1
         try:
-            async with asyncio.timeout(deadline):
-                await session.turn.acquire()
-        except TimeoutError:
-            raise DeadlinePassed(TOO_LATE) from None
-        try:
-            if raw is not None:
-                raw.check_caller(self.clock())
-            self.find(session_id, owner)  # it may have ended meanwhile
-            yield session
-        finally:
-            session.turn.release()
-            if session_id in self._sessions:
+            try:
+                async with asyncio.timeout(deadline):
+                    await session.turn.acquire()
+            except TimeoutError:
+                raise DeadlinePassed(TOO_LATE) from None
+            try:
+                if raw is not None:
+                    raw.check_caller(self.clock())
+                self.find(session_id, owner)  # it may have ended meanwhile
+                yield session
+            finally:
+                session.turn.release()
                 session.cache.truncate(session.length)  # drops pages of a call that failed
                 session.cache.free_hidden()
+        finally:
+            session.calls -= 1
+            if session_id in self._sessions:
                 session.used_at = self.clock()
                 self._sessions.move_to_end(session_id)
-            else:
+            elif not session.calls:
                 session.cache.close()
 
-    def reserve(self, session: Session, stop: int) -> None:
-        """Create the pages of rows up to `stop`; end other sessions of the same owner for them if necessary. Raises OutOfMemory."""
-        size = session.cache.missing_bytes(stop)
-        while (problem := self._shortage(session.owner, size)) is not None:
-            if not self._evict(session.owner, session):
+    def reserve(self, cache: KeyValueCache, stop: int) -> None:
+        """Create the pages of rows up to `stop`; end sessions of the same owner for them that are not in use, if necessary.
+
+        Raises OutOfMemory.
+        """
+        while (problem := self._shortage(cache.owner, cache.missing_bytes(stop))) is not None:
+            if not self._evict(cache.owner):
                 raise OutOfMemory(problem)
-        session.cache.reserve(stop)
+        try:
+            cache.reserve(stop)
+        except Exception as error:
+            raise error_of_batch(error) from None
 
     def end(self, session: Session, reason: Reason) -> None:
         """End a session. Its memory is free afterwards, or once the call that uses it is done."""
@@ -151,7 +161,7 @@ class SessionRegistry:
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         self.metrics.session_ended(reason)
-        if not session.turn.locked():
+        if not session.calls:
             session.cache.close()
 
     def document(self, session: Session) -> SessionDocument:
@@ -181,10 +191,10 @@ class SessionRegistry:
             return f"the sessions of one API key may have {SHARE_OF_FREE} times the free bytes (session_memory)"
         return None
 
-    def _evict(self, owner: str, kept: Session | None = None) -> bool:
+    def _evict(self, owner: str) -> bool:
         """End the owner's least recently used session that is not in use. Returns whether there was one."""
-        idle = (session for session in self._sessions.values() if session.owner == owner and not session.turn.locked())
-        if (oldest := next((session for session in idle if session is not kept), None)) is None:
+        unused = (session for session in self._sessions.values() if session.owner == owner and not session.calls)
+        if (oldest := next(unused, None)) is None:
             return False
         self.end(oldest, "memory")
         return True
@@ -201,7 +211,7 @@ class SessionRegistry:
         """End idle sessions, and those without a layer; once a second while there are any."""
         now = self.clock()
         for session in list(self._sessions.values()):
-            if session.turn.locked():
+            if session.calls:
                 continue
             if session.used_at + session.idle_seconds <= now:
                 self.end(session, "idle")

@@ -1,6 +1,7 @@
 """`Session`: one sequence, and the rows that its layer has projected."""
 
 import asyncio
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from service.attention.cache import KeyValueCache, first_visible
@@ -19,6 +20,7 @@ class Session:
     capacity: int | None
     idle_seconds: float
     used_at: float
+    calls: int = 0  # number of calls that use it or wait for it
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -44,5 +46,5 @@ class Session:
         first, spec = self.cache.first, self.layer.spec
         if first <= first_visible(spec, position):
             return
-        lowest = next(n for n in range(position, self.length + 1) if first <= first_visible(spec, n))
+        lowest = bisect_left(range(self.length), first, key=lambda n: first_visible(spec, n))
         raise SessionConflict.where(at, f"at least {lowest}, since the layer's window has freed the first {first} rows", str(position))

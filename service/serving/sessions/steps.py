@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from service.attention.cache import caches_latent
 from service.attention.call import Call
 from service.attention.decoding import CachedOperation, CachedStep
-from service.errors import InvalidRequest, TooLarge
+from service.errors import InvalidRequest, SessionConflict, TooLarge
 from service.serving.binding import bind, check_against_layer, finite_arrays, rotary_positions, shape_fields, tensors_of
 from service.serving.cost import Admission, predict_step
 from service.serving.layers.registry import LoadedLayer
@@ -37,7 +38,7 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
     key = _cache_key(members, options, spec)
     cached = None if key is None else layer.validated.get(key)
     if cached is None:
-        rows = _new_rows(members, layer)
+        rows = _new_rows(members, layer, options.append)
         stop = _length_after(members, options, session)
         request = _whole_request(members, rows, session, stop)
     else:
@@ -55,7 +56,9 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
     else:
         call = _at_length(cached.call, session.length, sequences)
     if not options.append:
-        appended, positions = [tensor[:, :0] for tensor in appended], None if positions is None else positions[:, :0]
+        key_rows, value_rows = (query.new_zeros(1, 0, width) for width in _widths(spec).values())
+        appended = [key_rows, value_rows if spec.latent is None else key_rows]
+    _require_rows(session, call, layer)
     step = CachedStep(session.cache, session.length, appended[0], appended[1], positions)
     log_fields = {**shape_fields(request, call), "outputs": request.outputs, "operations": cost.operations}
     return BoundCall(request, layer, call, cost, log_fields, operation=step, session=session)
@@ -100,9 +103,13 @@ def _cache_key(members: Mapping[str, Any], options: StepOptions, spec: LayerSpec
     return None if key is None else ("step", options.append, key)
 
 
-def _new_rows(members: Mapping[str, Any], layer: LoadedLayer) -> AttendRequest:
-    """The rows of the request, checked against the layer. Raises InvalidRequest."""
-    rows = validate(AttendRequest, {"layer": layer.name, "query_offset": 0} | {x: members[x] for x in ROW_FIELDS if x in members})
+def _new_rows(members: Mapping[str, Any], layer: LoadedLayer, append: bool) -> AttendRequest:
+    """The rows of the request, checked against the layer. If nothing is appended, key and value have no rows. Raises InvalidRequest."""
+    fields = {name: members[name] for name in ROW_FIELDS if name in members}
+    if not append and isinstance(query := members.get("query"), np.ndarray) and query.ndim > 1:
+        widths = {name: width for name, width in _widths(layer.spec).items() if name == "key" or layer.spec.latent is None}
+        fields |= {name: np.zeros((*query.shape[:-2], 0, width), query.dtype) for name, width in widths.items()}
+    rows = validate(AttendRequest, {"layer": layer.name, "query_offset": 0} | fields)
     if rows.batched and rows.query.shape[0] != 1:
         raise InvalidRequest.where("/query", "one sequence, with a batch axis of 1 or none", f"{rows.query.shape[0]} batch items")
     if layer.spec.latent is not None and rows.value is not None:
@@ -112,17 +119,30 @@ def _new_rows(members: Mapping[str, Any], layer: LoadedLayer) -> AttendRequest:
 
 
 def _whole_request(members: Mapping[str, Any], rows: AttendRequest, session: Session, stop: int) -> AttendRequest:
-    """The request with all `stop` keys instead of the new ones. They have a shape, and no numbers."""
+    """The request with all `stop` keys instead of the new ones."""
     request = validate(AttendRequest, _with_all_keys(members, rows, session, stop))
     check_against_layer(request, session.layer.spec)
     for i, name in enumerate(request.outputs):
         if name.endswith("_gradient"):
             raise InvalidRequest.where(f"/outputs/{i}", "no gradients, since a session does not keep the inputs of earlier calls", name)
+        if name == "latent" and not caches_latent(session.layer.spec):
+            raise InvalidRequest.where(f"/outputs/{i}", "no latent vectors, since sessions of this layer keep its keys and values", name)
     return request
 
 
+def _require_rows(session: Session, call: Call, layer: LoadedLayer) -> None:
+    """Raises SessionConflict if the call needs rows that are freed."""
+    if not session.cache.first:
+        return
+    if call.masks.positions.numel():
+        session.require_visible(int(call.masks.positions.min()), "/query_offset")
+    if call.fully_masked == "uniform" and layer.attention.fully_masked(call) is not None:
+        expected = "zero or error, since a query without any key would average rows that the layer's window has freed"
+        raise SessionConflict.where("/fully_masked", expected, "uniform")
+
+
 def _with_all_keys(members: Mapping[str, Any], rows: AttendRequest, session: Session, stop: int) -> dict[str, Any]:
-    """The members of a request with all `stop` keys of the session. Raises SessionConflict if its queries see rows that are freed."""
+    """The members of a request with all `stop` keys of the session, which have a shape, and no numbers."""
     lead = rows.query.shape[:-2]
     whole = {**members, "layer": session.layer.name, "query": rows.query}
     for name, width in _widths(session.layer.spec).items():
@@ -130,16 +150,14 @@ def _with_all_keys(members: Mapping[str, Any], rows: AttendRequest, session: Ses
     if rows.positions is not None:
         whole["key_positions"] = np.broadcast_to(np.zeros((), np.int64), (*lead, stop, *rows.positions.shape[1 + len(lead) :]))
     whole.setdefault("query_offset", session.length)
-    if isinstance(whole["query_offset"], int):
-        session.require_visible(whole["query_offset"], "/query_offset")
     return whole
 
 
-def bind_look(
-    session: Session, decoded: Decoded, bind: Callable[[Decoded, LoadedLayer, Admission], BoundCall], admission: Admission
-) -> BoundCall:
-    """The bound call of a request to another endpoint, which `bind` binds, on the rows of a session. Raises what `bind` raises."""
+def bind_look(session: Session, decoded: Decoded, bind: Bind, admission: Admission) -> BoundCall:
+    """The bound call of a request to another endpoint, which `bind` binds, on the rows of a session. Raises what `bind` raises, or
+    SessionConflict."""
     bound = bind(decoded._replace(members=members_of_look(session, decoded.members)), session.layer, admission)
+    _require_rows(session, bound.call, session.layer)
     return bound._replace(operation=CachedOperation(session.cache, bound.operation))
 
 
@@ -149,7 +167,7 @@ def members_of_look(session: Session, members: Mapping[str, Any]) -> dict[str, A
     for name in ("layer", "key", "value", "key_positions", "query_lengths", "key_lengths"):
         if name in own:
             raise InvalidRequest.where(f"/{name}", f"no {name} beside session", name)
-    return _with_all_keys(own, _new_rows(own, session.layer), session, session.length)
+    return _with_all_keys(own, _new_rows(own, session.layer, append=False), session, session.length)
 
 
 def _widths(spec: LayerSpec) -> dict[str, int]:

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from service.attention.cache import cached_widths
+from service.attention.cache import KeyValueCache, cached_widths
 from service.errors import InvalidRequest, MalformedBody, SessionConflict, TooLarge
 from service.serving.device import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
@@ -29,15 +29,22 @@ async def export_cache(service: Service, sessions: SessionRegistry, session_id: 
 
 
 async def import_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> Session:
-    """Replace the session's rows by those of an exported file. Raises MalformedBody, InvalidRequest, SessionConflict, TooLarge or
-    OutOfMemory."""
+    """Replace the session's rows by those of an exported file. If that fails, the session keeps its rows.
+
+    Raises MalformedBody, InvalidRequest, SessionConflict, TooLarge or OutOfMemory.
+    """
     async with sessions.turn(session_id, owner, raw) as session:
         first, length, rows = await service.engine.run(raw, raw.size, _rows_of, raw, session.layer, service.wire_limits.layer_bytes)
         if session.capacity is not None and length > session.capacity:
             raise TooLarge.where("", f"at most {session.capacity} rows (capacity)", str(length))
-        session.cache.truncate(0)
-        sessions.reserve(session, length)
-        session.cache.restore(first, rows)
+        cache = KeyValueCache(session.layer.spec, sessions.pool, owner)
+        try:
+            cache.begin(first, length)
+            sessions.reserve(cache, length)
+            await service.engine.codecs.run(partial(cache.write, first, rows), cache.size, owner)
+            session.cache, cache = cache, session.cache
+        finally:
+            cache.close()
     return session
 
 

@@ -96,10 +96,8 @@ def _parse_template(rest: bytes, count: int) -> Any:
 
 def _filled(value: Any, cut: list[Cut]) -> Any:
     """A copy of a parsed template, with the cut values in place of the slots."""
-    if type(value) is Slot:
-        return cut[value]
-    if isinstance(value, dict):
-        return {key: _filled(item, cut) for key, item in value.items()}
+    if isinstance(value, dict):  # every slot is the value of a member
+        return {key: cut[item] if type(item) is Slot else _filled(item, cut) for key, item in value.items()}
     return [_filled(item, cut) for item in value] if isinstance(value, list) else value
 
 

@@ -1,0 +1,175 @@
+"""Steps with a KV cache against the float64 reference, and against one causal call."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.decoding import Sequence, random_sequence, random_step, small_pages_of
+
+from service.attention.cache import PagePool
+from service.attention.compare.random_cases import Case, random_case
+from service.attention.compare.random_layers import LAYER_FEATURES
+from service.attention.decoding import forward_steps
+from service.errors import InvalidRequest, SessionConflict
+from service.serving.binding import bind
+from service.serving.device import numpy_of
+from service.spec import LayerSpec
+from service.wire.problems import validate
+from service.wire.schemas.attend import AttendRequest
+
+SEEDS = st.integers(0, 2**32 - 1)
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pages() -> Iterator[None]:
+    """Pages of few rows, so that short sequences have several."""
+    with small_pages_of(600):
+        yield
+
+
+def sequence_of(**spec: Any) -> Sequence:
+    return Sequence(Case(LayerSpec(**{"d_model": 6, "num_heads": 3, "seed": 1, "dtype": "float64", **spec}), {}))
+
+
+@given(seed=SEEDS, dtype=st.sampled_from(["float64", "float32", "float16", "bfloat16"]))
+def test_random_steps_agree_with_the_reference(seed: int, dtype: str) -> None:
+    """All outputs of steps with any masks, biases and positions, of sequences that are forked and rolled back. Memory returns."""
+    rng, pool = np.random.default_rng(seed), PagePool(torch.device("cpu"))
+    sequences = [random_sequence(rng, pool, dtype=dtype)]
+    for _ in range(9):
+        sequence = sequences[rng.integers(len(sequences))]
+        freed, length = sequence.cache.first, int(rng.integers(sequence.length + 1))
+        try:
+            match rng.integers(6):
+                case 0:
+                    sequence.truncate(length)
+                case 1 if len(sequences) < 4:
+                    sequences.append(sequence.fork(length))
+                case _ if sequence.room:
+                    sequence.step(random_step(sequence, rng))
+        except SessionConflict:
+            assert freed > 0
+    for sequence in sequences:
+        sequence.cache.close()
+    assert pool.used == pool.shared == pool.of_owner["owner"] == 0
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
+@given(seed=SEEDS)
+def test_steps_equal_one_causal_call(dtype: str, tolerance: float, seed: int) -> None:
+    """Output and weights of any split into steps, to `tolerance` of the largest value, times the largest score if that exceeds 1."""
+    rng = np.random.default_rng(seed)
+    features = set(LAYER_FEATURES) - {"indexer", "weights", "qk_norm", "normalizer"}  # sigmoid weights depend on the number of keys
+    case = random_case(rng, features=features, rate=0.3, dtype=dtype, init="xavier_uniform", batched=False)
+    sequence, count = Sequence(Case(case.spec, {}, case.weights)), 13
+    query = rng.standard_normal((count, case.spec.query_dim)).astype(dtype)
+    outputs = ["output", "attention_weights", "query_projection", "key_projection"]
+    request = validate(AttendRequest, {"layer": "layer", "query": query, "causal": True, "outputs": outputs})
+    whole = sequence.layer.attention.forward(bind(request, case.spec)).tensors
+    keys = whole["key_projection"].repeat_interleave(case.spec.num_heads // case.spec.num_kv_heads, 1)
+    tolerance *= max(1.0, case.spec.scale * float((whole["query_projection"] @ keys.transpose(2, 3)).abs().max()))
+    start = 0
+    while start < count:
+        stop = min(count, start + int(rng.choice([1, 1, 2, 5])))
+        outputs = ["output", "attention_weights"] if rng.random() < 0.3 else ["output"]
+        bound = sequence.bind({"query": query[start:stop], "causal": True, "outputs": outputs})
+        tensors = bound.operation(sequence.layer.attention, bound.call).tensors
+        for name, got in tensors.items():
+            expected = whole[name][..., start:stop, : got.shape[-1]]
+            assert (got - expected).abs().max() <= tolerance * whole[name].abs().max(), (name, case.spec)
+        start = stop
+
+
+@given(seed=SEEDS)
+def test_steps_of_several_caches_in_one_batch_agree_with_the_reference(seed: int) -> None:
+    """The caches have different lengths and the calls different options; only the shapes of the new rows are equal."""
+    rng = np.random.default_rng(seed)
+    first = random_sequence(rng, features=set(LAYER_FEATURES) - {"indexer"})
+    sequences = [first, *(Sequence(first.case, first.pool, first.layer) for _ in range(3))]
+    for sequence in sequences[:-1]:
+        sequence.step(sequence.draw(rng, *(int(n) for n in rng.integers(1, 5, 2))))
+    queries, keys = (int(n) for n in rng.choice([1, 1, 2, 3], 2))
+    features = ("mask", "key_mask", "valid_lens", "bias", "causal", "window", "fully_masked", "head_scale", "scale", "softcap")
+    steps = [sequence.draw(rng, queries, keys, *(name for name in features if rng.random() < 0.2)) for sequence in sequences]
+    starts = [sequence.length for sequence in sequences]
+    bound = [sequence.bind(members) for sequence, members in zip(sequences, steps, strict=True)]
+    results = forward_steps(first.layer.attention, [(each.operation, each.call) for each in bound])
+    for sequence, members, start, result in zip(sequences, steps, starts, results, strict=True):
+        sequence.keep(members)
+        sequence.check(result, members, start)
+
+
+@pytest.mark.parametrize("offset", [-5, 3, 40])
+@pytest.mark.parametrize("window", [None, {"left": 2}])
+def test_a_query_beyond_its_keys_agrees_with_the_reference(offset: int, window: dict[str, int] | None) -> None:
+    """ALiBi is then a large bias of all keys, and a sink has none."""
+    spec = LayerSpec(d_model=6, num_heads=3, dtype="float64", alibi=True, sinks=True, window=window)
+    weights = {name: RNG.standard_normal(shape) for name, shape in spec.weight_shapes().items()}
+    sequence = Sequence(Case(spec, {}, weights))
+    sequence.step(sequence.draw(RNG, 7, 7))
+    sequence.cache._freed or sequence.step({**sequence.draw(RNG, 1, 1), "query_offset": offset, "outputs": ["output"]})
+
+
+def test_rows_that_overflow_agree_with_the_reference() -> None:
+    """Scores overflow float32 within a page; the weights of the others, and masked ones, stay right."""
+    sequence = sequence_of(dtype="float32", projections=False)
+    for factor in (1e30, 1.0, -1e30, 1.0):
+        row = {name: rows * np.float32(factor) for name, rows in sequence.draw(RNG, 1, 1).items()}
+        bound = sequence.bind({**row, "outputs": ["output"]})
+        step = bound.operation(sequence.layer.attention, bound.call).tensors["output"]
+        sequence.keep(row)
+        keys = sequence.rows["key"].astype("f4")
+        request = {"layer": "layer", "query": row["query"], "key": keys, "query_offset": sequence.length - 1}
+        whole = sequence.layer.attention.forward(bind(validate(AttendRequest, {**request, "outputs": ["output"]}), sequence.spec))
+        np.testing.assert_allclose(numpy_of(step), numpy_of(whole.tensors["output"]), rtol=1e-6)
+
+
+def test_a_look_appends_nothing_and_needs_no_page() -> None:
+    """Also where keys are narrower than queries, and in a fork, whose pages stay shared."""
+    for spec in ({"projections": False, "num_kv_heads": 1, "value_head_dim": 5}, {"key_dim": 5, "value_dim": 7}):
+        case = Case(LayerSpec(d_model=6, num_heads=3, dtype="float64", **spec), {"key": ..., "value": ...})
+        sequence = Sequence(case)
+        sequence.step(sequence.draw(RNG, 2, 5))
+        fork = sequence.fork(5)
+        used = sequence.pool.used
+        fork.step({"query": sequence.draw(RNG, 3, 1)["query"], "append": False, "query_offset": 1})
+        assert sequence.pool.used == sequence.pool.shared == used
+
+
+def test_what_cannot_be_computed_is_refused() -> None:
+    latent = sequence_of(latent={"key_value_rank": 5, "rope_key_dim": 1})
+    members = latent.draw(RNG, 1, 1)
+    with pytest.raises(InvalidRequest, match="no value, since latent attention"):
+        latent.bind({**members, "key": members["query"], "value": members["query"]})
+    normed = sequence_of(latent={"key_value_rank": 5, "rope_key_dim": 1}, qk_norm={"kind": "rms"})
+    with pytest.raises(InvalidRequest, match="no latent vectors, since sessions of this layer"):
+        normed.bind({**members, "outputs": ["latent"]})
+
+
+def test_a_window_frees_pages_and_bounds_what_is_possible() -> None:
+    """The refusals name the lowest length, and nothing is appended."""
+    sequence = sequence_of(window={"left": 3})
+    rows = sequence.cache._page_rows
+    sequence.step(sequence.draw(RNG, 1, 1))
+    sequence.step(sequence.draw(RNG, 3 * rows, 3 * rows))
+    freed = sequence.cache.first
+    assert freed == 2 * rows
+
+    for refused in (lambda: sequence.truncate(freed + 2), lambda: sequence.fork(0)):
+        with pytest.raises(SessionConflict, match=f"at least {freed + 3}, since the layer's window has freed the first {freed} rows"):
+            refused()
+    query = sequence.draw(RNG, 1, 1)["query"]
+    for offset in (0, 1 - 2**31, [freed + 2], "end"):
+        lengths = {"valid_lens": np.array([2])} if offset == "end" else {}
+        with pytest.raises(SessionConflict, match="/query_offset"):
+            sequence.bind({"query": query[None], "query_offset": offset, **lengths})
+    with pytest.raises(SessionConflict, match="would average rows that the layer's window has freed"):
+        sequence.bind({"query": query, "valid_lens": np.array(0), "fully_masked": "uniform"})
+    sequence.step({"query": query, "valid_lens": np.array(0)})
+    sequence.truncate(freed + 3)
+    sequence.step({"query": query})
