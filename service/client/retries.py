@@ -61,6 +61,8 @@ class Attempts:
 
     def next_delay(self, outcome: Outcome) -> float | None:
         """Seconds to wait before the next attempt; None if this outcome is final."""
+        if is_doubtful(outcome):
+            self.operation.on_doubt()
         if self.failed >= self.retries.times or not may_repeat(self.operation, outcome):
             return None
         bound = min(self.retries.longest, self.retries.first * 2**self.failed)
@@ -81,6 +83,11 @@ def may_repeat(operation: Operation[Any], outcome: Outcome) -> bool:
     if operation.repeat == "always":  # a 500 without a problem document comes from a proxy that lost its server
         return outcome.status_code in (429, 502, 503) or (outcome.status_code == 500 and not from_service)
     return outcome.status_code in (429, 503) and from_service  # a proxy's 503 may come after the change
+
+
+def is_doubtful(outcome: Outcome) -> bool:
+    """Whether the server may have computed the operation although this is no reply to it."""
+    return outcome.status_code >= 500 if isinstance(outcome, httpx.Response) else not isinstance(outcome, httpx.ConnectError)
 
 
 def retry_after(response: httpx.Response) -> float:
