@@ -67,7 +67,8 @@ def create_app(settings: Settings) -> FastAPI:
     """The application. Once it runs, it loads its layers in the background; /health/ready reports when they are ready."""
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
     service = create_service(settings)
-    extensions = ProtocolExtensions(_why_not_writable(settings), _why_no_statistics(settings, service), settings.workers)
+    why_not = _why_not_writable(settings), _why_no_statistics(settings, service)
+    extensions = ProtocolExtensions(*why_not, settings.session_memory > 0, settings.workers)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:

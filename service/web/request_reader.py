@@ -126,7 +126,7 @@ async def read(
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
     connection = record.connection
     gone = _never if connection is None else lambda: connection.lost  # under another ASGI server, a disconnect is not visible
-    return RawRequest(joined, codec, coding, reply_codec, reply_coding, parameters, deadline, gone, lease.caller, record.key, lease)
+    return RawRequest(joined, codec, coding, reply_codec, reply_coding, parameters, deadline, gone, lease.caller, record.key, lease=lease)
 
 
 @lru_cache(64)  # clients repeat these headers

@@ -45,7 +45,7 @@ class V2Codec(Codec):
         model = parameters["model"]
         header, members = _read(text, following, model, limits)
         squeeze_per_item(members)
-        return Decoded(members, header.reply_format, header.timeout, header.error_paths.translate)
+        return Decoded(members, header.reply_format, header.timeout, header.sequence, header.error_paths.translate)
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
         """The JSON, then the bytes of the binary outputs."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import Datatype
 from service.wire.arrays import Kind
+from service.wire.codec import SequencePart
 from service.wire.json.reader import shape_of
 from service.wire.problems import describe_value, validate
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
@@ -70,6 +71,7 @@ class V2Header:
     timeout: float | None  # seconds
     reply_format: V2ReplyFormat
     error_paths: V2ErrorPaths
+    sequence: SequencePart | None = None
 
 
 def parse_header(document: Mapping[str, Any], following: int, model: str) -> V2Header:
@@ -99,7 +101,7 @@ def parse_header(document: Mapping[str, Any], following: int, model: str) -> V2H
     reply_format = V2ReplyFormat(model, request.id, outputs, parameters.binary_data_output, binary_outputs)
     if not any(reply_format.in_text(name) for name in outputs or DEFAULT_OUTPUTS if name != TOP_K_KEYS):
         refuse_decimals(members)
-    return V2Header(members, parameters.seconds, reply_format, V2ErrorPaths(tuple(paths)))
+    return V2Header(members, parameters.seconds, reply_format, V2ErrorPaths(tuple(paths)), parameters.sequence)
 
 
 def _input(entry: InferenceInput, at: str, position: int, following: int) -> tuple[InputPath, V2Input]:
