@@ -28,7 +28,7 @@ from service.web import errors, openapi
 from service.web.keys import Keyring
 from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
-from service.web.middleware.telemetry import Telemetry, open_telemetry
+from service.web.middleware.telemetry import Telemetry, endpoint_labels, open_telemetry
 from service.web.routes import attend, health, layers, page, sessions, text
 from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
@@ -67,7 +67,8 @@ def create_app(settings: Settings) -> FastAPI:
     """The application. Once it runs, it loads its layers in the background; /health/ready reports when they are ready."""
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
     service = create_service(settings)
-    extensions = ProtocolExtensions(_why_not_writable(settings), _why_no_statistics(settings, service), settings.workers)
+    why_not = _why_not_writable(settings), _why_no_statistics(settings, service)
+    extensions = ProtocolExtensions(*why_not, settings.session_memory > 0, settings.workers)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -101,7 +102,8 @@ def create_app(settings: Settings) -> FastAPI:
     health.install(app, service)
     app.state.service = service
     openapi.install(app)
-    app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), _guard(settings, keyring), traces)
+    label, guard = endpoint_labels(app.routes), _guard(settings, keyring)
+    app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), label, guard, traces)
     if origins := _items(settings.cors_origins):
         exposed = ["X-Request-Id", "Server-Timing", "Retry-After"]
         app.access = CORSMiddleware(app.access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)

@@ -6,16 +6,17 @@ usual cause.
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from service.attention.compare.cases import CheckCase, Requirements
+from service.attention.compare.cases import CaseKind, CheckCase, draw_check_cases
 from service.attention.compare.convention import Convention, Polarity
 from service.attention.compare.weights import is_matrix
 from service.attention.reference.projections import merge_heads, split_heads
+from service.spec import LayerSpec
 from service.tensors import Array
 
 # kind of case -> roles of the parameters that may take its mask, and their description
@@ -59,17 +60,23 @@ class Caller:
     heads_given: bool = False
     matrices: Mapping[str, Array] = field(default_factory=dict)  # canonical weights, for a function that takes them as arguments
 
-    @property
-    def requirements(self) -> Requirements:
-        per_item = self.convention.mask_shape.startswith("b")
-        return Requirements(
+    def draw_cases(self, spec: LayerSpec, weights: Mapping[str, Array], seed: int) -> Iterator[CheckCase]:
+        """The cases for this candidate; it cannot be called on those with a `skip_reason`."""
+        roles, per_item = self.roles.keys(), self.convention.mask_shape.startswith("b")
+        masks: dict[CaseKind, bool] = {
+            "mask": per_item,
+            "padding": per_item or bool(roles & {"padding", "lengths"}),
+            "segments": per_item or "segments" in roles,
+        }
+        return draw_check_cases(
+            spec,
+            weights,
+            seed,
             dtype=self.dtype,
             batched=self.convention.batched,
             causal=self.convention.causal,
-            value_is_key="value" not in self.roles,
-            per_item_mask=per_item,
-            per_item_padding=per_item or bool(self.roles.keys() & {"padding", "lengths"}),
-            per_item_segments=per_item or "segments" in self.roles,
+            value_is_key="value" not in roles,
+            masks_per_item=[kind for kind, differs in masks.items() if differs],
         )
 
     def skip_reason(self, case: CheckCase) -> str | None:
