@@ -1,4 +1,4 @@
-"""Microseconds of one decoding step: the layer's own, a preallocated cache with torch's fused attention, and HTTP with and without a session.
+"""Microseconds of a decoding step: the layer's own, torch's fused attention on a preallocated cache, and HTTP with and without a session.
 
     python benchmarks/decoding.py [--turns N] [--keys 1024,8192,32768] [--http]
 
@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -95,12 +96,13 @@ def in_process(keys: list[int], turns: int) -> None:
                 rate, copied = (size / found[name] / 1e3 for name in ("ours", "copy"))
                 steps = [found[name] / sessions for name in ("ours", "torch")]
                 ratio = steps[0] / steps[1]
-                print(f"| {HEADS}/{kv_heads} | {n} | {sessions} | {steps[0]:.0f} | {steps[1]:.0f} | {ratio:.2f} | {rate:.1f} | {rate / copied:.0%} |")
+                print(
+                    f"| {HEADS}/{kv_heads} | {n} | {sessions} | {steps[0]:.0f} | {steps[1]:.0f} | {ratio:.2f} | {rate:.1f} | {rate / copied:.0%} |"
+                )
 
 
 def over_http(keys: list[int], turns: int) -> None:
     import httpx
-
     from load import serve_attend
 
     from service.wire.safetensors import write_tensors
@@ -112,22 +114,20 @@ def over_http(keys: list[int], turns: int) -> None:
     fields = {"causal": True, "outputs": ["output"]}
     print("\n| keys | session, µs | whole past, µs | ratio |")
     print("|---|---|---|---|")
-    with started_server("--session-memory", str(1 << 30)) as url, httpx.Client(base_url=url, headers=headers, timeout=600) as http:
-        http.put("/layers/wide", json={"spec": {"d_model": WIDTH, "num_heads": HEADS}}, headers={"Content-Type": "application/json"})
+    with (
+        serve_attend(8101, WIDTH, HEADS, f"attend serve --session-memory {1 << 30}") as server,
+        httpx.Client(base_url=server.url, headers=headers, timeout=600) as http,
+    ):
         for n in keys:
             past = np.random.default_rng(0).standard_normal((n, WIDTH)).astype(np.float32)
-            session = http.post("/sessions", json={"layer": "wide"}, headers={"Content-Type": "application/json"}).json()["id"]
+            session = http.post("/sessions", content=b"{}", headers={"Content-Type": "application/json"}).json()["id"]
             http.post(f"/sessions/{session}/attend", content=body({"query": past}, fields)).raise_for_status()
             step = body({"query": past[:1]}, fields)
-            whole = body({"query": past[:1], "key": past}, {**fields, "layer": "wide", "query_offset": "end"})
-            found = timed(
-                {
-                    "session": lambda: http.post(f"/sessions/{session}/attend", content=step).raise_for_status(),
-                    "whole": lambda: http.post("/attend", content=whole).raise_for_status(),
-                },
-                turns,
-                10,
-            )
+            whole = body({"query": past[:1], "key": past}, {**fields, "query_offset": "end"})
+            sent = {"session": (f"/sessions/{session}/attend", step), "whole": ("/attend", whole)}
+            calls = {name: partial(http.post, path, content=content) for name, (path, content) in sent.items()}
+            assert all(call().is_success for call in calls.values())
+            found = timed(calls, turns, 10)
             print(f"| {n} | {found['session']:.0f} | {found['whole']:.0f} | {found['whole'] / found['session']:.1f} |")
 
 
