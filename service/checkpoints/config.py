@@ -11,7 +11,7 @@ from typing import Any
 
 from service.errors import InvalidRequest
 
-MAX_SHOWN = 60
+MAX_SHOWN = 100
 LARGEST = 1 << 31
 ABOUT_ATTENTION = re.compile(
     r"head|attn|attention|rope|rotary|window|sliding|chunk|scal|softcap|multiplier|norm|bias|position|layer_type|theta|sink|gate|gating|"
@@ -28,7 +28,7 @@ WITHOUT_EFFECT = re.compile(
 
 
 class Config:
-    """The fields of a config.json, or of one section of it (`text_config`), for the layer of a number and a type."""
+    """The fields of a config.json, or of one section of it (`text_config`), and the number and type of the layer that they are read for."""
 
     def __init__(self, fields: Mapping[str, Any], at: str = "/config", layer: int = 0) -> None:
         self.fields, self.at, self.layer = fields, at, layer
@@ -101,4 +101,5 @@ class Config:
 
 
 def brief(value: Any) -> str:
-    return json.dumps(value)[:MAX_SHOWN]
+    """The value as JSON, at most MAX_SHOWN characters of it."""
+    return json.dumps(value, default=str)[:MAX_SHOWN]

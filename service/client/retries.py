@@ -1,8 +1,9 @@
 """The retry policy of both clients: whether a failed operation is repeated, and after what delay. It neither sends nor sleeps.
 
-A computation is always repeated. A change is repeated only if the server certainly did not begin it: no connection was made, the queue was
-full, or the service itself refused with 503. Each delay is drawn uniformly below a bound that doubles ("full jitter"), so that clients do
-not all retry at once. `Retry-After` is added to the drawn delay.
+A computation is always repeated, and so is a step of a session, since it says which length the session must have. A change is repeated only
+if the server certainly did not begin it: no connection was made, the queue was full, or the service itself refused with 503. Each delay is
+drawn uniformly below a bound that doubles ("full jitter"), so that clients do not all retry at once. `Retry-After` is added to the drawn
+delay.
 """
 
 import random

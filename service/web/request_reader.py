@@ -48,11 +48,11 @@ class Record(Outcome):
     it calls itself. FastAPI's routes find it in their scope, as `scope["attend"]`."""
 
     headers: dict[bytes, bytes]  # names in lower case
-    repeated: Sequence[tuple[bytes, bytes]] = ()  # all headers in order, if one occurs twice; else empty
-    method: str = "GET"
-    path: str = "/"  # below the root path
-    address: str = ""  # the caller's, "" on a Unix socket
-    connection: Connection | None = None  # None under another ASGI server
+    repeated: Sequence[tuple[bytes, bytes]]  # all headers in order, if one occurs twice; else empty
+    method: str
+    path: str  # below the root path
+    address: str  # the caller's, "" on a Unix socket
+    connection: Connection | None  # None under another ASGI server
     status: int = 0
     received: int = 0
     body_complete: bool = False  # whether the body has been read to its end

@@ -4,7 +4,7 @@ import math
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, SLIDING
-from service.checkpoints.families.traits import CONVERSION, WIDEST_HEAD, WITHOUT, no_rope_layers, require_present, with_options
+from service.checkpoints.families.traits import CONVERSION, WIDEST_HEAD, WITHOUT, no_rope_layers, normed, require_present, with_options
 from service.checkpoints.layout import Fields
 
 
@@ -60,7 +60,7 @@ def gemma_values(config: Config) -> Fields:
     if config.layer >= config.count("num_hidden_layers") - shared:
         raise config.refusal("num_kv_shared_layers", f"keys and values of its own in layer {config.layer}", shared)
     config.expect("attention_k_eq_v", False)
-    return {"scale": 1.0, "qk_norm": {"kind": "rms", "eps": config.number("rms_norm_eps", default=1e-6), "values": True}}
+    return {"scale": 1.0, **normed(values=True)(config)}
 
 
 def gemma4_heads(config: Config) -> Fields:
@@ -74,12 +74,12 @@ def gemma4_heads(config: Config) -> Fields:
 
 def llama4(config: Config) -> Fields:
     """Layers with RoPE norm queries and keys after it; in the others, queries grow with their position."""
-    norms, grows = config.flag("use_qk_norm", default=True), config.flag("attn_temperature_tuning", default=True)
-    norm = {"kind": "rms", "weights": "none", "after_rope": True, "eps": config.number("rms_norm_eps", default=1e-5)}
+    norm = normed("use_qk_norm", on=True, weights="none", after_rope=True, default=1e-5)(config)
+    grows = config.flag("attn_temperature_tuning", default=True)
     growth = {"factor": config.number("attn_scale", default=0.1), "length": config.count("floor_scale", default=8192), "shift": 1}
     if without_rope := no_rope_layers(config):
         return without_rope | {"query_scale": growth if grows else None}
-    return {"qk_norm": norm if norms else None}
+    return norm
 
 
 def llama4_type(config: Config) -> str:
@@ -165,8 +165,8 @@ def molmo2(config: Config) -> Fields:
     kind = (config.section("rope_parameters") or Config({})).get("rope_type", "type", default="default")
     if scaled is not None and config.layer not in scaled and kind != "default":
         raise config.refusal("rope_scaling_layers", f"layer {config.layer} among them", scaled)
-    olmo = {"over": "all", "weights": "own"} if config.get("qk_norm_type") == "olmo" else {}
-    return {"qk_norm": {"kind": "rms", "eps": config.number("rms_norm_eps", default=1e-6), **olmo}}
+    norm = normed(over="all", weights="own") if config.get("qk_norm_type") == "olmo" else normed()
+    return norm(config)
 
 
 def muse_glimmer(config: Config) -> Fields:
