@@ -95,10 +95,8 @@ def in_process(keys: list[int], turns: int) -> None:
                 size = 2 * kv_heads * (n + 1) * HEAD_DIM * 4 * sessions
                 rate, copied = (size / found[name] / 1e3 for name in ("ours", "copy"))
                 steps = [found[name] / sessions for name in ("ours", "torch")]
-                ratio = steps[0] / steps[1]
-                print(
-                    f"| {HEADS}/{kv_heads} | {n} | {sessions} | {steps[0]:.0f} | {steps[1]:.0f} | {ratio:.2f} | {rate:.1f} | {rate / copied:.0%} |"
-                )
+                case, times = f"{HEADS}/{kv_heads} | {n} | {sessions}", " | ".join(f"{step:.0f}" for step in steps)
+                print(f"| {case} | {times} | {steps[0] / steps[1]:.2f} | {rate:.1f} | {rate / copied:.0%} |")
 
 
 def over_http(keys: list[int], turns: int) -> None:
