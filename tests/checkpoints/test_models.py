@@ -624,8 +624,9 @@ def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
 
 
 def test_no_change_of_a_config_makes_a_layer_wrong() -> None:
-    """What `golden/perturb_models.py --record` wrote. Without its hidden_size, GLM-5's default model has a query with several index scores of 0,
-    among which the last selected key may be any.
+    """What `golden/perturb_models.py --record` wrote.
+
+    GLM-5 without its hidden_size has a query with several index scores of 0, of whose keys torch selects any.
     """
     lines = (GOLDEN / "perturbed.txt").read_text().splitlines()
     assert {line.partition(":")[0] for line in lines} <= set(MODELS)
