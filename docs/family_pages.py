@@ -83,7 +83,8 @@ class Case:
     def labels(self) -> tuple[str, str, str, str]:
         """What may tell this case from the others of its row: part, type of the layer, model, number of the layer."""
         config, attention = parts_of(self.config)[self.layer.part]
-        kind = type_of_layer(attention, config, self.layer.number)
+        config.layer = self.layer.number
+        kind = type_of_layer(attention, config)
         return self.layer.part, kind, self.model, f"{self.model} {self.layer.number}"
 
 
@@ -174,7 +175,8 @@ def _effect(case: Case, path: Sequence[str], value: Any) -> set[str] | str:
 def _variations(case: Case) -> Iterator[tuple[tuple[str, ...], Any, list[Any]]]:
     """Path of a field of the config that is read, its value, and other values."""
     config, attention = parts_of(case.config)[case.layer.part]
-    fields_of(attention, config, case.layer.number)
+    config.layer = case.layer.number
+    fields_of(attention, config)
     above = tuple(config.at.split("/")[2:])
     names = {*attention.heads, *attention.kv_heads, *attention.width, *attention.head_dim, *OLDER.split()}
     known = {"model_type", attention.types_field, "per_layer_config", *attention.layers, *(names - set(config.fields))}

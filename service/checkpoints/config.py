@@ -11,7 +11,7 @@ from typing import Any
 
 from service.errors import InvalidRequest
 
-MAX_SHOWN = 60
+MAX_SHOWN = 100
 LARGEST = 1 << 31
 ABOUT_ATTENTION = re.compile(
     r"head|attn|attention|rope|rotary|window|sliding|chunk|scal|softcap|multiplier|norm|bias|position|layer_type|theta|sink|gate|gating|"
@@ -28,11 +28,18 @@ WITHOUT_EFFECT = re.compile(
 
 
 class Config:
-    """The fields of a config.json, or of one section of it (`text_config`)."""
+    """The fields of a config.json, or of one section of it (`text_config`), and the number and type of the layer that they are read for."""
 
-    def __init__(self, fields: Mapping[str, Any], at: str = "/config") -> None:
-        self.fields, self.at = fields, at
+    def __init__(self, fields: Mapping[str, Any], at: str = "/config", layer: int = 0) -> None:
+        self.fields, self.at, self.layer = fields, at, layer
+        self.layer_type = ""  # set once it is known
         self.read: set[str] = set()
+
+    def changed(self, fields: Mapping[str, Any]) -> "Config":
+        """The config with other fields, which remembers the same fields as read."""
+        config = Config({**self.fields, **fields}, self.at, self.layer)
+        config.read = self.read
+        return config
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The first of these fields that is there and not null; `default` if none is."""
@@ -62,8 +69,9 @@ class Config:
             raise self.refusal(names[0], "true or false", value)
         return value
 
-    def each(self, name: str, n: int) -> Any:
-        """Item n of a list with one item for each layer; None if the field is absent. Raises InvalidRequest if the list is too short."""
+    def each(self, name: str, item: int | None = None) -> Any:
+        """An item of a list, by default the layer's; None if the field is absent. Raises InvalidRequest if the list is too short."""
+        n = self.layer if item is None else item
         if (items := self.get(name)) is None:
             return None
         if not isinstance(items, list) or n >= len(items):
@@ -93,4 +101,5 @@ class Config:
 
 
 def brief(value: Any) -> str:
-    return json.dumps(value)[:MAX_SHOWN]
+    """The value as JSON, at most MAX_SHOWN characters of it."""
+    return json.dumps(value, default=str)[:MAX_SHOWN]

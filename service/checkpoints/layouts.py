@@ -1,4 +1,4 @@
-"""The layouts that are told by their names, without a config: those of textbooks and frameworks, and this service's own.
+"""The layouts that names of tensors identify, without a config: those of frameworks and textbooks, and this service's own.
 
 * `d2l`: W_q, W_k, W_v, W_o; [out, in] as `.weight` (torch, MXNet), [in, out] as `/kernel` (Flax) or `/vars/0` (Keras' files). Keras'
   variable paths (`dense/kernel`, `dense_1/kernel`) do not tell the matrices apart and are not read.

@@ -133,11 +133,11 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
     if not attention.stages and config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
     try:
-        spec = fields_of(attention, config, layer)
+        spec = fields_of(attention, config)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of another type than transformers writes
         raise InvalidRequest.where(config.at, f"values as {model_type} has them", str(error)[:MAX_SHOWN]) from error
     config.require_all_read(attention.irrelevant)
-    path = attention.path.format(**place_of(attention, config, layer))
+    path = attention.path.format(**place_of(attention, config))
     conversion = spec.pop(CONVERSION, {})
     return ModelLayer(model_type, part, layer, attention, spec, path, conversion)
 
@@ -147,7 +147,7 @@ def _for_layer(config: Config, layer: int) -> Config:
     own = config.get("per_layer_config", default={})
     if not isinstance(own, Mapping) or not isinstance(own.get(str(layer), {}), Mapping):
         raise config.refusal("per_layer_config", "fields for each layer", own)
-    return Config({**config.fields, **own.get(str(layer), {})}, config.at)
+    return Config({**config.fields, **own.get(str(layer), {})}, config.at, layer)
 
 
 def read_model_layer(

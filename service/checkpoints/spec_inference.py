@@ -7,6 +7,7 @@ the caller's spec that contradicts the tensors, or to the tensor that does not f
 from collections.abc import Mapping
 from typing import Any
 
+from service.checkpoints.config import brief
 from service.checkpoints.layout import Converted, Fields, LayerTensors, Weights
 from service.checkpoints.refusals import field_pointer
 from service.errors import InvalidRequest
@@ -62,7 +63,7 @@ def _check_extras(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> 
             continue
         if field in tensors.given and (value is not None and value is not False) != present:
             raise InvalidRequest.where(
-                field_pointer(field), f"one, as the tensor {weight} is there" if present else "none, as no tensor is there", _brief(value)
+                field_pointer(field), f"one, as the tensor {weight} is there" if present else "none, as no tensor is there", brief(value)
             )
         if present and field not in assumed and field not in tensors.given and field != "sinks":
             raise InvalidRequest.where(field_pointer(field), f"the kind of the tensor {weight}", "nothing")
@@ -147,19 +148,10 @@ def _check_agreement(known_fields: Mapping[str, Any], given: Mapping[str, Any], 
         if isinstance(other, Mapping) and isinstance(value, Mapping):
             _check_agreement(value, other, *path, name)
         elif other != value or isinstance(other, bool) != isinstance(value, bool):
-            raise InvalidRequest.where(field_pointer(*path, name), f"{_brief(value)}, as the tensors have it", _brief(other))
+            raise InvalidRequest.where(field_pointer(*path, name), f"{brief(value)}, as the tensors have it", brief(other))
 
 
 def overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Fields:
     """The fields of both, merged at every depth; `upper` wins."""
     both = {name for name, x in upper.items() if isinstance(x, Mapping) and isinstance(lower.get(name), Mapping)}
     return {**lower, **{name: overlaid(lower[name], x) if name in both else x for name, x in upper.items()}}
-
-
-def _brief(value: Any) -> str:
-    """A value as JSON."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_brief(x)}" for name, x in value.items())[:100] or "{}"
-    return str(value)[:60]

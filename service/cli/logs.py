@@ -22,9 +22,9 @@ _plain = structlog.processors.ExceptionRenderer()
 _terminal = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 
 
-def configure_logs(form: str, level: str) -> None:
-    """Sets up logging for the process. `form` is "console" or "json"; on a terminal, console lines are aligned and coloured."""
-    render = _json_line if form == "json" else _terminal_line if sys.stderr.isatty() else _console_line
+def configure_logs(log_format: str, level: str) -> None:
+    """Sets up logging for the process. `log_format` is "console" or "json"; on a terminal, console lines are aligned and coloured."""
+    render = _json_line if log_format == "json" else _terminal_line if sys.stderr.isatty() else _console_line
     structlog.configure(
         wrapper_class=_logger_class(level, render),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),

@@ -95,7 +95,8 @@ class Client(_Connections[httpx.BaseTransport]):
 
     Every method raises a refusal as the same exception of `service.errors` as in the server, with its problems (`at`, `expected`, `got`);
     `Unreachable` or its subclasses `TimedOut` and `Untrusted` if there was no response. Requests that fail in transit or find a full queue
-    are repeated according to `retries`; changes of layers only if the server certainly did not begin them.
+    are repeated according to `retries`; changes of layers, and starts and ends of sessions, only if the server certainly did not begin
+    them.
     """
 
     attend = _method(operations.attend)

@@ -1,8 +1,9 @@
 """The retry policy of both clients: whether a failed operation is repeated, and after what delay. It neither sends nor sleeps.
 
-A computation is always repeated. A change is repeated only if the server certainly did not begin it: no connection was made, the queue was
-full, or the service itself refused with 503. Each delay is drawn uniformly below a bound that doubles ("full jitter"), so that clients do
-not all retry at once. `Retry-After` is added to the drawn delay.
+A computation is always repeated, and so is a step of a session, since it says which length the session must have. A change is repeated only
+if the server certainly did not begin it: no connection was made, the queue was full, or the service itself refused with 503. Each delay is
+drawn uniformly below a bound that doubles ("full jitter"), so that clients do not all retry at once. `Retry-After` is added to the drawn
+delay.
 """
 
 import random
@@ -61,6 +62,8 @@ class Attempts:
 
     def next_delay(self, outcome: Outcome) -> float | None:
         """Seconds to wait before the next attempt; None if this outcome is final."""
+        if is_doubtful(outcome):
+            self.operation.on_doubt()
         if self.failed >= self.retries.times or not may_repeat(self.operation, outcome):
             return None
         bound = min(self.retries.longest, self.retries.first * 2**self.failed)
@@ -81,6 +84,11 @@ def may_repeat(operation: Operation[Any], outcome: Outcome) -> bool:
     if operation.repeat == "always":  # a 500 without a problem document comes from a proxy that lost its server
         return outcome.status_code in (429, 502, 503) or (outcome.status_code == 500 and not from_service)
     return outcome.status_code in (429, 503) and from_service  # a proxy's 503 may come after the change
+
+
+def is_doubtful(outcome: Outcome) -> bool:
+    """Whether the server may have computed the operation although this is no reply to it."""
+    return outcome.status_code >= 500 if isinstance(outcome, httpx.Response) else not isinstance(outcome, httpx.ConnectError)
 
 
 def retry_after(response: httpx.Response) -> float:

@@ -41,6 +41,7 @@ class SessionState:
 
     def __init__(self, document: SessionDocument, resumed: bool) -> None:
         self.id, self.layer, self.length, self.resumed = document.id, document.layer, document.length, resumed
+        self._doubtful: bytes | None = None  # body of the last step, if it may have been computed and had no reply
 
     @property
     def path(self) -> str:
@@ -99,24 +100,28 @@ def attend(
     given = {"expected_length": session.length, **{name: value for name, value in more.items() if value is not None}}
     fields = request_fields(SessionAttendRequest, query=query, key=key, value=value, **given)
     operation = attend_at(f"{session.path}/attend", fields, timeout)
-    appended = 0 if more.get("append") is False else _rows(query if key is None else key)
+
+    def doubt() -> None:
+        session._doubtful = operation.body
 
     def read(response: httpx.Response) -> AttendResult:
         result = operation.read(response)
-        session.length = result.session_length or 0
+        session.length, session._doubtful = result.session_length or 0, None
         return result
 
     def check(response: httpx.Response) -> httpx.Response:
         try:
             return raise_for_status(response)
         except LengthMismatch as error:
-            session.length = error.length
-            if error.length != fields["expected_length"] + appended:
+            appended = 0 if fields.get("append") is False else _rows(query if key is None else key)
+            computed = operation.body == session._doubtful and error.length == fields["expected_length"] + appended
+            session.length, session._doubtful = error.length, None
+            if not computed:
                 raise
             detail = f"the session has {error.length} rows, as after this step: an earlier attempt was computed, and its reply lost"
             raise ReplyLost(detail, error.problems) from None
 
-    return replace(operation, read=read, check=check)
+    return replace(operation, read=read, check=check, on_doubt=doubt)
 
 
 def _rows(tensor: Any) -> int:

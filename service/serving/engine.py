@@ -2,11 +2,12 @@
 
     bytes --decode--> members --find--> layer --bind--> call --submit--> result --encode--> bytes
 
-`Engine.answer` is that path. Its two slow parts, decode to bind and result to bytes, run on the event loop if the body is small, else in a
-thread of the codec pool. Independent of HTTP.
+`Engine.answer` is that path. A call to a session is bound when the calls to that session before it are done. The two slow parts, decode to
+bind and result to bytes, run on the event loop if the body is small, else in a thread of the codec pool. Independent of HTTP.
 """
 
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +37,6 @@ from service.wire.problems import validate
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, Plan
 from service.wire.schemas.figure import FigureRequest
-from service.wire.schemas.sessions import SessionAttendRequest
 
 T = TypeVar("T")
 DEFAULT_LAYER: str = AttendRequest.model_fields["layer"].default
@@ -44,19 +44,19 @@ INLINE_BYTES = 64 * 1024  # bytes up to which decoding and encoding take well un
 
 
 class CallKind(NamedTuple):
-    """What an endpoint computes: the model of its body, and the function that binds a decoded body to its layer.
-
-    `layer`: that of the session whose rows the call appends to; None for the layer, or the session, that the body names.
-    """
+    """What an endpoint computes: the model of its body, and the function that binds a decoded body to its layer."""
 
     document: type[AttendRequest]
     bind: Bind
-    layer: LoadedLayer | None = None
 
     @property
     def takes_session(self) -> bool:
         """Whether the body may name a session in place of keys."""
         return "session" in self.document.model_fields
+
+    def in_session(self, session: Session) -> Bind:
+        """The function that binds a body to a session: calls to attend append rows, others take the rows as keys."""
+        return partial(bind_look, session, self.bind) if self.takes_session else partial(bind_step, session)
 
 
 ATTEND = CallKind(AttendRequest, bind_attend)  # POST /attend, and infer of the Open Inference Protocol
@@ -89,16 +89,33 @@ class Engine:
 
     async def answer(self, raw: RawRequest, kind: CallKind) -> EncodedReply:
         """Decode, bind, compute and encode one call. Raises AttendError, whose paths point into the body that was sent."""
-        started, size = self.clock(), raw.size
-        if size <= INLINE_BYTES and not raw.coding:
-            decoded, bound = self.decode_and_bind(raw, kind)
-        else:
-            decoded, bound = await self.run(raw, size, self.decode_and_bind, raw, kind)
+        started = self.clock()
+        decoded, bound = await self.read(raw, self.decode_and_bind, raw, kind)
         if bound is not None:
             return await self._complete(raw, decoded, bound, started)
-        async with self.require_sessions().turn(str(decoded.members["session"]), raw.key, raw) as session:
-            bound = await self.run(raw, size, self.bind_look, decoded, session, kind)
-            return await self._complete(raw, decoded, bound, started)
+        async with self.turn(raw, decoded) as session:
+            if decoded.sequence is not None:  # its model is the layer of the session
+                decoded = decoded._replace(members={name: value for name, value in decoded.members.items() if name != "layer"})
+            length = session.length
+            try:
+                bound = await self.read(raw, self.bind, raw, decoded, session.layer, kind.in_session(session))
+                return await self._complete(raw, decoded, bound, started)
+            except BaseException:  # a call that fails appends nothing
+                session.cache.truncate(length)
+                raise
+
+    async def read(self, raw: RawRequest, function: Callable[..., T], *args: Any) -> T:
+        """Run a function that reads the body: on the event loop if the body is small, else in a thread of the codec pool."""
+        if raw.size <= INLINE_BYTES and not raw.coding:
+            return function(*args)
+        return await self.run(raw, raw.size, function, *args)
+
+    def turn(self, raw: RawRequest, decoded: Decoded) -> AbstractAsyncContextManager[Session]:
+        """The session of a call, for this call alone: that of the path, of the sequence, or of the body."""
+        sessions = self.require_sessions()
+        if decoded.sequence is not None:
+            return sessions.turn_in_sequence(decoded.members["layer"], decoded.sequence, raw)
+        return sessions.turn(raw.session or str(decoded.members["session"]), raw.key, raw)
 
     async def _complete(self, raw: RawRequest, decoded: Decoded, bound: BoundCall, started: float) -> EncodedReply:
         """Compute and encode a bound call that arrived at `started`."""
@@ -129,16 +146,6 @@ class Engine:
         log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
         return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
 
-    async def answer_step(self, raw: RawRequest, session_id: str) -> EncodedReply:
-        """As `answer`, for a call to a session. A call that fails appends nothing."""
-        async with self.require_sessions().turn(session_id, raw.key, raw) as session:
-            length = session.length
-            try:
-                return await self.answer(raw, CallKind(SessionAttendRequest, partial(bind_step, session), session.layer))
-            except BaseException:
-                session.cache.truncate(length)
-                raise
-
     def require_sessions(self) -> SessionRegistry:
         """The sessions. Raises SessionNotFound if this server keeps none."""
         if self.sessions is None:
@@ -148,22 +155,23 @@ class Engine:
     def decode_and_bind(self, raw: RawRequest, kind: CallKind) -> tuple[Decoded, BoundCall | None]:
         """Decode the body, find its layer and bind the call. Not bound is a call with a session, which it first has to wait for."""
         decoded = self.decode(raw, kind.document)
-        if kind.takes_session and decoded.members.get("session") is not None:
+        if raw.session or decoded.sequence is not None or (kind.takes_session and decoded.members.get("session") is not None):
             return decoded, None
         try:
-            bound = kind.bind(decoded, kind.layer or self.find(decoded.members, kind.document), self.admission)
+            layer = self.find(decoded.members, kind.document)
+        except RequestError as error:
+            raise decoded.in_body(error) from None
+        return decoded, self.bind(raw, decoded, layer, kind.bind)
+
+    def bind(self, raw: RawRequest, decoded: Decoded, layer: LoadedLayer, bind: Bind) -> BoundCall:
+        """Bind a call to its layer. Raises RequestError with pointers into the body."""
+        try:
+            bound = bind(decoded, layer, self.admission)
             if raw.reply_codec.largest_reply is not None:
                 _require_small_reply(bound, *raw.reply_codec.largest_reply)
         except RequestError as error:
             raise decoded.in_body(error) from None
-        return decoded, bound
-
-    def bind_look(self, decoded: Decoded, session: Session, kind: CallKind) -> BoundCall:
-        """Bind a call to the rows of a session, to which it appends nothing."""
-        try:
-            return bind_look(session, decoded, kind.bind, self.admission)
-        except RequestError as error:
-            raise decoded.in_body(error) from None
+        return bound
 
     def decode(self, raw: RawRequest, document: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
         """Decompress and decode the body; its members are not validated yet.

@@ -27,7 +27,8 @@ NO_PARAMETERS: Mapping[str, str] = {}
 class RawRequest:
     """A request body as received, the codecs of body and reply, and whether the caller still needs a reply.
 
-    Two fields change after construction: `take_body` empties `body`, and `limit_seconds` may set an earlier `deadline`.
+    Three fields change after construction: `take_body` empties `body`, `limit_seconds` may set an earlier `deadline`, and a route may set
+    `session`.
     """
 
     body: bytes
@@ -40,6 +41,7 @@ class RawRequest:
     gone: Callable[[], bool] = lambda: False  # whether the client has disconnected
     caller: str = ""  # name of the API key, or address, of the sender
     key: str = ""  # name of the API key, the owner of sessions
+    session: str = ""  # id of the session that the path names
     lease: Lease | None = None  # counts the bytes of the body, and then of the reply
 
     @property

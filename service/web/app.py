@@ -28,7 +28,7 @@ from service.web import errors, openapi
 from service.web.keys import Keyring
 from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
-from service.web.middleware.telemetry import Telemetry, open_telemetry
+from service.web.middleware.telemetry import Telemetry, endpoint_labels, open_telemetry
 from service.web.routes import attend, health, layers, page, sessions, text
 from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
@@ -67,7 +67,8 @@ def create_app(settings: Settings) -> FastAPI:
     """The application. Once it runs, it loads its layers in the background; /health/ready reports when they are ready."""
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
     service = create_service(settings)
-    extensions = ProtocolExtensions(_why_not_writable(settings), _why_no_statistics(settings, service), settings.workers)
+    why_not = _why_not_writable(settings), _why_no_statistics(settings, service)
+    extensions = ProtocolExtensions(*why_not, settings.session_memory > 0, settings.workers)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -101,7 +102,8 @@ def create_app(settings: Settings) -> FastAPI:
     health.install(app, service)
     app.state.service = service
     openapi.install(app)
-    app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), _guard(settings, keyring), traces)
+    label, guard = endpoint_labels(app.routes), _guard(settings, keyring)
+    app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), label, guard, traces)
     if origins := _items(settings.cors_origins):
         exposed = ["X-Request-Id", "Server-Timing", "Retry-After"]
         app.access = CORSMiddleware(app.access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
@@ -133,7 +135,7 @@ def create_service(settings: Settings) -> Service:
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     if settings.session_memory:
-        place = Place(replica_number(socket.gethostname()), int(os.environ.get(WORKER_VARIABLE, "0")), int(time.time()))
+        place = Place(replica_number(socket.gethostname()), int(os.environ.get(WORKER_VARIABLE, "0")), int(1000 * time.time()) % 2**32)
         memory = settings.session_memory // settings.workers
         service.engine.sessions = SessionRegistry(service.registry, service.metrics, memory, place, settings.keys_file is not None)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout
@@ -203,5 +205,5 @@ def _index_members(settings: Settings, service: Service) -> dict[str, Any]:
         "threads": service.threads,
         "device": service.device,
         "json_numbers": numbers.variant(),
-        "limits": {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_")},
+        "limits": {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_") or name == "session_memory"},
     }

@@ -48,11 +48,11 @@ class Record(Outcome):
     it calls itself. FastAPI's routes find it in their scope, as `scope["attend"]`."""
 
     headers: dict[bytes, bytes]  # names in lower case
-    repeated: Sequence[tuple[bytes, bytes]] = ()  # all headers in order, if one occurs twice; else empty
-    method: str = "GET"
-    path: str = "/"  # below the root path
-    address: str = ""  # the caller's, "" on a Unix socket
-    connection: Connection | None = None  # None under another ASGI server
+    repeated: Sequence[tuple[bytes, bytes]]  # all headers in order, if one occurs twice; else empty
+    method: str
+    path: str  # below the root path
+    address: str  # the caller's, "" on a Unix socket
+    connection: Connection | None  # None under another ASGI server
     status: int = 0
     received: int = 0
     body_complete: bool = False  # whether the body has been read to its end
@@ -126,7 +126,7 @@ async def read(
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
     connection = record.connection
     gone = _never if connection is None else lambda: connection.lost  # under another ASGI server, a disconnect is not visible
-    return RawRequest(joined, codec, coding, reply_codec, reply_coding, parameters, deadline, gone, lease.caller, record.key, lease)
+    return RawRequest(joined, codec, coding, reply_codec, reply_coding, parameters, deadline, gone, lease.caller, record.key, lease=lease)
 
 
 @lru_cache(64)  # clients repeat these headers

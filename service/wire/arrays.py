@@ -100,5 +100,4 @@ def first_index(where: Array) -> str:
 
 def element_text(array: Array, at: str) -> str:
     """The element at a pointer of `first_index`, as text; whole numbers without a point, since that of JSON's -1 would be -1.0."""
-    value = float(array[tuple(int(i) for i in at.split("/")[1:])])
-    return str(int(value) if value.is_integer() and abs(value) < 2**53 else value)
+    return _number_text(array[tuple(int(i) for i in at.split("/")[1:])].item())

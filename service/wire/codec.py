@@ -22,12 +22,21 @@ from service.wire.schemas.attend import ReplyOptions
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 
+class SequencePart(NamedTuple):
+    """The sequence of the Open Inference Protocol that a request belongs to, and whether the request begins or ends it."""
+
+    id: str
+    start: bool
+    end: bool
+
+
 class Decoded(NamedTuple):
     """A decoded body. `members` are named as in AttendRequest: tensors as arrays, all else as plain Python, not validated."""
 
     members: Mapping[str, Any]
     reply_format: Any = None  # passed to `encode` of the same codec; of the JSON and safetensors codecs: the picture type to reply with
     timeout: float | None = None  # seconds, from the body; the headers may set another deadline
+    sequence: SequencePart | None = None
     translate: Callable[[Problem], Problem] | None = None  # a problem of the members as one of the body; None: pointers are the same
 
     def in_body(self, error: RequestError) -> RequestError:

@@ -176,10 +176,9 @@ def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> d
 
 def write_tensors(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Buffer]:
     """A safetensors body in pieces: the header, then the memory of each array."""
-    entries = tuple((name, datatype_of(array).safetensors, array.shape, array.nbytes) for name, array in arrays.items())
-    texts = tuple(metadata.items())
-    write = _header if sum(len(text) for _, text in texts) > MAX_CACHED_BYTES else _cached_header
-    return [write(entries, texts), *(raw(array) for array in arrays.values() if array.nbytes)]
+    entries = tuple([(name, datatype_of(array).safetensors, array.shape, array.nbytes) for name, array in arrays.items()])
+    write = _header if sum(map(len, metadata.values())) > MAX_CACHED_BYTES else _cached_header
+    return [write(entries, tuple(metadata.items())), *[raw(array) for array in arrays.values() if array.nbytes]]
 
 
 def _header(entries: tuple[tuple[str, str, tuple[int, ...], int], ...], metadata: tuple[tuple[str, str], ...]) -> bytes:

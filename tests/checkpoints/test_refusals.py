@@ -155,7 +155,7 @@ REFUSALS = {
         llama(q_proj__bias=draw(1, 24), k_proj__bias=draw(2, 12), v_proj__bias=draw(3, 12)),
         {"spec": ROPE | {"bias": {"query": True, "key": True, "value": True, "output": True}}},
         "/spec/bias",
-        "output false",
+        '"output": false',
     ),
     "norms that are not there": (llama(), {"spec": ROPE | {"qk_norm": {}}}, "/spec/qk_norm", "none"),
     "sinks that are not there": (llama(), {"spec": ROPE | {"sinks": True}}, "/spec/sinks", "none"),

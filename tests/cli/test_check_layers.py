@@ -131,6 +131,22 @@ class FirstItem(Packed):
     def apart(self, segment_ids):
         return super().apart(segment_ids[:1].expand_as(segment_ids))
 
+class Boundaries(Rotary):
+    """As in encoders of images, whose rows have no batch."""
+
+    def bounds(self, cu_seqlens):
+        return cu_seqlens.tolist()
+
+    def forward(self, x, cu_seqlens):
+        bounds = self.bounds(cu_seqlens)
+        number = torch.bucketize(torch.arange(len(x)), torch.tensor(bounds[1:]), right=True)
+        self.mask = lambda n: number == number[:, None]
+        return super().forward(x[None])[0]
+
+class LeakingBoundaries(Boundaries):
+    def bounds(self, cu_seqlens):
+        return [0, int(cu_seqlens[-1])]
+
 class Masked(nn.Module):
     """T5's, with a mask and 32 buckets."""
 
@@ -301,6 +317,7 @@ RIGHT = [
     ("Scaled", ROTARY | {"scale": 0.2}, CAUSAL),
     ("Windowed", WINDOW, CAUSAL),
     ("Packed", ROTARY, CAUSAL),
+    ("Boundaries", ROTARY, ["batched=false", *CAUSAL[1:]]),
     ("Masked", BIASED, MASK),
     ("Gated", GATED, PER_HEAD),
     ("Halved", GATED, ["fused=q,k,v"]),
@@ -338,6 +355,7 @@ WRONG = [
     ("FirstHeadWithoutMscale", LATENT, CAUSAL[:1], ["mscale is forgotten", "the rotary part of the keys is not shared across heads"]),
     ("Leaking", ROTARY, CAUSAL, ["sequences leak across segments"]),
     ("LeakingAndUnscaled", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored"]),
+    ("LeakingBoundaries", ROTARY, ["batched=false", *CAUSAL[1:]], ["sequences leak across segments"]),
     ("FirstItem", ROTARY, CAUSAL, []),
     ("Unmasked", BIASED, MASK, ["the mask is ignored"]),
     ("BucketBefore", BIASED, MASK, ["relative biases are off by one: each is that of the bucket before"]),

@@ -1,6 +1,7 @@
 """Which requests are retried: the policy with an injected clock and generator, and both clients over a transport that counts requests."""
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -59,6 +60,26 @@ def ours(kind, status, **headers):
 )
 def test_only_requests_that_cannot_repeat_a_change_are_retried(call, outcome, again):
     assert (Attempts(Retries(), call, None).next_delay(outcome) is not None) == again
+
+
+@pytest.mark.parametrize(
+    ("outcome", "doubtful"),
+    [
+        (REFUSED, False),
+        (BROKEN, True),
+        (SLOW, True),
+        (httpx.Response(502), True),
+        (ours(ServiceFault, 500), True),
+        (ours(Overloaded, 429), False),
+        (httpx.Response(412), False),
+        (httpx.Response(200), False),
+    ],
+)
+def test_an_operation_knows_of_attempts_that_may_have_been_computed(outcome, doubtful):
+    """Whether or not they are repeated."""
+    doubts = []
+    Attempts(Retries(times=0), replace(ATTEND, on_doubt=lambda: doubts.append(outcome)), None).next_delay(outcome)
+    assert doubts == [outcome] * doubtful
 
 
 @pytest.mark.parametrize(("said", "times"), [(None, 4), (0, 0), (3, 3), (Retries(times=2), 2)])

@@ -112,15 +112,15 @@ def test_each_field_of_a_step_is_a_typed_and_described_argument() -> None:
     ],
     ids=["array", "batch of one", "list", "torch", "wire"],
 )
-def test_steps_take_every_form_of_tensor(client: Client, given: Callable[[Any], Any]) -> None:
+def test_steps_take_every_form_of_tensor(client: Client, server: Server, given: Callable[[Any], Any]) -> None:
     """Also the refusal of a step that was computed before counts their rows."""
     query = rows(3)
-    with client.session("steps") as session:
-        expected = client.attend(query, layer="steps", causal=True).output
-        np.testing.assert_allclose(session.attend(given(query), causal=True).output.reshape(3, 6), expected, rtol=0, atol=1e-12)
-        session.length = 0
+    with Client(server.url, transport=Losing(lost=1), retries=Retries(first=0)) as losing, losing.session("steps") as session:
         with pytest.raises(ReplyLost):
             session.attend(given(query), causal=True)
+        session.truncate(0)
+        expected = client.attend(query, layer="steps", causal=True).output
+        np.testing.assert_allclose(session.attend(given(query), causal=True).output.reshape(3, 6), expected, rtol=0, atol=1e-12)
 
 
 def test_keys_are_appended_and_a_look_appends_nothing(client: Client) -> None:
@@ -198,6 +198,12 @@ def test_what_has_no_place_in_a_step_is_refused(client: Client, fields: dict[str
         assert session.length == 0
 
 
+@pytest.mark.parametrize("query", [np.ones(6), [[1.0], [1.0, 2.0]], {"data": [1.0]}], ids=["one axis", "ragged", "no shape"])
+def test_what_is_no_tensor_of_rows_is_refused(client: Client, query: Any) -> None:
+    with client.session("steps") as session, pytest.raises(errors.InvalidRequest, match="query"):
+        session.attend(query)
+
+
 def test_steps_of_another_client_are_refused_with_the_true_length(client: Client) -> None:
     with client.session("steps") as session, client.session(id=session.id) as other:
         other.attend(rows(5))
@@ -206,6 +212,19 @@ def test_steps_of_another_client_are_refused_with_the_true_length(client: Client
         assert not isinstance(refused.value, ReplyLost)
         assert session.length == refused.value.length == 5
         assert session.attend(rows(2)).session_length == 7
+
+
+def test_steps_at_the_same_time_are_not_taken_for_each_other(server: Server, client: Client) -> None:
+    """The second is refused, and not said to be computed, although the session has the length after it."""
+
+    async def both() -> list[Any]:
+        async with AsyncClient(server.url) as other, other.session("steps") as session:
+            steps = (session.attend(rows(1)), session.attend(rows(1)))
+            return [session.length, *await asyncio.gather(*steps, return_exceptions=True), session.length]
+
+    before, first, second, after = asyncio.run(both())
+    assert (before, after) == (0, 1)
+    assert [type(one) for one in (first, second)].count(errors.LengthMismatch) == 1
 
 
 # --- lost replies ---------------------------------------------------------------------------------------------------------------------
@@ -259,3 +278,13 @@ def test_without_retries_the_next_attempt_says_so(server: Server, client: Client
         with pytest.raises(ReplyLost):
             session.attend(row)
         assert session.length == 1
+
+
+def test_another_step_after_a_lost_reply_is_refused(server: Server, client: Client) -> None:
+    """It was not computed, although the session has the length after it."""
+    with Client(server.url, transport=Losing(lost=1), retries=0) as losing, losing.session("steps") as session:
+        with pytest.raises(errors.Unreachable):
+            session.attend(rows(1))
+        with pytest.raises(errors.LengthMismatch) as refused:
+            session.attend(rows(1))
+        assert not isinstance(refused.value, ReplyLost) and session.length == 1

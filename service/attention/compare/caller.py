@@ -6,16 +6,17 @@ usual cause.
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from service.attention.compare.cases import CheckCase, Requirements
+from service.attention.compare.cases import CaseKind, CheckCase, draw_check_cases
 from service.attention.compare.convention import Convention, Polarity
 from service.attention.compare.weights import is_matrix
 from service.attention.reference.projections import merge_heads, split_heads
+from service.spec import LayerSpec
 from service.tensors import Array
 
 # kind of case -> roles of the parameters that may take its mask, and their description
@@ -24,7 +25,7 @@ MASKS: dict[str, tuple[tuple[str, ...], str]] = {
     "mask": (("mask",), "a mask over queries and keys"),
     "causal": (("mask", "causal"), "such a mask or is_causal"),
     "padding": (("padding", "lengths", "mask"), "a mask, key mask or lengths"),
-    "segments": (("segments", "mask"), "segments, or a mask over queries and keys"),
+    "segments": (("segments", "boundaries", "mask"), "segments, or a mask over queries and keys"),
 }
 
 
@@ -59,17 +60,23 @@ class Caller:
     heads_given: bool = False
     matrices: Mapping[str, Array] = field(default_factory=dict)  # canonical weights, for a function that takes them as arguments
 
-    @property
-    def requirements(self) -> Requirements:
-        per_item = self.convention.mask_shape.startswith("b")
-        return Requirements(
+    def draw_cases(self, spec: LayerSpec, weights: Mapping[str, Array], seed: int) -> Iterator[CheckCase]:
+        """The cases for this candidate; it cannot be called on those with a `skip_reason`."""
+        roles, per_item = self.roles.keys(), self.convention.mask_shape.startswith("b")
+        masks: dict[CaseKind, bool] = {
+            "mask": per_item,
+            "padding": per_item or bool(roles & {"padding", "lengths"}),
+            "segments": per_item or "segments" in roles,
+        }
+        return draw_check_cases(
+            spec,
+            weights,
+            seed,
             dtype=self.dtype,
             batched=self.convention.batched,
             causal=self.convention.causal,
-            value_is_key="value" not in self.roles,
-            per_item_mask=per_item,
-            per_item_padding=per_item or bool(self.roles.keys() & {"padding", "lengths"}),
-            per_item_segments=per_item or "segments" in self.roles,
+            value_is_key="value" not in roles,
+            masks_per_item=[kind for kind, differs in masks.items() if differs],
         )
 
     def skip_reason(self, case: CheckCase) -> str | None:
@@ -105,13 +112,15 @@ class Caller:
         """The role of the parameter that takes the mask of a case; None where the candidate has none, or the case is plain."""
         over_pairs = self.convention.mask_shape != "b,k"
         roles = (role for role in MASKS[case.kind][0] if role in self.roles)
-        return next((role for role in roles if role != "mask" or over_pairs or case.kind == "padding"), None)
+        unfit = {"boundaries"} if self.convention.batched else set()  # they are of rows without a batch
+        unfit |= {"mask"} if not over_pairs and case.kind != "padding" else set()
+        return next((role for role in roles if role not in unfit), None)
 
     def _arguments(self, case: CheckCase) -> dict[str, Any]:
         """Parameter -> argument. A mask that the case does not have is passed only if it is required, and blocks nothing."""
         mask_role = self._mask_role(case)
         required = {role for role, name in self.roles.items() if self.signature.parameters[name].default is inspect.Parameter.empty}
-        optional = {"mask", "padding", "lengths", "segments"} - required - {mask_role}
+        optional = {"mask", "padding", "lengths", "segments", "boundaries"} - required - {mask_role}
         return {name: self._argument(role, case, role == mask_role) for role, name in self.roles.items() if role not in optional}
 
     def _argument(self, role: str, case: CheckCase, masks: bool) -> Any:
@@ -124,9 +133,11 @@ class Caller:
         if role in self.matrices:
             matrix = self.matrices[role]
             return self._tensor(matrix.T if is_matrix(role) and self.convention.orientation == "in,out" else matrix, self.dtype)
+        segments = np.ones(case.query.shape[:2]) if case.segments is None else case.segments
         integers = {
             "lengths": mask[:, 0].sum(axis=-1),
-            "segments": np.ones(case.query.shape[:2]) if case.segments is None else case.segments,
+            "segments": segments,
+            "boundaries": np.flatnonzero(np.diff(segments, prepend=0, append=0))[None],
             "positions": np.broadcast_to(np.arange(case.query.shape[1]), case.query.shape[:2]),
         }
         if role in integers:

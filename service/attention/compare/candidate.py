@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from service.attention.compare.caller import Caller, CallFailed
-from service.attention.compare.cases import BATCH, POSITIONAL_QUERIES, QUERIES, CheckCase, draw_check_cases
+from service.attention.compare.cases import BATCH, POSITIONAL_QUERIES, QUERIES, CheckCase
 from service.attention.compare.convention import Convention, Polarity
 from service.attention.compare.names import CALL, HEADS, constructor_arguments, find_roles, mask_polarity
 from service.attention.compare.weights import complete_weights, is_matrix, multi_head, plain_spec, read_weights
@@ -38,6 +38,9 @@ class Candidate:
     weights: Mapping[str, Array]  # canonical names
     module: Any  # the torch module, or None
 
+    def draw_cases(self, seed: int) -> Iterator[CheckCase]:
+        return self.caller.draw_cases(self.spec, self.weights, seed)
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients during the `with` block; no effect unless the candidate is a module."""
         return nullcontext() if self.module is None else _evaluating(self.module)
@@ -46,7 +49,7 @@ class Candidate:
 def load_candidate(name: str) -> Any:
     """The object that `my_package.my_module:MyAttention` or `path/to/file.py:MyAttention` names.
 
-    ValueError: another form, no such file, or no such attribute; ImportError as from Python.
+    ValueError: a name of another pattern, no such file or attribute. ImportError: as in Python.
     """
     module, _, attribute = name.rpartition(":")
     is_file = module.endswith(".py")
@@ -103,7 +106,7 @@ def prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, seed
         if len(frameworks) == 1:
             return prepared
         try:
-            prepared.caller.call(next(draw_check_cases(prepared.spec, prepared.weights, prepared.caller.requirements, seed)))
+            prepared.caller.call(next(prepared.draw_cases(seed)))
         except CallFailed as failure:
             failures.append(f"with {framework}, {failure}")
         else:

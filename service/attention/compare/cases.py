@@ -4,7 +4,7 @@ Inputs are scaled until the largest score is near 3, so that the softmax is neit
 queries and keys makes scores independent of that. Batch, heads, queries, keys and widths all differ.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -40,41 +40,41 @@ class CheckCase:
         return attend(spec, weights, query=self.query, key=self.key, value=self.value, attend_mask=self.visible)
 
 
-@dataclass(frozen=True, slots=True)
-class Requirements:
-    """Properties of the cases that a candidate can be called on."""
+def draw_check_cases(
+    spec: LayerSpec,
+    weights: Mapping[str, Array],
+    seed: int,
+    *,
+    dtype: str = "float64",
+    batched: bool = True,
+    causal: bool = False,
+    value_is_key: bool = False,
+    masks_per_item: Collection[CaseKind] = ("mask", "padding", "segments"),
+) -> Iterator[CheckCase]:
+    """The cases in order of difficulty, for a candidate of this dtype that is always `causal`, or takes no value (`value_is_key`).
 
-    dtype: str
-    batched: bool
-    causal: bool
-    value_is_key: bool
-    per_item_mask: bool
-    per_item_padding: bool
-    per_item_segments: bool
-
-
-def draw_check_cases(spec: LayerSpec, weights: Mapping[str, Array], requirements: Requirements, seed: int) -> Iterator[CheckCase]:
-    """The cases in order of difficulty. Inputs are values of the candidate's dtype, stored as float64."""
+    Inputs are values of the dtype, stored as float64. `masks_per_item`: the kinds of cases whose masks may differ among items.
+    """
     rng = np.random.default_rng(seed)
-    batch = BATCH if requirements.batched else 1
+    batch = BATCH if batched else 1
     queries = spec.grid_bias.num_tokens if spec.grid_bias else POSITIONAL_QUERIES if spec.positional else QUERIES
     same_widths = spec.query_dim == spec.key_dim == spec.value_dim
 
     def draw(name: str, kind: CaseKind, keys: int, mask: Array, largest: float = 3.0) -> CheckCase:
         query = rng.standard_normal((batch, queries, spec.query_dim))
         key = query if keys == queries and same_widths else rng.standard_normal((batch, keys, spec.key_dim))
-        value = key if key is query or requirements.value_is_key else rng.standard_normal((batch, keys, spec.value_dim))
+        value = key if key is query or value_is_key else rng.standard_normal((batch, keys, spec.value_dim))
         mask = np.broadcast_to(mask, (batch, queries, keys))
-        visible = mask & np.tri(queries, keys, dtype=bool) if requirements.causal else mask
-        return _scaled(CheckCase(name, kind, query, key, value, mask, visible), spec, weights, requirements.dtype, largest)
+        visible = mask & np.tri(queries, keys, dtype=bool) if causal else mask
+        return _scaled(CheckCase(name, kind, query, key, value, mask, visible), spec, weights, dtype, largest)
 
     def draw_mask(keys: int) -> Array:
-        mask = rng.random((batch if requirements.per_item_mask else 1, queries, keys)) < 0.5
+        mask = rng.random((batch if "mask" in masks_per_item else 1, queries, keys)) < 0.5
         mask[:, np.arange(queries), np.arange(queries)] = True  # each row has a key, for a causal candidate too
         return mask
 
     everything = np.ones((), bool)
-    lengths = np.array([queries - 2, queries - 1][: batch if requirements.per_item_padding else 1])
+    lengths = np.array([queries - 2, queries - 1][: batch if "padding" in masks_per_item else 1])
     yield draw("no mask", "plain", queries, everything)
     yield draw("mask", "mask", queries, draw_mask(queries))
     yield draw("causal mask", "causal", queries, np.tri(queries, dtype=bool))
@@ -88,7 +88,7 @@ def draw_check_cases(spec: LayerSpec, weights: Mapping[str, Array], requirements
         yield draw("large logits", "plain", queries, everything, largest=1500.0)
     if spec.normalizer != "sigmoid":  # whose weights depend on the length of a segment, but not on a mask
         segments = np.stack([1 + np.arange(queries) * parts // queries for parts in (3, 2)])
-        segments = segments[np.arange(batch) if requirements.per_item_segments else np.zeros(batch, int)]
+        segments = segments[np.arange(batch) if "segments" in masks_per_item else np.zeros(batch, int)]
         packed = draw("packed sequences", "segments", queries, segments[:, :, None] == segments[:, None, :])
         yield replace(packed, segments=segments)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from service.attention.compare.caller import CallFailed
 from service.attention.compare.candidate import Candidate, load_candidate, prepare
-from service.attention.compare.cases import CheckCase, draw_check_cases
+from service.attention.compare.cases import CheckCase
 from service.attention.compare.changes import Computation
 from service.attention.compare.convention import make_convention
 from service.attention.compare.mistakes import explain
@@ -98,7 +98,7 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **o
     disagreements: list[Disagreement] = []
     found: set[str] = set()
     with prepared.evaluating():
-        for case in draw_check_cases(prepared.spec, prepared.weights, prepared.caller.requirements, seed):
+        for case in prepared.draw_cases(seed):
             if reason := prepared.caller.skip_reason(case):
                 results.append(CaseResult(case.name, skipped=reason))
                 continue

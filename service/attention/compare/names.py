@@ -27,6 +27,7 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "padding": "key_padding_mask padding_mask pad_mask key_mask",
     "lengths": "valid_lens valid_len valid_lengths valid_length lengths lens seq_lens seq_lengths",
     "segments": "segments segment_ids segment_id document_ids document_id doc_ids sequence_ids seq_ids",
+    "boundaries": "cu_seqlens cu_seq_lens",
     "positions": "position_ids positions",
     "causal": "causal is_causal use_causal_mask",
     "return_weights": "need_weights return_weights return_attn return_attention return_attn_weights return_attention_weights "

@@ -11,7 +11,7 @@ from service.checkpoints.rope import Rotary
 
 
 @with_options
-def t5_bias(config: Config, n: int, layer_type: str, bidirectional: bool) -> Fields:
+def t5_bias(config: Config, bidirectional: bool) -> Fields:
     """T5's table of relative biases, and scores as they are."""
     distance = config.get("relative_attention_max_distance", default=128)
     config.ignore("relative_attention_num_buckets")  # the table's length

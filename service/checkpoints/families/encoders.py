@@ -44,14 +44,14 @@ def encoder(*traits: Trait, rotary: Rotary | None = None, **changes: Any) -> Fam
 llama_encoder = partial(family, "encoder", replace(LLAMA, causal=False))
 
 
-def mobilebert(config: Config, n: int, layer_type: str) -> Fields:
+def mobilebert(config: Config) -> Fields:
     """Attention in a bottleneck, whose values may come from outside of it."""
     config.ignore("key_query_shared_bottleneck", "use_bottleneck_attention", "intra_bottleneck_size")
     width = config.count("intra_bottleneck_size" if config.flag("use_bottleneck", default=True) else "hidden_size")
     return {"head_dim": width // config.count("num_attention_heads")}
 
 
-def original_full(config: Config, n: int, layer_type: str) -> Fields:
+def original_full(config: Config) -> Fields:
     """BigBird: sparse blocks of keys are another operator."""
     config.ignore("block_size", "num_random_blocks", "use_bias")
     if config.get("attention_type", default="block_sparse") != "original_full":
@@ -59,30 +59,30 @@ def original_full(config: Config, n: int, layer_type: str) -> Fields:
     return {}
 
 
-def squeezebert(config: Config, n: int, layer_type: str) -> Fields:
+def squeezebert(config: Config) -> Fields:
     """Projections are convolutions of width 1 in groups."""
     fields = {"query": "q_groups", "key": "k_groups", "value": "v_groups", "output": "post_attention_groups"}
     return {CONVERSION: {"groups": {projection: config.count(field) for projection, field in fields.items()}}}
 
 
-def luke(config: Config, n: int, layer_type: str) -> Fields:
+def luke(config: Config) -> Fields:
     """Entities have queries of their own, unless the config says otherwise."""
     require_present(config, "use_entity_aware_attention")
     config.expect("use_entity_aware_attention", False)
     return {}
 
 
-def rope_if_rotary(config: Config, n: int, layer_type: str) -> Fields:
+def rope_if_rotary(config: Config) -> Fields:
     """ESM: RoPE only with `position_embedding_type` rotary; its absolute positions are added to the model's input."""
     config.expect("position_embedding_type", "absolute", "rotary")
     return {} if config.get("position_embedding_type") == "rotary" else {"rope": WITHOUT}
 
 
-def every_nth_cross(config: Config, n: int, layer_type: str) -> Fields:
+def every_nth_cross(config: Config) -> Fields:
     """BLIP-2: every second layer, or as the config says, attends to the image."""
     config.ignore("encoder_hidden_size", "use_qformer_text_input")
-    if n % config.count("cross_attention_frequency", default=2):
-        raise config.refusal("cross_attention_frequency", f"a divisor of the layer's number {n}", config.get("cross_attention_frequency"))
+    if config.layer % (every := config.count("cross_attention_frequency", default=2)):
+        raise config.refusal("cross_attention_frequency", f"a divisor of the layer's number {config.layer}", every)
     return {}
 
 

@@ -63,8 +63,9 @@ def _depths(attention: Attention, config: Config) -> list[int]:
     return list(depths)
 
 
-def place_of(attention: Attention, config: Config, n: int) -> dict[str, int]:
-    """What the path of layer n is made from. Raises InvalidRequest if there is no such layer."""
+def place_of(attention: Attention, config: Config) -> dict[str, int]:
+    """What the path of the layer is made from. Raises InvalidRequest if there is no such layer."""
+    n = config.layer
     if not attention.stages:
         return {"n": n}
     blocks = [(stage, block) for stage, depth in enumerate(_depths(attention, config)) for block in range(depth)]
@@ -73,22 +74,19 @@ def place_of(attention: Attention, config: Config, n: int) -> dict[str, int]:
     return dict(zip(("stage", "block"), blocks[n], strict=True))
 
 
-def _of_stage(attention: Attention, config: Config, n: int) -> Config:
-    """The config with the width and the number of heads of layer n's stage in place of those of all."""
-    stage = place_of(attention, config, n)["stage"]
+def _of_stage(attention: Attention, config: Config) -> Config:
+    """The config with the width and the number of heads of the layer's stage in place of those of all."""
+    stage = place_of(attention, config)["stage"]
     config.ignore(*attention.width)
     heads = config.each(attention.heads[0], stage)
-    own = Config(
-        {**config.fields, attention.heads[0]: heads, attention.width[0]: config.count("embed_dim") << stage, STAGE: stage}, config.at
-    )
-    own.read = config.read
-    return own
+    return config.changed({attention.heads[0]: heads, attention.width[0]: config.count("embed_dim") << stage, STAGE: stage})
 
 
-def fields_of(attention: Attention, config: Config, n: int) -> Fields:
-    """Fields of LayerSpec for layer n. Raises InvalidRequest."""
-    config = _of_stage(attention, config, n) if attention.stages else config
-    layer_type = type_of_layer(attention, config, n)
+def fields_of(attention: Attention, config: Config) -> Fields:
+    """Fields of LayerSpec. Raises InvalidRequest."""
+    config = _of_stage(attention, config) if attention.stages else config
+    n, layer_type = config.layer, type_of_layer(attention, config)
+    config.layer_type = layer_type
     if layer_type == LINEAR:
         raise config.refusal(
             attention.types_field, f"softmax attention; layer {n} is linear attention, which has no attention weights", layer_type
@@ -107,19 +105,19 @@ def fields_of(attention: Attention, config: Config, n: int) -> Fields:
     if attention.kv_heads and config.get(*attention.kv_heads) is not None:
         fields["num_kv_heads"] = config.count(*attention.kv_heads)
     for trait in attention.traits:
-        fields |= trait(config, n, layer_type)
+        fields |= trait(config)
     if attention.rotary:
         rotated = fields["latent"]["rope_key_dim"] if fields["latent"] else fields["head_dim"] // (2 if fields["differential"] else 1)
         rope = rope_fields(config, attention.rotary, layer_type, rotated)
         fields["rope"] = fields["rope"] if fields["rope"] == WITHOUT else rope
     fields["rope"] = None if fields["rope"] == WITHOUT else fields["rope"]
-    return fields | (attention.bias(config, n, layer_type) if attention.bias else {})
+    return fields | (attention.bias(config) if attention.bias else {})
 
 
-def type_of_layer(attention: Attention, config: Config, n: int) -> str:
+def type_of_layer(attention: Attention, config: Config) -> str:
     """By the field that lists them, or by the family's rule for configs without them."""
-    ruled = attention.layer_type(config, n) if attention.layer_type else None
-    listed = config.each(attention.types_field, n)
+    ruled = attention.layer_type(config) if attention.layer_type else None
+    listed = config.each(attention.types_field)
     if listed is None and ruled is None and _is_windowed(attention):
         raise config.refusal(attention.types_field, "the type of each layer", None)
     layer_type = str(listed or ruled or FULL)

@@ -1,4 +1,4 @@
-"""Traits: what a row of the table says beyond its fields, each a function of a config and a layer that gives fields of LayerSpec.
+"""Traits: what a row of the table says beyond its fields, each a function of a layer's config that gives fields of LayerSpec.
 
 A trait reads every field that it depends on, or marks it as ignored, since `Config.require_all_read` refuses the others. Traits that only
 one decoder needs are in `decoder_traits.py`.
@@ -14,7 +14,7 @@ from service.checkpoints.rope import score_mscale
 from service.spec_parts import PROJECTIONS
 
 P = ParamSpec("P")
-Trait = Callable[[Config, int, str], Fields]  # config, number of the layer, layer type -> fields of LayerSpec
+Trait = Callable[[Config], Fields]  # config of a layer -> fields of LayerSpec
 WIDEST_HEAD = 1 << 16
 # Among the fields that traits give: how tensors are converted. `factors`: projection or norm -> factor of its weights; `groups`: projection
 # -> groups of its convolution of width 1; `table_eps`: of the layer norm of a table of distances; `projects_table`: if it is projected.
@@ -23,18 +23,18 @@ STAGE = "stage"  # among the fields of a config: the number of a layer's stage, 
 WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
 
-def with_options(trait: Callable[Concatenate[Config, int, str, P], Fields]) -> Callable[P, Trait]:
+def with_options(trait: Callable[Concatenate[Config, P], Fields]) -> Callable[P, Trait]:
     """Makes a function of the trait's further arguments, which returns the trait with these."""
-    return lambda *args, **options: lambda config, n, layer_type: trait(config, n, layer_type, *args, **options)
+    return lambda *args, **options: lambda config: trait(config, *args, **options)
 
 
 @with_options
-def constant(config: Config, n: int, layer_type: str, /, **fields: Any) -> Fields:
+def constant(config: Config, /, **fields: Any) -> Fields:
     return fields
 
 
 @with_options
-def only(config: Config, n: int, layer_type: str, field: str, *values: Any) -> Fields:
+def only(config: Config, field: str, *values: Any) -> Fields:
     """Refuses every value of this field but these."""
     config.expect(field, *values)
     return {}
@@ -50,15 +50,13 @@ def require_present(config: Config, field: str) -> None:
 
 
 @with_options
-def biased(
-    config: Config, n: int, layer_type: str, flag: str | None = None, letters: str = "qkvo", *, always: str = "", default: bool = False
-) -> Fields:
+def biased(config: Config, flag: str | None = None, letters: str = "qkvo", *, always: str = "", default: bool = False) -> Fields:
     """Biases of the projections in `letters` if the field `flag` is true, or in any case if it is None; and of those in `always`."""
     there = always + (letters if flag is None or config.flag(flag, default=default) else "")
     return {"bias": {name: letter in there for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
 
 
-def biased_apart(config: Config, n: int, layer_type: str) -> Fields:
+def biased_apart(config: Config) -> Fields:
     """Biases of queries, keys and values by one flag, of the output by another."""
     qkv, output = config.flag("qkv_bias", "attention_bias", default=False), config.flag("attention_out_bias", "bias", default=False)
     return {"bias": dict(zip(PROJECTIONS, (qkv, qkv, qkv, output), strict=True))}
@@ -70,48 +68,48 @@ ALL_BIASED, NO_BIASES, QKV, WITHOUT_KEY_BIAS = biased(), biased(letters=""), bia
 # --- windows and chunks ---
 
 
-def window(config: Config, n: int, layer_type: str) -> Fields:
+def window(config: Config) -> Fields:
     """A window in layers of type sliding_attention."""
     config.ignore("sliding_window")
-    return {"window": {"left": config.count("sliding_window") - 1}} if layer_type == SLIDING else {}
+    return {"window": {"left": config.count("sliding_window") - 1}} if config.layer_type == SLIDING else {}
 
 
-def window_everywhere(config: Config, n: int, layer_type: str) -> Fields:
+def window_everywhere(config: Config) -> Fields:
     """A window in every layer, unless `sliding_window` is null; it may not be left out."""
     require_present(config, "sliding_window")
     return {"window": {"left": config.count("sliding_window") - 1}} if config.get("sliding_window") is not None else {}
 
 
-def window_around(config: Config, n: int, layer_type: str) -> Fields:
+def window_around(config: Config) -> Fields:
     """A window to both sides in layers of type sliding_attention, with both ends."""
     reach = config.count("sliding_window")
-    return {"window": {"left": reach, "right": reach}} if layer_type == SLIDING else {}
+    return {"window": {"left": reach, "right": reach}} if config.layer_type == SLIDING else {}
 
 
-def window_if_used(config: Config, n: int, layer_type: str) -> Fields:
+def window_if_used(config: Config) -> Fields:
     """A window in every layer where `use_sliding_window` says so."""
     config.ignore("max_window_layers", "sliding_window")
-    return window_everywhere(config, n, layer_type) if config.flag("use_sliding_window", default=False) else {}
+    return window_everywhere(config) if config.flag("use_sliding_window", default=False) else {}
 
 
-def modernbert_window(config: Config, n: int, layer_type: str) -> Fields:
+def modernbert_window(config: Config) -> Fields:
     """Half of local_attention to both sides."""
     config.ignore("decoder_bias", "deterministic_flash_attn", "sliding_window", "reference_compile")
     reach = config.number("local_attention", default=128) // 2
-    return {"window": {"left": int(reach), "right": int(reach)}} if layer_type == SLIDING else {}
+    return {"window": {"left": int(reach), "right": int(reach)}} if config.layer_type == SLIDING else {}
 
 
-def modernbert_decoder_window(config: Config, n: int, layer_type: str) -> Fields:
+def modernbert_decoder_window(config: Config) -> Fields:
     """Half of local_attention, with the query itself, behind it; unless sliding_window is there."""
     reach = config.number("sliding_window", default=config.number("local_attention", default=128) // 2)
     config.ignore("decoder_bias", "deterministic_flash_attn")
-    return {"window": {"left": int(reach) - 1}} if layer_type == SLIDING else {}
+    return {"window": {"left": int(reach) - 1}} if config.layer_type == SLIDING else {}
 
 
-def chunks(config: Config, n: int, layer_type: str) -> Fields:
+def chunks(config: Config) -> Fields:
     """Chunks in layers of type chunked_attention."""
     config.ignore("attention_chunk_size")
-    return {"chunk_size": config.count("attention_chunk_size")} if layer_type == CHUNKED else {}
+    return {"chunk_size": config.count("attention_chunk_size")} if config.layer_type == CHUNKED else {}
 
 
 WINDOWED = (window, window_around, modernbert_window, modernbert_decoder_window)  # traits that need layers' types
@@ -121,20 +119,20 @@ WINDOWED = (window, window_around, modernbert_window, modernbert_decoder_window)
 
 
 @with_options
-def scale(config: Config, n: int, layer_type: str, field: str, power: float = 1.0, default: float | None = None) -> Fields:
+def scale(config: Config, field: str, power: float = 1.0, default: float | None = None) -> Fields:
     """The factor of scores is a field of the config, raised to `power`."""
     return {"scale": config.number(field, default=default) ** power}
 
 
-def capped(config: Config, n: int, layer_type: str) -> Fields:
+def capped(config: Config) -> Fields:
     cap = config.get("attn_logit_softcapping")
     return {"softcap": None if cap is None else config.number("attn_logit_softcapping")}
 
 
-def capped_or_null(config: Config, n: int, layer_type: str) -> Fields:
+def capped_or_null(config: Config) -> Fields:
     """A softcap that may be null, but not left out."""
     require_present(config, "attn_logit_softcapping")
-    return capped(config, n, layer_type)
+    return capped(config)
 
 
 # --- norms, gates, latent vectors ---
@@ -142,16 +140,7 @@ def capped_or_null(config: Config, n: int, layer_type: str) -> Fields:
 
 @with_options
 def normed(
-    config: Config,
-    n: int,
-    layer_type: str,
-    /,
-    flag: str | None = None,
-    *,
-    eps: str = "rms_norm_eps",
-    default: float = 1e-6,
-    on: bool = False,
-    **norm: Any,
+    config: Config, /, flag: str | None = None, *, eps: str = "rms_norm_eps", default: float = 1e-6, on: bool = False, **norm: Any
 ) -> Fields:
     """A norm of queries and keys; if `flag` is given, only where that field is true (by default `on`)."""
     there = flag is None or config.flag(flag, default=on)
@@ -159,7 +148,7 @@ def normed(
 
 
 @with_options
-def gated(config: Config, n: int, layer_type: str, granularity: str = "elementwise", *, bias: str = "", flag: str = "") -> Fields:
+def gated(config: Config, granularity: str = "elementwise", *, bias: str = "", flag: str = "") -> Fields:
     """A sigmoid gate on head outputs. `bias`: the flag of its projection's bias, "" for none; `flag`: that of the gate, by default true."""
     if not flag:
         config.expect("attn_output_gate", True)
@@ -169,42 +158,42 @@ def gated(config: Config, n: int, layer_type: str, granularity: str = "elementwi
     return {"output_gate": {"granularity": granularity, "activation": "sigmoid", "bias": has_bias}}
 
 
-def latent(config: Config, n: int, layer_type: str) -> Fields:
+def latent(config: Config) -> Fields:
     """DeepSeek's multi-head latent attention. The norms of its latents have eps 1e-6 regardless of the config."""
     own, shared = (config.count(f"qk_{kind}_head_dim", most=WIDEST_HEAD) for kind in ("nope", "rope"))
     config.expect("qk_head_dim", own + shared)
     config.expect("num_key_value_heads", config.count("num_attention_heads"))
     ranks = {"query_rank": config.get("q_lora_rank") and config.count("q_lora_rank"), "key_value_rank": config.count("kv_lora_rank")}
     section = ranks | {"rope_key_dim": shared, "eps": 1e-6, "bias": config.flag("attention_bias", default=False)}
-    scale = (own + shared) ** -0.5 * score_mscale(config, layer_type)
+    scale = (own + shared) ** -0.5 * score_mscale(config, config.layer_type)
     return {"head_dim": own + shared, "value_head_dim": config.count("v_head_dim", most=WIDEST_HEAD), "scale": scale, "latent": section}
 
 
 # --- which layers have RoPE ---
 
 
-def no_rope_layers(config: Config, n: int, layer_type: str) -> Fields:
+def no_rope_layers(config: Config) -> Fields:
     """`no_rope_layers`: 1 where a layer has RoPE, 0 where it has none; by default every fourth has none."""
-    flag, every = config.each("no_rope_layers", n), config.get("no_rope_layer_interval", default=4)
-    return {} if (flag if flag is not None else (n + 1) % every) else {"rope": WITHOUT}
+    flag, every = config.each("no_rope_layers"), config.get("no_rope_layer_interval", default=4)
+    return {} if (flag if flag is not None else (config.layer + 1) % every) else {"rope": WITHOUT}
 
 
-def rope_if_sliding(config: Config, n: int, layer_type: str) -> Fields:
+def rope_if_sliding(config: Config) -> Fields:
     """Where some layers have a window, only those have RoPE."""
     require_present(config, "sliding_window")
-    return {} if layer_type == SLIDING or config.get("sliding_window") is None else {"rope": WITHOUT}
+    return {} if config.layer_type == SLIDING or config.get("sliding_window") is None else {"rope": WITHOUT}
 
 
-def rope_only_if_sliding(config: Config, n: int, layer_type: str) -> Fields:
+def rope_only_if_sliding(config: Config) -> Fields:
     """Layers with full attention have no RoPE."""
-    return {} if layer_type == SLIDING else {"rope": WITHOUT}
+    return {} if config.layer_type == SLIDING else {"rope": WITHOUT}
 
 
-def layer_thetas(config: Config, n: int, layer_type: str) -> Fields:
+def layer_thetas(config: Config) -> Fields:
     """A theta for each layer; 0 is no RoPE. Others than that of rope_parameters are refused."""
-    own, shared = config.each("layer_rope_theta", n), (config.section("rope_parameters") or config).get("rope_theta")
+    own, shared = config.each("layer_rope_theta"), (config.section("rope_parameters") or config).get("rope_theta")
     if own and own != shared:
-        raise config.refusal("layer_rope_theta", f"{shared} in layer {n}, as rope_parameters has it", own)
+        raise config.refusal("layer_rope_theta", f"{shared} in layer {config.layer}, as rope_parameters has it", own)
     return {} if own is None or own else {"rope": WITHOUT}
 
 
@@ -213,7 +202,7 @@ def layer_thetas(config: Config, n: int, layer_type: str) -> Fields:
 TRANSFORMER_XL: Fields = {"relative_scores": {"kind": "transformer_xl", "interleaved": True}}
 
 
-def conformer(config: Config, n: int, layer_type: str) -> Fields:
+def conformer(config: Config) -> Fields:
     """Wav2Vec2's Conformers: Transformer-XL's positions, or none; with `relative_key`, vectors for distances from `left` to `right`."""
     require_present(config, "position_embeddings_type")
     config.ignore("rotary_embedding_base", "left_max_position_embeddings", "right_max_position_embeddings")
@@ -233,7 +222,7 @@ def _bound(config: Config, field: str) -> int | None:
     return None if type(value) is int and value <= 0 else config.count(field)
 
 
-def xlnet(config: Config, n: int, layer_type: str) -> Fields:
+def xlnet(config: Config) -> Fields:
     """Without tokens' types: those would add scores between segments."""
     config.expect("attn_type", "bi")
     config.expect("bi_data", False)
@@ -241,7 +230,7 @@ def xlnet(config: Config, n: int, layer_type: str) -> Fields:
     return {"relative_scores": {"kind": "transformer_xl", "max_distance": _bound(config, "clamp_len")}}
 
 
-def deberta(config: Config, n: int, layer_type: str) -> Fields:
+def deberta(config: Config) -> Fields:
     """DeBERTa of all versions. Terms without `pos_att_type` c2p, and layers without relative attention, are refused."""
     config.ignore("position_biased_input", "conv_kernel_size")
     if not config.flag("relative_attention", default=False):

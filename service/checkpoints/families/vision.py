@@ -52,7 +52,7 @@ def _grid(height: int, width: int, **more: object) -> Fields:
     return {"grid_bias": {"height": height, "width": width, "kind": "table", "class_token": False, **more}}
 
 
-def table_of_image(config: Config, n: int, layer_type: str) -> Fields:
+def table_of_image(config: Config) -> Fields:
     """BEiT: a table in each layer, if the config says so. One that layers share, and one that is resampled, are refused."""
     config.expect("use_shared_relative_position_bias", False)
     if not config.flag("use_relative_position_bias", default=False):
@@ -62,12 +62,12 @@ def table_of_image(config: Config, n: int, layer_type: str) -> Fields:
     return _grid(*sides, class_token=True)
 
 
-def table_of_window(config: Config, n: int, layer_type: str) -> Fields:
+def table_of_window(config: Config) -> Fields:
     """Swin: a table of the window, which is smaller than its image."""
     return _grid(*[config.count("window_size", most=MOST_TOKENS)] * 2)
 
 
-def cosine_of_window(config: Config, n: int, layer_type: str) -> Fields:
+def cosine_of_window(config: Config) -> Fields:
     """Swin v2: cosine scores with a factor for each head, and a window that is at most as large as the image of its stage."""
     if any(pretrained := config.get("pretrained_window_sizes", default=[])):
         raise config.refusal("pretrained_window_sizes", "zeros, since others change the scale of distances", pretrained)
@@ -76,17 +76,17 @@ def cosine_of_window(config: Config, n: int, layer_type: str) -> Fields:
 
 
 @with_options
-def vectors_of_window(config: Config, n: int, layer_type: str, flag: str, window_layers: str = "", image_layers: str = "") -> Fields:
+def vectors_of_window(config: Config, flag: str, window_layers: str = "", image_layers: str = "") -> Fields:
     """SAM and ViTDet: vectors for each row and column of a window, or of the whole image in some layers."""
     config.ignore("window_size", window_layers or image_layers)
     if not config.flag(flag):
         return {}
-    listed, side = n in config.get(window_layers or image_layers, default=[]), config.get("window_size")
+    listed, side = config.layer in config.get(window_layers or image_layers, default=[]), config.get("window_size")
     sides = _patches(config) if not side or listed == bool(image_layers) else [config.count("window_size", most=MOST_TOKENS)] * 2
     return _grid(*sides, kind="decomposed")
 
 
-def biased_each(config: Config, n: int, layer_type: str) -> Fields:
+def biased_each(config: Config) -> Fields:
     """DINOv3: a flag for the bias of each projection."""
     flags = zip(PROJECTIONS, ("query_bias", "key_bias", "value_bias", "proj_bias"), (True, False, True, True), strict=True)
     return {"bias": {name: config.flag(flag, default=default) for name, flag, default in flags}}

@@ -19,7 +19,7 @@ ID_BYTES = sum(size for _, size in FIELDS) + RANDOM_BYTES + CHECKSUM_BYTES
 
 
 class Place(NamedTuple):
-    """The process that has a session: numbers of its replica and worker, and the second in which it started."""
+    """The process that has a session: numbers of its replica and worker, and the millisecond in which it started, modulo 2^32."""
 
     replica: int
     worker: int

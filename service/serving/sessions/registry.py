@@ -28,6 +28,8 @@ from service.serving.metrics import Metrics
 from service.serving.requests import TOO_LATE, RawRequest
 from service.serving.sessions.ids import Place, make_id, place_of
 from service.serving.sessions.session import Session
+from service.wire.codec import SequencePart
+from service.wire.problems import describe_value
 from service.wire.schemas.attend import LayerReference
 from service.wire.schemas.sessions import PostSession, SessionDocument
 
@@ -63,6 +65,7 @@ class SessionRegistry:
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._counts: Counter[str] = Counter()  # owner -> number of its sessions
         self._ended: OrderedDict[str, tuple[str, Reason]] = OrderedDict()  # id -> owner, reason; oldest first
+        self._sequences: dict[tuple[str, ...], str] = {}  # owner, layer and id of a sequence -> id of its session
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -149,6 +152,26 @@ class SessionRegistry:
             elif not session.calls:
                 session.cache.close()
 
+    @asynccontextmanager
+    async def turn_in_sequence(self, layer: str, part: SequencePart, raw: RawRequest) -> AsyncIterator[Session]:
+        """As `turn`, for a part of a sequence of the Open Inference Protocol: its first part starts a session, and its last one ends it.
+
+        Raises InvalidRequest for a part of a sequence that has not begun.
+        """
+        owner, key = raw.key, (raw.key, layer, part.id)
+        if part.start:
+            session = self.create(PostSession(layer=layer), owner)
+            if (before := self._sessions.get(self._sequences.get(key, ""))) is not None:
+                self.end(before, "deleted")
+            session.sequence, self._sequences[key] = key, session.id
+        if key not in self._sequences:
+            expected = "sequence_start, or the id of a sequence of this model that has begun"
+            raise InvalidRequest.where("/parameters/sequence_id", expected, describe_value(part.id))
+        async with self.turn(self._sequences[key], owner, raw) as session:
+            yield session
+            if part.end:
+                self.end(session, "deleted")
+
     def reserve(self, cache: KeyValueCache, stop: int) -> None:
         """Create the pages of rows up to `stop`; end sessions of the same owner for them that are not in use, if necessary.
 
@@ -172,6 +195,8 @@ class SessionRegistry:
         if self._sessions.pop(session.id, None) is None:
             return
         self._counts[session.owner] -= 1
+        if session.sequence is not None and self._sequences.get(session.sequence) == session.id:
+            del self._sequences[session.sequence]
         self._ended[session.id] = session.owner, reason
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)

@@ -20,6 +20,7 @@ class Session:
     capacity: int | None
     idle_seconds: float
     used_at: float
+    sequence: tuple[str, ...] | None = None  # owner, layer and id of the sequence of the Open Inference Protocol that it is
     calls: int = 0  # number of calls that use it or wait for it
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 

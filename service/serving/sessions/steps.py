@@ -153,11 +153,11 @@ def _with_all_keys(members: Mapping[str, Any], rows: AttendRequest, session: Ses
     return whole
 
 
-def bind_look(session: Session, decoded: Decoded, bind: Bind, admission: Admission) -> BoundCall:
+def bind_look(session: Session, bind: Bind, decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
     """The bound call of a request to another endpoint, which `bind` binds, on the rows of a session. Raises what `bind` raises, or
     SessionConflict."""
-    bound = bind(decoded._replace(members=members_of_look(session, decoded.members)), session.layer, admission)
-    _require_rows(session, bound.call, session.layer)
+    bound = bind(decoded._replace(members=members_of_look(session, decoded.members)), layer, admission)
+    _require_rows(session, bound.call, layer)
     return bound._replace(operation=CachedOperation(session.cache, bound.operation))
 
 

@@ -90,7 +90,7 @@ class GrpcCodec(Codec):
         refuse_decimals(members)
         marks_final = self.stream and options.triton_enable_empty_final_response
         reply_format = V2ReplyFormat(request.model_name, request.id, outputs, marks_final=marks_final)
-        return Decoded(members, reply_format, options.seconds, V2ErrorPaths(tuple(paths), "/model_name").translate)
+        return Decoded(members, reply_format, options.seconds, options.sequence, V2ErrorPaths(tuple(paths), "/model_name").translate)
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
         """The reply as one message. The tensors are appended without the protobuf library, which would copy them once more."""

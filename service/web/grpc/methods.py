@@ -101,7 +101,7 @@ class Methods:
         codec = codec or self.codec
         timeouts = [seconds for seconds in (record.seconds_left, self.service.timeout) if seconds is not None]
         deadline = self.service.clock() + min(timeouts) if timeouts else None
-        raw = RawRequest(body, codec, reply_codec=codec, deadline=deadline, caller=record.lease.caller, lease=record.lease)
+        raw = RawRequest(body, codec, reply_codec=codec, deadline=deadline, caller=record.lease.caller, key=record.key, lease=record.lease)
         del body  # the engine frees it after decoding
         reply = await self.service.engine.answer(raw, ATTEND)
         record.phases, record.log_fields = reply.phases, reply.log_fields

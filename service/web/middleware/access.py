@@ -15,7 +15,7 @@ from service.serving.executor import is_out_of_memory
 from service.serving.service import Service
 from service.web.errors import error_response, internal_error, out_of_memory
 from service.web.middleware.guard import Guard
-from service.web.middleware.telemetry import Telemetry, endpoint_label
+from service.web.middleware.telemetry import Telemetry
 from service.web.request_reader import Record, record_of
 
 log = structlog.get_logger("attend")
@@ -32,7 +32,7 @@ class Access:
     """The outermost middleware of the application.
 
     `direct_endpoint(method, path)` returns the endpoint to call without FastAPI, whose routing and middleware would take a sixth of the
-    time of a small request; None for all others.
+    time of a small request; None for all others. `label(path)` is the path's label in metrics and spans.
     """
 
     def __init__(
@@ -41,11 +41,12 @@ class Access:
         service: Service,
         log_requests: bool,
         direct_endpoint: Callable[[str, str], Endpoint | None],
+        label: Callable[[str], str],
         guard: Guard | None = None,
         traces: Telemetry | None = None,
     ) -> None:
         self.app, self.service, self.log_requests, self.direct_endpoint = app, service, log_requests, direct_endpoint
-        self.guard, self.traces = guard, traces
+        self.label, self.guard, self.traces = label, guard, traces
         self.log = log.bind()  # the logger that a call of `log.info` would look up each time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +84,7 @@ class Access:
                 await connection.send(send, message)
 
         if self.traces is not None:
-            self.traces.begin(scope, record.path)
+            self.traces.begin(scope, self.label(record.path))
         try:
             await self._answer(scope, record, receive, observed_send)
             self._log_request(scope, record, time.monotonic() - started)
@@ -118,11 +119,12 @@ class Access:
                 await internal_error(scope)(scope, receive, send)
 
     def _log_request(self, scope: Scope, record: Record, seconds: float) -> None:
-        self.service.metrics.answered(endpoint_label(record.path), record.status, record.received, record.sent)
+        label = self.label(record.path)
+        self.service.metrics.answered(label, record.status, record.received, record.sent)
         if record.reason:
             self.service.metrics.failed(record.reason)
         if self.traces is not None:
-            self.traces.end(scope, record.path, record, seconds)
+            self.traces.end(scope, label, record, seconds)
         if self.log_requests:
             phases = {} if record.phases is None else record.phases.milliseconds()
             refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}

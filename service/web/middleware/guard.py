@@ -14,6 +14,7 @@ from service.web.keys import Keyring
 from service.web.request_reader import Record
 from service.wire.negotiation import HTML, JSON, accepted_type
 
+KEY_HEADERS = ("authorization", "x-api-key")
 SAFE_METHODS = frozenset({"GET", "HEAD"})
 SESSION_METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 ANY_SCOPE = frozenset({"infer", "admin", "metrics"})
@@ -47,8 +48,8 @@ class Guard:
             self._require_host(host)
         if self.keyring is not None:
             is_page = path == "/" and accepted_type(record.header(b"accept"), (JSON, HTML)) == HTML
-            text = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
-            return "" if is_page else require_key(self.keyring, text, scopes_for("GET" if method == "HEAD" else method, path))
+            presented = {name: record.header(name.encode()) for name in KEY_HEADERS}
+            return "" if is_page else require_key(self.keyring, presented, scopes_for("GET" if method == "HEAD" else method, path))
         if b"origin" in headers and self.hosts is not None and method not in SAFE_METHODS:
             self._require_origin(headers[b"origin"].decode("latin-1"), host.decode("latin-1"))
         return ""

@@ -11,11 +11,12 @@ framework's router) and the histogram of gRPC calls, so the spans are made here,
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Scope
 
 from service import __version__
@@ -28,10 +29,7 @@ DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"))  # others are _OTHER
 
 OTHER = "other"  # label of all paths where nothing is served
-ENDPOINTS = re.compile(r"/(attend(/(plan|analysis|figure))?|layers|sessions|words|health/(live|ready|startup)|metrics|docs|openapi\.json)?")
-V2_ENDPOINTS = re.compile(r"/v2(/health/(live|ready)|/models/stats|/repository/index)?/?")
-SESSION = re.compile(r"/sessions/[^/]+(|/attend|/fork|/cache)")
-V2_MODELS = re.compile(r"(/v2(?:/repository)?/models/)[^/]+(?:/versions/[^/]+)?(|/infer|/ready|/config|/stats|/load|/unload)/?")
+VERSION = re.compile("/versions/[^/]+")  # of a model, in paths under /v2
 
 
 def open_telemetry(service: Service) -> "Telemetry":
@@ -89,10 +87,10 @@ class Telemetry:
         for name, value in gauges.items():
             meter.create_observable_gauge(name, [lambda _, value=value: [Observation(value())]])
 
-    def begin(self, scope: Scope, path: str) -> None:
-        """Starts the span of a request, as a child of the caller's span if there is one."""
+    def begin(self, scope: Scope, route: str) -> None:
+        """Starts the span of a request, as a child of the caller's span if there is one. `route`: the label of its path."""
         incoming = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in TRACE_HEADERS}
-        method, route = _method(scope).replace("_OTHER", "HTTP"), endpoint_label(path)
+        method = _method(scope).replace("_OTHER", "HTTP")
         scope["attend.span"] = self._open(method if route == OTHER else f"{method} {route}", incoming)
 
     def reply_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
@@ -100,9 +98,9 @@ class Telemetry:
         text = scope["attend.span"].traceparent.encode()
         return [(b"traceparent", text), (b"traceresponse", text)]
 
-    def end(self, scope: Scope, path: str, record: Record, seconds: float) -> None:
+    def end(self, scope: Scope, route: str, record: Record, seconds: float) -> None:
         """Closes the span of a request."""
-        method, route, failed = _method(scope), endpoint_label(path), record.status >= 500
+        method, failed = _method(scope), record.status >= 500
         labels: dict[str, Any] = {"http.request.method": method, "url.scheme": scope.get("scheme", "http")}
         if route != OTHER:
             labels["http.route"] = route
@@ -165,15 +163,14 @@ def _method(scope: Scope) -> str:
     return method if method in METHODS else "_OTHER"
 
 
-@lru_cache(256)
-def endpoint_label(path: str) -> str:
-    """The path with names replaced by {name}, or OTHER, so that metrics have few labels."""
-    if ENDPOINTS.fullmatch(path):
-        return path
-    if V2_ENDPOINTS.fullmatch(path):
-        return path.rstrip("/")
-    if found := V2_MODELS.fullmatch(path):
-        return f"{found[1]}{{name}}{found[2]}"
-    if found := SESSION.fullmatch(path):
-        return f"/sessions/{{id}}{found[1]}"
-    return next((f"{start}{{name}}" for start in ("/layers/", "/page/") if path.startswith(start)), OTHER)
+def endpoint_labels(routes: Sequence[BaseRoute]) -> Callable[[str], str]:
+    """A function from a path to the path of its route, where parameters stand for names, or to OTHER; so metrics have few labels."""
+    known = [(route.path_regex, route.path_format) for route in routes if isinstance(route, Route | Mount)]
+
+    @lru_cache(256)
+    def label(path: str) -> str:
+        if path.startswith("/v2"):
+            path = VERSION.sub("", path).rstrip("/")
+        return next((template for regex, template in known if regex.match(path)), OTHER)
+
+    return label

@@ -10,6 +10,7 @@ const COLUMNS = [ // name, title, digits, what it is
   ["self_share", "Self", 2, "share of attention that a word gives to itself"],
   ["previous_token_score", "Previous", 2, "share given to the word before"],
   ["first_key_mass", "First", 2, "share given to the first word"],
+  ["zero_ablation", "Ablation", 2, "relative change of the output without the head, where weights may be negative and have no such shares"],
 ];
 export const LINKS = 30; // requested, so that some are between words after those with [CLS] and [SEP]
 
@@ -24,15 +25,15 @@ export class Numbers {
   /** Fills the table with `metrics`, [h] each, or [b, h] with a batch, of which `item` is shown. */
   show(metrics, item, batched) {
     const of = (numbers) => (batched ? numbers?.[item] : numbers);
-    const known = COLUMNS.filter(([name]) => Array.isArray(of(metrics[name])));
+    const numbers = (name) => of(metrics[name]?.relative_change ?? metrics[name]);
+    const known = COLUMNS.filter(([name]) => Array.isArray(numbers(name)));
     const links = metrics.strongest_links ?? {};
     const [from, to, weights] = [links.query_words ?? links.queries, links.key_words ?? links.keys, links.weights].map(of);
-    const head = row([cell("th", "Head", "col"), ...known.map(([, title]) => cell("th", title, "col")), cell("th", "Strongest link", "col")]);
-    const columns = known.map(([name, , digits]) => bars(of(metrics[name]), (number) => number.toFixed(digits)));
-    this.rows = weights.map((_, h) => {
-      const link = make("td", { className: "link", textContent: strongest(from[h], to[h], weights[h]) });
-      return row([this.name(h), ...columns.map((column) => column[h]), link]);
-    });
+    const titles = ["Head", ...known.map(([, title]) => title), ...(weights ? ["Strongest link"] : [])];
+    const columns = known.map(([name, , digits]) => bars(numbers(name), (number) => number.toFixed(digits)));
+    if (weights) columns.push(weights.map((_, h) => make("td", { className: "link", textContent: strongest(from[h], to[h], weights[h]) })));
+    const head = row(titles.map((title) => cell("th", title, "col")));
+    this.rows = columns[0].map((_, h) => row([this.name(h), ...columns.map((column) => column[h])]));
     this.table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...this.rows));
     this.reveal();
     this.mark(this.shown);

@@ -226,7 +226,8 @@ async function load() {
   const signal = restart();
   try {
     form.clearErrors();
-    const [{ layers }, vocabulary] = await Promise.all([get("layers", signal), get("words", signal)]);
+    const [{ layers }, vocabulary, { limits }] = await Promise.all([get("layers", signal), get("words", signal), get("./", signal)]);
+    views.decoding.isOffered = limits.session_memory > 0;
     specs.clear();
     for (const { name, spec } of layers) specs.set(name, spec);
     const [real] = vocabulary.layers;

@@ -2,6 +2,7 @@
 
 import { Change } from "./change.js";
 import { paint } from "./colours.js";
+import { Decoding } from "./decoding.js";
 import { $ } from "./dom.js";
 import { layerNames } from "./form.js";
 import { Heads } from "./heads.js";
@@ -33,6 +34,7 @@ export class Views {
     this.numbers = new Numbers($("numbers"), enlarge);
     this.steps = new Steps($("steps"), enlarge);
     this.change = new Change($("change"));
+    this.decoding = new Decoding($("decoding"));
     this.model = new Model($("model"), (reply) => this.patternOf(reply), open);
   }
 
@@ -52,6 +54,7 @@ export class Views {
     Object.assign(this, { composed, reply });
     this.showItems(wanted.item);
     this.numbers.wait();
+    this.decoding.offer(composed);
     this.model.offer(layersOfModel(reply.layer.name, layerNames()), reply.layer.name);
     this.heads.build(reply.shape[1]);
     if (wanted.off) this.heads.switchOff(wanted.off.split(" ").map(Number));
@@ -116,6 +119,7 @@ export class Views {
     this.heads.show(this.pattern, this.mean, scale);
     $("all").hidden = !this.heads.off.length;
     this.model.redraw(scale);
+    this.decoding.draw();
     paint($("ramp"), RAMP, () => 1);
     this.drawShown();
   }

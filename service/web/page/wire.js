@@ -30,15 +30,20 @@ export async function putTensors(path, body) {
   await send(path, { method: "PUT", body, headers: { "Content-Type": TENSORS, Accept: JSON_TYPE } });
 }
 
+/** DELETE. */
+export async function remove(path) {
+  await send(path, { method: "DELETE" });
+}
+
 /** GET of a JSON document. */
 export async function get(path, signal) {
   return await (await send(path, { headers: { Accept: JSON_TYPE }, signal })).json();
 }
 
-/** Outputs of a request: {tensors, layer, timing}; tensors are {shape, data} by name, data is Float32Array. */
-export async function attend(request, outputs, signal) {
+/** Outputs of a request to /attend, or of a step of a session: {tensors, layer, timing}; tensors are {shape, data} by name, data is Float32Array. */
+export async function attend(request, outputs, signal, path = "attend") {
   const body = typeof request === "string" ? request : { ...request, outputs, reply: { datatype: "FP32" } };
-  const response = await post("attend", body, { accept: TENSORS, signal });
+  const response = await post(path, body, { accept: TENSORS, signal });
   const { tensors, metadata } = readTensors(await response.arrayBuffer());
   return { tensors, layer: JSON.parse(metadata.reply).layer, timing: response.headers.get("Server-Timing") ?? "" };
 }

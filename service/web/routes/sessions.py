@@ -8,6 +8,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Send
 
 from service.serving.documents import read_document
+from service.serving.engine import ATTEND
 from service.serving.service import Service
 from service.serving.sessions.transfer import export_cache, import_cache
 from service.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
@@ -28,7 +29,8 @@ async def attend_step(service: Service, session_id: str, record: Record, receive
     require_started(service)
     service.engine.require_sessions().find(session_id, record.key)  # before the body is read
     raw = await read(record, receive, service)
-    await send_reply(await service.engine.answer_step(raw, session_id), record, send)
+    raw.session = session_id
+    await send_reply(await service.engine.answer(raw, ATTEND), record, send)
 
 
 def install(app: FastAPI, service: Service) -> None:

@@ -46,6 +46,7 @@ class ProtocolExtensions:
 
     why_not_writable: Exception | None
     why_no_statistics: Exception | None
+    sessions: bool = False  # whether the server keeps sequences
     workers: int = 1  # processes; each has a copy of every layer
 
     def require_writable(self) -> None:
@@ -60,7 +61,8 @@ class ProtocolExtensions:
     def extensions(self) -> list[str]:
         """The protocol's names of the extensions that work."""
         dependent = {"model_repository": self.why_not_writable, "statistics": self.why_no_statistics}
-        return [*UNCONDITIONAL_EXTENSIONS, *(name for name, why_not in dependent.items() if why_not is None)]
+        sequence = ["sequence"] if self.sessions else []
+        return [*UNCONDITIONAL_EXTENSIONS, *sequence, *(name for name, why_not in dependent.items() if why_not is None)]
 
     def metadata(self) -> ServerMetadata:
         return ServerMetadata(name="attend", version=__version__, extensions=self.extensions)

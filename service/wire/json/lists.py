@@ -19,7 +19,7 @@ from service.wire.native import numbers
 from service.wire.problems import describe_value
 
 PIECE_BYTES = 1 << 17  # bytes of a list that the plain reader parses at a time
-MAX_PLAIN_BYTES = 4 << 20  # bytes of a list that is not a tensor
+MAX_PLAIN_BYTES = 4 << 20  # bytes of a list or text that is cut out but is not a tensor
 EMPTY_AXIS = 'an object with "shape", since an axis has length 0'
 NESTED, EMPTY = re.compile(rb"\[\s*\["), re.compile(rb"\[\s*\]")
 FLOAT64 = np.dtype(np.float64)
@@ -33,13 +33,25 @@ ALLOWED: dict[Kind, tuple[set[type], str]] = {  # types of the elements, and the
 }
 
 
-class NumberList(NamedTuple):
-    """A list in a JSON text, brackets included: text[start:stop]. It has no objects and no strings except "-inf"; it may be malformed."""
+class Cut(NamedTuple):
+    """A value in a JSON text, which is text[start:stop], brackets or quotation marks included. It may be malformed."""
 
     text: bytes
     start: int
     stop: int
     limits: WireLimits
+
+    def plain(self, at: str) -> Any:
+        """The value as Python objects. Raises MalformedBody, InvalidRequest or TooLarge."""
+        if self.stop - self.start > MAX_PLAIN_BYTES:
+            raise TooLarge.where(at, f"a value of at most {MAX_PLAIN_BYTES} bytes", str(self.stop - self.start))
+        return parse_strictly(self.text[self.start : self.stop], place_of=lambda offset: line_and_column(self.text, self.start + offset))
+
+
+class NumberList(Cut):
+    """A list without objects, and without strings except "-inf"."""
+
+    __slots__ = ()
 
     @property
     def nested(self) -> bool:
@@ -93,12 +105,6 @@ class NumberList(NamedTuple):
             raise TooLarge.where(at, f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
         if lists > self.limits.lists:
             raise TooLarge.where(at, f"at most {self.limits.lists} lists in one tensor", "more")
-
-    def plain(self, at: str) -> Any:
-        """The list as Python objects."""
-        if self.stop - self.start > MAX_PLAIN_BYTES:
-            raise TooLarge.where(at, f"a list of at most {MAX_PLAIN_BYTES} bytes", str(self.stop - self.start))
-        return parse_strictly(self.text[self.start : self.stop], place_of=lambda offset: line_and_column(self.text, self.start + offset))
 
 
 def _max_depth(piece: bytes) -> int:

@@ -8,14 +8,14 @@ import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from service.errors import InvalidRequest, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64
-from service.wire.json.lists import NumberList, array_of_lists
+from service.wire.json.lists import Cut, NumberList, array_of_lists
 from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import MAX_SHOWN, describe_value
@@ -24,7 +24,6 @@ MAX_REST_BYTES = 4 << 20  # bytes of a body without its numbers and base64
 MAX_CACHED_REST = 2048  # bytes of a rest whose parsed value is cached
 MAX_STRICT_BYTES = 1 << 20  # bytes of a body that the strict reader may parse as a whole
 MAX_UNCUT_BYTES = 1 << 16  # a longer base64 string, in bytes, is cut out
-MAX_TEXT_BYTES = 2 << 20  # bytes of a string that is cut out but is not base64 of a tensor
 MINUS_INFINITY = re.compile(rb'"-inf"\s*[,\]]')  # as an item of a list
 CUT_DESCRIPTION = 'base64 and lists of numbers (a list with an object, or a string other than "-inf", is no list of numbers)'
 PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
@@ -34,28 +33,17 @@ ESCAPE = re.compile(rb"\\(?:/|u00([0-7][0-9A-Fa-f]))")  # of a character that ba
 TENSOR_KEYS = ("shape", "datatype", "data", "base64")
 
 
-class Base64Text(NamedTuple):
-    """A string in a JSON text: the content between its quotation marks is text[start:stop]."""
+class Base64Text(Cut):
+    """A long string."""
 
-    text: bytes
-    start: int
-    stop: int
+    __slots__ = ()
 
     def content(self) -> bytes | memoryview:
         """The content, with escaped characters of ASCII unescaped; a view if it has none. Base64 has no other characters."""
         if self.text.find(b"\\", self.start, self.stop) < 0:
-            return memoryview(self.text)[self.start : self.stop]
-        return ESCAPE.sub(lambda escape: bytes.fromhex(escape[1].decode()) if escape[1] else b"/", self.text[self.start : self.stop])
-
-    def plain(self, at: str) -> str:
-        """The string. Raises MalformedBody or TooLarge."""
-        if self.stop - self.start > MAX_TEXT_BYTES:
-            raise TooLarge.where(at, f"a text of at most {MAX_TEXT_BYTES} bytes", str(self.stop - self.start))
-        place_of = lambda offset: line_and_column(self.text, self.start + offset - 1)  # noqa: E731
-        return str(parse_strictly(self.text[self.start - 1 : self.stop + 1], place_of=place_of))
-
-
-Cut: TypeAlias = NumberList | Base64Text
+            return memoryview(self.text)[self.start + 1 : self.stop - 1]
+        content = self.text[self.start + 1 : self.stop - 1]
+        return ESCAPE.sub(lambda escape: bytes.fromhex(escape[1].decode()) if escape[1] else b"/", content)
 
 
 class Parts(NamedTuple):
@@ -77,10 +65,9 @@ class Parts(NamedTuple):
     def _place_of(self, offset: int) -> str:
         """Line and column in the text of the byte at `offset` in the rest."""
         for value in self.cut:
-            start, stop = (value.start, value.stop) if isinstance(value, NumberList) else (value.start - 1, value.stop + 1)
-            if offset <= start:
+            if offset <= value.start:
                 break
-            offset += stop - start - len(PLACEHOLDER)
+            offset += value.stop - value.start - len(PLACEHOLDER)
         return line_and_column(self.text, min(offset, len(self.text)))
 
 
@@ -96,10 +83,8 @@ def _parse_template(rest: bytes, count: int) -> Any:
 
 def _filled(value: Any, cut: list[Cut]) -> Any:
     """A copy of a parsed template, with the cut values in place of the slots."""
-    if type(value) is Slot:
-        return cut[value]
-    if isinstance(value, dict):
-        return {key: _filled(item, cut) for key, item in value.items()}
+    if isinstance(value, dict):  # every slot is the value of a member
+        return {key: cut[item] if type(item) is Slot else _filled(item, cut) for key, item in value.items()}
     return [_filled(item, cut) for item in value] if isinstance(value, list) else value
 
 
@@ -115,7 +100,7 @@ def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFO
     begin = position = size = 0
     while found := before.search(text, position, begin + MAX_REST_BYTES - size):
         start = found.end()
-        value = _number_list(text, start, limits) if text[start : start + 1] == b"[" else _base64_text(text, start)
+        value = (_number_list if text[start : start + 1] == b"[" else _base64_text)(text, start, limits)
         position = start + 1
         if value is not None:
             cut.append(value)
@@ -123,7 +108,7 @@ def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFO
                 raise TooLarge.where("", f"at most {limits.values} values outside of tensors in one body", "more")
             pieces += text[begin:start], PLACEHOLDER
             size += start - begin
-            begin = position = value.stop if isinstance(value, NumberList) else value.stop + 1
+            begin = position = value.stop
     if size + len(text) - begin > MAX_REST_BYTES:
         raise TooLarge.where("", f"at most {MAX_REST_BYTES} bytes outside of {CUT_DESCRIPTION}", str(size + len(text) - begin))
     return Parts(text, b"".join((*pieces, text[begin:])), cut)
@@ -139,10 +124,10 @@ def _number_list(text: bytes, start: int, limits: WireLimits) -> NumberList | No
     return NumberList(text, start, stop, limits) if stop and AFTER_VALUE.match(text, stop) else None
 
 
-def _base64_text(text: bytes, start: int) -> Base64Text | None:
+def _base64_text(text: bytes, start: int, limits: WireLimits) -> Base64Text | None:
     """The string that begins at `start`; None if it is at most MAX_UNCUT_BYTES bytes."""
-    stop = text.find(b'"', start + 1)
-    return Base64Text(text, start + 1, stop) if stop - start > MAX_UNCUT_BYTES and text[stop - 1 : stop] != b"\\" else None
+    stop = text.find(b'"', start + 1) + 1
+    return Base64Text(text, start, stop, limits) if stop - start > MAX_UNCUT_BYTES and text[stop - 2 : stop - 1] != b"\\" else None
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from service.tensors import datatype_of, raw
-from service.wire.arrays import Kind
+from service.wire.arrays import Kind, array_of_bytes
 from service.wire.codec import Codec, Decoded, Encoded, Headers
 from service.wire.json.lists import NumberList
 from service.wire.json.reader import MAX_STRICT_BYTES, Reader, array_of_data, cut_values
@@ -25,7 +25,7 @@ from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
-from service.wire.v2.header import CutList, V2Header, V2ReplyFormat, parse_header
+from service.wire.v2.header import CutList, V2Header, V2Input, V2ReplyFormat, parse_header
 from service.wire.v2.parameters import VERSION, requested_arrays, squeeze_per_item
 
 MAX_CACHED_HEADER = 4096  # bytes of a header template that is cached; longer ones rarely repeat
@@ -45,7 +45,7 @@ class V2Codec(Codec):
         model = parameters["model"]
         header, members = _read(text, following, model, limits)
         squeeze_per_item(members)
-        return Decoded(members, header.reply_format, header.timeout, header.error_paths.translate)
+        return Decoded(members, header.reply_format, header.timeout, header.sequence, header.error_paths.translate)
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
         """The JSON, then the bytes of the binary outputs."""
@@ -103,10 +103,16 @@ def _read(text: bytes, following: memoryview, model: str, limits: WireLimits) ->
 
 def _members(header: V2Header, cut: Sequence[NumberList], following: memoryview) -> dict[str, Any]:
     """The members of the request, with arrays."""
-    members = {**header.members, **{name: tensor.array(following) for name, tensor in header.binary_tensors.items()}}
-    for name, tensor in header.json_tensors.items():
-        data = cut[tensor.data.number] if isinstance(tensor.data, CutList) else tensor.data
-        members[name] = array_of_data(data, tensor.kind, tensor.shape, tensor.datatype.numpy, f"/inputs/{tensor.input}/data")
+    members = dict(header.members)
+    for name, tensor in header.members.items():
+        if type(tensor) is not V2Input:
+            continue
+        kind, datatype, shape, at, data, start, stop = tensor
+        if data is None:
+            members[name] = array_of_bytes(following[start:stop], datatype, shape, at)
+        else:
+            numbers = cut[data.number] if isinstance(data, CutList) else data
+            members[name] = array_of_data(numbers, kind, shape, datatype.numpy, f"{at}/data")
     return members
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from service.errors import InvalidRequest, MalformedBody
-from service.tensors import Array, Datatype
-from service.wire.arrays import Kind, array_of_bytes
+from service.tensors import Datatype
+from service.wire.arrays import Kind
+from service.wire.codec import SequencePart
 from service.wire.json.reader import shape_of
 from service.wire.problems import describe_value, validate
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
@@ -24,20 +25,6 @@ from service.wire.v2.parameters import (
 from service.wire.v2.schemas import InferenceInput, InferenceParameters, InferenceRequest
 
 
-class BinaryTensor(NamedTuple):
-    """A tensor sent as bytes: those from `start` to `stop` after the JSON. `at` points to its input."""
-
-    datatype: Datatype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    at: str
-
-    def array(self, following: memoryview) -> Array:
-        """The array, a view of `following`, the bytes after the JSON. Raises InvalidRequest."""
-        return array_of_bytes(following[self.start : self.stop], self.datatype, self.shape, self.at)
-
-
 class CutList(NamedTuple):
     """Replaces, in a parsed header, a list that was cut out of the text. `nested`: whether it contains lists."""
 
@@ -45,14 +32,17 @@ class CutList(NamedTuple):
     nested: bool
 
 
-class JsonTensor(NamedTuple):
-    """A tensor whose numbers are in the JSON, in input number `input`. `data`: a `CutList`, or the value in the JSON."""
+class V2Input(NamedTuple):
+    """An input without its numbers. They are `data`, a `CutList` or the value in the JSON; if that is None, they are the bytes from `start`
+    to `stop` after the JSON. `at` points to the input."""
 
-    input: int
     kind: Kind
     datatype: Datatype
     shape: tuple[int, ...]
-    data: Any
+    at: str
+    data: Any = None
+    start: int = 0
+    stop: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +65,13 @@ class V2ReplyFormat:
 
 @dataclass(frozen=True, slots=True)
 class V2Header:
-    """A parsed header. `members`: those of an AttendRequest, with `...` for each array, in the order of the inputs."""
+    """A parsed header. `members`: those of an AttendRequest, with a `V2Input` for each array."""
 
     members: Mapping[str, Any]
-    binary_tensors: Mapping[str, BinaryTensor]  # by name, in the order of their bytes
-    json_tensors: Mapping[str, JsonTensor]
     timeout: float | None  # seconds
     reply_format: V2ReplyFormat
     error_paths: V2ErrorPaths
+    sequence: SequencePart | None = None
 
 
 def parse_header(document: Mapping[str, Any], following: int, model: str) -> V2Header:
@@ -92,17 +81,13 @@ def parse_header(document: Mapping[str, Any], following: int, model: str) -> V2H
         if got not in (None, value):
             raise InvalidRequest.where(f"/{name}", f'"{value}", as in the path', describe_value(got))
     paths: list[InputPath] = []
-    binary_tensors: dict[str, BinaryTensor] = {}
-    json_tensors: dict[str, JsonTensor] = {}
+    tensors: list[tuple[str, V2Input]] = []
     position = 0
     for i, entry in enumerate(request.inputs):
-        path, tensor = _input(entry, i, position, following)
+        path, tensor = _input(entry, f"/inputs/{i}", position, following)
         paths.append(path)
-        if isinstance(tensor, BinaryTensor):
-            binary_tensors[path.name] = tensor
-            position = tensor.stop
-        else:
-            json_tensors[path.name] = tensor
+        tensors.append((path.name, tensor))
+        position = tensor.stop
     if position != following:
         raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(following))
     parameters, requested = request.parameters or InferenceParameters(), request.outputs or []
@@ -112,29 +97,29 @@ def parse_header(document: Mapping[str, Any], following: int, model: str) -> V2H
         for output in requested
         if output.parameters is not None and "binary_data" in output.parameters.model_fields_set
     }
-    members = members_of(model, [(path.name, ...) for path in paths], parameters.model_extra or {}, outputs)
+    members = members_of(model, tensors, parameters.model_extra or {}, outputs)
     reply_format = V2ReplyFormat(model, request.id, outputs, parameters.binary_data_output, binary_outputs)
     if not any(reply_format.in_text(name) for name in outputs or DEFAULT_OUTPUTS if name != TOP_K_KEYS):
         refuse_decimals(members)
-    return V2Header(members, binary_tensors, json_tensors, parameters.seconds, reply_format, V2ErrorPaths(tuple(paths)))
+    return V2Header(members, parameters.seconds, reply_format, V2ErrorPaths(tuple(paths)), parameters.sequence)
 
 
-def _input(entry: InferenceInput, i: int, position: int, following: int) -> tuple[InputPath, BinaryTensor | JsonTensor]:
-    """(path, tensor) of one input."""
-    at, name, data = f"/inputs/{i}", entry.name, entry.data
+def _input(entry: InferenceInput, at: str, position: int, following: int) -> tuple[InputPath, V2Input]:
+    """(path, tensor) of one input; `position`: where the bytes of the inputs before it end."""
+    name, kind, data = entry.name, kind_of(entry.name), entry.data
     require_input(name, f"{at}/name")
-    datatype = datatype_named(entry.datatype, kind_of(name), f"{at}/datatype")
+    datatype = datatype_named(entry.datatype, kind, f"{at}/datatype")
     shape = shape_of(entry.shape, f"{at}/shape")
     size = None if entry.parameters is None else entry.parameters.binary_data_size
     if (data is None) == (size is None):
         raise InvalidRequest.where(at, "either data or binary_data_size", "neither" if data is None else "both")
     if size is None:
         nested = data.nested if isinstance(data, CutList) else isinstance(data, list) and len(data) > 0 and isinstance(data[0], list)
-        return InputPath(name, shape, "/data", nested), JsonTensor(i, kind_of(name), datatype, shape, data)
+        return InputPath(name, shape, "/data", nested), V2Input(kind, datatype, shape, at, data, stop=position)
     wanted = math.prod(shape) * datatype.size
     if size != wanted:
         expected = f"{wanted} bytes for shape {list(shape)} of {datatype.name}"
         raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, str(size))
     if size > (left := following - position):
         raise MalformedBody.where(at, f"{size} bytes after the JSON (Inference-Header-Content-Length is its length)", str(left))
-    return InputPath(name, shape), BinaryTensor(datatype, shape, position, position + size, at)
+    return InputPath(name, shape), V2Input(kind, datatype, shape, at, None, position, position + size)

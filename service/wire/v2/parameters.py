@@ -34,7 +34,7 @@ TOP_K_OUTPUTS = (TOP_K_KEYS, "attention_weights.values")  # outputs that replace
 def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
     """The members of an AttendRequest; the caller must still call `squeeze_per_item`.
 
-    `tensors`: (name, array or placeholder) in the order of the request; `parameters`: those of the request that the protocol does not
+    `tensors`: (name, array or V2Input) in the order of the request; `parameters`: those of the request that the protocol does not
     define; `outputs`: the requested names, empty for the default. Raises InvalidRequest or MalformedBody for repeated or unknown names.
     """
     members: dict[str, Any] = {}

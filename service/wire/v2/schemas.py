@@ -4,9 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, WithJsonSchema
 
+from service.errors import InvalidRequest
 from service.spec_parts import field_error
 from service.tensors import DATATYPES
 from service.wire.arrays import MAX_RANK
+from service.wire.codec import SequencePart
 from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
 from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.tensors import MAX_AXIS, REFERENCE
@@ -172,11 +174,26 @@ class InferenceParameters(CodecParameters):
     priority: Annotated[int, Field(ge=0, lt=2**64)] = Field(default=0, description="Has no effect.")
     timeout: Microseconds = Field(default=0, description="Microseconds; 0 is no timeout of the request's own.")
     triton_enable_empty_final_response: bool = Field(default=False, description="For streams over gRPC.")
+    sequence_id: Annotated[int, Field(ge=0, lt=2**64)] | Annotated[str, Field(max_length=128)] = Field(
+        default=0, union_mode="left_to_right", description="The sequence whose keys and values the server keeps; 0 or empty: none."
+    )
+    sequence_start: bool = Field(default=False, description="Whether the request begins the sequence.")
+    sequence_end: bool = Field(default=False, description="Whether the sequence ends after the request.")
 
     @property
     def seconds(self) -> float | None:
         """The timeout in seconds; None if there is none."""
         return self.timeout / 1e6 or None
+
+    @property
+    def sequence(self) -> SequencePart | None:
+        """The sequence of the request; None if it belongs to none. Raises InvalidRequest for a beginning or an end of none."""
+        if self.sequence_id in (0, ""):
+            for name in ("sequence_start", "sequence_end"):
+                if getattr(self, name):
+                    raise InvalidRequest.where(f"/parameters/{name}", "a sequence_id in addition", name)
+            return None
+        return SequencePart(str(self.sequence_id), self.sequence_start, self.sequence_end)
 
 
 class InferenceInput(StrictModel):  # header.py validates name, shape, datatype and data; parameters.py the names of outputs

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from service.attention.compare import assert_agrees, compare, tolerance
-from service.attention.compare.cases import Requirements, draw_check_cases
+from service.attention.compare.cases import draw_check_cases
 from service.attention.compare.changes import Computation
 from service.attention.compare.mistakes import MISTAKES, explain
 from service.attention.compare.random_layers import Draw, draw_weights
@@ -598,12 +598,9 @@ LAYERS = [
 @pytest.mark.parametrize(("hint", "change"), [row for rows in MISTAKES.values() for row in rows.items()])
 def test_every_known_mistake_is_named_and_no_other(hint, change):
     """The reference makes the mistake. In the first case whose numbers change, this mistake alone is named."""
-    requirements = Requirements(
-        "float64", batched=True, causal=False, value_is_key=False, per_item_mask=True, per_item_padding=True, per_item_segments=True
-    )
     for spec in LAYERS:
         weights = draw_weights(Draw(np.random.default_rng(0)), spec, ["weights"])
-        for case in draw_check_cases(spec, weights, requirements, seed=0):
+        for case in draw_check_cases(spec, weights, seed=0):
             right = Computation(spec, weights, case)
             try:
                 wrong = change(right).run()

@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[Any, grpc.StatusCode, str]] = {
         'expected no field of that name, got a field "scale", at /inputs/0/parameters/scale',
     ),
     "a parameter without a value": (request("tiny", GOOD, parameters={"causal": {}}), INVALID, "value"),
-    "an unknown parameter": (request("tiny", GOOD, parameters={"sequence_id": {"int64_param": 1}}), INVALID, "sequence_id"),
+    "an unknown parameter": (request("tiny", GOOD, parameters={"colour": {"int64_param": 1}}), INVALID, "colour"),
     "a stream's last word": (
         request("tiny", GOOD, parameters={"triton_enable_empty_final_response": {"string_param": "yes"}}),
         INVALID,

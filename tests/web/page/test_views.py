@@ -275,3 +275,16 @@ def test_512_by_512_weights_of_12_heads_are_shown(visit: Visitor, layers: None) 
     assert tip(page)[1] == "w511 → w511"
     asked = page.asking(lambda: (page.page.locator("#matrix").focus(), page.page.keyboard.press("b")))
     assert asked["block_mask"]["shape"] == [512, 512]
+
+
+def test_a_layer_of_negative_weights_has_numbers_of_its_heads_without_their_weights(
+    visit: Visitor, http: httpx.Client, layers: None
+) -> None:
+    """The relative change of the output without each head, as the service has it for the request that the page sent."""
+    page = visit("negative")
+    with page.page.expect_response("**/attend/analysis") as caught:
+        page.asking(lambda: page.page.check("#causal"))
+    expected = caught.value.json()["metrics"]["zero_ablation"]["relative_change"]
+    table = page.page.locator("#numbers table")
+    assert table.locator("thead th").all_inner_texts() == ["Head", "Ablation"]
+    assert [float(cell) for cell in table.locator("tbody td").all_inner_texts()] == pytest.approx(expected, abs=0.0051)

@@ -441,7 +441,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a parameter of another library": ({**one(), "parameters": {"is_causal": True}}, "expected causal (key j is visible"),
     "a misspelt parameter": ({**one(), "parameters": {"casual": True}}, "another parameter (did you mean causal?)"),
     "a misspelt output": ({**one(), "outputs": [{"name": "outptu"}]}, '"outptu" (did you mean output?)'),
-    "a sequence": ({**one(), "parameters": {"sequence_id": 7}}, "/parameters/sequence_id"),
+    "the end of no sequence": ({**one(), "parameters": {"sequence_end": True}}, "/parameters/sequence_end"),
     "a reserved parameter": ({**one(), "parameters": {"triton_x": 7}}, "/parameters/triton_x"),
     "a tensor as a parameter": ({**one(), "parameters": {"key": "[]"}}, "/parameters/key"),
     "another layer as a parameter": ({**one(), "parameters": {"layer": "exact"}}, "/parameters/layer"),

@@ -167,7 +167,7 @@ def test_the_asyncio_client(v2_server: Server, want: dict[str, Array]) -> None:
             lambda c: c.infer("tiny", [tensor("query", QUERY)], outputs=[triton.InferRequestedOutput("output", class_count=3)]),
             "classification",
         ),
-        (lambda c: c.infer("tiny", [tensor("query", QUERY)], sequence_id=7, sequence_start=True), "/parameters/sequence_id"),
+        (lambda c: c.infer("tiny", [tensor("query", QUERY)], parameters={"colour": 7}), "/parameters/colour"),
         (lambda c: c.infer("tiny", [tensor("query", np.array([b"a"], object), "BYTES")]), "BYTES"),
         (lambda c: c.get_trace_settings(), "nothing is served at"),
         (lambda c: c.get_system_shared_memory_status(), "nothing is served at"),

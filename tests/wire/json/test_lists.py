@@ -151,7 +151,7 @@ def test_lists_of_numbers_and_long_base64_strings_are_cut_out() -> None:
         '{"query": NaN, "key":{"shape":NaN,"data":NaN} ,"value":{"shape":NaN,"datatype":"FP64","base64":NaN},'
         '"tokens":{"x":["NaN, [1]"]},"layer":"a",}'
     )
-    assert [text[value.start : value.stop][:9] for value in parts.cut] == [f"[{ROW[:8]}", "[2,10]", f"[{ROW[:8]}", "[4]", "AAAAAAAAA"]
+    assert [text[value.start : value.stop][:9] for value in parts.cut] == [f"[{ROW[:8]}", "[2,10]", f"[{ROW[:8]}", "[4]", '"AAAAAAAA']
     with pytest.raises(MalformedBody, match=f"'}}' at line 2 column {len(text) - 1 - text.index(chr(10))} "):
         parts.document()
 

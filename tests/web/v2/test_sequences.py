@@ -1,0 +1,86 @@
+"""The sequence extension: Triton's clients decode step by step over HTTP and gRPC, and the server keeps the keys and values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from support.grpc_calls import address_of
+from support.server import Server
+
+RNG = np.random.default_rng(3)
+STEPS, WIDTH = (5, 1, 1, 3, 1), 64
+
+
+@pytest.fixture(scope="module")
+def keeping() -> Any:
+    """A server that keeps sequences."""
+    from support.server import start_server
+
+    running = start_server("--grpc-port", "0", "--session-memory", "10000000")
+    yield running
+    running.stop()
+
+
+@pytest.fixture(params=["http", "grpc"])
+def infer(request: pytest.FixtureRequest, keeping: Server) -> Any:
+    """Sends rows as a part of a sequence, and returns the output."""
+    library: Any = {"http": tritonclient.http, "grpc": tritonclient.grpc}[request.param]
+    url = keeping.url.removeprefix("http://") if request.param == "http" else address_of(keeping)
+    client = library.InferenceServerClient(url)
+
+    def send(rows: Any, sequence: int | str, **flags: bool) -> Any:
+        query = library.InferInput("query", [1, *rows.shape], "FP32")
+        query.set_data_from_numpy(rows[None])
+        output = library.InferRequestedOutput("output")
+        reply = client.infer("default", [query], outputs=[output], sequence_id=sequence, parameters={"causal": True}, **flags)
+        return reply.as_numpy("output")[0]
+
+    yield send
+    client.close()
+
+
+def test_a_sequence_equals_one_causal_call(infer: Callable[..., Any], keeping: Server) -> None:
+    rows = RNG.standard_normal((sum(STEPS), WIDTH)).astype(np.float32)
+    whole = httpx.post(f"{keeping.url}/attend", json={"query": rows.tolist(), "causal": True, "outputs": ["output"]}).json()["output"]
+    outputs: dict[int | str, list[Any]] = {7: [], "seven": []}
+    start = 0
+    for i, count in enumerate(STEPS):  # two sequences, one after the other
+        for sequence, parts in outputs.items():
+            flags = {"sequence_start": i == 0, "sequence_end": i == len(STEPS) - 1}
+            parts.append(infer(rows[start : start + count], sequence, **flags))
+        start += count
+
+    for parts in outputs.values():
+        np.testing.assert_allclose(np.concatenate(parts), whole, rtol=0, atol=1e-6 * np.abs(whole).max())
+    assert httpx.get(f"{keeping.url}/sessions").json()["sessions"] == []
+
+
+def test_a_sequence_begins_with_its_flag_and_again(infer: Callable[..., Any], keeping: Server) -> None:
+    row = RNG.standard_normal((1, WIDTH)).astype(np.float32)
+    with pytest.raises(Exception, match="sequence_start, or the id of a sequence of this model that has begun"):
+        infer(row, 12)
+    first = infer(row, 12, sequence_start=True)
+    infer(row, 12)
+    np.testing.assert_array_equal(infer(row, 12, sequence_start=True, sequence_end=True), first)
+    with pytest.raises(Exception, match="has begun"):
+        infer(row, 12)
+
+
+def test_the_metadata_name_the_extension(keeping: Server) -> None:
+    assert "sequence" in httpx.get(f"{keeping.url}/v2").json()["extensions"]
+
+
+def test_a_server_without_session_memory_refuses_sequences(v2: httpx.Client) -> None:
+    request = {
+        "inputs": [{"name": "query", "shape": [1, 1, 6], "datatype": "FP32", "data": [0.5] * 6}],
+        "parameters": {"sequence_id": 3, "sequence_start": True},
+    }
+    reply = v2.post("/v2/models/tiny/infer", json=request)
+    assert reply.status_code == 404 and "--session-memory" in reply.json()["error"]
+    request["parameters"] = {"sequence_end": True}
+    reply = v2.post("/v2/models/tiny/infer", json=request)
+    assert reply.status_code == 400 and "a sequence_id in addition" in reply.json()["error"]
