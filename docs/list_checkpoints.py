@@ -45,8 +45,8 @@ made tiny and run on tokens, an image or sound; model types that only combine fa
 are refused.
 
 `tests/golden/perturb_models.py` changes the fields of these models' configs and removes them. Of {changes} such changes in {perturbed}
-of the {models} models, {followed} left the layers right, {rejected} were refused here, and {unbuilt} by transformers; {wrong} led to
-other numbers, both in GLM-5, where index scores of 0 tie and `torch.topk` selects any of their keys."""
+of the {models} models, {followed} left the layers right, {rejected} were refused here, and {unbuilt} by transformers; {wrong} made a layer
+wrong."""
 
 
 def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:

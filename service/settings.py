@@ -138,6 +138,12 @@ class Settings(BaseModel):
             raise ValueError(f"port and grpc_port cannot both be {self.port}")
         return self
 
+    @model_validator(mode="after")
+    def _sessions_of_one_process(self) -> Self:
+        if self.session_memory and self.workers > 1:
+            raise ValueError("session_memory needs workers = 1: each process keeps its own sessions, and all share the port")
+        return self
+
     @field_validator("trusted_proxies")
     @classmethod
     def _addresses(cls, text: str) -> str:

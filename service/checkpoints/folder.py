@@ -73,13 +73,16 @@ class ModelFolder:
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """An open safetensors file, from which tensors are read by name. Raises InvalidRequest if it is none, or has no such tensor."""
+def open_tensors(path: Path, instead: str = "") -> Iterator[Any]:
+    """An open safetensors file, from which tensors are read by name. Raises InvalidRequest if it is none, or has no such tensor.
+
+    `instead`: what else is expected.
+    """
     try:
         with safe_open(path, "np") as opened:
             yield opened
     except (SafetensorError, OSError, AttributeError) as error:  # AttributeError: NumPy has no such datatype
-        raise refusal(path, "a safetensors file with tensors of datatypes that NumPy has", str(error)) from None
+        raise refusal(path, f"a safetensors file{instead} with tensors of datatypes that NumPy has", str(error)) from None
 
 
 def refusal(path: Path, expected: str, got: str = "none") -> InvalidRequest:
@@ -88,7 +91,7 @@ def refusal(path: Path, expected: str, got: str = "none") -> InvalidRequest:
 
 def layers_of_file(path: Path) -> list[Fields]:
     """The layout and prefix of every layer in a safetensors file, or the spec of one that this service wrote. Raises InvalidRequest."""
-    with open_tensors(path) as opened:
+    with open_tensors(path, ", or a model's folder with its config.json,") as opened:
         names, metadata = opened.keys(), opened.metadata() or {}
     if "spec" in metadata:
         return [{"spec": json.loads(metadata["spec"])}]

@@ -40,8 +40,7 @@ def _logger_class(lowest: str, render: Render) -> Any:
 
     def method(level: str) -> Callable[..., None]:
         def write(self: Any, event: str, **fields: Any) -> None:
-            fields["event"] = event
-            self._logger.msg(render(level, fields))
+            self._logger.msg(render(level, {**self._context, **fields, "event": event}))
 
         return write
 

@@ -135,7 +135,7 @@ def build(settings: Settings) -> serve.Application:
 
 def _behind_proxy(settings: Settings) -> Settings:
     """The settings for one of several processes, behind a proxy that everyone may reach."""
-    given: dict[str, Any] = {"workers": max(2, settings.workers), "host": "0.0.0.0"}
+    given: dict[str, Any] = {"workers": max(2, settings.workers), "host": "0.0.0.0", "session_memory": 0}
     return settings.model_copy(update=given)
 
 

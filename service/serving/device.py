@@ -12,7 +12,7 @@ import torch
 from service.errors import InvalidRequest
 from service.serving.threads import lower_priority
 from service.tensors import BY_TORCH, Array
-from service.wire.arrays import first_index
+from service.wire.arrays import first_element
 
 STATM = Path("/proc/self/statm")
 
@@ -83,9 +83,8 @@ def finite_array(name: str, array: Array, dtype: str, infinite: bool = False) ->
     if 0 in finite.tobytes():  # for few numbers, `finite.all()` takes four times as long
         wrong = ~finite & ~np.isneginf(array.astype(np.float64)) if infinite else ~finite
         if wrong.any():
-            at = first_index(wrong)
-            came = float(array[tuple(int(i) for i in at.split("/")[1:])])
-            raise InvalidRequest.where(f"/{name}{at}", f"a finite {dtype}", f"{came:g}" if np.isfinite(came) else f"{came}")
+            at, got = first_element(array, wrong)
+            raise InvalidRequest.where(f"/{name}{at}", f"a finite {dtype}", got)
     return numbers
 
 

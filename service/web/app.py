@@ -1,7 +1,6 @@
 """Builds the application of one process from its settings: service, routes, middleware and gRPC server."""
 
 import ipaddress
-import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -34,8 +33,6 @@ from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
 from service.wire.native import numbers
-
-WORKER_VARIABLE = "ATTEND_WORKER"  # the number of this process among the workers of one server, set by their supervisor
 
 
 class Application(FastAPI):
@@ -135,9 +132,9 @@ def create_service(settings: Settings) -> Service:
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     if settings.session_memory:
-        place = Place(replica_number(socket.gethostname()), int(os.environ.get(WORKER_VARIABLE, "0")), int(1000 * time.time()) % 2**32)
-        memory = settings.session_memory // settings.workers
-        service.engine.sessions = SessionRegistry(service.registry, service.metrics, memory, place, settings.keys_file is not None)
+        place = Place(replica_number(socket.gethostname()), int(1000 * time.time()) % 2**32)
+        several = settings.keys_file is not None
+        service.engine.sessions = SessionRegistry(service.registry, service.metrics, settings.session_memory, place, several)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout
     service.probe.timeout = settings.ready_timeout
     return service

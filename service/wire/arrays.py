@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pybase64
 
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, pointer
 from service.tensors import BY_NUMPY, Array, Datatype
 from service.wire.problems import describe_value
 
@@ -71,8 +71,8 @@ def require_exact(array: Array, numbers: Array, datatype: Datatype, at: str) -> 
     if datatype.kind == "float":
         wrong &= np.isfinite(numbers)  # a bias may be -inf
     if wrong.any():
-        value = numbers[np.unravel_index(int(np.argmax(wrong)), wrong.shape)].item()
-        raise InvalidRequest.where(at + first_index(wrong), range_text(datatype), _number_text(value))
+        place, got = first_element(numbers, wrong)
+        raise InvalidRequest.where(at + place, range_text(datatype), got)
 
 
 def range_text(datatype: Datatype) -> str:
@@ -82,22 +82,14 @@ def range_text(datatype: Datatype) -> str:
     return "0 or 1 for BOOL" if datatype.kind == "bool" else f"a number that is finite in {datatype.name}"
 
 
-def _number_text(value: float) -> str:
-    """The number as text, without a decimal point if it is an integer."""
-    return str(int(value)) if isinstance(value, int) or (value.is_integer() and abs(value) <= MAX_EXACT_INTEGER) else repr(value)
+def first_element(array: Array, wrong: Array) -> tuple[str, str]:
+    """(JSON pointer to the first element that is `wrong`, such as /0/3/1; the element as text, integers without a decimal point)."""
+    index = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+    value = array[index].item()
+    is_integer = isinstance(value, int) or (value.is_integer() and abs(value) <= MAX_EXACT_INTEGER)
+    return pointer(index), str(int(value)) if is_integer else repr(value)
 
 
 def without_broadcast(array: Array) -> Array:
     """The array with length 1 along every broadcast axis."""
     return array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
-
-
-def first_index(where: Array) -> str:
-    """JSON pointer to the first true element: /0/3/1."""
-    flat = int(np.argmax(where))
-    return "".join(f"/{i}" for i in np.unravel_index(flat, where.shape)) if where.ndim else ""
-
-
-def element_text(array: Array, at: str) -> str:
-    """The element at a pointer of `first_index`, as text; whole numbers without a point, since that of JSON's -1 would be -1.0."""
-    return _number_text(array[tuple(int(i) for i in at.split("/")[1:])].item())

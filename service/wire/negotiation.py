@@ -37,16 +37,17 @@ def accepted_type(accept: str, supported: Sequence[str]) -> str:
         return supported[0]
     if accept in supported:
         return accept
-    ranges = [name_and_quality(part) for part in accept.split(",") if part.strip()]
+    ranges = sorted((name_and_quality(part) for part in accept.split(",") if part.strip()), key=lambda named: named[1])
     if not ranges:
         return supported[0]
-    best, best_quality = "", 0.0
-    for media in supported:
-        matching = [(specific, quality) for name, quality in ranges if (specific := _specificity(name, media)) >= 0]
-        quality = max(matching)[1] if matching else 0.0
-        if quality > best_quality:
-            best, best_quality = media, quality
-    return best
+    qualities = dict(ranges)  # the highest of a range that is there twice
+
+    def quality(media: str) -> float:
+        """That of the most specific range that matches."""
+        return next((qualities[name] for name in (media, media.partition("/")[0] + "/*", "*/*") if name in qualities), 0.0)
+
+    best = max(supported, key=quality)
+    return best if quality(best) else ""
 
 
 def name_and_quality(part: str) -> tuple[str, float]:
@@ -59,12 +60,3 @@ def name_and_quality(part: str) -> tuple[str, float]:
             except ValueError:
                 return name, 0.0
     return name, 1.0
-
-
-def _specificity(name: str, media: str) -> int:
-    """How precisely a media range matches a media type; -1 if it does not match."""
-    if name == media:
-        return 2
-    if name == media.partition("/")[0] + "/*":
-        return 1
-    return 0 if name == "*/*" else -1

@@ -7,7 +7,7 @@ layer (h and the widths).
 from typing import Any, TypeAlias
 
 from service.spec_parts import field_error
-from service.wire.arrays import element_text, first_index, without_broadcast
+from service.wire.arrays import first_element, without_broadcast
 from service.wire.problems import describe_value
 from service.wire.suggestions import did_you_mean
 
@@ -90,8 +90,8 @@ def _lengths(request: Any, k: int) -> None:
         return
     stored = without_broadcast(request.valid_lens)
     if (wrong := stored > k).any():
-        at = first_index(wrong)
-        raise field_error(f"/valid_lens{at}", f"at most {k}, the number of keys", element_text(stored, at))
+        at, got = first_element(stored, wrong)
+        raise field_error(f"/valid_lens{at}", f"at most {k}, the number of keys", got)
 
 
 def _packed(request: Any, b: int | None, q: int, k: int) -> None:

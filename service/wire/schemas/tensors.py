@@ -16,7 +16,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from service.spec_parts import field_error
 from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of, raw
-from service.wire.arrays import Kind, element_text, first_index, without_broadcast
+from service.wire.arrays import Kind, first_element, without_broadcast
 from service.wire.problems import describe_value
 
 MAX_COUNT = 2**53
@@ -130,16 +130,16 @@ class Tensor:
         if self.kind == "mask":
             mask: Array = array != 0
             if (wrong := mask & (array != 1)).any():
-                at = first_index(wrong)
-                raise field_error(at, "0, 1, true or false", element_text(array, at))
+                at, got = first_element(array, wrong)
+                raise field_error(at, "0, 1, true or false", got)
             return mask
         if self.kind == "count":
             least, expected = 0, f"a number of {self.counted}: a whole number of at least 0"
         else:  # from 2^53 on, float64 has not every whole number: two segments might become one
             least, expected = -1, f"the number of a segment, a whole number below {MAX_COUNT}, or -1 for padding"
         if (wrong := ~(array >= least) | (array >= MAX_COUNT) | (array != np.floor(array))).any():
-            at = first_index(wrong)
-            raise field_error(at, expected, element_text(array, at))
+            at, got = first_element(array, wrong)
+            raise field_error(at, expected, got)
         return array.astype(np.int64)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -1,4 +1,4 @@
-"""Traps of layers that know where tokens stand: RoPE in its two spellings, norms before it, T5's shared tables."""
+"""Layouts of layers whose results depend on positions: RoPE in its two spellings, norms before it, T5's shared tables."""
 
 import ml_dtypes
 import numpy as np
