@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from service.serving.batching import BatchLimits
 from service.serving.cost import Cost
+from service.serving.service import Service
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.connections import Connection
@@ -28,11 +29,19 @@ def serve_here(settings: Settings) -> Iterator[str]:
 
 
 @contextmanager
-def collecting_server(batch_calls: int) -> Iterator[tuple[str, Callable[[int], AbstractContextManager[None]]]]:
+def serve_service(settings: Settings) -> Iterator[tuple[str, Service]]:
+    """The URL of a server in a thread of this process, once it is ready, and its service."""
+    app = create_app(settings)
+    with _serve(app) as url:
+        yield url, app.state.service
+
+
+@contextmanager
+def collecting_server(batch_calls: int, **settings: Any) -> Iterator[tuple[str, Callable[[int], AbstractContextManager[None]]]]:
     """The URL of a server in this process, and `collect`: calls sent in `with collect(n)` are computed once there are n of them, in batches
     of at most `batch_calls`. One more call, which is a batch of its own, holds the device until then.
     """
-    app = create_app(Settings(access_log=False, batch_delay=0.001))  # with a delay, light calls wait, too
+    app = create_app(Settings(**{"access_log": False, "batch_delay": 0.001, **settings}))  # with a delay, light calls wait, too
     scheduler, inner = app.state.service.scheduler, app.router.lifespan_context
     scheduler.batch_limits = BatchLimits(batch_calls)
 

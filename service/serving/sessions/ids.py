@@ -19,7 +19,7 @@ ID_BYTES = sum(size for _, size in FIELDS) + RANDOM_BYTES + CHECKSUM_BYTES
 
 
 class Place(NamedTuple):
-    """The process that keeps a session: the number of its replica, and the second in which it started."""
+    """The process that keeps a session: the number of its replica, and the millisecond in which it started, modulo 2^32."""
 
     replica: int
     epoch: int

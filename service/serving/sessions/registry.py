@@ -7,7 +7,7 @@ ends for another owner's sake, so with keys no owner may take all memory.
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -63,6 +63,7 @@ class SessionRegistry:
         self.layers, self.metrics, self.capacity, self.place, self.shared, self.clock = layers, metrics, capacity, place, shared, clock
         self.pool = PagePool(layers.device)
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
+        self._counts: Counter[str] = Counter()  # owner -> number of its sessions
         self._ended: OrderedDict[str, tuple[str, Reason]] = OrderedDict()  # id -> owner, reason; oldest first
         self._sequences: dict[tuple[str, ...], str] = {}  # owner, layer and id of a sequence -> id of its session
         self._timer: asyncio.TimerHandle | None = None
@@ -75,7 +76,8 @@ class SessionRegistry:
         layer = self.layers.find(document.layer)
         if layer.spec.indexer is not None:
             raise InvalidRequest.where("/layer", "a layer without an indexer, whose keys no session keeps", f'"{document.layer}"')
-        return self._add(layer, KeyValueCache(layer.spec, self.pool, owner), owner, document.capacity, document.idle_seconds)
+        self._require_room(owner)
+        return self._add(layer, KeyValueCache(layer.spec, self.pool, owner), document.capacity, document.idle_seconds)
 
     def fork(self, session: Session, length: int | None) -> Session:
         """A new session with the first `length` rows of another, in the same pages."""
@@ -83,13 +85,20 @@ class SessionRegistry:
         if length > session.length:
             raise InvalidRequest.where("/length", f"at most {session.length}, the length of the session", str(length))
         session.require_visible(length, "/length")
-        return self._add(session.layer, session.cache.fork(length), session.owner, session.capacity, session.idle_seconds)
+        self._require_room(session.owner)
+        return self._add(session.layer, session.cache.fork(length), session.capacity, session.idle_seconds)
 
-    def _add(self, layer: LoadedLayer, cache: KeyValueCache, owner: str, capacity: int | None, idle_seconds: float) -> Session:
-        if len(self._sessions) >= MAX_SESSIONS and not self._evict(owner):
-            raise OutOfMemory(f"there are {MAX_SESSIONS} sessions, which is the most")
-        session = Session(make_id(self.place), layer, cache, owner, capacity, idle_seconds, self.clock())
+    def _require_room(self, owner: str) -> None:
+        """End the owner's least recently used session if there may be no more sessions. Raises OutOfMemory if none can be ended."""
+        free = MAX_SESSIONS - len(self._sessions)
+        is_full = free <= 0 or (self.shared and self._counts[owner] >= SHARE_OF_FREE * free)
+        if is_full and not self._evict(owner):
+            raise OutOfMemory(f"there are {len(self._sessions)} sessions, of at most {MAX_SESSIONS}")
+
+    def _add(self, layer: LoadedLayer, cache: KeyValueCache, capacity: int | None, idle_seconds: float) -> Session:
+        session = Session(make_id(self.place), layer, cache, cache.owner, capacity, idle_seconds, self.clock())
         self._sessions[session.id] = session
+        self._counts[session.owner] += 1
         if self._timer is None:
             self._sweep()
         return session
@@ -168,8 +177,13 @@ class SessionRegistry:
 
         Raises OutOfMemory.
         """
-        while (problem := self._shortage(cache.owner, cache.missing_bytes(stop))) is not None:
-            if not self._evict(cache.owner):
+        owner = cache.owner
+        if self._shortage(owner, cache.missing_bytes(stop)) is not None:
+            problem = self._shortage(owner, cache.missing_bytes(stop, copies=False) - self._evictable(owner, cache))
+            if problem is not None:  # sessions do not end in vain
+                raise OutOfMemory(problem)
+        while (problem := self._shortage(owner, cache.missing_bytes(stop))) is not None:
+            if not self._evict(owner):
                 raise OutOfMemory(problem)
         try:
             cache.reserve(stop)
@@ -180,6 +194,7 @@ class SessionRegistry:
         """End a session. Its memory is free afterwards, or once the call that uses it is done."""
         if self._sessions.pop(session.id, None) is None:
             return
+        self._counts[session.owner] -= 1
         if session.sequence is not None and self._sequences.get(session.sequence) == session.id:
             del self._sequences[session.sequence]
         self._ended[session.id] = session.owner, reason
@@ -210,11 +225,16 @@ class SessionRegistry:
         """Why the owner's sessions may not take `size` more bytes; None if they may."""
         free = self.capacity - self.pool.used - size
         if free < 0:
-            return f"the pages of all sessions may have {self.capacity} bytes (session_memory), and {size} more are needed"
+            return f"the pages of all sessions may have {self.capacity} bytes (session_memory), and {-free} more would be needed"
         taken = self.pool.of_owner[owner] + size
         if self.shared and size and taken > SHARE_OF_FREE * free:
             return f"the sessions of one API key may have {SHARE_OF_FREE} times the free bytes (session_memory)"
         return None
+
+    def _evictable(self, owner: str, cache: KeyValueCache) -> int:
+        """Bytes of the owner's pages that only sessions have that are not in use, apart from those of `cache`."""
+        kept = [cache, *(session.cache for session in self._sessions.values() if session.owner == owner and session.calls)]
+        return self.pool.of_owner[owner] - sum(page.size for page in {id(page): page for one in kept for page in one.pages}.values())
 
     def _evict(self, owner: str) -> bool:
         """End the owner's least recently used session that is not in use. Returns whether there was one."""
