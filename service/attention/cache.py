@@ -85,6 +85,7 @@ class KeyValueCache:
         self.spec, self.pool, self.owner, self.dtype = spec, pool, owner, torch_dtype(spec.dtype)
         self.widths = cached_widths(spec)
         self.length = 0
+        self.largest_row = 1.0  # largest root mean square of a row of which a key was projected; at least 1, inf if unknown
         self._page_rows = max(FIRST_ROWS, PAGE_BYTES // max(1, self.row_bytes))
         self._pages: list[Page] = []
         self._freed = 0  # number of pages before them that are freed
@@ -171,7 +172,7 @@ class KeyValueCache:
     def fork(self, length: int) -> "KeyValueCache":
         """A cache with the first `length` rows, in the same pages."""
         copy = KeyValueCache(self.spec, self.pool, self.owner)
-        copy.length, copy._freed = length, self._freed
+        copy.length, copy.largest_row, copy._freed = length, self.largest_row, self._freed
         copy._pages = [self.pool.share(page) for page in self._pages if page.start < length]
         return copy
 

@@ -8,6 +8,7 @@ results of the pages are merged by their log-sum-exps (Dao et al. 2022, section 
 Other steps join the pages, and are then computed as calls without a cache are.
 """
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -94,6 +95,7 @@ def forward_steps(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, C
     appended = _cached(layer, rows, projected)
     results = []
     for i, (step, call) in enumerate(steps):
+        step.cache.largest_row = max(step.cache.largest_row, largest_row(step.key))
         step.cache.write(step.start, {name: tensor[i] for name, tensor in appended.items()})
         results.append(_attend(layer, call, projected[0][i : i + 1], step.cache))
     concatenated = [tensors["concatenated"] for (_, call), (tensors, _) in zip(steps, results, strict=True) if "output" in call.outputs]
@@ -102,6 +104,13 @@ def forward_steps(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, C
         if "output" in call.outputs:
             tensors["output"] = next(outputs)[None]
     return [result_of(call, *result) for (_, call), result in zip(steps, results, strict=True)]
+
+
+def largest_row(rows: Tensor) -> float:
+    """The largest root mean square of a row; at least 1, since biases of the projections do not shrink with small inputs."""
+    if not rows.numel():
+        return 1.0
+    return max(1.0, float(torch.linalg.vector_norm(rows, dim=-1).max()) / math.sqrt(rows.shape[-1]))
 
 
 def _rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:

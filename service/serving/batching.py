@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
-from service.attention.decoding import CachedStep
+from service.attention.decoding import CachedStep, largest_row
 from service.attention.layer import Operation
 from service.attention.masks import TENSORS
 from service.serving.cost import Cost
@@ -152,13 +152,13 @@ def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
 
 def step_key_of(layer: LoadedLayer, call: Call, step: CachedStep) -> BatchKey | None:
     """All properties that must be equal in steps of several sessions whose rows are projected together; None if the step must run alone."""
-    if call.reproducible or _may_amplify_rounding(layer, replace(call, key=step.key)):
+    if call.reproducible or _may_amplify_rounding(layer, replace(call, key=step.key), step.cache.largest_row):
         return None
     positions = None if call.positions is None else call.positions.shape
     return id(layer), call.query.shape, step.key is call.query, step.shapes, positions
 
 
-def _may_amplify_rounding(layer: LoadedLayer, call: Call) -> bool:
+def _may_amplify_rounding(layer: LoadedLayer, call: Call, largest_cached_row: float = 1.0) -> bool:
     """Whether the scores may be so large that softmax amplifies their rounding beyond the tolerance of rule 7."""
     if layer.spec.dtype == "float64":
         return False
@@ -166,17 +166,10 @@ def _may_amplify_rounding(layer: LoadedLayer, call: Call) -> bool:
     if (growth := layer.spec.query_scale) is not None and call.masks.positions.numel():
         score *= 1 + growth.factor * math.log1p(max(0, int(call.masks.positions.max())) / growth.length)
     if score <= MAX_SCORE and layer.spec.qk_norm is None:
-        query = _max_row_norm(call.query)
-        score *= query * (query if call.key is call.query else _max_row_norm(call.key))
+        query = largest_row(call.query)
+        score *= query * max(largest_cached_row, query if call.key is call.query else largest_row(call.key))
     bias = call.masks.bias
     return not score <= MAX_SCORE or (bias is not None and bool((bias.isfinite() & (bias.abs() > MAX_BIAS)).any()))
-
-
-def _max_row_norm(rows: Tensor) -> float:
-    """The largest root mean square of a row; at least 1, since biases of the projections do not shrink with small inputs."""
-    if not rows.numel():
-        return 1.0
-    return max(1.0, float(torch.linalg.vector_norm(rows, dim=-1).max()) / math.sqrt(rows.shape[-1]))
 
 
 def stack(calls: Sequence[Call]) -> Call:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.decoding import Sequence
 
 from service.attention.call import Call, Result
-from service.attention.compare.random_cases import FEATURES, random_case
+from service.attention.compare.random_cases import FEATURES, Case, random_case
 from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, split, stack
 from service.serving.binding import bind, check_against_layer
 from service.serving.cost import Cost, ServingLimits, predict
@@ -663,3 +664,25 @@ def test_the_comparison_detects_wrong_results() -> None:
     for check in wrong:
         with pytest.raises(AssertionError):
             check()
+
+
+@pytest.mark.parametrize(("factor", "shares"), [(1, True), (10, False), (100, False)])
+def test_steps_share_a_batch_if_rounding_does_not_matter(factor: float, shares: bool) -> None:
+    """The rows of earlier steps may be so large that softmax amplifies the rounding of the new ones."""
+    rng, case = np.random.default_rng(0), Case(LayerSpec(d_model=64, num_heads=8), {})
+    first = Sequence(case)
+    alone, bound = [], []
+    for i in range(8):
+        sequence = Sequence(case, first.pool, first.layer)
+        for rows in rng.standard_normal((2, 20, 64)) * (factor if i else 1):
+            past = sequence.bind({"query": rows.astype("f4")})
+            past.operation(first.layer.attention, past.call)
+        query, fork = rng.standard_normal((1, 64)).astype("f4"), sequence.fork(40)
+        solo = fork.bind({"query": query, "outputs": ["output"]})
+        alone.append(solo.operation(first.layer.attention, solo.call).tensors["output"])
+        bound.append(sequence.bind({"query": query, "outputs": ["output"]}))
+    waiting = [Entry(each.layer, each.call, each.cost, 0.0, operation=each.operation) for each in bound]
+    batch, _, _ = form_batch(waiting, UNLIMITED, 0.0)
+    assert len(batch) == (8 if shares else 1)
+    for (_, outcome), expected in zip(compute(batch, lambda: 0.0), alone, strict=False):
+        assert (outcome.result.tensors["output"] - expected).abs().max() <= 1e-6 * expected.abs().max()

@@ -1,5 +1,6 @@
 """Exports the cache of a session as safetensors, and imports it again."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -40,6 +41,7 @@ async def import_cache(service: Service, sessions: SessionRegistry, session_id: 
         cache = KeyValueCache(session.layer.spec, sessions.pool, owner)
         try:
             cache.begin(first, length)
+            cache.largest_row = math.inf  # unknown, so its steps share no batch
             sessions.reserve(cache, length)
             await service.engine.codecs.run(partial(cache.write, first, rows), cache.size, owner)
             session.cache, cache = cache, session.cache
