@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from support.server import Server
 
+from service.settings import Settings
+
 RNG = np.random.default_rng(0)
 SAFETENSORS = "application/vnd.safetensors"
 LENGTH, STEPS = 41, (7, 1, 1, 5, 1, 11, 1, 13, 1)
@@ -150,3 +152,9 @@ def test_a_figure_of_a_session_is_that_of_its_rows(http: httpx.Client, session: 
 
     assert ours.status_code == 200, ours.text
     assert ours.text.count("<text") == http.post("/attend/figure", json={**look, "key": sequence.tolist()}).text.count("<text")
+
+
+def test_several_workers_keep_no_sessions() -> None:
+    """A request could reach a worker that does not have the session."""
+    with pytest.raises(ValueError, match="session_memory needs workers = 1"):
+        Settings(workers=2, session_memory=1 << 20)
