@@ -1,6 +1,8 @@
 """`Call`, the input of a layer, and `Result`, its output. The creator of a Call must ensure that its shapes fit the layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -77,3 +79,11 @@ class Result:
     def first_fully_masked(self, n: int = 4) -> list[tuple[int, int, int]]:
         """(batch, head, query) of the first few fully masked rows."""
         return [] if self.fully_masked is None else [(b, h, i) for b, h, i in self.fully_masked.nonzero()[:n].tolist()]
+
+    def split(self, sizes: Sequence[int]) -> "list[Result]":
+        """The results of consecutive batch items, `sizes` of them each. Tensors are views."""
+        if len(sizes) == 1:
+            return [self]
+        items = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        masked = self.fully_masked
+        return [Result({name: x[i] for name, x in self.tensors.items()}, None if masked is None else masked[i]) for i in items]

@@ -31,7 +31,7 @@ class PackedAttention:
         for (q, k), members in self._groups().items():
             for batch in ([i] for i in members) if call.reproducible else [members]:  # the bits of a sequence alone
                 result = layer.forward(self._batch(call, [starts[i] for i in batch], q, k))
-                results |= zip(batch, _items(result, len(batch)), strict=True)
+                results |= zip(batch, result.split([1] * len(batch)), strict=True)
         ordered = [results[i] for i in range(len(self.queries))]
         tensors: dict[str, Tensor] = {}
         for name in call.outputs:
@@ -70,14 +70,6 @@ class PackedAttention:
 
     def to(self, device: torch.device) -> Self:
         return replace(self, masks={n: replace(masks, positions=masks.positions.to(device)) for n, masks in self.masks.items()})
-
-
-def _items(result: Result, n: int) -> list[Result]:
-    """The result of each of n batch items; tensors are views [1, …]."""
-    masked = result.fully_masked
-    return [
-        Result({name: x[i : i + 1] for name, x in result.tensors.items()}, None if masked is None else masked[i : i + 1]) for i in range(n)
-    ]
 
 
 def _fully_masked(results: Sequence[Result], queries: Sequence[int], heads: int) -> Tensor | None:

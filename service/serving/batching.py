@@ -1,4 +1,4 @@
-"""Forms batches of waiting calls, stacks calls into one, and splits its result. Needs no clock, event loop or thread.
+"""Forms batches of waiting calls, and stacks calls into one. Needs no clock, event loop or thread.
 
 Calls are stacked along the batch axis if layer, other axes, options and kinds of masks are equal. A stacked call is an ordinary call.
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from service.attention.call import Call, Result
+from service.attention.call import Call
 from service.attention.decoding import CachedStep, largest_row
 from service.attention.layer import Operation
 from service.attention.masks import TENSORS
@@ -200,16 +200,3 @@ def _stacked(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor |
     if all(t.shape[0] == 1 for t in there) and all(t is there[0] or torch.equal(t, there[0]) for t in there):
         return there[0]
     return torch.cat([t if t.shape[0] == n else t.expand(n, *t.shape[1:]) for t, n in zip(there, sizes, strict=True)])
-
-
-def split(result: Result, sizes: Sequence[int]) -> list[Result]:
-    """Split the result of a stacked call into calls of `sizes` batch items. Tensors are views."""
-    if len(sizes) == 1:
-        return [result]
-    results, start = [], 0
-    for size in sizes:
-        here = slice(start, start + size)
-        fully_masked = None if result.fully_masked is None else result.fully_masked[here]
-        results.append(Result({name: tensor[here] for name, tensor in result.tensors.items()}, fully_masked))
-        start += size
-    return results

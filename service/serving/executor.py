@@ -14,7 +14,7 @@ from service.attention.call import Call, Result
 from service.attention.decoding import CachedStep, forward_steps
 from service.attention.layer import Operation
 from service.errors import AttendError, OutOfMemory, ServiceFault
-from service.serving.batching import Entry, split, stack
+from service.serving.batching import Entry, stack
 from service.serving.device import one_core
 from service.serving.layers.registry import LoadedLayer
 
@@ -85,7 +85,7 @@ def _results(batch: Sequence[Entry]) -> list[Result]:
         steps = [(entry.operation.to(device), entry.call.to(device)) for entry in batch if isinstance(entry.operation, CachedStep)]
         return [_on_cpu(result) for result in forward_steps(first.layer.attention, steps)]
     stacked = stack([entry.call for entry in batch])
-    return split(_run(first.layer, stacked, first.operation), [entry.call.query.shape[0] for entry in batch])
+    return _run(first.layer, stacked, first.operation).split([entry.call.query.shape[0] for entry in batch])
 
 
 def _run(layer: LoadedLayer, call: Call, operation: Operation | None) -> Result:

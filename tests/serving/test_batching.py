@@ -14,7 +14,7 @@ from support.decoding import Sequence
 
 from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, Case, random_case
-from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, split, stack
+from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, stack
 from service.serving.binding import bind, check_against_layer
 from service.serving.cost import Cost, ServingLimits, predict
 from service.serving.executor import Outcome, compute
@@ -380,13 +380,13 @@ def test_stacking_one_call_copies_nothing() -> None:
     call, _ = bound(LAYER, **base())
     result = LAYER.attention.forward(call)
     assert stack([call]) is call
-    assert split(result, [1])[0] is result
+    assert result.split([1])[0] is result
 
 
 def test_splitting_a_result_gives_views() -> None:
     """In the order of the calls."""
     result = LAYER.attention.forward(bound(LAYER, query=numbers(6, Q, 6))[0])
-    parts = split(result, [2, 1, 3])
+    parts = result.split([2, 1, 3])
     for name, whole in result.tensors.items():
         assert [part.tensors[name].shape[0] for part in parts] == [2, 1, 3]
         assert torch.equal(torch.cat([part.tensors[name] for part in parts]), whole)
@@ -604,7 +604,7 @@ def test_overflow_in_a_blocked_key_does_not_affect_other_calls_of_the_batch() ->
     ]
     assert batch_key_of(LAYER, calls[1]) is None  # calls with scores of that size are not stacked, although they could be
 
-    own, spoilt = split(LAYER.attention.forward(stack(calls)), [1, 1])
+    own, spoilt = LAYER.attention.forward(stack(calls)).split([1, 1])
 
     assert_same(own, LAYER.attention.forward(calls[0]), "float32", "the neighbour")
     assert torch.isfinite(own.tensors["output"]).all()
@@ -617,7 +617,7 @@ def test_a_call_with_zero_batch_items_can_be_stacked(sizes: tuple[int, ...]) -> 
     calls = [bound(LAYER, query=np.ones((b, Q, 6)), attend_keys=np.zeros((1, K))[:b] if b < 2 else np.zeros((b, K)))[0] for b in sizes]
     assert len({batch_key_of(LAYER, call) for call in calls}) == 1
 
-    together = split(LAYER.attention.forward(stack(calls)), sizes)
+    together = LAYER.attention.forward(stack(calls)).split(sizes)
 
     assert [result.fully_masked_rows for result in together] == [b * H * Q for b in sizes]
     assert [len(result.first_fully_masked()) for result in together] == [4 if b else 0 for b in sizes]

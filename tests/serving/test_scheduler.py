@@ -281,8 +281,11 @@ def test_law_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatch
             monkeypatch.setattr(bench.attention, "forward", Once(bench.attention.forward))
         elif stage == "counting":
             monkeypatch.setattr(bench.metrics, "batched", Once(bench.metrics.batched))
+        elif stage == "splitting":
+            once = Once(Result.split)
+            monkeypatch.setattr(Result, "split", lambda result, sizes: once(result, sizes))
         else:
-            name = {"sizing": "form_batch", "stacking": "stack", "splitting": "split"}[stage]
+            name = {"sizing": "form_batch", "stacking": "stack"}[stage]
             monkeypatch.setattr(scheduler if name == "form_batch" else executor, name, Once(getattr(batching, name)))
         calls = [request(b, seed=b) for b in (1, 2, 3)]
 
