@@ -201,7 +201,10 @@ async def test_the_memory_of_a_fork_counts_once_until_a_page_is_written() -> Non
 async def test_the_memory_of_a_session_that_ends_in_use_is_free_afterwards() -> None:
     sessions = Sessions()
     session = sessions.create(rows=3)
-    async with sessions.registry.turn(session.id, ""):
+    equal = sessions.layers.make("default", SPEC)
+    sessions.layers.put(equal)
+    async with sessions.registry.turn(session.id, "") as used:
+        assert used.layer is equal  # so the one before it needs no memory
         sessions.layers.put(sessions.layers.make("default", SPEC.model_copy(update={"seed": 2})))
         assert "its layer was replaced" in sessions.reason(session)
         assert sessions.registry.pool.used == FIRST_PAGE

@@ -109,7 +109,7 @@ class SessionRegistry:
         if place.replica != self.place.replica:
             raise WrongReplica("another replica has this session; a balancer has to send its requests there")
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
-            self._end_without_layer(session)
+            self._follow_layer(session)
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
             return session
         known, reason = self._ended.get(session_id, (None, None))
@@ -244,13 +244,15 @@ class SessionRegistry:
         self.end(oldest, "memory")
         return True
 
-    def _end_without_layer(self, session: Session) -> None:
-        """End the session if its layer is no longer served."""
+    def _follow_layer(self, session: Session) -> None:
+        """End the session if its layer is no longer served. An equal layer in its place becomes that of the session."""
         layer = self.layers.get(session.layer.name)
         if layer is None:
             self.end(session, "layer_removed")
         elif layer.fingerprint != session.layer.fingerprint:
             self.end(session, "layer_replaced")
+        else:
+            session.layer = layer
 
     def _sweep(self) -> None:
         """End idle sessions, and those without a layer; once a second while there are any."""
@@ -261,5 +263,5 @@ class SessionRegistry:
             if session.used_at + session.idle_seconds <= now:
                 self.end(session, "idle")
             else:
-                self._end_without_layer(session)
+                self._follow_layer(session)
         self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep) if self._sessions else None

@@ -22,11 +22,11 @@ from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
 
-async def export_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str) -> list[Buffer]:
+async def export_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> list[Buffer]:
     """The session's rows as safetensors: tensors as in `cached_widths`, from row `first` on; `fingerprint`, `length` and `first` as
-    metadata."""
-    async with sessions.turn(session_id, owner) as session:
-        return await service.engine.codecs.run(partial(_file_of, session), session.cache.size, owner)
+    metadata. Raises what `SessionRegistry.turn` raises."""
+    async with sessions.turn(session_id, owner, raw) as session:
+        return await service.engine.run(raw, session.cache.size, _file_of, session)
 
 
 async def import_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> Session:

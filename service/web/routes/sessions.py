@@ -9,10 +9,11 @@ from starlette.types import Receive, Send
 
 from service.serving.documents import read_document
 from service.serving.engine import ATTEND
+from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.serving.sessions.transfer import export_cache, import_cache
 from service.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
-from service.web.request_reader import Record, read
+from service.web.request_reader import Record, deadline_of, read
 from service.web.routes.attend import require_started, send_reply
 from service.web.routes.layers import send_file
 from service.wire.negotiation import SAFETENSORS
@@ -65,11 +66,12 @@ def install(app: FastAPI, service: Service) -> None:
         sessions = service.engine.require_sessions()
         return sessions.document(sessions.find(id, request.scope["attend"].key))
 
-    @app.delete("/sessions/{id}", tags=["sessions"], status_code=204, responses=session_error_responses(404, 410, 421, 504))
+    @app.delete("/sessions/{id}", tags=["sessions"], status_code=204, responses=session_error_responses(404, 410, 421, 422, 504))
     async def delete_session(id: SessionIdPath, request: Request) -> None:
         """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
         sessions = service.engine.require_sessions()
-        async with sessions.turn(id, request.scope["attend"].key) as session:
+        record = request.scope["attend"]
+        async with sessions.turn(id, record.key, RawRequest(b"", deadline=deadline_of(record, service))) as session:
             sessions.end(session, "deleted")
 
     @app.patch(
@@ -126,13 +128,14 @@ def install(app: FastAPI, service: Service) -> None:
         response_class=StreamingResponse,
         responses={
             200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The rows."},
-            **session_error_responses(404, 410, 421, 429, 507),
+            **session_error_responses(404, 410, 421, 422, 429, 504, 507),
         },
     )
     async def get_cache(id: SessionIdPath, request: Request) -> StreamingResponse:
         """The rows of a session as a safetensors file that PUT accepts: `key` and `value` [kv heads, n, d], or `latent` and `rope_key`."""
         record = request.scope["attend"]
-        pieces = await export_cache(service, service.engine.require_sessions(), id, record.key)
+        raw = RawRequest(b"", deadline=deadline_of(record, service), caller=record.key)
+        pieces = await export_cache(service, service.engine.require_sessions(), id, record.key, raw)
         return send_file(pieces, "cache", record, service)
 
     @app.put(

@@ -106,6 +106,9 @@ def test_a_deadline_that_passes_while_a_step_is_computed(gated: tuple[Caller, Se
         gate.wait()
         waiting = threads.submit(caller.step, session, timeout="0.05")
         assert waiting.result().status_code == 504
+        for method, path in (("DELETE", ""), ("GET", "/cache")):
+            late = caller.http.request(method, f"/sessions/{session}{path}", headers={"X-Request-Timeout": "0.05"})
+            assert late.status_code == 504, late.text
         behind = threads.submit(caller.step, session, expected_length=1)
         until(lambda: service.clock() > started + 0.2 and calls_of(service, session) == 2, "the deadline and another call")
         assert not first.done()
@@ -203,7 +206,7 @@ def test_a_layer_that_is_replaced_or_removed_ends_its_sessions(http: httpx.Clien
 def test_capacity_bounds_rows_and_the_memory_of_forks_counts_once(http: httpx.Client, connect: Callable[..., Caller]) -> None:
     caller = connect(str(http.base_url))
     session = caller.begin(capacity=3)
-    used = caller.metric("attend_session_bytes")
+    used, steps = caller.metric("attend_session_bytes"), caller.metric("attend_session_steps_total")
     assert caller.step(session, RNG.standard_normal((2, 64))).status_code == 200
     forks = [http.post(f"/sessions/{session}/fork", json={}).json() for _ in range(3)]
     assert caller.metric("attend_session_bytes") - used == caller.metric("attend_session_shared_bytes") == FIRST_PAGE
@@ -213,8 +216,12 @@ def test_capacity_bounds_rows_and_the_memory_of_forks_counts_once(http: httpx.Cl
         assert reply.status_code == 413 and "at most 3 rows (capacity)" in reply.json()["detail"]
         assert caller.step(name).json()["session"]["length"] == 3
     assert caller.metric("attend_session_bytes") - used == 3 * FIRST_PAGE
+    counted = caller.metric('attend_sessions_ended_total{reason="deleted"}'), caller.metric("attend_sessions")
     for name in (session, *(fork["id"] for fork in forks)):
         http.delete(f"/sessions/{name}")
+    assert caller.metric('attend_sessions_ended_total{reason="deleted"}') == counted[0] + 4
+    assert caller.metric("attend_sessions") == counted[1] - 4
+    assert caller.metric("attend_session_steps_total") == steps + 3
     assert caller.metric("attend_session_bytes") == used and caller.metric("attend_session_shared_bytes") == 0
 
 
