@@ -110,8 +110,15 @@ class MetricOptions(TypedDict, total=False):
 class AnalysisFields(CallFields, total=False):
     """The fields of `analysis`."""
 
+    session: str | None
     analysis: MetricOptions | None
     direction: TensorLike | None
+
+
+class FigureFields(AttendFields, total=False):
+    """The fields of `figure`."""
+
+    session: str | None
 
 
 class PlanFields(AttendFields, AnalysisFields, total=False):

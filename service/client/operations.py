@@ -16,7 +16,7 @@ import numpy as np
 
 from service.checkpoints import ModelFolder
 from service.client.connection import USE_CLIENT_DEFAULT, Timeout
-from service.client.fields import AnalysisFields, AttendFields, FigureOptions, PlanFields, TensorLike
+from service.client.fields import AnalysisFields, AttendFields, FigureFields, FigureOptions, PlanFields, TensorLike
 from service.client.responses import (
     AnalysisResult,
     AttendResult,
@@ -106,7 +106,7 @@ def analysis(
     key: TensorLike | None = None,
     value: TensorLike | None = None,
     *,
-    layer: str = "default",
+    layer: str | None = "default",
     metrics: Sequence[str] | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
     **more: Unpack[AnalysisFields],
@@ -115,6 +115,7 @@ def analysis(
 
     Tensors are those of `attend`. Undefined numbers are NaN, undefined indices -1.
     """
+    layer = _layer_beside(more.get("session"), layer)
     fields = request_fields(AnalysisRequest, layer=layer, query=query, key=key, value=value, metrics=metrics, **more)
     return _computation("/attend/analysis", AnalysisRequest, fields, read_analysis, timeout, JSON)
 
@@ -124,7 +125,7 @@ def plan(
     key: TensorLike | Mapping[str, Any] | None = None,
     value: TensorLike | Mapping[str, Any] | None = None,
     *,
-    layer: str = "default",
+    layer: str | None = "default",
     timeout: Timeout = USE_CLIENT_DEFAULT,
     **more: Unpack[PlanFields],
 ) -> Operation[Plan]:
@@ -132,6 +133,7 @@ def plan(
 
     A tensor may be `{"shape": [2, 9, 64]}`. Only the shapes of large tensors are sent.
     """
+    layer = _layer_beside(more.get("session"), layer)
     fields = request_fields(AnalysisRequest, layer=layer, query=query, key=key, value=value, **more)
     shapes = {
         name: {"shape": list(np.shape(fields[name]))}
@@ -149,10 +151,10 @@ def figure(
     *,
     kind: Literal["heads", "head", "mean", "std", "similarity", "concatenation"] = "heads",
     format: Literal["png", "svg", "html"] = "png",
-    layer: str = "default",
+    layer: str | None = "default",
     figure: FigureOptions | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-    **more: Unpack[AttendFields],
+    **more: Unpack[FigureFields],
 ) -> Operation[Picture]:
     """A figure of the heads of `attend` with the same arguments: the bytes of a PNG, an SVG or an HTML page, which a notebook shows.
 
@@ -160,8 +162,14 @@ def figure(
     "key": […]}` label the axes.
     """
     options = {"kind": kind, "format": format, **(figure or {})}
+    layer = _layer_beside(more.get("session"), layer)
     fields = request_fields(FigureRequest, layer=layer, query=query, key=key, value=value, figure=options, **more)
     return _computation("/attend/figure", FigureRequest, fields, lambda response: Picture(response.content), timeout)
+
+
+def _layer_beside(session: str | None, layer: str | None) -> str | None:
+    """The layer to send: with a session, which has a layer, none unless one was named."""
+    return None if session is not None and layer == "default" else layer
 
 
 def words(

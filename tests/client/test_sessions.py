@@ -288,3 +288,18 @@ def test_another_step_after_a_lost_reply_is_refused(server: Server, client: Clie
         with pytest.raises(errors.LengthMismatch) as refused:
             session.attend(rows(1))
         assert not isinstance(refused.value, ReplyLost) and session.length == 1
+
+
+def test_analysis_plan_and_figure_take_a_session(client: Client) -> None:
+    rows = np.random.default_rng(5).standard_normal((7, 64)).astype(np.float32)
+    with client.session() as session:
+        session.attend(rows, causal=True)
+        look: dict[str, Any] = {"query_offset": 4, "causal": True, "session": session.id}
+        ours = client.analysis(rows[4:], metrics=["entropy"], **look)
+        whole = client.analysis(rows[4:], rows, metrics=["entropy"], query_offset=4, causal=True)
+
+        np.testing.assert_allclose(ours.metrics["entropy"], whole.metrics["entropy"], rtol=1e-5)
+        assert client.plan(rows[4:], **look).outputs["attention_weights"].shape == [8, 3, 7]
+        assert client.figure(rows[4:], format="svg", **look).startswith(b"<")
+        with pytest.raises(errors.InvalidRequest, match="no layer beside session"):
+            client.analysis(rows[4:], layer="other", **look)
