@@ -14,6 +14,7 @@ from support.decoding import Sequence
 
 from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, Case, random_case
+from service.serving import executor
 from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, stack
 from service.serving.binding import bind, check_against_layer
 from service.serving.cost import Cost, ServingLimits, predict
@@ -686,3 +687,32 @@ def test_steps_share_a_batch_if_rounding_does_not_matter(factor: float, shares: 
     assert len(batch) == (8 if shares else 1)
     for (_, outcome), expected in zip(compute(batch, lambda: 0.0), alone, strict=False):
         assert (outcome.result.tensors["output"] - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_steps_of_a_batch_that_runs_out_of_memory_append_their_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed again alone, after the batch has written rows."""
+    real, sizes = executor.forward_steps, []
+
+    def forward_steps(layer: Any, steps: Any) -> Any:
+        sizes.append(len(steps))
+        results = real(layer, steps)
+        if len(steps) > 1:
+            raise MemoryError
+        return results
+
+    monkeypatch.setattr(executor, "forward_steps", forward_steps)
+    rng, case = np.random.default_rng(0), Case(LayerSpec(d_model=6, num_heads=3), {})
+    first = Sequence(case)
+    sequences, starts = [first, *(Sequence(case, first.pool, first.layer) for _ in range(4))], (3, 0, 17, 2, 5)
+    for sequence, start in zip(sequences, starts, strict=True):
+        if start:
+            sequence.step(sequence.draw(rng, start, start))
+    steps = [sequence.draw(rng, 1, 1) for sequence in sequences]
+    bound = [sequence.bind(members) for sequence, members in zip(sequences, steps, strict=True)]
+    waiting = [Entry(each.layer, each.call, each.cost, 0.0, operation=each.operation) for each in bound]
+    outcomes = compute(waiting, lambda: 0.0)
+    assert sizes == [5, 2, 3, 2]
+    for sequence, members, start, (_, outcome) in zip(sequences, steps, starts, outcomes, strict=True):
+        sequence.keep(members)
+        assert sequence.length == start + 1
+        sequence.check(outcome.result, members, start)

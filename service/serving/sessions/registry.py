@@ -42,7 +42,7 @@ MEANINGS: dict[str, str] = {
     "deleted": "it was deleted",
 }
 SHARE_OF_FREE = 2  # with API keys, an owner may use at most SHARE_OF_FREE times the bytes that stay free
-MAX_SESSIONS = 100_000  # of one process
+MAX_SESSIONS = 10_000  # of one process; ending all of them takes tens of milliseconds
 MAX_ENDED = 10_000  # ended sessions whose reasons are kept
 SWEEP_SECONDS = 1.0
 
