@@ -14,7 +14,7 @@ from service.client.merge import merge
 from service.client.responses import AnalysisResult, AttendResult, Picture, TopWeights, WordsResult
 from service.client.retries import Retries
 from service.client.sessions import AsyncSession, Session
-from service.errors import BadReply, ReplyLost, TimedOut, Unreachable, Untrusted
+from service.errors import BadReply, LengthMismatch, ReplyLost, TimedOut, Unreachable, Untrusted
 
 __all__ = [
     "AnalysisResult",
@@ -23,6 +23,7 @@ __all__ = [
     "AttendResult",
     "BadReply",
     "Client",
+    "LengthMismatch",
     "Picture",
     "ReplyLost",
     "Retries",

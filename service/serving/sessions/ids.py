@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from service.errors import SessionNotFound
+from service.wire.problems import describe_value
 
 PREFIX = "s."  # so that no id begins with a hyphen, which command lines take for a flag
 RANDOM_BYTES, CHECKSUM_BYTES = 16, 5
@@ -45,7 +46,7 @@ def place_of(session_id: str) -> Place:
     except (binascii.Error, ValueError):
         data = b""
     if not session_id.startswith(PREFIX) or len(data) != ID_BYTES or data[-CHECKSUM_BYTES:] != _checksum(data[:-CHECKSUM_BYTES]):
-        raise SessionNotFound.where("", "the id of a session, as POST /sessions returns it", "something else")
+        raise SessionNotFound.where("", "the id of a session, as POST /sessions returns it", describe_value(session_id))
     numbers, start = [], 0
     for _, size in FIELDS:
         numbers.append(int.from_bytes(data[start : start + size], "big"))

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Literal
 
-from service.attention.cache import KeyValueCache, PagePool
+from service.attention.cache import KeyValueCache, Page, PagePool
 from service.errors import (
     DeadlinePassed,
     InvalidRequest,
@@ -159,18 +159,27 @@ class SessionRegistry:
         Raises InvalidRequest for a part of a sequence that has not begun.
         """
         owner, key = raw.key, (raw.key, layer, part.id)
+        before = self._sequences.get(key)
         if part.start:
             session = self.create(PostSession(layer=layer), owner)
-            if (before := self._sessions.get(self._sequences.get(key, ""))) is not None:
-                self.end(before, "deleted")
             session.sequence, self._sequences[key] = key, session.id
-        if key not in self._sequences:
+        elif before is None:
             expected = "sequence_start, or the id of a sequence of this model that has begun"
             raise InvalidRequest.where("/parameters/sequence_id", expected, describe_value(part.id))
-        async with self.turn(self._sequences[key], owner, raw) as session:
-            yield session
-            if part.end:
+        session_id = self._sequences[key]
+        try:
+            async with self.turn(session_id, owner, raw) as session:
+                yield session
+        except BaseException:
+            if part.start:  # a start that is refused leaves a sequence of this id as it was
                 self.end(session, "deleted")
+                if before is not None and before in self._sessions:
+                    self._sequences[key] = before
+            raise
+        if part.start and before is not None and before in self._sessions:
+            self.end(self._sessions[before], "deleted")
+        if part.end:
+            self.end(session, "deleted")
 
     def reserve(self, cache: KeyValueCache, stop: int) -> None:
         """Create the pages of rows up to `stop`; end sessions of the same owner for them that are not in use, if necessary.
@@ -183,7 +192,7 @@ class SessionRegistry:
             if problem is not None:  # sessions do not end in vain
                 raise OutOfMemory(problem)
         while (problem := self._shortage(owner, cache.missing_bytes(stop))) is not None:
-            if not self._evict(owner):
+            if not self._evict(owner, cache):
                 raise OutOfMemory(problem)
         try:
             cache.reserve(stop)
@@ -233,15 +242,25 @@ class SessionRegistry:
 
     def _evictable(self, owner: str, cache: KeyValueCache) -> int:
         """Bytes of the owner's pages that only sessions have that are not in use, apart from those of `cache`."""
-        kept = [cache, *(session.cache for session in self._sessions.values() if session.owner == owner and session.calls)]
-        return self.pool.of_owner[owner] - sum(page.size for page in {id(page): page for one in kept for page in one.pages}.values())
+        return self.pool.of_owner[owner] - sum(page.size for page in self._pages_in_use(owner, cache).values())
 
-    def _evict(self, owner: str) -> bool:
-        """End the owner's least recently used session that is not in use. Returns whether there was one."""
-        unused = (session for session in self._sessions.values() if session.owner == owner and not session.calls)
-        if (oldest := next(unused, None)) is None:
+    def _pages_in_use(self, owner: str, *caches: KeyValueCache) -> dict[int, Page]:
+        """The pages of these caches, and of the owner's sessions that are in use, each once."""
+        used = [*caches, *(session.cache for session in self._sessions.values() if session.owner == owner and session.calls)]
+        return {id(page): page for cache in used for page in cache.pages}
+
+    def _evict(self, owner: str, cache: KeyValueCache | None = None) -> bool:
+        """End the owner's least recently used session that is not in use. Returns whether there was one.
+
+        For pages of `cache`, it must have pages that neither `cache` nor a session in use has.
+        """
+        unused = [session for session in self._sessions.values() if session.owner == owner and not session.calls]
+        if cache is not None:
+            kept = self._pages_in_use(owner, cache)
+            unused = [session for session in unused if any(id(page) not in kept for page in session.cache.pages)]
+        if not unused:
             return False
-        self.end(oldest, "memory")
+        self.end(unused[0], "memory")
         return True
 
     def _follow_layer(self, session: Session) -> None:

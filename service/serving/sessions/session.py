@@ -39,13 +39,16 @@ class Session:
         if length > self.length:
             raise InvalidRequest.where("/length", f"at most {self.length}, the length of the session", str(length))
         if length < self.length:
-            self.require_visible(length, "/length")
+            if length:
+                self.require_visible(length, "/length")
             self.cache.truncate(length)
 
     def require_visible(self, position: int, at: str) -> None:
-        """Raises SessionConflict if the layer's window shows rows that are freed to a query at this position."""
+        """Raises SessionConflict if a query at this position sees rows that are freed."""
         first, spec = self.cache.first, self.layer.spec
         if first <= first_visible(spec, position):
             return
         lowest = bisect_left(range(self.length), first, key=lambda n: first_visible(spec, n))
-        raise SessionConflict.where(at, f"at least {lowest}, since the layer's window has freed the first {first} rows", str(position))
+        raise SessionConflict.where(
+            at, f"at least {lowest}, since the first {first} rows are freed, which the layer's window or chunks hide", str(position)
+        )

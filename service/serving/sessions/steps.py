@@ -20,11 +20,13 @@ from service.serving.validation_cache import cache_key
 from service.spec import LayerSpec
 from service.wire.codec import Decoded
 from service.wire.problems import validate
+from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.sessions import StepOptions
 
 OF_ONE_LENGTH = ("query_offset", "tokens")  # fields whose validity depends on the session's length
 Bind = Callable[[Decoded, LoadedLayer, Admission], BoundCall]
+OF_ALL_VALUES = {"value_norms", "value_norm_weights", "subspace_disagreement"}  # metrics of all values, visible or not
 ROW_FIELDS = ("query", "key", "value", "positions", "key_positions")  # of the new rows
 
 
@@ -86,6 +88,7 @@ def _options(members: dict[str, Any], session: Session) -> StepOptions:
     options = validate(StepOptions, {name: members.pop(name) for name in StepOptions.model_fields if name in members})
     absent = {"layer": "no layer, since the session has one"}
     absent |= dict.fromkeys(("query_lengths", "key_lengths"), "one sequence, as a session is one")
+    absent["segments"] = "query_segments and key_segments, since the keys are those of all calls"
     if not options.append:
         absent |= {name: f"no {name}, since append is false" for name in ("key", "value", "key_positions")}
     for name, expected in absent.items():
@@ -109,6 +112,8 @@ def _new_rows(members: Mapping[str, Any], layer: LoadedLayer, append: bool) -> A
     if not append and isinstance(query := members.get("query"), np.ndarray) and query.ndim > 1:
         widths = {name: width for name, width in _widths(layer.spec).items() if name == "key" or layer.spec.latent is None}
         fields |= {name: np.zeros((*query.shape[:-2], 0, width), query.dtype) for name, width in widths.items()}
+        if isinstance(positions := fields.get("positions"), np.ndarray) and positions.ndim >= query.ndim - 1:
+            fields["key_positions"] = positions[..., :0, :] if positions.ndim >= query.ndim else positions[..., :0]
     rows = validate(AttendRequest, {"layer": layer.name, "query_offset": 0} | fields)
     if rows.batched and rows.query.shape[0] != 1:
         raise InvalidRequest.where("/query", "one sequence, with a batch axis of 1 or none", f"{rows.query.shape[0]} batch items")
@@ -158,6 +163,9 @@ def bind_look(session: Session, bind: Bind, decoded: Decoded, layer: LoadedLayer
     SessionConflict."""
     bound = bind(decoded._replace(members=members_of_look(session, decoded.members)), layer, admission)
     _require_rows(session, bound.call, layer)
+    if session.cache.first and isinstance(request := bound.request, AnalysisRequest):
+        for name in OF_ALL_VALUES & set(request.wanted(layer.spec)):
+            raise SessionConflict.where("/metrics", "metrics of visible keys alone, since the values of the first rows are freed", name)
     return bound._replace(operation=CachedOperation(session.cache, bound.operation))
 
 

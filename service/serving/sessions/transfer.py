@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from service.attention.cache import KeyValueCache, cached_widths
+from service.attention.cache import KeyValueCache, cached_widths, caches_latent
 from service.errors import InvalidRequest, MalformedBody, SessionConflict, TooLarge
 from service.serving.device import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
@@ -68,20 +68,23 @@ def _rows_of(raw: RawRequest, layer: LoadedLayer, limit: int) -> tuple[int, int,
         expected = f'the cache of a layer with the fingerprint of "{layer.name}", {layer.fingerprint}'
         raise SessionConflict.where("/__metadata__/fingerprint", expected, describe_value(fingerprint))
     length, first = _number(metadata, "length"), _number(metadata, "first")
+    if first > length:
+        raise MalformedBody.where("/__metadata__/first", f"at most {length}, the length", str(first))
     tensors = {}
     for name, (heads, width) in cached_widths(layer.spec).items():
         if name not in arrays:
             raise InvalidRequest.where(f"/{name}", "a tensor", "nothing")
-        array = arrays[name] if arrays[name].ndim == 3 else arrays[name][None]
-        if array.shape != (heads, length - first, width):
-            raise InvalidRequest.where(f"/{name}", f"shape {[heads, length - first, width]}", f"shape {list(array.shape)}")
-        tensors[name] = cast(name, np.ascontiguousarray(array), layer.spec.dtype).to(layer.attention.device)
+        shape = (length - first, width) if caches_latent(layer.spec) else (heads, length - first, width)
+        if arrays[name].shape != shape:
+            raise InvalidRequest.where(f"/{name}", f"shape {list(shape)}", f"shape {list(arrays[name].shape)}")
+        array = np.ascontiguousarray(arrays[name]).reshape(heads, length - first, width)
+        tensors[name] = cast(name, array, layer.spec.dtype).to(layer.attention.device)
     return first, length, tensors
 
 
 def _number(metadata: dict[str, str], name: str) -> int:
     """A count of rows in the metadata."""
     text = metadata.get(name, "0" if name == "first" else "")
-    if not text.isdecimal() or len(text) > 10:
+    if not (text.isascii() and text.isdecimal()) or len(text) > 10:
         raise MalformedBody.where(f"/__metadata__/{name}", "a number of rows", describe_value(text))
     return int(text)

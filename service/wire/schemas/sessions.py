@@ -16,7 +16,7 @@ class PostSession(Document):
 
     layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer.", examples=["default"])
     capacity: Annotated[Length, Field(ge=1)] | None = Field(default=None, description="Most rows; unlimited if null.")
-    idle_seconds: Annotated[float, Field(gt=0, le=MAX_IDLE_SECONDS)] = Field(
+    idle_seconds: Annotated[float, Field(gt=0, le=MAX_IDLE_SECONDS, strict=True)] = Field(
         default=300.0, description="Seconds without a request after which the session ends."
     )
 

@@ -165,6 +165,13 @@ def _options(schema: dict[str, Any]) -> None:
         schema["properties"][name] = {**(text if name in JSON_TEXT_FIELDS else shape), **field}
 
 
+def _sequence_id(value: Any) -> Any:
+    is_number = type(value) is int and 0 <= value < 2**64
+    if not is_number and not (isinstance(value, str) and len(value) <= 128 and is_unicode(value)):
+        raise field_error("", "an integer of 64 bits, at least 0, or a text of at most 128 characters", describe_value(value))
+    return value
+
+
 class InferenceParameters(CodecParameters):
     """Those of the protocol, and the fields of AttendRequest that are no tensors; those with members of their own as JSON text."""
 
@@ -174,8 +181,8 @@ class InferenceParameters(CodecParameters):
     priority: Annotated[int, Field(ge=0, lt=2**64)] = Field(default=0, description="Has no effect.")
     timeout: Microseconds = Field(default=0, description="Microseconds; 0 is no timeout of the request's own.")
     triton_enable_empty_final_response: bool = Field(default=False, description="For streams over gRPC.")
-    sequence_id: Annotated[int, Field(ge=0, lt=2**64)] | Annotated[str, Field(max_length=128)] = Field(
-        default=0, union_mode="left_to_right", description="The sequence whose keys and values the server keeps; 0 or empty: none."
+    sequence_id: Annotated[int | str, BeforeValidator(_sequence_id)] = Field(
+        default=0, description="The sequence whose keys and values the server keeps; 0 or empty: none."
     )
     sequence_start: bool = Field(default=False, description="Whether the request begins the sequence.")
     sequence_end: bool = Field(default=False, description="Whether the sequence ends after the request.")

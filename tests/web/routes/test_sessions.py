@@ -9,6 +9,7 @@ import pytest
 from support.server import Server
 
 from service.settings import Settings
+from service.wire.safetensors import write_tensors
 
 RNG = np.random.default_rng(0)
 SAFETENSORS = "application/vnd.safetensors"
@@ -158,3 +159,51 @@ def test_several_workers_keep_no_sessions() -> None:
     """A request could reach a worker that does not have the session."""
     with pytest.raises(ValueError, match="session_memory needs workers = 1"):
         Settings(workers=2, session_memory=1 << 20)
+
+
+def test_segments_and_positions_of_a_session(http: httpx.Client) -> None:
+    """Of segments, keys and queries have their own. Positions are those of the new rows, also of none."""
+    http.put("/layers/axes", json={"spec": {"d_model": 16, "num_heads": 2, "rope": {"axes": [0, 0, 1, 1], "requires_positions": True}}})
+    session = http.post("/sessions", json={"layer": "axes"}).json()["id"]
+    sequence, positions = RNG.standard_normal((5, 16)), [[i, i // 2] for i in range(5)]
+    whole = {"layer": "axes", "query": sequence.tolist(), "positions": positions, "causal": True}
+    expected = http.post("/attend", json=whole).json()["output"]
+    assert step(http, session, sequence, positions=positions).status_code == 200
+    look = {"append": False, "positions": positions[4:], "query_offset": 4, "outputs": ["output"]}
+
+    np.testing.assert_allclose(step(http, session, sequence[4:], **look).json()["output"], expected[4:], rtol=0, atol=1e-6)
+    analysis = {"query": sequence[4:].tolist(), "positions": positions[4:], "query_offset": 4, "metrics": ["entropy"]}
+    assert http.post("/attend/analysis", json={**analysis, "session": session}).status_code == 200
+    refused = step(http, session, sequence[:1], positions=positions[:1], segments=[1])
+    assert "query_segments and key_segments" in refusal(refused, 422)
+    http.delete("/layers/axes")
+
+
+def test_metrics_of_all_values_are_refused_once_rows_are_freed(http: httpx.Client) -> None:
+    http.put("/layers/window", json={"spec": {"d_model": 512, "num_heads": 8, "window": {"left": 100}}})
+    session = http.post("/sessions", json={"layer": "window"}).json()["id"]
+    sequence = np.zeros((600, 512), np.float32)
+    body = b"".join(map(bytes, write_tensors({"query": sequence}, {"request": '{"causal": true, "outputs": ["output"]}'})))
+    for _ in range(2):
+        http.post(f"/sessions/{session}/attend", content=body, headers={"content-type": SAFETENSORS}).raise_for_status()
+    look = {"session": session, "query": sequence[:1].tolist(), "causal": True}
+
+    assert http.post("/attend/analysis", json={**look, "metrics": ["entropy"]}).status_code == 200
+    refused = http.post("/attend/analysis", json={**look, "metrics": ["value_norms"]})
+    assert "metrics of visible keys alone" in refusal(refused, 409)
+    assert "at least" in refusal(http.patch(f"/sessions/{session}", json={"length": 100}), 409)
+    assert http.patch(f"/sessions/{session}", json={"length": 0}).json()["length"] == 0
+    http.delete("/layers/window")
+
+
+def test_forks_do_not_end_each_other_for_pages_that_they_share(start: Callable[..., Server]) -> None:
+    page = 4 << 20
+    with httpx.Client(base_url=start("--session-memory", str(2 * page)).url, timeout=60) as http:
+        http.put("/layers/wide", json={"spec": {"d_model": 512, "num_heads": 8}})
+        parent = http.post("/sessions", json={"layer": "wide"}).json()["id"]
+        sequence = np.zeros((2000, 512), np.float32)
+        body = b"".join(map(bytes, write_tensors({"query": sequence}, {"request": '{"outputs": ["output"]}'})))
+        http.post(f"/sessions/{parent}/attend", content=body, headers={"content-type": SAFETENSORS}).raise_for_status()
+        forks = [http.post(f"/sessions/{parent}/fork", json={}).json()["id"] for _ in range(3)]
+        assert "session_memory" in refusal(step(http, forks[0], sequence[:1]), 507)
+        assert len(http.get("/sessions").json()["sessions"]) == 4

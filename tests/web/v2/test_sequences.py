@@ -70,6 +70,19 @@ def test_a_sequence_begins_with_its_flag_and_again(infer: Callable[..., Any], ke
         infer(row, 12)
 
 
+def test_a_refused_start_leaves_the_sequence_as_it_was(infer: Callable[..., Any]) -> None:
+    rows = RNG.standard_normal((5, WIDTH)).astype(np.float32)
+    whole = infer(rows, 1, sequence_start=True, sequence_end=True)
+    infer(rows[:4], 2, sequence_start=True)
+    with pytest.raises(Exception, match="64 values per query"):
+        infer(rows[:1, :32], 2, sequence_start=True)
+    np.testing.assert_allclose(infer(rows[4:], 2, sequence_end=True), whole[4:], rtol=0, atol=1e-6)
+    with pytest.raises(Exception, match="64 values per query"):
+        infer(rows[:1, :32], 3, sequence_start=True)
+    with pytest.raises(Exception, match="has begun"):
+        infer(rows[:1], 3)
+
+
 def test_the_metadata_name_the_extension(keeping: Server) -> None:
     assert "sequence" in httpx.get(f"{keeping.url}/v2").json()["extensions"]
 
