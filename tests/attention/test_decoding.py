@@ -143,6 +143,14 @@ def test_a_look_appends_nothing_and_needs_no_page() -> None:
         assert sequence.pool.used == sequence.pool.shared == used
 
 
+@pytest.mark.parametrize("axes", [None, [0, 1]])
+def test_a_look_may_have_positions(axes: list[int] | None) -> None:
+    spec = LayerSpec(d_model=8, num_heads=2, dtype="float64", rope={"axes": axes} if axes else {})
+    sequence = Sequence(Case(spec, {}))
+    sequence.step(sequence.draw(RNG, 4, 4, "positions"))
+    sequence.step(sequence.look(RNG, 3, "positions"))
+
+
 def test_what_cannot_be_computed_is_refused() -> None:
     latent = sequence_of(latent={"key_value_rank": 5, "rope_key_dim": 1})
     members = latent.draw(RNG, 1, 1)

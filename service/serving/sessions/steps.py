@@ -112,8 +112,8 @@ def _new_rows(members: Mapping[str, Any], layer: LoadedLayer, append: bool) -> A
     if not append and isinstance(query := members.get("query"), np.ndarray) and query.ndim > 1:
         widths = {name: width for name, width in _widths(layer.spec).items() if name == "key" or layer.spec.latent is None}
         fields |= {name: np.zeros((*query.shape[:-2], 0, width), query.dtype) for name, width in widths.items()}
-        if isinstance(positions := fields.get("positions"), np.ndarray) and positions.ndim >= query.ndim - 1:
-            fields["key_positions"] = positions[..., :0, :] if positions.ndim >= query.ndim else positions[..., :0]
+        if isinstance(positions := members.get("positions"), np.ndarray):
+            fields["key_positions"] = np.zeros((*query.shape[:-2], 0, *positions.shape[query.ndim - 1 :]))
     rows = validate(AttendRequest, {"layer": layer.name, "query_offset": 0} | fields)
     if rows.batched and rows.query.shape[0] != 1:
         raise InvalidRequest.where("/query", "one sequence, with a batch axis of 1 or none", f"{rows.query.shape[0]} batch items")
