@@ -109,9 +109,9 @@ class KeyValueCache:
         """Its pages, shared ones included."""
         return self._pages
 
-    def missing_bytes(self, stop: int, copies: bool = True) -> int:
-        """Bytes of the pages that `reserve(stop)` creates. Without `copies`, of those that it would create if no page were shared."""
-        return sum(rows for _, rows in self._new_pages(stop, copies)) * self.row_bytes
+    def missing_bytes(self, stop: int) -> int:
+        """Bytes of the pages that `reserve(stop)` creates."""
+        return sum(rows for _, rows in self._new_pages(stop)) * self.row_bytes
 
     def reserve(self, stop: int) -> None:
         """Create pages so that rows from `length` to `stop` can be written: new ones, and copies of shared or too short ones."""
@@ -125,7 +125,7 @@ class KeyValueCache:
                 self.pool.release(self._pages[i])
                 self._pages[i] = page
 
-    def _new_pages(self, stop: int, copies: bool = True) -> list[tuple[int, int]]:
+    def _new_pages(self, stop: int) -> list[tuple[int, int]]:
         """First row and number of rows of each page that `reserve(stop)` creates."""
         if stop <= self.length:
             return []
@@ -136,7 +136,7 @@ class KeyValueCache:
         for start in range(self.length - self.length % self._page_rows, stop, self._page_rows):
             i = start // self._page_rows - self._freed
             page = self._pages[i] if i < len(self._pages) else None
-            if page is None or (copies and page.caches > 1) or page.stop < min(stop, start + self._page_rows):
+            if page is None or page.caches > 1 or page.stop < min(stop, start + self._page_rows):
                 pages.append((start, max(wanted, 0 if page is None else page.stop - page.start)))
         return pages
 

@@ -171,7 +171,7 @@ def test_a_window_frees_pages_and_bounds_what_is_possible() -> None:
     assert freed == 2 * rows
 
     for refused in (lambda: sequence.truncate(freed + 2), lambda: sequence.fork(0)):
-        with pytest.raises(SessionConflict, match=f"at least {freed + 3}, since the layer's window has freed the first {freed} rows"):
+        with pytest.raises(SessionConflict, match=f"at least {freed + 3}, since the first {freed} rows are freed"):
             refused()
     query = sequence.draw(RNG, 1, 1)["query"]
     for offset in (0, 1 - 2**31, [freed + 2], "end"):

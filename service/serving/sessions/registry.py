@@ -186,9 +186,9 @@ class SessionRegistry:
 
         Raises OutOfMemory.
         """
-        owner = cache.owner
-        if self._shortage(owner, cache.missing_bytes(stop)) is not None:
-            problem = self._shortage(owner, cache.missing_bytes(stop, copies=False) - self._evictable(owner, cache))
+        owner, size = cache.owner, cache.missing_bytes(stop)
+        if self._shortage(owner, size) is not None:
+            problem = self._shortage(owner, size - self._evictable(owner, cache))
             if problem is not None:  # sessions do not end in vain
                 raise OutOfMemory(problem)
         while (problem := self._shortage(owner, cache.missing_bytes(stop))) is not None:
