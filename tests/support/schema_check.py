@@ -21,6 +21,7 @@ REASONS = {
     "the layer is not there": ["a loaded layer .*"],
     "the session is not there, or does not fit": [
         r"the id of a session, as POST /sessions returns it",
+        r"query_segments and key_segments, since the keys are those of all calls",
         r"sequence_start, or the id of a sequence of this model that has begun|a sequence_id in addition",
         r"no \w+(, since .*| beside session)|no gradients, .*|one sequence.*",
         r"\d+, the length of the session|at most \d+, the length of the session",

@@ -27,6 +27,7 @@ from service.wire.schemas.sessions import StepOptions
 OF_ONE_LENGTH = ("query_offset", "tokens")  # fields whose validity depends on the session's length
 Bind = Callable[[Decoded, LoadedLayer, Admission], BoundCall]
 OF_ALL_VALUES = {"value_norms", "value_norm_weights", "subspace_disagreement"}  # metrics of all values, visible or not
+NULLABLE = {name for name, field in AttendRequest.model_fields.items() if field.default is None}
 ROW_FIELDS = ("query", "key", "value", "positions", "key_positions")  # of the new rows
 
 
@@ -35,7 +36,7 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
 
     Raises InvalidRequest, LengthMismatch, SessionConflict, or TooLarge for a cost or length beyond the limits.
     """
-    members, spec = {name: value for name, value in decoded.members.items() if value is not None}, layer.spec
+    members, spec = _given(decoded.members), layer.spec
     options = _options(members, session)
     key = _cache_key(members, options, spec)
     cached = None if key is None else layer.validated.get(key)
@@ -64,6 +65,11 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
     step = CachedStep(session.cache, session.length, appended[0], appended[1], positions)
     log_fields = {**shape_fields(request, call), "outputs": request.outputs, "operations": cost.operations}
     return BoundCall(request, layer, call, cost, log_fields, operation=step, session=session)
+
+
+def _given(members: Mapping[str, Any]) -> dict[str, Any]:
+    """The members without those of which null means that they are left out."""
+    return {name: value for name, value in members.items() if value is not None or name not in NULLABLE}
 
 
 def _length_after(members: Mapping[str, Any], options: StepOptions, session: Session) -> int:
@@ -171,7 +177,7 @@ def bind_look(session: Session, bind: Bind, decoded: Decoded, layer: LoadedLayer
 
 def members_of_look(session: Session, members: Mapping[str, Any]) -> dict[str, Any]:
     """The members of a request that names a session in place of keys, with all keys of the session. Raises InvalidRequest."""
-    own = {name: value for name, value in members.items() if value is not None and name != "session"}
+    own = {name: value for name, value in _given(members).items() if name != "session"}
     for name in ("layer", "key", "value", "key_positions", "query_lengths", "key_lengths"):
         if name in own:
             raise InvalidRequest.where(f"/{name}", f"no {name} beside session", name)

@@ -29,8 +29,8 @@ ITEMS: dict[Kind, dict[str, Any]] = {
         NAME_KEY: {"title": "BiasElement", "description": 'A number that is added to a score. "-inf" blocks the pair of query and key.'},
     },
     "mask": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 1}, {"type": "boolean"}]},
-    "count": {"type": "integer", "minimum": 0, "maximum": MAX_COUNT},
-    "segment": {"type": "integer", "minimum": -1, "maximum": MAX_COUNT},
+    "count": {"type": "integer", "minimum": 0, "maximum": MAX_COUNT - 1},
+    "segment": {"type": "integer", "minimum": -1, "maximum": MAX_COUNT - 1},
 }
 DESCRIPTIONS: dict[Kind, str] = {
     "number": "numbers",
