@@ -172,6 +172,11 @@ def _sequence_id(value: Any) -> Any:
     return value
 
 
+def _without_default(schema: dict[str, Any]) -> None:
+    """Go clients that are generated from a union with a default do not compile."""
+    schema.pop("default", None)
+
+
 class InferenceParameters(CodecParameters):
     """Those of the protocol, and the fields of AttendRequest that are no tensors; those with members of their own as JSON text."""
 
@@ -182,7 +187,9 @@ class InferenceParameters(CodecParameters):
     timeout: Microseconds = Field(default=0, description="Microseconds; 0 is no timeout of the request's own.")
     triton_enable_empty_final_response: bool = Field(default=False, description="For streams over gRPC.")
     sequence_id: Annotated[int | str, BeforeValidator(_sequence_id)] = Field(
-        default=0, description="The sequence whose keys and values the server keeps; 0 or empty: none."
+        default=0,
+        description="The sequence whose keys and values the server keeps; 0, empty or left out: none.",
+        json_schema_extra=_without_default,
     )
     sequence_start: bool = Field(default=False, description="Whether the request begins the sequence.")
     sequence_end: bool = Field(default=False, description="Whether the sequence ends after the request.")
