@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import Forbidden, LayerConflict, NotReady
-from service.serving.cost import ServingLimits
+from service.serving.admission import ServingLimits
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
 from service.serving.sessions.ids import Place, replica_number

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import Receive, Scope
 
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, MalformedBody, TooLarge
-from service.serving.admission import Lease
+from service.serving.byte_budget import Lease
 from service.serving.metrics import Phases
 from service.serving.requests import NO_PARAMETERS, RawRequest
 from service.serving.service import Service
