@@ -13,7 +13,7 @@ from support.scheduler import PATIENCE, Clock, run
 
 from service.attention import decoding
 from service.errors import InvalidRequest, OutOfMemory, SessionEnded, SessionNotFound, WrongReplica
-from service.serving.cost import ServingLimits
+from service.serving.admission import ServingLimits
 from service.serving.engine import ATTEND
 from service.serving.layers.registry import LayerRegistry
 from service.serving.metrics import Metrics
