@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from service.serving.admission import Lease
+from service.serving.byte_budget import Lease
 from service.serving.metrics import Phases
 from service.web.connections import Connection, connection_of
 

@@ -8,7 +8,7 @@ from ipaddress import IPv6Network
 from starlette.types import Receive
 
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, MalformedBody, TooLarge
-from service.serving.admission import Lease
+from service.serving.byte_budget import Lease
 from service.serving.requests import NO_PARAMETERS, RawRequest
 from service.serving.service import Service
 from service.web.records import HttpRecord

@@ -12,7 +12,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from service.errors import LayerNotFound, LayerUnloaded
-from service.serving.admission import Lease
+from service.serving.byte_budget import Lease
 from service.serving.engine import ATTEND
 from service.serving.requests import RawRequest
 from service.serving.service import Service
