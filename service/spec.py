@@ -72,7 +72,7 @@ class LayerSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_admit_null)
 
-    instead: ClassVar[Mapping[str, str]] = {  # names in other libraries -> the field
+    expected_instead: ClassVar[Mapping[str, str]] = {  # names in other libraries -> the field
         **dict.fromkeys(("embed_dim", "hidden_size", "num_hiddens"), "d_model"),
         **dict.fromkeys(("n_head", "n_heads", "nhead", "num_attention_heads"), "num_heads"),
         **dict.fromkeys(("n_kv_heads", "num_key_value_heads"), "num_kv_heads"),

@@ -13,10 +13,12 @@ from service.attention.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOpe
 from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
-from service.serving.cost import Admission, Cost, reply_sizes
+from service.serving.admission import Admission
+from service.serving.cost import Cost
 from service.serving.cost import predict as predict_call
 from service.serving.device import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
+from service.serving.outputs import reply_sizes
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array

@@ -15,7 +15,8 @@ from service.attention.call import Call
 from service.attention.masks import PADDING, Masks, last_keys
 from service.attention.operations import PackedAttention, ShortCall
 from service.errors import InvalidRequest
-from service.serving.cost import Admission, predict
+from service.serving.admission import Admission
+from service.serving.cost import predict
 from service.serving.device import cast, finite_array, tensor_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall

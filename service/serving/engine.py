@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from service.attention.call import Result
 from service.errors import RequestError, SessionNotFound, TooLarge
+from service.serving.admission import Admission, ServingLimits
 from service.serving.analysis import bind_analysis
 from service.serving.binding import bind_attend
 from service.serving.codec_pool import CodecPool
-from service.serving.cost import Admission, ServingLimits
 from service.serving.executor import Outcome
 from service.serving.figures import FigureRenderer, bind_figure, draw_figure, media_type_of
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
@@ -35,7 +35,8 @@ from service.wire.compression import pack, unpack
 from service.wire.limits import WireLimits
 from service.wire.problems import validate
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, Plan
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend_reply import Plan
 from service.wire.schemas.figure import FigureRequest
 
 T = TypeVar("T")

@@ -20,8 +20,9 @@ from service.attention.layer import PROJECTED, MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.selection import reduce_weights
 from service.errors import DeadlinePassed, LayerConflict
+from service.serving.admission import cost_of_part
 from service.serving.codec_pool import CodecPool
-from service.serving.cost import Cost, cost_of_part
+from service.serving.cost import Cost
 from service.serving.executor import Execution, Outcome
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.requests import TOO_LATE, BoundCall

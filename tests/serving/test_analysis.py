@@ -26,8 +26,8 @@ from service.attention.reference.request import Request
 from service.client import AnalysisResult, Client
 from service.client.responses import read_analysis
 from service.errors import InvalidRequest, TooLarge
+from service.serving.admission import ServingLimits
 from service.serving.analysis import VALUE_METRICS
-from service.serving.cost import ServingLimits
 from service.serving.engine import ANALYSIS
 from service.serving.requests import RawRequest
 from service.serving.service import open_service

@@ -15,9 +15,10 @@ from support.decoding import Sequence
 from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, Case, random_case
 from service.serving import executor
+from service.serving.admission import ServingLimits
 from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, stack
 from service.serving.binding import bind, check_against_layer
-from service.serving.cost import Cost, ServingLimits, predict
+from service.serving.cost import Cost, predict
 from service.serving.executor import Outcome, compute
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.spec import LayerSpec

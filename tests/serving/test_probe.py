@@ -8,8 +8,9 @@ import torch
 from support.scheduler import HEAVY, Attention, Clock, held, request, run, turns
 
 from service.errors import Overloaded, ServiceFault
+from service.serving.admission import ServingLimits
 from service.serving.batching import BatchLimits
-from service.serving.cost import Cost, ServingLimits
+from service.serving.cost import Cost
 from service.serving.metrics import Metrics
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.service import Service, open_service

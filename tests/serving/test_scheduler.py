@@ -24,9 +24,10 @@ from support.scheduler import HEAVY, LOST, PATIENCE, REAL, REGISTRY, SPEC, Atten
 from service.attention.call import Call, Result
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMemory, Overloaded, ServiceFault
 from service.serving import batching, executor, probe, scheduler
+from service.serving.admission import ServingLimits
 from service.serving.batching import Entry
 from service.serving.binding import bind, check_against_layer
-from service.serving.cost import Cost, ServingLimits, predict
+from service.serving.cost import Cost, predict
 from service.serving.engine import ATTEND
 from service.serving.executor import Execution, Outcome
 from service.serving.requests import RawRequest

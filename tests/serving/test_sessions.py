@@ -13,7 +13,7 @@ from support.scheduler import PATIENCE, Clock, run
 
 from service.attention import decoding
 from service.errors import InvalidRequest, OutOfMemory, SessionEnded, SessionNotFound, WrongReplica
-from service.serving.cost import ServingLimits
+from service.serving.admission import ServingLimits
 from service.serving.engine import ATTEND
 from service.serving.layers.registry import LayerRegistry
 from service.serving.metrics import Metrics
@@ -32,7 +32,7 @@ from service.wire.schemas.sessions import PostSession
 
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 ROW_BYTES, FIRST_PAGE = 48, 16 * 48
-PLACE = Place(7, 1000)
+PLACE = Place(7, 3, 1000)
 
 
 class Sessions:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from service.attention.call import Call, Result
+from service.serving.admission import ServingLimits
 from service.serving.batching import BatchLimits
 from service.serving.binding import bind
-from service.serving.cost import Cost, ServingLimits
+from service.serving.cost import Cost
 from service.serving.executor import Outcome
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.load import LIGHT_OPERATIONS

@@ -11,8 +11,9 @@ from service.attention.cache import caches_latent
 from service.attention.call import Call
 from service.attention.decoding import CachedOperation, CachedStep
 from service.errors import InvalidRequest, SessionConflict, TooLarge
+from service.serving.admission import Admission
 from service.serving.binding import bind, check_against_layer, finite_arrays, rotary_positions, shape_fields, tensors_of
-from service.serving.cost import Admission, predict_step
+from service.serving.cost import predict_step
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.sessions.session import Session
