@@ -17,8 +17,8 @@ from torch import Tensor
 
 from service.attention.call import Call
 from service.attention.decoding import CachedStep
-from service.attention.layer import Operation
 from service.attention.masks import TENSORS
+from service.attention.operations import Operation
 from service.serving.cost import Cost
 from service.serving.layers.registry import LoadedLayer
 from service.serving.load import INTERNAL, Flow

@@ -35,7 +35,8 @@ from service.wire.compression import pack, unpack
 from service.wire.limits import WireLimits
 from service.wire.problems import validate
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, Plan
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend_reply import Plan
 from service.wire.schemas.figure import FigureRequest
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ import torch
 
 from service.attention.call import Call
 from service.attention.decoding import CachedStep
-from service.attention.layer import Operation, ShortCall
+from service.attention.operations import Operation, ShortCall
 from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from service.serving.batching import BatchLimits, Entry, form_batch
 from service.serving.cost import Cost

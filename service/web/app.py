@@ -132,7 +132,7 @@ def create_service(settings: Settings) -> Service:
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     if settings.session_memory:
-        place = Place(replica_number(socket.gethostname()), int(1000 * time.time()) % 2**32)
+        place = Place(replica_number(socket.gethostname()), 0, int(1000 * time.time()) % 2**32)
         several = settings.keys_file is not None
         service.engine.sessions = SessionRegistry(service.registry, service.metrics, settings.session_memory, place, several)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout

@@ -33,7 +33,7 @@ from service.wire.schemas.sessions import PostSession
 
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 ROW_BYTES, FIRST_PAGE = 48, 16 * 48
-PLACE = Place(7, 1000)
+PLACE = Place(7, 3, 1000)
 
 
 class Sessions:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from service.attention.initialization import draw_weights
 from service.attention.layer import MultiHeadAttention
-from service.attention.weights import draw_weights
 from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, pointer
 from service.serving.admission import ServingLimits
 from service.serving.device import cast, numpy_of
