@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from service.spec import DType, Init, LayerSpec, MatmulPrecision
 from service.wire.limits import MIB
-from service.wire.schemas.attend import LAYER_NAME
+from service.wire.schemas.document import LAYER_NAME
 
 PREFIX = "ATTEND_"
 INJECTED = re.compile(r"(tcp|udp|sctp)://")  # the values of variables that Kubernetes derives from a Service

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from service.attention.weights import torch_dtype
+from service.attention.precision import torch_dtype
 from service.errors import InvalidRequest
 from service.spec import LayerSpec
 

@@ -50,16 +50,6 @@ def has_onednn() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and bool(product == 1)
 
 
-def set_precision(precision: str) -> None:
-    """Set the precision of the following float32 products. It is global in torch; this is safe, since only one call computes at a time.
-
-    "highest" is float32 throughout. "high" and "medium" let the hardware round the factors first: to TF32 (10 bits, relative error about
-    5e-4 a factor) on GPUs that have it, to bfloat16 (7 bits, about 4e-3) on CPUs with AMX; elsewhere they change nothing.
-    """
-    if precision != torch.get_float32_matmul_precision():
-        torch.set_float32_matmul_precision(precision)
-
-
 def _round(rows: int) -> int:
     """Round the number of rows up: oneDNN compiles and keeps code for each number of rows that it encounters, in half a millisecond and
     half a megabyte.

@@ -36,7 +36,9 @@ from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import unknown_field
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, Plan, require_layer_name
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend_reply import Plan
+from service.wire.schemas.document import require_layer_name
 from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.layers import LayerDocument, Layers, PutLayer
 from service.wire.schemas.sessions import SessionDocument, Sessions
@@ -293,7 +295,7 @@ def layer_path(name: str) -> str:
 def refuse_other_names(operation: Callable[..., object], names: Iterable[str]) -> None:
     """Raises InvalidRequest with what is meant by arguments of an operation that have names of other libraries or documents, if any."""
     model = PutLayer if operation is put_layer else AttendRequest
-    if problems := [unknown_field(pointer([name]), name, model) for name in names if name in model.instead]:
+    if problems := [unknown_field(pointer([name]), name, model) for name in names if name in model.expected_instead]:
         raise InvalidRequest(problems=problems)
 
 

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from service.attention.call import Call
-from service.attention.layer import ShortCall
 from service.attention.masks import PADDING, Masks, last_keys
-from service.attention.packed import PackedAttention
+from service.attention.operations import PackedAttention, ShortCall
 from service.errors import InvalidRequest
 from service.serving.admission import Admission
 from service.serving.cost import predict

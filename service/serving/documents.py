@@ -28,7 +28,7 @@ from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import describe_value, validate
 from service.wire.reply import Buffer
-from service.wire.schemas.attend import Document
+from service.wire.schemas.document import Document
 from service.wire.schemas.layers import PutLayer
 
 D = TypeVar("D", bound=Document)

@@ -41,7 +41,7 @@ class Probe:
         while length < MAX_QUERIES and predict(_zeros(layer, length), layer.spec).operations < MEASURED_OPERATIONS:
             length *= 2
         operations = predict(_zeros(layer, length), layer.spec).operations
-        self.scheduler.learn(operations, (await self._submit_zeros(layer, length)).compute)
+        self.scheduler.calibrate(operations, (await self._submit_zeros(layer, length)).compute)
 
     async def responds(self, layer: LoadedLayer) -> bool:
         """Whether the device finished something within the last `timeout` seconds, or does so now.

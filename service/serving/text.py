@@ -14,7 +14,7 @@ from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.spec import fingerprint
 from service.wire.problems import describe_value
-from service.wire.schemas.attend import LayerReference
+from service.wire.schemas.document import LayerReference
 from service.wire.schemas.tensors import Base64Tensor
 from service.wire.schemas.text import Vocabulary, Words, WordsRequest
 
