@@ -34,7 +34,7 @@ class TextEncoder:
     async def vocabulary(self) -> Vocabulary:
         """GET /words."""
         if self._vocabulary is None:
-            self._vocabulary = await asyncio.to_thread(_installed_vocabulary) if self.model else Vocabulary(layers=[], note=ONE_WORKER_NOTE)
+            self._vocabulary = await asyncio.to_thread(installed_vocabulary) if self.model else Vocabulary(layers=[], note=ONE_WORKER_NOTE)
         return self._vocabulary
 
     async def read(self, raw: RawRequest) -> Words:
@@ -63,7 +63,7 @@ class TextEncoder:
         return (await self.service.loader.put(name, lambda: parsed)).layer
 
 
-def _installed_vocabulary() -> Vocabulary:
+def installed_vocabulary() -> Vocabulary:
     """The layers of all-MiniLM-L6-v2, or what to install."""
     names: list[str] = []
     try:
