@@ -7,7 +7,7 @@ import numpy as np
 
 from service.errors import AttendError
 from service.serving.admission import Admission, ServingLimits
-from service.serving.binding import bind
+from service.serving.binding import make_call
 from service.serving.cost import predict
 from service.serving.executor import Outcome
 from service.serving.layers.registry import LoadedLayer
@@ -74,7 +74,7 @@ class Probe:
 
     async def _submit_zeros(self, layer: LoadedLayer, length: int) -> Outcome:
         request = _zeros(layer, length)
-        return await self.scheduler.submit(layer, bind(request, layer.spec), predict(request, layer.spec))
+        return await self.scheduler.submit(layer, make_call(request, layer.spec), predict(request, layer.spec))
 
 
 def _zeros(layer: LoadedLayer, length: int) -> AttendRequest:
