@@ -62,8 +62,8 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     import torch
 
     from service.errors import AttendError
+    from service.serving.admission import ServingLimits
     from service.serving.batching import Entry
-    from service.serving.cost import ServingLimits
     from service.serving.engine import ATTEND
     from service.serving.executor import compute
     from service.serving.replies import build_reply

@@ -1,7 +1,7 @@
 """LayerSpec, the configuration of a layer, and the fingerprint of a spec and its weights. Floor 1.
 
-A spec determines names and shapes of weights, not their values: `attention/weights.py` draws the values, or they come from a request or a
-checkpoint. Defaults are filled in on construction, so equivalent specs are equal and have the same fingerprint.
+A spec determines names and shapes of weights, not their values: `attention/initialization.py` draws the values, or they come from a request
+or a checkpoint. Defaults are filled in on construction, so equivalent specs are equal and have the same fingerprint.
 """
 
 import hashlib
@@ -72,7 +72,7 @@ class LayerSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_admit_null)
 
-    instead: ClassVar[Mapping[str, str]] = {  # names in other libraries -> the field
+    expected_instead: ClassVar[Mapping[str, str]] = {  # names in other libraries -> the field
         **dict.fromkeys(("embed_dim", "hidden_size", "num_hiddens"), "d_model"),
         **dict.fromkeys(("n_head", "n_heads", "nhead", "num_attention_heads"), "num_heads"),
         **dict.fromkeys(("n_kv_heads", "num_key_value_heads"), "num_kv_heads"),

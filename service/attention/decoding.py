@@ -19,9 +19,10 @@ from torch import Tensor
 
 from service.attention.cache import KeyValueCache, caches_latent
 from service.attention.call import Call, Result
-from service.attention.eager import PER_HEAD, Eager
-from service.attention.layer import MultiHeadAttention, Operation, result_of
+from service.attention.eager import FROM_HEADS, Eager
+from service.attention.layer import MultiHeadAttention, result_of
 from service.attention.masks import Masks
+from service.attention.operations import Operation
 from service.attention.projections import Projected, Projections
 
 _fused: Any = getattr(
@@ -154,7 +155,7 @@ def keys_and_values(layer: MultiHeadAttention, rows: Mapping[str, Tensor]) -> tu
 def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValueCache) -> tuple[dict[str, Tensor], Tensor | None]:
     """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
     if (head_outputs := _over_pages(layer.eager, call, query, cache)) is not None:
-        return layer.merge_heads(call, {"head_outputs": head_outputs}), None
+        return layer.merge_heads(call, head_outputs), None
     rows, outputs = cache.joined(), call.outputs - {"latent"}  # which `attend` would project from the inputs
     if layer.indexer is not None:
         call = layer.indexer.with_keys(rows["index_key"][None]).select_keys(call)
@@ -165,7 +166,7 @@ def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValu
 def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:
     """Head outputs [1, h, 1, value_head_dim] of one query, page by page; None if the fused kernel cannot compute the call."""
     masks, spec = call.masks, eager.spec
-    if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not call.outputs <= PER_HEAD or caches_latent(spec):
+    if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not call.outputs <= FROM_HEADS or caches_latent(spec):
         return None
     if masks.has_sets or masks.bias is not None or call.softcap or call.dropout or call.reproducible:
         return None

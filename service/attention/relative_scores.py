@@ -19,7 +19,7 @@ from service.attention.selection import of_heads
 from service.spec import LayerSpec
 from service.spec_parts import RelativeScores
 
-PER_HEAD = ("position_key.weight", "position_query.weight", "content_bias", "position_bias")
+HEAD_WEIGHTS = ("position_key.weight", "position_query.weight", "content_bias", "position_bias")
 MAX_PRODUCTS = 1 << 21  # most products of queries and position vectors at a time: twice the scores of a block
 
 
@@ -28,7 +28,7 @@ class RelativeTerms:
 
     def __init__(self, spec: LayerSpec, relative: RelativeScores, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self.relative, self.dtype, self.width = relative, dtype, spec.d_model
-        heads = {name: tensor.to(dtype).view(spec.num_heads, spec.head_dim, -1) for name, tensor in weights.items() if name in PER_HEAD}
+        heads = {name: tensor.to(dtype).view(spec.num_heads, spec.head_dim, -1) for name, tensor in weights.items() if name in HEAD_WEIGHTS}
         self.key, self.query = heads["position_key.weight"], heads.get("position_query.weight")  # [h, d, n]
         self.content_bias, self.position_bias = heads.get("content_bias"), heads.get("position_bias")  # [h, d, 1]
 

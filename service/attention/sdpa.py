@@ -10,8 +10,10 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
 from service.attention.call import Call
-from service.attention.eager import Assembly, Eager, row_blocks
+from service.attention.eager import Eager
 from service.attention.masks import Masks
+from service.attention.precision import at_least_float32
+from service.attention.row_blocks import Assembly, row_slices
 
 
 def sdpa(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor | None:
@@ -32,7 +34,7 @@ def sdpa(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fu
 
 def _may_overflow(scale: float, query: Tensor, key: Tensor) -> bool:
     """Whether |scale · query · key| may exceed the largest number of the scores, which are float32 for narrower inputs."""
-    largest = torch.finfo(torch.promote_types(query.dtype, torch.float32)).max
+    largest = torch.finfo(at_least_float32(query.dtype)).max
     bound = abs(scale) * query.shape[-1]
     for rows in (query, key):
         bound *= float(rows.abs().amax())
@@ -43,13 +45,13 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
     """Compute one block of query rows at a time, only with the range of keys that its rows may attend to."""
     spec, masks, (batch, heads, num_queries, _), num_keys = eager.spec, call.masks, query.shape, key.shape[2]
     attend = partial(F.scaled_dot_product_attention, scale=call.scale, enable_gqa=spec.num_heads > spec.num_kv_heads)
-    if not eager.biases:
+    if not eager.has_bias:
         if masks.only_causal or not (masks.has_any or masks.bias is not None):
             return attend(query, key, value, is_causal=masks.has_any)
         if (keys := masks.shared_keys()) is not None:
             return attend(query, key[:, :, keys], value[:, :, keys])
     assembly = Assembly(num_queries)
-    for rows in row_blocks(batch * heads * num_keys, num_queries):
+    for rows in row_slices(batch * heads * num_keys, num_queries):
         keys = _visible_keys(masks, rows)
         mask, bias = masks.visible(rows, keys), eager.bias(query[:, :, rows], masks, rows, keys)
         if bias is not None:

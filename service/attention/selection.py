@@ -44,7 +44,7 @@ def select_weights(weights: Tensor, call: Call) -> Tensor:
     return weights
 
 
-def selection(weights: Tensor, call: Call) -> dict[str, Tensor]:
+def reduce_weights(weights: Tensor, call: Call) -> dict[str, Tensor]:
     """`attention_weights`, averaged over heads if requested; with `top_k`, the largest `values` of each row and their `keys`."""
     if call.average:
         weights = weights.mean(1)

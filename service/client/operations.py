@@ -36,7 +36,9 @@ from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import unknown_field
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, Plan, require_layer_name
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend_reply import Plan
+from service.wire.schemas.document import require_layer_name
 from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.layers import LayerDocument, Layers, PutLayer
 from service.wire.schemas.sessions import SessionDocument, Sessions
@@ -53,7 +55,7 @@ class Operation(Generic[T]):
 
     `repeat`: after a failure, a computation may "always" be repeated; a change only if the server certainly did not begin it ("unbegun").
     `json_body` returns a JSON body in place of `body`, for servers and proxies that refuse safetensors. `check` returns the response, or
-    raises its refusal. `on_doubt` is called after each attempt that the server may have computed although there is no reply.
+    raises its refusal. `on_unanswered` is called after each attempt that the server may have computed although there is no reply.
     """
 
     method: str
@@ -66,7 +68,7 @@ class Operation(Generic[T]):
     repeat: Repeat = "always"
     json_body: Callable[[], bytes] | None = None
     check: Callable[[httpx.Response], httpx.Response] = raise_for_status
-    on_doubt: Callable[[], None] = lambda: None
+    on_unanswered: Callable[[], None] = lambda: None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -293,7 +295,7 @@ def layer_path(name: str) -> str:
 def refuse_other_names(operation: Callable[..., object], names: Iterable[str]) -> None:
     """Raises InvalidRequest with what is meant by arguments of an operation that have names of other libraries or documents, if any."""
     model = PutLayer if operation is put_layer else AttendRequest
-    if problems := [unknown_field(pointer([name]), name, model) for name in names if name in model.instead]:
+    if problems := [unknown_field(pointer([name]), name, model) for name in names if name in model.expected_instead]:
         raise InvalidRequest(problems=problems)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from service.errors import AttendError
-from service.serving import cost
-from service.serving.binding import bind
+from service.serving.admission import Admission, ServingLimits
+from service.serving.binding import make_call
+from service.serving.cost import predict
 from service.serving.executor import Outcome
 from service.serving.layers.registry import LoadedLayer
 from service.serving.scheduler import Scheduler
@@ -25,22 +26,22 @@ class Probe:
         self.scheduler = scheduler
         self.timeout = 2.0  # a working device must finish something within so many seconds
 
-    async def warm(self, layer: LoadedLayer, limits: cost.ServingLimits) -> None:
+    async def warm(self, layer: LoadedLayer, limits: ServingLimits) -> None:
         """Compute one tiny call, so that the first real call is not slow.
 
         Raises TooLarge if even a call of one query and one key exceeds the limits.
         """
         request = _zeros(layer, 1)
-        cost.Admission(limits).require(request, layer.spec, cost.predict(request, layer.spec))
+        Admission(limits).require(request, layer.spec, predict(request, layer.spec))
         await self._submit_zeros(layer, 1)
 
     async def measure(self, layer: LoadedLayer) -> None:
         """Measure the device's speed with one call large enough to be reliable: the first Retry-After values depend on it."""
         length = MIN_QUERIES
-        while length < MAX_QUERIES and cost.predict(_zeros(layer, length), layer.spec).operations < MEASURED_OPERATIONS:
+        while length < MAX_QUERIES and predict(_zeros(layer, length), layer.spec).operations < MEASURED_OPERATIONS:
             length *= 2
-        operations = cost.predict(_zeros(layer, length), layer.spec).operations
-        self.scheduler.learn(operations, (await self._submit_zeros(layer, length)).compute)
+        operations = predict(_zeros(layer, length), layer.spec).operations
+        self.scheduler.calibrate(operations, (await self._submit_zeros(layer, length)).compute)
 
     async def responds(self, layer: LoadedLayer) -> bool:
         """Whether the device finished something within the last `timeout` seconds, or does so now.
@@ -73,7 +74,7 @@ class Probe:
 
     async def _submit_zeros(self, layer: LoadedLayer, length: int) -> Outcome:
         request = _zeros(layer, length)
-        return await self.scheduler.submit(layer, bind(request, layer.spec), cost.predict(request, layer.spec))
+        return await self.scheduler.submit(layer, make_call(request, layer.spec), predict(request, layer.spec))
 
 
 def _zeros(layer: LoadedLayer, length: int) -> AttendRequest:

@@ -5,16 +5,21 @@ from typing import Any
 
 from service.attention.call import Result
 from service.errors import InvalidRequest
-from service.serving import analysis, cost
+from service.serving import analysis
+from service.serving.admission import Admission
 from service.serving.binding import check_against_layer
+from service.serving.cost import predict
 from service.serving.device import numpy_of
 from service.serving.layers.registry import LoadedLayer
+from service.serving.outputs import wire_datatype
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import DATATYPES
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, LayerReference, Plan, PlannedTensor, Refusal
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend_reply import Plan, PlannedTensor, Refusal
+from service.wire.schemas.document import LayerReference
 
 
 def refuse_fully_masked(bound: BoundCall, result: Result) -> None:
@@ -40,7 +45,7 @@ def build_reply(bound: BoundCall, result: Result) -> Reply:
     tensors: dict[str, Any] = {}
     for name in request.outputs:
         tensors[name] = arrays[name] if name in arrays else _parts(name, arrays)
-    datatype = cost.wire_datatype("output", request.reply.datatype, layer.spec)
+    datatype = wire_datatype("output", request.reply.datatype, layer.spec)
     session = None if bound.session is None else {"id": bound.session.id, "length": bound.call.masks.num_keys}
     return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors, session=session)
 
@@ -52,14 +57,14 @@ def _parts(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
     return {part.partition(".")[2]: array for part, array in arrays.items() if part.startswith(f"{name}.")}
 
 
-def plan_of(request: AttendRequest, layer: LoadedLayer, admission: cost.Admission) -> Plan:
+def plan_of(request: AttendRequest, layer: LoadedLayer, admission: Admission) -> Plan:
     """Shapes and cost of the reply, and the limits that the request exceeds. Raises InvalidRequest if it does not fit the layer."""
     check_against_layer(request, layer.spec)
     if isinstance(request, AnalysisRequest):
         analysis.check_metrics(request, layer.spec)
-        predicted = analysis.predict(request, layer.spec)
+        predicted = analysis.predict_analysis(request, layer.spec)
     else:
-        predicted = cost.predict(request, layer.spec)
+        predicted = predict(request, layer.spec)
     problems, _ = admission.refusals(request, layer.spec, predicted)
     outputs = {}
     for name, shape in predicted.outputs.items():
@@ -78,4 +83,4 @@ def plan_of(request: AttendRequest, layer: LoadedLayer, admission: cost.Admissio
 
 def _datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:
     kind = analysis.datatype_of(name, request, spec) if isinstance(request, AnalysisRequest) else None
-    return kind or cost.wire_datatype(name, request.reply.datatype, spec)
+    return kind or wire_datatype(name, request.reply.datatype, spec)

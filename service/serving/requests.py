@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from service.attention.call import Call
 from service.attention.figures import FigureSpec
-from service.attention.layer import Operation
+from service.attention.operations import Operation
 from service.errors import CallerGone, DeadlinePassed
-from service.serving.admission import Lease
+from service.serving.byte_budget import Lease
 from service.serving.cost import Cost
 from service.serving.layers.registry import LoadedLayer
 from service.serving.metrics import Phases

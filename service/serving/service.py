@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
-from service.serving.admission import ByteBudget
+from service.serving.admission import ServingLimits
 from service.serving.batching import limits_on
-from service.serving.cost import ServingLimits
+from service.serving.byte_budget import ByteBudget
 from service.serving.device import find_device, memory_in_use, one_core
 from service.serving.engine import Engine
 from service.serving.layers.loader import LayerLoader

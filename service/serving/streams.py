@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem
-from service.serving.admission import ByteBudget, Lease
+from service.serving.byte_budget import ByteBudget, Lease
 from service.serving.service import ShutdownGate
 
 MAX_READING = 64  # most messages that are read at once

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import Forbidden, LayerConflict, NotReady
-from service.serving.cost import ServingLimits
+from service.serving.admission import ServingLimits
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
 from service.serving.sessions.ids import Place, replica_number
@@ -27,7 +27,7 @@ from service.web import errors, openapi
 from service.web.keys import Keyring
 from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
-from service.web.middleware.telemetry import Telemetry, endpoint_labels, open_telemetry
+from service.web.middleware.telemetry import Telemetry, endpoint_labels, start_telemetry
 from service.web.routes import attend, health, layers, page, sessions, text
 from service.web.v2 import repository, routes
 from service.web.v2.description import ProtocolExtensions
@@ -69,7 +69,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with _grpc(settings, service, extensions, keyring, traces):
+        async with _grpc(settings, service, extensions, keyring, telemetry):
             if settings.workers > 1:  # load before accepting connections: after a restart, the other workers answer
                 await service.begin(settings.all_layers())
                 if service.failed:  # the log says why
@@ -78,10 +78,10 @@ def create_app(settings: Settings) -> FastAPI:
                 service.begin(settings.all_layers())
             yield {"service": service}
         service.close()
-        if traces is not None:
-            traces.close()
+        if telemetry is not None:
+            telemetry.close()
 
-    traces = open_telemetry(service) if settings.telemetry else None
+    telemetry = start_telemetry(service) if settings.telemetry else None
     app = Application(
         lifespan=lifespan,
         docs_url=None,
@@ -100,7 +100,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.service = service
     openapi.install(app)
     label, guard = endpoint_labels(app.routes), _guard(settings, keyring)
-    app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), label, guard, traces)
+    app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), label, guard, telemetry)
     if origins := _items(settings.cors_origins):
         exposed = ["X-Request-Id", "Server-Timing", "Retry-After"]
         app.access = CORSMiddleware(app.access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
@@ -132,7 +132,7 @@ def create_service(settings: Settings) -> Service:
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     if settings.session_memory:
-        place = Place(replica_number(socket.gethostname()), int(1000 * time.time()) % 2**32)
+        place = Place(replica_number(socket.gethostname()), 0, int(1000 * time.time()) % 2**32)
         several = settings.keys_file is not None
         service.engine.sessions = SessionRegistry(service.registry, service.metrics, settings.session_memory, place, several)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout
@@ -141,7 +141,7 @@ def create_service(settings: Settings) -> Service:
 
 
 def _grpc(
-    settings: Settings, service: Service, extensions: ProtocolExtensions, keyring: Keyring | None, traces: Telemetry | None
+    settings: Settings, service: Service, extensions: ProtocolExtensions, keyring: Keyring | None, telemetry: Telemetry | None
 ) -> AbstractAsyncContextManager[None]:
     """A context manager that runs the gRPC server; it does nothing without `grpc_port`."""
     if settings.grpc_port is None:
@@ -152,7 +152,7 @@ def _grpc(
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
     tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
     largest = min(settings.max_grpc_bytes, settings.max_body_bytes)
-    options = GrpcOptions(largest, settings.client_timeout, settings.shutdown_seconds, tls, settings.access_log, keyring, traces)
+    options = GrpcOptions(largest, settings.client_timeout, settings.shutdown_seconds, tls, settings.access_log, keyring, telemetry)
     return run_grpc_server(service, extensions, address, options)
 
 

@@ -1,25 +1,17 @@
-"""One HTTP request: the record of its headers, which also collects the fields of its log line, and its body, read into a `RawRequest`.
-
-The declared size is checked before the body is read.
-"""
+"""Reads an HTTP request into a `RawRequest`: codecs, deadline, and the body, which is bounded in size, in time and by the memory budget."""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from ipaddress import IPv6Network
-from random import getrandbits
-from typing import Any
 
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, MalformedBody, TooLarge
-from service.serving.admission import Lease
-from service.serving.metrics import Phases
+from service.serving.byte_budget import Lease
 from service.serving.requests import NO_PARAMETERS, RawRequest
 from service.serving.service import Service
-from service.web.connections import Connection, connection_of
+from service.web.records import HttpRecord
 from service.wire.codec import CODECS, Codec
 from service.wire.compression import coding_of_reply
 from service.wire.negotiation import SAFETENSORS, media_type_of_body, media_type_of_reply
@@ -27,106 +19,54 @@ from service.wire.negotiation import SAFETENSORS, media_type_of_body, media_type
 Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
 UNCHECKED_BYTES = 64 * 1024  # a body of at most this many bytes is checked against the memory budget only as it is read
 JOIN_IN_THREAD = 1 << 20  # a larger body, in bytes, is joined outside the event loop, which it would block for too long
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-@dataclass(slots=True)
-class Outcome:
-    """How an HTTP request or a gRPC call ended, for its log line, its span and the metrics."""
-
-    request_id: str
-    reason: str = ""  # of a refusal or failure
-    detail: str = ""
-    key: str = ""  # the name of the caller's API key
-    phases: Phases | None = None
-    log_fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
-class Record(Outcome):
-    """The headers of one HTTP request, and how far it has got. `web/middleware/access.py` creates it, and passes it to the endpoints that
-    it calls itself. FastAPI's routes find it in their scope, as `scope["attend"]`."""
-
-    headers: dict[bytes, bytes]  # names in lower case
-    repeated: Sequence[tuple[bytes, bytes]]  # all headers in order, if one occurs twice; else empty
-    method: str
-    path: str  # below the root path
-    address: str  # the caller's, "" on a Unix socket
-    connection: Connection | None  # None under another ASGI server
-    status: int = 0
-    received: int = 0
-    body_complete: bool = False  # whether the body has been read to its end
-    sent: int = 0
-    lease: Lease | None = None  # the request's share of the memory budget, once it has one
-
-    def header(self, name: bytes) -> str:
-        """The value of a header, "" if there is none."""
-        return self.headers[name].decode("latin-1") if name in self.headers else ""
-
-
-def record_of(scope: Scope) -> Record:
-    """The record of a new request, from its scope."""
-    pairs = scope["headers"]
-    headers = dict(pairs)
-    given = headers.get(b"x-request-id")
-    return Record(
-        request_id(None if given is None else given.decode("latin-1")),
-        headers=headers,
-        repeated=pairs if len(headers) != len(pairs) else (),
-        method=scope["method"],
-        path=scope["path"].removeprefix(scope.get("root_path", "")),
-        address=scope["client"][0] if scope.get("client") else "",
-        connection=connection_of(scope),
-    )
-
-
-def request_id(given: str | None) -> str:
-    """The client's request id if it is valid, otherwise a new one."""
-    return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"
-
-
-async def read(
-    record: Record,
+async def read_request(
+    record: HttpRecord,
     receive: Receive,
     service: Service,
-    codecs: tuple[Codec, Codec] | None = None,
+    codec: Codec | None = None,
     parameters: Mapping[str, str] = NO_PARAMETERS,
     *,
     layer: bool = False,
     largest: int | None = None,
 ) -> RawRequest:
-    """The request. `codecs` are those of body and reply; without them, Content-Type and Accept choose. With `layer`, safetensors may have
-    `max_layer_bytes`; `largest` is a lower limit of the route, in bytes.
+    """The request. `codec` is that of body and reply; without it, Content-Type and Accept choose one for each.
+
+    A body has at most `max_body_bytes` bytes, with `layer` a safetensors body at most `max_layer_bytes`, and any body at most `largest`.
 
     Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the client disconnects before the body is complete.
     """
     headers, limits = record.headers, service.wire_limits
-    codec, reply_codec = codecs or _codecs(headers.get(b"content-type", b""), headers.get(b"accept", b""))
+    if codec is None:
+        codec, reply_codec = _codecs(headers.get(b"content-type", b""), headers.get(b"accept", b""))
+    else:
+        reply_codec = codec
     limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec is CODECS[SAFETENSORS] else ("max_body_bytes", limits.body_bytes)
     if largest is not None and largest < limit[1]:
         limit = ("", largest)
     deadline, lease = deadline_of(record, service), lease_of(record, service)
-    pieces = _pieces(record, receive, limit, lease)
+    arriving = _pieces(record, receive, limit, lease)
     if deadline is None:
-        body = await pieces
+        pieces = await arriving
     else:
         try:
             async with service.until(deadline):
-                body = await pieces
+                pieces = await arriving
         except TimeoutError:
             raise DeadlinePassed("the deadline (X-Request-Timeout or request_timeout) passed before the request's body arrived") from None
-    record.received = sum(map(len, body))
-    if len(body) == 1:
-        joined = body[0]
+    record.received = sum(map(len, pieces))
+    if len(pieces) == 1:
+        body = pieces[0]
     elif record.received <= JOIN_IN_THREAD:
-        joined = b"".join(body)
+        body = b"".join(pieces)
     else:
-        joined = await service.engine.codecs.run(partial(b"".join, body), 0, "")
+        body = await service.engine.codecs.run(partial(b"".join, pieces), 0, "")
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
     connection = record.connection
     gone = _never if connection is None else lambda: connection.lost  # under another ASGI server, a disconnect is not visible
-    return RawRequest(joined, codec, coding, reply_codec, reply_coding, parameters, deadline, gone, lease.caller, record.key, lease=lease)
+    return RawRequest(body, codec, coding, reply_codec, reply_coding, parameters, deadline, gone, lease.caller, record.key, lease=lease)
 
 
 @lru_cache(64)  # clients repeat these headers
@@ -136,7 +76,7 @@ def _codecs(content_type: bytes, accept: bytes) -> tuple[Codec, Codec]:
     return CODECS[body], CODECS[media_type_of_reply(accept.decode("latin-1"))]
 
 
-def lease_of(record: Record, service: Service) -> Lease:
+def lease_of(record: HttpRecord, service: Service) -> Lease:
     """The request's share of the memory budget. `web/middleware/access.py` releases it once the reply is sent."""
     if record.lease is None:
         record.lease = Lease(service.budget, record.key or network_of(record.address))
@@ -154,7 +94,7 @@ def network_of(address: str) -> str:
         return address
 
 
-def deadline_of(record: Record, service: Service) -> float | None:
+def deadline_of(record: HttpRecord, service: Service) -> float | None:
     """The deadline on the service's clock, from X-Request-Timeout or the settings; None without either. Raises InvalidRequest."""
     if b"x-request-timeout" not in record.headers:
         return None if service.timeout is None else service.clock() + service.timeout
@@ -172,7 +112,7 @@ def _never() -> bool:
     return False
 
 
-async def _pieces(record: Record, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
+async def _pieces(record: HttpRecord, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
     """The pieces of the body. The lease grows as bytes arrive, so bytes that are declared and never sent take no memory budget."""
     if (content_length := record.headers.get(b"content-length")) is not None:
         if not content_length.isdigit():

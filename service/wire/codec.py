@@ -83,7 +83,7 @@ class NativeCodec(Codec):
     def decode(
         self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
     ) -> Decoded:
-        return Decoded(self.parse(body, kinds, limits, shapes_alone), parameters.get("accept"))
+        return Decoded(self.parse(body, kinds, limits, shapes_alone), parameters.get("picture_type"))
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
         return Encoded(self.headers, self.write(reply, options))

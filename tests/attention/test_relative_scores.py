@@ -11,10 +11,10 @@ from support.gradients import gradients
 
 from service.attention import relative_scores
 from service.attention.compare.random_cases import FEATURES, Case, random_case
+from service.attention.initialization import in_dtype
 from service.attention.masks import Masks
 from service.attention.reference.forward import Outputs, attend
 from service.attention.relative_scores import RelativeTerms
-from service.attention.weights import in_dtype
 from service.client import Client
 from service.spec import LayerSpec
 

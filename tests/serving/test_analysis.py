@@ -16,18 +16,18 @@ from support.plain_metrics import Item, between_metrics, output_metrics, row_met
 
 from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, Case, random_case
+from service.attention.initialization import draw_weights, in_dtype
 from service.attention.layer import MultiHeadAttention
 from service.attention.metrics import compute
 from service.attention.metrics.compute import OF_WEIGHTS, measure
 from service.attention.metrics.rows import MetricsQuery
 from service.attention.reference.forward import Layer
 from service.attention.reference.request import Request
-from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
 from service.client.responses import read_analysis
 from service.errors import InvalidRequest, TooLarge
+from service.serving.admission import ServingLimits
 from service.serving.analysis import VALUE_METRICS
-from service.serving.cost import ServingLimits
 from service.serving.engine import ANALYSIS
 from service.serving.requests import RawRequest
 from service.serving.service import open_service

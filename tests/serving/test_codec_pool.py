@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.scheduler import PATIENCE, REAL, run, turns
 
+from service.serving.admission import ServingLimits
 from service.serving.codec_pool import HEAVY_BYTES, CodecPool
-from service.serving.cost import ServingLimits
 from service.serving.engine import ATTEND
 from service.serving.metrics import Metrics
 from service.serving.requests import RawRequest

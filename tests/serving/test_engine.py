@@ -12,9 +12,9 @@ from support.scheduler import REAL, run
 
 from service.attention.call import Call
 from service.errors import AttendError
+from service.serving.admission import ServingLimits
 from service.serving.batching import Entry
 from service.serving.codec_pool import HEAVY_BYTES, Job
-from service.serving.cost import ServingLimits
 from service.serving.engine import ATTEND
 from service.serving.requests import RawRequest
 from service.serving.service import open_service

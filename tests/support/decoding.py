@@ -13,12 +13,12 @@ from service.attention.call import Result
 from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, Case, draw_options, random_case
 from service.attention.compare.random_layers import Draw, Sizes, rounded
 from service.attention.decoding import CachedStep, forward_steps
+from service.attention.initialization import draw_weights
 from service.attention.reference import forward
 from service.attention.reference.forward import Outputs
 from service.attention.reference.request import Request
-from service.attention.weights import draw_weights
 from service.cli.server_check import compare_output, largest_score, outputs_of
-from service.serving.cost import Admission, ServingLimits
+from service.serving.admission import Admission, ServingLimits
 from service.serving.device import numpy_of
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.requests import BoundCall

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
-from service.attention.eager import row_blocks
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import real_keys
 from service.attention.metrics import heads as between
 from service.attention.metrics import importance
 from service.attention.metrics.rows import ROW_METRICS, Block, MetricsQuery, StrongestLinks, read_block
+from service.attention.row_blocks import row_slices
 
 PER_QUERY = "_per_query"
 OF_WEIGHTS = {"strongest_links", "cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads", "single_head"}
@@ -124,7 +124,7 @@ class _Measurement:
         none = None if self.fully_masked is None else self.fully_masked.all(1, keepdim=True)
         single = between.SingleHead()
         batch, heads, num_queries, _ = self.projected[0].shape
-        rows = tuple(row_blocks(batch * heads * self.call.masks.num_keys, num_queries))
+        rows = tuple(row_slices(batch * heads * self.call.masks.num_keys, num_queries))
         many = self._blocks(self.call, self.projected, self.fully_masked, rows)
         for block, of_many in zip(self._blocks(alone, tuple(one), none, rows), many, strict=True):
             single.read(block, of_many, one[2])

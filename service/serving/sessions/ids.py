@@ -1,4 +1,4 @@
-"""Session ids. An id has the number of the replica and the start of the process that keeps the session, and 128 random bits.
+"""Session ids. An id has the numbers of the replica and the worker that keep the session, the worker's start, and 128 random bits.
 
 So a process can tell where a session is, and a lost session from an id that never was one, without a list of all. The checksum detects ids
 that no server made. It protects nothing: what protects a session is its random bits and the API key that it belongs to.
@@ -15,14 +15,15 @@ from service.wire.problems import describe_value
 
 PREFIX = "s."  # so that no id begins with a hyphen, which command lines take for a flag
 RANDOM_BYTES, CHECKSUM_BYTES = 16, 5
-FIELDS = (("replica", 4), ("epoch", 4))  # bytes of each
+FIELDS = (("replica", 4), ("worker", 2), ("epoch", 4))  # bytes of each
 ID_BYTES = sum(size for _, size in FIELDS) + RANDOM_BYTES + CHECKSUM_BYTES
 
 
 class Place(NamedTuple):
-    """The process that keeps a session: the number of its replica, and the millisecond in which it started, modulo 2^32."""
+    """The process that keeps a session: the numbers of its replica and worker, and the millisecond of its start, modulo 2^32."""
 
     replica: int
+    worker: int
     epoch: int
 
 
@@ -32,7 +33,7 @@ def replica_number(name: str) -> int:
 
 
 def make_id(place: Place) -> str:
-    """A new id of a session of this process: PREFIX and 39 letters, digits, - and _."""
+    """A new id of a session of this process: PREFIX and 42 letters, digits, - and _."""
     numbers = b"".join(number.to_bytes(size, "big") for number, (_, size) in zip(place, FIELDS, strict=True))
     data = numbers + secrets.token_bytes(RANDOM_BYTES)
     return PREFIX + base64.urlsafe_b64encode(data + _checksum(data)).rstrip(b"=").decode()

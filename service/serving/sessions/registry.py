@@ -30,7 +30,7 @@ from service.serving.sessions.ids import Place, make_id, place_of
 from service.serving.sessions.session import Session
 from service.wire.codec import SequencePart
 from service.wire.problems import describe_value
-from service.wire.schemas.attend import LayerReference
+from service.wire.schemas.document import LayerReference
 from service.wire.schemas.sessions import PostSession, SessionDocument
 
 Reason = Literal["idle", "memory", "layer_replaced", "layer_removed", "deleted"]

@@ -21,17 +21,17 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, TooLarge
-from service.serving.admission import CallLimit
+from service.serving.byte_budget import CallLimit
 from service.serving.service import Service
 from service.serving.streams import PreviousSent, answer_stream, message_reader
 from service.web.errors import UNEXPECTED_ERROR, grpc_code_of, retry_after
 from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.messages import SERVICE
-from service.web.grpc.methods import CallRecord, Method, Methods
+from service.web.grpc.methods import GrpcRecord, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
 from service.web.middleware.telemetry import Telemetry
-from service.web.request_reader import request_id
+from service.web.records import request_id
 
 SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY_SCOPE
     "ServerLive": frozenset[str](),
@@ -68,7 +68,7 @@ class GrpcOptions:
     tls: tuple[Path, Path] | None = None  # files of certificate and key; None: plaintext
     log_requests: bool = True
     keyring: Keyring | None = None  # clients send the key in the metadata, named as in HTTP
-    traces: Telemetry | None = None
+    telemetry: Telemetry | None = None
 
 
 class CallHandlers:
@@ -94,7 +94,7 @@ class CallHandlers:
         method: Method = getattr(self.methods, re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
         kind = GetMessageClass(SERVICE.methods_by_name[name].input_type)
 
-        async def call(message: bytes, record: CallRecord) -> bytes:
+        async def call(message: bytes, record: GrpcRecord) -> bytes:
             if len(message) > MAX_PLAIN_MESSAGE:
                 raise TooLarge.where("", f"a message of at most {MAX_PLAIN_MESSAGE} bytes", str(len(message)))
             try:
@@ -145,18 +145,18 @@ class CallHandlers:
 
         await answer_stream(context.read, reply, self.service.gate, MAX_IN_FLIGHT, self.options.seconds)
 
-    def _caller(self, name: str, record: CallRecord, context: Any) -> str:
+    def _caller(self, name: str, record: GrpcRecord, context: Any) -> str:
         """The name of the caller's key, or the caller's address. Raises Unauthenticated or Forbidden."""
         if self.options.keyring is not None:
             record.key = require_key(self.options.keyring, record.metadata, SCOPES.get(name, ANY_SCOPE))
         return record.key or address_of(context.peer())
 
     @contextmanager
-    def _observed(self, name: str, record: CallRecord) -> Iterator[None]:
+    def _observed(self, name: str, record: GrpcRecord) -> Iterator[None]:
         """Counts, logs and traces the call that the `with` block answers. Writes an exception into the record and swallows it."""
-        full_name, service, traces = f"{SERVICE.full_name}/{name}", self.service, self.options.traces
+        full_name, service, telemetry = f"{SERVICE.full_name}/{name}", self.service, self.options.telemetry
         started = service.clock()
-        span = None if traces is None else traces.begin_call(full_name, record.metadata)
+        span = None if telemetry is None else telemetry.begin_call(full_name, record.metadata)
         if span is not None:
             record.trailing.append(("traceresponse", span.traceparent))
         record.code, record.reason = grpc.StatusCode.CANCELLED, "CallerGone"  # unless set below
@@ -178,8 +178,8 @@ class CallHandlers:
             service.metrics.answered(full_name, record.code.name)
             if record.reason:
                 service.metrics.failed(record.reason)
-            if traces is not None and span is not None:
-                traces.end_call(span, full_name, record.code.name, record, record.code in SERVER_FAULTS, seconds)
+            if telemetry is not None and span is not None:
+                telemetry.end_call(span, full_name, record.code.name, record, record.code in SERVER_FAULTS, seconds)
             if self.options.log_requests:
                 log.info(
                     "request",
@@ -194,14 +194,14 @@ class CallHandlers:
                 )
 
 
-def _record_of(context: Any, key: str = "") -> CallRecord:
+def _record_of(context: Any, key: str = "") -> GrpcRecord:
     metadata = dict(context.invocation_metadata())
     identity = request_id(metadata.get("x-request-id"))
     trailing = [("x-request-id", identity)]
-    return CallRecord(identity, key=key, metadata=metadata, seconds_left=context.time_remaining(), trailing=trailing)
+    return GrpcRecord(identity, key=key, metadata=metadata, seconds_left=context.time_remaining(), trailing=trailing)
 
 
-async def _abort_failed(context: Any, record: CallRecord) -> None:
+async def _abort_failed(context: Any, record: GrpcRecord) -> None:
     if record.reason:
         await context.abort(record.code, record.detail, tuple(record.trailing))
 

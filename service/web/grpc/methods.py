@@ -12,13 +12,13 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from service.errors import LayerNotFound, LayerUnloaded
-from service.serving.admission import Lease
+from service.serving.byte_budget import Lease
 from service.serving.engine import ATTEND
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.web.grpc import messages
 from service.web.grpc.codec import GrpcCodec, values_of
-from service.web.request_reader import Outcome
+from service.web.records import Record
 from service.web.routes.attend import require_started
 from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.repository import load_layer, unload_layer
@@ -29,8 +29,8 @@ from service.wire.v2.schemas import LoadParameters, UnloadParameters
 
 
 @dataclass(slots=True, kw_only=True)
-class CallRecord(Outcome):
-    """One call: its metadata, and how it ended."""
+class GrpcRecord(Record):
+    """The metadata of a gRPC call, and how the call ended."""
 
     metadata: Mapping[str, str]
     seconds_left: float | None  # until the client's deadline; None: no deadline
@@ -39,7 +39,7 @@ class CallRecord(Outcome):
     code: grpc.StatusCode = grpc.StatusCode.OK
 
 
-Method = Callable[[Any, CallRecord], Awaitable[Any]]
+Method = Callable[[Any, GrpcRecord], Awaitable[Any]]
 
 
 class Methods:
@@ -50,13 +50,13 @@ class Methods:
         self.service, self.extensions, self.largest = service, extensions, largest
         self.codec, self.stream_codec = GrpcCodec(largest), GrpcCodec(largest, stream=True)
 
-    async def server_live(self, request: Any, record: CallRecord) -> Any:
+    async def server_live(self, request: Any, record: GrpcRecord) -> Any:
         return messages.ServerLiveResponse(live=True)
 
-    async def server_ready(self, request: Any, record: CallRecord) -> Any:
+    async def server_ready(self, request: Any, record: GrpcRecord) -> Any:
         return messages.ServerReadyResponse(ready=await self.service.serves())
 
-    async def model_ready(self, request: Any, record: CallRecord) -> Any:
+    async def model_ready(self, request: Any, record: GrpcRecord) -> Any:
         """A missing or unloaded model is not ready; that is no error."""
         try:
             self._layer(request)
@@ -64,38 +64,38 @@ class Methods:
             return messages.ModelReadyResponse(ready=False)
         return messages.ModelReadyResponse(ready=await self.service.answers())
 
-    async def server_metadata(self, request: Any, record: CallRecord) -> Any:
+    async def server_metadata(self, request: Any, record: GrpcRecord) -> Any:
         return _filled(messages.ServerMetadataResponse(), self.extensions.metadata())
 
-    async def model_metadata(self, request: Any, record: CallRecord) -> Any:
+    async def model_metadata(self, request: Any, record: GrpcRecord) -> Any:
         return _filled(messages.ModelMetadataResponse(), metadata_of(self._layer(request)))
 
-    async def model_config(self, request: Any, record: CallRecord) -> Any:
+    async def model_config(self, request: Any, record: GrpcRecord) -> Any:
         config = config_of(self._layer(request), self.service, self.largest)
         return messages.ModelConfigResponse(config=_filled(messages.ModelConfig(), config))
 
-    async def model_statistics(self, request: Any, record: CallRecord) -> Any:
+    async def model_statistics(self, request: Any, record: GrpcRecord) -> Any:
         """Statistics of one model, or without a name of all models."""
         self.extensions.require_statistics()
         layers = [self._layer(request)] if request.name else self.service.registry.all()
         return _filled(messages.ModelStatisticsResponse(), statistics_of(self.service, layers, self.extensions.workers))
 
-    async def repository_index(self, request: Any, record: CallRecord) -> Any:
+    async def repository_index(self, request: Any, record: GrpcRecord) -> Any:
         models = [entry.model_dump() for entry in index_of(self.service.registry.documents(), request.ready)]
         return messages.RepositoryIndexResponse(models=models)
 
-    async def repository_model_load(self, request: Any, record: CallRecord) -> Any:
+    async def repository_model_load(self, request: Any, record: GrpcRecord) -> Any:
         self.extensions.require_writable()
         await load_layer(self.service, request.model_name, validate(LoadParameters, values_of(request.parameters), "/parameters"))
         return messages.RepositoryModelLoadResponse()
 
-    async def repository_model_unload(self, request: Any, record: CallRecord) -> Any:
+    async def repository_model_unload(self, request: Any, record: GrpcRecord) -> Any:
         self.extensions.require_writable()
         validate(UnloadParameters, values_of(request.parameters), "/parameters")
         await unload_layer(self.service, request.model_name)
         return messages.RepositoryModelUnloadResponse()
 
-    async def model_infer(self, body: bytes, record: CallRecord, codec: Codec | None = None) -> bytes:
+    async def model_infer(self, body: bytes, record: GrpcRecord, codec: Codec | None = None) -> bytes:
         """If the caller cancels or disconnects, gRPC cancels this coroutine, and the scheduler drops the call."""
         require_started(self.service)
         codec = codec or self.codec

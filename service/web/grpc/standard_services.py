@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from service.errors import AttendError, MalformedBody
-from service.serving.admission import ByteBudget, CallLimit
+from service.serving.byte_budget import ByteBudget, CallLimit
 from service.serving.service import Service, ShutdownGate
 from service.serving.streams import MessageReader, in_time
 from service.web.errors import grpc_code_of

@@ -1,7 +1,7 @@
 """The outermost ASGI middleware: request ids, access log, counts, HEAD for every GET, and replies to exceptions.
 
-It sees headers and sizes, never a payload. It reads the scope once, into a `Record`, which it passes to the endpoints that it calls itself,
-and stores in the scope for FastAPI's routes.
+It sees headers and sizes, never a payload. It reads the scope once, into an `HttpRecord`, which it passes to the endpoints that it calls
+itself, and stores in the scope for FastAPI's routes.
 """
 
 import time
@@ -15,8 +15,8 @@ from service.serving.executor import is_out_of_memory
 from service.serving.service import Service
 from service.web.errors import error_response, internal_error, out_of_memory
 from service.web.middleware.guard import Guard
-from service.web.middleware.telemetry import Telemetry
-from service.web.request_reader import Record, record_of
+from service.web.middleware.telemetry import OpenSpan, Telemetry
+from service.web.records import HttpRecord, record_of
 
 log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
@@ -25,7 +25,7 @@ MAX_QUERY_PARAMETERS = 64  # no endpoint has more than a few
 MAX_DRAINED_BYTES = 64 << 20  # largest body of a refused request that is read and discarded
 
 
-Endpoint = Callable[[Record, Receive, Send], Awaitable[None]]
+Endpoint = Callable[[HttpRecord, Receive, Send], Awaitable[None]]
 
 
 class Access:
@@ -43,10 +43,10 @@ class Access:
         direct_endpoint: Callable[[str, str], Endpoint | None],
         label: Callable[[str], str],
         guard: Guard | None = None,
-        traces: Telemetry | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.app, self.service, self.log_requests, self.direct_endpoint = app, service, log_requests, direct_endpoint
-        self.label, self.guard, self.traces = label, guard, traces
+        self.label, self.guard, self.telemetry = label, guard, telemetry
         self.log = log.bind()  # the logger that a call of `log.info` would look up each time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,6 +58,7 @@ class Access:
         is_head, connection = record.method == "HEAD", record.connection
         if is_head:  # a copy: uvicorn needs the original method
             scope = {**scope, "method": "GET"}
+        span = None if self.telemetry is None else self.telemetry.begin_request(scope, self.label(record.path))
 
         async def observed_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -72,8 +73,8 @@ class Access:
                 if self.service.draining or self.service.retiring:  # so that clients do not reuse a connection that will be closed
                     headers.append((b"connection", b"close"))
                 headers.append((b"x-request-id", record.request_id.encode()))
-                if self.traces is not None:
-                    headers += self.traces.reply_headers(scope)
+                if span is not None:
+                    headers += span.reply_headers()
             else:
                 if is_head:
                     message = {**message, "body": b""}
@@ -83,18 +84,16 @@ class Access:
             else:
                 await connection.send(send, message)
 
-        if self.traces is not None:
-            self.traces.begin(scope, self.label(record.path))
         try:
             await self._answer(scope, record, receive, observed_send)
-            self._log_request(scope, record, time.monotonic() - started)
+            self._log_request(scope, record, span, time.monotonic() - started)
             if connection is not None and record.sent > MAX_UNSPLIT_REPLY:
                 await connection.sent()
         finally:
             if record.lease is not None:
                 record.lease.release()
 
-    async def _answer(self, scope: Scope, record: Record, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, record: HttpRecord, receive: Receive, send: Send) -> None:
         """Calls the endpoint; turns an exception into a response."""
         try:
             if scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # before the framework makes an object of each
@@ -118,13 +117,13 @@ class Access:
             if not record.status:
                 await internal_error(scope)(scope, receive, send)
 
-    def _log_request(self, scope: Scope, record: Record, seconds: float) -> None:
+    def _log_request(self, scope: Scope, record: HttpRecord, span: OpenSpan | None, seconds: float) -> None:
         label = self.label(record.path)
         self.service.metrics.answered(label, record.status, record.received, record.sent)
         if record.reason:
             self.service.metrics.failed(record.reason)
-        if self.traces is not None:
-            self.traces.end(scope, label, record, seconds)
+        if self.telemetry is not None and span is not None:
+            self.telemetry.end_request(span, scope, label, record, seconds)
         if self.log_requests:
             phases = {} if record.phases is None else record.phases.milliseconds()
             refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}
@@ -145,7 +144,7 @@ class Access:
             )
 
 
-async def _drain_body(record: Record, receive: Receive) -> None:
+async def _drain_body(record: HttpRecord, receive: Receive) -> None:
     """Drain the unread body of a refused request, up to a bound: closing early would reset the connection before the client reads the
     reply. A client that waits for `100 Continue` has not sent its body, and reading it would make the server ask for it."""
     if b"expect" in record.headers:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from service.errors import Forbidden, MalformedRequest, Unauthenticated
 from service.web.keys import Keyring
-from service.web.request_reader import Record
+from service.web.records import HttpRecord
 from service.wire.negotiation import HTML, JSON, accepted_type
 
 KEY_HEADERS = ("authorization", "x-api-key")
@@ -38,7 +38,7 @@ class Guard:
         self.hosts, self.origins, self.keyring = hosts, frozenset(origins), keyring
         self._known: set[bytes] = set()  # Host headers that were allowed; at most 64
 
-    def check(self, record: Record, http_version: str) -> str:
+    def check(self, record: HttpRecord, http_version: str) -> str:
         """The name of the caller's key, "" if none is needed. Raises MalformedRequest, Unauthenticated or Forbidden."""
         headers, path, method = record.headers, record.path, record.method
         host = headers.get(b"host", b"")
@@ -66,7 +66,7 @@ class Guard:
             raise Forbidden.where("", "an Origin that is this server, or among --cors-origins", f'"{origin[:80]}"')
 
 
-def _require_one_host(record: Record, http_version: str) -> None:
+def _require_one_host(record: HttpRecord, http_version: str) -> None:
     """Raises MalformedRequest for several Host headers, of which a proxy may have used another, and in HTTP/1.1 for none."""
     count = sum(name == b"host" for name, _ in record.repeated) if record.repeated else int(b"host" in record.headers)
     if count > 1 or (count == 0 and http_version == "1.1"):

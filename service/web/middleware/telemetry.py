@@ -22,7 +22,7 @@ from starlette.types import Scope
 from service import __version__
 from service.serving.metrics import PHASE_BUCKETS, PHASES
 from service.serving.service import Service
-from service.web.request_reader import Outcome, Record
+from service.web.records import HttpRecord, Record
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)  # seconds; the conventions' boundaries
@@ -32,7 +32,7 @@ OTHER = "other"  # label of all paths where nothing is served
 VERSION = re.compile("/versions/[^/]+")  # of a model, in paths under /v2
 
 
-def open_telemetry(service: Service) -> "Telemetry":
+def start_telemetry(service: Service) -> "Telemetry":
     """Starts the exporters. Raises ModuleNotFoundError without the extra `otel`."""
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -63,6 +63,11 @@ class OpenSpan:
         context = self.span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
+    def reply_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers of a reply that name the span to the caller."""
+        text = self.traceparent.encode()
+        return [(b"traceparent", text), (b"traceresponse", text)]
+
 
 class Telemetry:
     """Records each request and each gRPC call as a span, and its duration and phases in histograms."""
@@ -87,18 +92,13 @@ class Telemetry:
         for name, value in gauges.items():
             meter.create_observable_gauge(name, [lambda _, value=value: [Observation(value())]])
 
-    def begin(self, scope: Scope, route: str) -> None:
+    def begin_request(self, scope: Scope, route: str) -> OpenSpan:
         """Starts the span of a request, as a child of the caller's span if there is one. `route`: the label of its path."""
         incoming = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in TRACE_HEADERS}
         method = _method(scope).replace("_OTHER", "HTTP")
-        scope["attend.span"] = self._open(method if route == OTHER else f"{method} {route}", incoming)
+        return self._open(method if route == OTHER else f"{method} {route}", incoming)
 
-    def reply_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """The headers that name the span of this request to the caller."""
-        text = scope["attend.span"].traceparent.encode()
-        return [(b"traceparent", text), (b"traceresponse", text)]
-
-    def end(self, scope: Scope, route: str, record: Record, seconds: float) -> None:
+    def end_request(self, open_span: OpenSpan, scope: Scope, route: str, record: HttpRecord, seconds: float) -> None:
         """Closes the span of a request."""
         method, failed = _method(scope), record.status >= 500
         labels: dict[str, Any] = {"http.request.method": method, "url.scheme": scope.get("scheme", "http")}
@@ -114,13 +114,13 @@ class Telemetry:
             about["url.query"] = scope["query_string"].decode("latin-1")
         if method != scope["method"]:
             about["http.request.method_original"] = scope["method"]
-        self._close(scope["attend.span"], {**labels, **about}, record, failed, seconds)
+        self._close(open_span, {**labels, **about}, record, failed, seconds)
 
     def begin_call(self, method: str, metadata: Mapping[str, str]) -> OpenSpan:
         """Starts the span of a gRPC call, for `end_call`. `method` is the full name."""
         return self._open(method, metadata)
 
-    def end_call(self, open_span: OpenSpan, method: str, code: str, record: Outcome, failed: bool, seconds: float) -> None:
+    def end_call(self, open_span: OpenSpan, method: str, code: str, record: Record, failed: bool, seconds: float) -> None:
         """Closes the span of a call. `failed`: through a fault of this server."""
         labels = {"rpc.system.name": "grpc", "rpc.method": method, "rpc.response.status_code": code}
         if failed:
@@ -132,7 +132,7 @@ class Telemetry:
         now = time.time_ns()
         return OpenSpan(self._tracer.start_span(name, self._propagator.extract(incoming), self._server, start_time=now), now)
 
-    def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], record: Outcome, failed: bool, seconds: float) -> None:
+    def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], record: Record, failed: bool, seconds: float) -> None:
         """Ends the span. Its phases become consecutive child spans; the last one ends with the span."""
         span, now = open_span.span, open_span.start + int(seconds * 1e9)
         span.set_attributes({**labels, "attend.request_id": record.request_id})

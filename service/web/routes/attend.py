@@ -25,11 +25,12 @@ from service.web.openapi import (
     error_responses,
     request_body_doc,
 )
-from service.web.request_reader import Record, read
+from service.web.records import HttpRecord
+from service.web.request_reader import read_request
 from service.wire.codec import CODECS
 from service.wire.negotiation import PICTURES, accepted_type, media_type_of_body
 from service.wire.schemas.analysis import AnalysisReply
-from service.wire.schemas.attend import AttendReply, Plan
+from service.wire.schemas.attend_reply import AttendReply, Plan
 
 PICTURE_POLICY = (
     b"content-security-policy",
@@ -41,22 +42,22 @@ MAX_JOINED_BYTES = 64 * 1024  # replies up to this size, in bytes, are joined: c
 def endpoints(service: Service) -> dict[str, Endpoint]:
     """The endpoints that bypass FastAPI, by their path."""
 
-    async def answer(kind: CallKind, record: Record, receive: Receive, send: Send) -> None:
+    async def answer(kind: CallKind, record: HttpRecord, receive: Receive, send: Send) -> None:
         require_started(service)
-        raw = await read(record, receive, service)
+        raw = await read_request(record, receive, service)
         await send_reply(await service.engine.answer(raw, kind), record, send)
 
-    async def figure(record: Record, receive: Receive, send: Send) -> None:
+    async def figure(record: HttpRecord, receive: Receive, send: Send) -> None:
         require_started(service)
         codec = CODECS[media_type_of_body(record.header(b"content-type"))]
-        accepted = {"accept": accepted_type(record.header(b"accept"), tuple(PICTURES))}
-        raw = await read(record, receive, service, (codec, codec), accepted)
+        picture_type = accepted_type(record.header(b"accept"), tuple(PICTURES))
+        raw = await read_request(record, receive, service, codec, {"picture_type": picture_type})
         await send_reply(await service.engine.answer(raw, FIGURE), record, send, PICTURE_POLICY)
 
     return {"/attend": partial(answer, ATTEND), "/attend/analysis": partial(answer, ANALYSIS), "/attend/figure": figure}
 
 
-async def send_reply(reply: EncodedReply, record: Record, send: Send, *headers: tuple[bytes, bytes]) -> None:
+async def send_reply(reply: EncodedReply, record: HttpRecord, send: Send, *headers: tuple[bytes, bytes]) -> None:
     """Sends a reply, a large one in pieces. Each piece is freed once it is sent: freeing all at once would block the event loop."""
     record.phases, record.log_fields = reply.phases, reply.log_fields
     size = sum(map(len, reply.pieces))
@@ -122,7 +123,7 @@ def install(app: FastAPI, service: Service) -> None:
         The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
         """
         require_started(service)
-        return await service.engine.plan(await read(request.scope["attend"], request.receive, service))
+        return await service.engine.plan(await read_request(request.scope["attend"], request.receive, service))
 
     @app.post(
         "/attend/figure",

@@ -11,12 +11,13 @@ from service.serving import documents
 from service.serving.layers.files import CheckpointQuery
 from service.serving.service import Service
 from service.web.openapi import BINARY, PUT_LAYER_EXAMPLE, error_responses, request_body_doc
-from service.web.request_reader import Record, deadline_of, lease_of, read
+from service.web.records import HttpRecord
+from service.web.request_reader import deadline_of, lease_of, read_request
 from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import MAX_PROBLEMS, describe_value
 from service.wire.reply import Buffer
-from service.wire.schemas.attend import LAYER_NAME, require_layer_name
+from service.wire.schemas.document import LAYER_NAME, require_layer_name
 from service.wire.schemas.layers import LayerDocument, Layers
 
 QUERY_PARAMETERS = ("layout", "prefix", "spec")
@@ -76,7 +77,7 @@ def install(app: FastAPI, service: Service, require_writable: Callable[[], None]
         require_layer_name(name)
         require_query([name for name, _ in request.query_params.multi_items()])
         require_started(service)
-        raw = await read(request.scope["attend"], request.receive, service, layer=True)
+        raw = await read_request(request.scope["attend"], request.receive, service, layer=True)
         layer, new, assumed = await documents.put_layer(service, name, raw, CheckpointQuery(layout, prefix, spec))
         response.status_code = 201 if new else 200
         return service.registry.describe(layer).model_copy(update={"assumed": dict(assumed) or None})
@@ -102,7 +103,7 @@ def install(app: FastAPI, service: Service, require_writable: Callable[[], None]
         await service.loader.remove(name, deadline_of(request.scope["attend"], service))
 
 
-def send_file(pieces: Sequence[Buffer], name: str, record: Record, service: Service) -> StreamingResponse:
+def send_file(pieces: Sequence[Buffer], name: str, record: HttpRecord, service: Service) -> StreamingResponse:
     """The response with a safetensors file to save as `name`. It counts against the memory budget: what is replaced meanwhile stays in
     memory until it is sent."""
     size = sum(map(len, pieces))

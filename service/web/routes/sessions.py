@@ -13,7 +13,8 @@ from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.serving.sessions.transfer import export_cache, import_cache
 from service.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
-from service.web.request_reader import Record, deadline_of, read
+from service.web.records import HttpRecord
+from service.web.request_reader import deadline_of, read_request
 from service.web.routes.attend import require_started, send_reply
 from service.web.routes.layers import send_file
 from service.wire.negotiation import JSON, SAFETENSORS
@@ -26,11 +27,11 @@ DOCUMENT_BYTES = 400  # of the description of a session, roughly
 SessionIdPath = Annotated[str, Path(description="The id of the session.")]
 
 
-async def attend_step(service: Service, session_id: str, record: Record, receive: Receive, send: Send) -> None:
+async def attend_step(service: Service, session_id: str, record: HttpRecord, receive: Receive, send: Send) -> None:
     """POST /sessions/{id}/attend; called without FastAPI's routing, as POST /attend is."""
     require_started(service)
     service.engine.require_sessions().find(session_id, record.key)  # before the body is read
-    raw = await read(record, receive, service)
+    raw = await read_request(record, receive, service)
     raw.session = session_id
     await send_reply(await service.engine.answer(raw, ATTEND), record, send)
 
@@ -50,7 +51,7 @@ def install(app: FastAPI, service: Service) -> None:
         """Starts a session: a sequence whose keys and values the server keeps."""
         require_started(service)
         sessions = service.engine.require_sessions()
-        raw = await read(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
+        raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         session = sessions.create(await read_document(service, raw, PostSession), request.scope["attend"].key)
         response.headers["Location"] = f"{request.scope.get('root_path', '')}{SESSIONS}{session.id}"
         return sessions.document(session)
@@ -91,7 +92,7 @@ def install(app: FastAPI, service: Service) -> None:
     async def patch_session(id: SessionIdPath, request: Request) -> SessionDocument:
         """Rolls a session back to a shorter length."""
         sessions = service.engine.require_sessions()
-        raw = await read(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
+        raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         document = await read_document(service, raw, PatchSession)
         async with sessions.turn(id, request.scope["attend"].key, raw) as session:
             session.truncate(document.length)
@@ -108,7 +109,7 @@ def install(app: FastAPI, service: Service) -> None:
     async def fork_session(id: SessionIdPath, request: Request, response: Response) -> SessionDocument:
         """Starts a session with the first rows of another. Both share pages until one of them writes to them."""
         sessions = service.engine.require_sessions()
-        raw = await read(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
+        raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         document = await read_document(service, raw, PostFork)
         async with sessions.turn(id, request.scope["attend"].key, raw) as session:
             fork = sessions.fork(session, document.length)
@@ -158,5 +159,5 @@ def install(app: FastAPI, service: Service) -> None:
         require_started(service)
         sessions = service.engine.require_sessions()
         sessions.find(id, request.scope["attend"].key)
-        raw = await read(request.scope["attend"], request.receive, service, layer=True)
+        raw = await read_request(request.scope["attend"], request.receive, service, layer=True)
         return sessions.document(await import_cache(service, sessions, id, request.scope["attend"].key, raw))

@@ -6,7 +6,7 @@ from starlette.concurrency import run_in_threadpool
 from service.serving.service import Service
 from service.serving.text import TextEncoder
 from service.web.openapi import BODY_ERRORS, WORDS_EXAMPLE, error_responses, request_body_doc
-from service.web.request_reader import read
+from service.web.request_reader import read_request
 from service.web.routes.attend import require_started
 from service.wire.negotiation import JSON
 from service.wire.schemas.text import Vocabulary, Words
@@ -33,5 +33,5 @@ def install(app: FastAPI, service: Service, model: bool) -> None:
     async def post_words(request: Request) -> Response:
         """Tokens and vectors of a sentence for a layer: from the real model for its own layers, from hashes of the words for others."""
         require_started(service)
-        words = await encoder.read(await read(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES))
+        words = await encoder.read(await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES))
         return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer

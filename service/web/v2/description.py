@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service import __version__
-from service.serving.cost import largest_batch, output_shapes
+from service.serving.admission import largest_batch
 from service.serving.layers.registry import LoadedLayer
+from service.serving.outputs import output_shapes
 from service.serving.service import Service
 from service.serving.statistics import Statistics as Counted
 from service.serving.statistics import Totals

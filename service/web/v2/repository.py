@@ -10,7 +10,7 @@ from service.serving.documents import put_layer, read_object
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.web.openapi import LOAD_EXAMPLE, request_body_doc, v2_error_responses
-from service.web.request_reader import read
+from service.web.request_reader import read_request
 from service.web.routes.attend import require_started
 from service.web.routes.layers import NewName
 from service.web.v2.description import ProtocolExtensions, index_of
@@ -18,11 +18,11 @@ from service.wire.codec import CODECS
 from service.wire.json.strict import parse_nested
 from service.wire.negotiation import JSON
 from service.wire.problems import validate
-from service.wire.schemas.attend import require_layer_name
+from service.wire.schemas.document import require_layer_name
 from service.wire.v2.schemas import IndexRequest, LoadParameters, LoadRequest, RepositoryModel, StrictModel, UnloadRequest
 
 MAX_BODY_BYTES = 1 << 16  # bytes of a body, before and after decompression; a spec has some hundreds
-MODEL = "/v2/repository/models/{name}"
+MODEL_PATH = "/v2/repository/models/{name}"
 CONFIG_PATH = "/parameters/config"  # the place of the spec in a request
 D = TypeVar("D", bound=StrictModel)
 
@@ -42,7 +42,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         return index_of(service.registry.documents(), (await _read(request, service, IndexRequest)).ready)
 
     @app.post(
-        f"{MODEL}/load",
+        f"{MODEL_PATH}/load",
         tags=["v2"],
         response_class=Response,
         responses=v2_error_responses(400, 403, 404, 409, 413, 503),
@@ -56,7 +56,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         return Response()
 
     @app.post(
-        f"{MODEL}/unload",
+        f"{MODEL_PATH}/unload",
         tags=["v2"],
         response_class=Response,
         responses=v2_error_responses(400, 403, 404, 409, 503),
@@ -96,5 +96,5 @@ async def unload_layer(service: Service, name: str) -> None:
 
 async def _read(request: Request, service: Service, model: type[D]) -> D:
     """The body, validated as `model`; an empty body is {}."""
-    raw = await read(request.scope["attend"], request.receive, service, (CODECS[JSON], CODECS[JSON]), largest=MAX_BODY_BYTES)
+    raw = await read_request(request.scope["attend"], request.receive, service, CODECS[JSON], largest=MAX_BODY_BYTES)
     return validate(model, await read_object(service, raw, MAX_BODY_BYTES))

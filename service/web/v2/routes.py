@@ -11,7 +11,8 @@ from service.errors import MalformedBody
 from service.serving.engine import ATTEND
 from service.serving.service import Service
 from service.web.openapi import INFER_EXAMPLE, request_body_doc, schema, v2_error_responses
-from service.web.request_reader import Record, read
+from service.web.records import HttpRecord
+from service.web.request_reader import read_request
 from service.web.routes.attend import require_started, send_reply
 from service.web.v2.description import ProtocolExtensions, config_of, metadata_of, statistics_of
 from service.wire.negotiation import JSON
@@ -19,13 +20,13 @@ from service.wire.v2.codec import HEADER_LENGTH, V2Codec
 from service.wire.v2.parameters import require_version
 from service.wire.v2.schemas import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
 
-MODEL = "/v2/models/{name}"
-VERSIONED_PATH = re.compile(rf"({MODEL.format(name='[^/]+')})/versions/([^/]+)(/.*)?")
-INFER_PATH = re.compile(rf"{MODEL.format(name='([^/]+)')}(?:/versions/([^/]+))?/infer/?")
-CODECS = (V2Codec(), V2Codec())  # of body and reply
+MODEL_PATH = "/v2/models/{name}"
+VERSIONED_PATH = re.compile(rf"({MODEL_PATH.format(name='[^/]+')})/versions/([^/]+)(/.*)?")
+INFER_PATH = re.compile(rf"{MODEL_PATH.format(name='([^/]+)')}(?:/versions/([^/]+))?/infer/?")
+CODEC = V2Codec()
 
 
-async def infer(service: Service, model: str, version: str | None, record: Record, receive: Receive, send: Send) -> None:
+async def infer(service: Service, model: str, version: str | None, record: HttpRecord, receive: Receive, send: Send) -> None:
     """POST /v2/models/{name}/infer, with or without /versions/1; it bypasses FastAPI's routing, as POST /attend does.
 
     The header Inference-Header-Content-Length decides how the body is read. Content-Type and Accept are ignored: clients send arbitrary
@@ -35,11 +36,11 @@ async def infer(service: Service, model: str, version: str | None, record: Recor
     service.registry.find(model, at="")
     require_version(version)
     parameters = {"model": model, "header_length": _header_length(record)}
-    raw = await read(record, receive, service, CODECS, parameters)
+    raw = await read_request(record, receive, service, CODEC, parameters)
     await send_reply(await service.engine.answer(raw, ATTEND), record, send)
 
 
-def _header_length(record: Record) -> str:
+def _header_length(record: HttpRecord) -> str:
     """Inference-Header-Content-Length, "" if there is none. Raises MalformedBody if several differ: a proxy may have used another one."""
     if len(record.repeated) and len({value for name, value in record.repeated if name == HEADER_LENGTH}) > 1:
         raise MalformedBody.where("", "one Inference-Header-Content-Length", "several that differ")
@@ -90,13 +91,13 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         text = await run_in_threadpool(lambda: statistics_of(service, layers, extensions.workers).model_dump_json())  # slow for many layers
         return Response(text, media_type=JSON)
 
-    @app.get(MODEL, **ROUTE_OPTIONS, response_model=ModelMetadata, responses=v2_error_responses(404, 409))
+    @app.get(MODEL_PATH, **ROUTE_OPTIONS, response_model=ModelMetadata, responses=v2_error_responses(404, 409))
     async def model(name: str) -> ModelMetadata:
         """Inputs and outputs of a model. Like every path of a model, it also exists below /versions/1."""
         return metadata_of(service.registry.find(name, at=""))
 
     @app.get(
-        f"{MODEL}/ready",
+        f"{MODEL_PATH}/ready",
         **ROUTE_OPTIONS,
         response_model=ModelReady,
         responses={503: {"model": ModelReady, "description": "Not ready."}, **v2_error_responses(404, 409)},
@@ -108,19 +109,19 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
         response.status_code = 200 if is_ready else 503
         return ModelReady(name=name, ready=is_ready)
 
-    @app.get(f"{MODEL}/config", **ROUTE_OPTIONS, response_model=ModelConfig, responses=v2_error_responses(404, 409))
+    @app.get(f"{MODEL_PATH}/config", **ROUTE_OPTIONS, response_model=ModelConfig, responses=v2_error_responses(404, 409))
     async def config(name: str) -> ModelConfig:
         """Model configuration, as in Triton."""
         return config_of(service.registry.find(name, at=""), service, service.wire_limits.body_bytes)
 
-    @app.get(f"{MODEL}/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=v2_error_responses(404, 409))
+    @app.get(f"{MODEL_PATH}/stats", **ROUTE_OPTIONS, response_model=Statistics, responses=v2_error_responses(404, 409))
     async def statistics(name: str) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         extensions.require_statistics()
         return statistics_of(service, [service.registry.find(name, at="")], extensions.workers)
 
     @app.post(
-        f"{MODEL}/infer",
+        f"{MODEL_PATH}/infer",
         tags=["v2"],
         responses={
             200: {"description": "The requested outputs.", "content": {JSON: {"schema": schema("InferenceReply")}}},

@@ -8,8 +8,8 @@ from support.layers import json_body
 
 from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, random_case
 from service.attention.compare.random_layers import LAYER_FEATURES, settle
+from service.attention.initialization import draw_weights
 from service.attention.reference.forward import attend
-from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS, Biases
 

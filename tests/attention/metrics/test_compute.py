@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from service.attention import eager
+from service.attention import row_blocks
 from service.attention.call import Call
+from service.attention.initialization import draw_weights
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.metrics.compute import OF_WEIGHTS, measure
 from service.attention.metrics.rows import MetricsQuery, StrongestLinks
 from service.attention.selection import top_k
-from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 
 N = 7
@@ -178,7 +178,7 @@ def test_metrics_do_not_depend_on_the_size_of_blocks(monkeypatch: pytest.MonkeyP
     metrics_query = MetricsQuery(names, query_tokens=WORDS, key_tokens=WORDS)
     whole = measure(layer, call, metrics_query).tensors
 
-    monkeypatch.setattr(eager, "MAX_BLOCK_SCORES", 1)
+    monkeypatch.setattr(row_blocks, "MAX_BLOCK_SCORES", 1)
     pieces = measure(layer, call, metrics_query).tensors
 
     assert set(whole) == set(pieces)

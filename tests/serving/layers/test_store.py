@@ -226,7 +226,7 @@ from pathlib import Path
 import torch
 from service.serving.layers import store
 from service.serving.layers.registry import LayerRegistry
-from service.serving.cost import ServingLimits
+from service.serving.admission import ServingLimits
 from service.spec import LayerSpec
 
 kept = store.LayerStore(Path(sys.argv[1]), 1 << 20)

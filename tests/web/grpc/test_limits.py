@@ -20,7 +20,7 @@ from support.waiting import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded
-from service.serving.admission import ByteBudget, CallLimit
+from service.serving.byte_budget import ByteBudget, CallLimit
 from service.serving.streams import MessageReader, message_reader
 from service.web.grpc.calls import MAX_STREAMS
 from service.web.grpc.calls import address_of as address_of_peer

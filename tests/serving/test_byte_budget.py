@@ -10,7 +10,7 @@ import pytest
 from support.scheduler import run, turns
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
-from service.serving.admission import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
+from service.serving.byte_budget import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
 from service.serving.documents import put_layer
 from service.serving.engine import ANALYSIS, ATTEND, FIGURE
 from service.serving.requests import RawRequest
