@@ -105,7 +105,8 @@ class SessionRegistry:
         """The owner's session of that id. Raises SessionNotFound, SessionEnded or WrongReplica."""
         place = place_of(session_id)
         if place.replica != self.place.replica:
-            raise WrongReplica("another replica has this session; a balancer has to send its requests there")
+            own = self.place.replica
+            raise WrongReplica(f"replica {place.replica} has this session, and this is {own}; a balancer has to send its requests there")
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
             self._follow_layer(session)
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
