@@ -26,14 +26,14 @@ class KeyIndexer:
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
         assert spec.indexer is not None
-        self.config, self.latent = spec.indexer, spec.latent
+        self.indexer, self.latent = spec.indexer, spec.latent
         self.rope = spec.rope and spec.rope.model_copy(update={"interleaved": spec.indexer.interleaved})
         self._weights = {name: x.double() for name, x in weights.items() if name.startswith(("index_", "query_down"))}
 
     @torch.no_grad()
     def select_keys(self, call: Call) -> Call:
         """The call with a mask of the selected keys, bool [b, 1, q, k]; it may have no other mask with an axis of heads."""
-        if call.key.shape[1] <= self.config.top_k and "indexer_mask" not in call.outputs:
+        if call.key.shape[1] <= self.indexer.top_k and "indexer_mask" not in call.outputs:
             return call  # all keys are selected
         query, key, factors = self._project(call)
         (batch, heads, num_queries, _), num_keys = query.shape, key.shape[2]
@@ -44,7 +44,7 @@ class KeyIndexer:
             visible = call.masks.visible(rows)
             if visible is not None:
                 scores = scores.masked_fill(~visible, -torch.inf)
-            _, best = top_k(scores, min(self.config.top_k, num_keys))
+            _, best = top_k(scores, min(self.indexer.top_k, num_keys))
             kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
             selected[:, :, rows] = kept if visible is None else kept & visible
         return replace(call, masks=replace(call.masks, attend_mask=selected))
@@ -54,12 +54,12 @@ class KeyIndexer:
         query, key = call.query.double(), call.key.double()
         factors, key = self._product(query, "index_head_weights"), self._product(key, "index_key")
         norm = self._weights["index_key_norm.weight"], self._weights["index_key_norm.bias"]
-        key = F.layer_norm(key, key.shape[-1:], *norm, self.config.eps)[:, None]
+        key = F.layer_norm(key, key.shape[-1:], *norm, self.indexer.eps)[:, None]
         if self.latent is not None and self.latent.query_rank is not None:
             query = self._product(query, "query_down")
             query = F.rms_norm(query, query.shape[-1:], self._weights["query_down_norm.weight"], self.latent.eps)
         query = self._product(query, "index_query")
-        query = query.view(*query.shape[:2], self.config.num_heads, self.config.head_dim).transpose(1, 2)
+        query = query.view(*query.shape[:2], self.indexer.num_heads, self.indexer.head_dim).transpose(1, 2)
         if self.rope is not None:
             query, key = (rotate(x, positions, self.rope) for x, positions in zip((query, key), call.rope_positions, strict=True))
         return query, key, factors
