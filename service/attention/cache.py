@@ -145,8 +145,10 @@ class KeyValueCache:
         """Write rows [heads, n, width], for which pages are reserved, from row `start` on, and end the cache after them."""
         (count,) = {tensor.shape[1] for tensor in rows.values()}
         stop = start + count
-        for page in self._pages:
-            if start < page.stop and page.start < stop:
+        for page in reversed(self._pages):
+            if page.stop <= start:
+                break
+            if page.start < stop:
                 first, last = max(start, page.start), min(stop, page.stop)
                 for name, tensor in page.tensors.items():
                     tensor[:, first - page.start : last - page.start] = rows[name][:, first - start : last - start]

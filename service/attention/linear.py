@@ -2,8 +2,8 @@
 
 torch's float32 `F.linear` uses MKL or OpenBLAS, which on AMD takes slow kernels. oneDNN's product with a reordered weight, which torch's
 compiler uses, is two to three times as fast there and about as fast elsewhere. It is an internal operation of torch: if it is missing, or
-the processor has no instructions that it is fast with, `F.linear` is used. The choice depends on the machine and the weight alone, so it is
-the same for every worker and every call.
+the processor has no instructions that it is fast with, `F.linear` is used. So it is for a single row, which takes as long as reading the
+weight; oneDNN takes twice as long. The choice depends on machine, weight and number of rows, so it is the same for every worker.
 """
 
 from functools import cache
@@ -24,9 +24,9 @@ class Linear:
         self._reordered = _reorder(weight) if suits_onednn(weight) and has_onednn() else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._reordered is None or torch.is_grad_enabled() or not x.numel():
+        rows = x.shape[:-1].numel()
+        if self._reordered is None or torch.is_grad_enabled() or rows <= 1:
             return F.linear(x, self._weight, self._bias)
-        rows = x.numel() // x.shape[-1]
         if not (missing := _round_up(rows) - rows):
             return _onednn(x, self._reordered, self._bias)
         padded = torch.cat((x.reshape(rows, -1), x.new_zeros(missing, x.shape[-1])))

@@ -15,7 +15,7 @@ from service.attention.compare.random_cases import Case, random_case
 from service.attention.compare.random_layers import LAYER_FEATURES
 from service.attention.decoding import forward_steps
 from service.errors import InvalidRequest, SessionConflict
-from service.serving.binding import bind
+from service.serving.binding import make_call
 from service.serving.device import numpy_of
 from service.spec import LayerSpec
 from service.wire.problems import validate
@@ -72,7 +72,7 @@ def test_steps_equal_one_causal_call(dtype: str, tolerance: float, seed: int) ->
     query = rng.standard_normal((count, case.spec.query_dim)).astype(dtype)
     outputs = ["output", "attention_weights", "query_projection", "key_projection"]
     request = validate(AttendRequest, {"layer": "layer", "query": query, "causal": True, "outputs": outputs})
-    whole = sequence.layer.attention.forward(bind(request, case.spec)).tensors
+    whole = sequence.layer.attention.forward(make_call(request, case.spec)).tensors
     keys = whole["key_projection"].repeat_interleave(case.spec.num_heads // case.spec.num_kv_heads, 1)
     tolerance *= max(1.0, case.spec.scale * float((whole["query_projection"] @ keys.transpose(2, 3)).abs().max()))
     start = 0
@@ -127,7 +127,7 @@ def test_rows_that_overflow_agree_with_the_reference() -> None:
         sequence.keep(row)
         keys = sequence.rows["key"].astype("f4")
         request = {"layer": "layer", "query": row["query"], "key": keys, "query_offset": sequence.length - 1}
-        whole = sequence.layer.attention.forward(bind(validate(AttendRequest, {**request, "outputs": ["output"]}), sequence.spec))
+        whole = sequence.layer.attention.forward(make_call(validate(AttendRequest, {**request, "outputs": ["output"]}), sequence.spec))
         np.testing.assert_allclose(numpy_of(step), numpy_of(whole.tensors["output"]), rtol=1e-6)
 
 
