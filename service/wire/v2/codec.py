@@ -26,7 +26,7 @@ from service.wire.negotiation import JSON
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.header import ListSlot, V2Header, V2Input, V2ReplyFormat, parse_header
-from service.wire.v2.parameters import VERSION, requested_arrays, squeeze_per_item
+from service.wire.v2.members import VERSION, requested_arrays, squeeze_per_item
 
 MAX_CACHED_HEADER = 4096  # bytes of a header template that is cached; longer ones rarely repeat
 BEFORE_DATA = re.compile(rb'"data"\s*:\s*(?=\[)')

@@ -12,7 +12,7 @@ from service.wire.codec import SequencePart
 from service.wire.json.reader import shape_of
 from service.wire.problems import describe_value, validate
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
-from service.wire.v2.parameters import (
+from service.wire.v2.members import (
     DEFAULT_OUTPUTS,
     TOP_K_KEYS,
     VERSION,
