@@ -1,7 +1,7 @@
 """LayerSpec, the configuration of a layer, and the fingerprint of a spec and its weights. Floor 1.
 
-A spec determines names and shapes of weights, not their values: `attention/weights.py` draws the values, or they come from a request or a
-checkpoint. Defaults are filled in on construction, so equivalent specs are equal and have the same fingerprint.
+A spec determines names and shapes of weights, not their values: `attention/initialization.py` draws the values, or they come from a request
+or a checkpoint. Defaults are filled in on construction, so equivalent specs are equal and have the same fingerprint.
 """
 
 import hashlib

@@ -55,7 +55,7 @@ class Operation(Generic[T]):
 
     `repeat`: after a failure, a computation may "always" be repeated; a change only if the server certainly did not begin it ("unbegun").
     `json_body` returns a JSON body in place of `body`, for servers and proxies that refuse safetensors. `check` returns the response, or
-    raises its refusal. `on_doubt` is called after each attempt that the server may have computed although there is no reply.
+    raises its refusal. `on_unanswered` is called after each attempt that the server may have computed although there is no reply.
     """
 
     method: str
@@ -68,7 +68,7 @@ class Operation(Generic[T]):
     repeat: Repeat = "always"
     json_body: Callable[[], bytes] | None = None
     check: Callable[[httpx.Response], httpx.Response] = raise_for_status
-    on_doubt: Callable[[], None] = lambda: None
+    on_unanswered: Callable[[], None] = lambda: None
 
     @property
     def headers(self) -> dict[str, str]:

@@ -62,7 +62,7 @@ def plan_of(request: AttendRequest, layer: LoadedLayer, admission: Admission) ->
     check_against_layer(request, layer.spec)
     if isinstance(request, AnalysisRequest):
         analysis.check_metrics(request, layer.spec)
-        predicted = analysis.predict(request, layer.spec)
+        predicted = analysis.predict_analysis(request, layer.spec)
     else:
         predicted = predict(request, layer.spec)
     problems, _ = admission.refusals(request, layer.spec, predicted)

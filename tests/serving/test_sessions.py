@@ -13,6 +13,7 @@ from support.scheduler import PATIENCE, Clock, run
 
 from service.attention import decoding
 from service.errors import InvalidRequest, OutOfMemory, SessionEnded, SessionNotFound, WrongReplica
+from service.serving import engine
 from service.serving.admission import ServingLimits
 from service.serving.engine import ATTEND
 from service.serving.layers.registry import LayerRegistry
@@ -20,7 +21,7 @@ from service.serving.metrics import Metrics
 from service.serving.requests import RawRequest
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
-from service.serving.sessions import registry
+from service.serving.sessions import registry, steps
 from service.serving.sessions.ids import Place, make_id
 from service.serving.sessions.registry import SessionRegistry
 from service.serving.sessions.session import Session
@@ -294,5 +295,25 @@ async def test_a_step_whose_reply_is_an_error_appends_nothing() -> None:
         with pytest.raises(OutOfMemory, match="the memory for it was not there"):
             await step(service, session, np.ones((70, 6)))
     assert (session.length, session.calls) == (1, 0)
+    sessions.registry.close()
+    service.close()
+
+
+@loop
+async def test_law_12_a_large_step_is_bound_in_another_thread() -> None:
+    """Its body has been decoded by then, and its numbers are still to be checked and cast."""
+    sessions, on_loop = Sessions(pages=1000), []
+    service, session = service_of(sessions), sessions.create()
+
+    def bind_step(*args: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return steps.bind_step(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "bind_step", bind_step)
+        for rows in (1, 1000):
+            await step(service, session, np.random.default_rng(0).standard_normal((rows, 6)))
+    assert on_loop == [True, False]
+    assert session.length == 1001
     sessions.registry.close()
     service.close()
