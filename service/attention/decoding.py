@@ -9,7 +9,7 @@ Other steps join the pages, and are then computed as calls without a cache are.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -67,8 +67,10 @@ class CachedOperation:
     operation: Operation | None
 
     def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
-        cached = copy(layer)
-        cached.projections, cached.short = CachedProjections(layer, self.cache), None
+        cached, rows = copy(layer), self.cache.joined()
+        cached.projections, cached.short = CachedProjections(layer, rows), None
+        if layer.indexer is not None:
+            cached.indexer = layer.indexer.with_keys(rows["index_key"][None])
         return cached.forward(call) if self.operation is None else self.operation(cached, call)
 
     def to(self, device: torch.device) -> Self:
@@ -78,15 +80,15 @@ class CachedOperation:
 class CachedProjections(Projections):
     """The projections of a layer, except that keys and values are those of a cache."""
 
-    def __init__(self, layer: MultiHeadAttention, cache: KeyValueCache) -> None:
+    def __init__(self, layer: MultiHeadAttention, rows: Mapping[str, Tensor]) -> None:
         super().__init__(layer.spec, layer.weights)
-        self._layer, self._cache = layer, cache
+        self._layer, self._rows = layer, rows
 
     def project(self, call: Call) -> Projected:
         positions = None if call.key_positions is None else call.key_positions[:, :0]
         queries_alone = replace(call, key=call.key[:, :0], value=call.value[:, :0], key_positions=positions)
         query, *_ = self._layer.projections.project(queries_alone)
-        return query, *keys_and_values(self._layer, self._cache)
+        return query, *keys_and_values(self._layer, self._rows)
 
     def product(self, x: Tensor, name: str) -> Tensor:
         return self._layer.projections.product(x, name)
@@ -139,15 +141,16 @@ def _rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
 
 def _cached(layer: MultiHeadAttention, rows: Call, projected: Projected) -> dict[str, Tensor]:
     """What a cache keeps of projected rows, [b, heads, n, width] by name."""
-    if not caches_latent(layer.spec):
-        return {"key": projected[1], "value": projected[2]}
-    latents = layer.projections.outputs(replace(rows, outputs=frozenset({"latent", "rope_key"})), projected)
-    return {name: tensor[:, None] for name, tensor in latents.items()}
+    if caches_latent(layer.spec):
+        latents = layer.projections.outputs(replace(rows, outputs=frozenset({"latent", "rope_key"})), projected)
+        tensors = {name: tensor[:, None] for name, tensor in latents.items()}
+    else:
+        tensors = {"key": projected[1], "value": projected[2]}
+    return tensors if layer.indexer is None else tensors | {"index_key": layer.indexer.keys(rows)}
 
 
-def keys_and_values(layer: MultiHeadAttention, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
-    """The keys and values [1, kv heads, n, …] of all rows of the cache."""
-    rows = cache.joined()
+def keys_and_values(layer: MultiHeadAttention, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The keys and values [1, kv heads, n, …] of all rows of a cache, joined."""
     if caches_latent(layer.spec):
         return layer.projections.expand_latent(rows["latent"], rows["rope_key"])
     return rows["key"][None], rows["value"][None]
@@ -157,9 +160,11 @@ def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValu
     """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
     if (head_outputs := _over_pages(layer.eager, call, query, cache)) is not None:
         return layer.merge_heads(call, head_outputs), None
-    outputs = call.outputs - {"latent"}  # which `attend` would project from the inputs
-    tensors, fully_masked = layer.attend(replace(call, outputs=outputs), query, *keys_and_values(layer, cache))
-    return (tensors | {"latent": cache.joined()["latent"]} if "latent" in call.outputs else tensors), fully_masked
+    rows, outputs = cache.joined(), call.outputs - {"latent"}  # which `attend` would project from the inputs
+    if layer.indexer is not None:
+        call = layer.indexer.with_keys(rows["index_key"][None]).select_keys(call)
+    tensors, fully_masked = layer.attend(replace(call, outputs=outputs), query, *keys_and_values(layer, rows))
+    return (tensors | {"latent": rows["latent"]} if "latent" in call.outputs else tensors), fully_masked
 
 
 def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:

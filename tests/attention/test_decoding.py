@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.decoding import LAYERS_WITH_SESSIONS, Sequence, random_sequence, random_step, small_pages_of
+from support.decoding import Sequence, random_sequence, random_step, small_pages_of
 
 from service.attention import decoding
 from service.attention.cache import KeyValueCache, PagePool
-from service.attention.compare.random_cases import Case, random_case
+from service.attention.compare.random_cases import FEATURES, Case, random_case
 from service.attention.compare.random_layers import LAYER_FEATURES
 from service.attention.decoding import HEAD_MULTIPLE, WIDEST_HEAD, forward_steps
 from service.attention.native.extension import extension
@@ -43,7 +43,7 @@ def sequence_of(**spec: Any) -> Sequence:
 def test_random_steps_agree_with_the_reference(seed: int, dtype: str) -> None:
     """All outputs of steps with any masks, biases and positions, of sequences that are forked and rolled back. Memory returns."""
     rng, pool = np.random.default_rng(seed), PagePool(torch.device("cpu"))
-    features = LAYERS_WITH_SESSIONS - (ROUNDED_AGAIN if dtype in ("float16", "bfloat16") else frozenset())
+    features = frozenset(FEATURES) - (ROUNDED_AGAIN if dtype in ("float16", "bfloat16") else frozenset())
     sequences = [random_sequence(rng, pool, dtype=dtype, features=features)]
     for _ in range(9):
         sequence = sequences[rng.integers(len(sequences))]
@@ -68,7 +68,7 @@ def test_random_steps_agree_with_the_reference(seed: int, dtype: str) -> None:
 def test_steps_equal_one_causal_call(dtype: str, tolerance: float, seed: int) -> None:
     """Output and weights of any split into steps, to `tolerance` of the largest value, times the largest score if that exceeds 1."""
     rng = np.random.default_rng(seed)
-    features = set(LAYER_FEATURES) - {"indexer", "weights", "qk_norm", "normalizer"}  # sigmoid weights depend on the number of keys
+    features = set(LAYER_FEATURES) - {"weights", "qk_norm", "normalizer"}  # sigmoid weights depend on the number of keys
     case = random_case(rng, features=features, rate=0.3, dtype=dtype, init="xavier_uniform", batched=False)
     sequence, count = Sequence(Case(case.spec, {}, case.weights)), 13
     query = rng.standard_normal((count, case.spec.query_dim)).astype(dtype)
@@ -93,7 +93,7 @@ def test_steps_equal_one_causal_call(dtype: str, tolerance: float, seed: int) ->
 def test_steps_of_several_caches_in_one_batch_agree_with_the_reference(seed: int) -> None:
     """The caches have different lengths and the calls different options; only the shapes of the new rows are equal."""
     rng = np.random.default_rng(seed)
-    first = random_sequence(rng, features=set(LAYER_FEATURES) - {"indexer"})
+    first = random_sequence(rng, features=LAYER_FEATURES)
     sequences = [first, *(Sequence(first.case, first.pool, first.layer) for _ in range(3))]
     for sequence in sequences[:-1]:
         sequence.step(sequence.draw(rng, *(int(n) for n in rng.integers(1, 5, 2))))

@@ -74,8 +74,6 @@ class SessionRegistry:
     def create(self, document: PostSession, owner: str) -> Session:
         """A new session without rows. Raises LayerNotFound, LayerUnloaded, InvalidRequest or OutOfMemory."""
         layer = self.layers.find(document.layer)
-        if layer.spec.indexer is not None:
-            raise InvalidRequest.where("/layer", "a layer without an indexer, whose keys no session keeps", f'"{document.layer}"')
         self._require_room(owner)
         return self._add(layer, KeyValueCache(layer.spec, self.pool, owner), document.capacity, document.idle_seconds)
 
