@@ -1,7 +1,7 @@
 """Attention of new rows to all rows of a KV cache: projects the new ones, appends their keys and values, and attends.
 
-One query that requests neither weights nor scores attends to the pages one by one with torch's fused kernel, without joining them. The
-results of the pages are merged by their log-sum-exps (Dao et al. 2022, section 3.1):
+One query that requests neither weights nor scores attends to the pages without joining them: with torch's fused kernel page by page or, in
+float32 without biases, with the extension in C (`native/pages.h`). Results are merged by their log-sum-exps (Dao et al. 2022, section 3.1):
 
     L = ln Σ_p exp L_p        O = Σ_p exp(L_p - L) O_p        a sink is one more term of L without an output
 
@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,12 +23,15 @@ from service.attention.call import Call, Result
 from service.attention.eager import FROM_HEADS, Eager
 from service.attention.layer import MultiHeadAttention, result_of
 from service.attention.masks import Masks
+from service.attention.native.extension import extension
 from service.attention.operations import Operation
 from service.attention.projections import Projected, Projections
 
 _fused: Any = getattr(
     torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None
 )  # returns log-sum-exps, unlike the public function
+WIDEST_HEAD = 256  # of the extension, whose heads have multiples of
+HEAD_MULTIPLE = 16  # numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +184,12 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
     bias = eager.bias(query, masks, slice(0, 1), slice(0, masks.num_keys))
     if bias is not None:
         bias = bias.to(query.dtype).expand(1, heads, 1, -1).reshape(1, kv_heads, heads // kv_heads, -1)
-    outputs, totals = [], []
-    for keys, tensors in cache.blocks(first, last + 1):
-        mask = None if bias is None else bias[..., keys]
-        output, total = _fused(rows, tensors["key"][None], tensors["value"][None], scale=call.scale, attn_mask=mask)
-        outputs.append(output.reshape(heads, -1))
-        totals.append(total.reshape(heads))
+    if bias is None and extension is not None and _suits_extension(query):
+        results = [_in_c(rows[0], call.scale, cache, slice(first, last + 1))]
+    else:
+        blocks = cache.blocks(first, last + 1)
+        results = [_in_torch(rows, call.scale, tensors, None if bias is None else bias[..., keys]) for keys, tensors in blocks]
+    outputs, totals = (list(parts) for parts in zip(*results, strict=True))
     if (sinks := eager.sinks(None)) is not None:
         shift = eager.alibi_shift(masks, slice(0, 1), None)
         outputs.append(torch.zeros_like(outputs[0]))
@@ -196,3 +200,27 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
         merged = (torch.stack(outputs) * shares[..., None]).sum(0).to(query.dtype)
     usable = torch.isfinite(merged).all() and merged[:, 0].all()  # else scores may have overflowed: see `sdpa`
     return merged.view(1, heads, 1, -1) if usable else None
+
+
+def _in_torch(rows: Tensor, scale: float, tensors: dict[str, Tensor], bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs [heads, d] and log-sum-exps [heads] of rows [1, kv heads, group, d] and the keys and values of one page."""
+    output, total = _fused(rows, tensors["key"][None], tensors["value"][None], scale=scale, attn_mask=bias)
+    return output.reshape(-1, rows.shape[-1]), total.reshape(-1)
+
+
+def _suits_extension(query: Tensor) -> bool:
+    return query.dtype == torch.float32 and query.shape[-1] % HEAD_MULTIPLE == 0 and query.shape[-1] <= WIDEST_HEAD
+
+
+def _in_c(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, variant: str = "") -> tuple[Tensor, Tensor]:
+    """Outputs [heads, d] and log-sum-exps [heads] of rows [kv heads, group, d] and some of the cache's keys and values."""
+    kv_heads, group, width = rows.shape
+    pages = []
+    for page in cache.pages:
+        if keys.start < page.stop and page.start < keys.stop:
+            first, stop = max(keys.start, page.start), min(keys.stop, page.stop)
+            pages.append((page.tensors["key"].numpy(), page.tensors["value"].numpy(), first - page.start, stop - page.start))
+    output, total = np.empty((kv_heads * group, width), np.float32), np.empty(kv_heads * group, np.float32)
+    sizes = torch.get_num_threads(), kv_heads, group, width
+    extension.attend_cache(variant or extension.variants[0], *sizes, scale, rows.contiguous().numpy(), tuple(pages), output, total)
+    return torch.from_numpy(output), torch.from_numpy(total)

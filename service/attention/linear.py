@@ -27,10 +27,10 @@ class Linear:
         rows = x.shape[:-1].numel()
         if self._reordered is None or torch.is_grad_enabled() or rows <= 1:
             return F.linear(x, self._weight, self._bias)
-        if not (missing := _round(rows) - rows):
+        if not (missing := _round_up(rows) - rows):
             return _onednn(x, self._reordered, self._bias)
-        filled = torch.cat((x.reshape(rows, -1), x.new_zeros(missing, x.shape[-1])))
-        return _onednn(filled, self._reordered, self._bias)[:rows].view(*x.shape[:-1], -1)
+        padded = torch.cat((x.reshape(rows, -1), x.new_zeros(missing, x.shape[-1])))
+        return _onednn(padded, self._reordered, self._bias)[:rows].view(*x.shape[:-1], -1)
 
 
 def suits_onednn(weight: Tensor) -> bool:
@@ -49,10 +49,8 @@ def has_onednn() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and bool(product == 1)
 
 
-def _round(rows: int) -> int:
-    """Round the number of rows up: oneDNN compiles and keeps code for each number of rows that it encounters, in half a millisecond and
-    half a megabyte.
-    """
+def _round_up(rows: int) -> int:
+    """A number of rows that many calls share: oneDNN compiles code for each that it meets, in half a millisecond and half a megabyte."""
     step = max(4, 1 << max(0, rows.bit_length() - 4))
     return -(-rows // step) * step
 

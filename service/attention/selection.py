@@ -27,7 +27,7 @@ def select_heads_and_queries(
     if call.queries is not None:
         rows_at = torch.tensor(queries, device=query.device)
         query, fully_masked = query.index_select(2, rows_at), None if fully_masked is None else fully_masked.index_select(2, rows_at)
-    masks = call.masks.narrowed(call.heads, call.queries)
+    masks = call.masks.select(call.heads, call.queries)
     return replace(call, masks=masks, heads=heads, queries=queries), query, key, fully_masked
 
 

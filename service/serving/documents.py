@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from service.checkpoints.detection import complement, find_matches
+from service.checkpoints.detection import complementary_match, find_matches
 from service.errors import InvalidRequest
 from service.serving.layers.files import (
     CheckpointQuery,
@@ -97,4 +97,4 @@ def _is_checkpoint(members: dict[str, Any]) -> bool:
         return False
     matches = find_matches(weights)
     ours = next((match for match in matches if match.layout.name == "attend" and not match.stem), None)
-    return bool(matches) if ours is None else complement(ours, matches) is not None
+    return bool(matches) if ours is None else complementary_match(ours, matches) is not None

@@ -43,7 +43,7 @@ def layers_of(config):
 
 def is_causal(described, config):
     """BERT's layers may be those of a decoder."""
-    return described.attention.causal or (described.part == "encoder" and bool(config.get("is_decoder")))
+    return described.row.causal or (described.part == "encoder" and bool(config.get("is_decoder")))
 
 
 def tied_rows(spec, weights, inputs):

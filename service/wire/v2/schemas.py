@@ -13,7 +13,7 @@ from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
 from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.document import without_default
 from service.wire.schemas.tensors import MAX_AXIS, REFERENCE
-from service.wire.v2.parameters import INPUT_NAMES, JSON_TEXT_FIELDS, OUTPUTS, PARAMETER_FIELDS, TOP_K_OUTPUTS
+from service.wire.v2.members import INPUT_NAMES, JSON_TEXT_FIELDS, OUTPUTS, PARAMETER_FIELDS, TOP_K_OUTPUTS
 
 MAX_INPUTS = 64  # of one request; there are fewer names of inputs
 Parameters = dict[str, str | float | bool]
@@ -206,7 +206,7 @@ class InferenceParameters(CodecParameters):
         return SequencePart(str(self.sequence_id), self.sequence_start, self.sequence_end)
 
 
-class InferenceInput(StrictModel):  # header.py validates name, shape, datatype and data; parameters.py the names of outputs
+class InferenceInput(StrictModel):  # header.py validates name, shape, datatype and data; members.py the names of outputs
     name: Annotated[str, WithJsonSchema({"type": "string", "enum": INPUT_NAMES})]
     shape: SkipValidation[Annotated[list[Annotated[int, Field(ge=0, le=MAX_AXIS)]], Field(max_length=MAX_RANK)]]
     datatype: SkipValidation[Literal[tuple(DATATYPES)]]  # type: ignore[valid-type]
