@@ -109,7 +109,8 @@ class SessionRegistry:
             return session
         place = place_of(session_id)
         if place.replica != self.place.replica:
-            raise WrongReplica("another replica has this session; a balancer has to send its requests there")
+            own = self.place.replica
+            raise WrongReplica(f"replica {place.replica} has this session, and this is {own}; a balancer has to send its requests there")
         known, reason = self._ended.get(session_id, (None, None))
         if session is not None or (known is not None and known != owner):
             raise SessionNotFound.where("", "the id of a session of this API key", "that of another one")
