@@ -21,7 +21,7 @@ from service.spec import LayerSpec
 from service.tensors import BY_TORCH
 from service.wire.schemas.layers import LayerDocument
 from service.wire.v2.members import DEFAULT_OUTPUTS, VERSION
-from service.wire.v2.schemas import (
+from service.wire.v2.model_schemas import (
     BatchStatistics,
     ConfigTensor,
     Duration,
