@@ -56,6 +56,7 @@ class Operation(Generic[T]):
     `repeat`: after a failure, a computation may "always" be repeated; a change only if the server certainly did not begin it ("unbegun").
     `json_body` returns a JSON body in place of `body`, for servers and proxies that refuse safetensors. `check` returns the response, or
     raises its refusal. `on_unanswered` is called after each attempt that the server may have computed although there is no reply.
+    `session` is the id of a session that the body names; a balancer reads it in the header X-Attend-Session.
     """
 
     method: str
@@ -69,10 +70,16 @@ class Operation(Generic[T]):
     json_body: Callable[[], bytes] | None = None
     check: Callable[[httpx.Response], httpx.Response] = raise_for_status
     on_unanswered: Callable[[], None] = lambda: None
+    session: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Accept": self.accept} if self.body is None else {"Accept": self.accept, "Content-Type": self.media_type}
+        headers = {"Accept": self.accept}
+        if self.body is not None:
+            headers["Content-Type"] = self.media_type
+        if self.session is not None:
+            headers["X-Attend-Session"] = self.session
+        return headers
 
     def result(self, response: httpx.Response) -> T:
         """The result that the response contains. Raises the refusal if it is no success."""
@@ -143,7 +150,7 @@ def plan(
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
     body = encode_json_request({**fields, **shapes}, AnalysisRequest.tensor_kinds)
-    return Operation("POST", "/attend/plan", body, partial(read_document, Plan), timeout)
+    return Operation("POST", "/attend/plan", body, partial(read_document, Plan), timeout, session=fields.get("session"))
 
 
 def figure(
@@ -335,4 +342,4 @@ def _computation(
     reply = fields.get("reply") or {}
     fields["reply"] = {"form": "base64" if reply.get("decimals") is None else "flat", **reply}
     body, json_body = encode_binary_request(fields, model.tensor_kinds), partial(encode_json_request, fields, model.tensor_kinds)
-    return Operation("POST", path, body, read, timeout, SAFETENSORS, accept, json_body=json_body)
+    return Operation("POST", path, body, read, timeout, SAFETENSORS, accept, json_body=json_body, session=fields.get("session"))

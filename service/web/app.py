@@ -20,7 +20,7 @@ from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.admission import ServingLimits
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
-from service.serving.sessions.ids import Place, replica_number
+from service.serving.sessions.ids import Place, default_replica
 from service.serving.sessions.registry import SessionRegistry
 from service.settings import Settings
 from service.web import errors, openapi
@@ -132,7 +132,7 @@ def create_service(settings: Settings) -> Service:
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     if settings.session_memory:
-        place = Place(replica_number(socket.gethostname()), 0, int(1000 * time.time()) % 2**32)
+        place = Place(settings.replica_name or default_replica(socket.gethostname()), 0, int(1000 * time.time()) % 2**32)
         several = settings.keys_file is not None
         service.engine.sessions = SessionRegistry(service.registry, service.metrics, settings.session_memory, place, several)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout
