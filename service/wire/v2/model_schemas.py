@@ -54,7 +54,10 @@ class ModelConfig(BaseModel):
     max_batch_size: int
     input: list[ConfigTensor]
     output: list[ConfigTensor]
-    dynamic_batching: dict[str, Any]
+    dynamic_batching: dict[str, Any] | None = None
+    sequence_batching: dict[str, Any] | None = Field(
+        default=None, description="In place of `dynamic_batching` if the server keeps sessions."
+    )
     model_transaction_policy: dict[str, bool]
 
 
