@@ -75,6 +75,9 @@ class Settings(BaseModel):
     max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one.")
     batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls; of use on a GPU only.")
     session_memory: int = Field(default=0, ge=0, description="Bytes of keys and values that sessions keep; 0: no sessions.")
+    replica_name: str = Field(
+        default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?$", description="Name of this server in the ids of sessions, for balancers."
+    )
     request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
 
     compress_replies: bool = Field(default=False, description="Compress replies also for clients that accept several codings.")

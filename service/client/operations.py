@@ -31,7 +31,7 @@ from service.client.responses import (
 from service.errors import InvalidRequest, pointer
 from service.spec import LayerSpec
 from service.tensors import Array
-from service.wire.client_codec import encode_request, encode_tensors
+from service.wire.client_codec import encode_binary_request, encode_json_request
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import unknown_field
 from service.wire.safetensors import read_tensors, write_tensors
@@ -56,6 +56,7 @@ class Operation(Generic[T]):
     `repeat`: after a failure, a computation may "always" be repeated; a change only if the server certainly did not begin it ("unbegun").
     `json_body` returns a JSON body in place of `body`, for servers and proxies that refuse safetensors. `check` returns the response, or
     raises its refusal. `on_unanswered` is called after each attempt that the server may have computed although there is no reply.
+    `session` is the id of a session that the body names; a balancer reads it in the header X-Attend-Session.
     """
 
     method: str
@@ -69,10 +70,16 @@ class Operation(Generic[T]):
     json_body: Callable[[], bytes] | None = None
     check: Callable[[httpx.Response], httpx.Response] = raise_for_status
     on_unanswered: Callable[[], None] = lambda: None
+    session: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Accept": self.accept} if self.body is None else {"Accept": self.accept, "Content-Type": self.media_type}
+        headers = {"Accept": self.accept}
+        if self.body is not None:
+            headers["Content-Type"] = self.media_type
+        if self.session is not None:
+            headers["X-Attend-Session"] = self.session
+        return headers
 
     def result(self, response: httpx.Response) -> T:
         """The result that the response contains. Raises the refusal if it is no success."""
@@ -142,8 +149,8 @@ def plan(
         for name in ("query", "key", "value", "bias", "direction")
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
-    body = encode_request({**fields, **shapes}, AnalysisRequest.tensors)
-    return Operation("POST", "/attend/plan", body, partial(read_document, Plan), timeout)
+    body = encode_json_request({**fields, **shapes}, AnalysisRequest.tensor_kinds)
+    return Operation("POST", "/attend/plan", body, partial(read_document, Plan), timeout, session=fields.get("session"))
 
 
 def figure(
@@ -181,7 +188,7 @@ def words(
 
     A layer of an installed model gets its inputs in that model; any other gets vectors drawn from a hash of each word, which mean nothing.
     """
-    body = encode_request({"text": text, "layer": layer, "part": part}, {})
+    body = encode_json_request({"text": text, "layer": layer, "part": part}, {})
     return Operation("POST", "/words", body, read_words, timeout)
 
 
@@ -211,7 +218,7 @@ def put_layer(
     framework, such as `W_q`."""
     drawn = {"init", "seed", "gain"} if weights is not None else None  # a LayerSpec has them, but then nothing is drawn
     document = spec.model_dump(mode="json", exclude=drawn) if isinstance(spec, LayerSpec) else spec
-    body = encode_request({"spec": document, "weights": weights}, PutLayer.tensors)
+    body = encode_json_request({"spec": document, "weights": weights}, PutLayer.tensor_kinds)
     return Operation("PUT", layer_path(name), body, read_layer, timeout, repeat="unbegun")
 
 
@@ -334,5 +341,5 @@ def _computation(
     """A POST of these fields. A reply in JSON has its tensors in a form that keeps their datatypes, unless `reply` chooses another."""
     reply = fields.get("reply") or {}
     fields["reply"] = {"form": "base64" if reply.get("decimals") is None else "flat", **reply}
-    body, json_body = encode_tensors(fields, model.tensors), partial(encode_request, fields, model.tensors)
-    return Operation("POST", path, body, read, timeout, SAFETENSORS, accept, json_body=json_body)
+    body, json_body = encode_binary_request(fields, model.tensor_kinds), partial(encode_json_request, fields, model.tensor_kinds)
+    return Operation("POST", path, body, read, timeout, SAFETENSORS, accept, json_body=json_body, session=fields.get("session"))

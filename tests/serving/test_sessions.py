@@ -34,7 +34,7 @@ from service.wire.schemas.sessions import PostSession
 
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 ROW_BYTES, FIRST_PAGE = 48, 16 * 48
-PLACE = Place(7, 3, 1000)
+PLACE = Place("one", 3, 1000)
 
 
 class Sessions:
@@ -221,7 +221,7 @@ async def test_an_id_says_why_there_is_no_session() -> None:
     sessions = Sessions()
     for place, error, words in (
         (PLACE._replace(epoch=999), SessionEnded, "its process was restarted"),
-        (PLACE._replace(replica=8), WrongReplica, "another replica has this session"),
+        (PLACE._replace(replica="two"), WrongReplica, "replica two has this session, and this is one"),
         (PLACE, SessionEnded, "the session has ended"),
     ):
         with pytest.raises(error, match=words):

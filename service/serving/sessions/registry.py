@@ -103,13 +103,14 @@ class SessionRegistry:
 
     def find(self, session_id: str, owner: str) -> Session:
         """The owner's session of that id. Raises SessionNotFound, SessionEnded or WrongReplica."""
-        place = place_of(session_id)
-        if place.replica != self.place.replica:
-            raise WrongReplica("another replica has this session; a balancer has to send its requests there")
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
             self._follow_layer(session)
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
             return session
+        place = place_of(session_id)
+        if place.replica != self.place.replica:
+            own = self.place.replica
+            raise WrongReplica(f"replica {place.replica} has this session, and this is {own}; a balancer has to send its requests there")
         known, reason = self._ended.get(session_id, (None, None))
         if session is not None or (known is not None and known != owner):
             raise SessionNotFound.where("", "the id of a session of this API key", "that of another one")
@@ -185,6 +186,8 @@ class SessionRegistry:
         Raises OutOfMemory.
         """
         owner, size = cache.owner, cache.missing_bytes(stop)
+        if not size:
+            return
         if self._shortage(owner, size) is not None:
             problem = self._shortage(owner, size - self._evictable(owner, cache))
             if problem is not None:  # sessions do not end in vain
