@@ -133,13 +133,13 @@ class Engine:
             else:
                 encoded = await self.run(raw, cost.reply_bytes, _encode, bound, outcome.result, decoded, raw)
         except BaseException:  # including CancelledError when the caller disconnects
-            self.statistics.failed(bound.layer.name, self.clock() - started)
+            self.statistics.count_failed(bound.layer.name, self.clock() - started)
             raise
         phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - computed_at)
-        self.metrics.computed(phases)
+        self.metrics.count_call(phases)
         if bound.session is not None:
-            self.metrics.stepped()
-        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, cost.operations)
+            self.metrics.count_step()
+        self.statistics.count_answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, cost.operations)
         log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
         return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
 

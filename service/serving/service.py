@@ -61,16 +61,16 @@ class Service:
         """Whether calls are answered: layers are loaded and warm, memory suffices, and the process is not draining."""
         return self.started and not self.draining and self.scheduler.healthy
 
-    async def answers(self) -> bool:
+    async def is_answering(self) -> bool:
         """Whether calls are answered and the device responds to a probe of the first layer; without layers, the same as `ready`."""
         layers = self.registry.all()
         if not self.started or self.draining or not layers:
             return self.ready
         return await self.probe.responds(layers[0]) and self.ready
 
-    async def serves(self) -> bool:
+    async def is_serving_layers(self) -> bool:
         """Whether calls are answered and there is a layer: the Open Inference Protocol's definition of a ready server."""
-        return len(self.registry) > 0 and await self.answers()
+        return len(self.registry) > 0 and await self.is_answering()
 
     @property
     def threads(self) -> int:

@@ -210,7 +210,7 @@ class SessionRegistry:
         self._ended[session.id] = session.owner, reason
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        self.metrics.session_ended(reason)
+        self.metrics.count_ended_session(reason)
         if not session.calls:
             session.cache.close()
 

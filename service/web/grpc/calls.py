@@ -175,9 +175,9 @@ class CallHandlers:
             log.exception("unforeseen", method=name, request_id=record.request_id)
         finally:
             seconds = service.clock() - started
-            service.metrics.answered(full_name, record.code.name)
+            service.metrics.count_request(full_name, record.code.name)
             if record.reason:
-                service.metrics.failed(record.reason)
+                service.metrics.count_failure(record.reason)
             if telemetry is not None and span is not None:
                 telemetry.end_call(span, full_name, record.code.name, record, record.code in SERVER_FAULTS, seconds)
             if self.options.log_requests:

@@ -54,7 +54,7 @@ class Methods:
         return messages.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: Any, record: GrpcRecord) -> Any:
-        return messages.ServerReadyResponse(ready=await self.service.serves())
+        return messages.ServerReadyResponse(ready=await self.service.is_serving_layers())
 
     async def model_ready(self, request: Any, record: GrpcRecord) -> Any:
         """A missing or unloaded model is not ready; that is no error."""
@@ -62,7 +62,7 @@ class Methods:
             self._layer(request)
         except (LayerNotFound, LayerUnloaded):
             return messages.ModelReadyResponse(ready=False)
-        return messages.ModelReadyResponse(ready=await self.service.answers())
+        return messages.ModelReadyResponse(ready=await self.service.is_answering())
 
     async def server_metadata(self, request: Any, record: GrpcRecord) -> Any:
         return _filled(messages.ServerMetadataResponse(), self.extensions.metadata())

@@ -119,9 +119,9 @@ class Access:
 
     def _log_request(self, scope: Scope, record: HttpRecord, span: OpenSpan | None, seconds: float) -> None:
         label = self.label(record.path)
-        self.service.metrics.answered(label, record.status, record.received, record.sent)
+        self.service.metrics.count_request(label, record.status, record.received, record.sent)
         if record.reason:
-            self.service.metrics.failed(record.reason)
+            self.service.metrics.count_failure(record.reason)
         if self.telemetry is not None and span is not None:
             self.telemetry.end_request(span, scope, label, record, seconds)
         if self.log_requests:
