@@ -39,12 +39,13 @@ class Contenders:
         weights = {name: torch.randn(*shape) * 0.05 for name, shape in self.spec.weight_shapes().items()}
         self.layer, self.keys, self.kv_heads = MultiHeadAttention(self.spec, weights, CPU), keys, kv_heads
         self.row = torch.randn(1, 1, WIDTH)
-        self.key, self.value = torch.randn(1, kv_heads, keys + 1, HEAD_DIM), torch.randn(1, kv_heads, keys + 1, HEAD_DIM)
+        self.past = [tuple(torch.randn(1, kv_heads, keys + 1, HEAD_DIM) for _ in range(2)) for _ in range(sessions)]
         pool = PagePool(CPU)
         self.caches = [KeyValueCache(self.spec, pool, "") for _ in range(sessions)]
-        for cache in self.caches:
+        for cache, (key, value) in zip(self.caches, self.past, strict=True):
             cache.reserve(keys + 1)
-            cache.write(0, {"key": self.key[0, :, :keys], "value": self.value[0, :, :keys]})
+            cache.write(0, {"key": key[0, :, :keys], "value": value[0, :, :keys]})
+        self.stream = torch.randn(2, kv_heads * (keys + 1) * HEAD_DIM)
         placeholder = torch.zeros(()).expand(1, keys + 1, WIDTH)
         masks = Masks(torch.tensor([[keys]]), keys + 1, right=0)
         self.call = Call(self.row, placeholder, placeholder, masks, self.spec.scale, frozenset({"output"}))
@@ -57,18 +58,17 @@ class Contenders:
     def torch(self) -> None:
         """As many steps, one after the other."""
         project = self.layer.projections.product
-        for _ in self.caches:
+        for past in self.past:
             query = project(self.row, "query").view(1, 1, HEADS, HEAD_DIM).transpose(1, 2)
-            for rows, name in ((self.key, "key"), (self.value, "value")):
+            for rows, name in zip(past, ("key", "value"), strict=True):
                 rows[:, :, self.keys] = project(self.row, name).view(1, self.kv_heads, HEAD_DIM)
-            heads = F.scaled_dot_product_attention(query, self.key, self.value, enable_gqa=self.kv_heads < HEADS)
+            heads = F.scaled_dot_product_attention(query, *past, enable_gqa=self.kv_heads < HEADS)
             project(heads.transpose(1, 2).reshape(1, 1, WIDTH), "output")
 
     def copy(self) -> None:
         """Reads as many bytes as one step of each session, and writes them."""
         for _ in self.caches:
-            self.key.clone()
-            self.value.clone()
+            self.stream[0].copy_(self.stream[1])
 
 
 def timed(contenders: dict[str, Callable[[], object]], turns: int, repeats: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Time per byte and peak memory of attend as bodies grow from 1 KB to 100 MB.
 
-The batch grows and its items stay 128 queries of 512 numbers, with the output alone asked for: so the work per byte is the same in every
+The batch grows and its items stay 128 queries of 512 numbers, and the output alone is requested: so the work per byte is the same in every
 row, and only what the server adds can grow. Every row has a server of its own, so that a peak is the row's own.
 """
 

@@ -1,4 +1,4 @@
-"""How long GET /health/live takes on a connection of its own while four connections post 8 MB of JSON each."""
+"""How long GET /health/live takes on a separate connection while four others post 8 MB of JSON each."""
 
 import argparse
 import http.client

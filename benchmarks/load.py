@@ -1,4 +1,4 @@
-"""What the benchmarks share: request bodies, a server on a core of its own, and load by wrk on another core."""
+"""What the benchmarks share: request bodies, a server on one core, and load by wrk on another core."""
 
 import json
 import os

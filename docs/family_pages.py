@@ -104,7 +104,7 @@ def cases_by_row() -> dict[tuple[str, ...], list[Case]]:
 
 def merged(cases: Sequence[Case]) -> Iterator[str]:
     """The formulas of all cases. A step that differs is written once for each of its variants, with the layers that have it."""
-    formulas = [formula(case.loaded[0], case.layer.attention.causal, case.layer.part == "cross") for case in cases]
+    formulas = [formula(case.loaded[0], case.layer.row.causal, case.layer.part == "cross") for case in cases]
     order = sorted(
         dict.fromkeys(step for steps in formulas for step in steps), key=lambda step: max(_place(steps, step) for steps in formulas)
     )
@@ -261,7 +261,7 @@ def _listed(names: set[str]) -> str:
 def _tensors(cases: Sequence[Case]) -> Iterator[str]:
     """Names and shapes of the tensors of a layer of each part."""
     layer = cases[0].layer
-    notes = [STORED[layer.attention.layout]] if layer.attention.layout in STORED else []
+    notes = [STORED[layer.row.layout]] if layer.row.layout in STORED else []
     conversion = layer.conversion
     if factors := conversion.get("factors"):
         notes.append(f"The config has factors that are multiplied into the weights of {', '.join(factors)}.")
@@ -277,7 +277,7 @@ def _tensors(cases: Sequence[Case]) -> Iterator[str]:
         sizes = f"{spec.num_heads} heads of {spec.head_dim}"
         sizes += f", {spec.num_kv_heads} of keys and values" if spec.num_kv_heads != spec.num_heads else ""
         shapes = [f"`{name.removeprefix(prefix + '.')}` {shape}" for name, shape in case.fields["shapes"].items()]
-        path = case.layer.attention.path
+        path = case.layer.row.path
         path = prefix.removesuffix(case.layer.path) + path
         yield f"Tensors below `{path}` in {case.model}, whose d_model is {spec.d_model}, with {sizes}:"
         yield f"{', '.join(shapes)}."

@@ -98,7 +98,7 @@ def rows(cases: Mapping[tuple[str, ...], list[Case]]) -> Iterator[str]:
         found: dict[str, list[str]] = {}
         for case in cases[names]:
             if case.layer.model_type == name:
-                found.setdefault(case.layer.part, []).extend(features(case.layer.fields, case.layer.attention.causal))
+                found.setdefault(case.layer.part, []).extend(features(case.layer.fields, case.layer.row.causal))
         for part, words in found.items():
             yield f"| [{name}](checkpoints/{names[0]}.md) | {part} | {', '.join(dict.fromkeys(words))} |"
 

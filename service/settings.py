@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from service.spec import DType, Init, LayerSpec, MatmulPrecision
 from service.wire.limits import MIB
-from service.wire.schemas.attend import LAYER_NAME
+from service.wire.schemas.document import LAYER_NAME
 
 PREFIX = "ATTEND_"
-INJECTED = re.compile(r"(tcp|udp|sctp)://")  # the values of variables that Kubernetes derives from a Service
-CALLERS = {"ATTEND_API_KEY", "ATTEND_CA"}  # for clients and commands with --url; not settings of a server
-KUBERNETES = re.compile(r"ATTEND_(SERVICE|PORT)_")  # variables that Kubernetes sets in every pod of a namespace with a Service named attend
-LISTED = r"^\s*(({})\s*(,\s*|$))*$"  # template of a pattern: items separated by commas
+CLIENT_VARIABLES = {"ATTEND_API_KEY", "ATTEND_CA"}  # for clients and commands with --url; not settings of a server
+# Kubernetes sets variables in every pod of a namespace with a Service named attend; they are known by their names or by their values
+KUBERNETES_NAME, KUBERNETES_VALUE = re.compile(r"ATTEND_(SERVICE|PORT)_"), re.compile(r"(tcp|udp|sctp)://")
+COMMA_SEPARATED = r"^\s*(({})\s*(,\s*|$))*$"  # template of a pattern: items separated by commas
 EXAMPLE = '{"small": {"d_model": 8, "num_heads": 2}}'
 LAYER_FIELDS = ("d_model", "num_heads", "key_dim", "value_dim", "bias", "scale", "softcap", "seed", "init", "dtype", "matmul_precision")
 
@@ -75,6 +75,9 @@ class Settings(BaseModel):
     max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one.")
     batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls; of use on a GPU only.")
     session_memory: int = Field(default=0, ge=0, description="Bytes of keys and values of sessions, divided among workers; 0: no sessions.")
+    replica_name: str = Field(
+        default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?$", description="Name of this server in the ids of sessions, for balancers."
+    )
     request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
 
     compress_replies: bool = Field(default=False, description="Compress replies also for clients that accept several codings.")
@@ -90,12 +93,12 @@ class Settings(BaseModel):
     keys_file: Path | None = Field(default=None, description="File of API keys (`attend keys add`); every route but health needs one.")
     allowed_hosts: str = Field(
         default="",
-        pattern=LISTED.format(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+"),
+        pattern=COMMA_SEPARATED.format(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+"),
         description="Names allowed in Host without ports, with commas, or *; if not set, localhost on loopback without keys.",
     )
     cors_origins: str = Field(
         default="",
-        pattern=LISTED.format(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@,]+"),
+        pattern=COMMA_SEPARATED.format(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@,]+"),
         description="Origins of web pages that may call, such as https://a.example, separated by commas, or *; none if not set.",
     )
     tls_cert: Path | None = Field(default=None, description="Certificate chain (PEM); with --tls-key, the server uses TLS.")
@@ -160,27 +163,27 @@ class Settings(BaseModel):
 
 def read_settings(flags: dict[str, Any], config: Path | None = None) -> Settings:
     """The settings of this process. Raises BadSettings, which names the setting and its source."""
-    given = _given(flags, config)
+    given = _given_values(flags, config)
     try:
         settings = Settings(**{name: value for name, (_, value) in given.items()})
         layers = settings.all_layers()
     except ValidationError as error:
-        raise BadSettings("; ".join(_complaint(item, given) for item in error.errors())) from None
-    _require_makeable(settings, layers)
+        raise BadSettings("; ".join(_describe_error(item, given) for item in error.errors())) from None
+    _check_layer_limits(settings, layers)
     return settings
 
 
 def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]:
     """Setting -> source of its value: its flag, its variable, the file, or "default"."""
-    return dict.fromkeys(Settings.model_fields, "default") | {name: source for name, (source, _) in _given(flags, config).items()}
+    return dict.fromkeys(Settings.model_fields, "default") | {name: source for name, (source, _) in _given_values(flags, config).items()}
 
 
-def _given(flags: dict[str, Any], config: Path | None) -> dict[str, tuple[str, Any]]:
+def _given_values(flags: dict[str, Any], config: Path | None) -> dict[str, tuple[str, Any]]:
     """Setting -> (source, value), for the settings that do not have their defaults. Raises BadSettings for unknown names."""
-    given = {name: (str(config), value) for name, value in _file(config).items()} if config else {}
-    others = {*injected_variables(), *CALLERS}
+    given = {name: (str(config), value) for name, value in _read_file(config).items()} if config else {}
+    others = {*injected_variables(), *CLIENT_VARIABLES}
     for variable, text in os.environ.items():
-        if variable.startswith(PREFIX) and variable not in others and not KUBERNETES.match(variable):
+        if variable.startswith(PREFIX) and variable not in others and not KUBERNETES_NAME.match(variable):
             name = variable.removeprefix(PREFIX).lower()
             if name not in Settings.model_fields:
                 raise BadSettings(f"the environment variable {variable} is not a setting; see `attend serve --help`")
@@ -188,7 +191,7 @@ def _given(flags: dict[str, Any], config: Path | None) -> dict[str, tuple[str, A
     return given | {name: (f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value is not None}
 
 
-def _require_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
+def _check_layer_limits(settings: Settings, layers: dict[str, LayerSpec]) -> None:
     """Raises BadSettings if a configured layer exceeds a limit."""
 
     def check(subject: str, count: int, limit: str, expected: str) -> None:
@@ -206,10 +209,10 @@ def _require_makeable(settings: Settings, layers: dict[str, LayerSpec]) -> None:
 
 def injected_variables() -> list[str]:
     """Variables that Kubernetes derives from a Service named attend, such as ATTEND_PORT=tcp://10.0.0.1:80. They are not settings."""
-    return [name for name, text in os.environ.items() if name.startswith(PREFIX) and INJECTED.match(text)]
+    return [name for name, text in os.environ.items() if name.startswith(PREFIX) and KUBERNETES_VALUE.match(text)]
 
 
-def _file(config: Path) -> dict[str, Any]:
+def _read_file(config: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(config.read_text())
     except OSError as error:
@@ -222,8 +225,8 @@ def _file(config: Path) -> dict[str, Any]:
     return document
 
 
-def _complaint(error: Any, given: dict[str, tuple[str, Any]]) -> str:
-    """One of Pydantic's errors as a sentence that begins with the source of the setting."""
+def _describe_error(error: Any, given: dict[str, tuple[str, Any]]) -> str:
+    """One of pydantic's errors as a sentence that begins with the source of the setting."""
     path = [str(part) for part in error["loc"] if part != "[key]"] or [error.get("ctx", {}).get("at", "").strip("/")]
     name, dotted = path[0], ".".join(path)
     source, within = given[name][0] if name in given else "", ""

@@ -1,7 +1,7 @@
 """LayerSpec, the configuration of a layer, and the fingerprint of a spec and its weights. Floor 1.
 
-A spec determines names and shapes of weights, not their values: `attention/weights.py` draws the values, or they come from a request or a
-checkpoint. Defaults are filled in on construction, so equivalent specs are equal and have the same fingerprint.
+A spec determines names and shapes of weights, not their values: `attention/initialization.py` draws the values, or they come from a request
+or a checkpoint. Defaults are filled in on construction, so equivalent specs are equal and have the same fingerprint.
 """
 
 import hashlib
@@ -42,15 +42,17 @@ Normalizer = Literal["softmax", "scalable_softmax", "sigmoid"]
 
 DERIVED = ("num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "bias", "scale")  # from other fields
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-LATER: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
+ADDED_FIELDS: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with defaults: fingerprints of layers without them remain valid
     "": dict.fromkeys(("chunk_size", "query_scale", "relative_scores", "grid_bias", "output_gate", "latent", "differential"), None)
     | {"normalizer": "softmax", "indexer": None},
     "rope": {"frequencies": None, "attention_factor": 1.0, "max_length": None, "axes": None, "requires_positions": False},
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
 
-NULLABLE = {"softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init"}
-NULLABLE |= {"relative_scores", "grid_bias", "differential", "indexer"}  # fields in which null has a meaning of its own
+NULLABLE = {  # fields in which null has a meaning of its own
+    *("softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init"),
+    *("relative_scores", "grid_bias", "differential", "indexer"),
+}
 
 
 def _admit_null(schema: dict[str, Any]) -> None:
@@ -72,7 +74,7 @@ class LayerSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_admit_null)
 
-    instead: ClassVar[Mapping[str, str]] = {  # names in other libraries -> the field
+    expected_instead: ClassVar[Mapping[str, str]] = {  # names in other libraries -> the field
         **dict.fromkeys(("embed_dim", "hidden_size", "num_hiddens"), "d_model"),
         **dict.fromkeys(("n_head", "n_heads", "nhead", "num_attention_heads"), "num_heads"),
         **dict.fromkeys(("n_kv_heads", "num_key_value_heads"), "num_kv_heads"),
@@ -167,7 +169,13 @@ class LayerSpec(BaseModel):
         return filled
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check(self) -> Self:
+        self._check_heads()
+        self._check_init()
+        self._check_features()
+        return self
+
+    def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise field_error("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
         if not self.scale:  # elsewhere 0 means the default; here it would make all weights equal
@@ -178,6 +186,9 @@ class LayerSpec(BaseModel):
         if self.rope and ((dims := self.rope.dims or width) > width or dims % 2):
             most = f"{width}, half of head_dim" if self.differential else f"head_dim {width}"
             raise field_error("/rope/dims", f"an even number of at most {most}", str(dims))
+
+    def _check_init(self) -> None:
+        """Refuse widths, biases and features that the init, or a layer without projections, does not have."""
         init, square = self.init or "", dict.fromkeys(self._widths(), self.d_model)
         if not self.projections:
             projected = self._projected_widths()
@@ -198,6 +209,9 @@ class LayerSpec(BaseModel):
                 raise field_error(f"/{name}", "null, since nothing is projected", "one")
             if getattr(self, name) and init in ("numpy_normal", "numpy_uniform", "torch_mha"):
                 raise field_error(f"/{name}", f"null, since init {init} draws query, key, value and output alone", "one")
+
+    def _check_features(self) -> None:
+        """Refuse features that do not fit each other."""
         if self.indexer and self.rope and (dims := self.rope.dims or 0) > self.indexer.head_dim:
             raise field_error("/indexer/head_dim", f"at least {dims}, which RoPE rotates", str(self.indexer.head_dim))
         if self.sinks and self.normalizer == "sigmoid":
@@ -212,7 +226,6 @@ class LayerSpec(BaseModel):
                 raise field_error(f"/{name}", "null, since relative_scores has the positions of this layer", "one")
         if self.relative_scores and self.relative_scores.kind == "transformer_xl" and self.d_model % 2:
             raise field_error("/d_model", "an even number, for the sines and cosines of relative_scores", str(self.d_model))
-        return self
 
     def _check_differential(self) -> None:
         if self.head_dim % 2:
@@ -222,7 +235,6 @@ class LayerSpec(BaseModel):
                 raise field_error(f"/{name}", f"{absent}, since differential attention is not defined with it", "one")
         if self.normalizer != "softmax":
             raise field_error("/normalizer", "softmax, of which differential attention is a difference", self.normalizer)
-
         if self.grid_bias and self.grid_bias.kind == "decomposed":
             raise field_error("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
 
@@ -316,18 +328,7 @@ class LayerSpec(BaseModel):
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every weight. A projection is applied as `x @ W.T + b`, so W is [out, in]."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        widths = self._projected_widths()
-        ins = {"query": self.d_model, "key": self.key_dim, "value": self.value_dim, "output": widths["output"]}
-        if (latent := self.latent) is not None:
-            shapes |= self._down_shapes(latent)
-            widths["key"] -= self.num_kv_heads * latent.rope_key_dim
-            ins |= {"query": latent.query_rank or self.d_model, "key": latent.key_value_rank, "value": latent.key_value_rank}
-        for name in PROJECTIONS if self.projections else ():
-            out = self.output_dim if name == "output" else widths[name]
-            shapes[f"{name}.weight"] = (out, ins[name])
-            if self.has_bias(name):
-                shapes[f"{name}.bias"] = (out,)
+        shapes = self._projection_shapes()
         if self.qk_norm and self.qk_norm.weights != "none":
             for name, heads in (("query_norm", self.num_heads), ("key_norm", self.num_kv_heads)):
                 shape = (self.head_dim,) if self.qk_norm.weights == "shared" else (heads, self.head_dim)
@@ -341,16 +342,47 @@ class LayerSpec(BaseModel):
             if self.differential.norm_weights:
                 shapes["head_norm.weight"] = (self.value_head_dim,)
         if (indexer := self.indexer) is not None:
-            shapes["index_query.weight"] = (indexer.num_heads * indexer.head_dim, ins["query"])
+            query_width = (self.latent and self.latent.query_rank) or self.d_model
+            shapes["index_query.weight"] = (indexer.num_heads * indexer.head_dim, query_width)
             shapes["index_key.weight"] = (indexer.head_dim, self.key_dim)
             shapes |= dict.fromkeys(("index_key_norm.weight", "index_key_norm.bias"), (indexer.head_dim,))
             shapes["index_head_weights.weight"] = (indexer.num_heads, self.d_model)
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
+        return shapes | self._position_shapes()
+
+    def _projection_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights of query, key, value and output, and of the first step of latent attention."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        widths = self._projected_widths()
+        ins = {"query": self.d_model, "key": self.key_dim, "value": self.value_dim, "output": widths["output"]}
+        if (latent := self.latent) is not None:
+            shapes |= self._down_shapes(latent)
+            widths["key"] -= self.num_kv_heads * latent.rope_key_dim
+            ins |= {"query": latent.query_rank or self.d_model, "key": latent.key_value_rank, "value": latent.key_value_rank}
+        for name in PROJECTIONS if self.projections else ():
+            out = self.output_dim if name == "output" else widths[name]
+            shapes[f"{name}.weight"] = (out, ins[name])
+            if self.has_bias(name):
+                shapes[f"{name}.bias"] = (out,)
+        return shapes
+
+    def _down_shapes(self, latent: Latent) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights of the first step of latent attention."""
+        down = {"key_value_down": (latent.key_value_rank, self.key_dim), "rope_key": (latent.rope_key_dim, self.key_dim)}
+        down |= {"query_down": (latent.query_rank, self.d_model)} if latent.query_rank else {}
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in down.items()}
+        if latent.bias:
+            shapes |= {f"{name}.bias": shape[:1] for name, shape in down.items()}
+        return shapes | {f"{name}_norm.weight": shape[:1] for name, shape in down.items() if name != "rope_key"}
+
+    def _position_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights of scores and biases by position."""
+        shapes: dict[str, tuple[int, ...]] = {}
         if self.relative_bias:
             shapes["relative_bias"] = (self.relative_bias.buckets, self.num_heads)
         if (relative := self.relative_scores) is not None:
-            shapes["position_key.weight"] = (widths["query"], 2 * relative.columns or self.d_model)
+            shapes["position_key.weight"] = (self.num_heads * self.head_dim, 2 * relative.columns or self.d_model)
             if relative.kind == "transformer_xl":
                 shapes |= dict.fromkeys(("content_bias", "position_bias"), (self.num_heads, self.head_dim))
             elif relative.position_to_content:
@@ -362,15 +394,6 @@ class LayerSpec(BaseModel):
             else:
                 shapes |= {"grid_rows": (rows, self.head_dim), "grid_columns": (columns, self.head_dim)}
         return shapes
-
-    def _down_shapes(self, latent: Latent) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights of the first step of latent attention."""
-        down = {"key_value_down": (latent.key_value_rank, self.key_dim), "rope_key": (latent.rope_key_dim, self.key_dim)}
-        down |= {"query_down": (latent.query_rank, self.d_model)} if latent.query_rank else {}
-        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in down.items()}
-        if latent.bias:
-            shapes |= {f"{name}.bias": shape[:1] for name, shape in down.items()}
-        return shapes | {f"{name}_norm.weight": shape[:1] for name, shape in down.items() if name != "rope_key"}
 
     @property
     def num_parameters(self) -> int:
@@ -404,11 +427,11 @@ def fingerprint(spec: LayerSpec, weights: Mapping[str, Array]) -> str:
     """SHA-256, in hex, of the spec and the weights, which identifies the layer's results.
 
     The digest is of the canonical JSON of the spec (sorted keys, no spaces, defaults filled in, without `seed`, `init`, `gain`,
-    `matmul_precision` and the fields of LATER at their defaults), then for each weight in order of name a line `name dtype shape\\n`
+    `matmul_precision` and the fields of ADDED_FIELDS at their defaults), then for each weight in order of name a line `name dtype shape\\n`
     (`query.weight FP32 [64,64]`) and its little-endian row-major bytes.
     """
     document = spec.model_dump(mode="json", exclude={"seed", "init", "gain", "matmul_precision"})
-    for part, defaults in LATER.items():
+    for part, defaults in ADDED_FIELDS.items():
         if (fields := document[part] if part else document) is not None:
             for name in [name for name, default in defaults.items() if fields[name] == default]:
                 del fields[name]

@@ -72,7 +72,7 @@ class RopeScaling(Part):
     original_max_position: Width = 8192
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check(self) -> Self:
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise field_error("/low_freq_factor", f"less than high_freq_factor {self.high_freq_factor}", str(self.low_freq_factor))
         return self
@@ -102,7 +102,7 @@ class Rope(Part):
     )
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check(self) -> Self:
         if self.frequencies is not None and self.scaling is not None:
             raise field_error("/scaling", "null, since frequencies are given", self.scaling.type)
         for name, numbers in (("frequencies", self.frequencies), ("axes", self.axes)):
@@ -137,7 +137,7 @@ class RelativeBias(Part):
     bidirectional: Flag = True
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check(self) -> Self:
         exact = self.buckets // (4 if self.bidirectional else 2)
         if self.max_distance <= exact:
             raise field_error(
@@ -169,7 +169,7 @@ class RelativeScores(Part):
     position_to_content: Flag = Field(default=False, description="disentangled: whether there is the term k_j·s_D.")
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check(self) -> Self:
         if self.kind == "transformer_xl":
             for name in ("buckets", "position_to_content"):
                 if (value := getattr(self, name)) not in (None, False):
@@ -207,7 +207,7 @@ class GridBias(Part):
     )
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check(self) -> Self:
         if self.class_token and self.kind == "decomposed":
             raise field_error("/class_token", "false, since decomposed positions have no class token", "true")
         return self
@@ -232,7 +232,7 @@ class QKNorm(Part):
     values: Flag = Field(default=False, description="Whether values are normalised too, without weights (Gemma 4).")
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check(self) -> Self:
         if self.bias and self.weights == "none":
             raise field_error("/bias", "false, since the norm has no weights", "true")
         if self.over == "all" and self.weights == "shared":

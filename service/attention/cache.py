@@ -8,16 +8,26 @@ that a layer's window hides from all later queries is freed, and leaves a gap.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from service.attention.weights import torch_dtype
+from service.attention.precision import torch_dtype
 from service.errors import InvalidRequest
 from service.spec import LayerSpec
 
 FIRST_ROWS = 16  # of the page of a new cache
 PAGE_BYTES = 1 << 22  # most bytes of a page, unless FIRST_ROWS rows have more
+WITHOUT_HEADS = frozenset({"latent", "rope_key", "index_key"})  # cached tensors that all heads share
+
+
+class CachedTensor(NamedTuple):
+    """The shape of each row of a cached tensor, and its datatype. Tensors without heads have one head here."""
+
+    heads: int
+    width: int
+    dtype: str
 
 
 @dataclass(slots=True, eq=False)
@@ -52,9 +62,12 @@ class PagePool:
         self.of_owner: Counter[str] = Counter()
 
     @torch.inference_mode()
-    def create(self, owner: str, start: int, rows: int, widths: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> Page:
-        """A page for rows of tensors; `widths` maps their names to heads and width."""
-        tensors = {name: torch.empty(heads, rows, width, dtype=dtype, device=self.device) for name, (heads, width) in widths.items()}
+    def create(self, owner: str, start: int, rows: int, cached: Mapping[str, CachedTensor]) -> Page:
+        """A page for rows of these tensors."""
+        tensors = {
+            name: torch.empty(heads, rows, width, dtype=torch_dtype(dtype), device=self.device)
+            for name, (heads, width, dtype) in cached.items()
+        }
         page = Page(start, start + rows, tensors, owner)
         self.used += page.size
         self.of_owner[owner] += page.size
@@ -82,8 +95,8 @@ class KeyValueCache:
     """The rows that one layer has projected for one sequence. `length`: number of rows."""
 
     def __init__(self, spec: LayerSpec, pool: PagePool, owner: str) -> None:
-        self.spec, self.pool, self.owner, self.dtype = spec, pool, owner, torch_dtype(spec.dtype)
-        self.widths = cached_widths(spec)
+        self.spec, self.pool, self.owner = spec, pool, owner
+        self.cached = cached_tensors(spec)
         self.length = 0
         self.largest_row = 1.0  # largest root mean square of a row of which a key was projected; at least 1, inf if unknown
         self._page_rows = max(FIRST_ROWS, PAGE_BYTES // max(1, self.row_bytes))
@@ -92,7 +105,7 @@ class KeyValueCache:
 
     @property
     def row_bytes(self) -> int:
-        return sum(heads * width for heads, width in self.widths.values()) * self.dtype.itemsize
+        return sum(heads * width * torch_dtype(dtype).itemsize for heads, width, dtype in self.cached.values())
 
     @property
     def size(self) -> int:
@@ -116,7 +129,7 @@ class KeyValueCache:
     def reserve(self, stop: int) -> None:
         """Create pages so that rows from `length` to `stop` can be written: new ones, and copies of shared or too short ones."""
         for start, rows in self._new_pages(stop):
-            page = self.pool.create(self.owner, start, rows, self.widths, self.dtype)
+            page = self.pool.create(self.owner, start, rows, self.cached)
             i = start // self._page_rows - self._freed
             if i == len(self._pages):
                 self._pages.append(page)
@@ -145,8 +158,10 @@ class KeyValueCache:
         """Write rows [heads, n, width], for which pages are reserved, from row `start` on, and end the cache after them."""
         (count,) = {tensor.shape[1] for tensor in rows.values()}
         stop = start + count
-        for page in self._pages:
-            if start < page.stop and page.start < stop:
+        for page in reversed(self._pages):
+            if page.stop <= start:
+                break
+            if page.start < stop:
                 first, last = max(start, page.start), min(stop, page.stop)
                 for name, tensor in page.tensors.items():
                     tensor[:, first - page.start : last - page.start] = rows[name][:, first - start : last - start]
@@ -198,20 +213,28 @@ class KeyValueCache:
     @torch.inference_mode()
     def joined(self, first: int = 0) -> dict[str, Tensor]:
         """All rows from `first` on as tensors [heads, n, width]; freed rows are 0."""
-        shapes = {name: (heads, self.length - first, width) for name, (heads, width) in self.widths.items()}
-        whole = {name: torch.zeros(shape, dtype=self.dtype, device=self.pool.device) for name, shape in shapes.items()}
+        count, device = self.length - first, self.pool.device
+        whole = {
+            name: torch.zeros(heads, count, width, dtype=torch_dtype(dtype), device=device)
+            for name, (heads, width, dtype) in self.cached.items()
+        }
         for rows, tensors in self.blocks(first, self.length):
             for name, tensor in tensors.items():
                 whole[name][:, rows.start - first : rows.stop - first] = tensor
         return whole
 
 
-def cached_widths(spec: LayerSpec) -> dict[str, tuple[int, int]]:
-    """Name of each cached tensor -> its heads and width. Latent attention caches what keys and values are expanded from."""
+def cached_tensors(spec: LayerSpec) -> dict[str, CachedTensor]:
+    """Each cached tensor by name. Latent attention caches what keys and values are expanded from; an indexer its own keys, in float64."""
     if caches_latent(spec):
         assert spec.latent is not None
-        return {"latent": (1, spec.latent.key_value_rank), "rope_key": (1, spec.latent.rope_key_dim)}
-    return {"key": (spec.num_kv_heads, spec.head_dim), "value": (spec.num_kv_heads, spec.value_head_dim)}
+        shapes = {"latent": (1, spec.latent.key_value_rank), "rope_key": (1, spec.latent.rope_key_dim)}
+    else:
+        shapes = {"key": (spec.num_kv_heads, spec.head_dim), "value": (spec.num_kv_heads, spec.value_head_dim)}
+    cached = {name: CachedTensor(heads, width, spec.dtype) for name, (heads, width) in shapes.items()}
+    if spec.indexer is not None:
+        cached["index_key"] = CachedTensor(1, spec.indexer.head_dim, "float64")
+    return cached
 
 
 def caches_latent(spec: LayerSpec) -> bool:

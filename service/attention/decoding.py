@@ -1,7 +1,7 @@
 """Attention of new rows to all rows of a KV cache: projects the new ones, appends their keys and values, and attends.
 
-One query that requests neither weights nor scores attends to the pages one by one with torch's fused kernel, without joining them. The
-results of the pages are merged by their log-sum-exps (Dao et al. 2022, section 3.1):
+One query that requests neither weights nor scores attends to the pages without joining them: with torch's fused kernel page by page or, in
+float32 without biases, with the extension in C (`native/pages.h`). Results are merged by their log-sum-exps (Dao et al. 2022, section 3.1):
 
     L = ln Σ_p exp L_p        O = Σ_p exp(L_p - L) O_p        a sink is one more term of L without an output
 
@@ -9,24 +9,29 @@ Other steps join the pages, and are then computed as calls without a cache are.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from service.attention.cache import KeyValueCache, caches_latent
 from service.attention.call import Call, Result
-from service.attention.eager import PER_HEAD, Eager
-from service.attention.layer import MultiHeadAttention, Operation, result_of
+from service.attention.eager import FROM_HEADS, Eager
+from service.attention.layer import MultiHeadAttention, result_of
 from service.attention.masks import Masks
+from service.attention.native.extension import extension
+from service.attention.operations import Operation
 from service.attention.projections import Projected, Projections
 
 _fused: Any = getattr(
     torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None
 )  # returns log-sum-exps, unlike the public function
+WIDEST_HEAD = 256  # of the extension, whose heads have multiples of
+HEAD_MULTIPLE = 16  # numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,10 @@ class CachedOperation:
     operation: Operation | None
 
     def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
-        cached = copy(layer)
-        cached.projections, cached.short = CachedProjections(layer, self.cache), None
+        cached, rows = copy(layer), self.cache.joined()
+        cached.projections, cached.short = CachedProjections(layer, rows), None
+        if layer.indexer is not None:
+            cached.indexer = layer.indexer.with_keys(rows["index_key"][None])
         return cached.forward(call) if self.operation is None else self.operation(cached, call)
 
     def to(self, device: torch.device) -> Self:
@@ -73,15 +80,15 @@ class CachedOperation:
 class CachedProjections(Projections):
     """The projections of a layer, except that keys and values are those of a cache."""
 
-    def __init__(self, layer: MultiHeadAttention, cache: KeyValueCache) -> None:
+    def __init__(self, layer: MultiHeadAttention, rows: Mapping[str, Tensor]) -> None:
         super().__init__(layer.spec, layer.weights)
-        self._layer, self._cache = layer, cache
+        self._layer, self._rows = layer, rows
 
     def project(self, call: Call) -> Projected:
         positions = None if call.key_positions is None else call.key_positions[:, :0]
         queries_alone = replace(call, key=call.key[:, :0], value=call.value[:, :0], key_positions=positions)
         query, *_ = self._layer.projections.project(queries_alone)
-        return query, *keys_and_values(self._layer, self._cache)
+        return query, *keys_and_values(self._layer, self._rows)
 
     def product(self, x: Tensor, name: str) -> Tensor:
         return self._layer.projections.product(x, name)
@@ -134,15 +141,16 @@ def _rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
 
 def _cached(layer: MultiHeadAttention, rows: Call, projected: Projected) -> dict[str, Tensor]:
     """What a cache keeps of projected rows, [b, heads, n, width] by name."""
-    if not caches_latent(layer.spec):
-        return {"key": projected[1], "value": projected[2]}
-    latents = layer.projections.outputs(replace(rows, outputs=frozenset({"latent", "rope_key"})), projected)
-    return {name: tensor[:, None] for name, tensor in latents.items()}
+    if caches_latent(layer.spec):
+        latents = layer.projections.outputs(replace(rows, outputs=frozenset({"latent", "rope_key"})), projected)
+        tensors = {name: tensor[:, None] for name, tensor in latents.items()}
+    else:
+        tensors = {"key": projected[1], "value": projected[2]}
+    return tensors if layer.indexer is None else tensors | {"index_key": layer.indexer.keys(rows)}
 
 
-def keys_and_values(layer: MultiHeadAttention, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
-    """The keys and values [1, kv heads, n, …] of all rows of the cache."""
-    rows = cache.joined()
+def keys_and_values(layer: MultiHeadAttention, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The keys and values [1, kv heads, n, …] of all rows of a cache, joined."""
     if caches_latent(layer.spec):
         return layer.projections.expand_latent(rows["latent"], rows["rope_key"])
     return rows["key"][None], rows["value"][None]
@@ -151,16 +159,18 @@ def keys_and_values(layer: MultiHeadAttention, cache: KeyValueCache) -> tuple[Te
 def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValueCache) -> tuple[dict[str, Tensor], Tensor | None]:
     """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
     if (head_outputs := _over_pages(layer.eager, call, query, cache)) is not None:
-        return layer.merge_heads(call, {"head_outputs": head_outputs}), None
-    outputs = call.outputs - {"latent"}  # which `attend` would project from the inputs
-    tensors, fully_masked = layer.attend(replace(call, outputs=outputs), query, *keys_and_values(layer, cache))
-    return (tensors | {"latent": cache.joined()["latent"]} if "latent" in call.outputs else tensors), fully_masked
+        return layer.merge_heads(call, head_outputs), None
+    rows, outputs = cache.joined(), call.outputs - {"latent"}  # which `attend` would project from the inputs
+    if layer.indexer is not None:
+        call = layer.indexer.with_keys(rows["index_key"][None]).select_keys(call)
+    tensors, fully_masked = layer.attend(replace(call, outputs=outputs), query, *keys_and_values(layer, rows))
+    return (tensors | {"latent": rows["latent"]} if "latent" in call.outputs else tensors), fully_masked
 
 
 def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:
     """Head outputs [1, h, 1, value_head_dim] of one query, page by page; None if the fused kernel cannot compute the call."""
     masks, spec = call.masks, eager.spec
-    if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not call.outputs <= PER_HEAD or caches_latent(spec):
+    if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not call.outputs <= FROM_HEADS or caches_latent(spec):
         return None
     if masks.has_sets or masks.bias is not None or call.softcap or call.dropout or call.reproducible:
         return None
@@ -174,12 +184,12 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
     bias = eager.bias(query, masks, slice(0, 1), slice(0, masks.num_keys))
     if bias is not None:
         bias = bias.to(query.dtype).expand(1, heads, 1, -1).reshape(1, kv_heads, heads // kv_heads, -1)
-    outputs, totals = [], []
-    for keys, tensors in cache.blocks(first, last + 1):
-        mask = None if bias is None else bias[..., keys]
-        output, total = _fused(rows, tensors["key"][None], tensors["value"][None], scale=call.scale, attn_mask=mask)
-        outputs.append(output.reshape(heads, -1))
-        totals.append(total.reshape(heads))
+    if bias is None and extension is not None and _suits_extension(query):
+        results = [_in_c(rows[0], call.scale, cache, slice(first, last + 1))]
+    else:
+        blocks = cache.blocks(first, last + 1)
+        results = [_in_torch(rows, call.scale, tensors, None if bias is None else bias[..., keys]) for keys, tensors in blocks]
+    outputs, totals = (list(parts) for parts in zip(*results, strict=True))
     if (sinks := eager.sinks(None)) is not None:
         shift = eager.alibi_shift(masks, slice(0, 1), None)
         outputs.append(torch.zeros_like(outputs[0]))
@@ -190,3 +200,27 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
         merged = (torch.stack(outputs) * shares[..., None]).sum(0).to(query.dtype)
     usable = torch.isfinite(merged).all() and merged[:, 0].all()  # else scores may have overflowed: see `sdpa`
     return merged.view(1, heads, 1, -1) if usable else None
+
+
+def _in_torch(rows: Tensor, scale: float, tensors: dict[str, Tensor], bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs [heads, d] and log-sum-exps [heads] of rows [1, kv heads, group, d] and the keys and values of one page."""
+    output, total = _fused(rows, tensors["key"][None], tensors["value"][None], scale=scale, attn_mask=bias)
+    return output.reshape(-1, rows.shape[-1]), total.reshape(-1)
+
+
+def _suits_extension(query: Tensor) -> bool:
+    return query.dtype == torch.float32 and query.shape[-1] % HEAD_MULTIPLE == 0 and query.shape[-1] <= WIDEST_HEAD
+
+
+def _in_c(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, variant: str = "") -> tuple[Tensor, Tensor]:
+    """Outputs [heads, d] and log-sum-exps [heads] of rows [kv heads, group, d] and some of the cache's keys and values."""
+    kv_heads, group, width = rows.shape
+    pages = []
+    for page in cache.pages:
+        if keys.start < page.stop and page.start < keys.stop:
+            first, stop = max(keys.start, page.start), min(keys.stop, page.stop)
+            pages.append((page.tensors["key"].numpy(), page.tensors["value"].numpy(), first - page.start, stop - page.start))
+    output, total = np.empty((kv_heads * group, width), np.float32), np.empty(kv_heads * group, np.float32)
+    sizes = torch.get_num_threads(), kv_heads, group, width
+    extension.attend_cache(variant or extension.variants[0], *sizes, scale, rows.contiguous().numpy(), tuple(pages), output, total)
+    return torch.from_numpy(output), torch.from_numpy(total)

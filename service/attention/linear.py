@@ -2,8 +2,8 @@
 
 torch's float32 `F.linear` uses MKL or OpenBLAS, which on AMD takes slow kernels. oneDNN's product with a reordered weight, which torch's
 compiler uses, is two to three times as fast there and about as fast elsewhere. It is an internal operation of torch: if it is missing, or
-the processor has no instructions that it is fast with, `F.linear` is used. The choice depends on the machine and the weight alone, so it is
-the same for every worker and every call.
+the processor has no instructions that it is fast with, `F.linear` is used. So it is for a single row, which takes as long as reading the
+weight; oneDNN takes twice as long. The choice depends on machine, weight and number of rows, so it is the same for every worker.
 """
 
 from functools import cache
@@ -24,13 +24,13 @@ class Linear:
         self._reordered = _reorder(weight) if suits_onednn(weight) and has_onednn() else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._reordered is None or torch.is_grad_enabled() or not x.numel():
+        rows = x.shape[:-1].numel()
+        if self._reordered is None or torch.is_grad_enabled() or rows <= 1:
             return F.linear(x, self._weight, self._bias)
-        rows = x.numel() // x.shape[-1]
-        if not (missing := _round(rows) - rows):
+        if not (missing := _round_up(rows) - rows):
             return _onednn(x, self._reordered, self._bias)
-        filled = torch.cat((x.reshape(rows, -1), x.new_zeros(missing, x.shape[-1])))
-        return _onednn(filled, self._reordered, self._bias)[:rows].view(*x.shape[:-1], -1)
+        padded = torch.cat((x.reshape(rows, -1), x.new_zeros(missing, x.shape[-1])))
+        return _onednn(padded, self._reordered, self._bias)[:rows].view(*x.shape[:-1], -1)
 
 
 def suits_onednn(weight: Tensor) -> bool:
@@ -49,20 +49,8 @@ def has_onednn() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and bool(product == 1)
 
 
-def set_precision(precision: str) -> None:
-    """Set the precision of the following float32 products. It is global in torch; this is safe, since only one call computes at a time.
-
-    "highest" is float32 throughout. "high" and "medium" let the hardware round the factors first: to TF32 (10 bits, relative error about
-    5e-4 a factor) on GPUs that have it, to bfloat16 (7 bits, about 4e-3) on CPUs with AMX; elsewhere they change nothing.
-    """
-    if precision != torch.get_float32_matmul_precision():
-        torch.set_float32_matmul_precision(precision)
-
-
-def _round(rows: int) -> int:
-    """Round the number of rows up: oneDNN compiles and keeps code for each number of rows that it encounters, in half a millisecond and
-    half a megabyte.
-    """
+def _round_up(rows: int) -> int:
+    """A number of rows that many calls share: oneDNN compiles code for each that it meets, in half a millisecond and half a megabyte."""
     step = max(4, 1 << max(0, rows.bit_length() - 4))
     return -(-rows // step) * step
 

@@ -129,25 +129,27 @@ class Masks:
             parts.append(empty.expand(-1, -1, rows.stop - rows.start))
         return torch.cat(parts, -1)
 
-    def narrowed(self, heads: Sequence[int] | None, queries: Sequence[int] | None) -> "Masks":
+    def select(self, heads: Sequence[int] | None, queries: Sequence[int] | None) -> "Masks":
         """The masks of some heads and queries, in the given order; None: all."""
-        heads_at = None if heads is None else torch.tensor(heads, device=self.positions.device)
-        rows_at = None if queries is None else torch.tensor(queries, device=self.positions.device)
-
-        def cut(tensor: Tensor | None, axis: int, index: Tensor | None) -> Tensor | None:
-            return tensor if tensor is None or index is None or tensor.shape[axis] == 1 else tensor.index_select(axis, index)
-
         return replace(
             self,
-            positions=self.positions if rows_at is None else self.positions.index_select(1, rows_at),
-            attend_mask=cut(cut(self.attend_mask, 1, heads_at), 2, rows_at),
-            bias=cut(cut(self.bias, 1, heads_at), 2, rows_at),
-            query_segments=cut(self.query_segments, 1, rows_at),
-            lengths=cut(self.lengths, 1, rows_at),
+            positions=self.positions if queries is None else self.positions[:, list(queries)],
+            attend_mask=_select(_select(self.attend_mask, 1, heads), 2, queries),
+            bias=_select(_select(self.bias, 1, heads), 2, queries),
+            query_segments=_select(self.query_segments, 1, queries),
+            lengths=_select(self.lengths, 1, queries),
         )
 
 
+def _select(tensor: Tensor | None, axis: int, indices: Sequence[int] | None) -> Tensor | None:
+    """These indices of an axis; unchanged if the axis is broadcast."""
+    if tensor is None or indices is None or tensor.shape[axis] == 1:
+        return tensor
+    return tensor.index_select(axis, torch.tensor(indices, device=tensor.device))
+
+
 def _block(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
+    """The rows and keys of a tensor [b|1, h|1, q|1, k|1]; an axis of 1 stays."""
     if tensor.shape[2] > 1:
         tensor = tensor[:, :, rows]
     return tensor[..., keys] if tensor.shape[3] > 1 else tensor

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from service.attention.precision import at_least_float32
 from service.spec_parts import GridBias, QueryScale, RelativeBias, Rope
 
 
@@ -21,7 +22,7 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     products with x are then float32, or float64 if x is.
     """
     dims = rope.dims or x.shape[-1]
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    exact = at_least_float32(x.dtype)
     of_pairs = positions[..., None] if positions.ndim == 2 else positions[..., list(rope.axes or ())]
     angles = of_pairs.to(torch.float64)[:, None] * _frequencies(rope, dims).to(x.device)  # [b|1, 1, n, dims/2]
     turned, rest = x[..., :dims].to(exact), x[..., dims:]
@@ -63,7 +64,7 @@ def scale_queries(query: Tensor, positions: Tensor, scale: QueryScale) -> Tensor
     """Multiply query [b, h, q, head_dim] at positions [b|1, q] by factors that grow with the position; before 0 they are those of 0."""
     lengths = torch.div(positions.clamp(min=0) + scale.shift, scale.length, rounding_mode="floor")
     factors = 1 + scale.factor * lengths.to(torch.float64).log1p()
-    return (query * factors[:, None, :, None].to(torch.float64 if query.dtype == torch.float64 else torch.float32)).to(query.dtype)
+    return (query * factors[:, None, :, None].to(at_least_float32(query.dtype))).to(query.dtype)
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from service.attention.call import Call
 from service.attention.linear import Linear
 from service.attention.positions import rotate, rotate_halves, scale_queries
-from service.attention.weights import torch_dtype
+from service.attention.precision import at_least_float32, torch_dtype
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS, Latent, QKNorm
 
@@ -78,7 +78,7 @@ class Projections:
 
         The weight and bias, [d] or [heads, d], are those of `name`_norm, if the layer has them.
         """
-        accumulate = torch.float64 if self.dtype == torch.float64 else torch.float32
+        accumulate = at_least_float32(self.dtype)
         x, axes = x.to(accumulate), (-1,) if norm.over == "head" else (1, 3)
         if norm.kind == "layer":
             x = x - x.mean(axes, keepdim=True)

@@ -19,7 +19,7 @@ from service.attention.selection import of_heads
 from service.spec import LayerSpec
 from service.spec_parts import RelativeScores
 
-PER_HEAD = ("position_key.weight", "position_query.weight", "content_bias", "position_bias")
+HEAD_WEIGHTS = ("position_key.weight", "position_query.weight", "content_bias", "position_bias")
 MAX_PRODUCTS = 1 << 21  # most products of queries and position vectors at a time: twice the scores of a block
 
 
@@ -28,7 +28,7 @@ class RelativeTerms:
 
     def __init__(self, spec: LayerSpec, relative: RelativeScores, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self.relative, self.dtype, self.width = relative, dtype, spec.d_model
-        heads = {name: tensor.to(dtype).view(spec.num_heads, spec.head_dim, -1) for name, tensor in weights.items() if name in PER_HEAD}
+        heads = {name: tensor.to(dtype).view(spec.num_heads, spec.head_dim, -1) for name, tensor in weights.items() if name in HEAD_WEIGHTS}
         self.key, self.query = heads["position_key.weight"], heads.get("position_query.weight")  # [h, d, n]
         self.content_bias, self.position_bias = heads.get("content_bias"), heads.get("position_bias")  # [h, d, 1]
 
@@ -59,8 +59,8 @@ class CallTerms:
     def __init__(self, layer: RelativeTerms, masks: Masks, key: Tensor, heads: Sequence[int] | None) -> None:
         self.num_keys, last = masks.num_keys, masks.positions.amax(1, keepdim=True)
         self.first = last - masks.positions  # [b|1, q]: column of each row's first key
-        self.nearest, self.farthest = self.first.amin(0).tolist(), self.first.amax(0).tolist()
-        distances = last - torch.arange(max(self.farthest) + self.num_keys, device=last.device)
+        self.lowest, self.highest = self.first.amin(0).tolist(), self.first.amax(0).tolist()  # of each row, over the items
+        distances = last - torch.arange(max(self.highest) + self.num_keys, device=last.device)
         self.vectors = layer.vectors(of_heads(layer.key, heads), distances)
         self.position_bias: Tensor | None = None  # [h, 1, d]
         self.of_keys: Tensor | None = None  # u·k_j, [b, h, 1, k]
@@ -77,21 +77,22 @@ class CallTerms:
     def __call__(self, query: Tensor, rows: slice) -> Tensor:
         """The terms [b, h, rows, k] of these rows, whose queries are [b, h, rows, d]."""
         most = MAX_PRODUCTS // max(1, query.shape[0] * query.shape[1])
-        parts = [self._block(query[:, :, part.start - rows.start : part.stop - rows.start], part) for part in self._parts(rows, most)]
+        parts = [self._block(query[:, :, part.start - rows.start : part.stop - rows.start], part) for part in self._split(rows, most)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def _parts(self, rows: slice, most: int) -> Iterator[slice]:
+    def _split(self, rows: slice, most: int) -> Iterator[slice]:
         """Consecutive rows that have at most `most` products with the columns that any of them needs; at least one row."""
-        start, low, high = rows.start, self.nearest[rows.start], self.farthest[rows.start]
+        start, low, high = rows.start, self.lowest[rows.start], self.highest[rows.start]
         for i in range(rows.start + 1, rows.stop):
-            low, high = min(low, self.nearest[i]), max(high, self.farthest[i])
+            low, high = min(low, self.lowest[i]), max(high, self.highest[i])
             if (i + 1 - start) * (high - low + self.num_keys) > most:
                 yield slice(start, i)
-                start, low, high = i, self.nearest[i], self.farthest[i]
+                start, low, high = i, self.lowest[i], self.highest[i]
         yield slice(start, rows.stop)
 
     def _block(self, query: Tensor, rows: slice) -> Tensor:
-        begin, end = min(self.nearest[rows]), max(self.farthest[rows]) + self.num_keys
+        """The terms [b, h, rows, k] of few rows: products with a range of columns, from which each pair takes its own."""
+        begin, end = min(self.lowest[rows]), max(self.highest[rows]) + self.num_keys
         columns = (self.first[:, rows] - begin)[..., None] + torch.arange(self.num_keys, device=query.device)  # [b|1, rows, k]
         shape = (*query.shape[:3], self.num_keys)
         query = query.to(self.vectors.dtype)

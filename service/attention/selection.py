@@ -27,7 +27,7 @@ def select_heads_and_queries(
     if call.queries is not None:
         rows_at = torch.tensor(queries, device=query.device)
         query, fully_masked = query.index_select(2, rows_at), None if fully_masked is None else fully_masked.index_select(2, rows_at)
-    masks = call.masks.narrowed(call.heads, call.queries)
+    masks = call.masks.select(call.heads, call.queries)
     return replace(call, masks=masks, heads=heads, queries=queries), query, key, fully_masked
 
 
@@ -44,7 +44,7 @@ def select_weights(weights: Tensor, call: Call) -> Tensor:
     return weights
 
 
-def selection(weights: Tensor, call: Call) -> dict[str, Tensor]:
+def reduce_weights(weights: Tensor, call: Call) -> dict[str, Tensor]:
     """`attention_weights`, averaged over heads if requested; with `top_k`, the largest `values` of each row and their `keys`."""
     if call.average:
         weights = weights.mean(1)

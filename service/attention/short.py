@@ -11,7 +11,7 @@ from torch import Tensor
 
 from service.attention.call import Call, Result
 from service.attention.native.extension import extension
-from service.attention.selection import select_weights, selection
+from service.attention.selection import reduce_weights, select_weights
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS
 from service.tensors import Array
@@ -61,17 +61,17 @@ class Short:
             and not (is_modified or call.masks.has_any or call.reproducible)
         )
 
-    def __call__(self, call: Call) -> Result | None:
+    def forward(self, call: Call) -> Result | None:
         """Compute a call that suits. None if a number overflowed: it depends on the implementation which ones do, so torch decides."""
-        return self.compute(call, call.query.contiguous().numpy(), call.key.contiguous().numpy(), call.value.contiguous().numpy())
+        return self.forward_arrays(call, call.query.contiguous().numpy(), call.key.contiguous().numpy(), call.value.contiguous().numpy())
 
-    def compute(self, call: Call, query: Array, key: Array, value: Array) -> Result | None:
-        """As `__call__`, with the numbers in contiguous arrays instead of the call's tensors."""
+    def forward_arrays(self, call: Call, query: Array, key: Array, value: Array) -> Result | None:
+        """As `forward`, with inputs in contiguous arrays instead of the call's tensors."""
         (items, queries, _), keys = query.shape, key.shape[1]
         output, weights = np.empty(query.shape, np.float32), np.empty((items, self._num_heads, queries, keys), np.float32)
         if not extension.attend(self._layer, items, queries, keys, call.scale, query, key, value, output, weights):
             return None
         tensors = {"output": torch.from_numpy(output)} if "output" in call.outputs else {}
         if "attention_weights" in call.outputs:
-            tensors |= selection(select_weights(torch.from_numpy(weights), call), call)
+            tensors |= reduce_weights(select_weights(torch.from_numpy(weights), call), call)
         return Result(tensors)

@@ -35,7 +35,7 @@ class Config:
         self.layer_type = ""  # set once it is known
         self.read: set[str] = set()
 
-    def changed(self, fields: Mapping[str, Any]) -> "Config":
+    def with_fields(self, fields: Mapping[str, Any]) -> "Config":
         """The config with other fields, which remembers the same fields as read."""
         config = Config({**self.fields, **fields}, self.at, self.layer)
         config.read = self.read
@@ -69,7 +69,7 @@ class Config:
             raise self.refusal(names[0], "true or false", value)
         return value
 
-    def each(self, name: str, item: int | None = None) -> Any:
+    def of_layer(self, name: str, item: int | None = None) -> Any:
         """An item of a list, by default the layer's; None if the field is absent. Raises InvalidRequest if the list is too short."""
         n = self.layer if item is None else item
         if (items := self.get(name)) is None:

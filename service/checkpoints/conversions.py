@@ -19,62 +19,63 @@ INPUTS = PROJECTIONS[:3]
 QKV_BIASES = tuple(f"{name}.bias" for name in INPUTS)
 QK_NORMS = ("query_norm.weight", "key_norm.weight", "query_norm.bias", "key_norm.bias")
 
-Cut = tuple[tuple[int, ...], Mapping[str, Any]]  # what rows are numbered by, before the numbers of a head; projection -> its index
-Rows = Callable[[int, int], Cut]  # number of heads, of kv heads -> how rows are cut
+# The rows of several projections in one matrix: the axes of [*axes, head_dim, in], and the index of each projection in these axes.
+RowOrder = tuple[tuple[int, ...], Mapping[str, Any]]
+RowOrderOf = Callable[[int, int], RowOrder]  # number of heads, of kv heads -> the order
 
 
-def stacked(heads: int, kv_heads: int) -> Cut:
+def stacked(heads: int, kv_heads: int) -> RowOrder:
     """Rows [q; k; v]."""
     return (heads + 2 * kv_heads,), {"query": np.s_[:heads], "key": np.s_[heads:-kv_heads], "value": np.s_[-kv_heads:]}
 
 
-def gated_stack(heads: int, kv_heads: int) -> Cut:
+def gated_stack(heads: int, kv_heads: int) -> RowOrder:
     """Rows [gate; q; k; v] (HRM-Text)."""
     (rows,), places = stacked(heads, kv_heads)
     return (heads + rows,), {**places, "gate": np.s_[:heads], "query": np.s_[heads : 2 * heads], "key": np.s_[2 * heads : -kv_heads]}
 
 
-def grouped(heads: int, kv_heads: int) -> Cut:
+def grouped(heads: int, kv_heads: int) -> RowOrder:
     """Rows [kv heads, queries of each + 2, head_dim] (Falcon-40B); for kv heads = heads [heads, (q, k, v), head_dim] (BLOOM, GPT-NeoX)."""
     return (kv_heads, heads // kv_heads + 2), {"query": np.s_[:, :-2], "key": np.s_[:, -2], "value": np.s_[:, -1]}
 
 
-def codegen(heads: int, kv_heads: int) -> Cut:
+def codegen(heads: int, kv_heads: int) -> RowOrder:
     """Rows in four blocks, one for each TPU core of CodeGen's training, of [q; v; k] each."""
     return (4, 3), {"query": np.s_[:, 0], "value": np.s_[:, 1], "key": np.s_[:, 2]}
 
 
-def halves(heads: int, kv_heads: int) -> Cut:
+def halves(heads: int, kv_heads: int) -> RowOrder:
     """Rows [k; v]."""
     return (2,), {"key": 0, "value": 1}
 
 
 def convert(
-    tensors: LayerTensors, rows: Rows = stacked, *, transposed: bool = False, square: bool = False, less_one: bool = False
+    tensors: LayerTensors, rows: RowOrderOf = stacked, *, transposed: bool = False, square: bool = False, norms_less_one: bool = False
 ) -> Converted:
     """The tensors with canonical roles, and the rows of `qkv` and `kv`. Raises InvalidRequest for shapes that do not fit.
 
-    `transposed`: matrices are [in, out], applied as x @ W. `square`: the matrix qkv is three square ones. `less_one`: the weights of norms
-    on queries and keys are stored less 1, which is added in float32, as Gemma does.
+    `transposed`: matrices are [in, out], applied as x @ W. `square`: the matrix qkv is three square ones. `norms_less_one`: the weights of
+    norms on queries and keys are stored less 1, which is added in float32, as Gemma does.
     """
     weights = {part: _matrix(tensors, part, transposed) for part in tensors.arrays if part in AXES and part not in QK_NORMS}
-    for part, cut in (("qkv", rows), ("kv", halves)):
+    for part, order in (("qkv", rows), ("kv", halves)):
         if tensors.has(f"{part}.weight"):
             matrix = _matrix(tensors, f"{part}.weight", transposed)
             if square and part == "qkv" and len(matrix) != 3 * matrix.shape[1]:
                 shape = [3 * matrix.shape[1], matrix.shape[1]][:: -1 if transposed else 1]
                 hint = ", as a Conv1D has it (a Linear is layout fused)" if transposed else ""
                 raise tensors.misfit("qkv.weight", f"shape {shape}, three square matrices{hint}")
-            weights |= cut_rows(tensors, f"{part}.weight", matrix, cut)
+            weights |= split_rows(tensors, f"{part}.weight", matrix, order)
         if tensors.has(f"{part}.bias"):
             bias = tensors.get(f"{part}.bias", "n")
             if tensors.has(f"{part}.weight") and len(bias) != len(matrix):
                 raise tensors.misfit(f"{part}.bias", f"shape [{len(matrix)}]")
-            weights |= cut_rows(tensors, f"{part}.bias", bias, cut)
+            weights |= split_rows(tensors, f"{part}.bias", bias, order)
     for part in QK_NORMS:
         if tensors.has(part):
             norm = _norm(tensors, part)
-            weights[part] = norm.astype(np.float32) + np.float32(1) if less_one and part.endswith("weight") else norm
+            weights[part] = norm.astype(np.float32) + np.float32(1) if norms_less_one and part.endswith("weight") else norm
     return Converted(weights, {"rope": {"dims": 2 * len(tensors.get("inv_freq", "n"))}} if tensors.has("inv_freq") else {})
 
 
@@ -95,7 +96,7 @@ def _norm(tensors: LayerTensors, part: str) -> Array:
     return tensors.arrays[part].reshape(-1, head_dim)
 
 
-def cut_rows(tensors: LayerTensors, part: str, array: Array, rows: Rows) -> Weights:
+def split_rows(tensors: LayerTensors, part: str, array: Array, rows: RowOrderOf) -> Weights:
     """Canonical weights from the rows of a matrix [out, in], or a bias [out], of several projections."""
     heads = tensors.number("num_heads") or 1
     kv_heads = tensors.number("num_kv_heads") or heads
@@ -103,8 +104,8 @@ def cut_rows(tensors: LayerTensors, part: str, array: Array, rows: Rows) -> Weig
     if len(array) % math.prod(axes) or heads % kv_heads:
         expected = f"a multiple of {math.prod(axes)} rows of {', '.join(places)}, for {heads} heads and {kv_heads} of keys and values"
         raise tensors.misfit(part, expected)
-    cut, kind = array.reshape(*axes, -1, *array.shape[1:]), part.rpartition(".")[2]
-    return {f"{name}.{kind}": cut[place].reshape(-1, *array.shape[1:]) for name, place in places.items()}
+    split, kind = array.reshape(*axes, -1, *array.shape[1:]), part.rpartition(".")[2]
+    return {f"{name}.{kind}": split[place].reshape(-1, *array.shape[1:]) for name, place in places.items()}
 
 
 def convert_by_head(tensors: LayerTensors, axes: Sequence[str] = ("in", "heads", "dim")) -> Converted:

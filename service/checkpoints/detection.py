@@ -102,7 +102,7 @@ def natural(text: str) -> list[tuple[int, str]]:
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", text)]
 
 
-def complete(matches: Sequence[Match]) -> list[Match]:
+def complete_matches(matches: Sequence[Match]) -> list[Match]:
     """Matches with all required names; if several spellings of a layout match at one stem, the one with most names."""
     best: dict[tuple[str, str], Match] = {}
     for match in matches:
@@ -112,7 +112,7 @@ def complete(matches: Sequence[Match]) -> list[Match]:
     return list(best.values())
 
 
-def complement(match: Match, matches: Iterable[Match]) -> Match | None:
+def complementary_match(match: Match, matches: Iterable[Match]) -> Match | None:
     """Another layout's match at the same stem with the parts that an incomplete match lacks: the names of two layouts are mixed."""
     missing = match.layout.required - match.names.keys()
     return next((other for other in matches if missing and other.stem == match.stem and missing <= other.names.keys()), None)
@@ -122,16 +122,16 @@ def _weight(match: Match) -> tuple[int, bool, int]:
     return len(match.layout.required), match.identified, len(match.names)
 
 
-def readable(matches: Sequence[Match]) -> list[Match]:
+def readable_matches(matches: Sequence[Match]) -> list[Match]:
     """Complete matches; if the names identify a layout at a stem, without the other layouts at that stem."""
-    every = complete(matches)
+    every = complete_matches(matches)
     identified = {match.stem for match in every if match.identified}
     return [match for match in every if match.identified or match.stem not in identified]
 
 
 def detect(names: Iterable[str]) -> str | None:
     """The layout of all layers among the names; None if the names fit none or several."""
-    layouts = {match.layout.name if match.identified else None for match in readable(find_matches(names))}
+    layouts = {match.layout.name if match.identified else None for match in readable_matches(find_matches(names))}
     return layouts.pop() if len(layouts) == 1 else None
 
 
@@ -140,4 +140,4 @@ def layers_in(names: Iterable[str]) -> list[tuple[str, str]]:
 
     A prefix occurs several times if its names fit several layouts; `read_layer` then needs the layout.
     """
-    return [(match.layout.name, match.prefix) for match in readable(find_matches(names))]
+    return [(match.layout.name, match.prefix) for match in readable_matches(find_matches(names))]

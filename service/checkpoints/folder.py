@@ -103,8 +103,8 @@ def layers_of_file(path: Path) -> list[Fields]:
 
 def described_layers(folder: ModelFolder) -> Iterator[Fields]:
     """Every layer of the model: part, number, name and fields of its spec; or why it is refused."""
-    for part, (config, attention) in parts_of(folder.config).items():
-        for number in range(number_of_layers(attention, config)):
+    for part, (config, row) in parts_of(folder.config).items():
+        for number in range(number_of_layers(row, config)):
             line: Fields = {"part": part, "layer": number}
             try:
                 layer = describe(folder.config, number, part)

@@ -41,7 +41,7 @@ class LayerTensors:
     names: Mapping[str, str]  # part -> its name in the checkpoint
     stem: str  # normalised: "." between the segments
     given: Mapping[str, Any]  # fields of the caller's spec
-    elsewhere: Callable[[str], Array | None]  # any tensor of the checkpoint, by normalised name
+    find: Callable[[str], Array | None]  # any tensor of the checkpoint, by normalised name
     conversion: Mapping[str, Any]  # what a model's config says about the conversion
 
     def has(self, part: str) -> bool:

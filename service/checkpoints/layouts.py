@@ -92,7 +92,7 @@ def _table(tensors: LayerTensors) -> tuple[str, Array | None]:
         return tensors.names["relative_bias"], tensors.get("relative_bias", "buckets", "heads")
     stack = re.sub(r"(^|\.)block\.\d+\.layer\.\d+\.\w+$", r"\1block.0.layer.0.SelfAttention", tensors.stem)
     name = f"{stack}.{TABLE}".lstrip(".")
-    array = tensors.elsewhere(name)
+    array = tensors.find(name)
     if array is not None and array.ndim != 2:
         raise InvalidRequest.where(weight_pointer(name), "shape [buckets, heads]", shape_of(array))
     return name, array
@@ -120,23 +120,23 @@ def _packed_names(**parts: str) -> dict[str, str]:
 
 
 ALL_BIASES = (*QKV_BIASES, "output.bias")
-EITHER = (QKV_BIASES, ("output.bias",))
-APART = ("qkv.bias",), ("output.bias",)
-HALVES: Fields = {"rope": {"interleaved": False}}
-RMS: Fields = {"qk_norm": {"kind": "rms", "eps": 1e-6}}
-FREQUENCIES = {"rotary_emb.inv_freq": "inv_freq"}  # a buffer of old checkpoints: [dims / 2]
+OPTIONAL_BIASES = (QKV_BIASES, ("output.bias",))
+OPTIONAL_PACKED_BIASES = ("qkv.bias",), ("output.bias",)
+ROPE_ON_HALVES: Fields = {"rope": {"interleaved": False}}
+RMS_NORMS: Fields = {"qk_norm": {"kind": "rms", "eps": 1e-6}}
+INV_FREQ = {"rotary_emb.inv_freq": "inv_freq"}  # a buffer of old checkpoints: [dims / 2]
 
 QK_NORM = ("query_norm.weight", "key_norm.weight")
-OWN_OPTIONS = (QK_NORM, *((part,) for part in AXES if part not in (*QK_NORM, *(f"{name}.weight" for name in PROJECTIONS))))
+ATTEND_OPTIONAL = (QK_NORM, *((part,) for part in AXES if part not in (*QK_NORM, *(f"{name}.weight" for name in PROJECTIONS))))
 
-PROJ = _names("q_proj k_proj v_proj o_proj")
+PROJ_NAMES = _names("q_proj k_proj v_proj o_proj")
 NORMS = {"q_norm.weight": "query_norm.weight", "k_norm.weight": "key_norm.weight"}
 LLAMA = partial(
     Layout,
     "llama",
     convert=convert,
-    optional=(*EITHER, ("sinks",), ("inv_freq",)),
-    assumed=HALVES | RMS,
+    optional=(*OPTIONAL_BIASES, ("sinks",), ("inv_freq",)),
+    assumed=ROPE_ON_HALVES | RMS_NORMS,
     required_fields=dict.fromkeys(("rope", "rope.theta", "rope.interleaved"), LLAMA_ROPE),
     identified_under=("self_attn",),
 )
@@ -154,15 +154,15 @@ TORCH = partial(
 TORCH_OUT = {"out_proj.weight": "output.weight", "out_proj.bias": "output.bias", "in_proj_bias": "qkv.bias"}
 TORCH_SEPARATE = {f"{name[0]}_proj_weight": f"{name}.weight" for name in PROJECTIONS[:3]}
 
-MASKS = {"bias": 4, "masked_bias": 0}  # buffers of old GPT-2 and NeoX checkpoints: the causal mask and its fill value
-GPT2 = partial(Layout, "gpt2", convert=partial(convert, transposed=True, square=True), ignored=MASKS)
+MASK_BUFFERS = {"bias": 4, "masked_bias": 0}  # buffers of old GPT-2 and NeoX checkpoints: the causal mask and its fill value
+GPT2 = partial(Layout, "gpt2", convert=partial(convert, transposed=True, square=True), ignored=MASK_BUFFERS)
 FUSED = "qkv proj", "query_key_value dense", "qkv_proj o_proj", "Wqkv out_proj", "in_proj out_proj", "c_attn c_proj"
-PER_HEAD = partial(Layout, names=_packed_names(qkv="query_key_value", output="dense"), convert=partial(convert, rows=grouped))
+PACKED_BY_HEAD = partial(Layout, names=_packed_names(qkv="query_key_value", output="dense"), convert=partial(convert, rows=grouped))
 HEAD_COUNT = {"num_heads": "the number of heads, which splits the rows"}
-ROTATED = {"rope.dims": "how many dims are rotated, rotary_pct x head_dim"}
+ROPE_DIMS = {"rope.dims": "how many dims are rotated, rotary_pct x head_dim"}
 
 KERNELS = partial(convert, transposed=True)
-SEEDS = {"*seed_generator*": None}  # the state of a layer with dropout
+SEED_STATE = {"*seed_generator*": None}  # the state of a layer with dropout
 GLUON = (("attention_cell", "proj"), ("attention_cell_in", "proj_in"), ("attention_cell_inter", "proj_inter"))
 FLAX_NORMS = {"query_ln.scale": "query_norm.weight", "key_ln.scale": "key_norm.weight"}
 LENS_NAMES = _names("Q K V O", "W_{}", "b_{}") | {"rotary_sin": "rotary"}
@@ -171,27 +171,29 @@ LENS = partial(
     Layout,
     "transformerlens",
     convert=partial(convert_by_head, axes=("heads", "in", "dim")),
-    optional=(*EITHER, ("rotary",)),
+    optional=(*OPTIONAL_BIASES, ("rotary",)),
     ignored={"mask": 2, "IGNORE": 0, "rotary_cos": 2},
 )
 
 ALL_LAYOUTS: tuple[Layout, ...] = (
-    Layout("attend", {part: part for part in AXES}, convert, optional=OWN_OPTIONS),
+    Layout("attend", {part: part for part in AXES}, convert, optional=ATTEND_OPTIONAL),
     Layout("d2l", _names("q k v o", "W_{}.weight", "W_{}.bias"), convert, optional=(ALL_BIASES,)),
     Layout("d2l", _names("q k v o", "W_{}.kernel", "W_{}.bias"), KERNELS, optional=(ALL_BIASES,)),
-    Layout("d2l", _names("q k v o", "W_{}.vars.0", "W_{}.vars.1"), KERNELS, optional=(ALL_BIASES,), ignored=SEEDS),
+    Layout("d2l", _names("q k v o", "W_{}.vars.0", "W_{}.vars.1"), KERNELS, optional=(ALL_BIASES,), ignored=SEED_STATE),
     *(
-        Layout("mxnet", _names(f"{cell}.proj_query {cell}.proj_key {cell}.proj_value {proj}"), convert, optional=EITHER, parent=cell)
+        Layout(
+            "mxnet", _names(f"{cell}.proj_query {cell}.proj_key {cell}.proj_value {proj}"), convert, optional=OPTIONAL_BIASES, parent=cell
+        )
         for cell, proj in GLUON
     ),
     *(
-        Layout("numpy", _names("q k v o", *spelled), KERNELS, optional=EITHER)
+        Layout("numpy", _names("q k v o", *spelled), KERNELS, optional=OPTIONAL_BIASES)
         for spelled in (("W_{}", "b_{}"), ("W{}", "b{}"), ("w_{}", "b_{}"))
     ),
     Layout("bert", _names("self.query self.key self.value output.dense"), convert, ignored={"output.LayerNorm.*": None}),
     Layout("distilbert", _names("q_lin k_lin v_lin out_lin"), convert),
     Layout("vit", _names("attention.query attention.key attention.value output.dense"), convert, optional=(QKV_BIASES,)),
-    Layout("vit", PROJ, convert, optional=(QKV_BIASES,), identified_under=("attention",)),
+    Layout("vit", PROJ_NAMES, convert, optional=(QKV_BIASES,), identified_under=("attention",)),
     Layout(
         "bart",
         _names("q_proj k_proj v_proj out_proj"),
@@ -199,20 +201,20 @@ ALL_LAYOUTS: tuple[Layout, ...] = (
         optional=(("query.bias", "value.bias", "output.bias"), ("key.bias",)),
         identified_under=("self_attn", "encoder_attn"),
     ),
-    LLAMA(PROJ | {"sinks": "sinks"} | FREQUENCIES),
-    LLAMA(PROJ | {"sinks": "sinks"} | FREQUENCIES | NORMS, excluded_by="pre_feedforward_layernorm.weight"),  # Gemma 3
+    LLAMA(PROJ_NAMES | {"sinks": "sinks"} | INV_FREQ),
+    LLAMA(PROJ_NAMES | {"sinks": "sinks"} | INV_FREQ | NORMS, excluded_by="pre_feedforward_layernorm.weight"),  # Gemma 3
     Layout(
         "gemma3",
-        PROJ | NORMS,
-        partial(convert, less_one=True),
+        PROJ_NAMES | NORMS,
+        partial(convert, norms_less_one=True),
         optional=(ALL_BIASES,),
-        assumed=HALVES | RMS,
+        assumed=ROPE_ON_HALVES | RMS_NORMS,
         required_fields={"rope": ROPE},
         identified_under=(),
     ),
     Layout(
         "meta_llama",
-        _names("wq wk wv wo", bias="") | FREQUENCIES,
+        _names("wq wk wv wo", bias="") | INV_FREQ,
         convert,
         optional=(("inv_freq",),),
         assumed={"rope": {"interleaved": True}},
@@ -224,30 +226,30 @@ ALL_LAYOUTS: tuple[Layout, ...] = (
     TORCH(TORCH_SEPARATE | TORCH_OUT),
     GPT2(_packed_names(qkv="c_attn", output="c_proj")),
     GPT2(_packed_names(query="q_attn", kv="c_attn", output="c_proj")),
-    Layout("vit", _packed_names(qkv="qkv", output="proj"), convert, optional=APART),
-    PER_HEAD("bloom", assumed={"alibi": True}, required_fields=HEAD_COUNT, identified_under=()),
-    PER_HEAD(
+    Layout("vit", _packed_names(qkv="qkv", output="proj"), convert, optional=OPTIONAL_PACKED_BIASES),
+    PACKED_BY_HEAD("bloom", assumed={"alibi": True}, required_fields=HEAD_COUNT, identified_under=()),
+    PACKED_BY_HEAD(
         "neox",
-        names=_packed_names(qkv="query_key_value", output="dense") | FREQUENCIES,
+        names=_packed_names(qkv="query_key_value", output="dense") | INV_FREQ,
         optional=(("qkv.bias", "output.bias"), ("inv_freq",)),
-        ignored=MASKS,
-        assumed=HALVES,
-        required_fields={"rope": ROPE, **ROTATED, **HEAD_COUNT},
+        ignored=MASK_BUFFERS,
+        assumed=ROPE_ON_HALVES,
+        required_fields={"rope": ROPE, **ROPE_DIMS, **HEAD_COUNT},
         identified_under=(),
     ),
     *(
         Layout(
             "fused",
-            _packed_names(qkv=spelled.split()[0], output=spelled.split()[1]) | FREQUENCIES,
+            _packed_names(qkv=spelled.split()[0], output=spelled.split()[1]) | INV_FREQ,
             fused,
-            optional=(*APART, ("inv_freq",)),
-            ignored=MASKS,
+            optional=(*OPTIONAL_PACKED_BIASES, ("inv_freq",)),
+            ignored=MASK_BUFFERS,
             identified_under=(),
         )
         for spelled in FUSED
     ),
     *(
-        Layout("keras", names, convert_by_head, optional=(ALL_BIASES,), ignored=SEEDS)
+        Layout("keras", names, convert_by_head, optional=(ALL_BIASES,), ignored=SEED_STATE)
         for names in (
             _names("query key value attention_output", "{}.kernel"),
             _names("query key value output", "{}_dense.vars.0", "{}_dense.vars.1"),

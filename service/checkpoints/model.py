@@ -15,8 +15,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from service.checkpoints.config import MAX_SHOWN, Config
-from service.checkpoints.detection import Match, complete, find_matches, normalised
-from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, Attention, Family, fields_of, place_of
+from service.checkpoints.detection import Match, complete_matches, find_matches, normalised
+from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, AttentionRow, Family, fields_of, place_of
 from service.checkpoints.families.traits import CONVERSION
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
@@ -36,29 +36,29 @@ class ModelLayer:
     model_type: str
     part: str
     number: int
-    attention: Attention
+    row: AttentionRow  # of the table of families
     fields: Fields  # of LayerSpec
     path: str  # the end of the layer's name in the checkpoint
     conversion: Fields  # how its tensors are converted, see `CONVERSION`
 
     def find(self, names: Iterable[str]) -> Match:
         """The layer's tensors. Raises InvalidRequest if there are none, or several layers of that name."""
-        path, names, layout = self.path, list(names), MODEL_LAYOUTS[self.attention.layout]
-        layout = replace(layout, ignored={**layout.ignored, **dict.fromkeys(self.attention.ignored)})
+        path, names, layout = self.path, list(names), MODEL_LAYOUTS[self.row.layout]
+        layout = replace(layout, ignored={**layout.ignored, **dict.fromkeys(self.row.ignored)})
         at = [match for match in find_matches(names, [layout]) if f".{match.stem}".endswith(f".{path}")]
         if len({match.stem for match in at}) > 1:
             at = [match for match in at if any(word in match.stem for word in OTHER_TOWERS) == (self.part in ("vision", "audio"))]
-        matches = complete(at)
+        matches = complete_matches(at)
         if len(matches) != 1:
             got = listed(match.prefix for match in matches)
             if not matches and at:
                 got = f"{at[0].prefix} without {listed(at[0].missing)}"
             raise InvalidRequest.where("/layer", f"one layer whose name ends with {path}, with {layout.name} matrices", got)
-        return self._with_table(matches[0], names) if self.attention.table else matches[0]
+        return self._with_table(matches[0], names) if self.row.table else matches[0]
 
     def _with_table(self, match: Match, names: Iterable[str]) -> Match:
         """The match with the table of relative biases that several layers share. Raises InvalidRequest if it is not there."""
-        ending = self.attention.table.format(n=self.number)
+        ending = self.row.table.format(n=self.number)
         tables = [name for name in names if f".{normalised(name)}".endswith(f".{ending}")]
         if len(tables) != 1:
             raise InvalidRequest.where("/weights", f"one table of relative biases whose name ends with {ending}", listed(tables))
@@ -91,11 +91,11 @@ def parse_config(text: str | bytes) -> Mapping[str, Any]:
     return fields
 
 
-def parts_of(fields: Mapping[str, Any]) -> dict[str, tuple[Config, Attention]]:
+def parts_of(fields: Mapping[str, Any]) -> dict[str, tuple[Config, AttentionRow]]:
     """Part -> the config or its section about it, and its row of the table. Raises InvalidRequest if there is none."""
     sections = _sections(fields)
     known = [section for section in reversed(sections) if str(section.get("model_type")) in FAMILIES] or sections[:1]
-    return {part: (section, attention) for section in known for part, attention in _family(section).items()}
+    return {part: (section, row) for section in known for part, row in _family(section).items()}
 
 
 def _sections(fields: Mapping[str, Any]) -> list[Config]:
@@ -115,7 +115,7 @@ def _family(config: Config) -> Family:
     if model_type not in FAMILIES:
         near = get_close_matches(str(model_type), FAMILIES, n=4) or sorted(FAMILIES)
         raise config.refusal("model_type", f"a known model_type ({listed(near)})", model_type)
-    return {part: attention for part, attention in FAMILIES[model_type].items() if not attention.flag or config.get(attention.flag)}
+    return {part: row for part, row in FAMILIES[model_type].items() if not row.flag or config.get(row.flag)}
 
 
 def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> ModelLayer:
@@ -128,18 +128,18 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
             raise InvalidRequest.where("/part", f"one of {', '.join(parts)}, as {fields['model_type']} has them", got)
         (part,) = main
     assert part is not None
-    config, attention = _for_layer(parts[part][0], layer), parts[part][1]
+    config, row = _for_layer(parts[part][0], layer), parts[part][1]
     model_type = str(config.get("model_type"))
-    if not attention.stages and config.get(*attention.layers) is not None and not 0 <= layer < (count := config.count(*attention.layers)):
+    if not row.stages and config.get(*row.layers) is not None and not 0 <= layer < (count := config.count(*row.layers)):
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
     try:
-        spec = fields_of(attention, config)
+        spec = fields_of(row, config)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of another type than transformers writes
         raise InvalidRequest.where(config.at, f"values as {model_type} has them", str(error)[:MAX_SHOWN]) from error
-    config.require_all_read(attention.irrelevant)
-    path = attention.path.format(**place_of(attention, config))
+    config.require_all_read(row.irrelevant)
+    path = row.path.format(**place_of(row, config))
     conversion = spec.pop(CONVERSION, {})
-    return ModelLayer(model_type, part, layer, attention, spec, path, conversion)
+    return ModelLayer(model_type, part, layer, row, spec, path, conversion)
 
 
 def _for_layer(config: Config, layer: int) -> Config:

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from service.checkpoints.conversions import Cut, Rows, codegen, convert, cut_rows, gated_stack, grouped, stacked
+from service.checkpoints.conversions import RowOrder, RowOrderOf, codegen, convert, gated_stack, grouped, split_rows, stacked
 from service.checkpoints.layout import Converted, Fields, LayerTensors, Layout, Weights
 from service.spec import LAMBDAS
 from service.spec_parts import PROJECTIONS
@@ -51,7 +51,7 @@ KINDS = ("weight", "bias")
 IGNORED = {"*LayerNorm.*": None, "*rotary_emb.inv_freq": None, "*relative_position_index": 2, "bias": 4, "masked_bias": 0}
 
 
-def separate(tensors: LayerTensors, rows: Rows = stacked, **how: bool) -> Converted:
+def separate(tensors: LayerTensors, rows: RowOrderOf = stacked, **how: bool) -> Converted:
     """As `convert`; with one bias for each head of a gate (Beam), factors on projections, and the weights of `relative_scores`."""
     converted, heads = convert(tensors, rows, **how), tensors.given["num_heads"]
     if "gate.weight" in converted.weights and len(bias := converted.weights.get("gate.bias", ())) == heads:
@@ -164,13 +164,13 @@ def differential(tensors: LayerTensors) -> Converted:
 def gated_queries(tensors: LayerTensors) -> Converted:
     """With the gate's rows among the queries': [heads, (q, gate), head_dim], and norm weights less 1 (Qwen3-Next)."""
 
-    def query_and_gate(heads: int, kv_heads: int) -> Cut:
+    def query_and_gate(heads: int, kv_heads: int) -> RowOrder:
         return (heads, 2), {"query": np.s_[:, 0], "gate": np.s_[:, 1]}
 
-    converted = separate(tensors, less_one=True)
+    converted = separate(tensors, norms_less_one=True)
     for part in ("query.weight", "query.bias"):
         if part in converted.weights:
-            converted.weights.update(cut_rows(tensors, part, converted.weights[part], query_and_gate))
+            converted.weights.update(split_rows(tensors, part, converted.weights[part], query_and_gate))
     return converted
 
 
@@ -257,7 +257,7 @@ MODEL_LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
         _layout("separate", separate, *MATRICES),
-        _layout("separate, norms less 1", partial(separate, less_one=True), *MATRICES),
+        _layout("separate, norms less 1", partial(separate, norms_less_one=True), *MATRICES),
         _layout("convolutions", convolutions, *MATRICES),
         _layout("cosine", cosine, *MATRICES, more=COSINE),
         _layout("differential", differential, *MATRICES, more={name: name for name in LAMBDAS}),

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from service.checkpoints.detection import Match, complement, complete, find_matches, natural, normalised, readable
+from service.checkpoints.detection import Match, complementary_match, complete_matches, find_matches, natural, normalised, readable_matches
 from service.checkpoints.layout import Converted, Fields, LayerTensors, Weights
 from service.checkpoints.layouts import LAYOUTS, ROPE
 from service.checkpoints.refusals import field_pointer, listed, refuse_weights, shape_of
@@ -74,12 +74,12 @@ def _require_fields(match: Match, converted: Converted, given: Mapping[str, Any]
 
 def _check_names(match: Match, tensors: Mapping[str, Array]) -> None:
     """Raises InvalidRequest for refused or unknown tensors below the stem, and for incomplete groups of optional tensors."""
-    problems = list(_half_groups(match)) or list(_surplus(match, tensors))
+    problems = list(_incomplete_groups(match)) or list(_unknown_tensors(match, tensors))
     if problems:
         raise refuse_weights(problems)
 
 
-def _half_groups(match: Match) -> Iterator[tuple[str, str, str]]:
+def _incomplete_groups(match: Match) -> Iterator[tuple[str, str, str]]:
     by_part = {part: name for name, part in match.layout.names.items()}
     for group in match.layout.optional:
         there = [part for part in group if part in match.names]
@@ -90,7 +90,7 @@ def _half_groups(match: Match) -> Iterator[tuple[str, str, str]]:
                     yield match.full_name(by_part[part]), f"a tensor, as beside {beside}", "nothing"
 
 
-def _surplus(match: Match, tensors: Mapping[str, Array]) -> Iterator[tuple[str, str, str]]:
+def _unknown_tensors(match: Match, tensors: Mapping[str, Array]) -> Iterator[tuple[str, str, str]]:
     start = f"{match.stem}." if match.stem else ""
     known = set(match.names.values())
     for name in tensors:
@@ -147,7 +147,7 @@ def _select(tensors: Mapping[str, Array], layout: str | None, prefix: str) -> Ma
         raise InvalidRequest.where("/layout", "one of " + ", ".join(sorted(LAYOUTS)), f'"{layout[:60]}"')
     below = _below(find_matches(tensors), prefix)
     of_layout = [match for match in below if match.layout.name == layout]
-    candidates = readable(below) if layout is None else complete(of_layout)
+    candidates = readable_matches(below) if layout is None else complete_matches(of_layout)
     if not candidates:
         raise _no_layer(below if layout is None else of_layout, below, layout, tensors)
     stems = {match.stem: match.prefix for match in candidates}
@@ -167,9 +167,9 @@ def _below(matches: Sequence[Match], prefix: str) -> list[Match]:
     """Matches whose stem is the prefix or below it; layer.1 does not select layer.10. Raises InvalidRequest if there are none."""
     wanted = f"{_normal(prefix)}.".lstrip(".")
     below = [match for match in matches if f"{match.stem}.".startswith(wanted)]
-    every = readable(matches)
+    every = readable_matches(matches)
     inside = any(wanted.startswith(f"{match.stem}.") and match.stem != _normal(prefix) for match in every)
-    if wanted and every and (not below or (inside and not readable(below))):
+    if wanted and every and (not below or (inside and not readable_matches(below))):
         prefixes = [match.prefix for match in every]
         near = [p for p in prefixes if _normal(p).endswith(f".{_normal(prefix)}")] + get_close_matches(prefix, prefixes, n=1, cutoff=0)
         raise InvalidRequest.where("/prefix", f"one of {listed(near + prefixes)}", f'"{prefix}"')
@@ -179,12 +179,12 @@ def _below(matches: Sequence[Match], prefix: str) -> list[Match]:
 def _no_layer(partial: Sequence[Match], below: Sequence[Match], layout: str | None, tensors: Mapping[str, Array]) -> InvalidRequest:
     """The error if no layer is complete: the missing tensors of the nearest layout, or the layouts that the names fit."""
     nearest = max(partial, key=lambda match: (match.share, match.identified, len(match.names)), default=None)
-    if nearest is not None and (other := complement(nearest, below)) is not None:
+    if nearest is not None and (other := complementary_match(nearest, below)) is not None:
         return _mixed(nearest, other)
     if nearest is not None and nearest.share >= MIN_SHARE and (layout or nearest.identified):
         return refuse_weights([(nearest.full_name(name), f"a tensor, as {nearest} has it", "nothing") for name in nearest.missing])
     wanted = f"a layer of layout {layout}" if layout else f"the names of a known layout ({', '.join(sorted(LAYOUTS))})"
-    if others := readable(below):
+    if others := readable_matches(below):
         return InvalidRequest.where("/layout", wanted, listed(map(str, others)))
     if below:
         nearest = max(below, key=lambda match: (match.share, match.identified, len(match.names)))

@@ -128,7 +128,7 @@ def draw_case(seed: int, number: int) -> Case:
 
 def _check(client: Client, name: str, case: Case) -> list[OutputError]:
     """Compares one reply with the reference. Both sides draw seeded weights, and the fingerprint compares them; other weights are sent."""
-    from service.attention.weights import draw_weights, in_dtype
+    from service.attention.initialization import draw_weights, in_dtype
 
     weights = draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
     try:

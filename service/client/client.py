@@ -5,7 +5,7 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -17,7 +17,7 @@ from service.client.connection import API_KEY, LIMITS, SECRET, USE_CLIENT_DEFAUL
 from service.client.methods import make_operation, signed
 from service.client.operations import Operation
 from service.client.retries import Attempts, Outcome, Retries
-from service.client.sessions import AsyncSession, Session, StartingSession, start
+from service.client.sessions import AsyncSession, Session, StartingSession, start_or_resume
 from service.errors import CapacityError, NotAcceptable, Unreachable, UnsupportedMediaType
 
 T = TypeVar("T")
@@ -146,8 +146,7 @@ class Client(_Connections[httpx.BaseTransport]):
         `layer` is by default `default`; `capacity` is the most rows; a session ends after `idle_seconds`, by default 300, without a call.
         With `id` alone, resume the session of that id, which the end of a `with` block does not delete.
         """
-        resumed = id is not None
-        return self.perform(start(lambda document: Session(self, document, resumed), layer, id, capacity, idle_seconds, timeout))
+        return self.perform(start_or_resume(partial(Session, self), layer, id, capacity, idle_seconds, timeout))
 
     def perform(self, operation: Operation[T]) -> T:
         """The result of an operation; with a JSON body once a server or proxy has refused safetensors."""
@@ -244,9 +243,7 @@ class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
         timeout: Timeout = USE_CLIENT_DEFAULT,
     ) -> StartingSession:
         """As `Client.session`, in `async with client.session() as session:` or after `await`."""
-        resumed = id is not None
-        started = start(lambda document: AsyncSession(self, document, resumed), layer, id, capacity, idle_seconds, timeout)
-        return StartingSession(self.perform(started))
+        return StartingSession(self.perform(start_or_resume(partial(AsyncSession, self), layer, id, capacity, idle_seconds, timeout)))
 
     async def perform(self, operation: Operation[T]) -> T:
         """As `Client.perform`."""

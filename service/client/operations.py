@@ -36,7 +36,9 @@ from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import unknown_field
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, Plan, require_layer_name
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend_reply import Plan
+from service.wire.schemas.document import require_layer_name
 from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.layers import LayerDocument, Layers, PutLayer
 from service.wire.schemas.sessions import SessionDocument, Sessions
@@ -53,7 +55,8 @@ class Operation(Generic[T]):
 
     `repeat`: after a failure, a computation may "always" be repeated; a change only if the server certainly did not begin it ("unbegun").
     `json_body` returns a JSON body in place of `body`, for servers and proxies that refuse safetensors. `check` returns the response, or
-    raises its refusal. `on_doubt` is called after each attempt that the server may have computed although there is no reply.
+    raises its refusal. `on_unanswered` is called after each attempt that the server may have computed although there is no reply.
+    `session` is the id of a session that the body names; a balancer reads it in the header X-Attend-Session.
     """
 
     method: str
@@ -66,11 +69,17 @@ class Operation(Generic[T]):
     repeat: Repeat = "always"
     json_body: Callable[[], bytes] | None = None
     check: Callable[[httpx.Response], httpx.Response] = raise_for_status
-    on_doubt: Callable[[], None] = lambda: None
+    on_unanswered: Callable[[], None] = lambda: None
+    session: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Accept": self.accept} if self.body is None else {"Accept": self.accept, "Content-Type": self.media_type}
+        headers = {"Accept": self.accept}
+        if self.body is not None:
+            headers["Content-Type"] = self.media_type
+        if self.session is not None:
+            headers["X-Attend-Session"] = self.session
+        return headers
 
     def result(self, response: httpx.Response) -> T:
         """The result that the response contains. Raises the refusal if it is no success."""
@@ -141,7 +150,7 @@ def plan(
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
     body = encode_request({**fields, **shapes}, AnalysisRequest.tensors)
-    return Operation("POST", "/attend/plan", body, partial(read_document, Plan), timeout)
+    return Operation("POST", "/attend/plan", body, partial(read_document, Plan), timeout, session=fields.get("session"))
 
 
 def figure(
@@ -293,7 +302,7 @@ def layer_path(name: str) -> str:
 def refuse_other_names(operation: Callable[..., object], names: Iterable[str]) -> None:
     """Raises InvalidRequest with what is meant by arguments of an operation that have names of other libraries or documents, if any."""
     model = PutLayer if operation is put_layer else AttendRequest
-    if problems := [unknown_field(pointer([name]), name, model) for name in names if name in model.instead]:
+    if problems := [unknown_field(pointer([name]), name, model) for name in names if name in model.expected_instead]:
         raise InvalidRequest(problems=problems)
 
 
@@ -333,4 +342,4 @@ def _computation(
     reply = fields.get("reply") or {}
     fields["reply"] = {"form": "base64" if reply.get("decimals") is None else "flat", **reply}
     body, json_body = encode_tensors(fields, model.tensors), partial(encode_request, fields, model.tensors)
-    return Operation("POST", path, body, read, timeout, SAFETENSORS, accept, json_body=json_body)
+    return Operation("POST", path, body, read, timeout, SAFETENSORS, accept, json_body=json_body, session=fields.get("session"))

@@ -29,7 +29,8 @@ from service.tensors import Array
 from service.wire.client_codec import decode_binary_reply, decode_document, decode_reply, decode_tensor
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import validate
-from service.wire.schemas.attend import Document, LayerReference, ProblemDocument
+from service.wire.schemas.attend_reply import ProblemDocument
+from service.wire.schemas.document import Document, LayerReference
 from service.wire.schemas.text import Words
 from service.wire.suggestions import did_you_mean
 

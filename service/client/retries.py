@@ -62,8 +62,8 @@ class Attempts:
 
     def next_delay(self, outcome: Outcome) -> float | None:
         """Seconds to wait before the next attempt; None if this outcome is final."""
-        if is_doubtful(outcome):
-            self.operation.on_doubt()
+        if may_be_computed(outcome):
+            self.operation.on_unanswered()
         if self.failed >= self.retries.times or not may_repeat(self.operation, outcome):
             return None
         bound = min(self.retries.longest, self.retries.first * 2**self.failed)
@@ -86,7 +86,7 @@ def may_repeat(operation: Operation[Any], outcome: Outcome) -> bool:
     return outcome.status_code in (429, 503) and from_service  # a proxy's 503 may come after the change
 
 
-def is_doubtful(outcome: Outcome) -> bool:
+def may_be_computed(outcome: Outcome) -> bool:
     """Whether the server may have computed the operation although this is no reply to it."""
     return outcome.status_code >= 500 if isinstance(outcome, httpx.Response) else not isinstance(outcome, httpx.ConnectError)
 

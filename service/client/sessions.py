@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, Unpack
@@ -30,7 +30,7 @@ from service.wire.schemas.sessions import SessionAttendRequest, SessionDocument
 SESSIONS = "/sessions"
 T = TypeVar("T")
 P = ParamSpec("P")
-Started = Callable[[SessionDocument], T]
+MakeSession = Callable[[SessionDocument, bool], T]  # from the server's description, and whether the session existed before
 
 
 class SessionState:
@@ -41,7 +41,7 @@ class SessionState:
 
     def __init__(self, document: SessionDocument, resumed: bool) -> None:
         self.id, self.layer, self.length, self.resumed = document.id, document.layer, document.length, resumed
-        self._doubtful: bytes | None = None  # body of the last step, if it may have been computed and had no reply
+        self._unanswered: bytes | None = None  # body of the last step, if it may have been computed and had no reply
 
     @property
     def path(self) -> str:
@@ -55,26 +55,26 @@ def session_path(id: str) -> str:
     return f"{SESSIONS}/{quote(id, safe='')}"
 
 
-def start(
-    started: Started[T], layer: str | None, id: str | None, capacity: int | None, idle_seconds: float | None, timeout: Timeout
+def start_or_resume(
+    make_session: MakeSession[T], layer: str | None, id: str | None, capacity: int | None, idle_seconds: float | None, timeout: Timeout
 ) -> Operation[T]:
-    """Starts a session, or finds that of `id`. Raises InvalidRequest if a session that exists is given properties."""
-    own = {"layer": layer, "capacity": capacity, "idle_seconds": idle_seconds}
+    """Start a session, or find the one with that id. Raises InvalidRequest for an id together with properties of a new session."""
+    properties = {"layer": layer, "capacity": capacity, "idle_seconds": idle_seconds}
     if id is None:
-        return _starting(SESSIONS, own, started, timeout)
-    if given := [name for name, value in own.items() if value is not None]:
+        return _create(SESSIONS, properties, make_session, timeout)
+    if given := [name for name, value in properties.items() if value is not None]:
         raise InvalidRequest.where("/id", f"an id, or {', '.join(given)} of a new session", "both")
-    return Operation("GET", session_path(id), None, lambda response: started(_document(response)), timeout)
+    return Operation("GET", session_path(id), None, lambda response: make_session(_document(response), True), timeout)
 
 
-def fork(started: Started[T], session: SessionState, length: int | None, timeout: Timeout) -> Operation[T]:
-    """Starts a session with the first rows of another one."""
-    return _starting(f"{session.path}/fork", {"length": length}, started, timeout)
+def fork(make_session: MakeSession[T], session: SessionState, length: int | None, timeout: Timeout) -> Operation[T]:
+    """Start a session with the first rows of another one."""
+    return _create(f"{session.path}/fork", {"length": length}, make_session, timeout)
 
 
-def _starting(path: str, fields: Mapping[str, Any], started: Started[T], timeout: Timeout) -> Operation[T]:
+def _create(path: str, fields: Mapping[str, Any], make_session: MakeSession[T], timeout: Timeout) -> Operation[T]:
     body = encode_request(fields, {})
-    return Operation("POST", path, body, lambda response: started(_document(response)), timeout, repeat="unbegun")
+    return Operation("POST", path, body, lambda response: make_session(_document(response), False), timeout, repeat="unbegun")
 
 
 def _document(response: httpx.Response) -> SessionDocument:
@@ -101,12 +101,12 @@ def attend(
     fields = request_fields(SessionAttendRequest, query=query, key=key, value=value, **given)
     operation = attend_at(f"{session.path}/attend", fields, timeout)
 
-    def doubt() -> None:
-        session._doubtful = operation.body
+    def keep_body() -> None:
+        session._unanswered = operation.body
 
     def read(response: httpx.Response) -> AttendResult:
         result = operation.read(response)
-        session.length, session._doubtful = result.session_length or 0, None
+        session.length, session._unanswered = result.session_length or 0, None
         return result
 
     def check(response: httpx.Response) -> httpx.Response:
@@ -114,14 +114,14 @@ def attend(
             return raise_for_status(response)
         except LengthMismatch as error:
             appended = 0 if fields.get("append") is False else _rows(query if key is None else key)
-            computed = operation.body == session._doubtful and error.length == fields["expected_length"] + appended
-            session.length, session._doubtful = error.length, None
+            computed = operation.body == session._unanswered and error.length == fields["expected_length"] + appended
+            session.length, session._unanswered = error.length, None
             if not computed:
                 raise
             detail = f"the session has {error.length} rows, as after this step: an earlier attempt was computed, and its reply lost"
             raise ReplyLost(detail, error.problems) from None
 
-    return replace(operation, read=read, check=check, on_doubt=doubt)
+    return replace(operation, read=read, check=check, on_unanswered=keep_body)
 
 
 def _rows(tensor: Any) -> int:
@@ -206,13 +206,13 @@ class Session(SessionState):
     load = _method(load)
     delete = _method(delete)
 
-    def __init__(self, client: Performer, document: SessionDocument, resumed: bool = False) -> None:
+    def __init__(self, client: Performer, document: SessionDocument, resumed: bool) -> None:
         super().__init__(document, resumed)
         self._client = client
 
     def fork(self, length: int | None = None, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> "Session":
         """A new session with the first `length` rows, or all. Both share memory until one of them writes to it."""
-        return self._client.perform(fork(lambda document: Session(self._client, document), self, length, timeout))
+        return self._client.perform(fork(partial(Session, self._client), self, length, timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -233,13 +233,13 @@ class AsyncSession(SessionState):
     load = _async_method(load, in_thread=True)
     delete = _async_method(delete)
 
-    def __init__(self, client: AsyncPerformer, document: SessionDocument, resumed: bool = False) -> None:
+    def __init__(self, client: AsyncPerformer, document: SessionDocument, resumed: bool) -> None:
         super().__init__(document, resumed)
         self._client = client
 
     def fork(self, length: int | None = None, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> "StartingSession":
         """As `Session.fork`."""
-        return StartingSession(self._client.perform(fork(lambda document: AsyncSession(self._client, document), self, length, timeout)))
+        return StartingSession(self._client.perform(fork(partial(AsyncSession, self._client), self, length, timeout)))
 
     async def __aenter__(self) -> Self:
         return self

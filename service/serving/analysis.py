@@ -14,8 +14,7 @@ from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
 from service.serving.admission import Admission
-from service.serving.cost import Cost
-from service.serving.cost import predict as predict_call
+from service.serving.cost import Cost, predict
 from service.serving.device import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.outputs import reply_sizes
@@ -39,9 +38,9 @@ def bind_analysis(decoded: Decoded, layer: LoadedLayer, admission: Admission) ->
     request = validate(AnalysisRequest, decoded.members)
     binding.check_against_layer(request, layer.spec)
     check_metrics(request, layer.spec)
-    cost = predict(request, layer.spec)
+    cost = predict_analysis(request, layer.spec)
     admission.require(request, layer.spec, cost)
-    call = binding.bind(request, layer.spec)
+    call = binding.make_call(request, layer.spec)
     log_fields = {
         **binding.shape_fields(request, call),
         "outputs": request.wanted(layer.spec),
@@ -77,10 +76,11 @@ def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
             expected = f"a metric other than {name} {layer}, whose output_gate scales values by another factor for each query"
             raise InvalidRequest.where(f"/metrics/{metrics.index(name)}", expected, name)
     if "single_head" in metrics:
-        _fit_single(request, spec, layer)
+        _check_single_head(request, spec, layer)
 
 
-def _fit_single(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
+def _check_single_head(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
+    """Raises InvalidRequest if the layer or a mask treats heads differently, so that one head cannot have the same parameters."""
     at = f"/metrics/{(request.metrics or ()).index('single_head')}"
     for name in PER_HEAD_FIELDS:
         if getattr(spec, name):
@@ -152,9 +152,9 @@ def _token_ids(query: Any, key: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return ids_of(query), ids_of(query if key is None else key)
 
 
-def predict(request: AnalysisRequest, spec: LayerSpec) -> Cost:
+def predict_analysis(request: AnalysisRequest, spec: LayerSpec) -> Cost:
     """The cost of a request that fits the layer. Only `value_norm_weights` holds a tensor [q, k]."""
-    forward = predict_call(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
+    forward = predict(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
     b = request.query.shape[0] if request.batched else 1
     q, h = request.query.shape[-2], spec.num_heads
     k = q if request.key is None else request.key.shape[-2]

@@ -7,7 +7,6 @@ sessions are not stacked: only the products with the layer's weights are shared,
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,15 +16,14 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call
-from service.attention.decoding import CachedStep, largest_row
-from service.attention.layer import Operation
+from service.attention.decoding import CachedStep
 from service.attention.masks import TENSORS
+from service.attention.operations import Operation
 from service.serving.cost import Cost
 from service.serving.layers.registry import LoadedLayer
 from service.serving.load import INTERNAL, Flow
+from service.serving.rounding import may_amplify_rounding
 
-MAX_SCORE = 8.0  # largest estimated score of a call that may share a batch; about 1 for xavier weights and inputs of unit variance
-MAX_BIAS = 64.0  # largest |bias| of such a call: adding a larger one rounds the scores by more than results may differ
 MAX_STEPS = 64  # of sessions in one batch, on any device: they share the products with the layer's weights
 STACKED = ("positions", "key_positions", "head_scale")
 
@@ -120,10 +118,12 @@ def form_batch(waiting: Iterable[Entry], limits: BatchLimits, now: float) -> tup
 def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
     """All properties that must be equal in calls that are stacked; None if the call must run alone.
 
-    A call with dropout runs alone, since its random stream has the shape of the single call; and a call whose scores are so large that
-    softmax amplifies their rounding, which depends on the number of rows in a product, beyond 1e-6 of the largest value (rule 7).
+    A call with dropout runs alone, since its random stream has the shape of the single call, and so does a call with large scores
+    (`rounding.py`).
     """
-    if call.reproducible or call.output_gradient is not None or call.dropout is not None or _may_amplify_rounding(layer, call):
+    if call.reproducible or call.output_gradient is not None or call.dropout is not None:
+        return None
+    if may_amplify_rounding(layer.spec, layer.score_deviation, call):
         return None
     masks = call.masks
     return (
@@ -152,24 +152,10 @@ def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
 
 def step_key_of(layer: LoadedLayer, call: Call, step: CachedStep) -> BatchKey | None:
     """All properties that must be equal in steps of several sessions whose rows are projected together; None if the step must run alone."""
-    if call.reproducible or _may_amplify_rounding(layer, replace(call, key=step.key), step.cache.largest_row):
+    if call.reproducible or may_amplify_rounding(layer.spec, layer.score_deviation, call, step.key, step.cache.largest_row):
         return None
     positions = None if call.positions is None else call.positions.shape
     return id(layer), call.query.shape, step.key is call.query, step.shapes, positions
-
-
-def _may_amplify_rounding(layer: LoadedLayer, call: Call, largest_cached_row: float = 1.0) -> bool:
-    """Whether the scores may be so large that softmax amplifies their rounding beyond the tolerance of rule 7."""
-    if layer.spec.dtype == "float64":
-        return False
-    score = layer.score_deviation * abs(call.scale)
-    if (growth := layer.spec.query_scale) is not None and call.masks.positions.numel():
-        score *= 1 + growth.factor * math.log1p(max(0, int(call.masks.positions.max())) / growth.length)
-    if score <= MAX_SCORE and layer.spec.qk_norm is None:
-        query = largest_row(call.query)
-        score *= query * max(largest_cached_row, query if call.key is call.query else largest_row(call.key))
-    bias = call.masks.bias
-    return not score <= MAX_SCORE or (bias is not None and bool((bias.isfinite() & (bias.abs() > MAX_BIAS)).any()))
 
 
 def stack(calls: Sequence[Call]) -> Call:

@@ -1,7 +1,7 @@
 """Binds a decoded request to its layer: checks shapes and cost, then casts the arrays. Invalid requests are refused here at the latest.
 
-`fit` checks shapes only, so that the cost is known before any array is allocated. `bind` then casts every array once to the layer's dtype
-and checks that all numbers are finite in it.
+`check_against_layer` reads shapes only, so that the cost is known before any array is allocated. `make_call` then casts every array once to
+the layer's dtype and checks that all numbers are finite in it.
 """
 
 from dataclasses import replace
@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from service.attention.call import Call
-from service.attention.layer import ShortCall
 from service.attention.masks import PADDING, Masks, last_keys
-from service.attention.packed import PackedAttention
+from service.attention.operations import PackedAttention, ShortCall
 from service.errors import InvalidRequest
 from service.serving.admission import Admission
 from service.serving.cost import predict
@@ -51,7 +50,7 @@ def bind_attend(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> B
     check_against_layer(request, layer.spec)
     cost = predict(request, layer.spec)
     in_parts = admission.require(request, layer.spec, cost)
-    call = bind(request, layer.spec)
+    call = make_call(request, layer.spec)
     log_fields = {**shape_fields(request, call), "outputs": request.outputs, "operations": cost.operations}
     if request.query_lengths is not None:
         return BoundCall(request, layer, call, cost, log_fields, operation=_packed(request, layer.spec))
@@ -167,7 +166,7 @@ def require_masks_of_all_heads(request: AttendRequest, reason: str) -> None:
             raise InvalidRequest.where(f"/{name}", f"the same for all heads, {reason}", f"{array.shape[-3]} heads")
 
 
-def bind(request: AttendRequest, spec: LayerSpec, sequences: tuple[torch.Tensor, ...] | None = None) -> Call:
+def make_call(request: AttendRequest, spec: LayerSpec, sequences: tuple[torch.Tensor, ...] | None = None) -> Call:
     """The call, with tensors on the CPU. `sequences`: its query, key and value, if they are known; by default those of the request.
 
     Raises InvalidRequest if a number is not finite in the layer's dtype.

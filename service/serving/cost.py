@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from service.attention.packed import BY_SEQUENCE
+from service.attention.operations import BY_SEQUENCE
 from service.serving.outputs import output_shapes, reply_sizes, wire_datatype
 from service.spec import LayerSpec
 from service.spec_parts import Indexer

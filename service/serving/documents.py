@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from service.checkpoints.detection import complement, find_matches
+from service.checkpoints.detection import complementary_match, find_matches
 from service.errors import InvalidRequest
 from service.serving.layers.files import (
     CheckpointQuery,
@@ -28,7 +28,7 @@ from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import describe_value, validate
 from service.wire.reply import Buffer
-from service.wire.schemas.attend import Document
+from service.wire.schemas.document import Document
 from service.wire.schemas.layers import PutLayer
 
 D = TypeVar("D", bound=Document)
@@ -36,17 +36,17 @@ D = TypeVar("D", bound=Document)
 
 async def read_document(service: Service, raw: RawRequest, model: type[D]) -> D:
     """Decode the body and validate it as `model`."""
-    return await service.engine.run(raw, raw.size, _document, raw, model, service.wire_limits)
+    return await service.engine.run(raw, raw.size, _decode_document, raw, model, service.wire_limits)
 
 
 async def read_object(service: Service, raw: RawRequest, largest: int) -> dict[str, Any]:
     """The body as a JSON object of at most `largest` bytes after decompression; {} if it is empty."""
-    return await service.engine.run(raw, raw.size, _object, raw, largest)
+    return await service.engine.run(raw, raw.size, _decode_object, raw, largest)
 
 
 async def put_layer(service: Service, name: str, raw: RawRequest, source: CheckpointQuery | None = None) -> AddedLayer:
     """PUT /layers/{name}: load the layer. Returns once calls to it are answered."""
-    read = partial(service.engine.check_and_run, raw, _layer, raw, source or CheckpointQuery(), service.wire_limits)
+    read = partial(service.engine.check_and_run, raw, _decode_layer, raw, source or CheckpointQuery(), service.wire_limits)
     return await service.loader.put(name, read, raw.deadline)
 
 
@@ -56,16 +56,16 @@ async def export_layer(service: Service, name: str) -> list[Buffer]:
     return await service.engine.codecs.run(lambda: write_layer_file(layer), 0, "")
 
 
-def _document(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
-    return validate(model, _members(raw, model, limits))
+def _decode_document(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
+    return validate(model, _decode_members(raw, model, limits))
 
 
-def _members(raw: RawRequest, model: type[Document], limits: WireLimits) -> dict[str, Any]:
+def _decode_members(raw: RawRequest, model: type[Document], limits: WireLimits) -> dict[str, Any]:
     body = unpack(raw.take_body(), raw.coding, limits.body_bytes)
     return dict(raw.codec.decode(body, raw.parameters, model.tensors, limits).members)
 
 
-def _object(raw: RawRequest, largest: int) -> dict[str, Any]:
+def _decode_object(raw: RawRequest, largest: int) -> dict[str, Any]:
     text = unpack(raw.take_body(), raw.coding, largest)
     document = parse_strictly(text) if text.strip() else {}
     if not isinstance(document, dict):
@@ -73,10 +73,10 @@ def _object(raw: RawRequest, largest: int) -> dict[str, Any]:
     return document
 
 
-def _layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
+def _decode_layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
     if raw.codec is CODECS[SAFETENSORS]:
         return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
-    members = _members(raw, PutLayer, limits)
+    members = _decode_members(raw, PutLayer, limits)
     checkpoint = _is_checkpoint(members)
     for name in ("spec",) if checkpoint else ("layout", "prefix", "spec"):
         if getattr(source, name) is not None:
@@ -97,4 +97,4 @@ def _is_checkpoint(members: dict[str, Any]) -> bool:
         return False
     matches = find_matches(weights)
     ours = next((match for match in matches if match.layout.name == "attend" and not match.stem), None)
-    return bool(matches) if ours is None else complement(ours, matches) is not None
+    return bool(matches) if ours is None else complementary_match(ours, matches) is not None

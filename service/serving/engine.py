@@ -2,8 +2,8 @@
 
     bytes --decode--> members --find--> layer --bind--> call --submit--> result --encode--> bytes
 
-`Engine.answer` is that path. A call to a session is bound when the calls to that session before it are done. The two slow parts, decode to
-bind and result to bytes, run on the event loop if the body is small, else in a thread of the codec pool. Independent of HTTP.
+`Engine.answer` is that path. A call to a session waits for the earlier calls to that session before it is bound. Reading the body (decode
+and bind) and writing the reply run on the event loop if there are few bytes, else in a thread of the codec pool. Independent of HTTP.
 """
 
 from collections.abc import Callable, Coroutine, Mapping
@@ -35,7 +35,8 @@ from service.wire.compression import pack, unpack
 from service.wire.limits import WireLimits
 from service.wire.problems import validate
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, Plan
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend_reply import Plan
 from service.wire.schemas.figure import FigureRequest
 
 T = TypeVar("T")
@@ -51,12 +52,8 @@ class CallKind(NamedTuple):
 
     @property
     def takes_session(self) -> bool:
-        """Whether the body may name a session in place of keys."""
+        """Whether the body may name a session in place of keys; otherwise the path does, and the call appends rows to it."""
         return "session" in self.document.model_fields
-
-    def in_session(self, session: Session) -> Bind:
-        """The function that binds a body to a session: calls to attend append rows, others take the rows as keys."""
-        return partial(bind_look, session, self.bind) if self.takes_session else partial(bind_step, session)
 
 
 ATTEND = CallKind(AttendRequest, bind_attend)  # POST /attend, and infer of the Open Inference Protocol
@@ -89,8 +86,8 @@ class Engine:
 
     async def answer(self, raw: RawRequest, kind: CallKind) -> EncodedReply:
         """Decode, bind, compute and encode one call. Raises AttendError, whose paths point into the body that was sent."""
-        started = self.clock()
-        decoded, bound = await self.read(raw, self.decode_and_bind, raw, kind)
+        started, size = self.clock(), raw.size  # decoding takes the body out of `raw`
+        decoded, bound = await self.read(raw, size, self.decode_and_bind, raw, kind)
         if bound is not None:
             return await self._complete(raw, decoded, bound, started)
         async with self.turn(raw, decoded) as session:
@@ -98,17 +95,17 @@ class Engine:
                 decoded = decoded._replace(members={name: value for name, value in decoded.members.items() if name != "layer"})
             length = session.length
             try:
-                bound = await self.read(raw, self.bind, raw, decoded, session.layer, kind.in_session(session))
+                bound = await self.read(raw, size, self.bind, raw, decoded, kind, session)
                 return await self._complete(raw, decoded, bound, started)
             except BaseException:  # a call that fails appends nothing
                 session.cache.truncate(length)
                 raise
 
-    async def read(self, raw: RawRequest, function: Callable[..., T], *args: Any) -> T:
-        """Run a function that reads the body: on the event loop if the body is small, else in a thread of the codec pool."""
-        if raw.size <= INLINE_BYTES and not raw.coding:
+    async def read(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
+        """Run a function that reads a body of `size` bytes: on the event loop if it is small, else in a thread of the codec pool."""
+        if size <= INLINE_BYTES and not raw.coding:
             return function(*args)
-        return await self.run(raw, raw.size, function, *args)
+        return await self.run(raw, size, function, *args)
 
     def turn(self, raw: RawRequest, decoded: Decoded) -> AbstractAsyncContextManager[Session]:
         """The session of a call, for this call alone: that of the path, of the sequence, or of the body."""
@@ -153,20 +150,21 @@ class Engine:
         return self.sessions
 
     def decode_and_bind(self, raw: RawRequest, kind: CallKind) -> tuple[Decoded, BoundCall | None]:
-        """Decode the body, find its layer and bind the call. Not bound is a call with a session, which it first has to wait for."""
+        """Decode the body and bind the call to its layer. A call with a session is not bound yet: it has to wait for its turn."""
         decoded = self.decode(raw, kind.document)
         if raw.session or decoded.sequence is not None or (kind.takes_session and decoded.members.get("session") is not None):
             return decoded, None
-        try:
-            layer = self.find(decoded.members, kind.document)
-        except RequestError as error:
-            raise decoded.in_body(error) from None
-        return decoded, self.bind(raw, decoded, layer, kind.bind)
+        return decoded, self.bind(raw, decoded, kind)
 
-    def bind(self, raw: RawRequest, decoded: Decoded, layer: LoadedLayer, bind: Bind) -> BoundCall:
-        """Bind a call to its layer. Raises RequestError with pointers into the body."""
+    def bind(self, raw: RawRequest, decoded: Decoded, kind: CallKind, session: Session | None = None) -> BoundCall:
+        """Bind a call to its layer, or to the rows of its session. Raises RequestError with pointers into the body."""
         try:
-            bound = bind(decoded, layer, self.admission)
+            if session is None:
+                bound = kind.bind(decoded, self.find(decoded.members, kind.document), self.admission)
+            elif kind.takes_session:
+                bound = bind_look(session, kind.bind, decoded, session.layer, self.admission)
+            else:
+                bound = bind_step(session, decoded, session.layer, self.admission)
             if raw.reply_codec.largest_reply is not None:
                 _require_small_reply(bound, *raw.reply_codec.largest_reply)
         except RequestError as error:

@@ -12,7 +12,7 @@ import torch
 
 from service.attention.call import Call, Result
 from service.attention.decoding import CachedStep, forward_steps
-from service.attention.layer import Operation
+from service.attention.operations import Operation
 from service.errors import AttendError, OutOfMemory, ServiceFault
 from service.serving.batching import Entry, stack
 from service.serving.device import one_core

@@ -21,7 +21,7 @@ from service.attention.call import Result
 from service.attention.figures import FigureSpec, Format, compose, draw, operation_for
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
 from service.serving.admission import Admission
-from service.serving.binding import bind, check_against_layer, refuse_packed, shape_fields
+from service.serving.binding import check_against_layer, make_call, refuse_packed, shape_fields
 from service.serving.cost import predict
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall, RawRequest
@@ -62,7 +62,7 @@ def bind_figure(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> B
     format = options.format or PICTURES.get(decoded.reply_format or "")
     if format is None:
         raise NotAcceptable.where("", f"an Accept that admits {' or '.join(PICTURES)}, or a figure.format", "neither")
-    spec = _spec(request, layer.spec, format)
+    spec = _figure_spec(request, layer.spec, format)
     outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if options.kind == "concatenation" else []
     # reproducible: equal requests get equal bytes
     request = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
@@ -70,7 +70,7 @@ def bind_figure(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> B
     cost = predict(request, layer.spec)
     admission.require(request, layer.spec, cost)
     operation = operation_for(spec)
-    call = replace(bind(request, layer.spec), heads=spec.heads if operation else None)
+    call = replace(make_call(request, layer.spec), heads=spec.heads if operation else None)
     log_fields = {**shape_fields(request, call), "figure": spec.kind, "format": spec.format}
     return BoundCall(request, layer, call, cost, log_fields, operation=operation, figure=spec)
 
@@ -87,7 +87,7 @@ def media_type_of(spec: FigureSpec) -> str:
     return next(media for media, picture in PICTURES.items() if picture == spec.format)
 
 
-def _spec(request: FigureRequest, layer: LayerSpec, format: Format) -> FigureSpec:
+def _figure_spec(request: FigureRequest, layer: LayerSpec, format: Format) -> FigureSpec:
     options = request.figure
     key = request.query if request.key is None else request.key
     heads = options.heads or ([0] if options.kind == "head" else range(layer.num_heads))

@@ -91,7 +91,7 @@ class Throughput:
     def __init__(self) -> None:
         self._means: dict[int, float] = {}
 
-    def learn(self, operations: int, seconds: float) -> None:
+    def calibrate(self, operations: int, seconds: float) -> None:
         """Discard all averages and start from this measurement."""
         self._means = {size_class(operations): max(seconds, MIN_MEASURED_SECONDS / 10) / operations}
 

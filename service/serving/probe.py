@@ -7,7 +7,7 @@ import numpy as np
 
 from service.errors import AttendError
 from service.serving.admission import Admission, ServingLimits
-from service.serving.binding import bind
+from service.serving.binding import make_call
 from service.serving.cost import predict
 from service.serving.executor import Outcome
 from service.serving.layers.registry import LoadedLayer
@@ -41,7 +41,7 @@ class Probe:
         while length < MAX_QUERIES and predict(_zeros(layer, length), layer.spec).operations < MEASURED_OPERATIONS:
             length *= 2
         operations = predict(_zeros(layer, length), layer.spec).operations
-        self.scheduler.learn(operations, (await self._submit_zeros(layer, length)).compute)
+        self.scheduler.calibrate(operations, (await self._submit_zeros(layer, length)).compute)
 
     async def responds(self, layer: LoadedLayer) -> bool:
         """Whether the device finished something within the last `timeout` seconds, or does so now.
@@ -74,7 +74,7 @@ class Probe:
 
     async def _submit_zeros(self, layer: LoadedLayer, length: int) -> Outcome:
         request = _zeros(layer, length)
-        return await self.scheduler.submit(layer, bind(request, layer.spec), predict(request, layer.spec))
+        return await self.scheduler.submit(layer, make_call(request, layer.spec), predict(request, layer.spec))
 
 
 def _zeros(layer: LoadedLayer, length: int) -> AttendRequest:

@@ -17,7 +17,9 @@ from service.spec import LayerSpec
 from service.tensors import DATATYPES
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, LayerReference, Plan, PlannedTensor, Refusal
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend_reply import Plan, PlannedTensor, Refusal
+from service.wire.schemas.document import LayerReference
 
 
 def refuse_fully_masked(bound: BoundCall, result: Result) -> None:
@@ -60,7 +62,7 @@ def plan_of(request: AttendRequest, layer: LoadedLayer, admission: Admission) ->
     check_against_layer(request, layer.spec)
     if isinstance(request, AnalysisRequest):
         analysis.check_metrics(request, layer.spec)
-        predicted = analysis.predict(request, layer.spec)
+        predicted = analysis.predict_analysis(request, layer.spec)
     else:
         predicted = predict(request, layer.spec)
     problems, _ = admission.refusals(request, layer.spec, predicted)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from service.attention.call import Call
 from service.attention.figures import FigureSpec
-from service.attention.layer import Operation
+from service.attention.operations import Operation
 from service.errors import CallerGone, DeadlinePassed
 from service.serving.byte_budget import Lease
 from service.serving.cost import Cost

@@ -2,11 +2,11 @@
 
     submit -> waiting -> form_batch -> stack -> compute -> split -> settle
 
-| state | `_running` | `_planned` | calls wait | what ends it |
+| state | `_running` | `_scheduled` | calls wait | what ends it |
 |---|---|---|---|---|
-| idle | no | no | no | a call is submitted: planned |
-| planned | no | yes | yes | `_dispatch` in the next iteration of the event loop, or after `delay`: running, or idle if no call is left |
-| running | yes | no | perhaps | the thread has computed the batch: planned if calls wait, else idle |
+| idle | no | no | no | a call is submitted: scheduled |
+| scheduled | no | yes | yes | `_dispatch` in the next iteration of the event loop, or after `delay`: running, or idle if no call is left |
+| running | yes | no | perhaps | the thread has computed the batch: scheduled if calls wait, else idle |
 
 A flow is the calls of one caller in one size class; flows share the device fairly. When the device becomes free, a batch is formed from the
 calls that wait then. On a CPU a batch is one call, and light calls are computed at once on the event loop, in any state: handing one over
@@ -29,7 +29,7 @@ import torch
 
 from service.attention.call import Call
 from service.attention.decoding import CachedStep
-from service.attention.layer import Operation, ShortCall
+from service.attention.operations import Operation, ShortCall
 from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from service.serving.batching import BatchLimits, Entry, form_batch
 from service.serving.cost import Cost
@@ -83,7 +83,7 @@ class Scheduler:
         self._occupancy = Occupancy(self.limits.operations, self.limits.memory_bytes)
         self._throughput = Throughput()
         self._running: Running | None = None
-        self._planned = False  # whether `_dispatch` will be called
+        self._scheduled = False  # whether `_dispatch` will be called
         self._swept = False  # whether abandoned calls were removed since the last batch
         self._thread = ThreadPoolExecutor(1, f"compute-{device}", lower_priority)
 
@@ -157,9 +157,9 @@ class Scheduler:
             return True
         return False
 
-    def learn(self, operations: int, seconds: float) -> None:
+    def calibrate(self, operations: int, seconds: float) -> None:
         """Set the device's estimated speed from one measured call; later calls correct it."""
-        self._throughput.learn(operations, seconds)
+        self._throughput.calibrate(operations, seconds)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -187,7 +187,7 @@ class Scheduler:
         is_first = not self.busy
         self._queue.append(entry)
         self._occupancy.add(entry.flow, entry.cost)
-        self._plan(loop, self.limits.delay if is_first else 0.0)
+        self._schedule_batch(loop, self.limits.delay if is_first else 0.0)
         if entry.deadline is not None:
             entry.timer = loop.call_later(max(0.0, entry.deadline - self.clock()), entry.settle, DeadlinePassed(TOO_LATE))
         try:
@@ -215,13 +215,13 @@ class Scheduler:
         if (refusal := self._occupancy.refusal(entry.flow, entry.cost)) is not None:
             raise Overloaded(self.retry_after, problems=[refusal])
 
-    def _plan(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
-        """If calls wait for a free device, plan to form a batch: in the next iteration of the event loop, so that calls that arrive first
-        are included, or in `delay` seconds.
+    def _schedule_batch(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
+        """If calls wait and the device is free, form a batch soon: in the next iteration of the event loop, so that it includes the calls
+        that arrive until then, or in `delay` seconds.
         """
-        if self._running is not None or self._planned or not len(self._queue):
+        if self._running is not None or self._scheduled or not len(self._queue):
             return
-        self._planned = True
+        self._scheduled = True
         if delay:
             loop.call_later(delay, self._dispatch, loop)
         else:
@@ -229,7 +229,7 @@ class Scheduler:
 
     def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Form a batch and start to compute it on the device's thread."""
-        self._planned = self._swept = False
+        self._scheduled = self._swept = False
         waiting = self.waiting
         affected: Sequence[Entry] = waiting
         try:
@@ -246,7 +246,7 @@ class Scheduler:
         except Exception as error:  # every call must be settled, whatever failed
             self._remove(waiting)
             self._finish(loop, [(entry, error_of_batch(error)) for entry in affected])
-        self._plan(loop)
+        self._schedule_batch(loop)
 
     def _start(self, loop: asyncio.AbstractEventLoop, batch: Sequence[Entry]) -> None:
         """Compute a batch on the device's thread."""
@@ -267,16 +267,16 @@ class Scheduler:
         computed.add_done_callback(lambda done: loop.call_soon_threadsafe(finish, done))
 
     def _finish(self, loop: asyncio.AbstractEventLoop, settled: Outcomes) -> None:
-        """Settle the calls of a batch that was computed or failed, and plan the next one."""
+        """Settle the calls of a batch that was computed or failed, and schedule the next one."""
         self._running = None
         self._record(settled)
         for entry, outcome in settled:
             entry.settle(outcome)
-        self._plan(loop)
+        self._schedule_batch(loop)
 
     def _record(self, settled: Outcomes) -> None:
-        """Learn speed and health of the device from computed calls. While it is busy, they come from the event loop and do not show that
-        the device works.
+        """Update the measured speed and the health of the device from computed calls. Calls that the event loop computes while the device
+        is busy do not show that the device works.
         """
         measured = None
         for entry, outcome in settled:

@@ -18,7 +18,7 @@ from torch import Tensor
 from service.attention.call import Call, Result
 from service.attention.layer import PROJECTED, MultiHeadAttention
 from service.attention.masks import Masks
-from service.attention.selection import selection
+from service.attention.selection import reduce_weights
 from service.errors import DeadlinePassed, LayerConflict
 from service.serving.admission import cost_of_part
 from service.serving.codec_pool import CodecPool
@@ -126,7 +126,10 @@ def merge_results(attention: MultiHeadAttention, call: Call, parts: Sequence[Res
     if call.outputs & MERGED_OUTPUTS:
         heads = sum(part.tensors["head_outputs"] * weight[..., None] for part, weight in zip(parts, shares, strict=True))
         assert isinstance(heads, Tensor)
-        tensors |= {name: x.cpu() for name, x in attention.merge(heads.to(device_call.query), device_call).items()}
+        merged = attention.merge_heads(device_call, heads.to(device_call.query))
+        if "output" in call.outputs:
+            merged["output"] = attention.project_back(merged["concatenated"])
+        tensors |= {name: x.cpu() for name, x in merged.items()}
     wanted = call.outputs | {"keys", "values"} if call.top_k else call.outputs
     return Result({name: tensor for name, tensor in tensors.items() if name in wanted}, fully_masked if fully_masked.any() else None)
 
@@ -139,7 +142,7 @@ def _weights(call: Call, parts: Sequence[Result], shares: Tensor) -> dict[str, T
         shares = shares[..., list(call.queries)]
     pieces = [part.tensors["attention_weights"] for part in parts]
     weights = torch.cat([piece * weight[..., None].to(piece.dtype) for piece, weight in zip(pieces, shares, strict=True)], -1)
-    return selection(weights, call)
+    return reduce_weights(weights, call)
 
 
 def _bounds(call: Call, n: int) -> list[int]:

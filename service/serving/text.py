@@ -14,7 +14,7 @@ from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.spec import fingerprint
 from service.wire.problems import describe_value
-from service.wire.schemas.attend import LayerReference
+from service.wire.schemas.document import LayerReference
 from service.wire.schemas.tensors import Base64Tensor
 from service.wire.schemas.text import Vocabulary, Words, WordsRequest
 
@@ -34,7 +34,7 @@ class TextEncoder:
     async def vocabulary(self) -> Vocabulary:
         """GET /words."""
         if self._vocabulary is None:
-            self._vocabulary = await asyncio.to_thread(_installed) if self.model else Vocabulary(layers=[], note=ONE_WORKER_NOTE)
+            self._vocabulary = await asyncio.to_thread(installed_vocabulary) if self.model else Vocabulary(layers=[], note=ONE_WORKER_NOTE)
         return self._vocabulary
 
     async def read(self, raw: RawRequest) -> Words:
@@ -46,14 +46,14 @@ class TextEncoder:
                 sentence = await asyncio.to_thread(read_minilm, request.text, number)
                 layer = await self._layer_of(request.layer, sentence, number)
                 if layer.fingerprint == await asyncio.to_thread(fingerprint, sentence.spec, sentence.weights):
-                    return await asyncio.to_thread(_words, layer, sentence, True, TRAINED_NOTE.format(number, len(names) - 1))
+                    return await asyncio.to_thread(_words_of, layer, sentence, True, TRAINED_NOTE.format(number, len(names) - 1))
             layer = self.service.registry.find(request.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
             sentence = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
         except ValueError as error:
             expected, _, got = str(error).removeprefix("expected ").partition(", got ")
             raise InvalidRequest.where("/text", expected, got or describe_value(request.text)) from None
-        return await asyncio.to_thread(_words, layer, sentence, False, UNTRAINED_NOTE)
+        return await asyncio.to_thread(_words_of, layer, sentence, False, UNTRAINED_NOTE)
 
     async def _layer_of(self, name: str, sentence: Sentence, number: int) -> LoadedLayer:
         """The layer of that name; loaded with the weights in `sentence` if the registry has none."""
@@ -63,7 +63,7 @@ class TextEncoder:
         return (await self.service.loader.put(name, lambda: parsed)).layer
 
 
-def _installed() -> Vocabulary:
+def installed_vocabulary() -> Vocabulary:
     """The layers of all-MiniLM-L6-v2, or what to install."""
     names: list[str] = []
     try:
@@ -75,6 +75,7 @@ def _installed() -> Vocabulary:
         return Vocabulary(layers=[], note=str(error))
 
 
-def _words(layer: LoadedLayer, sentence: Sentence, meaningful: bool, note: str) -> Words:
+def _words_of(layer: LoadedLayer, sentence: Sentence, meaningful: bool, note: str) -> Words:
+    """The reply of POST /words for a sentence."""
     reference = LayerReference(name=layer.name, fingerprint=layer.fingerprint)
     return Words(layer=reference, tokens=sentence.tokens, vectors=Base64Tensor.of(sentence.vectors), meaningful=meaningful, note=note)

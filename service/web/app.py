@@ -21,7 +21,7 @@ from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.admission import ServingLimits
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
-from service.serving.sessions.ids import Place, replica_number
+from service.serving.sessions.ids import Place, default_replica
 from service.serving.sessions.registry import SessionRegistry
 from service.serving.sessions.workers import Workers
 from service.settings import Settings
@@ -142,7 +142,8 @@ def create_service(settings: Settings, private_socket: Path | None = None) -> Se
     if settings.session_memory:
         workers = None if private_socket is None else Workers(private_socket, settings.workers)
         worker, epoch = (0, int(1000 * time.time()) % 2**32) if workers is None else workers.number_and_epoch
-        place, share = Place(replica_number(socket.gethostname()), worker, epoch), settings.session_memory // settings.workers
+        place = Place(settings.replica_name or default_replica(socket.gethostname()), worker, epoch)
+        share = settings.session_memory // settings.workers
         several = settings.keys_file is not None
         service.engine.sessions = SessionRegistry(service.registry, service.metrics, share, place, several, workers=workers)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout

@@ -15,7 +15,8 @@ from starlette.staticfiles import StaticFiles
 from service import __version__
 from service.wire.negotiation import JSON, PROBLEM_JSON, SAFETENSORS
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, ProblemDocument
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend_reply import ProblemDocument
 from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.layers import PutLayer
 from service.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendRequest

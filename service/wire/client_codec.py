@@ -21,7 +21,7 @@ from service.wire.arrays import Kind
 from service.wire.problems import validate
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import INDEX_PARTS
-from service.wire.schemas.attend import LayerReference
+from service.wire.schemas.document import LayerReference
 from service.wire.schemas.sessions import SessionReference
 from service.wire.schemas.tensors import Base64Tensor
 

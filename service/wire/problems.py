@@ -72,10 +72,10 @@ def one_of(names: Iterable[str]) -> str:
 
 def unknown_field(at: str, name: str, model: type[BaseModel]) -> Problem:
     """The problem of a field that `model` does not have, with what to write instead, or the field that is most like it."""
-    instead: Mapping[str, str] = getattr(model, "instead", {})
+    expected_instead: Mapping[str, str] = getattr(model, "expected_instead", {})
     got = f"a field {describe_value(name[:MAX_SHOWN])}"
-    if name in instead:
-        return Problem(at, instead[name], got)
+    if name in expected_instead:
+        return Problem(at, expected_instead[name], got)
     return Problem(at, "no field of that name", got + did_you_mean(name, model.model_fields))
 
 

@@ -12,14 +12,14 @@ from service.wire.problems import describe_value
 from service.wire.suggestions import did_you_mean
 
 MASK_FIELDS = ("attend_mask", "block_mask", "attend_keys", "block_keys", "valid_lens", "segments", "query_segments", "key_segments")
-UNPACKED = (*MASK_FIELDS, "bias", "dropout")  # fields that a request with sequences one after the other cannot have
+NOT_WITH_QUERY_LENGTHS = (*MASK_FIELDS, "bias", "dropout")  # fields that a request with sequences one after the other cannot have
 Shape: TypeAlias = tuple[int | str, ...]  # a word stands for any length
 EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
 
-def check(request: Any) -> None:
+def check_fields_together(request: Any) -> None:
     """Raises PydanticCustomError at the first field of an AttendRequest that does not fit the others."""
-    b, q, k = _sequences(request)
+    b, q, k = _check_query_key_value(request)
     lead: Shape = () if b is None else (b,)
     for attend, block in EXCLUSIVE:
         if getattr(request, attend) is not None and getattr(request, block) is not None:
@@ -28,24 +28,25 @@ def check(request: Any) -> None:
         _require_shape(request, name, (q, k), (*lead, q, k), (*lead, "heads", q, k), broadcast=True)
     for name, n in (("attend_keys", k), ("block_keys", k)):
         _require_shape(request, name, (*lead, n), broadcast=True)
-    _segments(request)
+    _check_segments(request)
     for name, n in (("query_segments", q), ("key_segments", k), ("segments", q), ("segments", k)):
         _require_shape(request, name, (*lead, n), broadcast=True)
     _require_shape(request, "valid_lens", lead, (*lead, q))
-    _lengths(request, k)
-    _packed(request, b, q, k)
-    _positions(request, b, q, k)
-    _rotary_positions(request)
+    _check_valid_lens(request, k)
+    _check_query_lengths(request, b, q, k)
+    _check_query_offset(request, b, q, k)
+    _check_positions(request)
     for name, n in (("positions", q), ("key_positions", k)):
         rows: list[Shape] = [(*lead, n), (1, n)] if lead else [(n,)]
         _require_shape(request, name, *rows, *((*shape, "axes") for shape in rows))
     _require_shape(request, "head_scale", ("heads",), (*lead, "heads"))
-    _selection(request, q)
-    _gradients(request)
-    _tokens(request, b, q, k)
+    _check_selection(request, q)
+    _check_gradients(request)
+    _check_tokens(request, b, q, k)
 
 
-def _sequences(request: Any) -> tuple[int | None, int, int]:
+def _check_query_key_value(request: Any) -> tuple[int | None, int, int]:
+    """(batch items, None without a batch; queries; keys)."""
     query, key, value = request.query, request.key, request.value
     if value is not None and key is None:
         raise field_error("/value", "a key in addition to the value", "a value alone")
@@ -77,7 +78,7 @@ def _fits(shape: tuple[int, ...], accepted: Shape, broadcast: bool) -> bool:
     return all(isinstance(m, str) or n == m or (broadcast and n == 1) for n, m in zip(shape, accepted, strict=True))
 
 
-def _segments(request: Any) -> None:
+def _check_segments(request: Any) -> None:
     sides = [name for name in ("query_segments", "key_segments") if getattr(request, name) is not None]
     if request.segments is not None and sides:
         raise field_error(f"/{sides[0]}", "either segments, or query_segments and key_segments", "both")
@@ -85,7 +86,7 @@ def _segments(request: Any) -> None:
         raise field_error(f"/{sides[0]}", "query_segments and key_segments", f"{sides[0]} alone")
 
 
-def _lengths(request: Any, k: int) -> None:
+def _check_valid_lens(request: Any, k: int) -> None:
     if request.valid_lens is None:
         return
     stored = without_broadcast(request.valid_lens)
@@ -94,7 +95,7 @@ def _lengths(request: Any, k: int) -> None:
         raise field_error(f"/valid_lens{at}", f"at most {k}, the number of keys", got)
 
 
-def _packed(request: Any, b: int | None, q: int, k: int) -> None:
+def _check_query_lengths(request: Any, b: int | None, q: int, k: int) -> None:
     """Checks sequences one after the other in one query, whose numbers of rows are `query_lengths`."""
     queries, keys = request.query_lengths, request.key_lengths
     if queries is None:
@@ -113,7 +114,7 @@ def _packed(request: Any, b: int | None, q: int, k: int) -> None:
             raise field_error(f"/{name}_lengths", f"lengths with the sum {n}, the rows of the {name}", f"the sum {lengths.sum()}")
     if keys is not None and len(keys) != len(queries):
         raise field_error("/key_lengths", f"{len(queries)} lengths, as query_lengths has", str(len(keys)))
-    for name in UNPACKED:
+    for name in NOT_WITH_QUERY_LENGTHS:
         if getattr(request, name) is not None:
             raise field_error(f"/{name}", f"no {name} beside query_lengths", "both")
     for name in ("queries", "top_k"):
@@ -127,7 +128,7 @@ def unaligned(request: Any, q: int, k: int) -> bool:
     return q != k if keys is None else bool((keys != request.query_lengths).any())
 
 
-def _positions(request: Any, b: int | None, q: int, k: int) -> None:
+def _check_query_offset(request: Any, b: int | None, q: int, k: int) -> None:
     offset = request.query_offset
     if isinstance(offset, list) and (b is None or len(offset) != b):
         wanted = 'one integer or "end"' if b is None else f"{b} offsets, one per batch item"
@@ -138,7 +139,7 @@ def _positions(request: Any, b: int | None, q: int, k: int) -> None:
         raise field_error("/query_offset", expected, "nothing")
 
 
-def _rotary_positions(request: Any) -> None:
+def _check_positions(request: Any) -> None:
     given = [name for name in ("positions", "key_positions") if getattr(request, name) is not None]
     if given == ["key_positions"]:
         raise field_error("/key_positions", "positions in addition to key_positions", "key_positions alone")
@@ -148,7 +149,7 @@ def _rotary_positions(request: Any) -> None:
         raise field_error("/key_positions", "positions alone, since the key is the query", "both")
 
 
-def _selection(request: Any, q: int) -> None:
+def _check_selection(request: Any, q: int) -> None:
     if request.reply.decimals is not None and request.reply.form == "base64":
         raise field_error("/reply/decimals", "numbers in text to round", "form base64")
     if (select := request.select) is None:
@@ -160,7 +161,7 @@ def _selection(request: Any, q: int) -> None:
             raise field_error(f"/select/queries/{i}", f"a query below {q}", str(index))
 
 
-def _gradients(request: Any) -> None:
+def _check_gradients(request: Any) -> None:
     gradients = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
     if gradients and request.output_gradient is None:
         raise field_error("/output_gradient", f"a gradient of the output, since {gradients[0]} is among the outputs", "nothing")
@@ -168,7 +169,7 @@ def _gradients(request: Any) -> None:
         raise field_error("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
 
 
-def _tokens(request: Any, b: int | None, q: int, k: int) -> None:
+def _check_tokens(request: Any, b: int | None, q: int, k: int) -> None:
     if request.tokens is None:
         return
     for name, tokens, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):
@@ -179,10 +180,10 @@ def _tokens(request: Any, b: int | None, q: int, k: int) -> None:
             if len(row) != n:
                 raise field_error(f"/tokens/{name}", f"{n} tokens, one per row of the {name}", str(len(row)))
     if request.tokens.omit:
-        _omission(request)
+        _check_omission(request)
 
 
-def _omission(request: Any) -> None:
+def _check_omission(request: Any) -> None:
     """Tokens to omit must occur, and leave a query and a key in each batch item."""
     omit, sides = request.tokens.omit, {side: _rows(request.tokens_of(side)) for side in ("query", "key")}
     if isinstance(omit, list):

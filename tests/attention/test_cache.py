@@ -22,6 +22,7 @@ SPECS = (
     {"chunk_size": 5, "num_kv_heads": 1},
     {"chunk_size": 3, "window": {"left": 1}},
     {"latent": {"key_value_rank": 5, "rope_key_dim": 2}, "dtype": "bfloat16"},
+    {"indexer": {"num_heads": 2, "head_dim": 5, "top_k": 3}, "dtype": "float16"},
 )
 
 
@@ -67,8 +68,8 @@ class Caches(RuleBasedStateMachine):
         assert missing == created and (missing == 0 or count)
         if is_kept:
             self.written += 1
-            rows = {name: torch.full((heads, count, width), self.written % 97) for name, (heads, width) in cache.widths.items()}
-            cache.write(start, {name: tensor.to(cache.dtype) for name, tensor in rows.items()})
+            shapes = {name: (heads, count, width) for name, (heads, width, _) in cache.cached.items()}
+            cache.write(start, {name: torch.full(shape, float(self.written % 97)) for name, shape in shapes.items()})
             model.rows += [self.written % 97] * count
         cache.truncate(len(model.rows))
         cache.free_hidden()
@@ -137,7 +138,7 @@ TestCaches = Caches.TestCase
 def filled(length: int, **fields: Any) -> KeyValueCache:
     cache = KeyValueCache(spec_of(**fields), PagePool(torch.device("cpu")), "owner")
     cache.reserve(length)
-    cache.write(0, {name: torch.rand(heads, length, width).to(cache.dtype) for name, (heads, width) in cache.widths.items()})
+    cache.write(0, {name: torch.rand(heads, length, width) for name, (heads, width, _) in cache.cached.items()})
     return cache
 
 

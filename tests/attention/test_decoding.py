@@ -8,14 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.decoding import LAYERS_WITH_SESSIONS, Sequence, random_sequence, random_step, small_pages_of
+from support.decoding import Sequence, random_sequence, random_step, small_pages_of
 
-from service.attention.cache import PagePool
-from service.attention.compare.random_cases import Case, random_case
+from service.attention import decoding
+from service.attention.cache import KeyValueCache, PagePool
+from service.attention.compare.random_cases import FEATURES, Case, random_case
 from service.attention.compare.random_layers import LAYER_FEATURES
-from service.attention.decoding import forward_steps
+from service.attention.decoding import HEAD_MULTIPLE, WIDEST_HEAD, forward_steps
+from service.attention.native.extension import extension
 from service.errors import InvalidRequest, SessionConflict
-from service.serving.binding import bind
+from service.serving.binding import make_call
 from service.serving.device import numpy_of
 from service.spec import LayerSpec
 from service.wire.problems import validate
@@ -41,7 +43,7 @@ def sequence_of(**spec: Any) -> Sequence:
 def test_random_steps_agree_with_the_reference(seed: int, dtype: str) -> None:
     """All outputs of steps with any masks, biases and positions, of sequences that are forked and rolled back. Memory returns."""
     rng, pool = np.random.default_rng(seed), PagePool(torch.device("cpu"))
-    features = LAYERS_WITH_SESSIONS - (ROUNDED_AGAIN if dtype in ("float16", "bfloat16") else frozenset())
+    features = frozenset(FEATURES) - (ROUNDED_AGAIN if dtype in ("float16", "bfloat16") else frozenset())
     sequences = [random_sequence(rng, pool, dtype=dtype, features=features)]
     for _ in range(9):
         sequence = sequences[rng.integers(len(sequences))]
@@ -66,13 +68,13 @@ def test_random_steps_agree_with_the_reference(seed: int, dtype: str) -> None:
 def test_steps_equal_one_causal_call(dtype: str, tolerance: float, seed: int) -> None:
     """Output and weights of any split into steps, to `tolerance` of the largest value, times the largest score if that exceeds 1."""
     rng = np.random.default_rng(seed)
-    features = set(LAYER_FEATURES) - {"indexer", "weights", "qk_norm", "normalizer"}  # sigmoid weights depend on the number of keys
+    features = set(LAYER_FEATURES) - {"weights", "qk_norm", "normalizer"}  # sigmoid weights depend on the number of keys
     case = random_case(rng, features=features, rate=0.3, dtype=dtype, init="xavier_uniform", batched=False)
     sequence, count = Sequence(Case(case.spec, {}, case.weights)), 13
     query = rng.standard_normal((count, case.spec.query_dim)).astype(dtype)
     outputs = ["output", "attention_weights", "query_projection", "key_projection"]
     request = validate(AttendRequest, {"layer": "layer", "query": query, "causal": True, "outputs": outputs})
-    whole = sequence.layer.attention.forward(bind(request, case.spec)).tensors
+    whole = sequence.layer.attention.forward(make_call(request, case.spec)).tensors
     keys = whole["key_projection"].repeat_interleave(case.spec.num_heads // case.spec.num_kv_heads, 1)
     tolerance *= max(1.0, case.spec.scale * float((whole["query_projection"] @ keys.transpose(2, 3)).abs().max()))
     start = 0
@@ -91,7 +93,7 @@ def test_steps_equal_one_causal_call(dtype: str, tolerance: float, seed: int) ->
 def test_steps_of_several_caches_in_one_batch_agree_with_the_reference(seed: int) -> None:
     """The caches have different lengths and the calls different options; only the shapes of the new rows are equal."""
     rng = np.random.default_rng(seed)
-    first = random_sequence(rng, features=set(LAYER_FEATURES) - {"indexer"})
+    first = random_sequence(rng, features=LAYER_FEATURES)
     sequences = [first, *(Sequence(first.case, first.pool, first.layer) for _ in range(3))]
     for sequence in sequences[:-1]:
         sequence.step(sequence.draw(rng, *(int(n) for n in rng.integers(1, 5, 2))))
@@ -117,9 +119,10 @@ def test_a_query_beyond_its_keys_agrees_with_the_reference(offset: int, window: 
     sequence.cache._freed or sequence.step({**sequence.draw(RNG, 1, 1), "query_offset": offset, "outputs": ["output"]})
 
 
-def test_rows_that_overflow_agree_with_the_reference() -> None:
-    """Scores overflow float32 within a page; the weights of the others, and masked ones, stay right."""
-    sequence = sequence_of(dtype="float32", projections=False)
+@pytest.mark.parametrize("head_dim", [2, 16])
+def test_rows_that_overflow_agree_with_the_reference(head_dim: int) -> None:
+    """Scores overflow float32 within a page; the weights of the others, and masked ones, stay right. Heads of 16 are computed in C."""
+    sequence = sequence_of(dtype="float32", projections=False, head_dim=head_dim)
     for factor in (1e30, 1.0, -1e30, 1.0):
         row = {name: rows * np.float32(factor) for name, rows in sequence.draw(RNG, 1, 1).items()}
         bound = sequence.bind({**row, "outputs": ["output"]})
@@ -127,7 +130,7 @@ def test_rows_that_overflow_agree_with_the_reference() -> None:
         sequence.keep(row)
         keys = sequence.rows["key"].astype("f4")
         request = {"layer": "layer", "query": row["query"], "key": keys, "query_offset": sequence.length - 1}
-        whole = sequence.layer.attention.forward(bind(validate(AttendRequest, {**request, "outputs": ["output"]}), sequence.spec))
+        whole = sequence.layer.attention.forward(make_call(validate(AttendRequest, {**request, "outputs": ["output"]}), sequence.spec))
         np.testing.assert_allclose(numpy_of(step), numpy_of(whole.tensors["output"]), rtol=1e-6)
 
 
@@ -183,3 +186,95 @@ def test_a_window_frees_pages_and_bounds_what_is_possible() -> None:
     sequence.step({"query": query, "valid_lens": np.array(0)})
     sequence.truncate(freed + 3)
     sequence.step({"query": query})
+
+
+def in_c(query: np.ndarray, cache: KeyValueCache, keys: slice, variant: str) -> tuple[np.ndarray, np.ndarray]:
+    """Output [heads, d] and log-sum-exp [heads] of query [kv heads, group, d], as an implementation in C computes them."""
+    output, total = decoding._in_c(torch.from_numpy(query), 0.3, cache, keys, variant)
+    return output.numpy(), total.numpy()
+
+
+def filled_cache(
+    rng: np.random.Generator, kv_heads: int, width: int, rows: int, page_rows: int
+) -> tuple[KeyValueCache, np.ndarray, np.ndarray]:
+    """A cache with random rows, and its keys and values [kv_heads, rows, width]."""
+    key, value = rng.standard_normal((2, kv_heads, rows, width)).astype(np.float32)
+    with small_pages_of(8 * kv_heads * width * page_rows):
+        cache = KeyValueCache(LayerSpec(d_model=kv_heads * width, num_heads=kv_heads), PagePool(torch.device("cpu")), "owner")
+    cache.reserve(rows)
+    cache.write(0, {"key": torch.from_numpy(key), "value": torch.from_numpy(value)})
+    return cache, key, value
+
+
+@given(
+    seed=SEEDS,
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 7, 8, 9, 17]),
+    width=st.sampled_from([16, 48, 64, 128, 144, 256]),
+    rows=st.sampled_from([1, 2, 7, 16, 31, 64, 509, 512, 1031, 1613]),
+    page_rows=st.sampled_from([5, 17, 512, 601, 2000]),
+    size=st.sampled_from([1.0, 100.0]),
+)
+def test_steps_in_c_agree_with_float64(seed: int, kv_heads: int, group: int, width: int, rows: int, page_rows: int, size: float) -> None:
+    """Every implementation that this processor can run, for any part of a cache; threads do not change a bit."""
+    rng = np.random.default_rng(seed)
+    cache, key, value = filled_cache(rng, kv_heads, width, rows, page_rows)
+    query = (size * rng.standard_normal((kv_heads, group, width)) / np.sqrt(width)).astype(np.float32)
+    first, stop = sorted(int(n) for n in rng.integers(0, rows + 1, 2))
+    keys = slice(first, stop) if first < stop else slice(0, rows)
+    scores = 0.3 * query.astype("f8") @ key[:, keys].astype("f8").swapaxes(1, 2)
+    most = scores.max(-1, keepdims=True)
+    exponentials = np.exp(scores - most)
+    totals = exponentials.sum(-1, keepdims=True)
+    expected = (exponentials @ value[:, keys].astype("f8") / totals).reshape(-1, width)
+    expected_total = (most + np.log(totals)).reshape(-1)
+    tolerance = 2e-6 * max(1.0, np.abs(scores).max())
+    for variant in extension.variants if extension is not None else ():
+        output, total = in_c(query, cache, keys, variant)
+        assert np.abs(output - expected).max() <= tolerance * np.abs(value).max()
+        assert np.abs(total - expected_total).max() <= tolerance * max(1.0, np.abs(expected_total).max())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda: 3)
+            assert all(np.array_equal(a, b) for a, b in zip(in_c(query, cache, keys, variant), (output, total), strict=True))
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"sinks": True}, {"window": {"left": 5}}, {"num_kv_heads": 1}, {"alibi": True}, {"head_dim": 17}], ids=str
+)
+@pytest.mark.parametrize("has_extension", [True, False])
+def test_steps_with_and_without_the_extension_agree_with_the_reference(
+    more: dict[str, Any], has_extension: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_extension:
+        monkeypatch.setattr(decoding, "extension", None)
+    sequence = sequence_of(**{"d_model": 7, "num_heads": 3, "head_dim": 16, "dtype": "float32", **more})
+    sequence.step(sequence.draw(RNG, 11, 11))
+    for _ in range(5):
+        sequence.step({**sequence.draw(RNG, 1, 1), "causal": True, "outputs": ["output"]})
+
+
+@pytest.mark.parametrize("kv_heads", [-1, 0, 3, 2**20, 2**31 - 1])
+@pytest.mark.parametrize("width", [-16, 0, 8, 24, WIDEST_HEAD + HEAD_MULTIPLE, 2**31 - 16])
+def test_steps_in_c_refuse_sizes_that_do_not_fit(kv_heads: int, width: int) -> None:
+    """Nothing is read or written beyond an array."""
+    query, page, total = np.zeros((2, 1, 16), np.float32), np.zeros((2, 5, 16), np.float32), np.zeros((2, 1), np.float32)
+
+    def attend(kv_heads: int, width: int, key: np.ndarray, value: np.ndarray, first: int, stop: int, output: np.ndarray = total) -> None:
+        extension.attend_cache(extension.variants[0], 1, kv_heads, 1, width, 1.0, query, ((key, value, first, stop),), query.copy(), output)
+
+    if extension is not None:
+        attend(2, 16, page, page, 0, 5)
+        for sizes in ((kv_heads, 16), (2, width), (kv_heads, width)):
+            with pytest.raises(ValueError, match="sizes"):
+                attend(*sizes, page, page, 0, 5)
+        for rows in ((-1, 5), (0, 6), (3, 3), (4, 3), (5, 6)):
+            with pytest.raises(ValueError, match="sizes"):
+                attend(2, 16, page, page, *rows)
+        with pytest.raises(ValueError, match="sizes"):
+            attend(2, 16, page, page[:, :4].copy(), 0, 4)
+        with pytest.raises(ValueError, match="sizes"):
+            attend(2, 16, page, page, 0, 5, total[:1].copy())
+        with pytest.raises(ValueError, match="variant"):
+            extension.attend_cache("none", 1, 2, 1, 16, 1.0, query, ((page, page, 0, 5),), query.copy(), total)
+        with pytest.raises(ValueError, match="sizes"):
+            extension.attend_cache(extension.variants[0], 1, 2, 1, 16, 1.0, query, (), query.copy(), total)

@@ -18,9 +18,9 @@ from support.gradients import gradients
 from support.layers import json_body
 
 from service.attention.compare.random_cases import REQUEST_FEATURES, Case, random_case
+from service.attention.initialization import draw_weights, in_dtype
 from service.attention.reference import forward
 from service.attention.reference.forward import Outputs
-from service.attention.weights import draw_weights, in_dtype
 from service.cli.server_check import compare_reply, largest_score, outputs_of
 from service.client import Client
 from service.spec import Init, LayerSpec

@@ -11,10 +11,10 @@ from support.gradients import gradients
 
 from service.attention import relative_scores
 from service.attention.compare.random_cases import FEATURES, Case, random_case
+from service.attention.initialization import in_dtype
 from service.attention.masks import Masks
 from service.attention.reference.forward import Outputs, attend
 from service.attention.relative_scores import RelativeTerms
-from service.attention.weights import in_dtype
 from service.client import Client
 from service.spec import LayerSpec
 
@@ -132,8 +132,8 @@ def test_blocks_of_rows_are_bounded_and_do_not_change_the_scores(
     whole = terms(query, everything)
     for most in (12 * 40, 12 * 8, 1):
         monkeypatch.setattr(relative_scores, "MAX_PRODUCTS", most)
-        parts = list(terms._parts(everything, most // 12))
-        spans = [max(terms.farthest[part]) - min(terms.nearest[part]) + 3 for part in parts]
+        parts = list(terms._split(everything, most // 12))
+        spans = [max(terms.highest[part]) - min(terms.lowest[part]) + 3 for part in parts]
         assert len(parts) > 1
         assert all(part.stop - part.start == 1 or (part.stop - part.start) * n <= most // 12 for part, n in zip(parts, spans, strict=True))
         torch.testing.assert_close(terms(query, everything), whole, rtol=1e-13, atol=1e-13)

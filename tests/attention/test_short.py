@@ -72,7 +72,7 @@ def test_every_implementation_agrees_with_the_reference(heads: int, head_dim: in
     call = cross_attention(layer, items, queries, keys)
     wanted = reference(layer, call)
     for each in implementations(layer):
-        result = each.forward(call) if each.short is None else each.short(call)
+        result = each.forward(call) if each.short is None else each.short.forward(call)
         assert result is not None
         assert result.tensors.keys() == OUTPUTS
         for name in OUTPUTS:
@@ -244,10 +244,12 @@ def test_an_extension_that_computes_wrongly_is_not_used() -> None:
     """Its results are compared with torch's when it is loaded."""
     extension = short.extension
     if extension is not None:
-        functions = {name: getattr(extension, name) for name in ("variants", "layer", "attend")}
+        functions = {name: getattr(extension, name) for name in ("variants", "layer", "attend", "attend_cache")}
         assert works(SimpleNamespace(**functions))
         for attend in (lambda *_: False, lambda *_: True, lambda *args: extension.attend(*args[:4], 1.0, *args[5:])):
             assert not works(SimpleNamespace(**{**functions, "attend": attend}))
+        for attend in (lambda *_: None, lambda *args: extension.attend_cache(*args[:5], 1.0, *args[6:])):
+            assert not works(SimpleNamespace(**{**functions, "attend_cache": attend}))
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**20, 2**14, 0, -1])

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 from support.command import run_attend
 from support.framework_cases import SAFETENSORS, array
 from support.model_cases import CASES, MODELS, TOLERANCE, difference, put, tensors_of, write_folder
@@ -61,6 +61,34 @@ def test_latent_and_rope_key_are_what_transformers_caches(layers: httpx.Client, 
         rope_key = np.stack(np.split(rope_key, 2, axis=-1), axis=-1).reshape(rope_key.shape)
     np.testing.assert_allclose(array(reply["latent"]), latent, rtol=0, atol=1e-5)
     np.testing.assert_allclose(array(reply["rope_key"]), rope_key, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [name for name, kept in LATENT_CACHES.items() if "index_key" in kept])
+def test_steps_of_a_layer_with_an_indexer_compute_and_keep_what_transformers_does(layers: httpx.Client, model: str) -> None:
+    """Row by row, the outputs of the whole sequence; the indexer's keys are cached with the others.
+
+    Here the numbers that RoPE turns stay neighbours, and come first; transformers stores them as two halves, and Hy4's indexer last.
+    """
+    spec, case = put(layers, model, 0).json()["spec"], MODELS[model]["cases"][0]
+    session = "/sessions/" + layers.post("/sessions", json={"layer": "model"}).json()["id"]
+    outputs = []
+    for row in array(case["request"]["query"])[0]:
+        body = {"query": row[None].tolist(), "causal": True, "outputs": ["output"], "reply": {"form": "base64"}}
+        outputs.append(array(layers.post(f"{session}/attend", json=body).json()["output"])[0])
+    expected = array(case["output"])[0]
+    np.testing.assert_allclose(outputs, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
+
+    kept = {name: array(tensor)[0] for name, tensor in LATENT_CACHES[model].items()}
+    cache = load(layers.get(f"{session}/cache").content)
+    dims = spec["rope"]["dims"]
+    if model == "hy_v4":
+        kept["index_key"] = np.roll(kept["index_key"], dims, axis=-1)
+    for name, is_interleaved in (("rope_key", spec["rope"]["interleaved"]), ("index_key", spec["indexer"]["interleaved"])):
+        if is_interleaved:
+            turned = np.stack(np.split(kept[name][:, :dims], 2, axis=-1), axis=-1).reshape(-1, dims)
+            kept[name] = np.concatenate((turned, kept[name][:, dims:]), axis=-1)
+    for name, rows in kept.items():
+        np.testing.assert_allclose(cache[name], rows, rtol=0, atol=1e-5, err_msg=name)
 
 
 def test_a_layer_that_shares_the_keys_of_an_earlier_one_is_refused(layers: httpx.Client) -> None:

@@ -153,7 +153,7 @@ def test_every_output_is_compared(dtype):
     """The reference agrees with itself; an error above the tolerance in any output, NaN, or another shape does not."""
     number = next(n for n in range(100) if draw_case(0, n).spec.dtype == dtype)
     case = draw_case(0, number)
-    from service.attention.weights import draw_weights
+    from service.attention.initialization import draw_weights
 
     reference = attend(case.spec, draw_weights(case.spec), **case.request)
     right = {name: getattr(reference, name) for name in outputs_of(case.spec)}

@@ -63,7 +63,7 @@ def test_only_requests_that_cannot_repeat_a_change_are_retried(call, outcome, ag
 
 
 @pytest.mark.parametrize(
-    ("outcome", "doubtful"),
+    ("outcome", "may_be_computed"),
     [
         (REFUSED, False),
         (BROKEN, True),
@@ -75,11 +75,11 @@ def test_only_requests_that_cannot_repeat_a_change_are_retried(call, outcome, ag
         (httpx.Response(200), False),
     ],
 )
-def test_an_operation_knows_of_attempts_that_may_have_been_computed(outcome, doubtful):
+def test_an_operation_knows_of_attempts_that_may_have_been_computed(outcome, may_be_computed):
     """Whether or not they are repeated."""
-    doubts = []
-    Attempts(Retries(times=0), replace(ATTEND, on_doubt=lambda: doubts.append(outcome)), None).next_delay(outcome)
-    assert doubts == [outcome] * doubtful
+    unanswered = []
+    Attempts(Retries(times=0), replace(ATTEND, on_unanswered=lambda: unanswered.append(outcome)), None).next_delay(outcome)
+    assert unanswered == [outcome] * may_be_computed
 
 
 @pytest.mark.parametrize(("said", "times"), [(None, 4), (0, 0), (3, 3), (Retries(times=2), 2)])

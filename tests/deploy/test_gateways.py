@@ -1,6 +1,8 @@
-"""The sample configurations of gateways in front of a real server, with other ports and shorter times: kept-alive HTTP, and gRPC."""
+"""The sample configurations of gateways in front of real servers, with other ports and shorter times: kept-alive HTTP, gRPC, and sessions
+of two replicas."""
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -10,13 +12,20 @@ from pathlib import Path
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 from support.server import Server
+from tritonclient import http as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from service.client import Client, Session
+from service.errors import AttendError, SessionEnded
 
 SAMPLES = Path(__file__).parents[2] / "deploy" / "gateways"
 IDLE = 1.0  # seconds after which a gateway lets go of an idle connection, and 1.25 times which the server does
 QUERY = {"query": [[0.5] * 64]}
+
+ROW = np.random.default_rng(0).standard_normal((1, 64)).astype("f4")
 
 pytestmark = pytest.mark.gateway
 
@@ -33,21 +42,33 @@ def changed(text: str, changes: dict[str, str]) -> str:
     return text
 
 
-def nginx(folder: Path, ports: dict[str, str]) -> list[str]:
-    """The command that runs nginx with the sample."""
+def nginx(folder: Path, ports: dict[str, str], sample: str = "nginx") -> list[str]:
+    """The command that runs nginx with a sample."""
     temporary = "".join(f"\n  {kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     user = "user root;\n" if os.geteuid() == 0 else ""  # who may write into the folder of the test
     changes = {"keepalive_timeout 60s": f"keepalive_timeout {IDLE * 1000:.0f}ms", "http {": f"http {{{temporary}\n  access_log off;"}
-    (folder / "nginx.conf").write_text(user + changed((SAMPLES / "nginx.conf").read_text(), ports | changes))
+    (folder / "nginx.conf").write_text(user + changed((SAMPLES / f"{sample}.conf").read_text(), ports | changes))
     command = ["nginx", "-p", str(folder), "-e", str(folder / "error.log"), "-c", str(folder / "nginx.conf")]
     return [*command, "-g", f"daemon off; pid {folder}/pid;"]
 
 
-def haproxy(folder: Path, ports: dict[str, str]) -> list[str]:
-    """The command that runs HAProxy with the sample."""
+def haproxy(folder: Path, ports: dict[str, str], sample: str = "haproxy") -> list[str]:
+    """The command that runs HAProxy with a sample."""
     changes = {"pool-purge-delay 5s": f"pool-purge-delay {IDLE * 1000:.0f}ms"}
-    (folder / "haproxy.cfg").write_text(changed((SAMPLES / "haproxy.cfg").read_text(), ports | changes))
+    (folder / "haproxy.cfg").write_text(changed((SAMPLES / f"{sample}.cfg").read_text(), ports | changes))
     return ["haproxy", "-f", str(folder / "haproxy.cfg")]
+
+
+def wait_for(process: subprocess.Popen[bytes], *ports: int) -> None:
+    """Returns once the gateway accepts calls on all these ports."""
+    for port in ports:
+        while True:
+            assert process.poll() is None, "the gateway has ended"
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except ConnectionRefusedError:
+                pass
 
 
 class Gateway:
@@ -61,24 +82,13 @@ class Gateway:
         ports |= {"8080": str(self.http), "8081": str(self.grpc)}
         self.process = subprocess.Popen(command(folder, ports))
 
-    def wait(self) -> None:
-        """Returns once it accepts calls."""
-        for port in (self.http, self.grpc):
-            while True:
-                assert self.process.poll() is None, "the gateway has ended"
-                try:
-                    socket.create_connection(("127.0.0.1", port)).close()
-                    break
-                except ConnectionRefusedError:
-                    pass
-
 
 @pytest.fixture(params=[nginx, haproxy])
 def gateway(request: pytest.FixtureRequest, start: Callable[..., Server], tmp_path: Path) -> Iterator[Gateway]:
     server = start("--keepalive-timeout", str(1.25 * IDLE), "--grpc-port", "0", "--trusted-proxies", "127.0.0.1", "--access-log")
     one = Gateway(server, request.param, tmp_path)
     try:
-        one.wait()
+        wait_for(one.process, one.http, one.grpc)
         yield one
     finally:
         one.process.terminate()
@@ -128,3 +138,74 @@ def test_gateways_pass_large_bodies_refusals_addresses_and_grpc(gateway: Gateway
         query = service_pb2.ModelInferRequest.InferInputTensor(name="query", datatype="FP32", shape=[1, 1, 64], contents=contents)
         reply = stub.ModelInfer(service_pb2.ModelInferRequest(model_name="default", inputs=[query]), timeout=60)
         assert [tuple(output.shape) for output in reply.outputs] == [(1, 1, 64), (1, 8, 1, 1)]
+
+
+class Replicas:
+    """Two servers with sessions behind a gateway."""
+
+    def __init__(self, start: Callable[..., Server], command: Callable[..., list[str]], folder: Path) -> None:
+        flags = ("--session-memory", "1000000", "--trusted-proxies", "127.0.0.1")
+        self.servers = {name: start(*flags, "--replica-name", name) for name in ("one", "two")}
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        addresses = [server.url.removeprefix("http://") for server in self.servers.values()]
+        ports = {"127.0.0.1:8000": addresses[0], "127.0.0.1:8010": addresses[1], "8080": str(self.port)}
+        self.process = subprocess.Popen(command(folder, ports, f"{command.__name__}-sessions"))
+
+    def begin(self, client: Client) -> dict[str, Session]:
+        """A session of each replica, by its name."""
+        found: dict[str, Session] = {}
+        while found.keys() != {"one", "two"}:
+            session = client.session()
+            found[session.id.split(".")[1]] = session
+        return found
+
+
+@pytest.fixture(params=[nginx, haproxy])
+def replicas(request: pytest.FixtureRequest, start: Callable[..., Server], tmp_path: Path) -> Iterator[Replicas]:
+    two = Replicas(start, request.param, tmp_path)
+    try:
+        wait_for(two.process, two.port)
+        yield two
+    finally:
+        two.process.terminate()
+        two.process.wait(20)
+
+
+def test_all_requests_of_a_session_reach_its_replica(replicas: Replicas) -> None:
+    """Also those that name it in their body. Another replica refuses them, and of a replica that has ended the gateway says so."""
+    with Client(replicas.url, retries=0) as client, httpx.Client() as direct:
+        sessions = replicas.begin(client)
+        for _ in range(20):
+            for session in sessions.values():
+                session.attend(ROW, causal=True)
+        for name, session in sessions.items():
+            assert session.length == 20
+            assert client.analysis(ROW, session=session.id, metrics=["entropy"]).metrics["entropy"].shape == (8,)
+            assert client.plan(ROW, session=session.id).admitted
+            assert client.figure(ROW, session=session.id).startswith(b"\x89PNG")
+            fork = session.fork(7)
+            assert fork.id.split(".")[1] == name and fork.attend(ROW).session_length == 8
+            fork.delete()
+            with pytest.raises(SessionEnded, match="it was deleted"):
+                fork.info()
+        wrong = direct.post(f"{replicas.servers['one'].url}/sessions/{sessions['two'].id}/attend", json={"query": ROW.tolist()})
+        assert wrong.status_code == 421 and "replica two has this session, and this is one" in wrong.json()["detail"]
+
+        replicas.servers["two"].stop()
+        sessions["one"].attend(ROW)
+        with pytest.raises(AttendError, match=r"HTTP 50[23]"):
+            sessions["two"].attend(ROW)
+        assert client.session().attend(ROW).session_length == 1
+
+
+def test_a_sequence_of_triton_keeps_its_replica_by_a_header(replicas: Replicas) -> None:
+    with contextlib.closing(triton.InferenceServerClient(replicas.url.removeprefix("http://"))) as client:
+        query = triton.InferInput("query", [1, 1, 64], "FP32").set_data_from_numpy(ROW[None])
+        weights = [triton.InferRequestedOutput("attention_weights")]
+        for number in range(1, 9):
+            headers = {"X-Attend-Session": f"sequence {number}"}
+            for step in range(1, 4):
+                place = {"sequence_id": number, "sequence_start": step == 1, "sequence_end": step == 3}
+                reply = client.infer("default", [query], outputs=weights, headers=headers, **place)
+                assert reply.as_numpy("attention_weights").shape == (1, 8, 1, step)

@@ -1,5 +1,5 @@
-"""What transformers' caches keep of the keys of latent attention, for `caches/latent.json`: latent vectors, and the rotated numbers that
-all heads share. The models and inputs are those of `models/`.
+"""What transformers' caches keep of the keys of latent attention, for `caches/latent.json`: latent vectors, the rotated numbers that
+all heads share, and the keys of indexers. The models and inputs are those of `models/`.
 
 Run as `python generate_latent_caches.py [--check]` in the environment of `generate_models.py`: it writes the file, or compares with it.
 """
@@ -22,7 +22,8 @@ def cached(document):
     with torch.no_grad():
         layers = model(input_ids=IDS, use_cache=True).past_key_values.layers
     layer = layers[case["layer"]]
-    return {name: tensor(x[:, 0].numpy()) for name, x in (("latent", layer.keys), ("rope_key", layer.values))}
+    kept = {"latent": layer.keys[:, 0], "rope_key": layer.values[:, 0], "index_key": getattr(layer, "indexer_keys", None)}
+    return {name: tensor(x.numpy()) for name, x in kept.items() if x is not None}
 
 
 def main():

@@ -43,7 +43,7 @@ def layers_of(config):
 
 def is_causal(described, config):
     """BERT's layers may be those of a decoder."""
-    return described.attention.causal or (described.part == "encoder" and bool(config.get("is_decoder")))
+    return described.row.causal or (described.part == "encoder" and bool(config.get("is_decoder")))
 
 
 def tied_rows(spec, weights, inputs):
@@ -51,7 +51,7 @@ def tied_rows(spec, weights, inputs):
     x, n, top_k = torch.from_numpy(np.asarray(inputs, np.float64)), inputs.shape[1], spec.indexer.top_k
     call = Call(x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True), spec.scale, frozenset())
     indexer = KeyIndexer(spec, {name: torch.from_numpy(np.asarray(array)) for name, array in weights.items()})
-    query, key, factors = indexer._project(call)
+    key, (query, factors) = indexer.keys(call), indexer.queries(call)
     scores = (factors[:, :, None] @ (query @ key.transpose(2, 3)).relu().transpose(1, 2))[:, :, 0]
     best = scores.masked_fill(~call.masks.visible(slice(0, n))[0], -torch.inf).sort(-1, descending=True).values
     return (best[..., top_k - 1] == best[..., top_k]).numpy() & np.isfinite(best[..., top_k - 1].numpy())

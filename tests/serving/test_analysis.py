@@ -16,13 +16,11 @@ from support.plain_metrics import Item, between_metrics, output_metrics, row_met
 
 from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, Case, random_case
+from service.attention.initialization import draw_weights, in_dtype
 from service.attention.layer import MultiHeadAttention
-from service.attention.metrics import compute
-from service.attention.metrics.compute import OF_WEIGHTS, measure
-from service.attention.metrics.rows import MetricsQuery
+from service.attention.metrics.compute import OF_WEIGHTS, MetricsOperation
 from service.attention.reference.forward import Layer
 from service.attention.reference.request import Request
-from service.attention.weights import draw_weights, in_dtype
 from service.client import AnalysisResult, Client
 from service.client.responses import read_analysis
 from service.errors import InvalidRequest, TooLarge
@@ -436,15 +434,17 @@ def test_metrics_are_computed_on_the_device_thread(monkeypatch: pytest.MonkeyPat
     """However small the call: metrics are many steps."""
     threads: list[int] = []
 
-    def watched(layer: MultiHeadAttention, call: Call, query: MetricsQuery) -> Result:
+    compute_metrics = MetricsOperation.__call__
+
+    def watched(operation: MetricsOperation, layer: MultiHeadAttention, call: Call) -> Result:
         threads.append(threading.get_ident())
-        return measure(layer, call, query)
+        return compute_metrics(operation, layer, call)
 
     async def ask() -> bytes:
         await service.start({"default": LayerSpec(d_model=4, num_heads=2)})
         return b"".join((await service.engine.answer(RawRequest(b'{"query": [[1, 0, 0, 0]]}'), ANALYSIS)).pieces)
 
-    monkeypatch.setattr(compute, "measure", watched)
+    monkeypatch.setattr(MetricsOperation, "__call__", watched)
     service = open_service("cpu", WireLimits(), ServingLimits())
     try:
         reply = json.loads(asyncio.run(ask()))

@@ -17,7 +17,7 @@ from service.attention.compare.random_cases import FEATURES, Case, random_case
 from service.serving import executor
 from service.serving.admission import ServingLimits
 from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, stack
-from service.serving.binding import bind, check_against_layer
+from service.serving.binding import check_against_layer, make_call
 from service.serving.cost import Cost, predict
 from service.serving.executor import Outcome, compute
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
@@ -55,7 +55,7 @@ def bound(layer: LoadedLayer, **fields: Any) -> tuple[Call, Cost]:
     """The request as it comes out of decoding and binding, and its predicted cost."""
     request = validate(AttendRequest, {"layer": layer.name, **fields})
     check_against_layer(request, layer.spec)
-    return bind(request, layer.spec), predict(request, layer.spec)
+    return make_call(request, layer.spec), predict(request, layer.spec)
 
 
 def entry(kind: int = 2, layer: LoadedLayer = LAYER, operations: int = 1, memory: int = 1, **knobs: Any) -> Entry:

@@ -87,7 +87,7 @@ def test_an_unmeasured_size_class_uses_the_nearest_measured_one() -> None:
     """Without any measurement, a slow default."""
     throughput = Throughput()
     assert throughput.seconds(3, 10**9) == 10**9 / DEFAULT_RATE
-    throughput.learn(10**8, 0.01)
+    throughput.calibrate(10**8, 0.01)
     assert throughput.seconds(4, 10**11) == pytest.approx(10.0)
     throughput.observe(3, 10**10, 0.1)
     assert throughput.seconds(4, 10**11) == pytest.approx(1.0)

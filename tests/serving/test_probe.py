@@ -104,7 +104,7 @@ def test_a_long_call_is_overdue_only_after_ten_times_its_predicted_time() -> Non
         attention = Attention()
         service, clock = await opened(attention)
         service.probe.timeout = SOON
-        service.scheduler.learn(10**8, 0.01)
+        service.scheduler.calibrate(10**8, 0.01)
         attention.door.clear()
         call = service.scheduler.submit(held(attention), request(1), Cost({}, 10**11, 0, 1, 0))
         long = asyncio.create_task(call)
@@ -162,7 +162,7 @@ def test_the_first_retry_after_uses_the_speed_measured_at_the_start() -> None:
     async def test() -> None:
         attention = Attention()
         scheduler = Scheduler(torch.device("cpu"), Metrics(), QueueLimits(operations=10**11), BatchLimits())
-        scheduler.learn(10**8, 0.01)  # ten thousand million a second
+        scheduler.calibrate(10**8, 0.01)  # ten thousand million a second
         attention.door.clear()
         calls = []
         for operations in (HEAVY, 10**11):
@@ -184,7 +184,7 @@ def test_the_first_retry_after_uses_the_speed_measured_at_the_start() -> None:
 def test_the_speed_is_measured_at_the_start(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a call that takes long enough for a reliable measurement, whatever the layer."""
     learnt: list[tuple[int, float]] = []
-    monkeypatch.setattr(Scheduler, "learn", lambda self, operations, seconds: learnt.append((operations, seconds)))
+    monkeypatch.setattr(Scheduler, "calibrate", lambda self, operations, seconds: learnt.append((operations, seconds)))
 
     async def test() -> None:
         service = open_service("cpu", WireLimits(), ServingLimits())

@@ -26,7 +26,7 @@ from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMem
 from service.serving import batching, executor, probe, scheduler
 from service.serving.admission import ServingLimits
 from service.serving.batching import Entry
-from service.serving.binding import bind, check_against_layer
+from service.serving.binding import check_against_layer, make_call
 from service.serving.cost import Cost, predict
 from service.serving.engine import ATTEND
 from service.serving.executor import Execution, Outcome
@@ -654,8 +654,8 @@ def test_law_7_reproducible_calls_are_bit_for_bit_equal_at_any_load() -> None:
 
         bench.layer = held(Attention(spied))
         query = np.random.default_rng(1).standard_normal((2, 32, 64))
-        call = bind(validate(AttendRequest, {"query": query, "reproducible": True}), spec)
-        company = [bind(validate(AttendRequest, {"query": query * i}), spec) for i in range(1, 5)]
+        call = make_call(validate(AttendRequest, {"query": query, "reproducible": True}), spec)
+        company = [make_call(validate(AttendRequest, {"query": query * i}), spec) for i in range(1, 5)]
 
         (lonely,) = await settled(bench.start(call))
         tasks = [bench.start(c) for c in (*company[:2], call, *company[2:], call)]
@@ -1022,7 +1022,7 @@ def test_law_12_only_light_calls_are_computed_on_the_event_loop(small: bool, fie
         bench = Bench()
         asked = validate(AttendRequest, {"layer": "layer", **fields})
         check_against_layer(asked, SPEC)
-        await bench.scheduler.submit(bench.layer, bind(asked, SPEC), predict(asked, SPEC))
+        await bench.scheduler.submit(bench.layer, make_call(asked, SPEC), predict(asked, SPEC))
         assert (bench.attention.threads == [threading.get_ident()]) == small
         bench.scheduler.close()
 

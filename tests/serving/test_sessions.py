@@ -24,6 +24,7 @@ from service.errors import (
     WrongReplica,
     WrongWorker,
 )
+from service.serving import engine
 from service.serving.admission import ServingLimits
 from service.serving.engine import ATTEND
 from service.serving.layers.registry import LayerRegistry
@@ -31,7 +32,7 @@ from service.serving.metrics import Metrics
 from service.serving.requests import RawRequest
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
-from service.serving.sessions import registry
+from service.serving.sessions import registry, steps
 from service.serving.sessions.ids import Place, make_id
 from service.serving.sessions.registry import SessionRegistry
 from service.serving.sessions.session import Session
@@ -46,7 +47,7 @@ from service.wire.schemas.sessions import PostSession
 
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 ROW_BYTES, FIRST_PAGE = 48, 16 * 48
-PLACE = Place(7, 3, 1000)
+PLACE = Place("one", 3, 1000)
 
 
 class Sessions:
@@ -233,7 +234,7 @@ async def test_an_id_says_why_there_is_no_session() -> None:
     sessions = Sessions()
     for place, error, words in (
         (PLACE._replace(epoch=999), SessionEnded, "its process was restarted"),
-        (PLACE._replace(replica=8), WrongReplica, "another replica has this session"),
+        (PLACE._replace(replica="two"), WrongReplica, "replica two has this session, and this is one"),
         (PLACE, SessionEnded, "the session has ended"),
     ):
         with pytest.raises(error, match=words):
@@ -258,13 +259,13 @@ def test_a_session_or_sequence_names_its_worker(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert workers.number_and_epoch == (1, 70)
     assert [str(other.socket.name) for other in workers.others()] == ["0.60.http", "1.9.http"]
-    workers.require_session(Place(7, 1, 70))
-    for place, name in ((Place(7, 1, 9), "1.9.http"), (Place(7, 0, 60), "0.60.http")):
+    workers.require_session(Place("r", 1, 70))
+    for place, name in ((Place("r", 1, 9), "1.9.http"), (Place("r", 0, 60), "0.60.http")):
         with pytest.raises(WrongWorker) as wrong:
             workers.require_session(place)
         assert wrong.value.socket.name == name
     with pytest.raises(SessionEnded, match="its process was restarted"):
-        workers.require_session(Place(7, 2, 50))
+        workers.require_session(Place("r", 2, 50))
 
     found = {"here": 0, "0.60.http": 0, "is being started": 0}
     for sequence in range(60):
@@ -366,5 +367,25 @@ async def test_a_step_whose_reply_is_an_error_appends_nothing() -> None:
         with pytest.raises(OutOfMemory, match="the memory for it was not there"):
             await step(service, session, np.ones((70, 6)))
     assert (session.length, session.calls) == (1, 0)
+    sessions.registry.close()
+    service.close()
+
+
+@loop
+async def test_law_12_a_large_step_is_bound_in_another_thread() -> None:
+    """Its body has been decoded by then, and its numbers are still to be checked and cast."""
+    sessions, on_loop = Sessions(pages=1000), []
+    service, session = service_of(sessions), sessions.create()
+
+    def bind_step(*args: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return steps.bind_step(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "bind_step", bind_step)
+        for rows in (1, 1000):
+            await step(service, session, np.random.default_rng(0).standard_normal((rows, 6)))
+    assert on_loop == [True, False]
+    assert session.length == 1001
     sessions.registry.close()
     service.close()

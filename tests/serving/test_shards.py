@@ -20,7 +20,7 @@ from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference import forward
 from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from service.serving.admission import Admission, ServingLimits, cost_of_part
-from service.serving.binding import bind
+from service.serving.binding import make_call
 from service.serving.cost import predict
 from service.serving.engine import ATTEND
 from service.serving.layers.registry import LayerRegistry
@@ -61,7 +61,7 @@ def test_merged_parts_equal_the_whole_call(dtype, seed, select):
     layer = REGISTRY.make("x", case.spec, case.weights)
     latent = [name for name in ("latent", "rope_key") if name not in case.spec.undefined_outputs]
     request = AttendRequest(**case.request, outputs=[*OUTPUTS, *latent], select=None if select is None else Select(**select))
-    call = bind(request, case.spec)
+    call = make_call(request, case.spec)
     expected = layer.attention.forward(call)
     scores = expected.tensors["scores"]
     largest = scores[torch.isfinite(scores)].abs().max().item() if torch.isfinite(scores).any() else 0.0
@@ -90,7 +90,7 @@ def test_parts_of_a_layer_with_alibi_and_sinks_agree_with_the_reference(sinks, o
     layer = REGISTRY.make("x", spec, weights)
     request = {"query": rng.standard_normal((2, 11, 8)).astype(np.float32), "query_offset": offset}
     expected = forward.attend(spec, weights, **request)
-    call = bind(AttendRequest(**request, outputs=OUTPUTS), spec)
+    call = make_call(AttendRequest(**request, outputs=OUTPUTS), spec)
     for got in (layer.attention.forward(call), *(compute(layer, call, shards) for shards in (2, 64))):
         for name in OUTPUTS:
             wanted, relative = getattr(expected, name), 1e-6 if name in ("scores", "log_sum_exp") else 0
@@ -101,7 +101,7 @@ def test_parts_of_a_layer_with_alibi_and_sinks_agree_with_the_reference(sinks, o
 @pytest.mark.parametrize("outputs", [["output"], ["attention_weights"], ["log_sum_exp"], ["value_projection"], ["concatenated", "scores"]])
 def test_parts_compute_only_the_needed_outputs(outputs):
     layer = REGISTRY.make("x", LayerSpec(d_model=6, num_heads=2))
-    call = bind(AttendRequest(query=np.ones((2, 7, 6)), outputs=outputs), layer.spec)
+    call = make_call(AttendRequest(query=np.ones((2, 7, 6)), outputs=outputs), layer.spec)
     assert compute(layer, call, 3).tensors.keys() == set(outputs)
     parts = split_call(call, 3)
     assert [part.key.shape[1] for part in parts] == [2, 2, 3]
@@ -111,7 +111,7 @@ def test_parts_compute_only_the_needed_outputs(outputs):
 def test_a_pickled_part_contains_only_its_own_keys():
     layer = REGISTRY.make("x", LayerSpec(d_model=6, num_heads=2))
     request = AttendRequest(query=np.ones((1, 2, 6)), key=np.ones((1, 10_000, 6)), bias=np.zeros((2, 10_000)), outputs=["output"])
-    call = bind(request, layer.spec)
+    call = make_call(request, layer.spec)
     whole = 10_000 * (6 + 2) * 4  # in float32; the value is the key, and goes once
     assert all(whole / 5 < len(pickle.dumps(part)) < whole / 4 for part in split_call(call, 5))
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.attention.call import Call
-from service.attention.layer import ShortCall
+from service.attention.operations import ShortCall
 from service.errors import AttendError, InvalidRequest
 from service.serving.admission import ServingLimits
 from service.serving.engine import ATTEND, Engine

@@ -13,10 +13,10 @@ from service.attention.call import Result
 from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, Case, draw_options, random_case
 from service.attention.compare.random_layers import Draw, Sizes, rounded
 from service.attention.decoding import CachedStep, forward_steps
+from service.attention.initialization import draw_weights
 from service.attention.reference import forward
 from service.attention.reference.forward import Outputs
 from service.attention.reference.request import Request
-from service.attention.weights import draw_weights
 from service.cli.server_check import compare_output, largest_score, outputs_of
 from service.serving.admission import Admission, ServingLimits
 from service.serving.device import numpy_of
@@ -28,7 +28,6 @@ from service.tensors import Array
 from service.wire.codec import Decoded
 
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
-LAYERS_WITH_SESSIONS = frozenset(FEATURES) - {"indexer"}
 LIMITS = Admission(ServingLimits())
 
 
@@ -73,6 +72,7 @@ class Sequence:
         members |= {name: rng.standard_normal((keys, getattr(spec, f"{name}_dim"))) for name in ("key", "value") if self.has(name)}
         drawn = set(features) - ({"positions"} if spec.rope is None else set()) - ({"dropout"} if spec.differential else set())
         drawn = drawn - {"key", "value"} | ({"key"} if self.has("key") else set())
+        drawn |= {"indexer"} if spec.indexer else set()  # then masks have no axis of heads
         sizes = Sizes(None, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim, queries, total)
         members |= draw_options(Draw(rng), sizes, drawn, spec)
         if "key_positions" in members:
@@ -166,7 +166,7 @@ def _offset(request: Mapping[str, Any], keys: int) -> int:
 
 def random_sequence(rng: np.random.Generator, pool: PagePool | None = None, **knobs: Any) -> Sequence:
     """A sequence of a random layer."""
-    knobs = {"features": LAYERS_WITH_SESSIONS, "batched": False, "rate": rng.choice([0.15, 0.35]), **knobs}
+    knobs = {"features": FEATURES, "batched": False, "rate": rng.choice([0.15, 0.35]), **knobs}
     return Sequence(random_case(rng, **knobs), pool)
 
 

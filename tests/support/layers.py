@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from service.attention.call import Call
+from service.attention.initialization import draw_weights
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.short import OUTPUTS
-from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 
 CPU = torch.device("cpu")

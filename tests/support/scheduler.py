@@ -11,7 +11,7 @@ import torch
 from service.attention.call import Call, Result
 from service.serving.admission import ServingLimits
 from service.serving.batching import BatchLimits
-from service.serving.binding import bind
+from service.serving.binding import make_call
 from service.serving.cost import Cost
 from service.serving.executor import Outcome
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
@@ -113,7 +113,7 @@ def held(attention: Any, name: str = "layer") -> LoadedLayer:
 def request(b: int, seed: int = 0, queries: int = 4, **fields: Any) -> Call:
     """A bound call of b items with four queries each, unless told."""
     query = np.random.default_rng(seed).standard_normal((b, queries, 6))
-    return bind(validate(AttendRequest, {"layer": "layer", "query": query, **fields}), SPEC)
+    return make_call(validate(AttendRequest, {"layer": "layer", "query": query, **fields}), SPEC)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -34,7 +34,7 @@ class CallFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CandidateResult:
     """The candidate's result in the reference's layout, as float64; `dtype` is that of its output."""
 
     output: Array  # [b, q, d_model] if it has the right shape
@@ -91,7 +91,7 @@ class Caller:
             return f"no parameter is known as {MASKS[case.kind][1]}; if there is one, pass arguments={{…}}"
         return None
 
-    def call(self, case: CheckCase) -> Result:
+    def call(self, case: CheckCase) -> CandidateResult:
         """Call the candidate. CallFailed: it raised. ValueError: its result is no array."""
         values = self._arguments(case)
         ordered = {name: values[name] for name in self.signature.parameters if name in values}
@@ -106,7 +106,9 @@ class Caller:
             raise ValueError(f"expected an array or a tuple (output, weights), got {type(parts[0] if parts else result).__name__}")
         weights = parts[1] if len(parts) > 1 and hasattr(parts[1], "dtype") else None
         dtype = str(parts[0].dtype).removeprefix("torch.")
-        return Result(self._as_output(_as_float64(parts[0])), None if weights is None else self._as_weights(_as_float64(weights)), dtype)
+        return CandidateResult(
+            self._as_output(_as_float64(parts[0])), None if weights is None else self._as_weights(_as_float64(weights)), dtype
+        )
 
     def _mask_role(self, case: CheckCase) -> str | None:
         """The role of the parameter that takes the mask of a case; None where the candidate has none, or the case is plain."""

@@ -95,14 +95,14 @@ def prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, seed
         if any(hasattr(p, "materialize") for p in candidate.parameters()):
             with _evaluating(candidate):
                 caller.call(_shape_case(convention))
-        return _with_weights(caller, spec, read_weights(candidate, True, convention), heads, candidate, seed)
+        return _add_weights(caller, spec, read_weights(candidate, True, convention), heads, candidate, seed)
     weights = read_weights(candidate, False, convention)
     if convention.framework is None and weights and (convention.weights is None or convention.names_weights):
         convention = replace(convention, framework="numpy")  # its weights are NumPy arrays
     frameworks = [convention.framework] if convention.framework else ["numpy", "torch"] if "torch" in sys.modules else ["numpy"]
     failures = []
     for framework in frameworks:
-        prepared = _with_weights(_make_caller(candidate, convention, framework, heads), spec, weights, heads, None, seed)
+        prepared = _add_weights(_make_caller(candidate, convention, framework, heads), spec, weights, heads, None, seed)
         if len(frameworks) == 1:
             return prepared
         try:
@@ -114,17 +114,20 @@ def prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, seed
     raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {"; ".join(failures)}')
 
 
-def _with_weights(
+def _add_weights(
     caller: Caller, spec: LayerSpec | None, found: Mapping[str, Array], heads: int | None, module: Any, seed: int
 ) -> Candidate:
-    """The candidate with its spec and weights: those found in it, or those of a function."""
-    taken = [role for role in caller.roles if role not in CALL]
-    if taken or not found:
-        return _function(caller, spec, found, taken, heads, seed)
-    if heads is None:
+    """The candidate with its spec and weights: those found in it, or those passed to a function."""
+    arguments = [role for role in caller.roles if role not in CALL]  # weights that the candidate takes as arguments
+    if arguments or not found:
+        spec, caller = _prepare_function(caller, spec, found, arguments, heads, seed)
+        found = caller.matrices
+    elif heads is None:
         raise ValueError("ambiguous: the number of heads; pass num_heads=…")
-    spec = spec or plain_spec(found, heads)
-    return _candidate(caller, spec, complete_weights(found, spec, caller.convention), module)
+    spec = spec or plain_spec(found, heads or 1)
+    weights = complete_weights(found, spec, caller.convention)
+    _check_lengths(spec)
+    return Candidate(replace(caller, heads=spec.num_heads, kv_heads=spec.num_kv_heads), spec, weights, module)
 
 
 def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: int) -> tuple[Any, int | None]:
@@ -145,36 +148,37 @@ def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: 
         return module.to(device=convention.device, dtype=dtype), heads
 
 
-def _function(
-    caller: Caller, spec: LayerSpec | None, found: Mapping[str, Array], taken: Sequence[str], heads: int | None, seed: int
-) -> Candidate:
-    """A candidate that takes projected heads, or its weights as arguments: those of the convention, or drawn here, uniform in ±1."""
+def _prepare_function(
+    caller: Caller, spec: LayerSpec | None, found: Mapping[str, Array], arguments: Sequence[str], heads: int | None, seed: int
+) -> tuple[LayerSpec, Caller]:
+    """The spec of a candidate that takes projected heads, or its weights as arguments; and its caller, which passes these.
+
+    Weights are those of the convention, or drawn here, uniform in ±1.
+    """
     convention = caller.convention
-    projects = any(is_matrix(name) for name in taken)
+    projects = any(is_matrix(name) for name in arguments)
     if projects and caller.framework == "torch" and convention.orientation is None:
         raise ValueError('ambiguous: how the matrices are applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
     if projects and "heads" not in caller.roles and heads is None:
         raise ValueError("ambiguous: the number of heads; pass num_heads=…")
     heads = 1 if convention.layout == "b,n,d" and not projects else heads or 3
     if spec is None:
-        bias = {name: f"{name}.bias" in taken for name in PROJECTIONS}
+        bias = {name: f"{name}.bias" in arguments for name in PROJECTIONS}
         spec = multi_head(convention.d_model, heads, projections=projects, bias=bias if projects else False)
     if spec.projections > projects:
         raise ValueError("found no weights of projections: pass weights={…}, arguments={…}, or a spec with projections false")
     rng = np.random.default_rng(seed)
-    drawn = {name: rng.uniform(-1, 1, shape).astype(np.float32) for name, shape in spec.weight_shapes().items() if name in taken}
+    drawn = {name: rng.uniform(-1, 1, shape).astype(np.float32) for name, shape in spec.weight_shapes().items() if name in arguments}
     matrices = found or {name: x.astype(np.float64) for name, x in drawn.items()}
     convention = replace(convention, orientation=convention.orientation or "in,out")
-    caller = replace(caller, heads_given=not projects, matrices=matrices, convention=convention)
-    return _candidate(caller, spec, complete_weights(matrices, spec, convention), None)
+    return spec, replace(caller, heads_given=not projects, matrices=matrices, convention=convention)
 
 
-def _candidate(caller: Caller, spec: LayerSpec, weights: Mapping[str, Array], module: Any) -> Candidate:
+def _check_lengths(spec: LayerSpec) -> None:
     """ValueError: a window or chunk that no case is long enough for."""
     lengths = [spec.chunk_size or 0, *(length or 0 for length in (spec.window.model_dump().values() if spec.window else ()))]
     if max(lengths) > (longest := POSITIONAL_QUERIES - 2):
         raise ValueError(f"expected a window or chunk of at most {longest} keys, so that it matters, got {max(lengths)}")
-    return Candidate(replace(caller, heads=spec.num_heads, kv_heads=spec.num_kv_heads), spec, weights, module)
 
 
 def _is_module(candidate: Any) -> bool:
@@ -190,14 +194,14 @@ def _heads_attribute(candidate: Any) -> int | None:
 
 def _make_caller(candidate: Any, convention: Convention, framework: str, heads: int | None) -> Caller:
     torch = sys.modules.get("torch")
-    means: Polarity | None = None
+    polarity: Polarity | None = None  # of torch's own masks
     if torch is not None and candidate is torch.nn.functional.scaled_dot_product_attention:
         known = {"query": "query", "key": "key", "value": "value", "attn_mask": "mask"}
-        convention, means = replace(convention, arguments=known | dict(convention.arguments)), "attend"
+        convention, polarity = replace(convention, arguments=known | dict(convention.arguments)), "attend"
     elif torch is not None and isinstance(candidate, torch.nn.MultiheadAttention):
-        means = "block"
-    convention = replace(convention, mask_means=convention.mask_means or means, padding_means=convention.padding_means or means)
-    function, signature = _callable(candidate, convention)
+        polarity = "block"
+    convention = replace(convention, mask_means=convention.mask_means or polarity, padding_means=convention.padding_means or polarity)
+    function, signature = _function_and_signature(candidate, convention)
     roles = find_roles(signature, convention.arguments)
     polarities: dict[str, Polarity] = {
         r: mask_polarity(convention, roles[r], padding=r == "padding") for r in ("mask", "padding") if r in roles
@@ -218,7 +222,7 @@ def _make_caller(candidate: Any, convention: Convention, framework: str, heads: 
     )
 
 
-def _callable(candidate: Any, convention: Convention) -> tuple[Callable[..., Any], inspect.Signature]:
+def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Callable[..., Any], inspect.Signature]:
     """The function to call, and its parameters. A builtin has no signature: its parameters are those in the option `arguments`."""
     if convention.method is not None:
         function = described = getattr(candidate, convention.method)

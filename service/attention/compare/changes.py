@@ -1,6 +1,6 @@
-"""Changes of a call of the reference, of which mistakes are made: of its spec, weights, mask, inputs, or of a step of its computation.
+"""`Computation`, a call of the reference, and functions that make a `Change` of one: of its spec, weights, mask, inputs or steps.
 
-The reference then computes as ever, so a mistake can be made in every kind of layer.
+Mistakes are made of such changes. The reference itself computes the changed call, so a mistake can be made in every kind of layer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 
 from service.attention.compare.cases import CheckCase
 from service.attention.compare.tolerance import tolerance
-from service.attention.compare.weights import cut, pack
+from service.attention.compare.weights import pack, split_packed
 from service.attention.reference.forward import Layer
 from service.attention.reference.request import Request
 from service.spec import LayerSpec
@@ -72,15 +72,15 @@ class Computation:
         return Expected(outputs, tolerances, rows)
 
 
-Change = Callable[[Computation], Computation]
+Change = Callable[[Computation], Computation]  # raises Impossible, or ValueError for shapes that do not fit
 
 
 class Impossible(ValueError):
     """The change would change nothing in this layer."""
 
 
-def in_spec(**fields: Function) -> Change:
-    """Replaces fields of the spec by functions of it."""
+def change_spec(**fields: Function) -> Change:
+    """Replaces fields of the spec by the values of these functions of the spec."""
 
     def change(c: Computation) -> Computation:
         changed = {name: value(c.spec) for name, value in fields.items()}
@@ -91,13 +91,13 @@ def in_spec(**fields: Function) -> Change:
     return change
 
 
-def in_part(name: str, **fields: Any) -> Change:
+def change_part(name: str, **fields: Any) -> Change:
     """Replaces fields of a part of the spec, such as rope, where the layer has that part."""
-    return in_spec(**{name: lambda spec: (part := getattr(spec, name)) and part.model_copy(update=fields)})
+    return change_spec(**{name: lambda spec: (part := getattr(spec, name)) and part.model_copy(update=fields)})
 
 
-def in_weights(changed: Callable[[Computation], Mapping[str, Array]]) -> Change:
-    """Replaces the weights that `changed` gives."""
+def replace_weights(changed: Callable[[Computation], Mapping[str, Array]]) -> Change:
+    """Replaces weights by those that `changed` returns, by canonical name."""
 
     def change(c: Computation) -> Computation:
         if not (weights := changed(c)):
@@ -107,13 +107,13 @@ def in_weights(changed: Callable[[Computation], Mapping[str, Array]]) -> Change:
     return change
 
 
-def each_weight(ends: str | tuple[str, ...], changed: Callable[[Array], Array]) -> Change:
-    """Replaces every weight whose name ends so."""
-    return in_weights(lambda c: {name: changed(w) for name, w in c.weights.items() if name.endswith(ends)})
+def map_weights(ends: str | tuple[str, ...], changed: Callable[[Array], Array]) -> Change:
+    """Applies a function to every weight whose name ends with `ends`."""
+    return replace_weights(lambda c: {name: changed(w) for name, w in c.weights.items() if name.endswith(ends)})
 
 
-def exchange(roles: Sequence[str], sources: Sequence[str]) -> Change:
-    """Takes the weights and biases of `sources` for those of `roles`."""
+def swap_weights(roles: Sequence[str], sources: Sequence[str]) -> Change:
+    """Gives each role the weight and bias of the source at the same place: ("query", "gate") those of ("gate", "query")."""
 
     def changed(c: Computation) -> Mapping[str, Array]:
         if any(f"{role}.weight" not in c.weights for role in roles):
@@ -121,29 +121,29 @@ def exchange(roles: Sequence[str], sources: Sequence[str]) -> Change:
         pairs = [(f"{role}.{kind}", f"{source}.{kind}") for role, source in zip(roles, sources, strict=True) for kind in ("weight", "bias")]
         return {name: c.weights.get(source, np.zeros(1)) for name, source in pairs}
 
-    return in_weights(changed)
+    return replace_weights(changed)
 
 
-def recut(roles: Sequence[str], order: str, other: str) -> Change:
-    """Packs the rows of several weights in the other order and cuts them in this one."""
+def repack(roles: Sequence[str], order: str, other: str) -> Change:
+    """Packs the rows of several weights in the order `other` and splits them as if they were in `order`."""
 
     def changed(c: Computation) -> Mapping[str, Array]:
         rows: dict[str, Array] = {}
         for kind in ("weight", "bias"):
             if all(f"{role}.{kind}" in c.weights for role in roles):
                 packed = pack([c.weights[f"{role}.{kind}"] for role in roles], roles, c.spec, other)
-                rows |= {f"{role}.{kind}": part for role, part in cut(roles, packed, c.spec, order).items()}
+                rows |= {f"{role}.{kind}": part for role, part in split_packed(roles, packed, c.spec, order).items()}
         return rows
 
-    return in_weights(changed)
+    return replace_weights(changed)
 
 
-def in_mask(changed: Callable[[Array, Array], Array]) -> Change:
+def change_mask(changed: Callable[[Array, Array], Array]) -> Change:
     """Replaces the mask, from the one that is passed and the one with the candidate's own causality: [b, q, k]."""
     return lambda c: replace(c, case=replace(c.case, visible=changed(c.case.mask, c.case.visible)))
 
 
-UNMASK = in_mask(lambda _, visible: np.ones_like(visible))
+UNMASK = change_mask(lambda _, visible: np.ones_like(visible))
 
 
 def add_mask(changed: Callable[[Array], Array]) -> Change:
@@ -151,13 +151,13 @@ def add_mask(changed: Callable[[Array], Array]) -> Change:
     return lambda c: UNMASK(replace(c, added=changed(c.case.visible).astype(np.float64)))
 
 
-def in_steps(**methods: Function) -> Change:
+def replace_steps(**methods: Function) -> Change:
     """Replaces steps of the reference, which are methods of `Layer`."""
     return lambda c: replace(c, layer=type("Mistaken", (c.layer,), methods))
 
 
-def where(needed: Callable[[Computation], Any], change: Change) -> Change:
-    """The change, if what it needs is there."""
+def only_if(needed: Callable[[Computation], Any], change: Change) -> Change:
+    """The change; Impossible unless `needed` is true of the computation."""
 
     def checked(c: Computation) -> Computation:
         if not needed(c):
@@ -168,4 +168,5 @@ def where(needed: Callable[[Computation], Any], change: Change) -> Change:
 
 
 def all_of(*changes: Change) -> Change:
+    """The changes one after the other."""
     return lambda c: reduce(lambda changed, change: change(changed), changes, c)

@@ -121,7 +121,7 @@ def assert_agrees(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 
 
 
 @dataclass(frozen=True, slots=True)
-class _Output:
+class _ComparedOutput:
     """One output of one case, expected and got."""
 
     name: str
@@ -150,13 +150,17 @@ def _compare_case(candidate: Candidate, case: CheckCase, found: Collection[str] 
     options = caller.convention
     right = Computation(candidate.spec, candidate.weights, case, dtype, options.tolerance, options.average_weights)
     expected, got = right.run(), {"output": result.output, "attention_weights": result.attention_weights}
-    outputs = [_Output(name, x, y, expected.tolerances[name]) for name, x in expected.outputs.items() if (y := got[name]) is not None]
+    outputs = [
+        _ComparedOutput(name, x, y, expected.tolerances[name]) for name, x in expected.outputs.items() if (y := got[name]) is not None
+    ]
     worst = max(outputs, key=lambda x: x.error / x.tolerance)
     wrong = next((x for x in outputs if x.error > x.tolerance), None)
     return CaseResult(case.name, worst.error, worst.tolerance), None if wrong is None else _disagreement(right, wrong, outputs, found)
 
 
-def _disagreement(right: Computation, wrong: _Output, outputs: Sequence[_Output], found: Collection[str] | None) -> Disagreement:
+def _disagreement(
+    right: Computation, wrong: _ComparedOutput, outputs: Sequence[_ComparedOutput], found: Collection[str] | None
+) -> Disagreement:
     if wrong.got.shape != wrong.expected.shape:
         shapes = f"shape {list(wrong.expected.shape)}", f"shape {list(wrong.got.shape)}"
         return Disagreement(right.case.name, wrong.name, *shapes, hint=_explain_shape(wrong))
@@ -168,7 +172,7 @@ def _disagreement(right: Computation, wrong: _Output, outputs: Sequence[_Output]
     return Disagreement(right.case.name, wrong.name, expected, got, index, hint, mistakes)
 
 
-def _explain_shape(wrong: _Output) -> str | None:
+def _explain_shape(wrong: _ComparedOutput) -> str | None:
     """A hint, if a known rearrangement of the expected array equals the received one; else None."""
     expected = wrong.expected
     known = [

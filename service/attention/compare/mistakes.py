@@ -18,18 +18,18 @@ from service.attention.compare.changes import (
     Function,
     add_mask,
     all_of,
-    each_weight,
-    exchange,
-    in_mask,
-    in_part,
-    in_spec,
-    in_steps,
-    in_weights,
-    recut,
-    where,
+    change_mask,
+    change_part,
+    change_spec,
+    map_weights,
+    only_if,
+    repack,
+    replace_steps,
+    replace_weights,
+    swap_weights,
 )
 from service.attention.compare.weights import QKV, QUERY_GATE
-from service.attention.compare.wrong_steps import MERGE, OTHER_HEADS, SPLIT, over_axis, split_and_merge
+from service.attention.compare.wrong_steps import ANY_HEAD_COUNT, MERGE, SPLIT, softmax_over_axis, split_and_merge
 from service.attention.reference.forward import Layer
 from service.spec import LayerSpec
 from service.spec_parts import Rope, Window
@@ -57,12 +57,12 @@ def _with_power_of_mscale(spec: LayerSpec, power: int) -> float:
     return (spec.scale / root) ** (power / 2) * root if spec.latent else spec.scale
 
 
-def _identity(c: Computation) -> Mapping[str, Array]:
+def _identity_output(c: Computation) -> Mapping[str, Array]:
     identity = {"output.weight": np.eye(c.spec.concatenated_dim), "output.bias": np.zeros(1)}
     return identity if "output.weight" in c.weights else {}
 
 
-def _and_next(visible: Array) -> Array:
+def _with_next_key(visible: Array) -> Array:
     """The mask with the key after the last visible one of each query: [b, q, k]."""
     last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
     return np.asarray(visible | (np.arange(visible.shape[-1]) == last[..., None] + 1))
@@ -78,7 +78,7 @@ def _wider(window: Window | None, by: int) -> Window | None:
     return window and window.model_copy(update={"left": None if window.left is None else max(window.left + by, 0)})
 
 
-def _scaled_linearly(rope: Rope | None) -> Rope | None:
+def _with_linear_scaling(rope: Rope | None) -> Rope | None:
     return rope and rope.model_copy(update={"scaling": rope.scaling and rope.scaling.model_copy(update={"type": "linear"})})
 
 
@@ -93,135 +93,138 @@ SCALES: dict[str, Function] = {
 } | {f"the scores are divided by the constant sqrt({n}) and not by sqrt(head_dim)": lambda spec, n=n: n**-0.5 for n in CONSTANTS}
 # What is changed -> the mistake, as in "this is what comes out when …" -> the change. Mistakes that change the same are not combined.
 MISTAKES: dict[str, dict[str, Change]] = {
-    "scale": {hint: in_spec(scale=scale) for hint, scale in SCALES.items()},
+    "scale": {hint: change_spec(scale=scale) for hint, scale in SCALES.items()},
     "mask": {
-        "the mask is inverted: it blocks what it should let through (see mask_means)": in_mask(lambda mask, _: ~mask),
-        "sequences leak across segments: queries attend to keys of other sequences in their row": where(
-            lambda c: c.case.segments is not None, in_mask(_unmasked)
+        "the mask is inverted: it blocks what it should let through (see mask_means)": change_mask(lambda mask, _: ~mask),
+        "sequences leak across segments: queries attend to keys of other sequences in their row": only_if(
+            lambda c: c.case.segments is not None, change_mask(_unmasked)
         ),
-        "the mask is ignored": in_mask(_unmasked),
-        "it is causal without being asked (see causal)": in_mask(lambda mask, _: np.tril(mask)),
-        "the mask is transposed": in_mask(lambda mask, seen: mask.swapaxes(1, 2) if mask.shape[1] == mask.shape[2] else seen),
-        "each query also sees the key after its last one (a causal mask off by one)": in_mask(lambda _, visible: _and_next(visible)),
+        "the mask is ignored": change_mask(_unmasked),
+        "it is causal without being asked (see causal)": change_mask(lambda mask, _: np.tril(mask)),
+        "the mask is transposed": change_mask(lambda mask, seen: mask.swapaxes(1, 2) if mask.shape[1] == mask.shape[2] else seen),
+        "each query also sees the key after its last one (a causal mask off by one)": change_mask(
+            lambda _, visible: _with_next_key(visible)
+        ),
     },
-    "exp": {"exp overflows, because the largest score of the row is not subtracted first": wrong_steps.overflow},
+    "exp": {"exp overflows, because the largest score of the row is not subtracted first": wrong_steps.exp_without_maximum},
     "blocked": {
-        "blocked scores are set to about 0 and not to -inf": wrong_steps.fill_with_zero,
+        "blocked scores are set to about 0 and not to -inf": wrong_steps.fill_blocked_with_zero,
         "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": wrong_steps.block_after_softmax,
         "the mask's ones (1 = attend) are added to the scores": add_mask(lambda visible: visible),
         "the mask's ones (1 = blocked) are added to the scores": add_mask(lambda visible: ~visible),
     },
     "axis": {
-        "the softmax runs over the queries and not over the keys": over_axis(2),
-        "the softmax runs over the heads and not over the keys": over_axis(1),
-        "the softmax runs over the batch and not over the keys": over_axis(0),
+        "the softmax runs over the queries and not over the keys": softmax_over_axis(2),
+        "the softmax runs over the heads and not over the keys": softmax_over_axis(1),
+        "the softmax runs over the batch and not over the keys": softmax_over_axis(0),
     },
     "split": {
-        "heads are split by a reshape without a transpose": in_steps(split_heads=SPLIT["reshape"]),
-        "heads are split with the head as the fastest axis": in_steps(split_heads=SPLIT["head fastest"]),
+        "heads are split by a reshape without a transpose": replace_steps(split_heads=SPLIT["reshape"]),
+        "heads are split with the head as the fastest axis": replace_steps(split_heads=SPLIT["head fastest"]),
     },
     "merge": {
-        "heads are merged by a reshape without a transpose": in_steps(merge_heads=MERGE["reshape"]),
-        "heads are merged with the head as the fastest axis": in_steps(merge_heads=MERGE["head fastest"]),
+        "heads are merged by a reshape without a transpose": replace_steps(merge_heads=MERGE["reshape"]),
+        "heads are merged with the head as the fastest axis": replace_steps(merge_heads=MERGE["head fastest"]),
     },
     "split + merge": {
         "heads are both split and merged by a reshape without a transpose": split_and_merge("reshape"),
         "heads are split and merged with the head as the fastest axis": split_and_merge("head fastest"),
         "heads attend to each other at every position, since no transpose follows the split (see layout)": all_of(
-            OTHER_HEADS, split_and_merge("not transposed")
+            ANY_HEAD_COUNT, split_and_merge("not transposed")
         ),
         "the first axis is taken for the sequence and the second for the batch (see batch_first)": split_and_merge("sequence first"),
     },
     "split + scale": {
         "there is only one head": all_of(
-            OTHER_HEADS, in_steps(split_heads=lambda layer, x, h: x[:, None]), in_spec(scale=lambda spec: spec.d_model**-0.5)
+            ANY_HEAD_COUNT, replace_steps(split_heads=lambda layer, x, h: x[:, None]), change_spec(scale=lambda spec: spec.d_model**-0.5)
         )
     },
-    "groups": {"query head i uses head i mod num_kv_heads of the keys": in_steps(repeat_kv_heads=wrong_steps.by_key_head)},
+    "groups": {"query head i uses head i mod num_kv_heads of the keys": replace_steps(repeat_kv_heads=wrong_steps.tile_kv_heads)},
     "weights": {
-        "every matrix is applied the other way round (x @ W against x @ W.T, see orientation)": each_weight(
+        "every matrix is applied the other way round (x @ W against x @ W.T, see orientation)": map_weights(
             ("query.weight", "key.weight", "value.weight", "output.weight"), np.transpose
         ),
     }
     | {
-        f"the matrices of query, key, value are taken to be those of {', '.join(order)}": exchange(QKV, order)
+        f"the matrices of query, key, value are taken to be those of {', '.join(order)}": swap_weights(QKV, order)
         for order in permutations(QKV)
         if order != QKV
     },
     "order": {
-        "one matrix for query, key and value is cut as [3, h, d] and not as [h, 3, d] (see fused)": recut(QKV, "q,k,v", "per_head"),
-        "one matrix for query, key and value is cut as [h, 3, d] and not as [3, h, d] (see fused)": recut(QKV, "per_head", "q,k,v"),
+        "one matrix for query, key and value is cut as [3, h, d] and not as [h, 3, d] (see fused)": repack(QKV, "q,k,v", "per_head"),
+        "one matrix for query, key and value is cut as [h, 3, d] and not as [3, h, d] (see fused)": repack(QKV, "per_head", "q,k,v"),
     },
-    "biases": {"the biases are left out": each_weight(".bias", np.zeros_like)},
-    "output": {"the output projection is left out": in_weights(_identity)},
+    "biases": {"the biases are left out": map_weights(".bias", np.zeros_like)},
+    "output": {"the output projection is left out": replace_weights(_identity_output)},
     "residual": {"the query is added to the output (a residual connection)": lambda c: replace(c, residual=True)},
     "returned": {"the scores are returned and not the weights": lambda c: replace(c, returned="scores")},
     "inputs": {"key and value are exchanged": lambda c: replace(c, case=replace(c.case, key=c.case.value, value=c.case.key))},
     **{
-        name: {f"{words} is left out": in_spec(**{name: lambda spec, name=name: False if getattr(spec, name) is True else None})}
+        name: {f"{words} is left out": change_spec(**{name: lambda spec, name=name: False if getattr(spec, name) is True else None})}
         for name, words in LEFT_OUT.items()
     },
-    "normalizer": {"the scores are normalised by a plain softmax": in_spec(normalizer=lambda spec: "softmax")},
+    "normalizer": {"the scores are normalised by a plain softmax": change_spec(normalizer=lambda spec: "softmax")},
     "buckets": {
-        "relative biases are off by one: each is that of the bucket before": each_weight("relative_bias", lambda w: np.roll(w, 1, axis=0)),
-        "relative biases are off by one: each is that of the bucket after": each_weight("relative_bias", lambda w: np.roll(w, -1, axis=0)),
+        "relative biases are off by one: each is that of the bucket before": map_weights("relative_bias", lambda w: np.roll(w, 1, axis=0)),
+        "relative biases are off by one: each is that of the bucket after": map_weights("relative_bias", lambda w: np.roll(w, -1, axis=0)),
         **{
-            f"relative biases are off by one: each is that of the key {words}": where(
-                lambda c: c.spec.relative_bias, in_steps(position_bias=lambda layer, ahead, by=by: Layer.position_bias(layer, ahead + by))
+            f"relative biases are off by one: each is that of the key {words}": only_if(
+                lambda c: c.spec.relative_bias,
+                replace_steps(position_bias=lambda layer, ahead, by=by: Layer.position_bias(layer, ahead + by)),
             )
             for words, by in (("after", 1), ("before", -1))
         },
     },
     "rope scaling": {
-        "the scaling of RoPE's frequencies is ignored": in_part("rope", scaling=None, frequencies=None, attention_factor=1.0),
-        "every frequency of RoPE is divided by the factor, and not the low ones alone": in_spec(
-            rope=lambda spec: _scaled_linearly(spec.rope)
+        "the scaling of RoPE's frequencies is ignored": change_part("rope", scaling=None, frequencies=None, attention_factor=1.0),
+        "every frequency of RoPE is divided by the factor, and not the low ones alone": change_spec(
+            rope=lambda spec: _with_linear_scaling(spec.rope)
         ),
     },
-    "rope factor": {"RoPE's attention_factor is ignored": in_part("rope", attention_factor=1.0)},
-    "rope theta": {"RoPE has theta 10000 and not the layer's": in_part("rope", theta=10000.0)},
+    "rope factor": {"RoPE's attention_factor is ignored": change_part("rope", attention_factor=1.0)},
+    "rope theta": {"RoPE has theta 10000 and not the layer's": change_part("rope", theta=10000.0)},
     "rope pairs": {
-        "RoPE rotates halves of each head and not neighbouring pairs": in_part("rope", interleaved=False),
-        "RoPE rotates neighbouring pairs and not halves of each head": in_part("rope", interleaved=True),
+        "RoPE rotates halves of each head and not neighbouring pairs": change_part("rope", interleaved=False),
+        "RoPE rotates neighbouring pairs and not halves of each head": change_part("rope", interleaved=True),
     },
     "rope turn": {
-        "RoPE turns the other way: its sines have the opposite sign": in_steps(
+        "RoPE turns the other way: its sines have the opposite sign": replace_steps(
             rotate=lambda layer, x, name, positions: Layer.rotate(layer, x, name, -positions)
         ),
-        "RoPE rotates the queries and not the keys": in_steps(
+        "RoPE rotates the queries and not the keys": replace_steps(
             rotate=lambda layer, x, name, positions: Layer.rotate(layer, x, name, positions) if name == "query" else x
         ),
-        "RoPE's angles are repeated as for neighbours and applied to halves (repeat_interleave for cat), or the reverse": in_steps(
-            rotate=wrong_steps.with_angles_of_the_other_pairs
+        "RoPE's angles are repeated as for neighbours and applied to halves (repeat_interleave for cat), or the reverse": replace_steps(
+            rotate=wrong_steps.rotate_with_angles_of_other_pairs
         ),
     },
     "norm order": {
-        "the norm of queries and keys is applied after RoPE and not before": in_part("qk_norm", after_rope=True),
-        "the norm of queries and keys is applied before RoPE and not after": in_part("qk_norm", after_rope=False),
+        "the norm of queries and keys is applied after RoPE and not before": change_part("qk_norm", after_rope=True),
+        "the norm of queries and keys is applied before RoPE and not after": change_part("qk_norm", after_rope=False),
     },
     "norm width": {
-        "the norm is taken per head and not over the full width of all heads": in_part("qk_norm", over="head"),
-        "the norm is taken over the full width of all heads and not per head": in_part("qk_norm", over="all"),
+        "the norm is taken per head and not over the full width of all heads": change_part("qk_norm", over="head"),
+        "the norm is taken over the full width of all heads and not per head": change_part("qk_norm", over="all"),
     },
     "norm weights": {
-        "1 + w is forgotten: norms multiply by their parameter w (see norm_weights)": each_weight("_norm.weight", lambda w: w - 1),
-        "norms multiply by 1 + w and not by their parameter w (see norm_weights)": each_weight("_norm.weight", lambda w: w + 1),
+        "1 + w is forgotten: norms multiply by their parameter w (see norm_weights)": map_weights("_norm.weight", lambda w: w - 1),
+        "norms multiply by 1 + w and not by their parameter w (see norm_weights)": map_weights("_norm.weight", lambda w: w + 1),
     },
     "gate": {
-        "the halves of one matrix for query and gate are swapped": exchange(QUERY_GATE, QUERY_GATE[::-1]),
-        "one matrix for query and gate is cut as [2, h, d] and not as [h, 2, d] (see fused)": recut(QUERY_GATE, "q,k,v", "per_head"),
-        "one matrix for query and gate is cut as [h, 2, d] and not as [2, h, d] (see fused)": recut(QUERY_GATE, "per_head", "q,k,v"),
+        "the halves of one matrix for query and gate are swapped": swap_weights(QUERY_GATE, QUERY_GATE[::-1]),
+        "one matrix for query and gate is cut as [2, h, d] and not as [h, 2, d] (see fused)": repack(QUERY_GATE, "q,k,v", "per_head"),
+        "one matrix for query and gate is cut as [h, 2, d] and not as [2, h, d] (see fused)": repack(QUERY_GATE, "per_head", "q,k,v"),
     },
     "window length": {
-        "the window has one key more": in_spec(window=lambda spec: _wider(spec.window, 1)),
-        "the window has one key less": in_spec(window=lambda spec: _wider(spec.window, -1)),
+        "the window has one key more": change_spec(window=lambda spec: _wider(spec.window, 1)),
+        "the window has one key less": change_spec(window=lambda spec: _wider(spec.window, -1)),
     },
     "rotary part": {
-        f"the rotary part of the keys is not shared across heads, but {words}": where(lambda c: c.spec.latent, change)
+        f"the rotary part of the keys is not shared across heads, but {words}": only_if(lambda c: c.spec.latent, change)
         for words, change in (
-            ("in the first head alone", in_steps(share=wrong_steps.in_first_head)),
-            ("spread by a reshape without a transpose", in_steps(share=wrong_steps.by_reshape)),
-            ("spread by a reshape without a transpose, after RoPE", in_steps(rotate=wrong_steps.by_reshape_after_rope)),
+            ("in the first head alone", replace_steps(share=wrong_steps.share_with_first_head)),
+            ("spread by a reshape without a transpose", replace_steps(share=wrong_steps.share_by_reshape)),
+            ("spread by a reshape without a transpose, after RoPE", replace_steps(rotate=wrong_steps.share_by_reshape_after_rope)),
         )
     },
 }

@@ -52,7 +52,7 @@ def random_case(
     drawn = {name for name in FEATURES if rng.random() < rate and name in features}
     draw = Draw(rng)
     init = init or draw.one_of(*get_args(Init))
-    drawn = random_layers.settle(drawn, init)
+    drawn = random_layers.drop_conflicts(drawn, init)
     sizes = random_layers.draw_sizes(draw, drawn, batched)
     spec = random_layers.draw_spec(draw, sizes, drawn, init, dtype or draw.one_of("float64", "float32"))
     widths = {"query": (sizes.queries, spec.query_dim), "key": (sizes.keys, spec.key_dim), "value": (sizes.keys, spec.value_dim)}

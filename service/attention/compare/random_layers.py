@@ -58,28 +58,28 @@ class Sizes:
         return rest if self.batch is None else (self.batch, *rest)
 
 
-def settle(drawn: Collection[str], init: str) -> set[str]:
-    """The drawn features without those that do not fit the others, so that nothing has to be drawn twice."""
-    settled = set(drawn)
-    if "key" not in settled:
-        settled.discard("value")
-    if init == "torch_mha" or (init.startswith("numpy_") and "projections" not in settled):  # only square matrices
-        settled -= {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
+def drop_conflicts(drawn: Collection[str], init: str) -> set[str]:
+    """The drawn features without those that conflict with others, so that nothing has to be drawn twice."""
+    kept = set(drawn)
+    if "key" not in kept:
+        kept.discard("value")
+    if init == "torch_mha" or (init.startswith("numpy_") and "projections" not in kept):  # only square matrices
+        kept -= {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
     if init == "torch_mha" or init.startswith("numpy_"):
-        settled.discard("biases")
-    if "projections" in settled or init == "torch_mha" or init.startswith("numpy_"):
-        settled -= {"output_gate", "latent", "relative_scores", "indexer"}
-    if settled & {"rope", "query_scale", "differential"}:
-        settled.discard("relative_scores")
-    if "differential" in settled:
-        settled -= {"qk_norm", "latent", "sinks", "dropout", "normalizer"}
-    if "rope" not in settled:
-        settled -= {"axes", "positions"}
-    if "projections" in settled:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
-        settled -= {"output_dim", "biases"}
-        settled -= set() if "key" in settled else {"num_kv_heads"}
-        settled -= set() if "value" in settled else {"value_head_dim"}
-    return settled
+        kept.discard("biases")
+    if "projections" in kept or init == "torch_mha" or init.startswith("numpy_"):
+        kept -= {"output_gate", "latent", "relative_scores", "indexer"}
+    if kept & {"rope", "query_scale", "differential"}:
+        kept.discard("relative_scores")
+    if "differential" in kept:
+        kept -= {"qk_norm", "latent", "sinks", "dropout", "normalizer"}
+    if "rope" not in kept:
+        kept -= {"axes", "positions"}
+    if "projections" in kept:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
+        kept -= {"output_dim", "biases"}
+        kept -= set() if "key" in kept else {"num_kv_heads"}
+        kept -= set() if "value" in kept else {"value_head_dim"}
+    return kept
 
 
 def draw_sizes(draw: Draw, drawn: Collection[str], batched: bool | None) -> Sizes:

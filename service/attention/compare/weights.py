@@ -164,9 +164,9 @@ def _check_shapes(weights: Mapping[str, Array], expected: Mapping[str, tuple[int
 def _unpack(role: str, array: Array, found: Mapping[str, Array], spec: LayerSpec, convention: Convention) -> dict[str, Array]:
     """Role -> rows of one tensor."""
     if role in ("qkv", "in_proj"):
-        return cut(QKV, array, spec, "q,k,v" if role == "in_proj" else convention.fused)
+        return split_packed(QKV, array, spec, "q,k,v" if role == "in_proj" else convention.fused)
     if role == "query" and spec.output_gate and "gate.weight" not in found:
-        return cut(QUERY_GATE, array, spec, convention.fused)
+        return split_packed(QUERY_GATE, array, spec, convention.fused)
     if spec.latent is None:
         return {role: array}
     rank, shared = spec.latent.key_value_rank, spec.latent.rope_key_dim
@@ -186,7 +186,7 @@ def _unpack(role: str, array: Array, found: Mapping[str, Array], spec: LayerSpec
     return {role: array}
 
 
-def cut(roles: Sequence[str], array: Array, spec: LayerSpec, order: str | None) -> dict[str, Array]:
+def split_packed(roles: Sequence[str], array: Array, spec: LayerSpec, order: str | None) -> dict[str, Array]:
     """The parts of a weight or bias that is one for these roles. ValueError: unknown order, or another number of rows."""
     if order is None:
         what = f"one matrix for {', '.join(roles)}"
@@ -198,7 +198,7 @@ def cut(roles: Sequence[str], array: Array, spec: LayerSpec, order: str | None) 
 
 
 def pack(weights: Sequence[Array], roles: Sequence[str], spec: LayerSpec, order: str) -> Array:
-    """The inverse of `cut`."""
+    """The inverse of `split_packed`."""
     return join_rows(weights, _groups(roles, spec, order))
 
 

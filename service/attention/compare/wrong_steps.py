@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from service.attention.compare.changes import UNMASK, Change, Computation, Function, Impossible, in_steps
+from service.attention.compare.changes import UNMASK, Change, Computation, Function, Impossible, replace_steps
 from service.attention.reference.forward import Layer
 from service.attention.reference.positions import frequencies
 from service.tensors import BY_TORCH, Array
@@ -20,36 +20,39 @@ MERGE: dict[str, Function] = {
     "not transposed": lambda layer, x: x.reshape(*x.shape[:2], -1),
     "sequence first": lambda layer, x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
 }
-# For splits that change the number of heads: no repeated heads, and no bias for each head.
-OTHER_HEADS = in_steps(repeat_kv_heads=lambda layer, x: x, position_bias=lambda layer, ahead: np.zeros((1, 1, 1, 1)))
+# Needed by splits that change the number of heads: keys and values are not repeated, and heads have no biases of their own.
+ANY_HEAD_COUNT = replace_steps(repeat_kv_heads=lambda layer, x: x, position_bias=lambda layer, ahead: np.zeros((1, 1, 1, 1)))
 
 
 def split_and_merge(name: str) -> Change:
     """Splits and merges heads in the same wrong way."""
-    return in_steps(split_heads=SPLIT[name], merge_heads=MERGE[name])
+    return replace_steps(split_heads=SPLIT[name], merge_heads=MERGE[name])
 
 
-def by_key_head(layer: Layer, x: Array) -> Array:
+def tile_kv_heads(layer: Layer, x: Array) -> Array:
+    """Heads 0 1 0 1 … for query heads, in place of 0 0 … 1 1 …"""
     return np.tile(x, (1, layer.spec.num_heads // x.shape[1], 1, 1))
 
 
-def in_first_head(layer: Layer, shared: Array, heads: int) -> Array:
+def share_with_first_head(layer: Layer, shared: Array, heads: int) -> Array:
+    """The shared part of latent keys [b, n, r] in the first head, 0 in the others: [b, heads, n, r]."""
     return shared[:, None] * np.eye(heads, 1)[:, None]
 
 
-def by_reshape(layer: Layer, shared: Array, heads: int) -> Array:
+def share_by_reshape(layer: Layer, shared: Array, heads: int) -> Array:
+    """Repeats the shared part along a new axis of heads after that of the rows, and reshapes where it should transpose."""
     return np.repeat(shared[:, :, None], heads, axis=2).reshape(len(shared), heads, *shared.shape[1:])
 
 
-def by_reshape_after_rope(layer: Layer, x: Array, name: str, positions: Array) -> Array:
+def share_by_reshape_after_rope(layer: Layer, x: Array, name: str, positions: Array) -> Array:
     turned, latent = Layer.rotate(layer, x, name, positions), layer.spec.latent
     if name == "query" or latent is None:
         return turned
     shared, own = np.split(turned, [latent.rope_key_dim], axis=-1)
-    return np.concatenate([by_reshape(layer, shared[:, 0], x.shape[1]), own], axis=-1)
+    return np.concatenate([share_by_reshape(layer, shared[:, 0], x.shape[1]), own], axis=-1)
 
 
-def with_angles_of_the_other_pairs(layer: Layer, x: Array, name: str, positions: Array) -> Array:
+def rotate_with_angles_of_other_pairs(layer: Layer, x: Array, name: str, positions: Array) -> Array:
     """RoPE of halves with angles f0 f0 f1 f1 …, which are those of neighbouring pairs; or of pairs with f0 f1 … f0 f1 …, of halves."""
     rope = layer.spec.rope
     if rope is None or rope.axes or layer.spec.differential:
@@ -65,7 +68,7 @@ def with_angles_of_the_other_pairs(layer: Layer, x: Array, name: str, positions:
     return np.concatenate((turned, x[..., dims:]), axis=-1)
 
 
-def overflow(c: Computation) -> Computation:
+def exp_without_maximum(c: Computation) -> Computation:
     """Takes exp of the scores themselves, in the candidate's dtype."""
 
     def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
@@ -73,22 +76,22 @@ def overflow(c: Computation) -> Computation:
         sink = 0.0 if sinks is None else np.exp(sinks[..., None])
         return exponentials / (exponentials.sum(axis=-1, keepdims=True) + sink), scores[..., 0]
 
-    return in_steps(softmax=softmax)(c)
+    return replace_steps(softmax=softmax)(c)
 
 
-def fill_with_zero(c: Computation) -> Computation:
+def fill_blocked_with_zero(c: Computation) -> Computation:
     """Takes the softmax of scores that are 0 where they should be -inf."""
     right = c.layer.softmax
-    return in_steps(softmax=lambda layer, scores, sinks: right(layer, np.where(np.isneginf(scores), 0.0, scores), sinks))(c)
+    return replace_steps(softmax=lambda layer, scores, sinks: right(layer, np.where(np.isneginf(scores), 0.0, scores), sinks))(c)
 
 
 def block_after_softmax(c: Computation) -> Computation:
     """Sets the weights of blocked keys to 0."""
     right, visible = c.layer.softmax, c.case.visible[:, None]
-    return UNMASK(in_steps(softmax=lambda layer, scores, sinks: (right(layer, scores, sinks)[0] * visible, scores[..., 0]))(c))
+    return UNMASK(replace_steps(softmax=lambda layer, scores, sinks: (right(layer, scores, sinks)[0] * visible, scores[..., 0]))(c))
 
 
-def over_axis(axis: int) -> Change:
+def softmax_over_axis(axis: int) -> Change:
     """Takes the softmax over another axis."""
 
     def change(c: Computation) -> Computation:
@@ -97,6 +100,6 @@ def over_axis(axis: int) -> Change:
         def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
             return np.moveaxis(right(layer, np.moveaxis(scores, axis, -1), None)[0], -1, axis), scores[..., 0]
 
-        return in_steps(softmax=softmax)(c)
+        return replace_steps(softmax=softmax)(c)
 
     return change

@@ -1,4 +1,4 @@
-"""Computes metrics of a layer and a call: the operation that serving runs in place of the forward pass.
+"""The operation that computes metrics of a layer and a call in place of the forward pass.
 
 Metrics of weights read one block of query rows at a time. If a metric needs head outputs, they come from the layer's forward pass, which
 may compute them without weights.
@@ -12,18 +12,26 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
-from service.attention.eager import row_blocks
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import real_keys
-from service.attention.metrics import heads as between
 from service.attention.metrics import importance
-from service.attention.metrics.rows import ROW_METRICS, Block, MetricsQuery, StrongestLinks, read_block
+from service.attention.metrics.heads import (
+    CosineSimilarity,
+    JensenShannon,
+    SingleHead,
+    as_single_head,
+    deviation,
+    disagreement,
+    head_products,
+)
+from service.attention.metrics.rows import ROW_METRICS, Block, MetricsQuery, StrongestLinks, make_block
+from service.attention.row_blocks import row_slices
 
 PER_QUERY = "_per_query"
 OF_WEIGHTS = {"strongest_links", "cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads", "single_head"}
 OF_WEIGHTS |= {"value_norm_weights", *ROW_METRICS, *(name + PER_QUERY for name in ROW_METRICS)}
 OVERFLOWED = "overflowed"  # name of a bool tensor in the result: whether an input of the metrics is not finite
-OF_PRODUCTS = ("contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order")
+OF_CONTRIBUTIONS = ("contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +40,22 @@ class MetricsOperation:
 
     query: MetricsQuery
 
+    @torch.inference_mode()
     def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
-        return measure(layer, replace(call, heads=None, queries=None), self.query)
+        """The requested metrics: name, or `name.part`, -> tensor [b, …], float64, or int64 for indices. The call must have no dropout.
+
+        The tensor `overflowed` is true if an input of the metrics is not finite, so that some numbers are missing or NaN.
+        """
+        computation = _Computation(layer, replace(call, heads=None, queries=None), self.query)
+        metrics = computation.of_values() | computation.of_weights() | computation.of_outputs()
+        requested = {name: tensor for name, tensor in metrics.items() if name.partition(".")[0] in self.query.metrics}
+        return Result({**requested, OVERFLOWED: torch.stack(computation.overflowed).any()}, computation.fully_masked)
 
     def to(self, device: torch.device) -> "MetricsOperation":
         return MetricsOperation(self.query.to(device))
 
 
-@torch.inference_mode()
-def measure(layer: MultiHeadAttention, call: Call, metrics_query: MetricsQuery) -> Result:
-    """Compute the requested metrics: name, or `name.part`, -> tensor [b, …], float64, or int64 for indices.
-
-    The call must have no selection of weights and no dropout. The tensor `overflowed` is true if an input of the metrics is not finite, so
-    that some numbers are missing or NaN.
-    """
-    measurement = _Measurement(layer, call, metrics_query)
-    made = measurement.of_values() | measurement.of_weights() | measurement.of_outputs()
-    wanted = {name: tensor for name, tensor in made.items() if name.partition(".")[0] in metrics_query.metrics}
-    return Result({**wanted, OVERFLOWED: torch.stack(measurement.overflowed).any()}, measurement.fully_masked)
-
-
-class _Measurement:
+class _Computation:
     """The metrics of one call. Each method computes those of one kind that are requested; `overflowed` has a flag of each input."""
 
     def __init__(self, layer: MultiHeadAttention, call: Call, query: MetricsQuery) -> None:
@@ -64,15 +67,15 @@ class _Measurement:
         self.output_weight = layer.weights.get("output.weight")
 
     def of_values(self) -> dict[str, Tensor]:
-        made: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
         value = self.projected[2]
         if self.query.includes("value_norms", "value_norm_weights", "subspace_disagreement"):
             self.overflowed.append((~torch.isfinite(value).all(-1) & self.real[:, None]).any())
         if self.query.includes("value_norms"):
-            made["value_norms"] = self.value_norms
+            metrics["value_norms"] = self.value_norms
         if self.query.includes("subspace_disagreement"):
-            made["subspace_disagreement"] = between.disagreement(between.head_products(value, self.real[:, None]))
-        return made
+            metrics["subspace_disagreement"] = disagreement(head_products(value, self.real[:, None]))
+        return metrics
 
     @cached_property
     def value_norms(self) -> Tensor:
@@ -82,73 +85,77 @@ class _Measurement:
 
     def of_weights(self) -> dict[str, Tensor]:
         """All metrics of weights, in one pass over the query rows."""
-        if not OF_WEIGHTS & set(self.query.metrics):
-            return {}
         query = self.query
-        rows = {name: function for name, function in ROW_METRICS.items() if query.includes(name, name + PER_QUERY)}
-        parts: dict[str, list[Tensor]] = {}  # name -> a tensor of each block, with its rows along the axis -1, or -2 of [b, h, rows, k]
-        accumulators: dict[tuple[str, ...], StrongestLinks | between.CosineSimilarity | between.JensenShannon] = {
-            ("strongest_links",): StrongestLinks(query.top_links, query.link_keys),
-            ("cosine_similarity", "position_disagreement"): between.CosineSimilarity(),
-            ("jensen_shannon",): between.JensenShannon(),
-        }
-        readers = [reader for names, reader in accumulators.items() if query.includes(*names)]
+        if not OF_WEIGHTS & set(query.metrics):
+            return {}
+        row_metrics = {name: function for name, function in ROW_METRICS.items() if query.includes(name, name + PER_QUERY)}
+        accumulators: list[StrongestLinks | CosineSimilarity | JensenShannon] = []
+        if query.includes("strongest_links"):
+            accumulators.append(StrongestLinks(query.top_links, query.link_keys))
+        if query.includes("cosine_similarity", "position_disagreement"):
+            accumulators.append(CosineSimilarity())
+        if query.includes("jensen_shannon"):
+            accumulators.append(JensenShannon())
         norms = self.value_norms.nan_to_num(0)[:, :, None] if query.includes("value_norm_weights") else None
+        parts: dict[str, list[Tensor]] = {}  # name -> a tensor of each block, with its rows along the axis -1, or -2 of [b, h, rows, k]
         for block in self._blocks(self.call, self.projected, self.fully_masked):
             self.overflowed.append(block.overflowed.any())
-            for name, function in rows.items():
+            for name, function in row_metrics.items():
                 parts.setdefault(name + PER_QUERY, []).append(block.of_counted(function(block)))
-            for reader in readers:
-                reader.read(block)
+            for accumulator in accumulators:
+                accumulator.add(block)
             if query.includes("deviation_across_heads"):
-                parts.setdefault("deviation_across_heads", []).append(between.deviation(block))
+                parts.setdefault("deviation_across_heads", []).append(deviation(block))
             if norms is not None:
-                sizes = (block.weights * norms.to(block.weights.dtype)).masked_fill(~block.counts[..., None], torch.nan)
-                parts.setdefault("value_norm_weights", []).append(sizes)
-        made = {name: torch.cat(tensors, -2 if tensors[0].ndim == 4 else -1) for name, tensors in parts.items()}
-        made |= {name: made[name + PER_QUERY].nanmean(-1) for name in rows}
-        for reader in readers:
-            made |= reader.tensors()
-        return made | (self._single_head() if query.includes("single_head") else {})
+                scaled = (block.weights * norms.to(block.weights.dtype)).masked_fill(~block.counts[..., None], torch.nan)
+                parts.setdefault("value_norm_weights", []).append(scaled)
+        metrics = {name: torch.cat(tensors, -2 if tensors[0].ndim == 4 else -1) for name, tensors in parts.items()}
+        metrics |= {name: metrics[name + PER_QUERY].nanmean(-1) for name in row_metrics}
+        for accumulator in accumulators:
+            metrics |= accumulator.tensors()
+        return metrics | (self._single_head() if query.includes("single_head") else {})
 
     def _blocks(
-        self, call: Call, projected: tuple[Tensor, ...], fully_masked: Tensor | None, rows: Iterable[slice] | None = None
+        self, call: Call, projected: tuple[Tensor, ...], fully_masked: Tensor | None, slices: Iterable[slice] | None = None
     ) -> Iterator[Block]:
+        """The weights of a call block by block; `slices` are the rows of each block."""
         first_key = self.real.to(torch.int8).argmax(-1)  # the first that is not padding
-        for some, weights, visible in self.layer.attention_weights(call, projected[0], projected[1], fully_masked, rows):
-            yield read_block(some, weights, visible, call.masks.positions, fully_masked, first_key, self.query)
+        for rows, weights, visible in self.layer.attention_weights(call, projected[0], projected[1], fully_masked, slices):
+            yield make_block(rows, weights, visible, call.masks.positions, fully_masked, first_key, self.query)
 
     def _single_head(self) -> dict[str, Tensor]:
         """Compare the layer with a layer of one head, in blocks of the same rows."""
-        alone, *one = between.as_single_head(self.call, *self.projected)
-        none = None if self.fully_masked is None else self.fully_masked.all(1, keepdim=True)
-        single = between.SingleHead()
+        single_call, *single = as_single_head(self.call, *self.projected)
+        fully_masked = None if self.fully_masked is None else self.fully_masked.all(1, keepdim=True)
+        accumulator = SingleHead()
         batch, heads, num_queries, _ = self.projected[0].shape
-        rows = tuple(row_blocks(batch * heads * self.call.masks.num_keys, num_queries))
-        many = self._blocks(self.call, self.projected, self.fully_masked, rows)
-        for block, of_many in zip(self._blocks(alone, tuple(one), none, rows), many, strict=True):
-            single.read(block, of_many, one[2])
+        slices = tuple(row_slices(batch * heads * self.call.masks.num_keys, num_queries))
+        single_blocks = self._blocks(single_call, tuple(single), fully_masked, slices)
+        blocks = self._blocks(self.call, self.projected, self.fully_masked, slices)
+        for single_block, block in zip(single_blocks, blocks, strict=True):
+            accumulator.add(single_block, block, single[2])
         output = self.layer.forward(replace(self.call, outputs=frozenset({"output"}))).tensors["output"]
-        alike = self.layer.project_back(single.outputs.to(self.layer.dtype))
-        return single.tensors(output, alike, self._counts(none, 1)[:, 0])
+        single_output = self.layer.project_back(accumulator.outputs.to(self.layer.dtype))
+        return accumulator.tensors(output, single_output, self._counts(fully_masked, 1)[:, 0])
 
     def of_outputs(self) -> dict[str, Tensor]:
         """All metrics of head outputs."""
-        if not self.query.includes("output_disagreement", *OF_PRODUCTS):
+        if not self.query.includes("output_disagreement", *OF_CONTRIBUTIONS):
             return {}
         heads = self.layer.forward(replace(self.call, outputs=frozenset({"head_outputs"}))).tensors["head_outputs"]
         counts = self._counts(self.fully_masked, heads.shape[1])
         self.overflowed.append((~torch.isfinite(heads).all(-1) & counts).any())
-        made: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
         if self.query.includes("output_disagreement"):
-            made["output_disagreement"] = between.disagreement(between.head_products(heads, counts))
-        if self.query.includes(*OF_PRODUCTS):
+            metrics["output_disagreement"] = disagreement(head_products(heads, counts))
+        if self.query.includes(*OF_CONTRIBUTIONS):
             bias = self.layer.weights.get("output.bias")
-            found = importance.products(heads, counts, self.output_weight, bias, self.query.direction)
-            made |= {"contribution": found.to_direction, "gradient_importance": importance.gradient_importance(found.to_direction)}
-            made |= importance.zero_ablation(found) | importance.mean_ablation(found)
-            made |= importance.pruning_order(found) if self.query.includes("pruning_order") else {}
-        return made
+            products = importance.contribution_products(heads, counts, self.output_weight, bias, self.query.direction)
+            contribution = products.to_direction
+            metrics |= {"contribution": contribution, "gradient_importance": importance.gradient_importance(contribution)}
+            metrics |= importance.zero_ablation(products) | importance.mean_ablation(products)
+            metrics |= importance.pruning_order(products) if self.query.includes("pruning_order") else {}
+        return metrics
 
     def _counts(self, fully_masked: Tensor | None, heads: int) -> Tensor:
         """bool [b, h, q]: the rows that are neither fully masked nor padding."""

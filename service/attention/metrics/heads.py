@@ -18,8 +18,8 @@ class CosineSimilarity:
     def __init__(self) -> None:
         self._dots = self._squares = self._rows = torch.zeros(())
 
-    def read(self, block: Block) -> None:
-        """Adds the block's rows."""
+    def add(self, block: Block) -> None:
+        """Add the block's rows."""
         counts = block.counts.double()
         flat = block.shares.flatten(2)
         self._dots = self._dots + (flat @ flat.transpose(1, 2)).double()
@@ -41,7 +41,7 @@ class JensenShannon:
     def __init__(self) -> None:
         self._sum = self._rows = torch.zeros(())
 
-    def read(self, block: Block) -> None:
+    def add(self, block: Block) -> None:
         """Add a block: per row, entropy of the mean minus mean of the entropies, for one head against all at a time."""
         shares, counts = block.shares, block.counts
         own = torch.special.entr(shares).sum(-1)
@@ -106,19 +106,19 @@ class SingleHead:
 
     def __init__(self) -> None:
         self._sums = torch.zeros(())  # [b, 3]: entropy, confidence, rows
-        self._likeness = torch.zeros(())  # [3, b, h]: products, and both squares
+        self._products = torch.zeros(())  # [3, b, h]: of the single head's weights and each head's, and both squares
         self._outputs: list[Tensor] = []  # [b, rows, h * d]
 
-    def read(self, block: Block, many: Block, value: Tensor) -> None:
-        """Add a block of the single head, and the same rows of the layer."""
+    def add(self, block: Block, of_layer: Block, value: Tensor) -> None:
+        """Add a block of the single head, and the same rows of the layer; `value` [b, 1, k, h * d] is the single head's."""
         counts = block.counts[:, 0]
         entropy = torch.special.entr(block.shares[:, 0]).sum(-1)
         rows = torch.stack((entropy.double(), block.shares[:, 0].amax(-1).double(), counts.double()))
         self._sums = self._sums + (rows * counts).sum(-1).T
-        both = (block.counts & many.counts)[..., None]
-        one, other = block.shares * both, many.shares * both
-        products = torch.stack([(x * y).flatten(2).sum(-1).double() for x, y in ((one, other), (one, one), (other, other))])
-        self._likeness = self._likeness + products
+        both = (block.counts & of_layer.counts)[..., None]
+        single, heads = block.shares * both, of_layer.shares * both
+        products = torch.stack([(x * y).flatten(2).sum(-1).double() for x, y in ((single, heads), (single, single), (heads, heads))])
+        self._products = self._products + products
         self._outputs.append(block.weights[:, 0] @ value[:, 0].to(block.weights.dtype))
 
     @property
@@ -126,16 +126,16 @@ class SingleHead:
         """The outputs of the single head before the output projection, [b, q, h * d]."""
         return torch.cat(self._outputs, 1)
 
-    def tensors(self, many: Tensor, one: Tensor, counts: Tensor) -> dict[str, Tensor]:
-        """The metrics. `many`, `one`: outputs [b, q, out] of the layer and the single head; `counts` [b, q]: the rows that count."""
+    def tensors(self, output: Tensor, single_output: Tensor, counts: Tensor) -> dict[str, Tensor]:
+        """The metrics, from the outputs [b, q, out] of the layer and of the single head; `counts` [b, q]: the rows that count."""
         entropy, confidence = (self._sums[:, :2] / self._sums[:, 2:]).T
-        products, of_one, of_many = self._likeness
-        many, one = (x.double().masked_fill(~counts[..., None], 0).flatten(1) for x in (many, one))
-        size = many.square().sum(-1).sqrt()
+        products, single_squares, head_squares = self._products
+        output, single_output = (x.double().masked_fill(~counts[..., None], 0).flatten(1) for x in (output, single_output))
+        norm = output.square().sum(-1).sqrt()
         return {
             "single_head.entropy": entropy,
             "single_head.confidence": confidence,
-            "single_head.similarity": (products / (of_one * of_many).sqrt()).clamp(max=1),
-            "single_head.relative_change": (one - many).square().sum(-1).sqrt() / size,
-            "single_head.cosine": ((many * one).sum(-1) / (size * one.square().sum(-1).sqrt())).clamp(-1, 1),
+            "single_head.similarity": (products / (single_squares * head_squares).sqrt()).clamp(max=1),
+            "single_head.relative_change": (single_output - output).square().sum(-1).sqrt() / norm,
+            "single_head.cosine": ((output * single_output).sum(-1) / (norm * single_output.square().sum(-1).sqrt())).clamp(-1, 1),
         }

@@ -37,7 +37,7 @@ class Products:
         return self.heads.sum((1, 2)) + 2 * self.bias.sum(1) + self.bias_square
 
 
-def products(heads: Tensor, counts: Tensor, weight: Tensor | None, bias: Tensor | None, direction: Tensor | None) -> Products:
+def contribution_products(heads: Tensor, counts: Tensor, weight: Tensor | None, bias: Tensor | None, direction: Tensor | None) -> Products:
     """The products from head outputs [b, h, q, d], counted rows [b, h, q], and the output projection [out, h * d] (None: identity)."""
     b, h, _, d = heads.shape
     some = counts.any(1)  # [b, q]
@@ -72,21 +72,21 @@ def gradient_importance(contribution: Tensor) -> Tensor:
     return contribution.abs() / contribution.square().sum(-1, keepdim=True).sqrt()
 
 
-def zero_ablation(made: Products) -> dict[str, Tensor]:
+def zero_ablation(products: Products) -> dict[str, Tensor]:
     """Change of y if a head's output is replaced by 0."""
-    square = made.heads.diagonal(dim1=1, dim2=2)
-    return _ablation("zero_ablation", made, -made.to_output, square)
+    square = products.heads.diagonal(dim1=1, dim2=2)
+    return _ablation("zero_ablation", products, -products.to_output, square)
 
 
-def mean_ablation(made: Products) -> dict[str, Tensor]:
+def mean_ablation(products: Products) -> dict[str, Tensor]:
     """Change of y if a head's output is replaced by its mean over the item's rows."""
-    square = made.heads.diagonal(dim1=1, dim2=2) - made.mean_square
-    return _ablation("mean_ablation", made, made.output_to_mean - made.to_output, square)
+    square = products.heads.diagonal(dim1=1, dim2=2) - products.mean_square
+    return _ablation("mean_ablation", products, products.output_to_mean - products.to_output, square)
 
 
-def _ablation(name: str, made: Products, along: Tensor, square: Tensor) -> dict[str, Tensor]:
+def _ablation(name: str, products: Products, along: Tensor, square: Tensor) -> dict[str, Tensor]:
     """|Dy| / |y|, and the cosine between y and y + Dy, from <y, Dy> `along` and |Dy|^2 `square`."""
-    output_square = made.output_square[:, None]
+    output_square = products.output_square[:, None]
     new_square = (output_square + 2 * along + square).clamp(min=0)
     return {
         f"{name}.relative_change": (square.clamp(min=0) / output_square).sqrt(),
@@ -94,15 +94,15 @@ def _ablation(name: str, made: Products, along: Tensor, square: Tensor) -> dict[
     }
 
 
-def pruning_order(made: Products) -> dict[str, Tensor]:
+def pruning_order(products: Products) -> dict[str, Tensor]:
     """The heads in the order of greedy removal, each time the one whose removal changes y least, and |Dy| / |y| after each.
 
     Ties go to the lower head. The first n heads are not always the best set of n heads to remove.
     """
-    inner, total = made.heads.cpu().numpy(), made.output_square.cpu().numpy()
+    inner, total = products.heads.cpu().numpy(), products.output_square.cpu().numpy()
     items, num_heads = inner.shape[:2]
     order, errors = np.full((items, num_heads), -1), np.full((items, num_heads), np.nan)
-    for item in np.flatnonzero(made.counted.cpu().numpy()):
+    for item in np.flatnonzero(products.counted.cpu().numpy()):
         gone = np.zeros(num_heads, bool)
         lost = 0.0
         for step in range(num_heads):

@@ -63,7 +63,7 @@ class Block:
         return values.double().masked_fill(~self.counts, torch.nan)
 
 
-def read_block(
+def make_block(
     rows: slice,
     weights: Tensor,
     visible: Tensor | None,
@@ -72,9 +72,7 @@ def read_block(
     first_key: Tensor,
     metrics_query: MetricsQuery,
 ) -> Block:
-    """The block of these weights [b, h, rows, k] and visible keys; `positions` [b|1, q] and `fully_masked` [b, h, q] are of all queries,
-    `first_key` [b|1] is the first key that is not padding.
-    """
+    """The block of these weights [b, h, rows, k] and visible keys; `positions` [b|1, q] and `fully_masked` [b, h, q] are of all queries."""
     total = weights.sum(-1)
     counts, overflowed = total > 0, total.isnan()
     if fully_masked is not None:
@@ -202,7 +200,7 @@ class StrongestLinks:
         self._places: Tensor | None = None  # [b, h, n at most], query * keys + key
         self._num_keys = 0
 
-    def read(self, block: Block) -> None:
+    def add(self, block: Block) -> None:
         """Merge the block's links into the best so far."""
         self._num_keys = block.shares.shape[-1]
         weights = block.weights.masked_fill(~block.counts[..., None], 0)

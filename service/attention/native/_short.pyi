@@ -29,3 +29,22 @@ def attend(
 
     Returns whether all numbers of the output are finite. Raises ValueError if the sizes do not fit.
     """
+
+def attend_cache(
+    variant: str,
+    threads: int,
+    kv_heads: int,
+    group: int,
+    width: int,
+    scale: float,
+    query: Array,
+    pages: tuple[tuple[Array, Array, int, int], ...],
+    output: Array,
+    log_sum_exp: Array,
+    /,
+) -> None:
+    """Compute `output` [kv_heads, group, width] and `log_sum_exp` [kv_heads, group] of one query, in contiguous float32 arrays.
+
+    A page is key and value, [kv_heads, n, width], and the first row and the end of those rows that the query attends to; at least one row.
+    `width` is a multiple of 16, at most 256. Raises ValueError if the sizes do not fit, or the variant is not one of `variants`.
+    """

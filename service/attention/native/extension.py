@@ -1,4 +1,4 @@
-"""The C extension for short calls, if the package was installed with a C compiler and it passes its self-test on this processor."""
+"""The C extension for short calls and decoding steps, if the package was installed with a C compiler and it passes its self-test here."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ try:
 except ImportError:
     _short = None  # type: ignore[assignment]
 
-TORCH = "torch"  # what computes short calls without the extension
+TORCH = "torch"  # what computes them without the extension
 
 
 def works(module: Any) -> bool:
@@ -32,12 +32,28 @@ def works(module: Any) -> bool:
             return False
         if not (np.allclose(output, expected_output, atol=1e-4) and np.allclose(weights, expected_weights, atol=1e-4)):
             return False
-    return True
+    is_current = hasattr(module, "attend_cache")  # a build of older sources has none
+    return is_current and all(_decodes(module, variant) for variant in module.variants)
+
+
+def _decodes(module: Any, variant: str) -> bool:
+    """Whether the implementation attends to two pages as NumPy does, with rows that are not whole vectors."""
+    kv_heads, group, width = 2, 3, 16
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((kv_heads, group, width)).astype(np.float32)
+    pages = [tuple(rng.standard_normal((2, kv_heads, rows, width)).astype(np.float32)) for rows in (7, 5)]
+    key, value = (np.concatenate((first[:, 2:], second[:, :3]), 1) for first, second in zip(*pages, strict=True))
+    exponentials = np.exp(0.5 * query @ key.swapaxes(1, 2))
+    totals = exponentials.sum(-1, keepdims=True)
+    output, log_sum_exp = np.zeros_like(query), np.zeros((kv_heads, group), np.float32)
+    parts = tuple((*page, *rows) for page, rows in zip(pages, ((2, 7), (0, 3)), strict=True))
+    module.attend_cache(variant, 1, kv_heads, group, width, 0.5, query, parts, output, log_sum_exp)
+    return np.allclose(output, exponentials @ value / totals, atol=1e-4) and np.allclose(log_sum_exp, np.log(totals[..., 0]), atol=1e-4)
 
 
 extension: Any = _short if _short is not None and works(_short) else None
 
 
 def variant() -> str:
-    """What computes short calls here: an instruction set that the extension uses, or TORCH."""
+    """What computes short calls and decoding steps here: an instruction set that the extension uses, or TORCH."""
     return TORCH if extension is None else extension.variants[0]

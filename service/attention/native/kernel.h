@@ -1,50 +1,9 @@
 /* The computation of short.h for one instruction set. avx512.c, avx2.c and portable.c include this file with LANES, the number of floats in a
    register, and TARGET, the attribute of functions that may use the instructions. */
 #include "short.h"
+#include "vectors.h"
 
-#include <math.h>
-#include <string.h>
-
-#define INLINE TARGET static inline __attribute__((always_inline))
 #define BLOCK 8 /* rows that are multiplied at a time: their sums stay in registers */
-
-typedef float vector __attribute__((vector_size(4 * LANES)));
-typedef int int_vector __attribute__((vector_size(4 * LANES)));
-typedef unsigned bits_vector __attribute__((vector_size(4 * LANES)));
-
-INLINE vector load(const float *from) { vector x; memcpy(&x, from, sizeof x); return x; }
-INLINE void store(float *to, vector x) { memcpy(to, &x, sizeof x); }
-INLINE vector choose(int_vector where, vector yes, vector no) { return (vector)(((int_vector)yes & where) | ((int_vector)no & ~where)); }
-
-/* e^x for x <= 0, and NaN for NaN, to about one unit in the last place: 2^n e^r with |r| <= ln(2) / 2; the polynomial is that of Cephes' expf. */
-INLINE vector exponential(vector x)
-{
-    const float round = 12582912.0f; /* 1.5 · 2^23: a sum with it is rounded to a whole number, which stands in its lowest bits */
-    const vector shifted = x * 1.44269504f + round, n = shifted - round;
-    const vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    const vector p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r + 1.6666665459e-1f) * r + 0.5f;
-    const vector power = (vector)(((bits_vector)shifted - 0x4b400000 + 127) << 23); /* 2^n */
-    return choose(x < -87.0f, (vector){0}, (p * r * r + r + 1.0f) * power);
-}
-
-/* The sum of a vector's numbers, and the largest of them, by halves. */
-INLINE float sum_of(vector x)
-{
-    float part[LANES];
-    store(part, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) part[i] += part[half + i];
-    return part[0];
-}
-
-INLINE float largest_of(vector x)
-{
-    float part[LANES];
-    store(part, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) part[i] = part[half + i] > part[i] ? part[half + i] : part[i];
-    return part[0];
-}
 
 /* A matrix whose rows are `stride` floats apart. */
 struct matrix {

@@ -89,8 +89,72 @@ static PyObject *attend(PyObject *module, PyObject *args)
     return result;
 }
 
-static PyMethodDef methods[] = {{"layer", make_layer, METH_VARARGS, NULL}, {"attend", attend, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_short", "Short calls in C.", -1, methods, NULL, NULL, NULL, NULL};
+enum { MOST_HEADS = 1 << 20 };
+
+/* Read (key, value, first, stop) of a page: arrays [kv_heads][any number of rows][width], of which rows first to stop are used. */
+static int read_page(PyObject *tuple, const struct query *query, Py_buffer buffers[2], struct page *page)
+{
+    int first, stop;
+    if (!PyTuple_Check(tuple)) return PyErr_SetString(PyExc_TypeError, "pages"), 0;
+    if (!PyArg_ParseTuple(tuple, "y*y*ii", buffers, buffers + 1, &first, &stop)) return 0;
+    const size_t row = sizeof(float) * query->kv_heads * query->width, rows = buffers[0].len / row;
+    if (first < 0 || stop <= first || (size_t)stop > rows || buffers[0].len != buffers[1].len || buffers[0].len % row) {
+        PyErr_SetString(PyExc_ValueError, "sizes");
+        return 0;
+    }
+    const size_t start = (size_t)first * query->width;
+    *page = (struct page){(const float *)buffers[0].buf + start, (const float *)buffers[1].buf + start, rows * query->width, stop - first};
+    return 1;
+}
+
+static PyObject *attend_cache(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name;
+    int variant = first_variant(), threads, done = 0;
+    struct query query;
+    Py_buffer x[3]; /* query, output, log_sum_exp */
+    PyObject *tuples;
+    if (!PyArg_ParseTuple(args, "siiiify*O!w*w*", &name, &threads, &query.kv_heads, &query.group, &query.width, &query.scale, x,
+                          &PyTuple_Type, &tuples, x + 1, x + 2))
+        return NULL;
+    while (variants[variant].name && strcmp(name, variants[variant].name)) variant++;
+    const Py_ssize_t count = PyTuple_Size(tuples);
+    Py_ssize_t read = 0;
+    Py_buffer *buffers = PyMem_Calloc(count + 1, 2 * sizeof *buffers);
+    struct page *pages = PyMem_Calloc(count + 1, sizeof *pages);
+    int fits = variants[variant].name && count && 0 < query.kv_heads && query.kv_heads <= MOST_HEADS && 0 < query.group &&
+               query.group <= MOST_HEADS && 0 < query.width && query.width <= WIDEST_HEAD && query.width % MOST_LANES == 0;
+    const uint64_t heads = fits ? (uint64_t)query.kv_heads * query.group : 0, sizes[3] = {heads * query.width, heads * query.width, heads};
+    for (int i = 0; i < 3; i++) fits = fits && (uint64_t)x[i].len == sizeof(float) * sizes[i];
+    if (!fits) PyErr_SetString(PyExc_ValueError, "sizes or variant");
+    if (!buffers || !pages) PyErr_NoMemory();
+    if (fits && buffers && pages) {
+        query.query = x[0].buf;
+        while (read < count && read_page(PyTuple_GetItem(tuples, read), &query, buffers + 2 * read, pages + read)) read++;
+    }
+    if (read && read == count) {
+        Py_BEGIN_ALLOW_THREADS
+        done = attend_pages(variants[variant].attend_block, &query, pages, (int)count, threads, x[1].buf, x[2].buf);
+        Py_END_ALLOW_THREADS
+        if (!done) PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; buffers && i < 2 * count; i++)
+        if (buffers[i].obj) PyBuffer_Release(&buffers[i]);
+    for (int i = 0; i < 3; i++) PyBuffer_Release(&x[i]);
+    PyMem_Free(buffers);
+    PyMem_Free(pages);
+    if (done) Py_RETURN_NONE;
+    return NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"layer", make_layer, METH_VARARGS, NULL},
+    {"attend", attend, METH_VARARGS, NULL},
+    {"attend_cache", attend_cache, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_short", "Short calls and decoding steps in C.", -1, methods, NULL, NULL, NULL, NULL};
 
 static PyObject *variant_names(void)
 {

@@ -6,11 +6,11 @@
 
 const struct variant variants[] = {
 #if defined(__x86_64__)
-    {"avx512", attend_avx512},
-    {"avx2", attend_avx2},
+    {"avx512", attend_avx512, attend_block_avx512},
+    {"avx2", attend_avx2, attend_block_avx2},
 #endif
-    {"portable", attend_portable},
-    {NULL, NULL},
+    {"portable", attend_portable, attend_block_portable},
+    {NULL, NULL, NULL},
 };
 
 int first_variant(void)

@@ -9,6 +9,8 @@
 
 #include <stddef.h>
 
+#include "pages.h"
+
 enum { QUERY, KEY, VALUE, OUTPUT, PROJECTIONS };
 
 struct layer {
@@ -38,6 +40,7 @@ void attend_portable(const struct layer *, const struct item *);
 extern const struct variant {
     const char *name;
     void (*attend)(const struct layer *, const struct item *);
+    void (*attend_block)(const struct block *);
 } variants[];
 int first_variant(void);
 

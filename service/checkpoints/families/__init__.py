@@ -1,4 +1,4 @@
-"""The table of model families: `model_type` -> part of the model -> a row, an `Attention`, which says how a config becomes a LayerSpec.
+"""The table of model families: `model_type` -> part of the model -> an `AttentionRow`, which says how a config becomes a LayerSpec.
 
     decoders.py            text models that generate, such as Llama and GPT-2
     hybrids.py             those which have other kinds of layers too, such as Mamba's
@@ -8,8 +8,8 @@
     refused.py             model types that need an operation that the layer does not have
 
 A new family is one line in one of these, between families that resemble it; families with equal lines share one. It says only what
-differs from Llama (`decoder`), BERT (`encoder`), ViT (`vision`) or Wav2Vec2 (`audio`): in fields of `Attention` (row.py) if that is a name
-in the config or in the checkpoint, in `Rotary` (../rope.py) if it is about RoPE, otherwise in traits (traits.py). Then
+differs from Llama (`decoder`), BERT (`encoder`), ViT (`vision`) or Wav2Vec2 (`audio`): in fields of `AttentionRow` (row.py) if that is a
+name in the config or in the checkpoint, in `Rotary` (../rope.py) if it is about RoPE, otherwise in traits (traits.py). Then
 `python tests/golden/generate_models.py NAME` compares the row with the family's own code, and writes its case.
 """
 
@@ -19,10 +19,10 @@ from service.checkpoints.families.encoder_decoders import ENCODER_DECODERS
 from service.checkpoints.families.encoders import ENCODERS
 from service.checkpoints.families.hybrids import HYBRIDS
 from service.checkpoints.families.refused import REASONS, REFUSED
-from service.checkpoints.families.row import Attention, Family, fields_of, number_of_layers, place_of
+from service.checkpoints.families.row import AttentionRow, Family, fields_of, number_of_layers, place_of
 from service.checkpoints.families.vision import VISION
 
-__all__ = ["COMPOSITES", "FAMILIES", "PARTS", "REASONS", "REFUSED", "Attention", "Family", "fields_of", "number_of_layers", "place_of"]
+__all__ = ["COMPOSITES", "FAMILIES", "PARTS", "REASONS", "REFUSED", "AttentionRow", "Family", "fields_of", "number_of_layers", "place_of"]
 
 TABLES = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO
 FAMILIES: dict[str, Family] = {name: family for names, family in TABLES.items() for name in names.split()}

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from service.checkpoints.families.row import Attention, Family, family
+from service.checkpoints.families.row import AttentionRow, Family, family
 from service.checkpoints.families.traits import TRANSFORMER_XL, WITHOUT_KEY_BIAS, biased, conformer, constant, window_everywhere
 from service.checkpoints.families.vision import CLIP, VIT
 from service.checkpoints.rope import Rotary
@@ -11,13 +11,13 @@ from service.checkpoints.rope import Rotary
 SOUNDS = "conv|feat_|codevector|^mask_|adapter|temperature|^add_|negatives|stable_layer_norm"  # fields without effect in the layers
 WAV2VEC2 = replace(CLIP, path="encoder.layers.{n}.attention", irrelevant=SOUNDS)
 WHISPER = replace(CLIP, bias=WITHOUT_KEY_BIAS, irrelevant=SOUNDS)
-LASR = Attention(rotary=Rotary(), causal=False, bias=biased("attention_bias"), irrelevant=f"{SOUNDS}|batch_norm|residual")
+LASR = AttentionRow(rotary=Rotary(), causal=False, bias=biased("attention_bias"), irrelevant=f"{SOUNDS}|batch_norm|residual")
 
 CONFORMER = replace(WAV2VEC2, path="encoder.layers.{n}.self_attn")
-PARAKEET = Attention(causal=False, bias=biased("attention_bias", default=True), irrelevant=f"{SOUNDS}|^scale_input$|^convolution_bias$")
+PARAKEET = AttentionRow(causal=False, bias=biased("attention_bias", default=True), irrelevant=f"{SOUNDS}|^scale_input$|^convolution_bias$")
 
 
-def fastspeech2(side: str) -> Attention:
+def fastspeech2(side: str) -> AttentionRow:
     return replace(
         CLIP,
         path=f"{side}.conformer_layers.{{n}}.self_attn",

@@ -4,7 +4,7 @@ import math
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, SLIDING
-from service.checkpoints.families.traits import CONVERSION, WIDEST_HEAD, WITHOUT, no_rope_layers, normed, require_present, with_options
+from service.checkpoints.families.traits import CONVERSION, NO_ROPE, WIDEST_HEAD, no_rope_layers, normed, require_present, with_options
 from service.checkpoints.layout import Fields
 
 
@@ -24,7 +24,7 @@ def bigcode(config: Config) -> Fields:
 def gpt_neo(config: Config) -> Fields:
     """`attention_layers` is global or local for each layer; a local one has a window."""
     config.ignore("attention_types", "window_size")
-    if (own := config.each("attention_layers")) not in ("global", "local"):
+    if (own := config.of_layer("attention_layers")) not in ("global", "local"):
         raise config.refusal("attention_layers", "global or local", own)
     return {"window": {"left": int(config.number("window_size", default=256)) - 1}} if own == "local" else {}
 
@@ -119,11 +119,11 @@ def indexed(config: Config, interleaved: bool, eps: str = "", every_nth: int = 1
 
     `eps`: the field with that of the norm of its keys, 1e-6 without one; `every_nth`: of layers with an indexer, if the config has none.
     """
-    n, kind = config.layer, config.each("indexer_types")
+    n, kind = config.layer, config.of_layer("indexer_types")
     pattern, offset = config.get("index_topk_pattern"), int(config.number("index_skip_topk_offset", default=2))
     every = max(int(config.number("index_topk_freq", default=every_nth)), 1)
     if kind is None and pattern is not None:
-        kind = config.each("index_topk_pattern") if isinstance(pattern, list) else str(pattern)[n : n + 1]
+        kind = config.of_layer("index_topk_pattern") if isinstance(pattern, list) else str(pattern)[n : n + 1]
     elif kind is None:
         kind = "full" if max(n - offset + 1, 0) % every == 0 else "shared"
     if kind not in ("full", "F"):
@@ -178,7 +178,7 @@ def muse_glimmer(config: Config) -> Fields:
 def laguna(config: Config) -> Fields:
     """A number of heads for each layer, and a softplus gate on each head or on each of its numbers."""
     name = "num_attention_heads_per_layer"
-    heads = config.each(name)
+    heads = config.of_layer(name)
     config.expect("gating", True, "per-head", "per-element")
     granularity = "elementwise" if config.get("gating") == "per-element" else "headwise"
     own = {} if heads is None else {"num_heads": Config({name: heads}, config.at).count(name)}
@@ -193,12 +193,12 @@ def key_multiplier(config: Config) -> Fields:
 def rope_if_any(config: Config) -> Fields:
     """OLMo Hybrid: no RoPE where rope_parameters are null."""
     require_present(config, "rope_parameters")
-    return {} if config.get("rope_parameters") is not None else {"rope": WITHOUT}
+    return {} if config.get("rope_parameters") is not None else {"rope": NO_ROPE}
 
 
 def rope_if_named(config: Config) -> Fields:
     """Granite 4: RoPE only with `position_embedding_type` rope."""
-    return {} if config.get("position_embedding_type") == "rope" else {"rope": WITHOUT}
+    return {} if config.get("position_embedding_type") == "rope" else {"rope": NO_ROPE}
 
 
 def recurrent_gemma_window(config: Config) -> Fields:

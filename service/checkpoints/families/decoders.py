@@ -3,9 +3,9 @@
 from dataclasses import replace
 from functools import partial
 
-from service.checkpoints.families import decoder_traits as own
+from service.checkpoints.families import decoder_traits
 from service.checkpoints.families.layer_types import FULL, SLIDING, alternating, every_nth_full, from_layer, modernbert_type, qwen_type
-from service.checkpoints.families.row import Attention, Family, family
+from service.checkpoints.families.row import AttentionRow, Family, family
 from service.checkpoints.families.traits import (
     ALL_BIASED,
     NO_BIASES,
@@ -32,7 +32,7 @@ from service.checkpoints.families.traits import (
 )
 from service.checkpoints.rope import Rotary
 
-LLAMA = Attention(rotary=Rotary(), bias=biased("attention_bias"))
+LLAMA = AttentionRow(rotary=Rotary(), bias=biased("attention_bias"))
 decoder = partial(family, "decoder", LLAMA)
 INTERLEAVED = Rotary(interleaved=True)
 THETA_10000 = Rotary(theta=10000.0)  # for configs that leave theta out
@@ -44,13 +44,13 @@ ALL_HEADS = normed(over="all", weights="own")
 LAYER_NORMED = normed("qk_layernorm", kind="layer", bias=True, eps="layer_norm_eps", default=1e-5)
 MODERNBERT_ROPE = Rotary(theta_fields={FULL: ("global_rope_theta", 160000.0), SLIDING: ("local_rope_theta", 10000.0)})
 
-NEOX = Attention(path="layers.{n}.attention", layout="grouped", rotary=Rotary(partial=0.25))
-GPT2 = Attention(path="h.{n}.attn", layout="conv", kv_heads=(), bias=ALL_BIASED)
+NEOX = AttentionRow(path="layers.{n}.attention", layout="grouped", rotary=Rotary(partial=0.25))
+GPT2 = AttentionRow(path="h.{n}.attn", layout="conv", kv_heads=(), bias=ALL_BIASED)
 GPT2_CROSS = replace(
-    GPT2, path="h.{n}.crossattention", layout="conv, cross", causal=False, traits=(own.gpt2_scale,), flag="add_cross_attention"
+    GPT2, path="h.{n}.crossattention", layout="conv, cross", causal=False, traits=(decoder_traits.gpt2_scale,), flag="add_cross_attention"
 )
 GPT_OSS = replace(LLAMA, traits=(constant(sinks=True), window), bias=biased("attention_bias", default=True), layer_type=alternating)
-GEMMA3 = Attention(
+GEMMA3 = AttentionRow(
     layout="separate, norms less 1",
     bias=LLAMA.bias,
     traits=(PRE_SCALAR, capped, window, normed(), only("use_bidirectional_attention", False)),
@@ -67,11 +67,11 @@ HRM_TEXT = replace(
     traits=(gated(), only("attention_bias", False)),
     irrelevant="^embedding_scale$",
 )
-DEEPSEEK = Attention(
+DEEPSEEK = AttentionRow(
     layout="latent", kv_heads=(), rotary=Rotary(interleaved_field="rope_interleave"), bias=biased("attention_bias", "o"), traits=(latent,)
 )
 latent_decoder = partial(family, "decoder", DEEPSEEK)
-LONGCAT = replace(DEEPSEEK, traits=(latent, own.longcat), layers=("num_layers",), rotary=INTERLEAVED, irrelevant="^head_dim$")
+LONGCAT = replace(DEEPSEEK, traits=(latent, decoder_traits.longcat), layers=("num_layers",), rotary=INTERLEAVED, irrelevant="^head_dim$")
 
 DECODERS: dict[str, Family] = {
     "llama": decoder(rotary=THETA_10000),
@@ -89,14 +89,14 @@ DECODERS: dict[str, Family] = {
     "qwen3_vl_text": decoder(normed(), rotary=Rotary(sections="thirds")),
     "qwen3_vl_moe_text": decoder(normed(), rotary=Rotary(sections="thirds"), irrelevant="sliding_window|max_window_layers"),
     "mllama_text_model": {
-        "decoder": replace(LLAMA, traits=(own.mllama("decoder"),), bias=NO_BIASES),
+        "decoder": replace(LLAMA, traits=(decoder_traits.mllama("decoder"),), bias=NO_BIASES),
         "cross": replace(
             LLAMA,
             path="layers.{n}.cross_attn",
             causal=False,
             rotary=None,
             bias=NO_BIASES,
-            traits=(normed(default=1e-5), own.mllama("cross")),
+            traits=(normed(default=1e-5), decoder_traits.mllama("cross")),
             irrelevant="^rope_",
         ),
     },
@@ -135,27 +135,27 @@ DECODERS: dict[str, Family] = {
     "gpt_oss": {"decoder": GPT_OSS},
     "gemma2 vaultgemma": decoder(PRE_SCALAR, capped_or_null, window, layer_type=alternating),
     "gemma3_text": {"decoder": GEMMA3},
-    "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", layer_type=None, traits=(window, own.gemma_values))},
+    "gemma3n_text": {"decoder": replace(GEMMA3, layout="separate", layer_type=None, traits=(window, decoder_traits.gemma_values))},
     "gemma4_text gemma4_unified_text": decoder(
-        own.gemma4_heads,
+        decoder_traits.gemma4_heads,
         window,
-        own.gemma_values,
+        decoder_traits.gemma_values,
         only("use_bidirectional_attention", None, "vision"),  # vision: among tokens of images
     ),
-    "llama4_text": decoder(chunks, own.llama4, rotary=INTERLEAVED, layer_type=own.llama4_type),
-    "ministral3": decoder(window_everywhere, own.ministral3, bias=NO_BIASES, rotary=Rotary(others=GROWTH)),
-    "mimo_v2_flash": decoder(own.mimo, window, bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.334)),
+    "llama4_text": decoder(chunks, decoder_traits.llama4, rotary=INTERLEAVED, layer_type=decoder_traits.llama4_type),
+    "ministral3": decoder(window_everywhere, decoder_traits.ministral3, bias=NO_BIASES, rotary=Rotary(others=GROWTH)),
+    "mimo_v2_flash": decoder(decoder_traits.mimo, window, bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.334)),
     "minimax_m3_vl_text": decoder(
         normed(), bias=NO_BIASES, layout="separate, norms less 1", rotary=Rotary(partial=1.0), irrelevant="^index_|^rotary_dim$"
     ),
-    "molmo2_text": decoder(own.molmo2, layout="stacked", bias=biased("attention_bias", "qkv"), irrelevant="^norm_after$"),
+    "molmo2_text": decoder(decoder_traits.molmo2, layout="stacked", bias=biased("attention_bias", "qkv"), irrelevant="^norm_after$"),
     "moshi": decoder(bias=NO_BIASES, irrelevant="sliding_window"),
     "muse_glimmer_text": decoder(
         normed(weights="none", default=1e-5),
         gated(),
         window,
         layer_thetas,
-        own.muse_glimmer,
+        decoder_traits.muse_glimmer,
         irrelevant="^output_multiplier$|^post_norm_eps$",
     ),
     "afmoe": decoder(
@@ -166,8 +166,8 @@ DECODERS: dict[str, Family] = {
         layer_type=every_nth_full("global_attn_every_n_layers", 4),
         irrelevant="^mup_enabled$",
     ),
-    "laguna": decoder(normed(), own.laguna, window, rotary=Rotary(partial=1.0)),
-    "beam": decoder(own.beam, normed(), window),
+    "laguna": decoder(normed(), decoder_traits.laguna, window, rotary=Rotary(partial=1.0)),
+    "beam": decoder(decoder_traits.beam, normed(), window),
     "step3p5": decoder(
         normed(default=1e-5),
         gated("headwise"),
@@ -179,12 +179,12 @@ DECODERS: dict[str, Family] = {
         rotary=Rotary(partial=1.0),
         irrelevant="^num_sliding_attention_heads$",  # which per_layer_config repeats
     ),
-    "diffllama": decoder(own.diffllama, layout="differential"),
+    "diffllama": decoder(decoder_traits.diffllama, layout="differential"),
     "deepseek_v3 glm4_moe_lite youtu axk1": latent_decoder(),
-    "deepseek_v32": latent_decoder(own.indexed(interleaved=False), rotary=INTERLEAVED, layout="latent, indexed"),
-    "glm_moe_dsa": latent_decoder(own.indexed(interleaved=True), rotary=INTERLEAVED, layout="latent, indexed"),
+    "deepseek_v32": latent_decoder(decoder_traits.indexed(interleaved=False), rotary=INTERLEAVED, layout="latent, indexed"),
+    "glm_moe_dsa": latent_decoder(decoder_traits.indexed(interleaved=True), rotary=INTERLEAVED, layout="latent, indexed"),
     "hy_v4": latent_decoder(
-        own.indexed(interleaved=False, eps="rms_norm_eps", every_nth=4),
+        decoder_traits.indexed(interleaved=False, eps="rms_norm_eps", every_nth=4),
         gated(),
         constant(sinks=True),
         rotary=Rotary(),
@@ -195,8 +195,8 @@ DECODERS: dict[str, Family] = {
     "minicpm3": latent_decoder(rotary=Rotary(), irrelevant="^scale_(emb|depth)$"),
     "longcat_flash": {part: replace(LONGCAT, path=f"layers.{{n}}.self_attn.{i}") for i, part in enumerate(("first", "second"))},
     "mistral4": latent_decoder(
-        own.mistral4,
-        own.ministral3,
+        decoder_traits.mistral4,
+        decoder_traits.ministral3,
         rotary=Rotary(interleaved_field="rope_interleave", dims_field="qk_rope_head_dim", partial=1.0, others=GROWTH),
     ),
     "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
@@ -204,14 +204,14 @@ DECODERS: dict[str, Family] = {
     "gpt_neox_japanese": family("decoder", NEOX, rotary=Rotary(partial=1.0), bias=NO_BIASES),
     "gptj": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ),
     "codegen": decoder(path="h.{n}.attn", bias=NO_BIASES, rotary=GPTJ, layout="codegen"),
-    "gpt2": {"decoder": replace(GPT2, traits=(own.gpt2_scale,)), "cross": GPT2_CROSS},
-    "imagegpt": family("decoder", GPT2, own.gpt2_scale),
+    "gpt2": {"decoder": replace(GPT2, traits=(decoder_traits.gpt2_scale,)), "cross": GPT2_CROSS},
+    "imagegpt": family("decoder", GPT2, decoder_traits.gpt2_scale),
     "openai-gpt": {"decoder": GPT2},
-    "gpt_bigcode": family("decoder", GPT2, own.gpt2_scale, own.bigcode, layout="grouped"),
-    "gpt_neo": decoder(constant(scale=1.0), own.gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(letters="o")),
+    "gpt_bigcode": family("decoder", GPT2, decoder_traits.gpt2_scale, decoder_traits.bigcode, layout="grouped"),
+    "gpt_neo": decoder(constant(scale=1.0), decoder_traits.gpt_neo, path="h.{n}.attn.attention", rotary=None, bias=biased(letters="o")),
     "bloom": decoder(constant(alibi=True), path="h.{n}.self_attention", layout="grouped", rotary=None, bias=ALL_BIASED),
-    "falcon": decoder(own.falcon, rotary=THETA_10000, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
-    "mpt": decoder(own.mpt, path="blocks.{n}.attn", layout="stacked", rotary=None, bias=NO_BIASES),
+    "falcon": decoder(decoder_traits.falcon, rotary=THETA_10000, path="h.{n}.self_attention", layout="grouped", bias=biased("bias")),
+    "mpt": decoder(decoder_traits.mpt, path="blocks.{n}.attn", layout="stacked", rotary=None, bias=NO_BIASES),
     "opt": decoder(path="decoder.layers.{n}.self_attn", rotary=None, bias=biased("enable_bias", default=True)),
     "xglm": decoder(rotary=None, bias=ALL_BIASED, heads=("attention_heads",)),
     "biogpt": decoder(rotary=None, bias=ALL_BIASED),

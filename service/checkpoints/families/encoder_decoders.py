@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.encoders import ABSOLUTE, BERT
-from service.checkpoints.families.row import Attention, Family
+from service.checkpoints.families.row import AttentionRow, Family
 from service.checkpoints.families.traits import ALL_BIASED, NO_BIASES, WITHOUT_KEY_BIAS, Trait, biased, constant, only, with_options
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary
@@ -50,7 +50,7 @@ def bart(
 
 def t5(table_of_each_block: bool = False) -> Family:
     """T5's encoder, decoder and cross-attention, whose first block has the table of biases for all, unless each has its own."""
-    common = Attention(
+    common = AttentionRow(
         heads=("num_heads",), head_dim=("d_kv",), kv_heads=(), causal=False, bias=NO_BIASES, irrelevant="is_gated_act|scale_decoder"
     )
     block = "{n}" if table_of_each_block else "0"

@@ -8,12 +8,12 @@ from service.checkpoints.config import Config
 from service.checkpoints.families.decoder_traits import gemma4_heads, gemma_values
 from service.checkpoints.families.decoders import GPT_OSS, INTERLEAVED, LLAMA, MODERNBERT_ROPE, THETA_10000
 from service.checkpoints.families.layer_types import modernbert_type, repmixer, sliding
-from service.checkpoints.families.row import Attention, Family, family
+from service.checkpoints.families.row import AttentionRow, Family, family
 from service.checkpoints.families.traits import (
     ALL_BIASED,
     CONVERSION,
     NO_BIASES,
-    WITHOUT,
+    NO_ROPE,
     WITHOUT_KEY_BIAS,
     Trait,
     biased,
@@ -30,7 +30,7 @@ from service.checkpoints.rope import Rotary
 
 ABSOLUTE = only("position_embedding_type", "absolute")  # positions that are added to the model's input
 ABSOLUTE_OR_ROTARY = only("position_embedding_type", "absolute", "rotary", "rope")  # families that rotate whichever it is
-BERT = Attention(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL_BIASED, traits=(ABSOLUTE,))
+BERT = AttentionRow(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL_BIASED, traits=(ABSOLUTE,))
 DEBERTA = replace(BERT, traits=(deberta,), table="encoder.rel_embeddings.weight")
 ESMC_NORM = {"kind": "layer", "over": "all", "weights": "own", "eps": 1e-5}
 
@@ -75,7 +75,7 @@ def luke(config: Config) -> Fields:
 def rope_if_rotary(config: Config) -> Fields:
     """ESM: RoPE only with `position_embedding_type` rotary; its absolute positions are added to the model's input."""
     config.expect("position_embedding_type", "absolute", "rotary")
-    return {} if config.get("position_embedding_type") == "rotary" else {"rope": WITHOUT}
+    return {} if config.get("position_embedding_type") == "rotary" else {"rope": NO_ROPE}
 
 
 def every_nth_cross(config: Config) -> Fields:
@@ -119,7 +119,7 @@ ENCODERS: dict[str, Family] = {
     ),
     "deberta": family("encoder", DEBERTA, layout="grouped", bias=WITHOUT_KEY_BIAS),
     "deberta-v2": family("encoder", DEBERTA, head_dim=("attention_head_size",)),
-    "xlnet": {"encoder": Attention("layer.{n}.rel_attn", "xlnet", head_dim=("d_head",), causal=False, bias=NO_BIASES, traits=(xlnet,))},
+    "xlnet": {"encoder": AttentionRow("layer.{n}.rel_attn", "xlnet", head_dim=("d_head",), causal=False, bias=NO_BIASES, traits=(xlnet,))},
     "esm": encoder(rope_if_rotary, rotary=THETA_10000),
     "roformer": encoder(only("rotary_value", False), rotary=replace(INTERLEAVED, theta=10000.0)),
     "nomic_bert": encoder(path="encoder.layers.{n}.attn", layout="stacked", rotary=Rotary(), bias=NO_BIASES),

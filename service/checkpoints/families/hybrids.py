@@ -1,6 +1,6 @@
 """Rows of decoders that have softmax attention in some layers, or beside something else: Mamba, linear attention, convolutions."""
 
-from service.checkpoints.families import decoder_traits as own
+from service.checkpoints.families import decoder_traits
 from service.checkpoints.families.decoders import ALL_HEADS, GRANITE, decoder, latent_decoder
 from service.checkpoints.families.layer_types import (
     LINEAR,
@@ -30,17 +30,17 @@ HYBRIDS: dict[str, Family] = {
         only("mla_use_nope", True), only("rope_scaling", None), rotary=None, layer_type=kimi_linear_type, irrelevant="^linear_"
     ),
     "minimax": decoder(window_everywhere, bias=NO_BIASES, irrelevant="_(alpha|beta)_factor$"),
-    "falcon_h1": decoder(own.key_multiplier, irrelevant=MAMBA),
+    "falcon_h1": decoder(decoder_traits.key_multiplier, irrelevant=MAMBA),
     "bamba": decoder(rotary=Rotary(partial=0.5), layer_type=listed("attn_layer_indices", "mamba"), irrelevant=MAMBA),
     "jamba": decoder(rotary=None, bias=NO_BIASES, layer_type=jamba_type, irrelevant=MAMBA),
-    "granitemoehybrid": decoder(GRANITE, own.rope_if_named, irrelevant=MAMBA),
+    "granitemoehybrid": decoder(GRANITE, decoder_traits.rope_if_named, irrelevant=MAMBA),
     "lfm2": decoder(LFM2_NORM, bias=NO_BIASES, layer_type=listed("full_attn_idxs", "conv", True), irrelevant=MAMBA),
     "lfm2_moe": decoder(LFM2_NORM, bias=NO_BIASES, irrelevant=MAMBA),
     "nemotron_h": decoder(path="layers.{n}.mixer", rotary=None, types_field="layers_block_type", irrelevant=f"{MAMBA}|^sliding_window$"),
     "lfm3": decoder(normed(), window, gated("headwise", flag="use_attention_gate"), irrelevant=f"{MAMBA}|sandwich_norm"),
-    "olmo_hybrid": decoder(ALL_HEADS, own.rope_if_any, irrelevant=MAMBA),
+    "olmo_hybrid": decoder(ALL_HEADS, decoder_traits.rope_if_any, irrelevant=MAMBA),
     "recurrent_gemma": decoder(
-        own.recurrent_gemma_window,
+        decoder_traits.recurrent_gemma_window,
         path="layers.{n}.temporal_block",
         bias=biased("attention_bias", "qkv", always="o"),
         rotary=Rotary(partial=0.5),

@@ -6,7 +6,7 @@ from typing import Any
 
 from service.checkpoints.config import Config
 from service.checkpoints.families.layer_types import CHUNKED, FULL, LINEAR, OTHER_NAMES, SLIDING, LayerType
-from service.checkpoints.families.traits import STAGE, WIDEST_HEAD, WINDOWED, WITHOUT, Trait, chunks
+from service.checkpoints.families.traits import NO_ROPE, STAGE, WIDEST_HEAD, WINDOWED, Trait, chunks
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary, rope_fields
 from service.errors import InvalidRequest
@@ -15,7 +15,7 @@ MOST_STAGES, MOST_LAYERS = 64, 1 << 12  # of a model, of a stage
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionRow:
     """One kind of attention layer of a family. Where several names of a field are given, the first that the config has counts."""
 
     path: str = "layers.{n}.self_attn"  # the end of the layer's name in the checkpoint
@@ -38,91 +38,89 @@ class Attention:
     irrelevant: str = ""  # pattern of fields that have no effect on attention though their names suggest it
 
 
-Family = Mapping[str, Attention]  # part -> attention
+Family = Mapping[str, AttentionRow]  # part of the model -> its row
 
 
-def family(part: str, like: Attention, *traits: Trait, **changes: Any) -> Family:
+def family(part: str, like: AttentionRow, *traits: Trait, **changes: Any) -> Family:
     """A family with one part, whose attention is like another but for these traits, which are added, and other changes."""
     return {part: replace(like, traits=(*like.traits, *traits), **changes)}
 
 
-def number_of_layers(attention: Attention, config: Config) -> int:
+def number_of_layers(row: AttentionRow, config: Config) -> int:
     """By the field that counts them, or the one that lists their types. Raises InvalidRequest if there is none."""
-    if attention.stages:
-        return sum(_depths(attention, config))
-    types = config.get(attention.types_field)
-    return len(types) if config.get(*attention.layers) is None and isinstance(types, list) else config.count(*attention.layers)
+    if row.stages:
+        return sum(_depths(row, config))
+    types = config.get(row.types_field)
+    return len(types) if config.get(*row.layers) is None and isinstance(types, list) else config.count(*row.layers)
 
 
-def _depths(attention: Attention, config: Config) -> list[int]:
+def _depths(row: AttentionRow, config: Config) -> list[int]:
     """The number of layers of each stage. Raises InvalidRequest."""
-    depths: Any = config.get(attention.stages)
+    depths: Any = config.get(row.stages)
     is_list = isinstance(depths, list) and 0 < len(depths) <= MOST_STAGES
     if not is_list or not all(type(depth) is int and 0 < depth <= MOST_LAYERS for depth in depths):
-        raise config.refusal(attention.stages, f"the number of layers of each stage, of at most {MOST_STAGES}", depths)
+        raise config.refusal(row.stages, f"the number of layers of each stage, of at most {MOST_STAGES}", depths)
     return list(depths)
 
 
-def place_of(attention: Attention, config: Config) -> dict[str, int]:
+def place_of(row: AttentionRow, config: Config) -> dict[str, int]:
     """What the path of the layer is made from. Raises InvalidRequest if there is no such layer."""
     n = config.layer
-    if not attention.stages:
+    if not row.stages:
         return {"n": n}
-    blocks = [(stage, block) for stage, depth in enumerate(_depths(attention, config)) for block in range(depth)]
+    blocks = [(stage, block) for stage, depth in enumerate(_depths(row, config)) for block in range(depth)]
     if not 0 <= n < len(blocks):
         raise InvalidRequest.where("/layer", f"0 to {len(blocks) - 1}, the model's layers", str(n))
     return dict(zip(("stage", "block"), blocks[n], strict=True))
 
 
-def _of_stage(attention: Attention, config: Config) -> Config:
+def _of_stage(row: AttentionRow, config: Config) -> Config:
     """The config with the width and the number of heads of the layer's stage in place of those of all."""
-    stage = place_of(attention, config)["stage"]
-    config.ignore(*attention.width)
-    heads = config.each(attention.heads[0], stage)
-    return config.changed({attention.heads[0]: heads, attention.width[0]: config.count("embed_dim") << stage, STAGE: stage})
+    stage = place_of(row, config)["stage"]
+    config.ignore(*row.width)
+    heads = config.of_layer(row.heads[0], stage)
+    return config.with_fields({row.heads[0]: heads, row.width[0]: config.count("embed_dim") << stage, STAGE: stage})
 
 
-def fields_of(attention: Attention, config: Config) -> Fields:
+def fields_of(row: AttentionRow, config: Config) -> Fields:
     """Fields of LayerSpec. Raises InvalidRequest."""
-    config = _of_stage(attention, config) if attention.stages else config
-    n, layer_type = config.layer, type_of_layer(attention, config)
+    config = _of_stage(row, config) if row.stages else config
+    n, layer_type = config.layer, type_of_layer(row, config)
     config.layer_type = layer_type
     if layer_type == LINEAR:
         raise config.refusal(
-            attention.types_field, f"softmax attention; layer {n} is linear attention, which has no attention weights", layer_type
+            row.types_field, f"softmax attention; layer {n} is linear attention, which has no attention weights", layer_type
         )
-    known = [FULL, *([SLIDING] if _is_windowed(attention) else []), *([CHUNKED] if chunks in attention.traits else [])]
+    known = [FULL, *([SLIDING] if _is_windowed(row) else []), *([CHUNKED] if chunks in row.traits else [])]
     if layer_type not in known:
-        raise config.refusal(attention.types_field, f"{' or '.join(known)} in layer {n}", layer_type)
-    heads, width = config.count(*attention.heads), config.get(*attention.width)
-    head_dim = (
-        config.count(*attention.head_dim) if config.get(*attention.head_dim) else config.count(*attention.width) // heads if width else 1
-    )
+        raise config.refusal(row.types_field, f"{' or '.join(known)} in layer {n}", layer_type)
+    heads, width = config.count(*row.heads), config.get(*row.width)
+    head_dim = config.count(*row.head_dim) if config.get(*row.head_dim) else config.count(*row.width) // heads if width else 1
     if not 0 < head_dim <= WIDEST_HEAD:
-        raise config.refusal(attention.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
+        raise config.refusal(row.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
     fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
     fields |= {"output_gate": None, "latent": None, "grid_bias": None, "differential": None, "relative_scores": None, "indexer": None}
-    if attention.kv_heads and config.get(*attention.kv_heads) is not None:
-        fields["num_kv_heads"] = config.count(*attention.kv_heads)
-    for trait in attention.traits:
+    if row.kv_heads and config.get(*row.kv_heads) is not None:
+        fields["num_kv_heads"] = config.count(*row.kv_heads)
+    for trait in row.traits:
         fields |= trait(config)
-    if attention.rotary:
+    if row.rotary:
         rotated = fields["latent"]["rope_key_dim"] if fields["latent"] else fields["head_dim"] // (2 if fields["differential"] else 1)
-        rope = rope_fields(config, attention.rotary, layer_type, rotated)
-        fields["rope"] = fields["rope"] if fields["rope"] == WITHOUT else rope
-    fields["rope"] = None if fields["rope"] == WITHOUT else fields["rope"]
-    return fields | (attention.bias(config) if attention.bias else {})
+        rope = rope_fields(config, row.rotary, layer_type, rotated)
+        fields["rope"] = fields["rope"] if fields["rope"] == NO_ROPE else rope
+    fields["rope"] = None if fields["rope"] == NO_ROPE else fields["rope"]
+    return fields | (row.bias(config) if row.bias else {})
 
 
-def type_of_layer(attention: Attention, config: Config) -> str:
+def type_of_layer(row: AttentionRow, config: Config) -> str:
     """By the field that lists them, or by the family's rule for configs without them."""
-    ruled = attention.layer_type(config) if attention.layer_type else None
-    listed = config.each(attention.types_field)
-    if listed is None and ruled is None and _is_windowed(attention):
-        raise config.refusal(attention.types_field, "the type of each layer", None)
+    ruled = row.layer_type(config) if row.layer_type else None
+    listed = config.of_layer(row.types_field)
+    if listed is None and ruled is None and _is_windowed(row):
+        raise config.refusal(row.types_field, "the type of each layer", None)
     layer_type = str(listed or ruled or FULL)
     return OTHER_NAMES.get(layer_type, layer_type)
 
 
-def _is_windowed(attention: Attention) -> bool:
-    return any(trait in WINDOWED for trait in attention.traits)
+def _is_windowed(row: AttentionRow) -> bool:
+    return any(trait in WINDOWED for trait in row.traits)

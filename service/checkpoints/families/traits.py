@@ -20,7 +20,7 @@ WIDEST_HEAD = 1 << 16
 # -> groups of its convolution of width 1; `table_eps`: of the layer norm of a table of distances; `projects_table`: if it is projected.
 CONVERSION = "conversion"
 STAGE = "stage"  # among the fields of a config: the number of a layer's stage, in families with stages
-WITHOUT: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
+NO_ROPE: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
 
 
 def with_options(trait: Callable[Concatenate[Config, P], Fields]) -> Callable[P, Trait]:
@@ -174,27 +174,27 @@ def latent(config: Config) -> Fields:
 
 def no_rope_layers(config: Config) -> Fields:
     """`no_rope_layers`: 1 where a layer has RoPE, 0 where it has none; by default every fourth has none."""
-    flag, every = config.each("no_rope_layers"), config.get("no_rope_layer_interval", default=4)
-    return {} if (flag if flag is not None else (config.layer + 1) % every) else {"rope": WITHOUT}
+    flag, every = config.of_layer("no_rope_layers"), config.get("no_rope_layer_interval", default=4)
+    return {} if (flag if flag is not None else (config.layer + 1) % every) else {"rope": NO_ROPE}
 
 
 def rope_if_sliding(config: Config) -> Fields:
     """Where some layers have a window, only those have RoPE."""
     require_present(config, "sliding_window")
-    return {} if config.layer_type == SLIDING or config.get("sliding_window") is None else {"rope": WITHOUT}
+    return {} if config.layer_type == SLIDING or config.get("sliding_window") is None else {"rope": NO_ROPE}
 
 
 def rope_only_if_sliding(config: Config) -> Fields:
     """Layers with full attention have no RoPE."""
-    return {} if config.layer_type == SLIDING else {"rope": WITHOUT}
+    return {} if config.layer_type == SLIDING else {"rope": NO_ROPE}
 
 
 def layer_thetas(config: Config) -> Fields:
     """A theta for each layer; 0 is no RoPE. Others than that of rope_parameters are refused."""
-    own, shared = config.each("layer_rope_theta"), (config.section("rope_parameters") or config).get("rope_theta")
+    own, shared = config.of_layer("layer_rope_theta"), (config.section("rope_parameters") or config).get("rope_theta")
     if own and own != shared:
         raise config.refusal("layer_rope_theta", f"{shared} in layer {config.layer}, as rope_parameters has it", own)
-    return {} if own is None or own else {"rope": WITHOUT}
+    return {} if own is None or own else {"rope": NO_ROPE}
 
 
 # --- scores by content and distance ---

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from service.checkpoints.config import Config
-from service.checkpoints.families.row import Attention, Family, family
+from service.checkpoints.families.row import AttentionRow, Family, family
 from service.checkpoints.families.traits import ALL_BIASED, NO_BIASES, STAGE, WITHOUT_KEY_BIAS, biased, normed, with_options
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary
@@ -15,7 +15,7 @@ SIZES = (  # fields without effect in the layers
     "^(image|patch)_|projection|mask_token|layernorm|layer_?scale|^(vision_)?use_head$|^decoder_|norm_pix|^norm_(mean|std)$|_scales$|"
     "position_embeddings$|auxiliary_head|^head_in"
 )
-VIT = Attention(
+VIT = AttentionRow(
     path="layer.{n}.attention", kv_heads=(), causal=False, bias=biased("qkv_bias", "qkv", always="o", default=True), irrelevant=SIZES
 )
 TIMM = replace(VIT, path="blocks.{n}.attn", layout="stacked")

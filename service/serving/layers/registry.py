@@ -1,16 +1,16 @@
 """The registry of the layers of a process. Layers are immutable: a call keeps the layer it was bound to, even if that is replaced."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from service.attention.initialization import draw_weights
 from service.attention.layer import MultiHeadAttention
-from service.attention.weights import draw_weights
 from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, pointer
 from service.serving.admission import ServingLimits
 from service.serving.device import cast, numpy_of
+from service.serving.rounding import score_deviation
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
 from service.tensors import Array
@@ -143,7 +143,7 @@ class LayerRegistry:
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
-        return LoadedLayer(name, spec, fingerprint(spec, arrays), attention, _score_deviation(spec, tensors), origin)
+        return LoadedLayer(name, spec, fingerprint(spec, arrays), attention, score_deviation(spec, tensors), origin)
 
     def put(self, layer: LoadedLayer) -> bool:
         """Add or replace the layer. Returns whether the name is new."""
@@ -161,38 +161,6 @@ class LayerRegistry:
         """Remove the layer of that name, unloaded or not."""
         self._layers.pop(name, None)
         self._unloaded.pop(name, None)
-
-
-MANY_KEYS = 1 << 16  # for which the scores of scalable softmax are estimated
-
-
-def _score_deviation(spec: LayerSpec, tensors: Mapping[str, torch.Tensor]) -> float:
-    """Standard deviation of scores before scale: sqrt(head_dim * variance of query components * variance of key components).
-
-    Infinite for differential attention: its norm may amplify the rounding of any difference, so its calls run alone.
-    """
-    if spec.differential:
-        return math.inf
-    growth = math.log(MANY_KEYS) if spec.normalizer == "scalable_softmax" else 1.0
-    if not spec.projections or spec.qk_norm is not None:  # components have unit variance
-        return growth * math.sqrt(spec.head_dim)
-    queries, keys = _variance(tensors, "query"), _variance(tensors, "key")
-    if (latent := spec.latent) is not None:
-        keys += (_variance(tensors, "rope_key") - keys) * latent.rope_key_dim / spec.head_dim
-    if (relative := spec.relative_scores) is not None:
-        share = 1 / (2 * relative.columns or 2)  # mean square of an embedded distance: a unit vector, or sines and cosines
-        keys += share * _variance(tensors, "position_key")
-        queries += share * _variance(tensors, "position_query") if relative.position_to_content else 0
-        queries += sum(float(tensors[name].double().square().mean()) for name in ("content_bias", "position_bias") if name in tensors)
-    return growth * math.sqrt(spec.head_dim * queries * keys)
-
-
-def _variance(tensors: Mapping[str, torch.Tensor], name: str) -> float:
-    """Mean variance of the components of a projection, for inputs of unit variance."""
-    variance: torch.Tensor = tensors[f"{name}.weight"].double().square().sum(1)
-    if f"{name}.bias" in tensors:
-        variance += tensors[f"{name}.bias"].double().square()
-    return float(variance.mean())
 
 
 def _cast_weights(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:

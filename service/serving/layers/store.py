@@ -25,7 +25,7 @@ from service.serving.layers.coordination import Claim, Coordinator, create_locke
 from service.serving.layers.files import ParsedLayer, read_stored, stored_pieces
 from service.serving.layers.registry import LoadedLayer
 from service.wire.problems import describe_value
-from service.wire.schemas.attend import LAYER_NAME, require_layer_name
+from service.wire.schemas.document import LAYER_NAME, require_layer_name
 
 log = structlog.get_logger("attend")
 NAME = re.compile(LAYER_NAME)

@@ -31,7 +31,7 @@ from service.serving.sessions.session import Session
 from service.serving.sessions.workers import RESTARTED, Workers
 from service.wire.codec import SequencePart
 from service.wire.problems import describe_value
-from service.wire.schemas.attend import LayerReference
+from service.wire.schemas.document import LayerReference
 from service.wire.schemas.sessions import PostSession, SessionDocument
 
 Reason = Literal["idle", "memory", "layer_replaced", "layer_removed", "deleted"]
@@ -78,8 +78,6 @@ class SessionRegistry:
     def create(self, document: PostSession, owner: str) -> Session:
         """A new session without rows. Raises LayerNotFound, LayerUnloaded, InvalidRequest or OutOfMemory."""
         layer = self.layers.find(document.layer)
-        if layer.spec.indexer is not None:
-            raise InvalidRequest.where("/layer", "a layer without an indexer, whose keys no session keeps", f'"{document.layer}"')
         self._require_room(owner)
         return self._add(layer, KeyValueCache(layer.spec, self.pool, owner), document.capacity, document.idle_seconds)
 
@@ -111,7 +109,8 @@ class SessionRegistry:
         """Raises SessionNotFound, WrongReplica, WrongWorker, or SessionEnded if this process is not the one that has the session."""
         place = place_of(session_id)
         if place.replica != self.place.replica:
-            raise WrongReplica("another replica has this session; a balancer has to send its requests there")
+            own = self.place.replica
+            raise WrongReplica(f"replica {place.replica} has this session, and this is {own}; a balancer has to send its requests there")
         if self.workers is not None:
             self.workers.require_session(place)
         elif place != self.place:

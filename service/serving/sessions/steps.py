@@ -12,7 +12,7 @@ from service.attention.call import Call
 from service.attention.decoding import CachedOperation, CachedStep
 from service.errors import InvalidRequest, SessionConflict, TooLarge
 from service.serving.admission import Admission
-from service.serving.binding import bind, check_against_layer, finite_arrays, rotary_positions, shape_fields, tensors_of
+from service.serving.binding import check_against_layer, finite_arrays, make_call, rotary_positions, shape_fields, tensors_of
 from service.serving.cost import predict_step
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
@@ -52,7 +52,7 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
     query, *appended = tensors_of(*finite_arrays(members["query"], members.get("key"), members.get("value"), spec))
     sequences, positions = (query, *_placeholders(layer, stop)), None
     if cached is None:
-        call = replace(bind(request, spec, sequences), key_positions=None)
+        call = replace(make_call(request, spec, sequences), key_positions=None)
         if rows.positions is not None:
             positions = call.positions if rows.key is None else rotary_positions("key_positions", rows)
         if key is not None:

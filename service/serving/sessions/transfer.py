@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from service.attention.cache import KeyValueCache, cached_widths, caches_latent
+from service.attention.cache import WITHOUT_HEADS, KeyValueCache, cached_tensors
 from service.errors import InvalidRequest, MalformedBody, SessionConflict, TooLarge
 from service.serving.device import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
@@ -23,7 +23,7 @@ from service.wire.safetensors import read_tensors, write_tensors
 
 
 async def export_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> list[Buffer]:
-    """The session's rows as safetensors: tensors as in `cached_widths`, from row `first` on; `fingerprint`, `length` and `first` as
+    """The session's rows as safetensors: tensors as in `cached_tensors`, from row `first` on; `fingerprint`, `length` and `first` as
     metadata. Raises what `SessionRegistry.turn` raises."""
     async with sessions.turn(session_id, owner, raw) as session:
         return await service.engine.run(raw, session.cache.size, _file_of, session)
@@ -52,9 +52,7 @@ async def import_cache(service: Service, sessions: SessionRegistry, session_id: 
 
 def _file_of(session: Session) -> list[Buffer]:
     cache, first = session.cache, session.cache.first
-    arrays = {name: numpy_of(tensor.cpu()) for name, tensor in cache.joined(first).items()}
-    if "latent" in arrays:  # without the axis of heads
-        arrays = {name: array[0] for name, array in arrays.items()}
+    arrays = {name: numpy_of((x[0] if name in WITHOUT_HEADS else x).cpu()) for name, x in cache.joined(first).items()}
     metadata = {"fingerprint": session.layer.fingerprint, "length": str(cache.length), "first": str(first)}
     return write_tensors(arrays, metadata)
 
@@ -71,14 +69,14 @@ def _rows_of(raw: RawRequest, layer: LoadedLayer, limit: int) -> tuple[int, int,
     if first > length:
         raise MalformedBody.where("/__metadata__/first", f"at most {length}, the length", str(first))
     tensors = {}
-    for name, (heads, width) in cached_widths(layer.spec).items():
+    for name, (heads, width, dtype) in cached_tensors(layer.spec).items():
         if name not in arrays:
             raise InvalidRequest.where(f"/{name}", "a tensor", "nothing")
-        shape = (length - first, width) if caches_latent(layer.spec) else (heads, length - first, width)
+        shape = (length - first, width) if name in WITHOUT_HEADS else (heads, length - first, width)
         if arrays[name].shape != shape:
             raise InvalidRequest.where(f"/{name}", f"shape {list(shape)}", f"shape {list(arrays[name].shape)}")
         array = np.ascontiguousarray(arrays[name]).reshape(heads, length - first, width)
-        tensors[name] = cast(name, array, layer.spec.dtype).to(layer.attention.device)
+        tensors[name] = cast(name, array, dtype).to(layer.attention.device)
     return first, length, tensors
 
 

@@ -25,7 +25,7 @@ from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
 from service.wire.v2.header import V2ReplyFormat
-from service.wire.v2.parameters import (
+from service.wire.v2.members import (
     VERSION,
     datatype_named,
     kind_of,

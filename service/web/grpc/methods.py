@@ -25,7 +25,7 @@ from service.web.v2.description import ProtocolExtensions, config_of, index_of, 
 from service.web.v2.repository import load_layer, unload_layer
 from service.wire.codec import Codec
 from service.wire.problems import validate
-from service.wire.v2.parameters import require_version
+from service.wire.v2.members import require_version
 from service.wire.v2.schemas import LoadParameters, UnloadParameters
 
 

@@ -2,7 +2,7 @@
 // 401 or 403.
 
 import { $, inStorage } from "./dom.js";
-import { present } from "./wire.js";
+import { setKey } from "./wire.js";
 
 const STORED = "key";
 export let key = ""; // "" for none
@@ -12,19 +12,19 @@ export function followKey(changed) {
   key = inStorage("sessionStorage", (storage) => storage.getItem(STORED)) ?? "";
   $("access").value = key;
   $("access-field").hidden = !key;
-  present(key);
+  setKey(key);
   const take = () => {
     key = $("access").value.trim();
     inStorage("sessionStorage", (storage) => (key ? storage.setItem(STORED, key) : storage.removeItem(STORED)));
-    present(key);
+    setKey(key);
     changed();
   };
   $("access").addEventListener("change", () => $("access").value.trim() !== key && take());
   $("access").addEventListener("keydown", (event) => event.key === "Enter" && (event.preventDefault(), take()));
 }
 
-/** Whether a refusal is about the key; if so, shows it at the field. */
-export function denied(error) {
+/** Shows a refusal at the field of the key if it is about the key; returns whether it is. */
+export function showKeyRefusal(error) {
   if (error.status !== 401 && !(error.status === 403 && key)) return false;
   const unknown = key ? "This server does not know the key." : "This server requires a key. Its operator makes one with attend keys add.";
   $("access-error").textContent = error.status === 401 ? unknown : `${error.problems.map(({ text }) => text).join("; ")}.`;

@@ -1,6 +1,6 @@
 // The form: values of the controls, and refusals of the service next to the control they are about.
 
-import { denied } from "./access.js";
+import { showKeyRefusal } from "./access.js";
 import { $, make } from "./dom.js";
 import { Refusal } from "./wire.js";
 
@@ -76,13 +76,13 @@ export async function attempt(field, act, isShown = () => true) {
     return true;
   } catch (error) {
     if (!(error instanceof Refusal)) throw error;
-    if (isShown() && !denied(error)) place.textContent = error.problems.map(sentence).join("; ");
+    if (isShown() && !showKeyRefusal(error)) place.textContent = error.problems.map(problemText).join("; ");
     return false;
   }
 }
 
 /** A problem and its place. */
-const sentence = ({ at, text }) => `${text}${at ? `, at ${at}` : ""}`;
+const problemText = ({ at, text }) => `${text}${at ? `, at ${at}` : ""}`;
 
 /** Shows each problem at its field; `fields` maps further pointers to fields. Above the result are the others, or that there are some. */
 export function showErrors(problems, fields) {
@@ -92,7 +92,7 @@ export function showErrors(problems, fields) {
     const own = known[problem.at.split("/")[1] ?? ""];
     const field = own ?? known["*"];
     if (field && $(`${field}-error`)) showAt(field, problem, own === undefined);
-    else rest.push(sentence(problem));
+    else rest.push(problemText(problem));
   }
   $("problem").textContent = rest.join("; ") || "Refused: the reason is beside its field.";
   $("problem").hidden = false;
@@ -103,7 +103,7 @@ function showAt(field, { at, text }, always) {
   const place = $(`${field}-error`);
   const [, , part, ...deeper] = at.split("/");
   const single = (CONTROLS[field] ?? []).includes(part) && !deeper.length; // the control itself shows the place
-  const shown = `${sentence({ at: always || (part && !single) ? at : "", text })}.`;
+  const shown = `${problemText({ at: always || (part && !single) ? at : "", text })}.`;
   place.textContent = [place.textContent, shown].filter(Boolean).join(" ");
   for (const id of single ? [part] : (CONTROLS[field] ?? [field])) $(id).setAttribute("aria-invalid", "true");
 }

@@ -2,7 +2,7 @@
 
 import { paint } from "./colours.js";
 import { make } from "./dom.js";
-import { stretch } from "./pattern.js";
+import { colourFactors } from "./pattern.js";
 
 const SIZE = 96; // pixels per side at most; each pixel of a larger matrix is the largest weight of a block
 
@@ -33,13 +33,13 @@ export class Heads {
   /** Draws every thumbnail. */
   show(pattern, mean, scale) {
     this.draw("mean", mean, scale);
-    pattern.squares.forEach((square, head) => this.draw(head, square, scale));
+    pattern.heads.forEach((weights, head) => this.draw(head, weights, scale));
   }
 
-  draw(name, square, scale) {
+  draw(name, weights, scale) {
     const { canvas } = this.boxes.get(name);
-    const small = square.pooled(SIZE);
-    paint(canvas, small, stretch(small, scale));
+    const small = weights.pooled(SIZE);
+    paint(canvas, small, colourFactors(small, scale));
   }
 
   mark(shown) {

@@ -2,7 +2,7 @@
 // matrices scroll smoothly and labels stay visible.
 
 import { inkOn, paint } from "./colours.js";
-import { stretch } from "./pattern.js";
+import { colourFactors } from "./pattern.js";
 
 const LABEL = 12; // pixels of a label's line
 const FONT = `${LABEL}px system-ui, sans-serif`;
@@ -15,32 +15,32 @@ const TALLEST = 620;
 export class Matrix {
   /** A cell with `isBlocked({q, k})` is crossed out. */
   constructor(element, isBlocked) {
-    Object.assign(this, { element, isBlocked, zoom: 1, square: null, isolated: {}, cursor: null });
+    Object.assign(this, { element, isBlocked, zoom: 1, weights: null, isolated: {}, cursor: null });
     this.content = element.querySelector(".content");
     this.canvas = element.querySelector("canvas");
     this.bitmap = document.createElement("canvas");
     element.addEventListener("scroll", () => this.draw());
-    new ResizeObserver(() => this.square && this.lay()).observe(element.parentElement);
+    new ResizeObserver(() => this.weights && this.layOut()).observe(element.parentElement);
   }
 
   /** Shows a matrix of weights with the labels of its axes. */
-  show(square, words, scale) {
-    const sized = !this.square || this.square.queries !== square.queries || this.square.keys !== square.keys || this.words !== words;
-    Object.assign(this, { square, words });
-    this.stretch = stretch(square, scale);
-    paint(this.bitmap, square, this.stretch);
-    if (sized) this.zoom = 1;
-    this.lay();
+  show(weights, words, scale) {
+    const isOther = !this.weights || this.weights.queries !== weights.queries || this.weights.keys !== weights.keys || this.words !== words;
+    Object.assign(this, { weights, words });
+    this.factors = colourFactors(weights, scale);
+    paint(this.bitmap, weights, this.factors);
+    if (isOther) this.zoom = 1;
+    this.layOut();
   }
 
   /** Rows and columns of its one panel. */
   sizes() {
-    return this.square ? [[this.square.queries, this.square.keys]] : [];
+    return this.weights ? [[this.weights.queries, this.weights.keys]] : [];
   }
 
   /** A weight with four significant digits; exactly 0 is "0". */
   value({ q, k }) {
-    const weight = this.square.at(q, k);
+    const weight = this.weights.at(q, k);
     return weight === 0 ? "0" : Math.abs(weight) < 0.001 ? weight.toExponential(2) : weight.toFixed(4);
   }
 
@@ -49,33 +49,32 @@ export class Matrix {
   }
 
   magnify(factor) {
-    const { queries, keys } = this.square;
+    const { queries, keys } = this.weights;
     const middle = (this.element.scrollTop + this.element.clientHeight / 2) / this.cell;
     this.zoom = Math.min(Math.max(this.zoom * factor, 1), Math.max(1, 60 / this.fitting(queries, keys)));
-    this.lay();
+    this.layOut();
     this.element.scrollTop = middle * this.cell - this.element.clientHeight / 2;
   }
 
   /** Computes the cell size and the sizes of labels and canvas from the available space. */
-  lay() {
-    const { queries, keys } = this.square;
+  layOut() {
+    const { queries, keys } = this.weights;
     const measure = this.canvas.getContext("2d");
     measure.font = FONT;
     const widest = (words) => Math.min(GUTTER, Math.ceil(words.reduce((most, word) => Math.max(most, measure.measureText(word).width), 0)) + 10);
-    [this.left, this.tall] = [widest(this.words.query), widest(this.words.key)];
+    [this.left, this.longest] = [widest(this.words.query), widest(this.words.key)];
     const fitting = this.fitting(queries, keys);
     this.cell = fitting * this.zoom;
-    this.level = this.cell >= this.tall; // labels of columns lie
-    this.top = this.level ? LABEL + 10 : this.tall;
+    this.labelsFit = this.cell >= this.longest; // else the labels of columns are vertical
+    this.top = this.labelsFit ? LABEL + 10 : this.longest;
     const [width, height] = [this.left + keys * this.cell + 1, this.top + queries * this.cell + 1];
     this.element.style.height = `${Math.min(height, Math.max(TALLEST, this.top + fitting * queries)) + (width > this.room ? 16 : 2)}px`;
     this.content.style.width = `${width}px`;
     this.content.style.height = `${height}px`;
     const ratio = window.devicePixelRatio || 1;
-    const seen = [Math.min(this.element.clientWidth, width), Math.min(this.element.clientHeight, height)];
-    [this.canvas.style.width, this.canvas.style.height] = seen.map((size) => `${size}px`);
-    [this.canvas.width, this.canvas.height] = seen.map((size) => Math.round(size * ratio));
-    this.seen = seen;
+    this.visible = [Math.min(this.element.clientWidth, width), Math.min(this.element.clientHeight, height)];
+    [this.canvas.style.width, this.canvas.style.height] = this.visible.map((size) => `${size}px`);
+    [this.canvas.width, this.canvas.height] = this.visible.map((size) => Math.round(size * ratio));
     this.draw();
   }
 
@@ -85,7 +84,7 @@ export class Matrix {
 
   /** The cell size at which the whole matrix is visible, in whole pixels if possible. */
   fitting(queries, keys) {
-    const room = Math.min((this.room - this.left - 4) / keys, Math.max((TALLEST - this.tall) / queries, 1.2));
+    const room = Math.min((this.room - this.left - 4) / keys, Math.max((TALLEST - this.longest) / queries, 1.2));
     return Math.min(LARGEST, room > 4 ? Math.floor(room) : Math.max(1, room));
   }
 
@@ -94,7 +93,7 @@ export class Matrix {
     const [x, y] = [clientX - frame.left, clientY - frame.top];
     const k = Math.floor((x - this.left + this.element.scrollLeft) / this.cell);
     const q = Math.floor((y - this.top + this.element.scrollTop) / this.cell);
-    const { queries, keys } = this.square ?? { queries: 0, keys: 0 };
+    const { queries, keys } = this.weights ?? { queries: 0, keys: 0 };
     return {
       q: y >= this.top && q >= 0 && q < queries ? q : null,
       k: x >= this.left && k >= 0 && k < keys ? k : null,
@@ -116,22 +115,22 @@ export class Matrix {
   }
 
   draw() {
-    if (!this.square) return;
+    if (!this.weights) return;
     const context = this.canvas.getContext("2d");
     const ratio = window.devicePixelRatio || 1;
     const { scrollLeft: x, scrollTop: y } = this.element;
     const style = getComputedStyle(this.element);
     this.colours = Object.fromEntries(["ink", "surface", "accent"].map((name) => [name, style.getPropertyValue(`--${name}`)]));
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    context.clearRect(0, 0, ...this.seen);
-    const [width, height] = [this.seen[0] - this.left, this.seen[1] - this.top];
+    context.clearRect(0, 0, ...this.visible);
+    const [width, height] = [this.visible[0] - this.left, this.visible[1] - this.top];
     context.save();
     context.beginPath();
     context.rect(this.left, this.top, width, height);
     context.clip();
     context.translate(this.left - x, this.top - y);
     context.imageSmoothingEnabled = false;
-    context.drawImage(this.bitmap, 0, 0, this.square.keys * this.cell, this.square.queries * this.cell);
+    context.drawImage(this.bitmap, 0, 0, this.weights.keys * this.cell, this.weights.queries * this.cell);
     const range = this.range(x, y, width, height);
     this.drawCells(context, range);
     this.drawIsolated(context);
@@ -141,21 +140,21 @@ export class Matrix {
 
   /** The visible rows and columns. */
   range(x, y, width, height) {
-    const { queries, keys } = this.square;
+    const { queries, keys } = this.weights;
     const within = (from, room, count) => [Math.max(0, Math.floor(from / this.cell)), Math.min(count, Math.ceil((from + room) / this.cell))];
     return { rows: within(y, height, queries), columns: within(x, width, keys) };
   }
 
   drawCells(context, { rows, columns }) {
     const { cell } = this;
-    const words = cell >= READABLE;
+    const hasNumbers = cell >= READABLE;
     [context.textAlign, context.textBaseline] = ["center", "middle"];
     for (let q = rows[0]; cell >= 8 && q < rows[1]; q++) {
       for (let k = columns[0]; k < columns[1]; k++) {
-        const weight = this.square.at(q, k);
-        const strength = weight * this.stretch(q * this.square.keys + k);
+        const weight = this.weights.at(q, k);
+        const strength = weight * this.factors(q * this.weights.keys + k);
         const isBlocked = this.isBlocked({ q, k });
-        const text = isBlocked ? "×" : words && weight >= LEAST ? weight.toFixed(2).replace(/^0/, "") : "";
+        const text = isBlocked ? "×" : hasNumbers && weight >= LEAST ? weight.toFixed(2).replace(/^0/, "") : "";
         context.fillStyle = inkOn(strength);
         context.font = `${isBlocked ? cell : 11}px system-ui, sans-serif`;
         if (text) context.fillText(text, (k + 0.5) * cell, (q + 0.5) * cell);
@@ -170,7 +169,7 @@ export class Matrix {
   /** Fades all but the isolated row, column or cell, and frames a cell. */
   drawIsolated(context) {
     const { cell, isolated: { q = null, k = null } } = this;
-    const [wide, high] = [this.square.keys * cell, this.square.queries * cell];
+    const [wide, high] = [this.weights.keys * cell, this.weights.queries * cell];
     if (q !== null || k !== null) {
       context.fillStyle = this.colours.surface;
       context.globalAlpha = q !== null && k !== null ? 0.35 : 0.82;
@@ -200,9 +199,9 @@ export class Matrix {
       if (!shown(k, chosen.k)) continue;
       context.save();
       context.translate(this.left + (k + 0.5) * cell - x, this.top - 6);
-      if (!this.level) context.rotate(-Math.PI / 2);
-      [context.textAlign, context.textBaseline] = this.level ? ["center", "alphabetic"] : ["left", "middle"];
-      this.label(context, this.words.key[k], k === chosen.k, 0, 0, this.tall - 8);
+      if (!this.labelsFit) context.rotate(-Math.PI / 2);
+      [context.textAlign, context.textBaseline] = this.labelsFit ? ["center", "alphabetic"] : ["left", "middle"];
+      this.label(context, this.words.key[k], k === chosen.k, 0, 0, this.longest - 8);
       context.restore();
     }
   }

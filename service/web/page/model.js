@@ -2,7 +2,7 @@
 
 import { paint } from "./colours.js";
 import { make } from "./dom.js";
-import { stretch } from "./pattern.js";
+import { colourFactors } from "./pattern.js";
 
 const TILE = 48; // pixels of a head's picture per side
 const GAP = 4;
@@ -68,13 +68,13 @@ export class Model {
   }
 }
 
-function drawHeads(canvas, { heads, squares }, scale) {
-  canvas.width = heads * (TILE + GAP) - GAP;
+function drawHeads(canvas, { heads }, scale) {
+  canvas.width = heads.length * (TILE + GAP) - GAP;
   const [context, tile] = [canvas.getContext("2d"), make("canvas")];
   context.imageSmoothingEnabled = false;
-  squares.forEach((square, head) => {
-    const small = square.pooled(TILE);
-    paint(tile, small, stretch(small, scale));
+  heads.forEach((weights, head) => {
+    const small = weights.pooled(TILE);
+    paint(tile, small, colourFactors(small, scale));
     context.drawImage(tile, head * (TILE + GAP), 0, TILE, TILE);
   });
 }

@@ -1,14 +1,14 @@
 // The page: controls -> request -> service -> views.
 
-import { denied, followKey } from "./access.js";
+import { followKey, showKeyRefusal } from "./access.js";
 import { readAddress, writeAddress } from "./address.js";
 import { compose, fieldsOf, specOf, specs } from "./compose.js";
 import { $ } from "./dom.js";
+import { copyRequest, downloadFigure, figureOf } from "./export.js";
 import * as form from "./form.js";
 import { LINKS } from "./numbers.js";
 import { lengths, withoutHeads } from "./request.js";
-import { copy, download, figureOf } from "./takeaway.js";
-import { follow } from "./theme.js";
+import { followTheme } from "./theme.js";
 import { followFiles } from "./upload.js";
 import { Views } from "./views.js";
 import { attend, get, post, Refusal } from "./wire.js";
@@ -16,10 +16,10 @@ import { attend, get, post, Refusal } from "./wire.js";
 const PAUSE = 300; // ms after the last key until the request is sent
 
 const blocked = new Set(); // "q,k", counted with special tokens
-const views = new Views(blocked, block, remember, openHead);
+const views = new Views(blocked, block, saveState, openHead);
 let [composed, reply, metrics] = [null, null, null]; // of the last request
 let [running, waiting, advice] = [null, 0, null]; // advice: which trained layer to choose or install
-let wanted = {}; // state from the address, for the next reply
+let savedState = {}; // state from the address, for the next reply
 
 async function run() {
   if (advice === null) return await load();
@@ -31,12 +31,12 @@ async function run() {
     const answer = await weightsOf(next.request, signal);
     performance.mark("attend:reply");
     [composed, reply, metrics] = [next, answer, null];
-    renew();
+    showReply();
     requestAnimationFrame(() => setTimeout(() => performance.measure("attend:paint", "attend:reply")));
     await analyse(signal);
     await showModel(signal);
   } catch (error) {
-    if (error.name !== "AbortError") refuse(error);
+    if (error.name !== "AbortError") showRefusal(error);
   } finally {
     if (running?.signal === signal) $("result").setAttribute("aria-busy", "false");
   }
@@ -59,27 +59,27 @@ async function weightsOf(request, signal) {
 }
 
 /** Shows a refusal. What is shown of the request before is greyed, and cannot be used any more. */
-function refuse(error) {
+function showRefusal(error) {
   if (!(error instanceof Refusal)) throw error;
   $("shown").inert = true;
   $("summary").textContent = $("layer-about").textContent = "";
-  if (denied(error)) return;
+  if (showKeyRefusal(error)) return;
   const ours = error.status === 0 || error.status === 429 || error.status >= 500; // not the fault of a field
   form.showErrors(error.problems, ours ? { "*": "", "": "" } : fieldsOf(error));
 }
 
-/** Replaces what was shown. */
-function renew() {
+/** Shows the last reply in place of what was shown. */
+function showReply() {
   $("shown").inert = false;
   $("code").hidden = true;
   $("taken").textContent = "";
-  views.renew(composed, reply, wanted);
-  wanted = {};
-  describe();
-  remember();
+  views.showReply(composed, reply, savedState);
+  savedState = {};
+  showSummary();
+  saveState();
 }
 
-function describe() {
+function showSummary() {
   const { shape: [, count, queries, keys], spec, layer, timing } = reply;
   const compute = /compute;dur=([\d.]+)/.exec(timing)?.[1];
   $("summary").textContent = `${count} heads, ${queries} queries × ${keys} keys${compute ? `, computed in ${Number(compute).toFixed(1)} ms` : ""}`;
@@ -123,20 +123,20 @@ function openHead(layer, head = views.shown) {
 }
 
 /** Writes the state of the page into its address. */
-function remember() {
+function saveState() {
   if (reply) writeAddress({ ...views.state(), blocked: [...blocked].join(" ") });
 }
 
 /** Sets the page to the state in its address. */
-function restore() {
-  wanted = readAddress();
+function restoreState() {
+  savedState = readAddress();
   blocked.clear();
-  for (const [cell] of (wanted.blocked ?? "").matchAll(/\d+,\d+/g)) blocked.add(cell);
+  for (const [cell] of (savedState.blocked ?? "").matchAll(/\d+,\d+/g)) blocked.add(cell);
   showBlocked();
   views.reset();
-  views.model.details.open = "model" in wanted;
+  views.model.details.open = "model" in savedState;
   form.showMode();
-  if (wanted.layer) form.showLayer(wanted.layer);
+  if (savedState.layer) form.showLayer(savedState.layer);
 }
 
 /** Blocks or unblocks a cell for all heads, and repeats the request. */
@@ -161,27 +161,27 @@ function unblock() {
 }
 
 /** The request for the weights and the output of the heads that are on. */
-function taken() {
+function requestOfHeads() {
   const { off, chosen, count } = views.heads;
   if (!off.length) return composed.request;
   const request = withoutHeads(composed.request, off, count);
   return chosen.length ? { ...request, select: { heads: chosen } } : request;
 }
 
-async function take(act) {
+async function attemptExport(act) {
   const succeeded = await form.attempt("take", async () => composed && ($("taken").textContent = await act()));
   if (!succeeded) $("taken").textContent = "";
 }
 
-async function picture(format) {
+async function exportFigure(format) {
   $("taken").textContent = "Drawing…";
   const figure = figureOf($("kind").value, views.shown, views.heads.chosen);
   const name = `attention-${figure.kind}.${format}`;
-  await download(composed.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: views.item }, name);
+  await downloadFigure(composed.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: views.item }, name);
   return `Downloaded ${name}`;
 }
 
-function soon() {
+function runSoon() {
   clearTimeout(waiting);
   waiting = setTimeout(run, PAUSE);
 }
@@ -190,24 +190,24 @@ function listen() {
   const on = (id, event, act) => $(id).addEventListener(event, act);
   const onEach = (selector, event, act) => document.querySelectorAll(selector).forEach((element) => element.addEventListener(event, () => act(element)));
   on("ask", "submit", (event) => (event.preventDefault(), run()));
-  for (const id of ["text", "keys"]) on(id, "input", () => (unblock(), soon()));
+  for (const id of ["text", "keys"]) on(id, "input", () => (unblock(), runSoon()));
   onEach("[data-example]", "click", ({ dataset }) => (($("text").value = dataset.example), unblock(), run()));
-  on("request", "input", () => (unblock(), form.showPasted(), soon()));
-  for (const id of ["left", "right", "length", "offset"]) on(id, "input", soon);
+  on("request", "input", () => (unblock(), form.showPasted(), runSoon()));
+  for (const id of ["left", "right", "length", "offset"]) on(id, "input", runSoon);
   for (const id of ["causal", "layer", "special"]) on(id, "change", run);
   on("cross", "change", () => (unblock(), form.showMode(), run()));
-  on("item", "change", () => (views.show(), showMetrics(), remember()));
+  on("item", "change", () => (views.show(), showMetrics(), saveState()));
   on("unblock", "click", () => (unblock(), run()));
-  on("scale", "change", () => (views.redraw(), remember()));
+  on("scale", "change", () => (views.redraw(), saveState()));
   on("all", "click", () => views.switchAllOn());
   on("larger", "click", () => reply && views.matrix.magnify(1.5));
   on("smaller", "click", () => reply && views.matrix.magnify(1 / 1.5));
   on("block", "click", () => $("block").setAttribute("aria-pressed", String((views.pointing.blocking = !views.pointing.blocking))));
   onEach("input[name=input]", "change", switchMode);
-  onEach("[data-copy]", "click", ({ dataset }) => take(() => copy(dataset.copy, taken(), composed.texts, $("code"))));
-  onEach("[data-figure]", "click", ({ dataset }) => take(() => picture(dataset.figure)));
+  onEach("[data-copy]", "click", ({ dataset }) => attemptExport(() => copyRequest(dataset.copy, requestOfHeads(), composed.texts, $("code"))));
+  onEach("[data-figure]", "click", ({ dataset }) => attemptExport(() => exportFigure(dataset.figure)));
   views.model.details.addEventListener("toggle", () => reply && run());
-  window.addEventListener("hashchange", () => (restore(), run()));
+  window.addEventListener("hashchange", () => (restoreState(), run()));
 }
 
 /** Switching to Request shows the request of the sentence. */
@@ -235,14 +235,14 @@ async function load() {
     const names = layers.map(({ name }) => name);
     form.showLayers(names, vocabulary.layers, $("layer").value || real || (names.includes("default") ? "default" : names[0]));
   } catch (error) {
-    if (error.name !== "AbortError") refuse(error);
+    if (error.name !== "AbortError") showRefusal(error);
     return;
   }
   await run();
 }
 
-follow($("theme"), () => views.redraw());
-restore();
+followTheme($("theme"), () => views.redraw());
+restoreState();
 listen();
 followKey(load);
 followFiles((name) => (form.showLayer(name), load()));

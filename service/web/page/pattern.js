@@ -1,14 +1,15 @@
 // The attention weights of one batch item: matrices of heads, the mean of some heads, the strongest links.
 
-/** The factor from a weight to a number in 0..1: `scale` is "head" (1 / largest), "row" (1 / largest of the row) or "one" (1). */
-export function stretch(square, scale) {
+/** A function from the index of a weight to its factor, which makes colours of weights: 1 / largest for the `scale` "head", 1 / largest of the
+ * row for "row", 1 for "one". */
+export function colourFactors(weights, scale) {
   if (scale === "one") return () => 1;
   if (scale === "head") {
-    const factor = 1 / (largest(square.data, 0, square.data.length) || 1);
+    const factor = 1 / (largest(weights.data, 0, weights.data.length) || 1);
     return () => factor;
   }
-  const factors = Array.from({ length: square.queries }, (_, q) => 1 / (largest(square.data, q * square.keys, (q + 1) * square.keys) || 1));
-  return (i) => factors[Math.floor(i / square.keys)];
+  const factors = Array.from({ length: weights.queries }, (_, q) => 1 / (largest(weights.data, q * weights.keys, (q + 1) * weights.keys) || 1));
+  return (i) => factors[Math.floor(i / weights.keys)];
 }
 
 /** The largest of numbers[from..to). */
@@ -18,8 +19,8 @@ export function largest(numbers, from, to) {
   return most;
 }
 
-/** Weights [queries, keys] of one head. Rows are queries. */
-export class Square {
+/** Weights [queries, keys] of one head, or the mean of several. Rows are queries. */
+export class Weights {
   constructor(data, queries, keys) {
     Object.assign(this, { data, queries, keys });
   }
@@ -47,7 +48,7 @@ export class Square {
   part(rows, columns) {
     if (rows.length === this.queries && columns.length === this.keys) return this;
     const data = Float32Array.from(rows.flatMap((q) => columns.map((k) => this.at(q, k))));
-    return new Square(data, rows.length, columns.length);
+    return new Weights(data, rows.length, columns.length);
   }
 
   /** The largest weight of each block, with at most `size` blocks per side, for thumbnails. */
@@ -63,18 +64,18 @@ export class Square {
         if (this.data[i] > pooled[at]) pooled[at] = this.data[i];
       }
     }
-    return new Square(pooled, rows, columns);
+    return new Weights(pooled, rows, columns);
   }
 }
 
-/** The weights of one batch item: of each head those of `rows` and `columns`, lists of indices. */
+/** The weights of all heads for one batch item; of each head those of `rows` and `columns`, lists of indices. */
 export class Pattern {
-  constructor(weights, [, heads, queries, keys], item, rows, columns) {
+  constructor(data, [, count, queries, keys], item, rows, columns) {
     const size = queries * keys;
-    Object.assign(this, { heads, queries: rows.length, keys: columns.length });
-    this.squares = Array.from({ length: heads }, (_, h) => {
-      const from = (item * heads + h) * size;
-      return new Square(weights.subarray(from, from + size), queries, keys).part(rows, columns);
+    Object.assign(this, { queries: rows.length, keys: columns.length });
+    this.heads = Array.from({ length: count }, (_, h) => {
+      const from = (item * count + h) * size;
+      return new Weights(data.subarray(from, from + size), queries, keys).part(rows, columns);
     });
   }
 
@@ -82,10 +83,10 @@ export class Pattern {
   mean(chosen) {
     const sum = new Float32Array(this.queries * this.keys);
     for (const h of chosen) {
-      const { data } = this.squares[h];
+      const { data } = this.heads[h];
       for (let i = 0; i < sum.length; i++) sum[i] += data[i];
     }
     if (chosen.length) for (let i = 0; i < sum.length; i++) sum[i] /= chosen.length;
-    return new Square(sum, this.queries, this.keys);
+    return new Weights(sum, this.queries, this.keys);
   }
 }

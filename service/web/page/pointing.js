@@ -3,7 +3,7 @@
 
 import { HeatMapViewer, NOTHING } from "./heatmap.js";
 
-const MOST_SAID = 3;
+const MOST_ANNOUNCED = 3;
 
 export class Pointing extends HeatMapViewer {
   /** Calls `block({q, k})` to block or unblock a cell, and `lock({q, k})` after another word or cell is locked, or none. */
@@ -14,17 +14,17 @@ export class Pointing extends HeatMapViewer {
     document.addEventListener("keydown", (event) => event.key === "Escape" && this.escape());
   }
 
-  /** Shows another matrix; a lock stays if the words are the same. */
-  show(square, words, name) {
-    if (this.wording !== words) Object.assign(this, { locked: NOTHING, pointed: NOTHING, cursor: null });
-    Object.assign(this, { square, wording: words, name });
+  /** Shows another matrix; a lock stays if the labels are the same. */
+  show(weights, labels, name) {
+    if (this.labels !== labels) Object.assign(this, { locked: NOTHING, pointed: NOTHING, cursor: null });
+    Object.assign(this, { weights, labels, name });
     this.tip.hidden = true;
     this.changed();
   }
 
   point(cell, event) {
     super.point(cell, event);
-    if (event.type === "focusin") this.say(this.aloud(cell));
+    if (event.type === "focusin") this.announce(this.description(cell));
   }
 
   click(cell, event) {
@@ -33,14 +33,14 @@ export class Pointing extends HeatMapViewer {
     if (single && this.blocking) return this.block(cell);
     const same = cell.q === this.locked.q && cell.k === this.locked.k;
     this.lockAt(same ? NOTHING : cell);
-    this.say(same ? "Released" : `Locked: ${this.aloud(cell)}`);
+    this.announce(same ? "Released" : `Locked: ${this.description(cell)}`);
     if (single) this.showTip(cell, event);
   }
 
   /** Locks a cell, or a word where `q` or `k` is null, if there is one at that place. */
   lockAt({ q, k }) {
     const fits = (index, count) => index === null || (index >= 0 && index < count);
-    if (!this.square || !fits(q, this.square.queries) || !fits(k, this.square.keys)) return;
+    if (!this.weights || !fits(q, this.weights.queries) || !fits(k, this.weights.keys)) return;
     this.locked = { q, k };
     this.changed();
     this.lock(this.locked);
@@ -67,11 +67,11 @@ export class Pointing extends HeatMapViewer {
 
   reached(cell) {
     this.map.reveal(cell);
-    this.say(this.aloud(cell));
+    this.announce(this.description(cell));
   }
 
   changed() {
-    if (!this.square) return;
+    if (!this.weights) return;
     const isLocked = this.locked.q !== null || this.locked.k !== null;
     const isolated = isLocked ? this.locked : this.pointed;
     Object.assign(this.map, { isolated, cursor: this.cursor });
@@ -80,17 +80,17 @@ export class Pointing extends HeatMapViewer {
   }
 
   /** A text for a cell, or for a word and its strongest links. */
-  aloud({ q, k }) {
-    const { query, key } = this.wording;
+  description({ q, k }) {
+    const { query, key } = this.labels;
     if (q !== null && k !== null) return `${this.name}: ${query[q]} to ${key[k]}, ${this.map.value({ q, k })}`;
     const others = q !== null ? key : query;
-    const weights = Array.from(this.square.along(q !== null ? "query" : "key", q ?? k), (weight, i) => [weight, others[i]]);
-    const strongest = weights.sort((a, b) => b[0] - a[0]).slice(0, MOST_SAID);
+    const weights = Array.from(this.weights.along(q !== null ? "query" : "key", q ?? k), (weight, i) => [weight, others[i]]);
+    const strongest = weights.sort((a, b) => b[0] - a[0]).slice(0, MOST_ANNOUNCED);
     const list = strongest.map(([weight, word]) => `${word} ${weight.toFixed(2)}`).join(", ");
     return q !== null ? `${query[q]} attends to ${list}` : `${key[k]} is attended to by ${list}`;
   }
 
-  say(text) {
+  announce(text) {
     this.live.textContent = text;
   }
 }

@@ -6,7 +6,7 @@ export const KEY = "ATTEND_API_KEY"; // environment variable with the API key, t
  * The request as "curl", "python" or "json". `texts`: bodies for /words, by input of the layer, if the request is made of sentences. `keyed`:
  * whether the server needs an API key.
  */
-export function written(kind, request, texts, url, keyed) {
+export function requestAsText(kind, request, texts, url, keyed) {
   if (kind === "json") return JSON.stringify(request);
   if (kind === "curl") return texts ? curlOfTexts(request, texts, url, keyed) : curlOfRequest(request, url, keyed);
   const lines = texts ? attendTexts(request, texts) : attendRequest(request);

@@ -2,7 +2,7 @@
 
 import { make, markCut } from "./dom.js";
 import { attempt } from "./form.js";
-import { tensorsOf } from "./wire.js";
+import { cachedTensors } from "./wire.js";
 
 const OUTPUTS = ["query_projection", "key_projection", "scores", "log_sum_exp"];
 
@@ -31,7 +31,7 @@ export class Steps {
     this.title.textContent = `Step by step: ${cell.labels.query[cell.q]} → ${cell.labels.key[cell.k]}`;
     const isShown = () => this.cell === cell;
     const fill = async () => {
-      const list = cell.head === "mean" ? [this.mean(cell)] : steps(await tensorsOf(request, OUTPUTS), request, spec, cell);
+      const list = cell.head === "mean" ? [this.mean(cell)] : steps(await cachedTensors(request, OUTPUTS), request, spec, cell);
       if (isShown()) this.list.replaceChildren(...list);
     };
     await attempt("steps", fill, isShown);

@@ -4,7 +4,7 @@ import { choose } from "./colours.js";
 import { inStorage } from "./dom.js";
 
 /** Follows `select` and the system; calls `changed` after each change. */
-export function follow(select, changed) {
+export function followTheme(select, changed) {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const apply = () => {
     const theme = select.value || (dark.matches ? "dark" : "light");

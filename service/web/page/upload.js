@@ -14,13 +14,13 @@ export function followFiles(added) {
   document.addEventListener("drop", (event) => hasFiles(event) && (event.preventDefault(), attemptUpload(async () => offer(...(await dropped(event.dataTransfer))))));
   for (const id of ["file", "folder"]) {
     $(`choose-${id}`).addEventListener("click", () => $(id).click());
-    $(id).addEventListener("change", () => attemptUpload(() => offer(...chosen(taken($(id))))));
+    $(id).addEventListener("change", () => attemptUpload(() => offer(...chosen(takeFiles($(id))))));
   }
   $("upload").addEventListener("submit", (event) => (event.preventDefault(), attemptUpload(() => add(added))));
 }
 
 /** The files of an input, which is emptied, so that the same files can be chosen again. */
-function taken(input) {
+function takeFiles(input) {
   const files = [...input.files];
   input.value = "";
   return files;

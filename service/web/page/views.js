@@ -1,6 +1,5 @@
 // The views of one reply: thumbnails of heads, heat map, words, statistics, steps and output. Each draws itself; this module connects them.
 
-import { Change } from "./change.js";
 import { paint } from "./colours.js";
 import { Decoding } from "./decoding.js";
 import { $ } from "./dom.js";
@@ -10,13 +9,14 @@ import { NOTHING } from "./heatmap.js";
 import { Matrix } from "./matrix.js";
 import { layersOfModel, Model } from "./model.js";
 import { Numbers } from "./numbers.js";
-import { Pattern, Square, largest } from "./pattern.js";
+import { OutputChange } from "./output_change.js";
+import { Pattern, Weights, largest } from "./pattern.js";
 import { Pointing } from "./pointing.js";
 import { isSpecial, omits } from "./request.js";
 import { Steps } from "./steps.js";
 import { Words } from "./words.js";
 
-const RAMP = new Square(Float32Array.from({ length: 128 }, (_, i) => (i + 1) / 128), 1, 128); // the colours of the legend
+const RAMP = new Weights(Float32Array.from({ length: 128 }, (_, i) => (i + 1) / 128), 1, 128); // the colours of the legend
 
 export class Views {
   /**
@@ -33,7 +33,7 @@ export class Views {
     this.heads = new Heads($("heads"), enlarge, () => this.switched());
     this.numbers = new Numbers($("numbers"), enlarge);
     this.steps = new Steps($("steps"), enlarge);
-    this.change = new Change($("change"));
+    this.change = new OutputChange($("change"));
     this.decoding = new Decoding($("decoding"));
     this.model = new Model($("model"), (reply) => this.patternOf(reply), open);
   }
@@ -50,7 +50,7 @@ export class Views {
   }
 
   /** Shows a reply; `wanted` is a state as `state` returns it, or has none of its names. */
-  renew(composed, reply, wanted) {
+  showReply(composed, reply, wanted) {
     Object.assign(this, { composed, reply });
     this.showItems(wanted.item);
     this.numbers.wait();
@@ -100,9 +100,9 @@ export class Views {
     const visible = (words) => words.map((_, i) => i).filter((i) => !omits(this.composed.request, words[i]));
     this.axes = { query: visible(labels.query), key: visible(labels.key) }; // indices of the words that are shown
     this.pattern = this.patternOf(this.reply);
-    const wording = { query: this.axes.query.map((q) => labels.query[q]), key: this.axes.key.map((k) => labels.key[k]) };
-    if (JSON.stringify(wording) !== JSON.stringify(this.wording)) this.wording = wording;
-    if (!this.pattern.squares[this.shown]) this.shown = "mean";
+    const shownLabels = { query: this.axes.query.map((q) => labels.query[q]), key: this.axes.key.map((k) => labels.key[k]) };
+    if (JSON.stringify(shownLabels) !== JSON.stringify(this.shownLabels)) this.shownLabels = shownLabels;
+    if (!this.pattern.heads[this.shown]) this.shown = "mean";
     this.redraw();
     this.showChange();
   }
@@ -125,17 +125,17 @@ export class Views {
   }
 
   drawShown() {
-    const { pattern, shown, wording, heads } = this;
+    const { pattern, shown, shownLabels, heads } = this;
     const scale = $("scale").value;
-    const square = shown === "mean" ? this.mean : pattern.squares[shown];
+    const weights = shown === "mean" ? this.mean : pattern.heads[shown];
     const name = shown === "mean" ? `Mean of ${heads.chosen.length} heads` : `Head ${shown}`;
     heads.mark(shown);
-    this.matrix.show(square, wording, scale);
-    this.words.show(square, wording, scale);
-    this.pointing.show(square, wording, name);
+    this.matrix.show(weights, shownLabels, scale);
+    this.words.show(weights, shownLabels, scale);
+    this.pointing.show(weights, shownLabels, name);
     $("matrix-title").textContent = name;
     $("matrix").setAttribute("aria-label", `Attention weights, ${name}, ${pattern.queries} queries by ${pattern.keys} keys`);
-    $("most").textContent = scale === "one" ? "1" : scale === "row" ? "row's largest" : largest(square.data, 0, square.data.length).toFixed(3);
+    $("most").textContent = scale === "one" ? "1" : scale === "row" ? "row's largest" : largest(weights.data, 0, weights.data.length).toFixed(3);
     this.numbers.mark(shown);
     this.showSteps();
   }
@@ -145,15 +145,15 @@ export class Views {
     const { q, k } = this.pointing.locked;
     const { composed, reply, axes, labels } = this;
     if (q === null || k === null) return this.steps.show(composed.request, reply.spec, null);
-    const weights = this.pattern.squares.map((square) => square.at(q, k));
+    const weights = this.pattern.heads.map((head) => head.at(q, k));
     const place = { item: this.item, head: this.shown, q: axes.query[q], k: axes.key[k] };
     this.steps.show(composed.request, reply.spec, { ...place, weights, on: this.heads.chosen, labels });
   }
 
   /** How the output changes by the heads that are off. */
   showChange() {
-    const words = this.axes.query.map((index, i) => [index, this.wording.query[i]]);
-    this.change.show(this.composed.request, this.heads.off, this.pattern.heads, this.item, words);
+    const words = this.axes.query.map((index, i) => [index, this.shownLabels.query[i]]);
+    this.change.show(this.composed.request, this.heads.off, this.pattern.heads.length, this.item, words);
   }
 
   enlarge(name) {

@@ -2,7 +2,7 @@
 
 const JSON_TYPE = "application/json";
 const TENSORS = "application/vnd.safetensors";
-const known = new WeakMap(); // request -> {outputs: promise of the reply}
+const cached = new WeakMap(); // request -> {outputs: promise of the reply}
 let authorization = {}; // header with the API key, if there is one
 
 /** A refusal of the service: `problems` are its {at, expected, got}, `at` a JSON pointer. */
@@ -15,7 +15,7 @@ export class Refusal extends Error {
 }
 
 /** Sets the API key of all requests; "" for none. */
-export function present(key) {
+export function setKey(key) {
   authorization = key ? { Authorization: `Bearer ${key}` } : {};
 }
 
@@ -49,9 +49,9 @@ export async function attend(request, outputs, signal, path = "attend") {
 }
 
 /** The tensors of these outputs, requested once for each request, an object, unless that fails. */
-export async function tensorsOf(request, outputs) {
-  if (!known.has(request)) known.set(request, {});
-  const replies = known.get(request);
+export async function cachedTensors(request, outputs) {
+  if (!cached.has(request)) cached.set(request, {});
+  const replies = cached.get(request);
   replies[outputs] ??= attend(request, outputs);
   try {
     return (await replies[outputs]).tensors;

@@ -3,7 +3,7 @@
 
 import { css, inkOn } from "./colours.js";
 import { make } from "./dom.js";
-import { stretch } from "./pattern.js";
+import { colourFactors } from "./pattern.js";
 
 const ROW = 28; // pixels; page.css has the same
 const LINES = 4; // per word, if none is isolated
@@ -12,7 +12,7 @@ const LINES_OF_ONE = 64; // of an isolated word
 export class Words {
   /** `handlers` has point({q, k}), leave() and click({q, k}). */
   constructor(element, handlers) {
-    Object.assign(this, { element, handlers, isolated: {}, locked: {}, square: null });
+    Object.assign(this, { element, handlers, isolated: {}, locked: {}, weights: null });
     this.canvas = make("canvas", { ariaHidden: "true" });
     this.sides = { q: this.side("q", "Queries"), k: this.side("k", "Keys") };
     element.append(this.sides.q.list, this.canvas, this.sides.k.list);
@@ -36,8 +36,8 @@ export class Words {
     return { list, words: null, buttons: [], touched: [] };
   }
 
-  show(square, words, scale) {
-    Object.assign(this, { square, stretch: stretch(square, scale), strongest: null });
+  show(weights, words, scale) {
+    Object.assign(this, { weights, factors: colourFactors(weights, scale), strongest: null });
     this.fill(this.sides.q, words.query);
     this.fill(this.sides.k, words.key);
     this.draw();
@@ -60,29 +60,29 @@ export class Words {
   }
 
   draw() {
-    if (!this.square) return;
+    if (!this.weights) return;
     const { q = null, k = null } = this.isolated;
-    this.shade(this.sides.q, q === null && k !== null ? this.square.along("key", k) : null, q, this.locked.q, (i) => i * this.square.keys + k);
-    this.shade(this.sides.k, q !== null ? this.square.along("query", q) : null, k, this.locked.k, (i) => q * this.square.keys + i);
+    this.shade(this.sides.q, q === null && k !== null ? this.weights.along("key", k) : null, q, this.locked.q, (i) => i * this.weights.keys + k);
+    this.shade(this.sides.k, q !== null ? this.weights.along("query", q) : null, k, this.locked.k, (i) => q * this.weights.keys + i);
     const links = this.lines(q, k);
     const most = links[0]?.[2] || 1;
     const isAlone = q !== null || k !== null; // lines of one word are scaled to its strongest
-    this.drawLines(links, isAlone ? ([, , weight]) => weight / most : ([query, key, weight]) => weight * this.stretch(query * this.square.keys + key));
+    this.drawLines(links, isAlone ? ([, , weight]) => weight / most : ([query, key, weight]) => weight * this.factors(query * this.weights.keys + key));
   }
 
   /** Colours the words of one side by their weight, and shows weights of 0.005 and more. Only visible words are updated, for speed. */
   shade(side, weights, chosen, locked, index) {
-    const [from, to] = this.inSight(side.buttons.length);
-    for (const button of side.touched) this.dress(button, 0, "", false, false);
+    const [from, to] = this.visible(side.buttons.length);
+    for (const button of side.touched) this.style(button, 0, "", false, false);
     side.touched = side.buttons.slice(from, to);
     side.touched.forEach((button, at) => {
       const i = from + at;
-      const strength = weights ? weights[i] * this.stretch(index(i)) : 0;
-      this.dress(button, strength, weights && weights[i] >= 0.005 ? weights[i].toFixed(2) : "", i === chosen, i === locked);
+      const strength = weights ? weights[i] * this.factors(index(i)) : 0;
+      this.style(button, strength, weights && weights[i] >= 0.005 ? weights[i].toFixed(2) : "", i === chosen, i === locked);
     });
   }
 
-  dress(button, strength, weight, isChosen, isLocked) {
+  style(button, strength, weight, isChosen, isLocked) {
     button.style.background = strength > 0.02 ? css(strength) : "";
     button.style.color = strength > 0.02 ? inkOn(strength) : "";
     button.dataset.weight = weight;
@@ -91,24 +91,24 @@ export class Words {
   }
 
   /** The first visible word, and the one after the last. */
-  inSight(count) {
+  visible(count) {
     const { scrollTop, clientHeight } = this.element;
     return [Math.max(0, Math.floor(scrollTop / ROW) - 1), Math.min(count, Math.ceil((scrollTop + clientHeight) / ROW) + 1)];
   }
 
   lines(q, k) {
     const strongest = (links) => links.sort((a, b) => b[2] - a[2]).slice(0, LINES_OF_ONE);
-    if (q !== null) return strongest(Array.from(this.square.along("query", q), (weight, key) => [q, key, weight]));
-    if (k !== null) return strongest(Array.from(this.square.along("key", k), (weight, query) => [query, k, weight]));
-    this.strongest ??= this.square.links(LINES * Math.max(this.square.queries, this.square.keys));
-    const [from, to] = this.inSight(Infinity);
-    const seen = (i) => i >= from && i < to;
-    return this.strongest.filter(([query, key]) => seen(query) && seen(key)); // lines to hidden words are omitted
+    if (q !== null) return strongest(Array.from(this.weights.along("query", q), (weight, key) => [q, key, weight]));
+    if (k !== null) return strongest(Array.from(this.weights.along("key", k), (weight, query) => [query, k, weight]));
+    this.strongest ??= this.weights.links(LINES * Math.max(this.weights.queries, this.weights.keys));
+    const [from, to] = this.visible(Infinity);
+    const isVisible = (i) => i >= from && i < to;
+    return this.strongest.filter(([query, key]) => isVisible(query) && isVisible(key)); // lines to hidden words are omitted
   }
 
   drawLines(links, strengthOf) {
     const { clientWidth: width, offsetWidth: offset } = this.canvas;
-    const height = Math.min(this.element.clientHeight, ROW * Math.max(this.square.queries, this.square.keys));
+    const height = Math.min(this.element.clientHeight, ROW * Math.max(this.weights.queries, this.weights.keys));
     if (!offset || !height) return;
     const ratio = window.devicePixelRatio || 1;
     this.canvas.style.height = `${height}px`;

@@ -17,7 +17,7 @@ from service.web.routes.attend import require_started
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import MAX_PROBLEMS, describe_value
 from service.wire.reply import Buffer
-from service.wire.schemas.attend import LAYER_NAME, require_layer_name
+from service.wire.schemas.document import LAYER_NAME, require_layer_name
 from service.wire.schemas.layers import LayerDocument, Layers
 
 QUERY_PARAMETERS = ("layout", "prefix", "spec")

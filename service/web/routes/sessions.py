@@ -155,7 +155,8 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         },
     )
     async def get_cache(id: SessionIdPath, request: Request) -> StreamingResponse:
-        """The rows of a session as a safetensors file that PUT accepts: `key` and `value` [kv heads, n, d], or `latent` and `rope_key`."""
+        """The rows of a session as a safetensors file that PUT accepts: `key` and `value` [kv heads, n, d], or `latent` and `rope_key`; and
+        `index_key` of an indexer."""
         record = request.scope["attend"]
         raw = RawRequest(b"", deadline=deadline_of(record, service), caller=record.key)
         pieces = await export_cache(service, service.engine.require_sessions(), id, record.key, raw)

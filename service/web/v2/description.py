@@ -20,7 +20,7 @@ from service.serving.statistics import Totals
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
 from service.wire.schemas.layers import LayerDocument
-from service.wire.v2.parameters import DEFAULT_OUTPUTS, VERSION
+from service.wire.v2.members import DEFAULT_OUTPUTS, VERSION
 from service.wire.v2.schemas import (
     BatchStatistics,
     ConfigTensor,

@@ -18,7 +18,7 @@ from service.wire.codec import CODECS
 from service.wire.json.strict import parse_nested
 from service.wire.negotiation import JSON
 from service.wire.problems import validate
-from service.wire.schemas.attend import require_layer_name
+from service.wire.schemas.document import require_layer_name
 from service.wire.v2.schemas import IndexRequest, LoadParameters, LoadRequest, RepositoryModel, StrictModel, UnloadRequest
 
 MAX_BODY_BYTES = 1 << 16  # bytes of a body, before and after decompression; a spec has some hundreds

@@ -17,7 +17,7 @@ from service.web.routes.attend import require_started, send_reply
 from service.web.v2.description import ProtocolExtensions, config_of, metadata_of, statistics_of
 from service.wire.negotiation import JSON
 from service.wire.v2.codec import HEADER_LENGTH, V2Codec
-from service.wire.v2.parameters import require_version
+from service.wire.v2.members import require_version
 from service.wire.v2.schemas import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
 
 MODEL_PATH = "/v2/models/{name}"

@@ -1,8 +1,8 @@
 """Lists of numbers in a JSON text, as arrays.
 
-The compiled reader (`wire/native`) reads regular lists of numbers. The plain reader, Python's `json`, reads every other one, and finds
-the place of a fault. It makes an object of each number and holds the GIL, so it reads a long list in pieces. A piece ends at a comma; where
-that is inside of lists, brackets are added: [[1,2],[3,4]] may be read as [[1,2],[3]] and [[4]].
+The compiled reader (`wire/native`) reads regular lists of numbers. Python's `json` reads every other one, and finds the place of a fault.
+It makes an object of each number and holds the GIL, so it reads a long list in pieces. A piece ends at a comma; where that is inside of
+lists, brackets are added: [[1,2],[3,4]] may be read as [[1,2],[3]] and [[4]].
 """
 
 import re
@@ -18,8 +18,8 @@ from service.wire.limits import WireLimits
 from service.wire.native import numbers
 from service.wire.problems import describe_value
 
-PIECE_BYTES = 1 << 17  # bytes of a list that the plain reader parses at a time
-MAX_PLAIN_BYTES = 4 << 20  # bytes of a list or text that is cut out but is not a tensor
+PIECE_BYTES = 1 << 17  # bytes of a list that Python parses at a time
+MAX_PARSED_BYTES = 4 << 20  # bytes of a list of numbers or a long string that is not a tensor
 EMPTY_AXIS = 'an object with "shape", since an axis has length 0'
 NESTED, EMPTY = re.compile(rb"\[\s*\["), re.compile(rb"\[\s*\]")
 FLOAT64 = np.dtype(np.float64)
@@ -33,22 +33,22 @@ ALLOWED: dict[Kind, tuple[set[type], str]] = {  # types of the elements, and the
 }
 
 
-class Cut(NamedTuple):
-    """A value in a JSON text, which is text[start:stop], brackets or quotation marks included. It may be malformed."""
+class RawValue(NamedTuple):
+    """A value in a JSON text that is not parsed yet: text[start:stop], brackets or quotation marks included. It may be malformed."""
 
     text: bytes
     start: int
     stop: int
     limits: WireLimits
 
-    def plain(self, at: str) -> Any:
+    def parsed(self, at: str) -> Any:
         """The value as Python objects. Raises MalformedBody, InvalidRequest or TooLarge."""
-        if self.stop - self.start > MAX_PLAIN_BYTES:
-            raise TooLarge.where(at, f"a value of at most {MAX_PLAIN_BYTES} bytes", str(self.stop - self.start))
-        return parse_strictly(self.text[self.start : self.stop], place_of=lambda offset: line_and_column(self.text, self.start + offset))
+        if self.stop - self.start > MAX_PARSED_BYTES:
+            raise TooLarge.where(at, f"a value of at most {MAX_PARSED_BYTES} bytes", str(self.stop - self.start))
+        return parse_strictly(self.text[self.start : self.stop], position_of=lambda offset: line_and_column(self.text, self.start + offset))
 
 
-class NumberList(Cut):
+class NumberList(RawValue):
     """A list without objects, and without strings except "-inf"."""
 
     __slots__ = ()
@@ -73,32 +73,32 @@ class NumberList(Cut):
         return self._read_in_pieces(ArrayBuilder(kind, at, dtype))
 
     def _read_in_pieces(self, builder: "ArrayBuilder") -> Array:
-        start, opened, lists = self.start, 0, 0  # `opened`: lists around the piece that begins at `start`
+        start, open_before, lists = self.start, 0, 0  # `open_before`: lists around the piece that begins at `start`
         while True:
             stop = self.stop if self.stop - start <= PIECE_BYTES else self.text.rfind(b",", start, start + PIECE_BYTES)
             piece = self.text[start:stop] if stop >= 0 else self.text[start : start + PIECE_BYTES]
-            left = opened + piece.count(b"[") - piece.count(b"]") if stop < self.stop else 0
+            open_after = open_before + piece.count(b"[") - piece.count(b"]") if stop < self.stop else 0
             lists += piece.count(b"[")
-            self._require_bounded(builder.at, lists, opened + _max_depth(piece))
+            self._require_bounded(builder.at, lists, open_before + _max_depth(piece))
             if stop < 0:
-                raise InvalidRequest.where(builder.place(), f"a number of less than {PIECE_BYTES} bytes", "a longer one")
+                raise InvalidRequest.where(builder.pointer_to_next(), f"a number of less than {PIECE_BYTES} bytes", "a longer one")
             try:
-                items = self._parse(piece, start, opened, left, stop == self.stop)
+                items = self._parse(piece, start, open_before, open_after, stop == self.stop)
             except RequestError as refusal:
-                raise type(refusal)(problems=[builder.in_whole(problem) for problem in refusal.problems]) from None
-            builder.add(items, opened, left)
+                raise type(refusal)(problems=[builder.problem_in_list(problem) for problem in refusal.problems]) from None
+            builder.add(items, open_before, open_after)
             if stop == self.stop:
                 return builder.array()
-            start, opened = stop + 1, left
+            start, open_before = stop + 1, open_after
 
-    def _parse(self, piece: bytes, start: int, opened: int, left: int, is_last: bool) -> Any:
+    def _parse(self, piece: bytes, start: int, open_before: int, open_after: int, is_last: bool) -> Any:
         """The piece as Python lists. The commas between pieces are not parsed, so there must be items on both sides. If not, text is added
         that makes the piece malformed."""
-        before = b"[" * opened + (b"0," if start > self.start and piece.lstrip()[:1] == b"]" else b"")
-        no_item = left <= 0 or piece.rstrip()[-1:] in (b"", b",", b"[")
-        after = b"" if is_last else b"," if no_item else b"]" * left
-        place_of = lambda offset: line_and_column(self.text, start + max(0, offset - len(before)))  # noqa: E731
-        return parse_strictly(b"".join((before, piece, after)), place_of=place_of)
+        before = b"[" * open_before + (b"0," if start > self.start and piece.lstrip()[:1] == b"]" else b"")
+        no_item = open_after <= 0 or piece.rstrip()[-1:] in (b"", b",", b"[")
+        after = b"" if is_last else b"," if no_item else b"]" * open_after
+        position_of = lambda offset: line_and_column(self.text, start + max(0, offset - len(before)))  # noqa: E731
+        return parse_strictly(b"".join((before, piece, after)), position_of=position_of)
 
     def _require_bounded(self, at: str, lists: int, depth: int) -> None:
         if depth > self.limits.depth:
@@ -120,14 +120,14 @@ class ArrayBuilder:
         self.kind, self.at, self.dtype = kind, at, dtype
         self.exact = dtype.kind in "iu" and dtype.itemsize == 8  # float64 cannot represent all of them
         self.numbers: list[Any] = []  # of the current piece
-        self.pieces: list[Array] = []
+        self.pieces: list[Array] = []  # the numbers of the pieces before it
         self.rank = 0  # 0: not known yet
         self.lengths: dict[int, int] = {}  # of the lists at each depth
-        self.places: list[int] = []  # how many items each open list has so far
+        self.counts: list[int] = []  # how many items each open list has so far
 
-    def add(self, items: list[Any], opened: int = 0, left: int = 0) -> None:
-        """Adds a piece. Its outer `opened` lists continue those that the piece before left open; the last `left` ones stay open."""
-        self._add_list(items, 1, opened, left)
+    def add(self, items: list[Any], open_before: int = 0, open_after: int = 0) -> None:
+        """Adds a piece. Its outermost `open_before` lists continue those of the piece before; the next piece continues `open_after`."""
+        self._add_list(items, 1, open_before, open_after)
         self.pieces.append(np.array(self.numbers, self.dtype if self.exact else FLOAT64))
         self.numbers = []
 
@@ -136,25 +136,25 @@ class ArrayBuilder:
         array = np.concatenate(self.pieces) if len(self.pieces) > 1 else self.pieces[0]
         return convert(array.reshape([self.lengths[depth] for depth in range(1, self.rank + 1)]), self.dtype, self.at)
 
-    def in_whole(self, problem: Problem) -> Problem:
-        """A problem of the next piece, with a pointer into the whole. The first items at each depth continue open lists."""
+    def problem_in_list(self, problem: Problem) -> Problem:
+        """A problem of the next piece, with a pointer into the whole list. The first items at each depth continue open lists."""
         if not problem.at:  # the text is not JSON
             return problem
         index = [int(part) for part in problem.at.split("/")[1:]]
-        for depth, before in enumerate(self.places):
+        for depth, before in enumerate(self.counts):
             if depth < len(index) and not any(index[:depth]):
                 index[depth] += before
         return Problem(self.at + pointer(index), problem.expected, problem.got)
 
-    def place(self, more: int = 0) -> str:
-        """Pointer to the next item, or to one of those after it."""
-        return self.at + pointer([*self.places[:-1], self.places[-1] + more] if self.places else [])
+    def pointer_to_next(self, skipped: int = 0) -> str:
+        """Pointer to the next item, or to the one after `skipped` others."""
+        return self.at + pointer([*self.counts[:-1], self.counts[-1] + skipped] if self.counts else [])
 
-    def _add_list(self, items: list[Any], depth: int, opened: int, left: int) -> None:
-        if depth > opened:
-            self.places.append(0)
-        if depth > left:
-            self._require_length(depth, self.places[depth - 1] + len(items))
+    def _add_list(self, items: list[Any], depth: int, open_before: int, open_after: int) -> None:
+        if depth > open_before:
+            self.counts.append(0)
+        if depth > open_after:
+            self._require_length(depth, self.counts[depth - 1] + len(items))
         if not self.rank and not (items and isinstance(items[0], list)):
             self.rank = depth
         if depth == self.rank:
@@ -164,32 +164,33 @@ class ArrayBuilder:
         else:
             for i, item in enumerate(items):
                 if not isinstance(item, list):
-                    raise InvalidRequest.where(self.place(), f"a list of {self.lengths.get(depth + 1, 'numbers')}", describe_value(item))
-                stays = left if i == len(items) - 1 else 0
-                self._add_list(item, depth + 1, 0 if i else opened, stays)
-                self.places[depth - 1] += depth + 1 > stays
-        if depth > left:
-            self.places.pop()
+                    expected = f"a list of {self.lengths.get(depth + 1, 'numbers')}"
+                    raise InvalidRequest.where(self.pointer_to_next(), expected, describe_value(item))
+                item_open_after = open_after if i == len(items) - 1 else 0
+                self._add_list(item, depth + 1, 0 if i else open_before, item_open_after)
+                self.counts[depth - 1] += depth + 1 > item_open_after
+        if depth > open_after:
+            self.counts.pop()
 
     def _add_row(self, items: list[Any]) -> None:
         types, expected = ALLOWED[self.kind]
         if not set(map(type, items)) <= types or (self.kind == "bias" and any(isinstance(item, str) and item != "-inf" for item in items)):
             for i, item in enumerate(items):
                 if type(item) not in types or (isinstance(item, str) and item != "-inf"):
-                    raise InvalidRequest.where(self.place(i), expected, describe_value(item))
+                    raise InvalidRequest.where(self.pointer_to_next(i), expected, describe_value(item))
         if self.exact:
             limits = np.iinfo(self.dtype)
             for i, item in enumerate(items):
                 if isinstance(item, str) or item != item // 1 or not limits.min <= item <= limits.max:
-                    raise InvalidRequest.where(self.place(i), range_text(BY_NUMPY[self.dtype]), describe_value(item))
+                    raise InvalidRequest.where(self.pointer_to_next(i), range_text(BY_NUMPY[self.dtype]), describe_value(item))
             items = list(map(int, items))
         self.numbers += items
-        self.places[-1] += len(items)
+        self.counts[-1] += len(items)
 
     def _require_length(self, depth: int, length: int) -> None:
         expected = self.lengths.setdefault(depth, length)
         if length != expected:
-            at = self.at + pointer(self.places[: depth - 1])
+            at = self.at + pointer(self.counts[: depth - 1])
             raise InvalidRequest.where(at, f"{expected} values, as in the rows before", str(length))
         if not length:
             raise InvalidRequest.where(self.at, EMPTY_AXIS, "an empty list")

@@ -1,7 +1,8 @@
 """Decodes a JSON body into its members, with tensors as numpy arrays and without a Python object per number.
 
-Lists of numbers and long base64 strings are found without parsing and cut out. The rest is small; `strict.py` parses it. `lists.py` then
-reads the numbers from the text. A small body that is refused is parsed again as a whole by `strict.py`, which finds the place of the fault.
+Lists of numbers and long base64 strings are found without parsing, and replaced by placeholders. What remains is a small template, which
+`strict.py` parses. `lists.py` then reads the numbers from the text. A small body that is refused is parsed again as a whole by `strict.py`,
+which finds the place of the fault.
 """
 
 import math
@@ -15,25 +16,25 @@ import numpy as np
 from service.errors import InvalidRequest, RequestError, TooLarge, pointer
 from service.tensors import DATATYPES, Array
 from service.wire.arrays import MAX_RANK, Kind, array_of_base64
-from service.wire.json.lists import Cut, NumberList, array_of_lists
+from service.wire.json.lists import NumberList, RawValue, array_of_lists
 from service.wire.json.strict import line_and_column, parse_strictly
 from service.wire.limits import WireLimits
 from service.wire.problems import MAX_SHOWN, describe_value
 
-MAX_REST_BYTES = 4 << 20  # bytes of a body without its numbers and base64
-MAX_CACHED_REST = 2048  # bytes of a rest whose parsed value is cached
+MAX_TEMPLATE_BYTES = 4 << 20  # bytes of a body without its numbers and base64
+MAX_CACHED_BYTES = 2048  # bytes of a template whose parsed document is cached
 MAX_STRICT_BYTES = 1 << 20  # bytes of a body that the strict reader may parse as a whole
-MAX_UNCUT_BYTES = 1 << 16  # a longer base64 string, in bytes, is cut out
+MAX_TEMPLATE_STRING = 1 << 16  # bytes of a base64 string that stays in the template
 MINUS_INFINITY = re.compile(rb'"-inf"\s*[,\]]')  # as an item of a list
-CUT_DESCRIPTION = 'base64 and lists of numbers (a list with an object, or a string other than "-inf", is no list of numbers)'
-PLACEHOLDER = b"NaN"  # replaces each value that is cut out; JSON has no such value
-BEFORE_VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a value that may be cut out
+NOT_COUNTED = 'base64 and lists of numbers (a list with an object, or a string other than "-inf", is no list of numbers)'
+PLACEHOLDER = b"NaN"  # JSON has no such value
+BEFORE_VALUE = re.compile(rb'"\s*:\s*(?=\[)|"base64"\s*:\s*(?=")')  # what is before a list or a long string
 AFTER_VALUE = re.compile(rb'\s*(?:\}|,\s*"(?:[^"\\]|\\.){,200}"\s*:)')  # what is after the value of a member
 ESCAPE = re.compile(rb"\\(?:/|u00([0-7][0-9A-Fa-f]))")  # of a character that base64 may have
 TENSOR_KEYS = ("shape", "datatype", "data", "base64")
 
 
-class Base64Text(Cut):
+class Base64Text(RawValue):
     """A long string."""
 
     __slots__ = ()
@@ -46,25 +47,25 @@ class Base64Text(Cut):
         return ESCAPE.sub(lambda escape: bytes.fromhex(escape[1].decode()) if escape[1] else b"/", content)
 
 
-class Parts(NamedTuple):
-    """A JSON text in parts. `rest` has a placeholder for each value of `cut`."""
+class SplitJson(NamedTuple):
+    """A JSON text, its template, which has a placeholder in place of each list of numbers and each long string, and these values."""
 
     text: bytes
-    rest: bytes
-    cut: list[Cut]
+    template: bytes
+    values: list[RawValue]
 
     def document(self) -> Any:
-        """The parsed document; values that were cut out are `Cut` objects. Raises MalformedBody, InvalidRequest or TooLarge."""
-        if len(self.rest) <= MAX_CACHED_REST:
+        """The parsed template, with `values` in place of the placeholders. Raises MalformedBody, InvalidRequest or TooLarge."""
+        if len(self.template) <= MAX_CACHED_BYTES:
             try:
-                return _filled(_parse_template(self.rest, len(self.cut)), self.cut)
+                return _filled(_parse_template(self.template, len(self.values)), self.values)
             except (RequestError, RecursionError):
                 pass  # refused below, with the place in the text
-        return parse_strictly(self.rest, place_of=self._place_of, placed=self.cut)
+        return parse_strictly(self.template, position_of=self._position_of, replacements=self.values)
 
-    def _place_of(self, offset: int) -> str:
-        """Line and column in the text of the byte at `offset` in the rest."""
-        for value in self.cut:
+    def _position_of(self, offset: int) -> str:
+        """Line and column in the text of the byte at `offset` in the template."""
+        for value in self.values:
             if offset <= value.start:
                 break
             offset += value.stop - value.start - len(PLACEHOLDER)
@@ -72,46 +73,47 @@ class Parts(NamedTuple):
 
 
 class Slot(int):
-    """Stands for the cut value of that index in a parsed template."""
+    """Takes, in a parsed template, the place of the value of that index."""
 
 
 @lru_cache(256)  # clients repeat what is around the numbers, and parsing it costs more than reading the numbers of a small call
-def _parse_template(rest: bytes, count: int) -> Any:
-    """The document of a rest with `count` cut values, each as a `Slot`. Raises MalformedBody, InvalidRequest or TooLarge."""
-    return parse_strictly(rest, placed=[Slot(i) for i in range(count)])
+def _parse_template(template: bytes, count: int) -> Any:
+    """The document of a template, with a `Slot` for each of its `count` placeholders. Raises MalformedBody, InvalidRequest or TooLarge."""
+    return parse_strictly(template, replacements=[Slot(i) for i in range(count)])
 
 
-def _filled(value: Any, cut: list[Cut]) -> Any:
-    """A copy of a parsed template, with the cut values in place of the slots."""
+def _filled(value: Any, values: list[RawValue]) -> Any:
+    """A copy of a parsed template, with `values` in place of the slots."""
     if isinstance(value, dict):  # every slot is the value of a member
-        return {key: cut[item] if type(item) is Slot else _filled(item, cut) for key, item in value.items()}
-    return [_filled(item, cut) for item in value] if isinstance(value, list) else value
+        return {key: values[item] if type(item) is Slot else _filled(item, values) for key, item in value.items()}
+    return [_filled(item, values) for item in value] if isinstance(value, list) else value
 
 
-def cut_values(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFORE_VALUE) -> Parts:
-    """Cuts lists of numbers and long base64 strings out of the text, if they follow a match of `before`. Raises TooLarge.
+def split_json(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFORE_VALUE) -> SplitJson:
+    """Finds the lists of numbers and long base64 strings that follow a match of `before`. Raises TooLarge.
 
     Nothing is parsed. In JSON, a quotation mark before a colon ends a key, so a value follows. There are no strings or objects before the
     next quotation mark or brace, so a list that is the value and ends before that mark contains only numbers. If the text is not JSON, the
-    rest or one of the values is not JSON either, and is refused when it is parsed.
+    template or one of the values is not JSON either, and is refused when it is parsed.
     """
     pieces: list[bytes] = []
-    cut: list[Cut] = []
-    begin = position = size = 0
-    while found := before.search(text, position, begin + MAX_REST_BYTES - size):
+    values: list[RawValue] = []
+    copied = position = size = 0  # text[:copied] is in the template, as `size` bytes without the placeholders
+    while found := before.search(text, position, copied + MAX_TEMPLATE_BYTES - size):
         start = found.end()
         value = (_number_list if text[start : start + 1] == b"[" else _base64_text)(text, start, limits)
         position = start + 1
         if value is not None:
-            cut.append(value)
-            if len(cut) > limits.values:
+            values.append(value)
+            if len(values) > limits.values:
                 raise TooLarge.where("", f"at most {limits.values} values outside of tensors in one body", "more")
-            pieces += text[begin:start], PLACEHOLDER
-            size += start - begin
-            begin = position = value.stop
-    if size + len(text) - begin > MAX_REST_BYTES:
-        raise TooLarge.where("", f"at most {MAX_REST_BYTES} bytes outside of {CUT_DESCRIPTION}", str(size + len(text) - begin))
-    return Parts(text, b"".join((*pieces, text[begin:])), cut)
+            pieces += text[copied:start], PLACEHOLDER
+            size += start - copied
+            copied = position = value.stop
+    size += len(text) - copied
+    if size > MAX_TEMPLATE_BYTES:
+        raise TooLarge.where("", f"at most {MAX_TEMPLATE_BYTES} bytes outside of {NOT_COUNTED}", str(size))
+    return SplitJson(text, b"".join((*pieces, text[copied:])), values)
 
 
 def _number_list(text: bytes, start: int, limits: WireLimits) -> NumberList | None:
@@ -125,9 +127,9 @@ def _number_list(text: bytes, start: int, limits: WireLimits) -> NumberList | No
 
 
 def _base64_text(text: bytes, start: int, limits: WireLimits) -> Base64Text | None:
-    """The string that begins at `start`; None if it is at most MAX_UNCUT_BYTES bytes."""
+    """The string that begins at `start`; None if it is at most MAX_TEMPLATE_STRING bytes."""
     stop = text.find(b'"', start + 1) + 1
-    return Base64Text(text, start, stop, limits) if stop - start > MAX_UNCUT_BYTES and text[stop - 2 : stop - 1] != b"\\" else None
+    return Base64Text(text, start, stop, limits) if stop - start > MAX_TEMPLATE_STRING and text[stop - 2 : stop - 1] != b"\\" else None
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     """
     reader = Reader(limits, shapes_alone)
     try:
-        return reader.members(cut_values(body, limits).document(), kinds)
+        return reader.members(split_json(body, limits).document(), kinds)
     except TooLarge:
         raise
     except RequestError:
@@ -152,7 +154,7 @@ class Reader:
 
     def __init__(self, limits: WireLimits, shapes_alone: bool = False) -> None:
         self.limits, self.shapes_alone = limits, shapes_alone
-        self.values = 0
+        self.value_count = 0
 
     def members(self, document: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
         """The members of a document: tensors as arrays, the others as Python objects."""
@@ -160,18 +162,18 @@ class Reader:
             raise InvalidRequest.where("", "a JSON object", "a list" if isinstance(document, list) else describe_value(document))
         return self._object(document, "", kinds, 1)
 
-    def plain(self, value: Any, at: str, depth: int, kinds: Mapping[str, Kind] | None = None) -> Any:
+    def _plain(self, value: Any, at: str, depth: int, kinds: Mapping[str, Kind] | None = None) -> Any:
         """The value as Python objects; members named in `kinds` become arrays."""
-        self.values += 1
-        if self.values > self.limits.values:
+        self.value_count += 1
+        if self.value_count > self.limits.values:
             raise TooLarge.where(at, f"at most {self.limits.values} values outside of tensors in one body", "more")
         if depth > self.limits.depth:
             raise TooLarge.where("/" + at.split("/")[1], f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
         if isinstance(value, dict):
             return self._object(value, at, kinds or {}, depth)
         if isinstance(value, list):
-            return [self.plain(item, f"{at}/{i}", depth + 1) for i, item in enumerate(value)]
-        return self.plain(value.plain(at), at, depth) if isinstance(value, Cut) else value
+            return [self._plain(item, f"{at}/{i}", depth + 1) for i, item in enumerate(value)]
+        return self._plain(value.parsed(at), at, depth) if isinstance(value, RawValue) else value
 
     def _object(self, document: dict[str, Any], at: str, kinds: Mapping[str, Kind], depth: int) -> dict[str, Any]:
         if len(document) > self.limits.tensors:
@@ -183,7 +185,7 @@ class Reader:
                 members[key] = self._tensor(value, kind, place)
             else:
                 below = kinds.get(f"{key}/*")
-                members[key] = self.plain(value, place, depth + 1, {"*": below} if below else None)
+                members[key] = self._plain(value, place, depth + 1, {"*": below} if below else None)
         return members
 
     def _tensor(self, value: Any, kind: Kind, at: str) -> Any:
@@ -211,7 +213,7 @@ class Reader:
             raise InvalidRequest.where(at, "either data or base64", "both")
         if "base64" in value and base64 is None:
             raise InvalidRequest.where(f"{at}/base64", "a base64 string", "null")
-        shape = shape_of(self.plain(value.get("shape", ...), f"{at}/shape", 3), f"{at}/shape")
+        shape = shape_of(self._plain(value.get("shape", ...), f"{at}/shape", 3), f"{at}/shape")
         name = value.get("datatype")
         if not (name is None and base64 is None) and (not isinstance(name, str) or name not in DATATYPES):
             raise InvalidRequest.where(f"{at}/datatype", "one of " + " ".join(DATATYPES), describe_value(name))

@@ -14,36 +14,40 @@ SCALARS = {str, int, float, bool, type(None)}
 
 
 class _RepeatedKey:
+    """Takes the place of an object with a repeated key."""
+
     def __init__(self, key: str) -> None:
         self.key = key
 
 
 class _Constant:
+    """Takes the place of NaN or an infinity, which JSON does not have."""
+
     def __init__(self, text: str) -> None:
         self.text = text
 
 
-def line_and_column(body: bytes, offset: int) -> str:
+def line_and_column(text: bytes, offset: int) -> str:
     """Line and column of a byte in a text, counted from 1."""
-    line, column = body.count(b"\n", 0, offset) + 1, offset - body.rfind(b"\n", 0, offset)
+    line, column = text.count(b"\n", 0, offset) + 1, offset - text.rfind(b"\n", 0, offset)
     return f"line {line} column {column}"
 
 
 def parse_strictly(
-    body: bytes, whole: str = "body", place_of: Callable[[int], str] | None = None, placed: Sequence[Any] | None = None
+    text: bytes, name: str = "body", position_of: Callable[[int], str] | None = None, replacements: Sequence[Any] | None = None
 ) -> Any:
     """The document as Python objects. Raises MalformedBody, TooLarge (depth) or InvalidRequest (a number beyond float64).
 
-    Error messages call the text `whole`. If it was cut from another text, `place_of` maps a byte offset to the place in that text. The n-th
-    NaN in the text is replaced by the n-th item of `placed`; their numbers must agree.
+    Errors call the text `name`. If it is a part of another text, `position_of` maps an offset in bytes to line and column of the whole.
+    With `replacements`, the n-th NaN becomes the n-th of them, and there must be as many of both.
     """
-    values = iter(placed or ())
-    constants = faults = 0
+    unused = iter(replacements or ())
+    nan_count = faults = 0
 
-    def constant(name: str) -> Any:
-        nonlocal constants, faults
-        constants += name == "NaN"
-        value = next(values, _Constant(name)) if name == "NaN" else _Constant(name)
+    def constant(word: str) -> Any:
+        nonlocal nan_count, faults
+        nan_count += word == "NaN"
+        value = next(unused, _Constant(word)) if word == "NaN" else _Constant(word)
         faults += isinstance(value, _Constant)
         return value
 
@@ -55,22 +59,24 @@ def parse_strictly(
         faults += 1
         return _RepeatedKey(_first_repeated(key for key, _ in pairs))
 
-    huge = LONG_INTEGER in body.translate(DIGITS_TO_ZEROS)
+    huge = LONG_INTEGER in text.translate(DIGITS_TO_ZEROS)
     try:
-        text = body.decode("utf-8-sig")
-        document = json.loads(text, object_pairs_hook=members, parse_constant=constant, parse_int=_integer if huge else None)
-        fault = _fault(document, ()) if faults or huge or b"e" in body or b"E" in body else None
+        characters = text.decode("utf-8-sig")
+        document = json.loads(characters, object_pairs_hook=members, parse_constant=constant, parse_int=_integer if huge else None)
+        fault = _fault(document, ()) if faults or huge or b"e" in text or b"E" in text else None
     except UnicodeDecodeError as error:
         raise MalformedBody.where("", "JSON in UTF-8", f"an invalid byte at offset {error.start}") from None
     except json.JSONDecodeError as error:
-        got = f"the end of the {whole}" if error.pos >= len(text) else f"{text[error.pos]!r}"
-        place = f"line {error.lineno} column {error.colno}" if place_of is None else place_of(len(text[: error.pos].encode()))
-        raise MalformedBody.where("", "JSON", f"{got} at {place} ({error.msg.lower()})") from None
+        got = f"the end of the {name}" if error.pos >= len(characters) else f"{characters[error.pos]!r}"
+        position = (
+            f"line {error.lineno} column {error.colno}" if position_of is None else position_of(len(characters[: error.pos].encode()))
+        )
+        raise MalformedBody.where("", "JSON", f"{got} at {position} ({error.msg.lower()})") from None
     except RecursionError:
         raise TooLarge.where("", "a document of moderate depth", "one nested too deeply") from None
     if fault:
         raise fault
-    if placed is not None and constants != len(placed):
+    if replacements is not None and nan_count != len(replacements):
         raise MalformedBody.where("", "JSON", "NaN, which JSON does not have")
     return document
 

@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from service.spec import LayerSpec
 from service.spec_parts import field_error
 from service.wire.problems import describe_value
-from service.wire.schemas.attend import SESSION_DESCRIPTION, AttendRequest, Document, Index, LayerReference, unique
+from service.wire.schemas.attend import SESSION_DESCRIPTION, AttendRequest
+from service.wire.schemas.document import Document, Index, LayerReference, unique
 from service.wire.schemas.tensors import ReplyTensor, Sequences
 
 PER_HEAD = {"": "bh"}
@@ -72,7 +73,7 @@ REFUSED = {  # fields of /attend
 }
 
 
-def _lens(value: Any) -> Any:
+def _valid_query_lens(value: Any) -> Any:
     for number in value if isinstance(value, list) else [value]:
         if type(number) is not int or number < 0:
             raise field_error("", "a number of queries, or a list of them", describe_value(number))
@@ -87,7 +88,7 @@ class AnalysisOptions(Document):
         default=5, examples=[5], description="Number of strongest links of each head."
     )
     mass: Annotated[float, Field(gt=0, le=1)] = Field(default=0.9, description="Share of a row's weight, for keys_for_mass.")
-    query_lens: Annotated[Index | list[Index], BeforeValidator(_lens)] | None = Field(
+    query_lens: Annotated[Index | list[Index], BeforeValidator(_valid_query_lens)] | None = Field(
         default=None, description="[b]. Only the first n queries count. If null, in self-attention those that are real keys, otherwise all."
     )
 
@@ -114,17 +115,17 @@ class AnalysisRequest(AttendRequest):
     )
 
     @model_validator(mode="after")
-    def _measurable(self) -> Self:
+    def _check_metrics(self) -> Self:
         for name, expected in REFUSED.items():
             if getattr(self, name) is not None:
                 raise field_error(f"/{name}", expected, name)
         for name in self.metrics or ():
             if name in TOKEN_METRICS and not self.has_tokens:
                 raise field_error("/tokens", f"tokens of queries and keys, since {name} is among the metrics", "none")
-        self._query_lens()
+        self._check_query_lens()
         return self
 
-    def _query_lens(self) -> None:
+    def _check_query_lens(self) -> None:
         lens, b, q = self.analysis.query_lens, self.query.shape[0], self.query.shape[-2]
         if lens is None:
             return

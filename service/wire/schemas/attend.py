@@ -1,30 +1,19 @@
-"""The body of POST /attend, its reply, plan and refusal, as pydantic models. The OpenAPI document is made from them.
+"""The body of POST /attend as pydantic models, from which the OpenAPI document is made, too.
 
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
 
-import re
 from collections.abc import Mapping
-from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
-from pydantic.json_schema import SkipJsonSchema
+from pydantic import BeforeValidator, Field, model_validator
 
-from service.errors import InvalidRequest
 from service.spec import LayerSpec
 from service.spec_parts import Finite, Window, field_error
 from service.wire import shapes
-from service.wire.arrays import Kind
-from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
+from service.wire.problems import describe_value
+from service.wire.schemas.document import LAYER_NAME, Document, Indices, PositiveInt, StrictBool, unique
 from service.wire.schemas.tensors import (
     Bias,
     HeadScale,
@@ -32,20 +21,15 @@ from service.wire.schemas.tensors import (
     Lengths,
     Mask,
     Positions,
-    ReplyTensor,
     RowCounts,
     Segments,
     Sequences,
-    tensor_kinds,
 )
+from service.wire.schemas.tokens import Tokens
 from service.wire.suggestions import OTHER_NAMES
 
-LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-NAME_EXPECTED = "a layer name of at most 64 letters, digits, dots, underscores and hyphens, a letter or digit first"
-
-SPECIAL_TOKEN = re.compile(
-    r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
-)
+SESSION_DESCRIPTION = "Id of a session, whose layer and rows take the place of `layer`, `key` and `value`; nothing is appended."
+SPEC_NAMES = (*LayerSpec.model_fields, *LayerSpec.expected_instead)  # fields of a layer's spec, and their names in other libraries
 
 Output = Literal[
     "output",
@@ -70,7 +54,7 @@ def _default_outputs() -> list[Output]:
     return ["output", "attention_weights"]
 
 
-def _offset(value: Any) -> Any:
+def _valid_offset(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         value = value.tolist()
     for number in value if isinstance(value, list) else [value]:
@@ -81,61 +65,8 @@ def _offset(value: Any) -> Any:
     return value
 
 
-def _tokens(value: Any) -> Any:
-    nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
-    for i, row in enumerate(value if nested else [value]):
-        if not isinstance(row, list) or not all(isinstance(word, str) for word in row):
-            raise field_error("", "a list of tokens, or one such list per batch item", "something else")
-        for j, word in enumerate(row):
-            if not is_unicode(word):  # replies and pictures cannot hold it
-                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF_SURROGATE)
-    return value
-
-
-def _omitted(value: Any) -> Any:
-    if value != "special" and not (isinstance(value, list) and all(isinstance(token, str) for token in value)):
-        raise field_error("", '"special" or a list of tokens', describe_value(value))
-    return value
-
-
-def unique(noun: str) -> AfterValidator:
-    """The annotation of a list whose items differ."""
-
-    def check(items: list[Any]) -> list[Any]:
-        seen: set[Any] = set()
-        for i, item in enumerate(items):
-            if item in seen:
-                raise field_error(f"/{i}", f"each {noun} once", f"{describe_value(item)} twice")
-            seen.add(item)
-        return items
-
-    return AfterValidator(check)
-
-
-SESSION_DESCRIPTION = "Id of a session, whose layer and rows take the place of `layer`, `key` and `value`; nothing is appended."
-SPEC_NAMES = (*LayerSpec.model_fields, *LayerSpec.instead)  # fields of a layer's spec, and their names in other libraries
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
-Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_offset)]
-TokenLists = Annotated[list[str] | list[list[str]], BeforeValidator(_tokens)]
-Index = Annotated[int, Field(ge=0, strict=True)]
-Indices = Annotated[list[Index], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("index")]
-PositiveInt = Annotated[int, Field(ge=1, strict=True)]
-StrictBool = Annotated[bool, Field(strict=True)]
-
-
-class Document(BaseModel):
-    """A document whose unknown fields are refused by name.
-
-    `tensors` maps its tensor members to their kinds, `instead` names that are no fields to what callers may have meant by them.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
-    tensors: ClassVar[dict[str, Kind]] = {}
-    instead: ClassVar[Mapping[str, str]] = {}
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.tensors = {**cls.tensors, **tensor_kinds(cls)}
+Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_valid_offset)]
 
 
 class Dropout(Document):
@@ -173,38 +104,13 @@ class ReplyOptions(Document):
     )
 
 
-class Tokens(Document):
-    """Tokens of the queries and keys, as labels and for the metrics that need them: one list, or one for each batch item."""
-
-    query: TokenLists | None = Field(default=None, examples=[["the", "cat"]], description="A token for each query.")
-    key: TokenLists | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
-    omit: Annotated[Literal["special"] | list[str], BeforeValidator(_omitted)] | None = Field(
-        default=None,
-        description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
-        "other marks of a sequence. Weights stay as they are: as keys, these tokens count in all other metrics.",
-    )
-
-    def omits(self, token: str) -> bool:
-        """Whether `omit` leaves this token out."""
-        return is_special(token) if self.omit == "special" else token in self._listed
-
-    @cached_property
-    def _listed(self) -> frozenset[str]:
-        return frozenset(self.omit or ())
-
-
-def is_special(token: str) -> bool:
-    """Whether the token marks the beginning, the end or the padding of a sequence, or a turn in it. Unknown and masked words do not."""
-    return SPECIAL_TOKEN.fullmatch(token) is not None
-
-
 class AttendRequest(Document):
     """Queries, keys, values and masks for one layer.
 
     b batch, q queries, k keys, h heads. Where the query has no b, no other tensor has.
     """
 
-    instead: ClassVar[Mapping[str, str]] = {
+    expected_instead: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(SPEC_NAMES, "no field of that name, which belongs to the spec of a layer (PUT /layers/{name})"),
         **OTHER_NAMES,
         "figure": "no field of that name, which belongs to POST /attend/figure",
@@ -263,8 +169,8 @@ class AttendRequest(Document):
     tokens: Tokens | None = Field(default=None, description="Tokens of the queries and keys.")
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
-        shapes.check(self)
+    def _check_fields_together(self) -> Self:
+        shapes.check_fields_together(self)
         return self
 
     @property
@@ -276,102 +182,3 @@ class AttendRequest(Document):
         if self.tokens is None:
             return []
         return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
-
-
-def require_layer_name(name: str) -> None:
-    """Raises InvalidRequest if no layer can have this name."""
-    if not re.fullmatch(LAYER_NAME, name):
-        raise InvalidRequest.where("", NAME_EXPECTED, describe_value(name))
-
-
-class LayerReference(Document):
-    name: str
-    fingerprint: str
-
-
-def _absent(schema: dict[str, Any]) -> None:
-    """A member without this output is absent, not null."""
-    schema.pop("default", None)
-
-
-def _output(description: str) -> Any:
-    return Field(default=None, description=description, json_schema_extra=_absent)
-
-
-class Selection(Document):
-    """The `top_k` largest attention weights of each row."""
-
-    keys: ReplyTensor = Field(description="[b,h,q,top_k]. Indices of the keys.")
-    values: ReplyTensor = Field(description="[b,h,q,top_k]. The weights.")
-
-
-BySequence: TypeAlias = dict[str, ReplyTensor]  # with `query_lengths`: number of the sequence, "0", "1", … -> its tensor
-OptionalTensor: TypeAlias = ReplyTensor | SkipJsonSchema[None]
-
-
-class AttendReply(Document):
-    """The requested outputs, and no others. Shapes are without b if the request has none."""
-
-    layer: LayerReference
-    fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
-    output: OptionalTensor = _output("[b,q,output_dim].")
-    attention_weights: OptionalTensor | Selection | BySequence = _output(
-        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, and "
-        "rows sum to 1, except after dropout, with sinks, in fully masked rows and in layers with sigmoid weights. In layers with "
-        "`differential` they may be negative, with any sum."
-    )
-    scores: OptionalTensor | BySequence = _output(
-        "[b,h,q,k]. Before softmax or sigmoid, after scale, softcap, biases, ln n and masks; -inf as text. Layers with `differential` have "
-        "none."
-    )
-    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores). Layers with `differential` or sigmoid weights have none.")
-    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
-    key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
-    value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
-    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's norm and output gate.")
-    concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
-    indexer_mask: OptionalTensor | BySequence = _output(
-        "[b,q,k], of datatype BOOL. Whether the layer's indexer selects the key for the query."
-    )
-    latent: OptionalTensor = _output("[b,k,key_value_rank]. The latent vectors of the key after their norm, in layers with `latent`.")
-    rope_key: OptionalTensor = _output(
-        "[b,k,rope_key_dim]. The numbers that the keys of all heads share in layers with `latent`, after rotation."
-    )
-    query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
-    key_gradient: OptionalTensor = _output("Shape of the key.")
-    value_gradient: OptionalTensor = _output("Shape of the value.")
-
-
-class PlannedTensor(Document):
-    shape: list[int]
-    datatype: str
-    bytes: int
-
-
-class Refusal(Document):
-    at: str
-    expected: str
-    got: str
-
-
-class Plan(Document):
-    """What POST /attend would do with this body: outputs, predicted cost, and whether it is admitted."""
-
-    layer: LayerReference
-    outputs: dict[str, PlannedTensor]
-    operations: int = Field(description="Predicted floating-point operations.")
-    memory_bytes: int = Field(description="Predicted peak memory of the computation.")
-    reply_bytes: int = Field(description="Size of the reply: exact for base64 tensors, an estimate for numbers in text.")
-    admitted: bool = Field(description="Whether the limits of this server admit the request.")
-    refusals: list[Refusal] = Field(description="Why it is not admitted.")
-
-
-class ProblemDocument(BaseModel):
-    """A refusal, as RFC 9457 problem details."""
-
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str
-    request_id: str
-    errors: list[Refusal]

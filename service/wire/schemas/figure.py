@@ -5,7 +5,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from service.spec_parts import Finite, field_error
-from service.wire.schemas.attend import SESSION_DESCRIPTION, AttendRequest, Document, Index, StrictBool, unique
+from service.wire.schemas.attend import SESSION_DESCRIPTION, AttendRequest
+from service.wire.schemas.document import Document, Index, StrictBool, unique
 
 PositiveFinite = Annotated[Finite, Field(gt=0)]
 
@@ -41,7 +42,7 @@ class Figure(Document):
     )
 
     @model_validator(mode="after")
-    def _one_head(self) -> Self:
+    def _check_kind(self) -> Self:
         if self.kind == "head" and self.heads is not None and len(self.heads) != 1:
             raise field_error("/heads", "one head for a picture of kind head", str(len(self.heads)))
         if self.kind == "concatenation" and self.scale == "log":
@@ -58,7 +59,7 @@ class FigureRequest(AttendRequest):
     figure: Figure = Field(default_factory=Figure)
 
     @model_validator(mode="after")
-    def _item(self) -> Self:
+    def _check_item(self) -> Self:
         items = self.query.shape[0] if self.batched else 1
         if items and self.figure.item >= items:
             raise field_error("/figure/item", f"an item below {items}", str(self.figure.item))

@@ -7,7 +7,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from service.spec import LayerSpec
 from service.wire.arrays import Kind
-from service.wire.schemas.attend import SPEC_NAMES, Document
+from service.wire.schemas.attend import SPEC_NAMES
+from service.wire.schemas.document import Document
 from service.wire.schemas.tensors import Weight
 
 WEIGHTS_DESCRIPTION = (
@@ -20,13 +21,13 @@ class PutLayer(Document):
     """A layer: its spec, and its weights unless they are to be drawn."""
 
     tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
-    instead: ClassVar[Mapping[str, str]] = dict.fromkeys(SPEC_NAMES, 'no field of that name, which belongs inside "spec"')
+    expected_instead: ClassVar[Mapping[str, str]] = dict.fromkeys(SPEC_NAMES, 'no field of that name, which belongs inside "spec"')
     spec: LayerSpec
     weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS_DESCRIPTION)
 
     @model_validator(mode="before")
     @classmethod
-    def _drawn(cls, data: Any) -> Any:
+    def _without_null_init(cls, data: Any) -> Any:
         """Removes an `init` of null if there are no weights: it is then the same as left out."""
         spec = data.get("spec") if isinstance(data, dict) and data.get("weights") is None else None
         if isinstance(spec, dict) and spec.get("init", ...) is None:

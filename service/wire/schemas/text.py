@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.wire.schemas.attend import LAYER_NAME, Document, LayerReference
+from service.wire.schemas.document import LAYER_NAME, Document, LayerReference
 from service.wire.schemas.tensors import Base64Tensor
 
 MAX_TEXT_CHARACTERS = 65536  # characters

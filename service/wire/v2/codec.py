@@ -18,15 +18,15 @@ from service.tensors import datatype_of, raw
 from service.wire.arrays import Kind, array_of_bytes
 from service.wire.codec import Codec, Decoded, Encoded, Headers
 from service.wire.json.lists import NumberList
-from service.wire.json.reader import MAX_STRICT_BYTES, Reader, array_of_data, cut_values
+from service.wire.json.reader import MAX_STRICT_BYTES, Reader, array_of_data, split_json
 from service.wire.json.strict import parse_strictly
 from service.wire.json.writer import text_of, write_json
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
-from service.wire.v2.header import CutList, V2Header, V2Input, V2ReplyFormat, parse_header
-from service.wire.v2.parameters import VERSION, requested_arrays, squeeze_per_item
+from service.wire.v2.header import ListSlot, V2Header, V2Input, V2ReplyFormat, parse_header
+from service.wire.v2.members import VERSION, requested_arrays, squeeze_per_item
 
 MAX_CACHED_HEADER = 4096  # bytes of a header template that is cached; longer ones rarely repeat
 BEFORE_DATA = re.compile(rb'"data"\s*:\s*(?=\[)')
@@ -41,9 +41,8 @@ class V2Codec(Codec):
         self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
     ) -> Decoded:
         size = _header_size(parameters["header_length"], len(body))
-        text, following = body if size == len(body) else body[:size], memoryview(body)[size:]
-        model = parameters["model"]
-        header, members = _read(text, following, model, limits)
+        text, binary = body if size == len(body) else body[:size], memoryview(body)[size:]
+        header, members = _read(text, binary, parameters["model"], limits)
         squeeze_per_item(members)
         return Decoded(members, header.reply_format, header.timeout, header.sequence, header.error_paths.translate)
 
@@ -73,45 +72,47 @@ class V2Codec(Codec):
         return Encoded(((b"content-type", b"application/octet-stream"), (HEADER_LENGTH, length)), [*header, *pieces])
 
 
-@lru_cache(256)
-def parse_template(template: bytes, nested: tuple[bool, ...], following: int, model: str, limits: WireLimits) -> V2Header:
-    """Parses a header template. `nested`: for each list that was cut out, whether it contains lists; `following`: bytes after the JSON.
+def _parse_template(template: bytes, nested: tuple[bool, ...], binary_size: int, model: str, limits: WireLimits) -> V2Header:
+    """Parses a header template. `nested`: for each `data` list, whether it contains lists; `binary_size`: bytes after the JSON.
 
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
-    document = parse_strictly(template, placed=[CutList(i, *item) for i, item in enumerate(zip(nested))])
-    return parse_header(Reader(limits).members(document, {}), following, model)
+    document = parse_strictly(template, replacements=[ListSlot(i, is_nested) for i, is_nested in enumerate(nested)])
+    return parse_header(Reader(limits).members(document, {}), binary_size, model)
 
 
-def _read(text: bytes, following: memoryview, model: str, limits: WireLimits) -> tuple[V2Header, dict[str, Any]]:
+_parse_cached_template = lru_cache(256)(_parse_template)
+
+
+def _read(text: bytes, binary: memoryview, model: str, limits: WireLimits) -> tuple[V2Header, dict[str, Any]]:
     """(header, members of the request with their arrays). Raises MalformedBody, InvalidRequest or TooLarge."""
     try:
-        parts = cut_values(text, limits, BEFORE_DATA)
-        lists = [value for value in parts.cut if isinstance(value, NumberList)]
-        parse = parse_template if len(parts.rest) <= MAX_CACHED_HEADER else parse_template.__wrapped__
-        header = parse(parts.rest, tuple(value.nested for value in lists), len(following), model, limits)
-        return header, _members(header, lists, following)
+        parts = split_json(text, limits, BEFORE_DATA)
+        lists = [value for value in parts.values if isinstance(value, NumberList)]
+        parse = _parse_cached_template if len(parts.template) <= MAX_CACHED_HEADER else _parse_template
+        header = parse(parts.template, tuple(value.nested for value in lists), len(binary), model, limits)
+        return header, _members(header, lists, binary)
     except TooLarge:
         raise
     except RequestError:
         if len(text) > MAX_STRICT_BYTES:
-            cut_values(text, limits, BEFORE_DATA).document()  # raises if the JSON is malformed, with the place in the text
+            split_json(text, limits, BEFORE_DATA).document()  # raises if the JSON is malformed, with the place in the text
             raise
-    header = parse_header(Reader(limits).members(parse_strictly(text), {}), len(following), model)
-    return header, _members(header, (), following)
+    header = parse_header(Reader(limits).members(parse_strictly(text), {}), len(binary), model)
+    return header, _members(header, (), binary)
 
 
-def _members(header: V2Header, cut: Sequence[NumberList], following: memoryview) -> dict[str, Any]:
-    """The members of the request, with arrays."""
+def _members(header: V2Header, lists: Sequence[NumberList], binary: memoryview) -> dict[str, Any]:
+    """The members of the request, with arrays: of `lists` in place of the slots, or of the bytes after the JSON."""
     members = dict(header.members)
     for name, tensor in header.members.items():
         if type(tensor) is not V2Input:
             continue
         kind, datatype, shape, at, data, start, stop = tensor
         if data is None:
-            members[name] = array_of_bytes(following[start:stop], datatype, shape, at)
+            members[name] = array_of_bytes(binary[start:stop], datatype, shape, at)
         else:
-            numbers = cut[data.number] if isinstance(data, CutList) else data
+            numbers = lists[data.number] if isinstance(data, ListSlot) else data
             members[name] = array_of_data(numbers, kind, shape, datatype.numpy, f"{at}/data")
     return members
 

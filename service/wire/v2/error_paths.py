@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from service.errors import Problem
-from service.wire.v2.parameters import INPUT_FIELDS, PARAMETER_FIELDS
+from service.wire.v2.members import INPUT_FIELDS, PARAMETER_FIELDS
 
 
 class InputPath(NamedTuple):

@@ -12,7 +12,7 @@ from service.wire.codec import SequencePart
 from service.wire.json.reader import shape_of
 from service.wire.problems import describe_value, validate
 from service.wire.v2.error_paths import InputPath, V2ErrorPaths
-from service.wire.v2.parameters import (
+from service.wire.v2.members import (
     DEFAULT_OUTPUTS,
     TOP_K_KEYS,
     VERSION,
@@ -25,16 +25,16 @@ from service.wire.v2.parameters import (
 from service.wire.v2.schemas import InferenceInput, InferenceParameters, InferenceRequest
 
 
-class CutList(NamedTuple):
-    """Replaces, in a parsed header, a list that was cut out of the text. `nested`: whether it contains lists."""
+class ListSlot(NamedTuple):
+    """Takes, in a parsed header template, the place of the `data` list of that index. `nested`: whether the list contains lists."""
 
-    number: int  # index among the lists that were cut out
+    number: int
     nested: bool
 
 
 class V2Input(NamedTuple):
-    """An input without its numbers. They are `data`, a `CutList` or the value in the JSON; if that is None, they are the bytes from `start`
-    to `stop` after the JSON. `at` points to the input."""
+    """An input without its numbers. `data` has them, as a `ListSlot` or as the value in the JSON; if it is None, they are the bytes from
+    `start` to `stop` after the JSON. `at` points to the input."""
 
     kind: Kind
     datatype: Datatype
@@ -74,8 +74,8 @@ class V2Header:
     sequence: SequencePart | None = None
 
 
-def parse_header(document: Mapping[str, Any], following: int, model: str) -> V2Header:
-    """Parses the header of a request to `model`, with `following` bytes after the JSON. Raises MalformedBody or InvalidRequest."""
+def parse_header(document: Mapping[str, Any], binary_size: int, model: str) -> V2Header:
+    """Parses the header of a request to `model`, with `binary_size` bytes after the JSON. Raises MalformedBody or InvalidRequest."""
     request = validate(InferenceRequest, document)
     for name, got, value in (("model_name", request.model_name, model), ("model_version", request.model_version, VERSION)):
         if got not in (None, value):
@@ -84,12 +84,12 @@ def parse_header(document: Mapping[str, Any], following: int, model: str) -> V2H
     tensors: list[tuple[str, V2Input]] = []
     position = 0
     for i, entry in enumerate(request.inputs):
-        path, tensor = _input(entry, f"/inputs/{i}", position, following)
+        path, tensor = _input(entry, f"/inputs/{i}", position, binary_size)
         paths.append(path)
         tensors.append((path.name, tensor))
         position = tensor.stop
-    if position != following:
-        raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(following))
+    if position != binary_size:
+        raise MalformedBody.where("", f"{position} bytes of tensors after the JSON", str(binary_size))
     parameters, requested = request.parameters or InferenceParameters(), request.outputs or []
     outputs = tuple(output.name for output in requested)
     binary_outputs = {
@@ -104,7 +104,7 @@ def parse_header(document: Mapping[str, Any], following: int, model: str) -> V2H
     return V2Header(members, parameters.seconds, reply_format, V2ErrorPaths(tuple(paths)), parameters.sequence)
 
 
-def _input(entry: InferenceInput, at: str, position: int, following: int) -> tuple[InputPath, V2Input]:
+def _input(entry: InferenceInput, at: str, position: int, binary_size: int) -> tuple[InputPath, V2Input]:
     """(path, tensor) of one input; `position`: where the bytes of the inputs before it end."""
     name, kind, data = entry.name, kind_of(entry.name), entry.data
     require_input(name, f"{at}/name")
@@ -114,12 +114,12 @@ def _input(entry: InferenceInput, at: str, position: int, following: int) -> tup
     if (data is None) == (size is None):
         raise InvalidRequest.where(at, "either data or binary_data_size", "neither" if data is None else "both")
     if size is None:
-        nested = data.nested if isinstance(data, CutList) else isinstance(data, list) and len(data) > 0 and isinstance(data[0], list)
+        nested = data.nested if isinstance(data, ListSlot) else isinstance(data, list) and len(data) > 0 and isinstance(data[0], list)
         return InputPath(name, shape, "/data", nested), V2Input(kind, datatype, shape, at, data, stop=position)
     wanted = math.prod(shape) * datatype.size
     if size != wanted:
         expected = f"{wanted} bytes for shape {list(shape)} of {datatype.name}"
         raise InvalidRequest.where(f"{at}/parameters/binary_data_size", expected, str(size))
-    if size > (left := following - position):
+    if size > (left := binary_size - position):
         raise MalformedBody.where(at, f"{size} bytes after the JSON (Inference-Header-Content-Length is its length)", str(left))
     return InputPath(name, shape), V2Input(kind, datatype, shape, at, None, position, position + size)

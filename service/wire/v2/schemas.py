@@ -11,8 +11,9 @@ from service.wire.arrays import MAX_RANK
 from service.wire.codec import SequencePart
 from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
 from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.document import without_default
 from service.wire.schemas.tensors import MAX_AXIS, REFERENCE
-from service.wire.v2.parameters import INPUT_NAMES, JSON_TEXT_FIELDS, OUTPUTS, PARAMETER_FIELDS, TOP_K_OUTPUTS
+from service.wire.v2.members import INPUT_NAMES, JSON_TEXT_FIELDS, OUTPUTS, PARAMETER_FIELDS, TOP_K_OUTPUTS
 
 MAX_INPUTS = 64  # of one request; there are fewer names of inputs
 Parameters = dict[str, str | float | bool]
@@ -172,11 +173,6 @@ def _sequence_id(value: Any) -> Any:
     return value
 
 
-def _without_default(schema: dict[str, Any]) -> None:
-    """Go clients that are generated from a union with a default do not compile."""
-    schema.pop("default", None)
-
-
 class InferenceParameters(CodecParameters):
     """Those of the protocol, and the fields of AttendRequest that are no tensors; those with members of their own as JSON text."""
 
@@ -189,7 +185,7 @@ class InferenceParameters(CodecParameters):
     sequence_id: Annotated[int | str, BeforeValidator(_sequence_id)] = Field(
         default=0,
         description="The sequence whose keys and values the server keeps; 0, empty or left out: none.",
-        json_schema_extra=_without_default,
+        json_schema_extra=without_default,  # Go clients that are generated from a union with a default do not compile
     )
     sequence_start: bool = Field(default=False, description="Whether the request begins the sequence.")
     sequence_end: bool = Field(default=False, description="Whether the sequence ends after the request.")
@@ -210,7 +206,7 @@ class InferenceParameters(CodecParameters):
         return SequencePart(str(self.sequence_id), self.sequence_start, self.sequence_end)
 
 
-class InferenceInput(StrictModel):  # header.py validates name, shape, datatype and data; parameters.py the names of outputs
+class InferenceInput(StrictModel):  # header.py validates name, shape, datatype and data; members.py the names of outputs
     name: Annotated[str, WithJsonSchema({"type": "string", "enum": INPUT_NAMES})]
     shape: SkipValidation[Annotated[list[Annotated[int, Field(ge=0, le=MAX_AXIS)]], Field(max_length=MAX_RANK)]]
     datatype: SkipValidation[Literal[tuple(DATATYPES)]]  # type: ignore[valid-type]

@@ -7,9 +7,9 @@ import pytest
 from support.layers import json_body
 
 from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, random_case
-from service.attention.compare.random_layers import LAYER_FEATURES, settle
+from service.attention.compare.random_layers import LAYER_FEATURES, drop_conflicts
+from service.attention.initialization import draw_weights
 from service.attention.reference.forward import attend
-from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS, Biases
 
@@ -113,7 +113,7 @@ def test_every_feature_of_layers_is_drawn():
 
 def test_incompatible_features_are_dropped():
     everything = set(FEATURES) - {"differential", "relative_scores", "indexer"}
-    assert settle(set(FEATURES) - {"projections", "relative_scores", "indexer"}, "xavier_uniform") == set(FEATURES) - {
+    assert drop_conflicts(set(FEATURES) - {"projections", "relative_scores", "indexer"}, "xavier_uniform") == set(FEATURES) - {
         "projections",
         "qk_norm",
         "latent",
@@ -124,18 +124,25 @@ def test_incompatible_features_are_dropped():
         "indexer",
     }
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}
-    assert settle(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
-    assert settle(everything, "torch_linear") == everything - {"output_dim", "biases", "output_gate", "latent"}
-    assert settle(everything, "numpy_normal") == everything - {"output_dim", "biases", "output_gate", "latent"}
-    assert settle(everything - {"projections"}, "numpy_normal") == everything - {"projections", "biases", "output_gate", "latent"} - widths
-    assert settle(everything, "torch_mha") == everything - {"biases", "output_gate", "latent"} - widths
-    assert settle({"value"}, "torch_mha") == set()
-    assert settle({"relative_scores", "indexer"}, "torch_mha") == set()
-    assert settle({"relative_scores", "rope"}, "torch_linear") == {"rope"}
-    assert settle({"relative_scores", "query_scale"}, "torch_linear") == {"query_scale"}
-    assert settle({"relative_scores", "alibi"}, "torch_linear") == {"relative_scores", "alibi"}
-    assert settle({"projections", "num_kv_heads", "value_head_dim"}, "torch_linear") == {"projections"}
-    assert settle({"projections", "num_kv_heads", "value_head_dim", "key"}, "torch_linear") == {"projections", "num_kv_heads", "key"}
+    assert drop_conflicts(everything - {"projections"}, "xavier_uniform") == everything - {"projections"}
+    assert drop_conflicts(everything, "torch_linear") == everything - {"output_dim", "biases", "output_gate", "latent"}
+    assert drop_conflicts(everything, "numpy_normal") == everything - {"output_dim", "biases", "output_gate", "latent"}
+    assert (
+        drop_conflicts(everything - {"projections"}, "numpy_normal")
+        == everything - {"projections", "biases", "output_gate", "latent"} - widths
+    )
+    assert drop_conflicts(everything, "torch_mha") == everything - {"biases", "output_gate", "latent"} - widths
+    assert drop_conflicts({"value"}, "torch_mha") == set()
+    assert drop_conflicts({"relative_scores", "indexer"}, "torch_mha") == set()
+    assert drop_conflicts({"relative_scores", "rope"}, "torch_linear") == {"rope"}
+    assert drop_conflicts({"relative_scores", "query_scale"}, "torch_linear") == {"query_scale"}
+    assert drop_conflicts({"relative_scores", "alibi"}, "torch_linear") == {"relative_scores", "alibi"}
+    assert drop_conflicts({"projections", "num_kv_heads", "value_head_dim"}, "torch_linear") == {"projections"}
+    assert drop_conflicts({"projections", "num_kv_heads", "value_head_dim", "key"}, "torch_linear") == {
+        "projections",
+        "num_kv_heads",
+        "key",
+    }
 
 
 def test_weights_that_a_seed_does_not_draw_are_given():

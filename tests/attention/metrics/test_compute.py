@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from service.attention import eager
+from service.attention import row_blocks
 from service.attention.call import Call
+from service.attention.initialization import draw_weights
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
-from service.attention.metrics.compute import OF_WEIGHTS, measure
+from service.attention.metrics.compute import OF_WEIGHTS, MetricsOperation
 from service.attention.metrics.rows import MetricsQuery, StrongestLinks
 from service.attention.selection import top_k
-from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 
 N = 7
@@ -26,8 +26,9 @@ WORDS = torch.tensor([[0, 1, 2, 0, 1, 3, 0]])
 
 
 def layer_of(**spec: Any) -> MultiHeadAttention:
-    made = LayerSpec(**spec)
-    return MultiHeadAttention(made, {name: torch.from_numpy(w) for name, w in draw_weights(made).items()}, torch.device("cpu"))
+    layer_spec = LayerSpec(**spec)
+    weights = {name: torch.from_numpy(array) for name, array in draw_weights(layer_spec).items()}
+    return MultiHeadAttention(layer_spec, weights, torch.device("cpu"))
 
 
 def metrics_of(weights: np.ndarray[Any, Any], *names: str, **metrics_query: Any) -> dict[str, torch.Tensor]:
@@ -38,8 +39,8 @@ def metrics_of(weights: np.ndarray[Any, Any], *names: str, **metrics_query: Any)
     with np.errstate(divide="ignore"):
         bias = torch.from_numpy(np.log(weights))[None]
     masks = Masks(torch.arange(n)[None], n, bias=bias, bias_blocks=bool((bias == -torch.inf).any()), aligned=True)
-    asked = MetricsQuery(tuple(names), query_tokens=WORDS, key_tokens=WORDS, **metrics_query)
-    return measure(layer, Call(zeros, zeros, zeros, masks, 1.0, frozenset()), asked).tensors
+    query = MetricsQuery(tuple(names), query_tokens=WORDS, key_tokens=WORDS, **metrics_query)
+    return MetricsOperation(query)(layer, Call(zeros, zeros, zeros, masks, 1.0, frozenset())).tensors
 
 
 UNIFORM = np.full((N, N), 1 / N)
@@ -70,21 +71,21 @@ def test_metrics_of_known_patterns(name: str) -> None:
 def test_pattern_scores_are_1_on_their_pattern() -> None:
     """And the expected share on uniform weights."""
     soft = 0.999 * PREVIOUS + 0.001 * UNIFORM
-    seen = np.tril(np.ones((N, N)))
+    visible = np.tril(np.ones((N, N)))
     duplicate, induction = (np.zeros((N, N)) for _ in range(2))
     for i, j in ((3, 0), (4, 1), (6, 3)):
         duplicate[i, j], induction[i, j + 1] = 1, 1
     rest = 1 - duplicate.sum(1, keepdims=True)
-    causal = seen / seen.sum(1, keepdims=True)
+    causal = visible / visible.sum(1, keepdims=True)
     heads = np.stack([soft, duplicate + rest * causal, induction + rest * causal, causal]) * 0.999 + 0.001 * causal
 
-    made = metrics_of(heads, "previous_token_score", "duplicate_token_score", "induction_score")
+    metrics = metrics_of(heads, "previous_token_score", "duplicate_token_score", "induction_score")
 
-    assert made["previous_token_score"][0, 0] > 0.99
-    assert made["duplicate_token_score"][0, 1] > 0.99
-    assert made["induction_score"][0, 2] > 0.99
-    np.testing.assert_allclose(made["duplicate_token_score"][0, 3], (1 / 4 + 1 / 5 + 2 / 7) / 3, rtol=1e-9)
-    np.testing.assert_allclose(made["previous_token_score"][0, 3], np.mean([1 / n for n in range(2, N + 1)]), rtol=1e-9)
+    assert metrics["previous_token_score"][0, 0] > 0.99
+    assert metrics["duplicate_token_score"][0, 1] > 0.99
+    assert metrics["induction_score"][0, 2] > 0.99
+    np.testing.assert_allclose(metrics["duplicate_token_score"][0, 3], (1 / 4 + 1 / 5 + 2 / 7) / 3, rtol=1e-9)
+    np.testing.assert_allclose(metrics["previous_token_score"][0, 3], np.mean([1 / n for n in range(2, N + 1)]), rtol=1e-9)
 
 
 def test_similarity_of_equal_and_of_disjoint_heads() -> None:
@@ -132,11 +133,11 @@ class Largest(TorchDispatchMode):
     largest = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
+        metrics = function(*args, **(kwargs or {}))
+        for tensor in metrics if isinstance(metrics, tuple | list) else [metrics]:
             if isinstance(tensor, torch.Tensor):
                 self.largest = max(self.largest, tensor.untyped_storage().nbytes())
-        return made
+        return metrics
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_the_weights_of_a_long_sequence_are_computed_in_blocks() -> None:
     call = Call(x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True), 8**-0.5, frozenset())
 
     with Largest() as watched:
-        result = measure(layer, call, metrics_query)
+        result = MetricsOperation(metrics_query)(layer, call)
 
     assert 4 * 8 * n * n == 1 << 27
     assert watched.largest <= 1 << 24
@@ -176,10 +177,10 @@ def test_metrics_do_not_depend_on_the_size_of_blocks(monkeypatch: pytest.MonkeyP
     names = (*OF_WEIGHTS, "zero_ablation")
     call = Call(x, x, x, masks, 2**-0.5, frozenset())
     metrics_query = MetricsQuery(names, query_tokens=WORDS, key_tokens=WORDS)
-    whole = measure(layer, call, metrics_query).tensors
+    whole = MetricsOperation(metrics_query)(layer, call).tensors
 
-    monkeypatch.setattr(eager, "MAX_BLOCK_SCORES", 1)
-    pieces = measure(layer, call, metrics_query).tensors
+    monkeypatch.setattr(row_blocks, "MAX_BLOCK_SCORES", 1)
+    pieces = MetricsOperation(metrics_query)(layer, call).tensors
 
     assert set(whole) == set(pieces)
     for name, tensor in whole.items():
@@ -202,8 +203,8 @@ def test_gradient_importance_agrees_with_autograd() -> None:
         (gradient,) = torch.autograd.grad(loss, factor)
 
         metrics_query = MetricsQuery(("contribution", "gradient_importance"), direction=toward)
-        made = measure(layer, Call(x, x, x, call.masks, 0.5, frozenset()), metrics_query).tensors
+        metrics = MetricsOperation(metrics_query)(layer, Call(x, x, x, call.masks, 0.5, frozenset())).tensors
 
         gradient = gradient[..., 0, 0]
-        np.testing.assert_allclose(made["contribution"], gradient, rtol=1e-10)
-        np.testing.assert_allclose(made["gradient_importance"], gradient.abs() / gradient.norm(dim=1, keepdim=True), rtol=1e-10)
+        np.testing.assert_allclose(metrics["contribution"], gradient, rtol=1e-10)
+        np.testing.assert_allclose(metrics["gradient_importance"], gradient.abs() / gradient.norm(dim=1, keepdim=True), rtol=1e-10)

@@ -1,9 +1,9 @@
-/* Random short calls in memory of exactly the promised sizes, so that the sanitizers see every access beyond it. Every implementation must
- * agree with a plain loop in double, and infinite and huge numbers must neither crash nor be hidden.
+/* Random short calls and decoding steps in memory of exactly the promised sizes, so that the sanitizers see every access beyond it. Every
+ * implementation must agree with a plain loop in double, and infinite and huge numbers must neither crash nor be hidden.
  *
  *     native=service/attention/native
  *     gcc -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -I$native tests/attention/native/sanitize.c \
- *         $native/{short,avx512,avx2,portable}.c -lm -o sanitize && ./sanitize CALLS SEED */
+ *         $native/{short,pages,avx512,avx2,portable}.c -lm -o sanitize && ./sanitize CALLS SEED */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -115,10 +115,54 @@ static void one_call(void)
     free(item.output), free(item.weights), free(wanted), free(weights), free(values);
 }
 
+static void one_step(void)
+{
+    enum { MOST_PAGES = 3 };
+    const int kv_heads = 1 + (int)draw(3), group = 1 + (int)draw(10), width = 16 * (1 + (int)draw(16)), count = 1 + (int)draw(MOST_PAGES);
+    const int heads = kv_heads * group, is_extreme = !draw(8);
+    struct page pages[MOST_PAGES];
+    for (int i = 0; i < count; i++) {
+        const int rows = 1 + (int)draw(draw(2) ? 20 : 3 * BLOCK_ROWS / 2);
+        const size_t stride = (size_t)rows * width;
+        pages[i] = (struct page){random_numbers(kv_heads * stride, is_extreme ? 3e38f : 1), random_numbers(kv_heads * stride, 1), stride, rows};
+    }
+    struct query query = {random_numbers((size_t)heads * width, is_extreme ? 3e38f : 1), kv_heads, group, width, 0.25f};
+    double *wanted = calloc((size_t)heads * width, sizeof *wanted), *totals = malloc(heads * sizeof *totals);
+    for (int head = 0; head < heads; head++) {
+        double most = -INFINITY, sum = 0;
+        for (int pass = 0; pass < 2; pass++)
+            for (int i = 0; i < count; i++)
+                for (int row = 0; row < pages[i].rows; row++) {
+                    const size_t at = head / group * pages[i].stride + (size_t)row * width;
+                    double score = 0;
+                    for (int j = 0; j < width; j++) score += query.scale * query.query[head * width + j] * pages[i].key[at + j];
+                    if (!pass) {
+                        most = fmax(most, score);
+                        continue;
+                    }
+                    sum += exp(score - most);
+                    for (int j = 0; j < width; j++) wanted[head * width + j] += exp(score - most) * pages[i].value[at + j];
+                }
+        for (int j = 0; j < width; j++) wanted[head * width + j] /= sum;
+        totals[head] = most + log(sum);
+    }
+    float *output = malloc(sizeof(float) * heads * width), *log_sum_exp = malloc(sizeof(float) * heads);
+    for (const struct variant *variant = variants + first_variant(); variant->name; variant++) {
+        if (!attend_pages(variant->attend_block, &query, pages, count, 2, output, log_sum_exp)) abort();
+        if (!is_extreme) {
+            compare("output of steps", variant->name, output, wanted, (size_t)heads * width, 1);
+            compare("log-sum-exp", variant->name, log_sum_exp, totals, heads, 1);
+        }
+    }
+    for (int i = 0; i < count; i++) free((float *)pages[i].key), free((float *)pages[i].value);
+    free((float *)query.query), free(wanted), free(totals), free(output), free(log_sum_exp);
+}
+
 int main(int count, char **arguments)
 {
     const int calls = count > 1 ? atoi(arguments[1]) : 1000;
     state = count > 2 ? strtoull(arguments[2], NULL, 10) : 1;
     for (int i = 0; i < calls; i++) one_call();
-    printf("%d calls, in each implementation from %s on\n", calls, variants[first_variant()].name);
+    for (int i = 0; i < calls / 10; i++) one_step();
+    printf("%d calls and a tenth as many steps, in each implementation from %s on\n", calls, variants[first_variant()].name);
 }

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from service.attention.compare.random_cases import random_case
+from service.attention.initialization import draw_weights
 from service.attention.reference.forward import attend, softmax
-from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS
 

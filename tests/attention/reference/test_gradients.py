@@ -10,8 +10,8 @@ from support.transformers_positions import deberta_bucket, xlnet_sinusoids
 from torch.nn import functional
 
 from service.attention.compare.random_cases import FEATURES, random_case
+from service.attention.initialization import draw_weights
 from service.attention.reference.forward import attend
-from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from service.attention.compare.random_cases import FEATURES, random_case
+from service.attention.initialization import draw_weights
 from service.attention.reference.forward import attend
-from service.attention.weights import draw_weights
 
 
 @pytest.mark.parametrize("seed", range(60))

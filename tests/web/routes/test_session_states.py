@@ -1,6 +1,5 @@
 """Any order of calls to sessions over HTTP, against a model that keeps the rows and asks the reference."""
 
-import base64
 import json
 from typing import Any
 
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from safetensors.numpy import load
 from support.decoding import Sequence
+from support.framework_cases import array
 from support.layers import json_body
 
 from service.attention.compare.random_cases import Case
@@ -23,6 +23,12 @@ SPECS: tuple[dict[str, Any], ...] = (
     {"chunk_size": 7, "dtype": "float32", "qk_norm": {"kind": "rms"}},
     {"latent": {"key_value_rank": 5, "rope_key_dim": 2}, "rope": {"dims": 2}},
     {"differential": {"lambda_init": 0.3}, "num_heads": 2, "output_gate": {}},
+    {
+        "indexer": {"num_heads": 2, "head_dim": 5, "top_k": 3},
+        "rope": {},
+        "latent": {"key_value_rank": 5, "rope_key_dim": 2, "query_rank": 3},
+    },
+    {"indexer": {"num_heads": 1, "head_dim": 5, "top_k": 2}, "dtype": "float32", "window": {"left": 9}},
 )
 
 
@@ -87,7 +93,7 @@ class Calls(RuleBasedStateMachine):
             size = int.from_bytes(reply.content[:8], "little")
             session = json.loads(json.loads(reply.content[8 : 8 + size])["__metadata__"]["reply"])["session"]
         else:
-            tensors, session = {name: array_of(reply.json()[name]) for name in outputs}, reply.json()["session"]
+            tensors, session = {name: array(reply.json()[name]) for name in outputs}, reply.json()["session"]
         assert session["length"] == rows(model)
         reference = model.expected(call, start)
         largest = largest_score(Case(model.spec, {}), reference)
@@ -150,11 +156,6 @@ class Calls(RuleBasedStateMachine):
 
 def rows(model: Sequence) -> int:
     return len(model.rows["key"])
-
-
-def array_of(value: dict[str, Any]) -> Any:
-    """A tensor in base64."""
-    return np.frombuffer(base64.b64decode(value["base64"])).reshape(value["shape"])
 
 
 def test_any_order_of_calls_agrees_with_the_reference(http: httpx.Client) -> None:

@@ -122,11 +122,14 @@ def test_a_server_without_memory_for_them_keeps_none(start: Callable[..., Server
         assert "--session-memory" in refusal(http.post("/sessions", json={}), 404)
 
 
-def test_analysis_and_plan_take_a_session_in_place_of_keys(http: httpx.Client, session: str) -> None:
+@pytest.mark.parametrize("fields", [{}, {"indexer": {"num_heads": 2, "head_dim": 5, "top_k": 3}}], ids=["plain", "indexer"])
+def test_analysis_and_plan_take_a_session_in_place_of_keys(http: httpx.Client, fields: dict[str, Any]) -> None:
+    http.put("/layers/looked_at", json={"spec": {"d_model": 64, "num_heads": 8, **fields}})
+    session = http.post("/sessions", json={"layer": "looked_at"}).json()["id"]
     sequence = rows(11)
     step(http, session, sequence)
     look = {"query": sequence[7:].tolist(), "query_offset": 7, "causal": True}
-    whole = {**look, "key": sequence.tolist()}
+    whole = {**look, "key": sequence.tolist(), "layer": "looked_at"}
     metrics = {"metrics": ["entropy", "value_norms", "zero_ablation"]}
     ours = http.post("/attend/analysis", json={**look, **metrics, "session": session}).json()["metrics"]
     expected = http.post("/attend/analysis", json={**whole, **metrics}).json()["metrics"]
@@ -138,9 +141,10 @@ def test_analysis_and_plan_take_a_session_in_place_of_keys(http: httpx.Client, s
     plans = [http.post("/attend/plan", json=body).json() for body in ({**look, "session": session}, whole)]
     assert plans[0] == plans[1]
     assert http.get(f"/sessions/{session}").json()["length"] == 11
-    refused = http.post("/attend/analysis", json={**whole, **metrics, "session": session})
+    refused = http.post("/attend/analysis", json={**look, **metrics, "session": session, "key": sequence.tolist()})
     assert "no key beside session" in refusal(refused, 422)
     assert "/sessions/{id}/attend" in refusal(http.post("/attend", json={**look, "session": session}), 422)
+    http.delete("/layers/looked_at")
 
 
 @pytest.mark.parametrize("kind", ["head", "concatenation"])

@@ -25,7 +25,7 @@ LIMITS = WireLimits()
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few bytes, so that small bodies have many."""
     monkeypatch.setattr(json_lists, "PIECE_BYTES", 31)
-    monkeypatch.setattr(json_reader, "MAX_UNCUT_BYTES", 17)
+    monkeypatch.setattr(json_reader, "MAX_TEMPLATE_STRING", 17)
 
 
 def outcome(body: bytes, strict: int | None, limits: WireLimits = LIMITS) -> Any:
@@ -141,17 +141,17 @@ def test_both_readers_agree_on_random_documents(text: str) -> None:
     assert_same(text.encode())
 
 
-def test_lists_of_numbers_and_long_base64_strings_are_cut_out() -> None:
+def test_lists_of_numbers_and_long_base64_strings_are_replaced_by_placeholders() -> None:
     """If they are values of members. The place of every byte of the rest is known."""
     form = f'{{"shape":[2,10],"data":[{ROW},{ROW}]}}'
     binary = '{"shape":[4],"datatype":"FP64","base64":"AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}'
     text = f'{{"query": [{ROW},\n{ROW}], "key":{form} ,"value":{binary},"tokens":{{"x":["NaN, [1]"]}},"layer":"a",}}'
-    parts = json_reader.cut_values(text.encode(), LIMITS)
-    assert parts.rest.decode() == (
+    parts = json_reader.split_json(text.encode(), LIMITS)
+    assert parts.template.decode() == (
         '{"query": NaN, "key":{"shape":NaN,"data":NaN} ,"value":{"shape":NaN,"datatype":"FP64","base64":NaN},'
         '"tokens":{"x":["NaN, [1]"]},"layer":"a",}'
     )
-    assert [text[value.start : value.stop][:9] for value in parts.cut] == [f"[{ROW[:8]}", "[2,10]", f"[{ROW[:8]}", "[4]", '"AAAAAAAA']
+    assert [text[value.start : value.stop][:9] for value in parts.values] == [f"[{ROW[:8]}", "[2,10]", f"[{ROW[:8]}", "[4]", '"AAAAAAAA']
     with pytest.raises(MalformedBody, match=f"'}}' at line 2 column {len(text) - 1 - text.index(chr(10))} "):
         parts.document()
 
@@ -259,7 +259,7 @@ def test_plain_values_are_counted(body: Any, strict: int) -> None:
 
 
 def test_lists_and_the_rest_are_limited_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_reader, "MAX_REST_BYTES", 200)
+    monkeypatch.setattr(json_reader, "MAX_TEMPLATE_BYTES", 200)
     kind, ((at, expected, _),) = outcome(json.dumps({"query": [[1]] * 40}).encode(), -1, WireLimits(lists=10))
     assert (kind, at, expected) == (TooLarge, "/query", "at most 10 lists in one tensor")
     monkeypatch.setattr(json_reader, "parse_strictly", None)
@@ -272,8 +272,8 @@ def test_a_long_first_row_does_not_determine_the_memory() -> None:
     assert (kind, at) == (InvalidRequest, "/query/1")
 
 
-def test_lists_are_counted_while_they_are_cut_out() -> None:
-    """Before the rest is parsed: finding them costs more than their bytes."""
+def test_lists_are_counted_before_they_are_parsed() -> None:
+    """Finding them costs more time than reading their bytes."""
     body = "{" + '"a":[1],' * 20 + '"b":1}'
     assert outcome(body.encode(), -1)[0] is MalformedBody
     assert outcome(body.encode(), -1, WireLimits(values=15))[0] is TooLarge

@@ -15,7 +15,7 @@ from support.v2 import described, in_bytes
 
 from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from service.wire.json import lists as json_lists
-from service.wire.json.reader import cut_values
+from service.wire.json.reader import split_json
 from service.wire.limits import WireLimits
 from service.wire.schemas.attend import AttendRequest
 from service.wire.v2 import codec
@@ -58,7 +58,7 @@ def agree(body: bytes, length: str = "") -> Any:
     """What comes of the body, whether its lists are cut out or the strict reader parses all of it."""
     quick = outcome(body, length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "cut_values", MagicMock(side_effect=InvalidRequest))
+        patch.setattr(codec, "split_json", MagicMock(side_effect=InvalidRequest))
         assert quick == outcome(body, length)
     return quick
 
@@ -78,24 +78,24 @@ def test_valid_requests_are_read() -> None:
     assert got["tokens"] == {"query": [["[", "]", '"data":[2]']]}
 
 
-def test_lists_of_these_requests_are_cut_out() -> None:
+def test_data_lists_are_replaced_by_placeholders() -> None:
     """Otherwise the tests here would not test that."""
     body = json.dumps(GOOD).encode()
-    parts = cut_values(body, WireLimits(), codec.BEFORE_DATA)
-    assert [json.loads(body[value.start : value.stop]) for value in parts.cut] == [entry["data"] for entry in GOOD["inputs"]]
-    kept = json.loads(parts.rest, parse_constant=lambda name: name)
+    parts = split_json(body, WireLimits(), codec.BEFORE_DATA)
+    assert [json.loads(body[value.start : value.stop]) for value in parts.values] == [entry["data"] for entry in GOOD["inputs"]]
+    kept = json.loads(parts.template, parse_constant=lambda name: name)
     assert [entry.pop("data") for entry in kept["inputs"]] == ["NaN"] * 5
     assert kept["parameters"] == GOOD["parameters"]
 
 
 @pytest.mark.parametrize("limits", [WireLimits(), WireLimits(values=4, depth=2)])
 def test_a_parsed_header_is_cached_per_limits(limits: WireLimits) -> None:
-    codec.parse_template.cache_clear()
+    codec._parse_cached_template.cache_clear()
     hits = []
     for number in (1, 2.5, 2.5):
         with suppress(TooLarge):
             V2Codec().decode(SMALL.replace("1.5", str(number)).encode(), PARAMETERS, AttendRequest.tensors, limits)
-        hits.append(codec.parse_template.cache_info().hits)
+        hits.append(codec._parse_cached_template.cache_info().hits)
     assert hits == ([0, 1, 2] if limits == WireLimits() else [0, 0, 0])
 
 
@@ -229,14 +229,14 @@ def test_inputs_in_json_and_in_bytes_can_be_mixed() -> None:
 
 
 def test_a_long_header_template_is_not_cached() -> None:
-    codec.parse_template.cache_clear()
+    codec._parse_cached_template.cache_clear()
     assert agree(json.dumps({**GOOD, "id": "x" * MAX_CACHED_HEADER}).encode()) == outcome(json.dumps(GOOD).encode())
-    assert codec.parse_template.cache_info().currsize == 1
+    assert codec._parse_cached_template.cache_info().currsize == 1
 
 
 def test_searching_for_lists_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each search begins where the last one ended."""
-    monkeypatch.setattr("service.wire.json.reader.MAX_REST_BYTES", 1 << 20)
+    monkeypatch.setattr("service.wire.json.reader.MAX_TEMPLATE_BYTES", 1 << 20)
     for text in (b'"data":[', b'"data":[1],', b'"data":[]}', b'"data":[}', b'"data" : ', b'"data":[1]"'):
         with pytest.raises(TooLarge):
-            cut_values(text * (1 << 18), WireLimits(), codec.BEFORE_DATA)
+            split_json(text * (1 << 18), WireLimits(), codec.BEFORE_DATA)

@@ -14,7 +14,7 @@ from torch.nn.init import kaiming_uniform_, xavier_uniform_
 from service.errors import InvalidRequest
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS
-from service.tensors import BY_TORCH, DATATYPES, Array
+from service.tensors import BY_TORCH, Array
 
 Weights = dict[str, Array]
 LATENT_MATRICES = ("query_down", "key_value_down", "rope_key")
@@ -116,10 +116,3 @@ SCHEMES: dict[str, Callable[[LayerSpec], Weights]] = {
     "torch_linear": _torch_linear,
     "torch_mha": _torch_mha,
 }
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in a spec or a V2 datatype."""
-    dtype = getattr(torch, DATATYPES[name].torch if name in DATATYPES else name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -2,14 +2,14 @@
 
 import { key } from "./access.js";
 import { make } from "./dom.js";
-import { KEY, written } from "./snippets.js";
+import { KEY, requestAsText } from "./snippets.js";
 import { post } from "./wire.js";
 
 const WORDS = { curl: "curl command", python: "Python program", json: "JSON body", link: "link" };
 
 /** Copies the request, or the address of the page, to the clipboard and into `box`; returns a message. `texts`: see snippets.js. */
-export async function copy(kind, request, texts, box) {
-  const text = kind === "link" ? location.href : written(kind, request, texts, new URL(".", location.href).href, Boolean(key));
+export async function copyRequest(kind, request, texts, box) {
+  const text = kind === "link" ? location.href : requestAsText(kind, request, texts, new URL(".", location.href).href, Boolean(key));
   box.value = text;
   box.hidden = false;
   box.ariaLabel = WORDS[kind];
@@ -31,7 +31,7 @@ export function figureOf(kind, shown, chosen) {
 }
 
 /** Downloads a figure from the service. Throws Refusal. */
-export async function download(request, figure, name) {
+export async function downloadFigure(request, figure, name) {
   const response = await post("attend/figure", { ...request, figure }, { accept: "*/*" });
   const link = make("a", { href: URL.createObjectURL(await response.blob()), download: name });
   link.click();

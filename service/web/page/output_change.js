@@ -3,7 +3,7 @@
 import { bars, make } from "./dom.js";
 import { attempt } from "./form.js";
 import { withoutHeads } from "./request.js";
-import { tensorsOf } from "./wire.js";
+import { cachedTensors } from "./wire.js";
 
 /** ‖a − b‖ / ‖a‖ of rows of `width` numbers; null where a is zero. */
 export function relativeChange(a, b, width) {
@@ -17,7 +17,7 @@ export function relativeChange(a, b, width) {
   });
 }
 
-export class Change {
+export class OutputChange {
   constructor(section) {
     Object.assign(this, { section, table: section.querySelector("table"), summary: section.querySelector(".hint") });
   }
@@ -30,7 +30,7 @@ export class Change {
     this.summary.textContent = "";
     if (!off.length) return;
     const compare = async () => {
-      const [all, some] = await Promise.all([request, withoutHeads(request, off, count)].map((body) => tensorsOf(body, ["output"])));
+      const [all, some] = await Promise.all([request, withoutHeads(request, off, count)].map((body) => cachedTensors(body, ["output"])));
       const [rows, width] = all.output.shape.slice(-2);
       const changes = relativeChange(all.output.data, some.output.data, width).slice(item * rows, (item + 1) * rows);
       if (this.shown === shown) this.fill(off, queries.map(([, word]) => word), queries.map(([index]) => changes[index]));

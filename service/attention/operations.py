@@ -1,9 +1,9 @@
-"""Computes several sequences that are the rows of one query, one after the other, each with its own keys."""
+"""Operations, which replace a layer's forward pass: their interface, short calls whose inputs are arrays, and packed sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -11,9 +11,47 @@ from torch import Tensor
 from service.attention.call import Call, Result
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
+from service.tensors import Array
 
-# Outputs with an axis of keys, which are returned for each sequence.
-BY_SEQUENCE = frozenset({"attention_weights", "scores", "indexer_mask"})
+BY_SEQUENCE = frozenset({"attention_weights", "scores", "indexer_mask"})  # have an axis of keys, so each sequence has its own
+
+
+class Operation(Protocol):
+    """A computation on a layer and a call that replaces the layer's forward pass, such as metrics or the data of a figure."""
+
+    def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
+        """Compute the operation's tensors; each is [b, …] unless the operation says otherwise."""
+        ...
+
+    def to(self, device: torch.device) -> Self:
+        """The operation with its tensors on `device`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShortCall:
+    """The forward pass of a call that `Short` suits, with inputs in NumPy arrays: converting them takes as long as computing.
+
+    Only the shapes of the call's own tensors are used.
+    """
+
+    query: Array  # float32 [b, q, width]
+    key: Array  # [b, k, width]
+    value: Array
+
+    def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
+        result = None if layer.short is None else layer.short.forward_arrays(call, self.query, self.key, self.value)
+        return layer.forward(self.with_numbers(call)) if result is None else result
+
+    def with_numbers(self, call: Call) -> Call:
+        """The call with these numbers."""
+        query = torch.from_numpy(self.query)
+        key = query if self.key is self.query else torch.from_numpy(self.key)
+        return replace(call, query=query, key=key, value=key if self.value is self.key else torch.from_numpy(self.value))
+
+    def to(self, device: torch.device) -> Self:
+        """Itself: only layers on a CPU have short calls."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def require_input(name: str, at: str) -> None:
 
 def _unknown(name: str, at: str, known: Iterable[str], got: str) -> InvalidRequest:
     """The error of an unknown input or parameter: what its name means in other libraries, or the known names."""
-    instead = AttendRequest.instead.get(name)
+    instead = AttendRequest.expected_instead.get(name)
     return InvalidRequest.where(at, instead or one_of(known), got + ("" if instead else did_you_mean(name, known)))
 
 

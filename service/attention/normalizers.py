@@ -1,7 +1,6 @@
-"""Attention weights that are not one softmax of the scores: differential attention, scalable softmax and sigmoid."""
+"""Attention weights that are not one softmax of the scores: scalable softmax, sigmoid, and the difference of two softmaxes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,9 +12,10 @@ from service.attention.relative_scores import CallTerms
 from service.spec import LAMBDAS, LayerSpec
 
 
-def eager_for(spec: LayerSpec) -> type[Eager]:
-    """The class that computes the layer's weights."""
-    return DifferentialAttention if spec.differential else NORMALIZERS[spec.normalizer]
+def make_eager(spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> Eager:
+    """The eager attention of a layer, of the class that computes its kind of weights."""
+    cls = DifferentialAttention if spec.differential else NORMALIZERS[spec.normalizer]
+    return cls(spec, weights, device)
 
 
 class ScalableSoftmax(Eager):
@@ -48,11 +48,9 @@ class Sigmoid(Eager):
         scores = scores - self._log_count(call.masks, rows, query.shape[0])
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
 
-    @staticmethod
-    def _normalise(scores: Tensor, sinks: Tensor | None, fully_masked: Tensor | None, shift: Tensor | None, fill: float) -> Tensor:
-        """The sigmoid of scores [b, h, rows, k]; 0 for -inf, and `fill` in fully masked rows, bool [b, h, rows]. There are no sinks."""
-        weights = torch.sigmoid(scores)
-        return weights if fully_masked is None else weights.masked_fill(fully_masked[..., None], fill)
+    def _normalise(self, block: RowBlock, sinks: Tensor | None) -> Tensor:
+        """The sigmoid of the scores, [b, h, rows, k]; 0 for -inf. There are no sinks."""
+        return torch.sigmoid(block.scores)
 
     def alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> None:
         """None: the shift is in the scores, since a sigmoid depends on it."""
@@ -81,10 +79,10 @@ class DifferentialAttention(Eager):
         if spec.differential.norm_weights:
             self._factor = self._factor * weights["head_norm.weight"].to(self.dtype)
 
-    def __call__(
+    def compute(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None, wanted: Iterable[str]
     ) -> dict[str, Tensor]:
-        tensors = super().__call__(call, query, key, value, fully_masked, wanted)
+        tensors = super().compute(call, query, key, value, fully_masked, wanted)
         if (outputs := tensors.get("head_outputs")) is not None:
             exact = outputs.to(self.dtype)
             exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self._eps)
@@ -95,13 +93,15 @@ class DifferentialAttention(Eager):
         self, call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None, blocks: Iterable[slice] | None = None
     ) -> Iterator[RowBlock]:
         blocks = None if blocks is None else tuple(blocks)
-        halves = zip(query.chunk(2, -1), key.chunk(2, -1), strict=True)
-        first, second = (super(DifferentialAttention, self).row_blocks(call, *half, fully_masked, blocks) for half in halves)
-        for one, other in zip(first, second, strict=True):
-            yield one._replace(attention_weights=partial(self._difference, one, other))
+        (q1, q2), (k1, k2) = query.chunk(2, -1), key.chunk(2, -1)
+        first_blocks = super().row_blocks(call, q1, k1, fully_masked, blocks)
+        second_blocks = super().row_blocks(call, q2, k2, fully_masked, blocks)
+        for first, second in zip(first_blocks, second_blocks, strict=True):
+            yield first._replace(second=second)
 
-    def _difference(self, one: RowBlock, other: RowBlock) -> Tensor:
-        return one.attention_weights() - self._lambda * other.attention_weights()
+    def attention_weights(self, call: Call, block: RowBlock) -> Tensor:
+        assert block.second is not None
+        return super().attention_weights(call, block) - self._lambda * super().attention_weights(call, block.second)
 
 
 NORMALIZERS: dict[str, type[Eager]] = {"softmax": Eager, "scalable_softmax": ScalableSoftmax, "sigmoid": Sigmoid}

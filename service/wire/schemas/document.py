@@ -1,0 +1,68 @@
+"""`Document`, the base class of bodies and replies, and the types of fields that several of them have."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from service.errors import InvalidRequest
+from service.spec_parts import field_error
+from service.wire.arrays import Kind
+from service.wire.problems import describe_value
+from service.wire.schemas.tensors import tensor_kinds
+
+LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+
+class Document(BaseModel):
+    """A document whose unknown fields are refused by name.
+
+    `tensors` maps its tensor members to their kinds, `expected_instead` maps names that are no fields to what a refusal says is
+    expected.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    tensors: ClassVar[dict[str, Kind]] = {}
+    expected_instead: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.tensors = {**cls.tensors, **tensor_kinds(cls)}
+
+
+class LayerReference(Document):
+    name: str
+    fingerprint: str
+
+
+def unique(noun: str) -> AfterValidator:
+    """The annotation of a list whose items differ."""
+
+    def check(items: list[Any]) -> list[Any]:
+        seen: set[Any] = set()
+        for i, item in enumerate(items):
+            if item in seen:
+                raise field_error(f"/{i}", f"each {noun} once", f"{describe_value(item)} twice")
+            seen.add(item)
+        return items
+
+    return AfterValidator(check)
+
+
+Index = Annotated[int, Field(ge=0, strict=True)]
+Indices = Annotated[list[Index], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("index")]
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+StrictBool = Annotated[bool, Field(strict=True)]
+
+
+def require_layer_name(name: str) -> None:
+    """Raises InvalidRequest if no layer can have this name."""
+    if not re.fullmatch(LAYER_NAME, name):
+        expected = "a layer name of at most 64 letters, digits, dots, underscores and hyphens, a letter or digit first"
+        raise InvalidRequest.where("", expected, describe_value(name))
+
+
+def without_default(schema: dict[str, Any]) -> None:
+    """Removes the default from the JSON schema of a field: for `json_schema_extra`."""
+    schema.pop("default", None)
