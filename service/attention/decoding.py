@@ -123,9 +123,9 @@ def largest_row(rows: Tensor) -> float:
 def _rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
     """One call with the new rows of all steps as its batch items, to be projected."""
     (first, call), calls = steps[0], [call for _, call in steps]
-    query = torch.cat([call.query for call in calls])
-    key = query if first.key is call.query else torch.cat([step.key for step, _ in steps])
-    value = key if first.value is first.key else torch.cat([step.value for step, _ in steps])
+    query = _stacked([call.query for call in calls])
+    key = query if first.key is call.query else _stacked([step.key for step, _ in steps])
+    value = key if first.value is first.key else _stacked([step.value for step, _ in steps])
     count, device = key.shape[1], query.device
     own = torch.arange(count, dtype=torch.float64, device=device)[None]
     return replace(
@@ -137,6 +137,11 @@ def _rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
         positions=None if call.positions is None else torch.cat([call.positions for call in calls if call.positions is not None]),
         key_positions=torch.cat([step.start + own if step.key_positions is None else step.key_positions for step, _ in steps]),
     )
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """The tensors as items of one batch; a single one is not copied."""
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _cached(layer: MultiHeadAttention, rows: Call, projected: Projected) -> dict[str, Tensor]:
@@ -184,36 +189,44 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
     bias = eager.bias(query, masks, slice(0, 1), slice(0, masks.num_keys))
     if bias is not None:
         bias = bias.to(query.dtype).expand(1, heads, 1, -1).reshape(1, kv_heads, heads // kv_heads, -1)
+    keys = slice(first, last + 1)
     if bias is None and extension is not None and _suits_extension(query):
-        results = [_in_c(rows[0], call.scale, cache, slice(first, last + 1))]
+        result = _in_c(rows[0], call.scale, cache, keys)
     else:
-        blocks = cache.blocks(first, last + 1)
-        results = [_in_torch(rows, call.scale, tensors, None if bias is None else bias[..., keys]) for keys, tensors in blocks]
-    outputs, totals = (list(parts) for parts in zip(*results, strict=True))
+        result = _in_torch(rows, call.scale, cache, keys, bias)
+    if result is None:
+        return None
+    outputs, totals = result
     if (sinks := eager.sinks(None)) is not None:
         shift = eager.alibi_shift(masks, slice(0, 1), None)
-        outputs.append(torch.zeros_like(outputs[0]))
-        totals.append((sinks[:, 0] if shift is None else sinks[:, 0] - shift[0, :, 0]).to(totals[0].dtype))
-    merged = outputs[0]
+        total_sinks = sinks[:, 0] if shift is None else sinks[:, 0] - shift[0, :, 0]
+        outputs = (outputs * torch.sigmoid(totals - total_sinks)[:, None]).to(query.dtype)
+    return outputs.view(1, heads, 1, -1)
+
+
+def _in_torch(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Outputs [heads, d] and log-sum-exps [heads] of rows [1, kv heads, group, d] and some keys of a cache; None if scores overflow."""
+    outputs, totals = [], []
+    for places, tensors in cache.blocks(keys.start, keys.stop):
+        mask = None if bias is None else bias[..., places]
+        output, total = _fused(rows, tensors["key"][None], tensors["value"][None], scale=scale, attn_mask=mask)
+        outputs.append(output.reshape(-1, rows.shape[-1]))
+        totals.append(total.reshape(-1))
+    merged, total = outputs[0], totals[0]
     if len(outputs) > 1:
-        shares = torch.softmax(torch.stack(totals), 0)  # [pages, h]
-        merged = (torch.stack(outputs) * shares[..., None]).sum(0).to(query.dtype)
+        total = torch.logsumexp(torch.stack(totals), 0)
+        shares = torch.exp(torch.stack(totals) - total)  # [pages, h]
+        merged = (torch.stack(outputs) * shares[..., None]).sum(0).to(rows.dtype)
     usable = torch.isfinite(merged).all() and merged[:, 0].all()  # else scores may have overflowed: see `sdpa`
-    return merged.view(1, heads, 1, -1) if usable else None
-
-
-def _in_torch(rows: Tensor, scale: float, tensors: dict[str, Tensor], bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Outputs [heads, d] and log-sum-exps [heads] of rows [1, kv heads, group, d] and the keys and values of one page."""
-    output, total = _fused(rows, tensors["key"][None], tensors["value"][None], scale=scale, attn_mask=bias)
-    return output.reshape(-1, rows.shape[-1]), total.reshape(-1)
+    return (merged, total) if usable else None
 
 
 def _suits_extension(query: Tensor) -> bool:
     return query.dtype == torch.float32 and query.shape[-1] % HEAD_MULTIPLE == 0 and query.shape[-1] <= WIDEST_HEAD
 
 
-def _in_c(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, variant: str = "") -> tuple[Tensor, Tensor]:
-    """Outputs [heads, d] and log-sum-exps [heads] of rows [kv heads, group, d] and some of the cache's keys and values."""
+def _in_c(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, variant: str = "") -> tuple[Tensor, Tensor] | None:
+    """As `_in_torch`, for rows [kv heads, group, d] without bias. `variant`: one of `extension.variants`, by default the fastest."""
     kv_heads, group, width = rows.shape
     pages = []
     for page in cache.pages:
@@ -222,5 +235,7 @@ def _in_c(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, variant
             pages.append((page.tensors["key"].numpy(), page.tensors["value"].numpy(), first - page.start, stop - page.start))
     output, total = np.empty((kv_heads * group, width), np.float32), np.empty(kv_heads * group, np.float32)
     sizes = torch.get_num_threads(), kv_heads, group, width
-    extension.attend_cache(variant or extension.variants[0], *sizes, scale, rows.contiguous().numpy(), tuple(pages), output, total)
+    query = rows.contiguous().numpy()
+    if not extension.attend_cache(variant or extension.variants[0], *sizes, scale, query, tuple(pages), output, total):
+        return None
     return torch.from_numpy(output), torch.from_numpy(total)

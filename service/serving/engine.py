@@ -179,7 +179,7 @@ class Engine:
         received = body = raw.take_body()
         if raw.coding:
             body = unpack(body, raw.coding, self.wire_limits.body_bytes)
-        decoded = raw.codec.decode(body, raw.parameters, document.tensors, self.wire_limits, shapes_alone)
+        decoded = raw.codec.decode(body, raw.parameters, document.tensor_kinds, self.wire_limits, shapes_alone)
         if self.sessions is not None and self.sessions.workers is not None:
             try:
                 if decoded.sequence is not None:

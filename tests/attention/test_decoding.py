@@ -190,8 +190,9 @@ def test_a_window_frees_pages_and_bounds_what_is_possible() -> None:
 
 def in_c(query: np.ndarray, cache: KeyValueCache, keys: slice, variant: str) -> tuple[np.ndarray, np.ndarray]:
     """Output [heads, d] and log-sum-exp [heads] of query [kv heads, group, d], as an implementation in C computes them."""
-    output, total = decoding._in_c(torch.from_numpy(query), 0.3, cache, keys, variant)
-    return output.numpy(), total.numpy()
+    result = decoding._in_c(torch.from_numpy(query), 0.3, cache, keys, variant)
+    assert result is not None
+    return result[0].numpy(), result[1].numpy()
 
 
 def filled_cache(

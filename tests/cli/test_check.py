@@ -18,7 +18,7 @@ from service.attention.reference.forward import attend
 from service.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case, outputs_of
 from service.spec import LayerSpec
 from service.tensors import datatype_of
-from service.wire.client_codec import decode_reply
+from service.wire.client_codec import decode_json_reply
 from service.wire.json.writer import encode_json
 from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
@@ -26,7 +26,7 @@ from service.wire.schemas.attend import ReplyOptions
 
 def reply_of(content: bytes) -> Reply:
     """The reply that the service encoded as this JSON."""
-    head, tensors = decode_reply(content)
+    head, tensors = decode_json_reply(content)
     datatype = next(datatype_of(array).name for array in tensors.values() if array.dtype.kind not in "ib")
     return Reply(head.layer.model_dump(), head.fully_masked_rows, datatype, tensors)
 

@@ -42,9 +42,10 @@ def attend_cache(
     output: Array,
     log_sum_exp: Array,
     /,
-) -> None:
+) -> bool:
     """Compute `output` [kv_heads, group, width] and `log_sum_exp` [kv_heads, group] of one query, in contiguous float32 arrays.
 
     A page is key and value, [kv_heads, n, width], and the first row and the end of those rows that the query attends to; at least one row.
-    `width` is a multiple of 16, at most 256. Raises ValueError if the sizes do not fit, or the variant is not one of `variants`.
+    `width` is a multiple of 16, at most 256. Returns whether all numbers of the output are finite: they are not where all scores of a head
+    overflow. Raises ValueError if the sizes do not fit, or the variant is not one of `variants`.
     """

@@ -47,8 +47,12 @@ def _decodes(module: Any, variant: str) -> bool:
     totals = exponentials.sum(-1, keepdims=True)
     output, log_sum_exp = np.zeros_like(query), np.zeros((kv_heads, group), np.float32)
     parts = tuple((*page, *rows) for page, rows in zip(pages, ((2, 7), (0, 3)), strict=True))
-    module.attend_cache(variant, 1, kv_heads, group, width, 0.5, query, parts, output, log_sum_exp)
-    return np.allclose(output, exponentials @ value / totals, atol=1e-4) and np.allclose(log_sum_exp, np.log(totals[..., 0]), atol=1e-4)
+    is_finite = module.attend_cache(variant, 1, kv_heads, group, width, 0.5, query, parts, output, log_sum_exp)
+    return (
+        is_finite
+        and np.allclose(output, exponentials @ value / totals, atol=1e-4)
+        and np.allclose(log_sum_exp, np.log(totals[..., 0]), atol=1e-4)
+    )
 
 
 extension: Any = _short if _short is not None and works(_short) else None

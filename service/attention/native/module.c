@@ -114,7 +114,7 @@ static PyObject *attend_cache(PyObject *module, PyObject *args)
     int variant = first_variant(), threads, done = 0;
     struct query query;
     Py_buffer x[3]; /* query, output, log_sum_exp */
-    PyObject *tuples;
+    PyObject *tuples, *result = NULL;
     if (!PyArg_ParseTuple(args, "siiiify*O!w*w*", &name, &threads, &query.kv_heads, &query.group, &query.width, &query.scale, x,
                           &PyTuple_Type, &tuples, x + 1, x + 2))
         return NULL;
@@ -139,13 +139,13 @@ static PyObject *attend_cache(PyObject *module, PyObject *args)
         Py_END_ALLOW_THREADS
         if (!done) PyErr_NoMemory();
     }
+    if (done) result = PyBool_FromLong(all_finite(x[1].buf, x[1].len / (Py_ssize_t)sizeof(float)));
     for (Py_ssize_t i = 0; buffers && i < 2 * count; i++)
         if (buffers[i].obj) PyBuffer_Release(&buffers[i]);
     for (int i = 0; i < 3; i++) PyBuffer_Release(&x[i]);
     PyMem_Free(buffers);
     PyMem_Free(pages);
-    if (done) Py_RETURN_NONE;
-    return NULL;
+    return result;
 }
 
 static PyMethodDef methods[] = {

@@ -107,6 +107,8 @@ class SessionRegistry:
 
     def require_here(self, session_id: str) -> None:
         """Raises SessionNotFound, WrongReplica, WrongWorker, or SessionEnded if this process is not the one that has the session."""
+        if session_id in self._sessions:
+            return
         place = place_of(session_id)
         if place.replica != self.place.replica:
             own = self.place.replica
@@ -118,11 +120,11 @@ class SessionRegistry:
 
     def find(self, session_id: str, owner: str) -> Session:
         """The owner's session of that id. Raises SessionNotFound, SessionEnded, WrongReplica or WrongWorker."""
-        self.require_here(session_id)
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
             self._follow_layer(session)
         if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
             return session
+        self.require_here(session_id)
         known, reason = self._ended.get(session_id, (None, None))
         if session is not None or (known is not None and known != owner):
             raise SessionNotFound.where("", "the id of a session of this API key", "that of another one")
@@ -196,6 +198,8 @@ class SessionRegistry:
         Raises OutOfMemory.
         """
         owner, size = cache.owner, cache.missing_bytes(stop)
+        if not size:
+            return
         if self._shortage(owner, size) is not None:
             problem = self._shortage(owner, size - self._evictable(owner, cache))
             if problem is not None:  # sessions do not end in vain

@@ -92,7 +92,7 @@ class Access:
             if not record.forwarded:
                 self._log_request(scope, record, span, time.monotonic() - started)
             if connection is not None and record.sent > MAX_UNSPLIT_REPLY:
-                await connection.sent()
+                await connection.wait_until_sent()
         finally:
             if record.lease is not None:
                 record.lease.release()
