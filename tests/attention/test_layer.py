@@ -14,11 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import weights_of
 from support.gradients import gradients
 from support.layers import json_body
 
 from service.attention.compare.random_cases import REQUEST_FEATURES, Case, random_case
-from service.attention.initialization import draw_weights, in_dtype
 from service.attention.reference import forward
 from service.attention.reference.forward import Outputs
 from service.cli.server_check import compare_reply, largest_score, outputs_of
@@ -36,7 +36,7 @@ MASKS = ("key", "value", "mask", "key_mask", "valid_lens", "bias", "causal", "wi
 GRADIENTS = ["query_gradient", "key_gradient", "value_gradient"]
 
 
-def draw(spec: LayerSpec) -> Weights:
+def documented_weights(spec: LayerSpec) -> Weights:
     """The weights of a spec, as the documents define them."""
     d, widths = spec.d_model, (spec.d_model, spec.key_dim, spec.value_dim, spec.d_model)
     names = ("query", "key", "value", "output")
@@ -77,7 +77,7 @@ def put_layer(http: httpx.Client, case: Case) -> Outputs:
     """Puts the case's layer on the server. Returns the reference's result of the case."""
     made = http.put("/layers/random", json={"spec": case.spec.model_dump(mode="json")})
     assert made.is_success, made.text
-    return forward.attend(case.spec, draw(case.spec), **case.request)
+    return forward.attend(case.spec, documented_weights(case.spec), **case.request)
 
 
 def attend(http: httpx.Client, case: Case, **fields: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_random_calls_agree_with_the_reference(http: httpx.Client, init: Init, d
 
 @given(seed=SEEDS)
 def test_reproducible_calls_agree_with_the_reference(http: httpx.Client, seed: int) -> None:
-    """That they are computed alone, bit for bit, is tested in `web/routes/test_attend.py` and `serving/test_scheduler.py`."""
+    """That they are computed alone, bit for bit, is tested in `web/routes/test_attend.py` and `serving/test_executor.py`."""
     case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES)
     exact = put_layer(http, case)
 
@@ -179,7 +179,7 @@ def test_loaded_weights_give_the_fingerprint_of_drawn_ones(http: httpx.Client, s
     spec = case.spec.model_dump(mode="json")
     seeded = http.put("/layers/random", json={"spec": spec}).json()
 
-    weights = {name: array.tolist() for name, array in draw(case.spec).items()}
+    weights = {name: array.tolist() for name, array in documented_weights(case.spec).items()}
     given = {name: value for name, value in spec.items() if name not in ("init", "seed", "gain")}
     loaded = http.put("/layers/random", json={"spec": given, "weights": weights})
 
@@ -290,10 +290,6 @@ def test_alibi_at_distant_positions_is_exact_in_several_blocks(http: httpx.Clien
 def client(server: Any) -> Any:
     with Client(server.url) as one:
         yield one
-
-
-def weights_of(case: Case) -> dict[str, Any]:
-    return draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
 
 
 @given(seed=SEEDS)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import B, K, Q, close, converted, cut, draw, heads_out, named
+from support.checkpoints import B, K, Q, assert_close, attend_heads, draw, output_of_layer, split_heads, with_prefix
 from support.model_cases import MODELS, tensors_of
 
 from service.checkpoints import read_layer, read_model_layer
@@ -29,16 +29,16 @@ def test_torch_mha_keeps_its_biases_packed_even_where_its_matrices_are_not(width
     checkpoint = {name: x.numpy() for name, x in mha.state_dict().items()}
 
     assert ("in_proj_weight" in checkpoint) == (not widths)
-    close(converted(checkpoint, inputs, spec={"num_heads": 3}), expected)
+    assert_close(output_of_layer(checkpoint, inputs, spec={"num_heads": 3}), expected)
 
 
 def test_bert_does_not_count_the_layer_norm_beside_its_output():
     """`attention.output.LayerNorm` is below the layer's name, and no part of attention."""
     layer = {f"self.{name}.{kind}": draw(i, *shape) for i, (name, kind, shape) in enumerate(bert_parts())}
     checkpoint = {f"encoder.layer.3.attention.{name}": x for name, x in layer.items()}
-    checkpoint |= named("encoder.layer.3.attention.output", dense__weight=draw(9, 15, 15), dense__bias=draw(8, 15))
+    checkpoint |= with_prefix("encoder.layer.3.attention.output", dense__weight=draw(9, 15, 15), dense__bias=draw(8, 15))
     bare = read_layer(checkpoint, spec={"num_heads": 3})
-    checkpoint |= named("encoder.layer.3.attention.output.LayerNorm", weight=draw(7, 15), bias=draw(6, 15))
+    checkpoint |= with_prefix("encoder.layer.3.attention.output.LayerNorm", weight=draw(7, 15), bias=draw(6, 15))
     fields, weights = read_layer(checkpoint, spec={"num_heads": 3})
     assert (fields, set(weights)) == (bare[0], set(bare[1]))
 
@@ -49,7 +49,7 @@ def bert_parts():
 
 def gpt2(**more):
     return (
-        named(
+        with_prefix(
             "h.0.attn", c_attn__weight=draw(1, 15, 45), c_attn__bias=draw(2, 45), c_proj__weight=draw(3, 15, 15), c_proj__bias=draw(4, 15)
         )
         | more
@@ -57,43 +57,43 @@ def gpt2(**more):
 
 
 def gpt2_expected(x, w):
-    q, k, v = (cut(part, 3) for part in np.split(x @ w["h.0.attn.c_attn.weight"] + w["h.0.attn.c_attn.bias"], 3, axis=-1))
-    return heads_out(q, k, v).reshape(B, Q, 15) @ w["h.0.attn.c_proj.weight"] + w["h.0.attn.c_proj.bias"]
+    q, k, v = (split_heads(part, 3) for part in np.split(x @ w["h.0.attn.c_attn.weight"] + w["h.0.attn.c_attn.bias"], 3, axis=-1))
+    return attend_heads(q, k, v).reshape(B, Q, 15) @ w["h.0.attn.c_proj.weight"] + w["h.0.attn.c_proj.bias"]
 
 
 def test_gpt2_applies_its_matrices_from_the_right():
     """Conv1D is x @ W + b: c_attn's columns are [q | k | v], and c_proj, which is square, is transposed too."""
     checkpoint, x = gpt2(), draw(5, B, Q, 15)
-    close(converted(checkpoint, [x], spec={"num_heads": 3}), gpt2_expected(x, checkpoint))
+    assert_close(output_of_layer(checkpoint, [x], spec={"num_heads": 3}), gpt2_expected(x, checkpoint))
 
 
 def test_gpt2_mask_buffers_are_no_biases():
     """Old checkpoints hold the causal mask under `attn.bias`; a bias of another rank is not understood."""
     mask, x = np.tril(np.ones((1, 1, 9, 9), np.uint8)), draw(5, B, Q, 15)
-    buffers = named("h.0.attn", bias=mask, masked_bias=np.array(-1e4, np.float32))
-    close(converted(gpt2(**buffers), [x], spec={"num_heads": 3}), gpt2_expected(x, gpt2()))
+    buffers = with_prefix("h.0.attn", bias=mask, masked_bias=np.array(-1e4, np.float32))
+    assert_close(output_of_layer(gpt2(**buffers), [x], spec={"num_heads": 3}), gpt2_expected(x, gpt2()))
     with pytest.raises(InvalidRequest, match=r"at /weights/h\.0\.attn\.bias"):
-        read_layer(gpt2(**named("h.0.attn", bias=draw(6, 15))), spec={"num_heads": 3})
+        read_layer(gpt2(**with_prefix("h.0.attn", bias=draw(6, 15))), spec={"num_heads": 3})
 
 
 def test_gpt2_cross_attention_has_its_queries_apart():
     """`q_attn` [in, in], and `c_attn` [in, 2*in] of keys and values."""
-    w = named("h.0.crossattention", q_attn__weight=draw(1, 15, 15), q_attn__bias=draw(2, 15), c_attn__weight=draw(3, 15, 30))
-    w |= named("h.0.crossattention", c_attn__bias=draw(4, 30), c_proj__weight=draw(5, 15, 15), c_proj__bias=draw(6, 15))
+    w = with_prefix("h.0.crossattention", q_attn__weight=draw(1, 15, 15), q_attn__bias=draw(2, 15), c_attn__weight=draw(3, 15, 30))
+    w |= with_prefix("h.0.crossattention", c_attn__bias=draw(4, 30), c_proj__weight=draw(5, 15, 15), c_proj__bias=draw(6, 15))
     x, y = draw(7, B, Q, 15), draw(8, B, K, 15)
     at = w.__getitem__
-    q = cut(x @ at("h.0.crossattention.q_attn.weight") + at("h.0.crossattention.q_attn.bias"), 3)
+    q = split_heads(x @ at("h.0.crossattention.q_attn.weight") + at("h.0.crossattention.q_attn.bias"), 3)
     packed = y @ at("h.0.crossattention.c_attn.weight") + at("h.0.crossattention.c_attn.bias")
-    k, v = (cut(part, 3) for part in np.split(packed, 2, axis=-1))
-    expected = heads_out(q, k, v).reshape(B, Q, 15) @ at("h.0.crossattention.c_proj.weight") + at("h.0.crossattention.c_proj.bias")
-    close(converted(w, [x, y], spec={"num_heads": 3}), expected)
+    k, v = (split_heads(part, 3) for part in np.split(packed, 2, axis=-1))
+    expected = attend_heads(q, k, v).reshape(B, Q, 15) @ at("h.0.crossattention.c_proj.weight") + at("h.0.crossattention.c_proj.bias")
+    assert_close(output_of_layer(w, [x, y], spec={"num_heads": 3}), expected)
 
 
 def test_vit_may_lack_biases_of_queries_keys_and_values_but_not_of_the_output():
     """qkv_bias=False leaves the output's bias; both spellings are read alike."""
     matrices = dict(zip("qkvo", (draw(i, 15, 15) for i in range(4)), strict=True))
     old = {f"encoder.layer.0.attention.attention.{name}.weight": matrices[name[0]] for name in ("query", "key", "value")}
-    old |= named("encoder.layer.0.attention.output.dense", weight=matrices["o"], bias=draw(5, 15))
+    old |= with_prefix("encoder.layer.0.attention.output.dense", weight=matrices["o"], bias=draw(5, 15))
     new = {f"layers.0.attention.{letter}_proj.weight": x for letter, x in matrices.items()} | {
         "layers.0.attention.o_proj.bias": draw(5, 15)
     }
@@ -105,17 +105,19 @@ def test_vit_may_lack_biases_of_queries_keys_and_values_but_not_of_the_output():
 
 def test_timm_stacks_rows_of_queries_keys_and_values():
     """rows [3, heads, dim]."""
-    w = named("blocks.0.attn", qkv__weight=draw(1, 45, 15), qkv__bias=draw(2, 45), proj__weight=draw(3, 15, 15), proj__bias=draw(4, 15))
+    w = with_prefix(
+        "blocks.0.attn", qkv__weight=draw(1, 45, 15), qkv__bias=draw(2, 45), proj__weight=draw(3, 15, 15), proj__bias=draw(4, 15)
+    )
     x = draw(5, B, Q, 15)
     qkv = np.einsum("bni,chdi->cbhnd", x, w["blocks.0.attn.qkv.weight"].reshape(3, 3, 5, 15))
     q, k, v = qkv + w["blocks.0.attn.qkv.bias"].reshape(3, 1, 3, 1, 5)
-    expected = heads_out(q, k, v).reshape(B, Q, 15) @ w["blocks.0.attn.proj.weight"].T + w["blocks.0.attn.proj.bias"]
-    close(converted(w, [x], spec={"num_heads": 3}), expected)
+    expected = attend_heads(q, k, v).reshape(B, Q, 15) @ w["blocks.0.attn.proj.weight"].T + w["blocks.0.attn.proj.bias"]
+    assert_close(output_of_layer(w, [x], spec={"num_heads": 3}), expected)
 
 
 def fused(**more):
-    w = named("h.0.self_attention", query_key_value__weight=draw(1, 45, 15), query_key_value__bias=draw(2, 45))
-    return w | named("h.0.self_attention", dense__weight=draw(3, 15, 15), dense__bias=draw(4, 15), **more)
+    w = with_prefix("h.0.self_attention", query_key_value__weight=draw(1, 45, 15), query_key_value__bias=draw(2, 45))
+    return w | with_prefix("h.0.self_attention", dense__weight=draw(3, 15, 15), dense__bias=draw(4, 15), **more)
 
 
 def fused_expected(x, per_head, added=0.0):
@@ -127,7 +129,7 @@ def fused_expected(x, per_head, added=0.0):
         return x @ w[start : start + 5].T + bias[start : start + 5]
 
     q, k, v = (np.stack([rows(head, which) for head in range(3)], axis=1) for which in range(3))
-    out = heads_out(q, k, v, added=added).reshape(B, Q, 15)
+    out = attend_heads(q, k, v, added=added).reshape(B, Q, 15)
     return out @ fused()["h.0.self_attention.dense.weight"].T + fused()["h.0.self_attention.dense.bias"]
 
 
@@ -138,9 +140,9 @@ def test_fused_rows_are_never_guessed():
         read_layer(fused(), spec={"num_heads": 3})
     far = -np.abs(np.arange(Q) - np.arange(Q)[:, None])
     slopes = np.array([2**-4, 2**-8, 2**-2])[:, None, None]
-    close(converted(fused(), [x], layout="bloom", spec={"num_heads": 3}), fused_expected(x, True, slopes * far))
-    close(converted(fused(), [x], layout="neox", spec={"num_heads": 3, "rope": None}), fused_expected(x, True))
-    close(converted(fused(), [x], layout="fused", spec={"num_heads": 3}), fused_expected(x, False))
+    assert_close(output_of_layer(fused(), [x], layout="bloom", spec={"num_heads": 3}), fused_expected(x, True, slopes * far))
+    assert_close(output_of_layer(fused(), [x], layout="neox", spec={"num_heads": 3, "rope": None}), fused_expected(x, True))
+    assert_close(output_of_layer(fused(), [x], layout="fused", spec={"num_heads": 3}), fused_expected(x, False))
 
 
 def test_neox_must_be_told_how_much_of_a_head_is_rotated():
@@ -199,7 +201,7 @@ def kernels(names, dims=(2, 3, 3, 7), widths=(5, 11, 13, 17), heads_first=False)
 def kernels_expected(inputs, group=1):
     w = kernels([("q", "qb"), ("k", "kb"), ("v", "vb"), ("o", "ob")])
     q, k, v = (np.einsum("bni,ihd->bhnd", x, w[n]) + w[f"{n}b"][:, None] for n, x in zip("qkv", inputs, strict=True))
-    return np.einsum("bqhd,hdo->bqo", heads_out(q, k, v), w["o"]) + w["ob"]
+    return np.einsum("bqhd,hdo->bqo", attend_heads(q, k, v), w["o"]) + w["ob"]
 
 
 KERAS = [(f"mha/{name}/kernel", f"mha/{name}/bias") for name in ("query", "key", "value", "attention_output")]
@@ -214,7 +216,7 @@ def test_kernels_with_an_axis_for_heads_tell_everything(names):
     """[in, heads, dim] of Keras, [heads, in, dim] of TransformerLens; output [heads, dim, out] in both. No spec is needed."""
     inputs = draw(20, B, Q, 5), draw(21, B, K, 11), draw(22, B, K, 13)
     checkpoint = kernels(names, heads_first=names in (LENS, LENS_GROUPED))
-    close(converted(checkpoint, inputs), kernels_expected(inputs))
+    assert_close(output_of_layer(checkpoint, inputs), kernels_expected(inputs))
 
 
 def test_flax_with_normalize_qk_has_layer_norms():
@@ -232,18 +234,18 @@ def test_keras_grouped_heads_are_kept():
 
 
 def test_transformerlens_buffers_are_passed_over_and_rotary_ones_ask_for_rope():
-    buffers = named("blocks.0.attn", mask=np.ones((9, 9), bool), IGNORE=np.array(-np.inf, np.float32))
+    buffers = with_prefix("blocks.0.attn", mask=np.ones((9, 9), bool), IGNORE=np.array(-np.inf, np.float32))
     checkpoint = kernels(LENS, heads_first=True) | buffers
     assert read_layer(checkpoint)[0]["num_heads"] == 3
-    rotary = checkpoint | named("blocks.0.attn", rotary_sin=draw(1, 9, 2), rotary_cos=draw(2, 9, 2))
+    rotary = checkpoint | with_prefix("blocks.0.attn", rotary_sin=draw(1, 9, 2), rotary_cos=draw(2, 9, 2))
     with pytest.raises(InvalidRequest, match="at /spec/rope"):
         read_layer(rotary)
     assert read_layer(rotary, spec={"rope": {"theta": 1e4}})[0]["rope"] == {"theta": 1e4}
 
 
 def d2l_expected(w, inputs):
-    q, k, v = (cut(x @ w[f"W_{letter}"], 3) for letter, x in zip("qkv", inputs, strict=True))
-    return heads_out(q, k, v).reshape(B, Q, 15) @ w["W_o"]
+    q, k, v = (split_heads(x @ w[f"W_{letter}"], 3) for letter, x in zip("qkv", inputs, strict=True))
+    return attend_heads(q, k, v).reshape(B, Q, 15) @ w["W_o"]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_textbook_matrices_are_turned_by_their_names(spelling, transposed):
     w = {"W_q": draw(1, 7, 15), "W_k": draw(2, 11, 15), "W_v": draw(3, 13, 15), "W_o": draw(4, 15, 15)}
     inputs = draw(5, B, Q, 7), draw(6, B, K, 11), draw(7, B, K, 13)
     checkpoint = {spelling.format(name[-1]): x.T if transposed else x for name, x in w.items()}
-    close(converted(checkpoint, inputs, spec={"num_heads": 3}), d2l_expected(w, inputs))
+    assert_close(output_of_layer(checkpoint, inputs, spec={"num_heads": 3}), d2l_expected(w, inputs))
 
 
 def test_our_own_layout_comes_back_as_it_was():

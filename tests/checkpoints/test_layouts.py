@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from support.checkpoints import B, Q, close, converted, cut, draw, heads_out, named
+from support.checkpoints import B, Q, assert_close, attend_heads, draw, output_of_layer, split_heads, with_prefix
 
 from service.checkpoints import read_layer
 from service.errors import InvalidRequest
@@ -14,10 +14,10 @@ HALVES = {"theta": 10000.0, "interleaved": False}
 def llama(prefix="layers.0.self_attn", heads=4, kv_heads=2, dim=6, width=7, **more):
     rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
     w = {f"{prefix}.{letter}_proj.weight": draw(i, n, width) for i, (letter, n) in enumerate(rows.items())}
-    return w | {f"{prefix}.o_proj.weight": draw(9, width, heads * dim)} | named(prefix, **more)
+    return w | {f"{prefix}.o_proj.weight": draw(9, width, heads * dim)} | with_prefix(prefix, **more)
 
 
-def turned(x, theta=10000.0):
+def rotate_pairs(x, theta=10000.0):
     """RoPE in pairs, as Meta's code has it: view_as_complex, times cis."""
     pairs = np.ascontiguousarray(x).view(complex)
     frequencies = theta ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
@@ -29,16 +29,16 @@ def test_meta_llama_rotates_pairs_and_hugging_face_permuted_its_rows_for_halves(
     meta = {name.replace("_proj", "").replace("self_attn.", "attention.w"): x for name, x in llama().items()}
     x, spec = draw(5, B, Q, 7), {"num_heads": 4, "rope": {"theta": 10000.0}}
     halves = spec | {"rope": HALVES}
-    q = turned(cut(x @ meta["layers.0.attention.wq.weight"].T, 4))
-    k = np.repeat(turned(cut(x @ meta["layers.0.attention.wk.weight"].T, 2)), 2, axis=1)
-    v = np.repeat(cut(x @ meta["layers.0.attention.wv.weight"].T, 2), 2, axis=1)
-    expected = heads_out(q, k, v).reshape(B, Q, 24) @ meta["layers.0.attention.wo.weight"].T
+    q = rotate_pairs(split_heads(x @ meta["layers.0.attention.wq.weight"].T, 4))
+    k = np.repeat(rotate_pairs(split_heads(x @ meta["layers.0.attention.wk.weight"].T, 2)), 2, axis=1)
+    v = np.repeat(split_heads(x @ meta["layers.0.attention.wv.weight"].T, 2), 2, axis=1)
+    expected = attend_heads(q, k, v).reshape(B, Q, 24) @ meta["layers.0.attention.wo.weight"].T
     permuted = llama()
     for letter, heads in (("q", 4), ("k", 2)):
         name = f"layers.0.self_attn.{letter}_proj.weight"
         permuted[name] = permuted[name].reshape(heads, 3, 2, 7).swapaxes(1, 2).reshape(-1, 7)
-    close(converted(meta, [x], spec=spec), expected)
-    close(converted(permuted, [x], spec=halves), expected)
+    assert_close(output_of_layer(meta, [x], spec=spec), expected)
+    assert_close(output_of_layer(permuted, [x], spec=halves), expected)
 
 
 def test_llama_head_width_is_free_of_the_models():
@@ -88,35 +88,35 @@ def test_qwen3_norms_tell_the_head_count_and_come_before_rope():
     checkpoint, x = llama(q_norm__weight=draw(20, 6), k_norm__weight=draw(21, 6)), draw(5, B, Q, 7)
 
     def rotated(name, heads):
-        y = cut(x @ checkpoint[f"layers.0.self_attn.{name}_proj.weight"].T, heads)
+        y = split_heads(x @ checkpoint[f"layers.0.self_attn.{name}_proj.weight"].T, heads)
         y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * checkpoint[f"layers.0.self_attn.{name}_norm.weight"]
         angles = np.outer(np.arange(Q), 10000.0 ** (-np.arange(0, 6, 2) / 6))
         a, b, cos, sin = y[..., :3], y[..., 3:], np.cos(angles), np.sin(angles)
         return np.repeat(np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1), 4 // heads, axis=1)
 
-    v = np.repeat(cut(x @ checkpoint["layers.0.self_attn.v_proj.weight"].T, 2), 2, axis=1)
-    expected = heads_out(rotated("q", 4), rotated("k", 2), v).reshape(B, Q, 24) @ checkpoint["layers.0.self_attn.o_proj.weight"].T
-    close(converted(checkpoint, [x], spec={"rope": HALVES}), expected)
+    v = np.repeat(split_heads(x @ checkpoint["layers.0.self_attn.v_proj.weight"].T, 2), 2, axis=1)
+    expected = attend_heads(rotated("q", 4), rotated("k", 2), v).reshape(B, Q, 24) @ checkpoint["layers.0.self_attn.o_proj.weight"].T
+    assert_close(output_of_layer(checkpoint, [x], spec={"rope": HALVES}), expected)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["OLMo-2 7B", "OLMo-2 32B"])
-@pytest.mark.parametrize("said", [{}, {"num_heads": 4}, {"head_dim": 6}], ids=str)
-def test_a_norm_as_wide_as_all_heads_is_not_read_as_that_of_one_head(kv_heads, said):
+@pytest.mark.parametrize("given", [{}, {"num_heads": 4}, {"head_dim": 6}], ids=str)
+def test_a_norm_as_wide_as_all_heads_is_not_read_as_that_of_one_head(kv_heads, given):
     checkpoint = llama(kv_heads=kv_heads, q_norm__weight=draw(20, 24), k_norm__weight=draw(21, 6 * kv_heads))
     expected = r"one head\. One as wide as all heads \(OLMo-2.*needs num_heads 1.*at /weights/layers\.0\.self_attn\.q_norm\.weight"
     with pytest.raises(InvalidRequest, match=expected):
-        read_layer(checkpoint, spec={"rope": HALVES, **said})
+        read_layer(checkpoint, spec={"rope": HALVES, **given})
 
 
 def test_a_layer_of_one_head_may_have_norms_if_it_says_so():
     checkpoint = llama(heads=1, kv_heads=1, q_norm__weight=draw(20, 6), k_norm__weight=draw(21, 6))
-    for said in ({"num_heads": 1}, {"head_dim": 6}):
-        fields, _ = read_layer(checkpoint, spec={"rope": HALVES, **said})
+    for given in ({"num_heads": 1}, {"head_dim": 6}):
+        fields, _ = read_layer(checkpoint, spec={"rope": HALVES, **given})
         assert (fields["num_heads"], fields["head_dim"]) == (1, 6)
 
 
 def test_gemma3_norms_are_kept_less_one_and_not_mistaken_for_qwen3s():
-    """Same names; where the sibling norm of Gemma stands, the layout has to be said. Bfloat16 norms are added to in float32."""
+    """Same names; where the sibling norm of Gemma stands, the layout has to be given. Bfloat16 norms are added to in float32."""
     checkpoint = {name: x.astype(ml_dtypes.bfloat16) for name, x in llama(q_norm__weight=draw(1, 6), k_norm__weight=draw(2, 6)).items()}
     checkpoint["layers.0.pre_feedforward_layernorm.weight"] = draw(3, 7).astype(ml_dtypes.bfloat16)
     with pytest.raises(InvalidRequest, match=r"gemma3 .* llama .*at /layout"):
@@ -140,7 +140,7 @@ def t5():
     for i, (stack, place, kind) in enumerate(layers):
         for block in (0, 1):
             prefix = f"{stack}.block.{block}.layer.{place}.{kind}"
-            w |= named(prefix, **{f"{x}__weight": draw(40 * i + 9 * block + j, *s) for j, (x, s) in enumerate(t5_shapes().items())})
+            w |= with_prefix(prefix, **{f"{x}__weight": draw(40 * i + 9 * block + j, *s) for j, (x, s) in enumerate(t5_shapes().items())})
     for i, stack in enumerate(("encoder", "decoder")):
         w[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] = draw(90 + i, 8, 3)
     return w
@@ -154,11 +154,11 @@ def test_t5_does_not_divide_by_the_root_and_takes_the_first_blocks_table():
     """Scale 1, and block 1 is read with block 0's table of its own stack, by T5's buckets."""
     w, x = t5(), draw(5, B, Q, 7)
     prefix = "encoder.block.1.layer.0.SelfAttention"
-    q, k, v = (cut(x @ w[f"{prefix}.{letter}.weight"].T, 3) for letter in "qkv")
+    q, k, v = (split_heads(x @ w[f"{prefix}.{letter}.weight"].T, 3) for letter in "qkv")
     far = np.array([[0, 5, 6], [1, 0, 5], [2, 1, 0]])  # j - i = 1, 2 have buckets 5, 6 of 8 (4 + |j - i|), -1, -2 have 1, 2
     added = w["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"][far].transpose(2, 0, 1)
-    expected = heads_out(q, k, v, scale=1.0, added=added).reshape(B, Q, 15) @ w[f"{prefix}.o.weight"].T
-    close(converted(w, [x], prefix=prefix), expected)
+    expected = attend_heads(q, k, v, scale=1.0, added=added).reshape(B, Q, 15) @ w[f"{prefix}.o.weight"].T
+    assert_close(output_of_layer(w, [x], prefix=prefix), expected)
 
 
 def test_t5_tables_are_each_stacks_own_and_decoders_look_back():

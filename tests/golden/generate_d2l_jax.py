@@ -1,10 +1,10 @@
 """Dive into Deep Learning's multi-head attention in JAX with Flax, written from the book's definition. Needs jax and flax."""
 
+import d2l_cases
 import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import textbook
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
 
@@ -45,9 +45,9 @@ def main():
     jax.config.update("jax_default_matmul_precision", "highest")
     versions = {"jax": jax.__version__, "flax": flax.__version__}
     for bias in (False, True):
-        layer = MultiHeadAttention(textbook.NUM_HIDDENS, textbook.NUM_HEADS, bias)
-        variables = layer.init(jax.random.PRNGKey(0), *textbook.inputs())
-        drawn = textbook.weights(bias)
+        layer = MultiHeadAttention(d2l_cases.NUM_HIDDENS, d2l_cases.NUM_HEADS, bias)
+        variables = layer.init(jax.random.PRNGKey(0), *d2l_cases.inputs())
+        drawn = d2l_cases.weights(bias)
         for name, module in variables["params"].items():
             module["kernel"] = jnp.asarray(drawn[name].T)
             if bias:
@@ -57,7 +57,7 @@ def main():
             return layer.apply(variables, *arrays)
 
         checkpoint = {name: np.asarray(x) for name, x in flatten_dict(variables, sep="/").items()}
-        textbook.keep("jax", versions, checkpoint, bias, compute)
+        d2l_cases.write_cases("jax", versions, checkpoint, bias, compute)
 
 
 if __name__ == "__main__":

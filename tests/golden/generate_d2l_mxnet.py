@@ -1,4 +1,4 @@
-"""Dive into Deep Learning's multi-head attention in MXNet, written from the book's definition. See textbook.py.
+"""Dive into Deep Learning's multi-head attention in MXNet, written from the book's definition. See d2l_cases.py.
 
 Needs mxnet==1.9.1 with "numpy<1.24", so an old Python (3.8 or 3.9). The checkpoint has the names that `save_parameters` writes.
 """
@@ -7,8 +7,8 @@ import math
 import tempfile
 from pathlib import Path
 
+import d2l_cases
 import mxnet
-import textbook
 from mxnet import np, npx
 from mxnet.gluon import nn
 
@@ -55,11 +55,11 @@ def saved(layer):
 
 def main():
     for bias in (False, True):
-        layer = MultiHeadAttention(textbook.NUM_HIDDENS, textbook.NUM_HEADS, bias)
+        layer = MultiHeadAttention(d2l_cases.NUM_HIDDENS, d2l_cases.NUM_HEADS, bias)
         layer.initialize()
-        layer(*map(np.array, textbook.inputs()))  # shapes are inferred
-        drawn = textbook.weights(bias)
-        for name in textbook.WIDTHS:
+        layer(*map(np.array, d2l_cases.inputs()))  # shapes are inferred
+        drawn = d2l_cases.weights(bias)
+        for name in d2l_cases.WIDTHS:
             getattr(layer, name).weight.set_data(np.array(drawn[name]))
             if bias:
                 getattr(layer, name).bias.set_data(np.array(drawn[f"{name}.bias"]))
@@ -68,7 +68,7 @@ def main():
             output = layer(*(None if x is None else np.array(x) for x in arrays))
             return output.asnumpy(), layer.attention_weights.asnumpy()
 
-        textbook.keep("mxnet", {"mxnet": mxnet.__version__}, saved(layer), bias, compute)
+        d2l_cases.write_cases("mxnet", {"mxnet": mxnet.__version__}, saved(layer), bias, compute)
 
 
 if __name__ == "__main__":

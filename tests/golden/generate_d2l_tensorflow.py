@@ -6,10 +6,10 @@ The checkpoint is what `save_weights` writes, its groups joined by `/`; Keras' o
 import tempfile
 from pathlib import Path
 
+import d2l_cases
 import h5py
 import keras
 import tensorflow as tf
-import textbook
 
 
 class MultiHeadAttention(keras.layers.Layer):
@@ -59,17 +59,17 @@ def saved(layer):
 def main():
     versions = {"tensorflow": tf.__version__, "keras": keras.__version__}
     for bias in (False, True):
-        layer = MultiHeadAttention(textbook.NUM_HIDDENS, textbook.NUM_HEADS, bias)
-        layer(*map(tf.constant, textbook.inputs()))  # makes the variables
-        drawn = textbook.weights(bias)
-        for name in textbook.WIDTHS:
+        layer = MultiHeadAttention(d2l_cases.NUM_HIDDENS, d2l_cases.NUM_HEADS, bias)
+        layer(*map(tf.constant, d2l_cases.inputs()))  # makes the variables
+        drawn = d2l_cases.weights(bias)
+        for name in d2l_cases.WIDTHS:
             getattr(layer, name).set_weights([drawn[name].T] + ([drawn[f"{name}.bias"]] if bias else []))
 
         def compute(*arrays, layer=layer):
             output, weights = layer(*(None if x is None else tf.constant(x) for x in arrays))
             return output.numpy(), weights.numpy()
 
-        textbook.keep("tensorflow", versions, saved(layer), bias, compute)
+        d2l_cases.write_cases("tensorflow", versions, saved(layer), bias, compute)
 
 
 if __name__ == "__main__":

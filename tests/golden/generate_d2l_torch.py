@@ -1,8 +1,8 @@
-"""Dive into Deep Learning's multi-head attention in PyTorch, written from the book's definition. Needs torch; see textbook.py."""
+"""Dive into Deep Learning's multi-head attention in PyTorch, written from the book's definition. Needs torch; see d2l_cases.py."""
 
 import math
 
-import textbook
+import d2l_cases
 import torch
 from torch import nn
 
@@ -37,9 +37,9 @@ class MultiHeadAttention(nn.Module):
 
 def main():
     for bias in (False, True):
-        layer = MultiHeadAttention(textbook.NUM_HIDDENS, textbook.NUM_HEADS, bias).eval()
-        layer(*map(torch.from_numpy, textbook.inputs()), None)  # lazy layers learn their widths
-        drawn = {(name if "." in name else f"{name}.weight"): torch.from_numpy(x) for name, x in textbook.weights(bias).items()}
+        layer = MultiHeadAttention(d2l_cases.NUM_HIDDENS, d2l_cases.NUM_HEADS, bias).eval()
+        layer(*map(torch.from_numpy, d2l_cases.inputs()), None)  # lazy layers learn their widths
+        drawn = {(name if "." in name else f"{name}.weight"): torch.from_numpy(x) for name, x in d2l_cases.weights(bias).items()}
         layer.load_state_dict(drawn)
 
         def compute(*arrays, layer=layer):
@@ -48,7 +48,7 @@ def main():
             return output.numpy(), layer.attention_weights.numpy()
 
         checkpoint = {name: x.numpy() for name, x in layer.state_dict().items()}
-        textbook.keep("torch", {"torch": torch.__version__.partition("+")[0]}, checkpoint, bias, compute)
+        d2l_cases.write_cases("torch", {"torch": torch.__version__.partition("+")[0]}, checkpoint, bias, compute)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from casefile import case, draw, draw_all, save
 from torch import nn
 
 VERSIONS = {"torch": torch.__version__.partition("+")[0]}
-REAL = [[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]]
-SEEN = [[1, 0, 1, 1, 0, 1, 1], [1, 1, 1, 0, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0]]
+ATTEND_KEYS = [[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]]
+ATTEND_MASK = [[1, 0, 1, 1, 0, 1, 1], [1, 1, 1, 0, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0]]
 
 
 def fill(module):
@@ -23,18 +23,18 @@ def checkpoint(module):
     return {name: x.numpy() for name, x in module.state_dict().items()}
 
 
-def call(about, mha, prefix, query, key=None, value=None, real=None, seen=None, causal=False):
+def call(about, mha, prefix, query, key=None, value=None, attend_keys=None, attend_mask=None, causal=False):
     """One case of a module; keys and values default as in a request."""
     key = query if key is None else key
     value = key if value is None else value
-    blocked = None if seen is None else ~torch.tensor(seen, dtype=torch.bool)
+    blocked = None if attend_mask is None else ~torch.tensor(attend_mask, dtype=torch.bool)
     if causal:
         blocked = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).triu(1)
-    padding = None if real is None else ~torch.tensor(real, dtype=torch.bool)
+    padding = None if attend_keys is None else ~torch.tensor(attend_keys, dtype=torch.bool)
     with torch.no_grad():
         tensors = (torch.from_numpy(x) for x in (query, key, value))
         output, weights = mha(*tensors, attn_mask=blocked, key_padding_mask=padding, average_attn_weights=False)
-    request = {"query": query, "attend_keys": real, "attend_mask": seen, "causal": causal or None}
+    request = {"query": query, "attend_keys": attend_keys, "attend_mask": attend_mask, "causal": causal or None}
     if key is not query:
         request["key"] = key
     if value is not key:
@@ -48,13 +48,13 @@ def modules():
     query, other = draw(1, 2, 3, 15), draw(2, 2, 7, 15)
     cases = [
         call("self-attention, causal", packed, "", other, causal=True),
-        call("keys from elsewhere, both masks", packed, "", query, other, real=[[1] * 7, REAL[1]], seen=SEEN),
+        call("keys from elsewhere, both masks", packed, "", query, other, attend_keys=[[1] * 7, ATTEND_KEYS[1]], attend_mask=ATTEND_MASK),
     ]
     save("torch_mha", "nn.MultiheadAttention, its projections packed", VERSIONS, checkpoint(packed), cases)
 
     separate = fill(nn.MultiheadAttention(15, 5, batch_first=True, kdim=11, vdim=13))
     arrays = draw(3, 2, 3, 15), draw(4, 2, 7, 11), draw(5, 2, 7, 13)
-    cases = [call("keys and values of other widths, padded", separate, "", *arrays, real=REAL)]
+    cases = [call("keys and values of other widths, padded", separate, "", *arrays, attend_keys=ATTEND_KEYS)]
     save("torch_mha_kdim_vdim", "nn.MultiheadAttention with kdim and vdim: biases still packed", VERSIONS, checkpoint(separate), cases)
 
     bare = fill(nn.MultiheadAttention(14, 2, bias=False, batch_first=True))
@@ -67,9 +67,16 @@ def transformer():
     encoder, decoder = model.encoder.layers[0], model.decoder.layers[0]
     memory, target = draw(7, 2, 7, 15), draw(8, 2, 4, 15)
     cases = [
-        call("the encoder's layer, padded", encoder.self_attn, "encoder.layers.0", memory, real=REAL),
+        call("the encoder's layer, padded", encoder.self_attn, "encoder.layers.0", memory, attend_keys=ATTEND_KEYS),
         call("the decoder's own, causal", decoder.self_attn, "decoder.layers.0.self_attn", target, causal=True),
-        call("the decoder's to the encoder", decoder.multihead_attn, "decoder.layers.0.multihead_attn", target, memory, real=REAL),
+        call(
+            "the decoder's to the encoder",
+            decoder.multihead_attn,
+            "decoder.layers.0.multihead_attn",
+            target,
+            memory,
+            attend_keys=ATTEND_KEYS,
+        ),
     ]
     save("torch_transformer", "nn.Transformer: encoder and decoder layers", VERSIONS, checkpoint(model), cases)
 

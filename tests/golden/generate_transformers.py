@@ -9,7 +9,7 @@ import sys
 import torch
 import transformers as hf
 from casefile import draw
-from watching import Look, in_memory, keep
+from recording import AttentionModules, in_memory, write_cases
 
 TEXT = {"vocab_size": 11, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
@@ -27,41 +27,43 @@ FFN = 13
 def bert():
     parts, sizes = ("self.query", "self.key", "output.dense"), {"intermediate_size": FFN, "max_position_embeddings": 17}
     config = hf.BertConfig(**TEXT, **sizes, hidden_size=15, num_hidden_layers=2, num_attention_heads=3)
-    looks = [Look(f"encoder.layer.{i}.attention", *parts, f"encoder.layer.{i}.attention", {"num_heads": 3}) for i in (0, 1)]
-    keep("bert", "BERT", hf.BertModel(config), looks, PADDED)
+    layers = [AttentionModules(f"encoder.layer.{i}.attention", *parts, f"encoder.layer.{i}.attention", {"num_heads": 3}) for i in (0, 1)]
+    write_cases("bert", "BERT", hf.BertModel(config), layers, PADDED)
 
     config = hf.RobertaConfig(**TEXT, **sizes, hidden_size=10, num_hidden_layers=1, num_attention_heads=2)
-    look = Look("roberta.encoder.layer.0.attention", *parts, "roberta.encoder.layer.0", {"num_heads": 2})
-    keep("roberta", "RoBERTa with a head on it, so with a prefix", hf.RobertaForMaskedLM(config), [look], PADDED)
+    layer = AttentionModules("roberta.encoder.layer.0.attention", *parts, "roberta.encoder.layer.0", {"num_heads": 2})
+    write_cases("roberta", "RoBERTa with a head on it, so with a prefix", hf.RobertaForMaskedLM(config), [layer], PADDED)
 
     config = hf.BertConfig(
         **TEXT, **sizes, hidden_size=15, num_hidden_layers=1, num_attention_heads=3, is_decoder=True, add_cross_attention=True
     )
     arguments = {"input_ids": IDS, "encoder_hidden_states": ENCODED, "encoder_attention_mask": OTHER_RIGHT}
     names = [f"encoder.layer.0.{name}" for name in ("attention", "crossattention")]
-    looks = [
-        Look(names[0], *parts, names[0], {"num_heads": 3}, CAUSAL),
-        Look(names[1], *parts, names[1], {"num_heads": 3}, mask="encoder_attention_mask"),
+    layers = [
+        AttentionModules(names[0], *parts, names[0], {"num_heads": 3}, CAUSAL),
+        AttentionModules(names[1], *parts, names[1], {"num_heads": 3}, mask="encoder_attention_mask"),
     ]
-    keep("bert_decoder", "BERT as a decoder that attends to an encoder", hf.BertModel(config), looks, {"with an encoder": arguments})
+    write_cases(
+        "bert_decoder", "BERT as a decoder that attends to an encoder", hf.BertModel(config), layers, {"with an encoder": arguments}
+    )
 
 
 def other_encoders():
     config = hf.DistilBertConfig(vocab_size=11, pad_token_id=0, dim=14, n_layers=1, n_heads=2, hidden_dim=FFN, max_position_embeddings=17)
-    look = Look("transformer.layer.0.attention", "q_lin", "k_lin", "out_lin", "transformer.layer.0", {"num_heads": 2})
-    keep("distilbert", "DistilBERT", hf.DistilBertModel(config), [look], PADDED)
+    layer = AttentionModules("transformer.layer.0.attention", "q_lin", "k_lin", "out_lin", "transformer.layer.0", {"num_heads": 2})
+    write_cases("distilbert", "DistilBERT", hf.DistilBertModel(config), [layer], PADDED)
 
     sizes = {"hidden_size": 15, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": FFN}
     sizes |= {"image_size": 4, "patch_size": 2, "num_channels": 1}
     pixels, proj = {"an image": {"pixel_values": torch.from_numpy(draw(2, 2, 1, 4, 4))}}, ("q_proj", "k_proj", "o_proj")
-    look = Look("layers.1.attention", *proj, "encoder.layer.1", {"num_heads": 3})
-    keep("vit", "ViT as files have it", hf.ViTModel(hf.ViTConfig(**sizes)), [look], pixels)
-    look = Look("layers.1.attention", *proj, "layers.1", {"num_heads": 3})
-    keep(
+    layer = AttentionModules("layers.1.attention", *proj, "encoder.layer.1", {"num_heads": 3})
+    write_cases("vit", "ViT as files have it", hf.ViTModel(hf.ViTConfig(**sizes)), [layer], pixels)
+    layer = AttentionModules("layers.1.attention", *proj, "layers.1", {"num_heads": 3})
+    write_cases(
         "vit_in_memory",
         "ViT without qkv bias, as it is in memory",
         hf.ViTModel(hf.ViTConfig(**sizes, qkv_bias=False)),
-        [look],
+        [layer],
         pixels,
         in_memory,
     )
@@ -79,28 +81,32 @@ def other_encoders():
         decoder_start_token_id=2,
     )
     parts = ("q_proj", "k_proj", "out_proj")
-    looks = [
-        Look("encoder.layers.0.self_attn", *parts, "encoder.layers.0", {"num_heads": 3}),
-        Look("decoder.layers.0.encoder_attn", *parts, "decoder.layers.0.encoder_attn", {"num_heads": 5}),
+    layers = [
+        AttentionModules("encoder.layers.0.self_attn", *parts, "encoder.layers.0", {"num_heads": 3}),
+        AttentionModules("decoder.layers.0.encoder_attn", *parts, "decoder.layers.0.encoder_attn", {"num_heads": 5}),
     ]
     arguments = {"input_ids": IDS, "attention_mask": RIGHT, "decoder_input_ids": OTHER_IDS}
-    keep("bart", "BART", hf.BartModel(config), looks, {"padded on the right": arguments})
+    write_cases("bart", "BART", hf.BartModel(config), layers, {"padded on the right": arguments})
 
 
 def gpt2():
     config = hf.GPT2Config(**TEXT, n_embd=15, n_layer=2, n_head=3, n_positions=17, n_inner=FFN, scale_attn_by_inverse_layer_idx=True)
     parts = ("c_attn", "c_attn", "c_proj")
     spec = {"num_heads": 3, "scale": 5**-0.5 / 2}
-    look = Look("h.1.attn", *parts, "h.1.attn", spec, CAUSAL)
-    keep("gpt2", "GPT-2, scores of its second layer divided by 2 (scale_attn_by_inverse_layer_idx)", hf.GPT2Model(config), [look], DECODED)
+    layer = AttentionModules("h.1.attn", *parts, "h.1.attn", spec, CAUSAL)
+    write_cases(
+        "gpt2", "GPT-2, scores of its second layer divided by 2 (scale_attn_by_inverse_layer_idx)", hf.GPT2Model(config), [layer], DECODED
+    )
 
     config = hf.GPT2Config(**TEXT, n_embd=15, n_layer=1, n_head=3, n_positions=17, n_inner=FFN, add_cross_attention=True)
-    looks = [
-        Look("h.0.attn", *parts, "h.0.attn", {"num_heads": 3}, CAUSAL),
-        Look("h.0.crossattention", "q_attn", "c_attn", "c_proj", "h.0.crossattention", {"num_heads": 3}, mask="encoder_attention_mask"),
+    layers = [
+        AttentionModules("h.0.attn", *parts, "h.0.attn", {"num_heads": 3}, CAUSAL),
+        AttentionModules(
+            "h.0.crossattention", "q_attn", "c_attn", "c_proj", "h.0.crossattention", {"num_heads": 3}, mask="encoder_attention_mask"
+        ),
     ]
     arguments = {"input_ids": IDS, "encoder_hidden_states": ENCODED, "encoder_attention_mask": OTHER_RIGHT}
-    keep("gpt2_cross", "GPT-2 that attends to an encoder", hf.GPT2Model(config), looks, {"with an encoder": arguments})
+    write_cases("gpt2_cross", "GPT-2 that attends to an encoder", hf.GPT2Model(config), layers, {"with an encoder": arguments})
 
 
 def rotary(name, about, model, config, spec, layers=1, more=None, **fields):
@@ -110,8 +116,8 @@ def rotary(name, about, model, config, spec, layers=1, more=None, **fields):
     sizes = {key: value for key, value in sizes.items() if value is not None}
     path = f"layers.{layers - 1}.self_attn"
     spec = {"num_heads": sizes["num_attention_heads"]} | spec
-    looks = [Look(path, "q_proj", "k_proj", "o_proj", path, spec, **{"request": CAUSAL, **(more or {})})]
-    keep(name, about, model(config(**TEXT, **sizes)), looks, DECODED)
+    layers = [AttentionModules(path, "q_proj", "k_proj", "o_proj", path, spec, **{"request": CAUSAL, **(more or {})})]
+    write_cases(name, about, model(config(**TEXT, **sizes)), layers, DECODED)
 
 
 def llamas():
@@ -181,32 +187,38 @@ def t5():
         decoder_start_token_id=0,
     )
     spec = {"relative_bias": {"max_distance": 7}}
-    looks = [
-        Look("encoder.block.1.layer.0.SelfAttention", "q", "k", "o", "encoder.block.1", spec),
-        Look("decoder.block.1.layer.0.SelfAttention", "q", "k", "o", "decoder.block.1.layer.0", spec, CAUSAL, mask="none"),
-        Look("decoder.block.1.layer.1.EncDecAttention", "q", "k", "o", "decoder.block.1.layer.1", {}),
+    layers = [
+        AttentionModules("encoder.block.1.layer.0.SelfAttention", "q", "k", "o", "encoder.block.1", spec),
+        AttentionModules("decoder.block.1.layer.0.SelfAttention", "q", "k", "o", "decoder.block.1.layer.0", spec, CAUSAL, mask="none"),
+        AttentionModules("decoder.block.1.layer.1.EncDecAttention", "q", "k", "o", "decoder.block.1.layer.1", {}),
     ]
     arguments = {"input_ids": IDS, "attention_mask": RIGHT, "decoder_input_ids": OTHER_IDS}
-    keep("t5", "T5, its second blocks, whose tables stand in the first", hf.T5Model(config), looks, {"padded on the right": arguments})
+    write_cases(
+        "t5", "T5, its second blocks, whose tables stand in the first", hf.T5Model(config), layers, {"padded on the right": arguments}
+    )
 
 
 def packed_per_head():
     config = hf.BloomConfig(**TEXT, hidden_size=15, n_layer=1, n_head=3)
-    look = Look("h.0.self_attention", "query_key_value", "query_key_value", "dense", "h.0", {"num_heads": 3}, CAUSAL, layout="bloom")
-    keep("bloom", "BLOOM, 3 heads", hf.BloomModel(config), [look], PADDED)
+    layer = AttentionModules(
+        "h.0.self_attention", "query_key_value", "query_key_value", "dense", "h.0", {"num_heads": 3}, CAUSAL, layout="bloom"
+    )
+    write_cases("bloom", "BLOOM, 3 heads", hf.BloomModel(config), [layer], PADDED)
 
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": FFN, "max_position_embeddings": 32}
     parameters = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     config = hf.GPTNeoXConfig(**TEXT, **sizes, rope_parameters=parameters)
     spec = {"num_heads": 3, "rope": {"theta": 10000.0, "dims": 4}}
-    look = Look("layers.0.attention", "query_key_value", "query_key_value", "dense", "layers.0.attention", spec, CAUSAL, layout="neox")
-    keep("neox", "GPT-NeoX, half of each head rotated", hf.GPTNeoXModel(config), [look], DECODED)
+    layer = AttentionModules(
+        "layers.0.attention", "query_key_value", "query_key_value", "dense", "layers.0.attention", spec, CAUSAL, layout="neox"
+    )
+    write_cases("neox", "GPT-NeoX, half of each head rotated", hf.GPTNeoXModel(config), [layer], DECODED)
 
     sizes |= {"hidden_size": 12, "num_key_value_heads": 1}
     config = hf.Phi3Config(**TEXT, **sizes)
     spec = {"num_heads": 3, "num_kv_heads": 1, "rope": {"theta": 10000.0}}
-    look = Look("layers.0.self_attn", "qkv_proj", "qkv_proj", "o_proj", "layers.0.self_attn", spec, CAUSAL, layout="fused")
-    keep("phi3", "Phi-3: rows [q; k; v] with one head of k and v", hf.Phi3Model(config), [look], DECODED)
+    layer = AttentionModules("layers.0.self_attn", "qkv_proj", "qkv_proj", "o_proj", "layers.0.self_attn", spec, CAUSAL, layout="fused")
+    write_cases("phi3", "Phi-3: rows [q; k; v] with one head of k and v", hf.Phi3Model(config), [layer], DECODED)
 
 
 def main():

@@ -17,7 +17,7 @@ def draw(seed, *shape):
     return np.random.RandomState(seed).standard_normal(shape)
 
 
-def converted(checkpoint, inputs, request=None, **how):
+def output_of_layer(checkpoint, inputs, request=None, **how):
     """Output of the layer that was read, after checking that its weights are those of its spec."""
     fields, weights = read_layer(checkpoint, **how)
     spec = LayerSpec.model_validate(fields)
@@ -25,21 +25,21 @@ def converted(checkpoint, inputs, request=None, **how):
     return plain_attention.attend(spec, weights, **dict(zip(("query", "key", "value"), inputs, strict=False)), **(request or {}))[0]
 
 
-def heads_out(q, k, v, scale=None, added=0.0):
+def attend_heads(q, k, v, scale=None, added=0.0):
     """softmax(q kᵀ scale + added) v: [b, h, n, d] each -> [b, q, h, d]."""
     scores = np.einsum("bhqd,bhkd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale) + added
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("bhqk,bhkd->bqhd", weights / weights.sum(-1, keepdims=True), v)
 
 
-def cut(x, heads):
+def split_heads(x, heads):
     """[b, n, h*d] -> [b, h, n, d], head i the i-th stretch of columns."""
     return np.stack(np.split(x, heads, axis=-1), axis=1)
 
 
-def named(prefix, **arrays):
+def with_prefix(prefix, **arrays):
     return {f"{prefix}.{name.replace('__', '.')}": x for name, x in arrays.items()}
 
 
-def close(got, expected):
+def assert_close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)

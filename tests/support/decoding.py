@@ -13,7 +13,6 @@ from service.attention.call import Result
 from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, Case, draw_options, random_case
 from service.attention.compare.random_layers import Draw, Sizes, rounded
 from service.attention.decoding import CachedStep, forward_steps
-from service.attention.initialization import draw_weights
 from service.attention.reference import forward
 from service.attention.reference.forward import Outputs
 from service.attention.reference.request import Request
@@ -26,6 +25,7 @@ from service.serving.sessions.session import Session
 from service.serving.sessions.steps import bind_step
 from service.tensors import Array
 from service.wire.codec import Decoded
+from support.cases import weights_of
 
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 LIMITS = Admission(ServingLimits())
@@ -37,7 +37,7 @@ class Sequence:
     def __init__(self, case: Case, pool: PagePool | None = None, layer: LoadedLayer | None = None) -> None:
         """`case`: its spec and weights are those of the layer; its request says whether steps have a key and a value."""
         self.case, self.spec = case, case.spec
-        self.weights = draw_weights(case.spec) if case.weights is None else case.weights
+        self.weights = weights_of(case)
         self.layer = layer or REGISTRY.make("layer", case.spec, case.weights)
         self.pool = pool or PagePool(torch.device("cpu"))
         self.session = Session("id", self.layer, KeyValueCache(case.spec, self.pool, "owner"), "owner", None, 300.0, 0.0)

@@ -9,19 +9,22 @@ are valid in any request are announced; those that need further parameters (grad
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from service import __version__
 from service.serving.admission import largest_batch
 from service.serving.layers.registry import LoadedLayer
 from service.serving.outputs import output_shapes
 from service.serving.service import Service
+from service.serving.sessions.registry import MAX_SESSIONS
 from service.serving.statistics import Statistics as Counted
 from service.serving.statistics import Totals
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
 from service.wire.schemas.layers import LayerDocument
+from service.wire.schemas.sessions import PostSession
 from service.wire.v2.members import DEFAULT_OUTPUTS, VERSION
-from service.wire.v2.schemas import (
+from service.wire.v2.model_schemas import (
     BatchStatistics,
     ConfigTensor,
     Duration,
@@ -96,12 +99,19 @@ def config_of(layer: LoadedLayer, service: Service, largest: int) -> ModelConfig
         max_batch_size=max(1, min(room, largest_batch(spec, service.limits))),
         input=[_config(tensor, tensor.name not in required) for tensor in _inputs(spec)],
         output=[_config(tensor, None) for tensor in _outputs(spec) if tensor.name in DEFAULT_OUTPUTS],
-        dynamic_batching={
-            "max_queue_delay_microseconds": round(service.scheduler.limits.delay * 1e6),
-            "default_queue_policy": {"allow_timeout_override": True},
-        },
         model_transaction_policy={"decoupled": False},
+        **_scheduling(service),
     )
+
+
+def _scheduling(service: Service) -> dict[str, Any]:
+    """How calls are scheduled, which is one of two in Triton's configuration: steps of different sequences, if there are sessions."""
+    delay = round(service.scheduler.limits.delay * 1e6)
+    if service.engine.sessions is None:
+        return {"dynamic_batching": {"max_queue_delay_microseconds": delay, "default_queue_policy": {"allow_timeout_override": True}}}
+    idle = round(PostSession().idle_seconds * 1e6)
+    oldest = {"max_candidate_sequences": MAX_SESSIONS, "max_queue_delay_microseconds": delay}
+    return {"sequence_batching": {"max_sequence_idle_microseconds": idle, "oldest": oldest}}
 
 
 def statistics_of(service: Service, layers: Sequence[LoadedLayer], workers: int) -> Statistics:

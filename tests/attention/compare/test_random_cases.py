@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from support.cases import weights_of
 from support.layers import json_body
 
 from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, random_case
 from service.attention.compare.random_layers import LAYER_FEATURES, drop_conflicts
-from service.attention.initialization import draw_weights
 from service.attention.reference.forward import attend
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS, Biases
@@ -16,10 +16,6 @@ from service.spec_parts import PROJECTIONS, Biases
 
 def cases(n=400, **options):
     return [random_case(np.random.default_rng(seed), **options) for seed in range(n)]
-
-
-def weights_of(case):
-    return draw_weights(case.spec) if case.weights is None else case.weights
 
 
 def equal(a, b):

@@ -55,7 +55,7 @@ def weights(http: httpx.Client):
     return np.array(http.post("/attend", json={**BODY, "outputs": ["attention_weights"]}).json()["attention_weights"])
 
 
-def middle(page, panel, row, column):
+def cell_centre(page, panel, row, column):
     """The position of a cell's middle on the screen."""
     x, y, width, high = json.loads(page.locator("#data").text_content())["panels"][panel]["place"]
     box = page.locator("#figure svg").bounding_box()
@@ -63,12 +63,12 @@ def middle(page, panel, row, column):
     return box["x"] + scale * (x + (column + 0.5) * width / 7), box["y"] + scale * (y + (row + 0.5) * high / 7)
 
 
-def said(head, row, column, number):
-    """The sentence below the picture."""
+def sentence(head, row, column, number):
+    """The sentence below the picture about one cell."""
     return f"head {head}, query {row} “{SHOWN[row]}” → key {column} “{SHOWN[column]}”: {number}"
 
 
-def tip(page):
+def tooltip(page):
     """The text beside the pointer: the cell, and its value."""
     return f"{page.locator('#tip span').inner_text()}: {page.locator('#tip strong').inner_text()}"
 
@@ -84,16 +84,16 @@ def test_tokens_are_escaped(page):
 
 def test_hovering_shows_the_value_and_the_tokens(page, weights):
     for panel, row, column in ((0, 0, 0), (1, 5, 2), (2, 6, 6), (2, 1, 0)):
-        page.mouse.move(*middle(page, panel, row, column))
+        page.mouse.move(*cell_centre(page, panel, row, column))
 
-        shown = tip(page)
+        shown = tooltip(page)
         start, _, number = shown.rpartition(" ")
-        assert start == said(HEADS[panel], row, column, "").rstrip()
+        assert start == sentence(HEADS[panel], row, column, "").rstrip()
         assert float(number) == pytest.approx(weights[HEADS[panel], row, column], rel=1e-3)
-    page.mouse.move(*middle(page, 0, 1, 5))
-    assert tip(page) == said(0, 1, 5, "may not attend")
-    page.mouse.move(*middle(page, 0, 4, 1))
-    assert tip(page) == said(0, 4, 1, "no key to attend to")
+    page.mouse.move(*cell_centre(page, 0, 1, 5))
+    assert tooltip(page) == sentence(0, 1, 5, "may not attend")
+    page.mouse.move(*cell_centre(page, 0, 4, 1))
+    assert tooltip(page) == sentence(0, 4, 1, "no key to attend to")
     page.mouse.move(2, 2)
     assert page.locator("#tip").is_hidden()
 
@@ -102,17 +102,17 @@ def test_every_cell_is_reachable_by_keyboard(page, weights):
     value = page.locator("#value")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "figure"
-    assert value.inner_text() == said(0, 0, 0, 1)
+    assert value.inner_text() == sentence(0, 0, 0, 1)
     for key in ("ArrowDown", "ArrowDown", "ArrowRight", "PageDown"):
         page.keyboard.press(key)
-    assert value.inner_text().startswith(said(3, 2, 1, ""))
+    assert value.inner_text().startswith(sentence(3, 2, 1, ""))
     assert float(value.inner_text().rpartition(" ")[2]) == pytest.approx(weights[3, 2, 1], rel=1e-3)
     page.keyboard.press("End")
-    assert value.inner_text() == said(3, 2, 6, "may not attend")
+    assert value.inner_text() == sentence(3, 2, 6, "may not attend")
     for key in ("PageDown", "PageDown", "Home", "ArrowLeft", "ArrowUp", "ArrowUp", "ArrowUp"):
         page.keyboard.press(key)
-    assert value.inner_text() == said(5, 0, 0, 1)
-    cursor, (x, y) = page.locator("#cursor").bounding_box(), middle(page, 2, 0, 0)
+    assert value.inner_text() == sentence(5, 0, 0, 1)
+    cursor, (x, y) = page.locator("#cursor").bounding_box(), cell_centre(page, 2, 0, 0)
     assert abs(cursor["x"] + cursor["width"] / 2 - x) < 2 and abs(cursor["y"] + cursor["height"] / 2 - y) < 2
     page.keyboard.press("Escape")
     assert page.locator("#cursor").is_hidden()
@@ -123,7 +123,7 @@ def test_on_a_phone_the_page_is_no_wider_than_the_screen(page):
 
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.locator("#figure").evaluate("element => element.scrollTo(300, 0)")
-    page.mouse.move(*middle(page, 2, 1, 1))
-    assert tip(page).startswith(said(5, 1, 1, ""))
+    page.mouse.move(*cell_centre(page, 2, 1, 1))
+    assert tooltip(page).startswith(sentence(5, 1, 1, ""))
     box = page.locator("#tip").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 360

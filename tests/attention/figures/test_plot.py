@@ -46,7 +46,7 @@ def rgb(colour):
     return tuple(bytes.fromhex(colour[1:]))
 
 
-def rows_of(weights, visible, block):
+def blocks_of(weights, visible, block):
     """The weights as a layer yields them: `block` query rows at a time."""
     for start in range(0, weights.shape[2], block):
         rows = slice(start, min(start + block, weights.shape[2]))
@@ -75,7 +75,7 @@ def test_cells_pool_the_pairs_that_may_attend(pool, steps, block, masked):
     everywhere = np.broadcast_to(visible, weights.shape)
 
     given = None if masked == "nothing" else torch.from_numpy(visible)
-    made = Pooling(1, (QUERIES, KEYS), *steps, pool)(rows_of(torch.from_numpy(weights), given, block))
+    made = Pooling(1, (QUERIES, KEYS), *steps, pool)(blocks_of(torch.from_numpy(weights), given, block))
 
     np.testing.assert_allclose(made["pooled"].numpy(), pooled_by_hand(weights[1], everywhere[1], steps, pool), rtol=1e-13)
 
@@ -85,7 +85,7 @@ def test_heads_are_reduced_before_pooling(across, by_hand):
     weights = RNG.random_sample((1, HEADS, QUERIES, KEYS))
     visible = np.tri(QUERIES, KEYS, dtype=bool)
 
-    rows = rows_of(torch.from_numpy(weights), torch.from_numpy(visible[None, None]), 4)
+    rows = blocks_of(torch.from_numpy(weights), torch.from_numpy(visible[None, None]), 4)
     made = Pooling(0, (QUERIES, KEYS), 3, 2, "max", across)(rows)
 
     expected = pooled_by_hand(by_hand(weights[0] * visible, 0)[None], visible[None], (3, 2), "max")
@@ -96,7 +96,7 @@ def test_similarity_is_the_cosine_over_the_pairs_that_may_attend():
     weights, visible = RNG.random_sample((2, HEADS, QUERIES, KEYS)), RNG.random_sample((2, HEADS, QUERIES, KEYS)) < 0.5
     visible[1, 2] = False
 
-    made = Similarity(1)(rows_of(torch.from_numpy(weights), torch.from_numpy(visible), 5))["similarity"].numpy()
+    made = Similarity(1)(blocks_of(torch.from_numpy(weights), torch.from_numpy(visible), 5))["similarity"].numpy()
 
     flat = (weights[1] * visible[1]).reshape(HEADS, -1)
     lengths = np.linalg.norm(flat, axis=1)

@@ -27,7 +27,7 @@ def tiny(queries, keys=None, values=None, **request):
     return attend(TINY, ONES, **{name: np.reshape(x, (-1, 1)) for name, x in columns.items() if x is not None}, **request)
 
 
-def seen(q, k, **request):
+def visible_keys(q, k, **request):
     """The keys that each query may attend to, [q, k]: all scores are equal, so exactly these have weight."""
     return (tiny(np.zeros(q), np.zeros(k), **request).attention_weights[0] > 0).astype(int).tolist()
 
@@ -131,25 +131,25 @@ def test_scale_and_softcap_of_a_call_replace_those_of_the_layer():
 
 
 def test_masks_block_the_expected_keys():
-    assert seen(2, 3, query_offset=0, attend_mask=[[1, 0, 1], [0, 0, 1]]) == [[1, 0, 1], [0, 0, 1]]
-    assert seen(2, 3, query_offset=0, block_mask=[[1, 0, 1], [0, 0, 1]]) == [[0, 1, 0], [1, 1, 0]]
-    assert seen(2, 3, attend_mask=[[True], [False]]) == [[1, 1, 1], [0, 0, 0]]
-    assert seen(2, 3, block_mask=[[0, 1, 0]], attend_keys=[1, 1, 0]) == [[1, 0, 0], [1, 0, 0]]
-    assert seen(2, 3, block_keys=[1, 0, 0]) == [[0, 1, 1], [0, 1, 1]]
-    assert seen(2, 3, valid_lens=2) == [[1, 1, 0], [1, 1, 0]]
-    assert seen(2, 3, valid_lens=[0, 3]) == [[0, 0, 0], [1, 1, 1]]
-    assert seen(2, 3, bias=[[0, -np.inf, 0], [0, 0, -np.inf]]) == [[1, 0, 1], [1, 1, 0]]
+    assert visible_keys(2, 3, query_offset=0, attend_mask=[[1, 0, 1], [0, 0, 1]]) == [[1, 0, 1], [0, 0, 1]]
+    assert visible_keys(2, 3, query_offset=0, block_mask=[[1, 0, 1], [0, 0, 1]]) == [[0, 1, 0], [1, 1, 0]]
+    assert visible_keys(2, 3, attend_mask=[[True], [False]]) == [[1, 1, 1], [0, 0, 0]]
+    assert visible_keys(2, 3, block_mask=[[0, 1, 0]], attend_keys=[1, 1, 0]) == [[1, 0, 0], [1, 0, 0]]
+    assert visible_keys(2, 3, block_keys=[1, 0, 0]) == [[0, 1, 1], [0, 1, 1]]
+    assert visible_keys(2, 3, valid_lens=2) == [[1, 1, 0], [1, 1, 0]]
+    assert visible_keys(2, 3, valid_lens=[0, 3]) == [[0, 0, 0], [1, 1, 1]]
+    assert visible_keys(2, 3, bias=[[0, -np.inf, 0], [0, 0, -np.inf]]) == [[1, 0, 1], [1, 1, 0]]
 
 
 def test_causal_and_window_block_the_expected_keys():
-    assert seen(3, 3, causal=True) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-    assert seen(2, 4, causal=True, query_offset=0) == [[1, 0, 0, 0], [1, 1, 0, 0]]
-    assert seen(2, 4, causal=True, query_offset="end") == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert seen(2, 4, causal=True, query_offset=-1) == [[0, 0, 0, 0], [1, 0, 0, 0]]
-    assert seen(3, 4, window={"left": 1, "right": 0}, query_offset=0) == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0]]
-    assert seen(3, 4, window={"left": 0, "right": None}, query_offset=1) == [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]
-    assert seen(2, 4, window={"left": 1, "right": 1}, causal=True, query_offset=2) == [[0, 1, 1, 0], [0, 0, 1, 1]]
-    assert seen(2, 2, window={"left": None, "right": None}) == [[1, 1], [1, 1]]
+    assert visible_keys(3, 3, causal=True) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert visible_keys(2, 4, causal=True, query_offset=0) == [[1, 0, 0, 0], [1, 1, 0, 0]]
+    assert visible_keys(2, 4, causal=True, query_offset="end") == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert visible_keys(2, 4, causal=True, query_offset=-1) == [[0, 0, 0, 0], [1, 0, 0, 0]]
+    assert visible_keys(3, 4, window={"left": 1, "right": 0}, query_offset=0) == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0]]
+    assert visible_keys(3, 4, window={"left": 0, "right": None}, query_offset=1) == [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]
+    assert visible_keys(2, 4, window={"left": 1, "right": 1}, causal=True, query_offset=2) == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    assert visible_keys(2, 2, window={"left": None, "right": None}) == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_causal_and_window_block_the_expected_keys():
     ],
 )
 def test_offset_end_aligns_the_last_query_with_the_last_real_key(fields, expected):
-    assert seen(2, 4, causal=True, query_offset="end", **fields) == expected
+    assert visible_keys(2, 4, causal=True, query_offset="end", **fields) == expected
 
 
 def test_offsets_and_lengths_apply_to_each_item():
@@ -183,8 +183,8 @@ def test_offsets_and_lengths_apply_to_each_item():
 @pytest.mark.parametrize("request_", [{"causal": True}, {"window": {"left": 1, "right": None}}])
 def test_an_offset_is_required_if_causal_and_lengths_differ(request_):
     with pytest.raises(ValueError, match="expected query_offset, since 2 queries and 3 keys"):
-        seen(2, 3, **request_)
-    seen(3, 3, **request_)
+        visible_keys(2, 3, **request_)
+    visible_keys(3, 3, **request_)
 
 
 def test_masks_of_every_rank_are_broadcast():

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.cases import weights_of
 from support.gradients import gradients
 from support.transformers_positions import deberta_bucket, xlnet_sinusoids
 from torch.nn import functional
@@ -21,20 +22,25 @@ LATENT = {"query_rank": 3, "key_value_rank": 5, "rope_key_dim": 1}
 ONES = {f"{name}.weight": np.ones((1, 1)) for name in PROJECTIONS}
 
 
-def draw(seed, **options):
+def draw_case(seed, **options):
     """A case, its weights, and a gradient of its output."""
     rng = np.random.default_rng(seed)
     case = random_case(rng, dtype="float64", **{"rate": 0.45, **options})
-    weights = draw_weights(case.spec) if case.weights is None else case.weights
-    return case.spec, weights, given_separately(case.request), rng.standard_normal(attend(case.spec, weights, **case.request).output.shape)
+    weights = weights_of(case)
+    return (
+        case.spec,
+        weights,
+        with_separate_inputs(case.request),
+        rng.standard_normal(attend(case.spec, weights, **case.request).output.shape),
+    )
 
 
-def given_separately(request):
+def with_separate_inputs(request):
     key = request.get("key", request["query"])
     return request | {"key": key, "value": request.get("value", key)}
 
 
-def close(got, expected, tolerance):
+def assert_close(got, expected, tolerance):
     np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max(initial=0.0)))
 
 
@@ -43,19 +49,19 @@ def close(got, expected, tolerance):
 
 @pytest.mark.parametrize("seed", range(150))
 def test_agrees_with_autograd(seed):
-    spec, weights, request, back = draw(seed, features=FEATURES, batched=True)
+    spec, weights, request, back = draw_case(seed, features=FEATURES, batched=True)
     inputs = {name: torch.tensor(request[name], requires_grad=True) for name in NAMES}
     forward = attend(spec, weights, **request)
-    output = torchs(spec, {name: torch.tensor(x) for name, x in weights.items()}, request, inputs, forward)
-    close(forward.output, output.detach().numpy(), 1e-10)
+    output = torch_output(spec, {name: torch.tensor(x) for name, x in weights.items()}, request, inputs, forward)
+    assert_close(forward.output, output.detach().numpy(), 1e-10)
     expected = torch.autograd.grad(output, list(inputs.values()), torch.tensor(back))
     got = gradients(spec, weights, back, **request)
     assert list(got) == [f"{name}_gradient" for name in NAMES]
     for name, x in zip(NAMES, expected, strict=True):
-        close(got[f"{name}_gradient"], x.numpy(), 1e-9)
+        assert_close(got[f"{name}_gradient"], x.numpy(), 1e-9)
 
 
-def torchs(spec, weights, request, inputs, forward):
+def torch_output(spec, weights, request, inputs, forward):
     """The output computed with torch: its norms, RoPE by `rotate_half` or by complex numbers, the sink as one column more.
 
     What is blocked is read off the reference's answer, which other tests hold.
@@ -305,7 +311,7 @@ def slope_along(direction, name, spec, weights, request, back):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_agrees_with_finite_differences(seed):
-    spec, weights, request, back = draw(5000 + seed, features=FEATURES, init="xavier_uniform")
+    spec, weights, request, back = draw_case(5000 + seed, features=FEATURES, init="xavier_uniform")
     rng = np.random.default_rng(seed)
     got = gradients(spec, weights, back, **request)
     for name in NAMES:
@@ -344,10 +350,10 @@ def test_gradients_of_inputs_that_default_to_the_query_sum_to_its_gradient(seed)
     rng = np.random.default_rng(seed)
     features = set(FEATURES) - {"key", "value"}
     case = random_case(rng, dtype="float64", features=features, init="xavier_uniform")
-    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    weights = weights_of(case)
     back = rng.standard_normal(attend(case.spec, weights, **case.request).output.shape)
     got = gradients(case.spec, weights, back, **case.request)
-    separate = gradients(case.spec, weights, back, **given_separately(case.request))
+    separate = gradients(case.spec, weights, back, **with_separate_inputs(case.request))
     for name, x in separate.items():
         np.testing.assert_array_equal(got[name], x)
     direction = rng.standard_normal(case.request["query"].shape)
@@ -357,7 +363,7 @@ def test_gradients_of_inputs_that_default_to_the_query_sum_to_its_gradient(seed)
 
 @pytest.mark.parametrize("seed", range(30))
 def test_gradients_without_a_batch_axis_equal_those_of_a_batch_of_one(seed):
-    spec, weights, request, back = draw(seed, features=set(FEATURES) - {"dropout"}, batched=True)
+    spec, weights, request, back = draw_case(seed, features=set(FEATURES) - {"dropout"}, batched=True)
     request = {name: x for name, x in request.items() if name not in ("attend_mask", "block_mask", "bias")}
     whole = gradients(spec, weights, back, **request)
     item = {
@@ -365,12 +371,12 @@ def test_gradients_without_a_batch_axis_equal_those_of_a_batch_of_one(seed):
         for name, x in request.items()
     }
     for name, x in gradients(spec, weights, back[1], **item).items():
-        close(x, whole[name][1], 1e-12)
+        assert_close(x, whole[name][1], 1e-12)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_gradients_of_blocked_keys_and_fully_masked_rows_are_zero(seed):
-    spec, weights, request, back = draw(seed, features={*FEATURES} - {"fully_masked"}, batched=True)
+    spec, weights, request, back = draw_case(seed, features={*FEATURES} - {"fully_masked"}, batched=True)
     got, forward = gradients(spec, weights, back, **request), attend(spec, weights, **request)
     unseen = np.isneginf(forward.scores).all(axis=(1, 2))  # [b, k]
     assert (got["key_gradient"][unseen] == 0).all()
@@ -389,7 +395,7 @@ def test_values_of_blocked_keys_have_no_effect(poison, softcap):
     key[0, 2] = poison
     spoilt = gradients(square, weights, back, query=query, key=key, block_keys=[[0, 0, 1, 0]])
     for name, x in spoilt.items():
-        close(x, clean[name], 1e-13)
+        assert_close(x, clean[name], 1e-13)
 
 
 def test_uniform_rows_have_no_gradient_for_query_and_key():

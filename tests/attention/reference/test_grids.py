@@ -3,22 +3,17 @@
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from support.cases import layer_without_projections
 
 from service.attention.reference.forward import attend
 from service.spec import LayerSpec
-
-
-def bare(**fields):
-    """A layer of one head without projections."""
-    return LayerSpec(**{"d_model": 1, "head_dim": 1, "num_heads": 1, "scale": 1.0, "projections": False} | fields, dtype="float64")
-
 
 # --- grids ----------------------------------------------------------------------------------------------------------------------------
 
 
 def of_grid(weights, query, **grid):
     """The scores of one head of width 1 with keys 0, which are the grid's biases; the grid is 2 x 3 by default."""
-    spec = bare(grid_bias={"height": 2, "width": 3} | grid)
+    spec = layer_without_projections(grid_bias={"height": 2, "width": 3} | grid)
     return attend(spec, weights, query=query, key=np.zeros((6 + spec.grid_bias.class_token, 1)), query_offset=0).scores[0]
 
 
@@ -67,7 +62,7 @@ def test_invalid_grids_and_axes_are_refused(fields, place):
 
 def test_each_pair_is_rotated_by_the_position_on_its_axis():
     """Three pairs at rows 2 and columns 5: the first and last are rotated by the row, the other by the column, as complex numbers."""
-    spec = bare(head_dim=6, rope={"frequencies": [1.0, 0.5, 0.25], "axes": [0, 1, 0]})
+    spec = layer_without_projections(head_dim=6, rope={"frequencies": [1.0, 0.5, 0.25], "axes": [0, 1, 0]})
     got = attend(spec, {}, query=np.ones((1, 6)), positions=[[2.0, 5.0]]).query_projection[0, 0]
     points = (1 + 1j) * np.exp(1j * np.array([2.0, 2.5, 0.5]))
     np.testing.assert_allclose(got, [*points.real, *points.imag], rtol=1e-15)

@@ -4,20 +4,14 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from support.cases import layer_without_projections, weights_of
 from torch.nn import functional
 
 from service.attention.compare.random_cases import random_case
-from service.attention.initialization import draw_weights
 from service.attention.reference.forward import attend, softmax
 from service.attention.reference.projections import normalise
 from service.spec import LayerSpec
 from service.spec_parts import QKNorm
-
-
-def bare(**fields):
-    """A layer without projections: inputs are the queries, keys and values of the heads."""
-    fields = {"d_model": fields.get("num_heads", 1), "head_dim": 1, "num_heads": 1, "scale": 1.0, "projections": False} | fields
-    return LayerSpec(**fields, dtype="float64")
 
 
 def draw(seed, *shapes):
@@ -106,7 +100,7 @@ def test_keys_and_values_of_a_latent_layer_have_one_width():
 
 def test_differential_weights_are_the_difference_of_two_softmaxes_and_outputs_are_normed():
     """One head: q1 and k1 are the first numbers. Scores are ln 3 and 0 in the first softmax, 0 in the second; lambda is 2 - 1 + 0.5."""
-    spec = bare(d_model=2, head_dim=2, value_head_dim=1, differential={"lambda_init": 0.5, "eps": 1e-12})
+    spec = layer_without_projections(d_model=2, head_dim=2, value_head_dim=1, differential={"lambda_init": 0.5, "eps": 1e-12})
     weights = {"lambda_q1": [np.log(2)], "lambda_k1": [1.0], "lambda_q2": [0.0], "lambda_k2": [5.0], "head_norm.weight": [7.0]}
     got = attend(spec, weights, query=[[1.0, 0.0]], key=[[np.log(3), 1.0], [0.0, 2.0]], value=[[1.0], [2.0]])
     np.testing.assert_allclose(got.attention_weights, [[[0.75 - 1.5 * 0.5, 0.25 - 1.5 * 0.5]]], atol=1e-15)
@@ -115,7 +109,7 @@ def test_differential_weights_are_the_difference_of_two_softmaxes_and_outputs_ar
 
 def test_both_halves_of_a_differential_head_are_rotated():
     """By the same angles: with q1 = q2, k1 = k2 and lambda 1, the weights are 0."""
-    spec = bare(d_model=8, head_dim=8, value_head_dim=3, differential={"lambda_init": 1.0}, rope={"theta": 10.0})
+    spec = layer_without_projections(d_model=8, head_dim=8, value_head_dim=3, differential={"lambda_init": 1.0}, rope={"theta": 10.0})
     query, key, value = draw(3, (5, 4), (5, 4), (5, 3))
     weights = dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), np.zeros(4)) | {"head_norm.weight": np.ones(3)}
     got = attend(spec, weights, query=np.tile(query, 2), key=np.tile(key, 2), value=value)
@@ -146,15 +140,22 @@ def test_invalid_differential_layers_are_refused(fields, place):
 
 def test_sigmoid_weights_are_lowered_by_the_length_of_the_sequence():
     """Scores are 0, so each weight is 1 / (1 + n): for 4 keys, 3 of which are no padding, with and without causality."""
-    got = attend(bare(normalizer="sigmoid"), {}, query=np.zeros((4, 1)), valid_lens=3, causal=True)
+    got = attend(layer_without_projections(normalizer="sigmoid"), {}, query=np.zeros((4, 1)), valid_lens=3, causal=True)
     np.testing.assert_allclose(got.attention_weights[0], np.tril(np.full((4, 4), 0.25)) * [1, 1, 1, 0], rtol=1e-15)
-    got = attend(bare(normalizer="sigmoid"), {}, query=np.zeros((4, 1)), segments=np.array([0, 1, 1, -1]))
+    got = attend(layer_without_projections(normalizer="sigmoid"), {}, query=np.zeros((4, 1)), segments=np.array([0, 1, 1, -1]))
     np.testing.assert_allclose(got.attention_weights[0].sum(-1), [1 / 2, 2 / 3, 2 / 3, 0], rtol=1e-15)
 
 
 def test_scalable_softmax_multiplies_scores_by_the_logarithm_of_the_number_of_keys():
     """Row i of causal attention has i + 1 keys; n^s is the weight's numerator for the score s."""
-    got = attend(bare(normalizer="scalable_softmax"), {}, query=np.ones((3, 1)), key=[[0.0], [1.0], [2.0]], causal=True, query_offset=0)
+    got = attend(
+        layer_without_projections(normalizer="scalable_softmax"),
+        {},
+        query=np.ones((3, 1)),
+        key=[[0.0], [1.0], [2.0]],
+        causal=True,
+        query_offset=0,
+    )
     np.testing.assert_allclose(got.attention_weights[0], [[1, 0, 0], [1 / 3, 2 / 3, 0], [1 / 13, 3 / 13, 9 / 13]], rtol=1e-14)
 
 
@@ -203,13 +204,13 @@ def test_invalid_indexers_are_refused(fields, place):
 
 
 def test_neighbouring_query_heads_share_a_head_of_keys_and_values():
-    got = attend(bare(num_heads=4, num_kv_heads=2), {}, query=[[1, 2, 3, 4]], key=[[10, 100]], value=[[5, 6]])
+    got = attend(layer_without_projections(num_heads=4, num_kv_heads=2), {}, query=[[1, 2, 3, 4]], key=[[10, 100]], value=[[5, 6]])
     assert got.scores.ravel().tolist() == [10, 20, 300, 400]
     assert got.output.tolist() == [[5, 5, 6, 6]]
 
 
 def test_all_query_heads_may_share_one_key_head():
-    got = attend(bare(num_heads=3, num_kv_heads=1), {}, query=[[1, 2, 3]], key=[[10]], value=[[5]])
+    got = attend(layer_without_projections(num_heads=3, num_kv_heads=1), {}, query=[[1, 2, 3]], key=[[10]], value=[[5]])
     assert got.scores.ravel().tolist() == [10, 20, 30]
     assert got.output.tolist() == [[5, 5, 5]]
 
@@ -271,7 +272,7 @@ def test_grouped_heads_agree_with_torch_scaled_dot_product_attention(seed):
     }
     case = random_case(np.random.default_rng(seed), features=features, rate=0.6, dtype="float64", init="torch_linear", batched=True)
     spec = case.spec.model_copy(update={"softcap": None})
-    got = attend(spec, draw_weights(spec) if case.weights is None else case.weights, **case.request)
+    got = attend(spec, weights_of(case), **case.request)
     q, k, v = (torch.tensor(x) for x in (got.query_projection, got.key_projection, got.value_projection))
     allowed = torch.tensor(~np.isneginf(got.scores))
     expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=spec.scale, enable_gqa=True)
@@ -343,7 +344,7 @@ def test_norms_agree_with_torch(kind, torchs):
 
 
 def test_norms_are_per_head_and_do_not_apply_to_values():
-    spec = bare(num_heads=2, head_dim=2, qk_norm={"kind": "rms", "eps": 1e-12})
+    spec = layer_without_projections(num_heads=2, head_dim=2, qk_norm={"kind": "rms", "eps": 1e-12})
     weights = {"query_norm.weight": np.array([1.0, 10.0]), "key_norm.weight": np.array([2.0, 3.0])}
     got = attend(spec, weights, query=[[1, 1, 3, -3]], key=[[5, 5, 0, 7]], value=[[1, 2, 3, 4]])
     np.testing.assert_allclose(got.query_projection[:, 0], [[1, 10], [1, -10]], rtol=1e-9)
@@ -353,7 +354,7 @@ def test_norms_are_per_head_and_do_not_apply_to_values():
 
 def test_the_norm_comes_before_rope():
     """Weights (1, 0) leave (√2·3/5, 0) of (3, 4), and RoPE turns that by 1 radian. The other way round the second number would be 0."""
-    spec = bare(head_dim=2, qk_norm={"eps": 1e-12}, rope={})
+    spec = layer_without_projections(head_dim=2, qk_norm={"eps": 1e-12}, rope={})
     weights = {"query_norm.weight": np.array([1.0, 0.0]), "key_norm.weight": np.ones(2)}
     got = attend(spec, weights, query=[[3, 4]], key=[[1, 1], [1, 1]], query_offset=1)
     np.testing.assert_allclose(got.query_projection[0, 0], np.sqrt(2) * 0.6 * np.array([np.cos(1), np.sin(1)]), rtol=1e-9)
@@ -374,7 +375,7 @@ def test_with_a_norm_the_length_of_a_query_has_no_effect(kind):
 def test_a_sink_lowers_weights_as_computed_by_hand():
     """Scores log 1, log 2 and a sink of log 5: weights 1/8 and 2/8; the value of the sink is 0."""
     scores = np.log([1.0, 2.0])
-    got = attend(bare(sinks=True), {"sinks": np.log([5.0])}, query=[[1.0]], key=scores[:, None], value=[[8.0], [80.0]])
+    got = attend(layer_without_projections(sinks=True), {"sinks": np.log([5.0])}, query=[[1.0]], key=scores[:, None], value=[[8.0], [80.0]])
     np.testing.assert_allclose(got.attention_weights, [[[1 / 8, 2 / 8]]], rtol=1e-14)
     np.testing.assert_allclose(got.output, [[21.0]], rtol=1e-14)
     np.testing.assert_allclose(got.log_sum_exp, [[np.log(8)]], rtol=1e-14)

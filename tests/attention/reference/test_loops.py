@@ -10,23 +10,23 @@ import math
 
 import numpy as np
 import pytest
+from support.cases import weights_of
 
 from service.attention.compare.random_cases import FEATURES, random_case
-from service.attention.initialization import draw_weights
 from service.attention.reference.forward import attend
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_agrees_with_loops_over_rows(seed):
     case = random_case(np.random.default_rng(seed), features=FEATURES, rate=0.45, batched=True)
-    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    weights = weights_of(case)
     assert_agrees(case.spec, in_float64(weights), in_float64(case.request))
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_call_without_a_batch_axis_equals_a_batch_of_one(seed):
     case = random_case(np.random.default_rng(1000 + seed), features=FEATURES, batched=False)
-    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    weights = weights_of(case)
     single = attend(case.spec, weights, **case.request)
     batch_of_one = attend(case.spec, weights, **{name: as_item(name, x) for name, x in case.request.items()})
     for name in single.__slots__:
@@ -54,54 +54,54 @@ def assert_agrees(spec, weights, request):
     for item in range(b):
         offset = offset_of(request, item, q, k)
         keys = [
-            [head(spec, weights, "key", key[item, j], g, position=place(request, "key", item, j, j)) for j in range(k)]
+            [head(spec, weights, "key", key[item, j], g, position=position_of(request, "key", item, j, j)) for j in range(k)]
             for g in range(spec.num_kv_heads)
         ]
         values = [[head(spec, weights, "value", value[item, j], g) for j in range(k)] for g in range(spec.num_kv_heads)]
-        same(got.key_projection[item], keys)
-        same(got.value_projection[item], values)
+        assert_same(got.key_projection[item], keys)
+        assert_same(got.value_projection[item], values)
         if spec.latent:
-            same(got.latent[item], [latent(spec, weights, "key", row) for row in key[item]])
+            assert_same(got.latent[item], [latent(spec, weights, "key", row) for row in key[item]])
         if spec.latent and not spec.qk_norm:
-            same(got.rope_key[item], [row[: spec.latent.rope_key_dim] for row in keys[0]])
+            assert_same(got.rope_key[item], [row[: spec.latent.rope_key_dim] for row in keys[0]])
         side_by_side = [[] for _ in range(q)]
         for n in range(h):
             for i in range(q):
-                at = place(request, "query", item, i, i + offset)
-                chosen = kept(spec, weights, request, (item, n, i), offset, query[item, i], key[item])
+                at = position_of(request, "query", item, i, i + offset)
+                chosen = visible_keys(spec, weights, request, (item, n, i), offset, query[item, i], key[item])
                 assert spec.indexer is None or got.indexer_mask[item, i].tolist() == [j in chosen for j in range(k)]
-                mine = grown(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, position=at)
-                same(got.query_projection[item, n, i], mine)
+                mine = query_factor(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, position=at)
+                assert_same(got.query_projection[item, n, i], mine)
                 attention_weights, log_sum_exp = np.zeros(k), 0.0
                 for part, factor in reversed([*enumerate(softmax_factors(spec, weights))]):
                     pairs = [(halves(spec, mine)[part], halves(spec, keys[n // group][j])[part]) for j in range(k)]
                     scores = [score(spec, weights, request, (item, n, i, j), offset, *pair) for j, pair in enumerate(pairs)]
                     scores = [s if j in chosen else -math.inf for j, s in enumerate(scores)]
-                    scores = counted(spec, scores, sum(in_sequence(request, item, i, j, q) for j in range(k)))
+                    scores = scaled_by_count(spec, scores, sum(in_sequence(request, item, i, j, q) for j in range(k)))
                     own_weights, log_sum_exp = normalised(scores, weights["sinks"][n] if spec.sinks else -math.inf)
                     if spec.normalizer == "sigmoid":
                         own_weights = [1 / (1 + math.exp(-s)) if s > -math.inf else 0.0 for s in scores]
-                    same(got.normalised[item, part, n, i], own_weights)
+                    assert_same(got.normalised[item, part, n, i], own_weights)
                     if math.isinf(log_sum_exp) and request.get("fully_masked") == "uniform":
                         own_weights = [1 / k] * k
                     attention_weights += factor * np.array(own_weights)
-                same(got.scores[item, n, i], scores)
+                assert_same(got.scores[item, n, i], scores)
                 assert got.log_sum_exp[item, n, i] == pytest.approx(log_sum_exp, rel=1e-9, abs=1e-9)
                 assert got.fully_masked[item, n, i] == math.isinf(log_sum_exp)
                 attention_weights = [w / (1 - dropout["p"]) if next(stream) >= dropout["p"] else 0.0 for w in attention_weights]
-                same(got.attention_weights[item, n, i], attention_weights)
+                assert_same(got.attention_weights[item, n, i], attention_weights)
                 mean = sum((w * v for w, v in zip(attention_weights, values[n // group], strict=True)), np.zeros(spec.value_head_dim))
                 mean = differential_norm(spec, weights, mean)
                 factor = np.broadcast_to(request.get("head_scale", 1.0), (b, h))[item, n] * gate(spec, weights, query[item, i], n)
-                same(got.head_outputs[item, n, i], factor * mean)
+                assert_same(got.head_outputs[item, n, i], factor * mean)
                 side_by_side[i] += (factor * mean).tolist()
-        same(got.concatenated[item], side_by_side)
+        assert_same(got.concatenated[item], side_by_side)
         if spec.projections:
             side_by_side = side_by_side @ weights["output.weight"].T + weights.get("output.bias", 0.0)
-        same(got.output[item], side_by_side)
+        assert_same(got.output[item], side_by_side)
 
 
-def same(got, expected):
+def assert_same(got, expected):
     expected = np.asarray(expected)
     largest = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-10 * max(1.0, largest))
@@ -113,21 +113,21 @@ def head(spec, weights, name, x, n, position=None):
     if spec.latent and name == "key":
         width -= spec.latent.rope_key_dim
     every = [slice(i * width, (i + 1) * width) for i in range(spec.num_heads if name == "query" else spec.num_kv_heads)]
-    heads = [projected(spec, weights, name, latent(spec, weights, name, x), rows) for rows in every]
+    heads = [project(spec, weights, name, latent(spec, weights, name, x), rows) for rows in every]
     if spec.latent and name == "key":
         shared = weights["rope_key.weight"] @ x + weights.get("rope_key.bias", 0.0)
         heads = [np.array([*shared, *own]) for own in heads]
     rotates, norm = spec.rope and name != "value", spec.qk_norm
     if norm and (norm.values if name == "value" else not norm.after_rope):
-        heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
+        heads = [normalise(heads, i, weights, name, norm) for i in range(len(heads))]
     if rotates:
-        heads = [np.concatenate([turned(half.tolist(), spec.rope, position) for half in halves(spec, one)]) for one in heads]
+        heads = [np.concatenate([rotate(half.tolist(), spec.rope, position) for half in halves(spec, one)]) for one in heads]
     if norm and norm.after_rope and name != "value":
-        heads = [normed(heads, i, weights, name, norm) for i in range(len(heads))]
+        heads = [normalise(heads, i, weights, name, norm) for i in range(len(heads))]
     return heads[n]
 
 
-def place(request, name, item, n, index):
+def position_of(request, name, item, n, index):
     """The position of row n for RoPE, or one for each axis; its index among the keys if none is given."""
     given = request.get("positions")
     if name == "key":
@@ -135,7 +135,7 @@ def place(request, name, item, n, index):
     return index if given is None else given[item % len(given), n]
 
 
-def kept(spec, weights, request, of_query, offset, query, keys):
+def visible_keys(spec, weights, request, of_query, offset, query, keys):
     """The allowed keys that the indexer selects: pairs of the score and the key are sorted, the best first."""
     item, _, i = of_query
     everything = set(range(len(keys)))
@@ -149,20 +149,22 @@ def kept(spec, weights, request, of_query, offset, query, keys):
         key = weights["index_key.weight"] @ keys[j]
         centred = key - math.fsum(key) / len(key)
         key = centred / math.sqrt(math.fsum(centred**2) / len(key) + spec.indexer.eps)
-        key = turned_index(spec, key * weights["index_key_norm.weight"] + weights["index_key_norm.bias"], place(request, "key", item, j, j))
+        key = rotate_index(
+            spec, key * weights["index_key_norm.weight"] + weights["index_key_norm.bias"], position_of(request, "key", item, j, j)
+        )
         total = 0.0
         for m, factor in enumerate(weights["index_head_weights.weight"] @ query):
             own = weights["index_query.weight"][m * len(key) : (m + 1) * len(key)] @ rows
-            own = turned_index(spec, own, place(request, "query", item, i, i + offset))
+            own = rotate_index(spec, own, position_of(request, "query", item, i, i + offset))
             total += factor * max(0.0, math.fsum(own * key))
         best.append((-total, j))
     return {j for _, j in sorted(best)[: spec.indexer.top_k]}
 
 
-def turned_index(spec, x, position):
+def rotate_index(spec, x, position):
     if not spec.rope:
         return x
-    return turned(x.tolist(), spec.rope.model_copy(update={"interleaved": spec.indexer.interleaved}), position)
+    return rotate(x.tolist(), spec.rope.model_copy(update={"interleaved": spec.indexer.interleaved}), position)
 
 
 def halves(spec, x):
@@ -184,7 +186,7 @@ def in_sequence(request, item, i, j, q):
     return same_segment and any(is_real(request, item, m, j) for m in range(q))
 
 
-def counted(spec, scores, real):
+def scaled_by_count(spec, scores, real):
     """Scores times the logarithm of the number of allowed keys, or minus that of the number of real keys."""
     if spec.normalizer == "scalable_softmax":
         factor = math.log(max(1, sum(s > -math.inf for s in scores)))
@@ -199,7 +201,7 @@ def differential_norm(spec, weights, mean):
     return mean / root * weights.get("head_norm.weight", 1.0) * (1 - spec.differential.lambda_init)
 
 
-def grown(scale, position):
+def query_factor(scale, position):
     """Llama 4's factor, which grows in steps of `length` positions."""
     return 1.0 if scale is None else 1 + scale.factor * math.log(1 + math.floor((max(position, 0) + scale.shift) / scale.length))
 
@@ -224,14 +226,14 @@ def latent(spec, weights, name, x):
     return first / math.sqrt(math.fsum(a * a for a in first) / len(first) + spec.latent.eps) * weights[f"{down}_norm.weight"]
 
 
-def projected(spec, weights, name, x, rows):
+def project(spec, weights, name, x, rows):
     if not spec.projections:
         return x[rows]
     x = weights[f"{name}.weight"][rows] @ x
     return x + weights[f"{name}.bias"][rows] if spec.has_bias(name) else x
 
 
-def normed(heads, n, weights, name, norm):
+def normalise(heads, n, weights, name, norm):
     """Head n minus the mean, divided by the root mean square, of its numbers or of those of all heads."""
     among = heads[n] if norm.over == "head" else np.concatenate(heads)
     centre = math.fsum(among) / len(among) if norm.kind == "layer" else 0.0
@@ -241,7 +243,7 @@ def normed(heads, n, weights, name, norm):
     return np.array([(a - centre) / math.sqrt(variance + norm.eps) for a in heads[n]]) * weight + bias
 
 
-def turned(x, rope, position):
+def rotate(x, rope, position):
     dims = rope.dims
     for i in range(dims // 2):
         first, second = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + dims // 2)

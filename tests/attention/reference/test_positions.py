@@ -2,19 +2,13 @@
 
 import numpy as np
 import pytest
+from support.cases import layer_without_projections, weights_of
 
 from service.attention.compare.random_cases import FEATURES, random_case
-from service.attention.initialization import draw_weights
 from service.attention.reference.forward import attend
 from service.attention.reference.positions import alibi_slopes, frequencies, relative_buckets, rotate
 from service.spec import LayerSpec
 from service.spec_parts import RelativeBias, Rope, RopeScaling
-
-
-def bare(**fields):
-    """A layer without projections: inputs are the queries, keys and values of the heads."""
-    fields = {"d_model": fields.get("num_heads", 1), "head_dim": 1, "num_heads": 1, "scale": 1.0, "projections": False} | fields
-    return LayerSpec(**fields, dtype="float64")
 
 
 def scores(spec, q, k, weights=None, **request):
@@ -23,7 +17,8 @@ def scores(spec, q, k, weights=None, **request):
     return attend(spec, weights or {}, query=np.zeros((q, width)), key=np.zeros((k, width)), **request).scores
 
 
-def seen(spec, q, k, **request):
+def visible_keys(spec, q, k, **request):
+    """1 where a query may attend to a key: [q, k]."""
     return np.isfinite(scores(spec, q, k, **request)[0]).astype(int).tolist()
 
 
@@ -32,31 +27,33 @@ def seen(spec, q, k, **request):
 
 @pytest.mark.parametrize("part", [{"window": {}}, {"rope": {}}, {"alibi": True}, {"relative_bias": {}}])
 def test_an_offset_is_required_if_the_layer_depends_on_positions(part):
-    spec = bare(head_dim=2, **part)
+    spec = layer_without_projections(head_dim=2, **part)
     weights = {"relative_bias": np.zeros((32, 1))}
     with pytest.raises(ValueError, match="expected query_offset, since 2 queries and 3 keys"):
         scores(spec, 2, 3, weights)
     scores(spec, 3, 3, weights)
     scores(spec, 2, 3, weights, query_offset=0)
-    scores(bare(head_dim=2), 2, 3)
+    scores(layer_without_projections(head_dim=2), 2, 3)
 
 
 def test_the_window_of_a_layer_blocks_the_expected_keys():
-    assert seen(bare(window={"left": 1, "right": 0}), 3, 3) == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
-    assert seen(bare(window={"left": None, "right": 1}), 2, 4, query_offset=1) == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert seen(bare(window={"left": 0, "right": None}), 2, 4, query_offset=2) == [[0, 0, 1, 1], [0, 0, 0, 1]]
-    assert seen(bare(window={}), 2, 2) == [[1, 1], [1, 1]]
+    assert visible_keys(layer_without_projections(window={"left": 1, "right": 0}), 3, 3) == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    assert visible_keys(layer_without_projections(window={"left": None, "right": 1}), 2, 4, query_offset=1) == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert visible_keys(layer_without_projections(window={"left": 0, "right": None}), 2, 4, query_offset=2) == [[0, 0, 1, 1], [0, 0, 0, 1]]
+    assert visible_keys(layer_without_projections(window={}), 2, 2) == [[1, 1], [1, 1]]
 
 
 def test_windows_of_the_layer_and_the_call_both_apply():
-    spec = bare(window={"left": 2, "right": 0})
-    assert seen(spec, 2, 4, query_offset=2, window={"left": 1, "right": 3}) == [[0, 1, 1, 0], [0, 0, 1, 1]]
-    assert seen(spec, 2, 4, query_offset=2, window={"left": None, "right": None}) == [[1, 1, 1, 0], [0, 1, 1, 1]]
-    assert seen(bare(window={"left": 2, "right": 2}), 3, 3, causal=True) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    spec = layer_without_projections(window={"left": 2, "right": 0})
+    assert visible_keys(spec, 2, 4, query_offset=2, window={"left": 1, "right": 3}) == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    assert visible_keys(spec, 2, 4, query_offset=2, window={"left": None, "right": None}) == [[1, 1, 1, 0], [0, 1, 1, 1]]
+    assert visible_keys(layer_without_projections(window={"left": 2, "right": 2}), 3, 3, causal=True) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
 def test_a_window_beyond_the_keys_masks_the_row():
-    got = attend(bare(window={"left": 1, "right": 1}), {}, query=np.zeros((2, 1)), key=np.zeros((3, 1)), query_offset=3)
+    got = attend(
+        layer_without_projections(window={"left": 1, "right": 1}), {}, query=np.zeros((2, 1)), key=np.zeros((3, 1)), query_offset=3
+    )
     assert got.fully_masked.tolist() == [[False, True]]  # query 0 stands on 3 and sees key 2, query 1 stands on 4
 
 
@@ -67,7 +64,7 @@ def test_a_shift_of_all_positions_does_not_change_the_output(seed):
     case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
     if not case.spec.is_relative or case.spec.normalizer == "sigmoid":  # whose weights depend on the number of keys
         return
-    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    weights = weights_of(case)
     request = case.request | {"key": case.request.get("key", case.request["query"])}
     request["value"] = request.get("value", request["key"])
     got = attend(case.spec, weights, **request)
@@ -99,7 +96,7 @@ def test_a_query_alone_equals_the_query_among_others(seed):
     case = random_case(np.random.default_rng(seed), features=features, rate=0.45, dtype="float64", batched=True)
     if not case.spec.is_relative:
         return
-    weights = draw_weights(case.spec) if case.weights is None else case.weights
+    weights = weights_of(case)
     request = case.request | {"key": case.request.get("key", case.request["query"])}
     if isinstance(request.get("query_offset"), str):
         request["query_offset"] = 1
@@ -152,13 +149,13 @@ def test_rope_is_a_product_of_complex_numbers(interleaved, dims):
 def test_queries_are_at_their_offset_and_keys_at_their_index():
     """A head of width 2 turns by 1 radian per position: everything is (1, 0), so projections are (cos p, sin p) and scores cosines."""
     ones = np.tile([1.0, 0.0], (2, 4, 1))
-    got = attend(bare(head_dim=2, rope={}), {}, query=ones[:, :3], key=ones, query_offset=[5, -2])
+    got = attend(layer_without_projections(head_dim=2, rope={}), {}, query=ones[:, :3], key=ones, query_offset=[5, -2])
     placed = np.arange(3) + np.array([[5], [-2]])
     np.testing.assert_allclose(got.query_projection[:, 0], np.stack([np.cos(placed), np.sin(placed)], axis=-1), atol=1e-15)
     np.testing.assert_allclose(got.key_projection[0, 0], np.stack([np.cos(range(4)), np.sin(range(4))], axis=-1), atol=1e-15)
     np.testing.assert_array_equal(got.value_projection[:, 0], ones)
     np.testing.assert_allclose(got.scores[:, 0], np.cos(placed[..., None] - np.arange(4)), atol=1e-14)
-    end = attend(bare(head_dim=2, rope={}), {}, query=ones[:, :3], key=ones, query_offset="end", valid_lens=[4, 2])
+    end = attend(layer_without_projections(head_dim=2, rope={}), {}, query=ones[:, :3], key=ones, query_offset="end", valid_lens=[4, 2])
     np.testing.assert_allclose(end.query_projection[:, 0, 2, 1], np.sin([3, 1]), atol=1e-15)
 
 
@@ -214,7 +211,7 @@ def test_alibi_slopes_equal_those_of_the_paper_and_of_transformers(heads, expect
 
 
 def test_alibi_is_a_slope_times_the_distance():
-    got = scores(bare(num_heads=2, alibi=True), 2, 3, query_offset=1)
+    got = scores(layer_without_projections(num_heads=2, alibi=True), 2, 3, query_offset=1)
     distances = np.array([[1, 0, 1], [2, 1, 0]])
     np.testing.assert_array_equal(got, [-distances / 16, -distances / 256])
 
@@ -256,13 +253,13 @@ def test_every_bucket_is_used_and_buckets_grow_with_distance():
 def test_relative_bias_adds_the_entry_of_the_bucket():
     """4 buckets: 0 of the query's own key, 1 of keys behind it, 3 of keys ahead. Bucket 2, of no distance ahead, is never used."""
     table = np.array([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]])
-    spec = bare(num_heads=2, relative_bias={"buckets": 4, "max_distance": 2})
+    spec = layer_without_projections(num_heads=2, relative_bias={"buckets": 4, "max_distance": 2})
     got = scores(spec, 2, 3, {"relative_bias": table}, query_offset=1)
     np.testing.assert_array_equal(got, [[[2, 1, 4], [2, 2, 1]], [[20, 10, 40], [20, 20, 10]]])
 
 
 def test_biases_are_neither_scaled_nor_capped_and_are_summed():
-    spec = bare(alibi=True, relative_bias={"buckets": 4, "max_distance": 2})
+    spec = layer_without_projections(alibi=True, relative_bias={"buckets": 4, "max_distance": 2})
     table = {"relative_bias": np.array([[100.0], [200.0], [300.0], [400.0]])}
     got = attend(spec, table, query=[[3.0]], key=[[2.0], [5.0]], scale=0.5, softcap=1.5, bias=[[7.0, 9.0]], query_offset=1)
     capped = 1.5 * np.tanh(np.array([3.0, 7.5]) / 1.5)

@@ -1,5 +1,6 @@
 """The sequence extension: Triton's clients decode step by step over HTTP and gRPC, and the server keeps the keys and values."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -97,3 +98,22 @@ def test_a_server_without_session_memory_refuses_sequences(v2: httpx.Client) -> 
     request["parameters"] = {"sequence_end": True}
     reply = v2.post("/v2/models/tiny/infer", json=request)
     assert reply.status_code == 400 and "a sequence_id in addition" in reply.json()["error"]
+
+
+def test_the_configuration_says_whether_models_keep_sequences(keeping: Server, start: Callable[..., Server]) -> None:
+    """Triton's configuration has one of the two schedulers; perf_analyzer sends sequences where it is that of sequences."""
+    with contextlib.closing(tritonclient.http.InferenceServerClient(keeping.url.removeprefix("http://"))) as client:
+        over_http = client.get_model_config("default")
+    with contextlib.closing(tritonclient.grpc.InferenceServerClient(address_of(keeping))) as client:
+        over_grpc = client.get_model_config("default").config
+    batching = {
+        "max_sequence_idle_microseconds": 300_000_000,
+        "oldest": {"max_candidate_sequences": 10_000, "max_queue_delay_microseconds": 0},
+    }
+    assert over_http["sequence_batching"] == batching and "dynamic_batching" not in over_http
+    assert over_grpc.WhichOneof("scheduling_choice") == "sequence_batching"
+    assert over_grpc.sequence_batching.max_sequence_idle_microseconds == 300_000_000
+    assert over_grpc.sequence_batching.oldest.max_candidate_sequences == 10_000
+
+    without = httpx.get(f"{start().url}/v2/models/default/config").json()
+    assert "dynamic_batching" in without and "sequence_batching" not in without

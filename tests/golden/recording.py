@@ -1,6 +1,7 @@
-"""What attention modules of transformers compute inside their model, by hooks: what goes in, the weights, what comes out. Needs torch.
+"""Records by hooks what attention modules of transformers compute inside their model: inputs, weights and output. Needs torch.
 
-A `Look` says where a layer's modules are; `keep` fills a model, saves it, runs it, and writes a case file of what each look saw.
+`AttentionModules` says where a layer's modules are; `write_cases` fills a model, saves it, runs it, and writes a case file of what was
+recorded of each layer.
 """
 
 import tempfile
@@ -18,7 +19,7 @@ VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__
 
 
 @dataclass
-class Look:
+class AttentionModules:
     """One layer: the path of its attention module; below that path, what makes queries, what makes keys, and the output projection."""
 
     module: str
@@ -32,21 +33,21 @@ class Look:
     layout: "str | None" = None
 
 
-class Seen:
-    """Hooks on one attention module, and what went by."""
+class Recorder:
+    """Hooks on the modules of one layer, and the arrays that passed through them."""
 
-    def __init__(self, model, look):
-        module = model.get_submodule(look.module)
-        query, key, output = (module.get_submodule(path) for path in (look.query, look.key, look.output))
-        self.look, self.arrays = look, {}
+    def __init__(self, model, modules):
+        module = model.get_submodule(modules.module)
+        query, key, output = (module.get_submodule(path) for path in (modules.query, modules.key, modules.output))
+        self.modules, self.arrays = modules, {}
         self.hooks = [
-            query.register_forward_pre_hook(lambda _, args: self._keep("query", args[0])),
-            key.register_forward_pre_hook(lambda _, args: self._keep("key", args[0])),
-            output.register_forward_hook(lambda _, args, result: self._keep("output", result)),
-            module.register_forward_hook(lambda _, args, result: self._keep("weights", self._weights_in(result))),
+            query.register_forward_pre_hook(lambda _, args: self._record("query", args[0])),
+            key.register_forward_pre_hook(lambda _, args: self._record("key", args[0])),
+            output.register_forward_hook(lambda _, args, result: self._record("output", result)),
+            module.register_forward_hook(lambda _, args, result: self._record("weights", self._weights_in(result))),
         ]
 
-    def _keep(self, name, tensor):
+    def _record(self, name, tensor):
         self.arrays[name] = tensor.detach().numpy()
 
     @staticmethod
@@ -55,29 +56,30 @@ class Seen:
         return [x for x in result if torch.is_tensor(x) and x.dim() == 4][-1]
 
     def case(self, situation, arguments):
-        mask, arrays, look = arguments.get(self.look.mask), self.arrays, self.look
+        modules, arrays = self.modules, self.arrays
+        mask = arguments.get(modules.mask)
         request = {
             "query": arrays["query"],
             "key": None if np.array_equal(arrays["query"], arrays["key"]) else arrays["key"],
             "attend_keys": None if mask is None else mask.tolist(),
             "fully_masked": "uniform",  # what the eager modules do: they add the dtype's lowest number
-            **look.request,
+            **modules.request,
         }
-        load = {"layout": look.layout, "prefix": look.prefix, "spec": look.spec}
-        return case(f"{look.prefix or look.module}, {situation}", load, request, arrays["output"], arrays["weights"])
+        load = {"layout": modules.layout, "prefix": modules.prefix, "spec": modules.spec}
+        return case(f"{modules.prefix or modules.module}, {situation}", load, request, arrays["output"], arrays["weights"])
 
 
-def keep(name, about, model, looks, situations, weights=None):
-    """Writes one file. `situations`: about -> arguments of the model; `weights`: the checkpoint, as saved if left out."""
+def write_cases(name, about, model, layers, situations, weights=None):
+    """Writes one file. `layers`: AttentionModules; `situations`: about -> arguments of the model; `weights`: gives the checkpoint."""
     fill(model)
     model.eval().set_attn_implementation("eager")
     cases = []
     for situation, arguments in situations.items():
-        seen = [Seen(model, look) for look in looks]
+        recorders = [Recorder(model, modules) for modules in layers]
         with torch.no_grad():
             model(**arguments, output_attentions=True, return_dict=True)
-        cases += [one.case(situation, arguments) for one in seen]
-        for hook in [hook for one in seen for hook in one.hooks]:
+        cases += [one.case(situation, arguments) for one in recorders]
+        for hook in [hook for one in recorders for hook in one.hooks]:
             hook.remove()
     save(f"transformers_{name}", about, VERSIONS, (weights or saved)(model), cases)
 

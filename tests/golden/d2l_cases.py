@@ -1,8 +1,8 @@
-"""What the layer of Dive into Deep Learning is asked in each of its four frameworks: the same weights, the same calls. NumPy alone.
+"""The calls on the layer of Dive into Deep Learning, which are the same in each of its four frameworks, as are the weights. NumPy alone.
 
 The layer, after section 11.5 of the book: queries, keys and values are projected to `num_hiddens`, split into heads, scored by
 q·k/sqrt(d); positions beyond a query's valid length get the score -1e6 before the softmax; the heads' averages are concatenated and
-projected by W_o. No projection has a bias unless asked. So a valid length of 0 gives every key the same weight.
+projected by W_o. Projections have biases only if `bias` is true. So a valid length of 0 gives every key the same weight.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ CALLS = {
 
 
 def weights(bias):
-    """Name -> array: matrices [out, in] under `W_q`, …, and vectors under `W_q.bias`, … if asked."""
+    """Name -> array: matrices [out, in] under `W_q`, …, and vectors under `W_q.bias`, … if `bias` is true."""
     shapes = {name: (NUM_HIDDENS, width) for name, width in WIDTHS.items()}
     shapes.update({f"{name}.bias": (NUM_HIDDENS,) for name in WIDTHS} if bias else {})
     return draw_all(3, shapes)
@@ -29,7 +29,7 @@ def inputs():
     return draw(4, 2, 4, 7), draw(5, 2, 5, 11), draw(6, 2, 5, 13)
 
 
-def keep(framework, versions, checkpoint, bias, compute):
+def write_cases(framework, versions, checkpoint, bias, compute):
     """Writes `frameworks/d2l_FRAMEWORK[_bias].json`; `compute(queries, keys, values, valid_lens)` gives the layer's output and its
     attention weights [b * heads, q, k], `checkpoint` is what the framework would save."""
     cases = []
