@@ -31,7 +31,7 @@ from service.client.responses import (
 from service.errors import InvalidRequest, pointer
 from service.spec import LayerSpec
 from service.tensors import Array
-from service.wire.client_codec import encode_request, encode_tensors
+from service.wire.client_codec import encode_binary_request, encode_json_request
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import unknown_field
 from service.wire.safetensors import read_tensors, write_tensors
@@ -149,7 +149,7 @@ def plan(
         for name in ("query", "key", "value", "bias", "direction")
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
-    body = encode_request({**fields, **shapes}, AnalysisRequest.tensors)
+    body = encode_json_request({**fields, **shapes}, AnalysisRequest.tensor_kinds)
     return Operation("POST", "/attend/plan", body, partial(read_document, Plan), timeout, session=fields.get("session"))
 
 
@@ -188,7 +188,7 @@ def words(
 
     A layer of an installed model gets its inputs in that model; any other gets vectors drawn from a hash of each word, which mean nothing.
     """
-    body = encode_request({"text": text, "layer": layer, "part": part}, {})
+    body = encode_json_request({"text": text, "layer": layer, "part": part}, {})
     return Operation("POST", "/words", body, read_words, timeout)
 
 
@@ -218,7 +218,7 @@ def put_layer(
     framework, such as `W_q`."""
     drawn = {"init", "seed", "gain"} if weights is not None else None  # a LayerSpec has them, but then nothing is drawn
     document = spec.model_dump(mode="json", exclude=drawn) if isinstance(spec, LayerSpec) else spec
-    body = encode_request({"spec": document, "weights": weights}, PutLayer.tensors)
+    body = encode_json_request({"spec": document, "weights": weights}, PutLayer.tensor_kinds)
     return Operation("PUT", layer_path(name), body, read_layer, timeout, repeat="unbegun")
 
 
@@ -341,5 +341,5 @@ def _computation(
     """A POST of these fields. A reply in JSON has its tensors in a form that keeps their datatypes, unless `reply` chooses another."""
     reply = fields.get("reply") or {}
     fields["reply"] = {"form": "base64" if reply.get("decimals") is None else "flat", **reply}
-    body, json_body = encode_tensors(fields, model.tensors), partial(encode_request, fields, model.tensors)
+    body, json_body = encode_binary_request(fields, model.tensor_kinds), partial(encode_json_request, fields, model.tensor_kinds)
     return Operation("POST", path, body, read, timeout, SAFETENSORS, accept, json_body=json_body, session=fields.get("session"))

@@ -26,7 +26,7 @@ from service.errors import (
     ServiceFault,
 )
 from service.tensors import Array
-from service.wire.client_codec import decode_binary_reply, decode_document, decode_reply, decode_tensor
+from service.wire.client_codec import decode_binary_reply, decode_document, decode_json_reply, decode_tensor
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import validate
 from service.wire.schemas.attend_reply import ProblemDocument
@@ -179,7 +179,7 @@ def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None
     headers = response.headers
     try:
         binary = headers.get("content-type", "").startswith(SAFETENSORS)
-        head, content = decode_binary_reply(response.content) if binary else decode_reply(response.content)
+        head, content = decode_binary_reply(response.content) if binary else decode_json_reply(response.content)
         tensors = {name: _of_parts(tensor) if isinstance(tensor, dict) else tensor for name, tensor in content.items()}
         timing = {phase: float(duration) for phase, duration in _PHASE.findall(headers.get("server-timing", ""))}
         length = None if head.session is None else head.session.length
@@ -193,7 +193,7 @@ def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None
 def read_analysis(response: httpx.Response) -> AnalysisResult:
     """Decodes a reply to POST /attend/analysis. Raises BadReply if it cannot be read."""
     try:
-        head, content = decode_reply(response.content)
+        head, content = decode_json_reply(response.content)
         return AnalysisResult(content["metrics"], head.layer, head.fully_masked_rows)
     except (RequestError, KeyError, TypeError) as error:
         raise BadReply(f"the reply to POST /attend/analysis cannot be read: {error}") from None

@@ -23,7 +23,7 @@ from service.client.methods import make_operation, signed
 from service.client.operations import Operation, attend_at, request_fields
 from service.client.responses import AttendResult, raise_for_status, read_document
 from service.errors import AttendError, InvalidRequest, LengthMismatch, ReplyLost
-from service.wire.client_codec import encode_request
+from service.wire.client_codec import encode_json_request
 from service.wire.negotiation import SAFETENSORS
 from service.wire.schemas.sessions import SessionAttendRequest, SessionDocument
 
@@ -73,7 +73,7 @@ def fork(make_session: MakeSession[T], session: SessionState, length: int | None
 
 
 def _create(path: str, fields: Mapping[str, Any], make_session: MakeSession[T], timeout: Timeout) -> Operation[T]:
-    body = encode_request(fields, {})
+    body = encode_json_request(fields, {})
     return Operation("POST", path, body, lambda response: make_session(_document(response), False), timeout, repeat="unbegun")
 
 
@@ -137,7 +137,7 @@ def info(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Ope
 
 def truncate(session: SessionState, length: int, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[None]:
     """Keep the first `length` rows. Raises SessionConflict if the layer's window needs rows that have been freed."""
-    return Operation("PATCH", session.path, encode_request({"length": length}, {}), _updating(session, lambda _: None), timeout)
+    return Operation("PATCH", session.path, encode_json_request({"length": length}, {}), _updating(session, lambda _: None), timeout)
 
 
 def export(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bytes]:

@@ -62,7 +62,7 @@ def _decode_document(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
 
 def _decode_members(raw: RawRequest, model: type[Document], limits: WireLimits) -> dict[str, Any]:
     body = unpack(raw.take_body(), raw.coding, limits.body_bytes)
-    return dict(raw.codec.decode(body, raw.parameters, model.tensors, limits).members)
+    return dict(raw.codec.decode(body, raw.parameters, model.tensor_kinds, limits).members)
 
 
 def _decode_object(raw: RawRequest, largest: int) -> dict[str, Any]:

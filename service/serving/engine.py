@@ -179,7 +179,7 @@ class Engine:
         body = raw.take_body()
         if raw.coding:
             body = unpack(body, raw.coding, self.wire_limits.body_bytes)
-        return raw.codec.decode(body, raw.parameters, document.tensors, self.wire_limits, shapes_alone)
+        return raw.codec.decode(body, raw.parameters, document.tensor_kinds, self.wire_limits, shapes_alone)
 
     def find(self, members: Mapping[str, Any], document: type[AttendRequest]) -> LoadedLayer:
         """The layer of the request. If there is none: InvalidRequest for an invalid request, else LayerNotFound or LayerUnloaded."""

@@ -101,7 +101,7 @@ def create_app(settings: Settings) -> FastAPI:
     openapi.install(app)
     label, guard = endpoint_labels(app.routes), _guard(settings, keyring)
     app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), label, guard, telemetry)
-    if origins := _items(settings.cors_origins):
+    if origins := _comma_separated(settings.cors_origins):
         exposed = ["X-Request-Id", "Server-Timing", "Retry-After"]
         app.access = CORSMiddleware(app.access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return app
@@ -117,7 +117,7 @@ def _direct_endpoints(service: Service) -> Callable[[str, str], Endpoint | None]
         if (direct := by_path.get(path)) is not None:
             return direct
         if (found := routes.INFER_PATH.fullmatch(path)) is not None:
-            return partial(routes.infer, service, found[1], found[2])
+            return partial(routes.answer_infer, service, found[1], found[2])
         if (found := sessions.ATTEND_PATH.fullmatch(path)) is not None:
             return partial(sessions.attend_step, service, found[1])
         return None
@@ -176,13 +176,13 @@ def _why_no_statistics(settings: Settings, service: Service) -> Exception | None
 
 def _guard(settings: Settings, keyring: Keyring | None) -> Guard | None:
     """The guard that these settings require; None if they require no check."""
-    names = frozenset(_items(settings.allowed_hosts.lower()))
+    names = frozenset(_comma_separated(settings.allowed_hosts.lower()))
     open_to_browsers = is_local(settings) and keyring is None  # any page open in a browser on this machine can reach the server
     hosts = names if (names or open_to_browsers) and "*" not in names else None
-    return Guard(hosts, _items(settings.cors_origins), keyring) if hosts is not None or keyring is not None else None
+    return Guard(hosts, _comma_separated(settings.cors_origins), keyring) if hosts is not None or keyring is not None else None
 
 
-def _items(text: str) -> list[str]:
+def _comma_separated(text: str) -> list[str]:
     """The items of a comma-separated list."""
     return [item.strip() for item in text.split(",") if item.strip()]
 

@@ -118,7 +118,7 @@ class Connection(HttpProtocol):
                 break
             await _next_turn()
 
-    async def sent(self) -> None:
+    async def wait_until_sent(self) -> None:
         """Waits until the transport's write buffer is empty."""
         if not self.lost and self.transport.get_write_buffer_size():
             self.transport.set_write_buffer_limits(1, 0)  # the buffer counts as full until it is empty

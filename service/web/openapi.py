@@ -22,7 +22,7 @@ from service.wire.schemas.layers import PutLayer
 from service.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendRequest
 from service.wire.schemas.tensors import json_schemas
 from service.wire.schemas.text import WordsRequest
-from service.wire.v2 import schemas as v2
+from service.wire.v2 import model_schemas, schemas
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
@@ -45,7 +45,8 @@ Every refusal is a problem document with what was expected, what was received, a
 DOCUMENTS = (  # documents that routes read or write without FastAPI
     *(AttendRequest, AnalysisRequest, FigureRequest, PutLayer, WordsRequest, ProblemDocument),
     *(PostSession, PatchSession, PostFork, SessionAttendRequest),
-    *(v2.InferenceRequest, v2.InferenceReply, v2.LoadRequest, v2.UnloadRequest, v2.IndexRequest, v2.V2Error),
+    *(schemas.InferenceRequest, schemas.InferenceReply, schemas.V2Error),
+    *(model_schemas.LoadRequest, model_schemas.UnloadRequest, model_schemas.IndexRequest),
 )
 BINARY = {"type": "string", "format": "binary"}
 STATUSES = {  # what the statuses of refusals mean
@@ -142,10 +143,10 @@ def _document(app: FastAPI) -> dict[str, Any]:
         contact={"name": "The maintainers of attend"},
         license_info={"name": "MIT", "identifier": "MIT"},
     )
-    schemas = {**json_schemas(DOCUMENTS), **document["components"]["schemas"]}
+    definitions = {**json_schemas(DOCUMENTS), **document["components"]["schemas"]}
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's refusals, which this service does not send
-        schemas.pop(unused, None)
-    document["components"]["schemas"] = dict(sorted(schemas.items()))
+        definitions.pop(unused, None)
+    document["components"]["schemas"] = dict(sorted(definitions.items()))
     document["components"]["securitySchemes"] = SECURITY
     document["security"] = [{}, *({name: []} for name in SECURITY)]  # {}: a server without keys needs none
     for name, path in document["paths"].items():

@@ -19,7 +19,7 @@ MAX_EXACT_INTEGER = 2**53  # float64 represents every integer up to here
 def array_of_bytes(piece: memoryview | bytes, datatype: Datatype, shape: Sequence[int], at: str) -> Array:
     """A view of bytes of a body, or a copy if they are not aligned. Raises InvalidRequest if bytes of BOOL are not 0 or 1."""
     if datatype.kind == "bool":
-        _require_flags(piece, at)
+        _require_booleans(piece, at)
     array: Array = np.frombuffer(piece, datatype.numpy).reshape(shape)
     return array if array.flags.aligned else array.copy()
 
@@ -37,11 +37,11 @@ def array_of_base64(text: Any, shape: tuple[int, ...], dtype: np.dtype[Any], at:
         raise InvalidRequest.where(at, wanted, str(len(data)))
     array = np.frombuffer(data, dtype)
     if dtype == np.bool_:
-        _require_flags(data, at)
+        _require_booleans(data, at)
     return array.reshape(shape)
 
 
-def _require_flags(piece: memoryview | bytes | bytearray, at: str) -> None:
+def _require_booleans(piece: memoryview | bytes | bytearray, at: str) -> None:
     flags = np.frombuffer(piece, np.uint8)
     if (wrong := flags > 1).any():
         first = int(np.argmax(wrong))

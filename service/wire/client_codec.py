@@ -26,7 +26,7 @@ from service.wire.schemas.sessions import SessionReference
 from service.wire.schemas.tensors import Base64Tensor
 
 
-def encode_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
+def encode_json_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
     """The JSON body of these fields, without those that are None.
 
     `kinds` maps the members that are tensors to their kind; "weights/*" names every member of the mapping `weights`. A tensor is anything
@@ -35,10 +35,10 @@ def encode_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> byte
     return _write({name: _member(name, value, kinds) for name, value in fields.items() if value is not None})
 
 
-def encode_tensors(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
+def encode_binary_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
     """The safetensors body of these fields: tensors under their names, the others as JSON in the metadata entry `request`.
 
-    A tensor given as a mapping (a form of the JSON body) is written there too. Raises InvalidRequest as `encode_request` does.
+    A tensor given as a mapping (a form of the JSON body) is written there too. Raises InvalidRequest as `encode_json_request` does.
     """
     tensors, others = {}, {}
     for name, value in fields.items():
@@ -120,7 +120,7 @@ class ReplyHead(BaseModel):
     session: SessionReference | None = None
 
 
-def decode_reply(body: bytes) -> tuple[ReplyHead, dict[str, Any]]:
+def decode_json_reply(body: bytes) -> tuple[ReplyHead, dict[str, Any]]:
     """A JSON reply to POST /attend or /attend/analysis: (head, the other members as arrays). Raises RequestError."""
     document = decode_document(body)
     others = {name: value for name, value in document.items() if name not in ReplyHead.model_fields}

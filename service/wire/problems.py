@@ -99,37 +99,38 @@ def _members_of_union(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
 
 
-def _object(model: type[BaseModel]) -> str:
+def _expected_object(model: type[BaseModel]) -> str:
     """The expectation of a document of `model`, with its fields that have an example."""
     example = {name: field.examples[0] for name, field in model.model_fields.items() if field.examples}
     return f"an object such as {json.dumps(example)}" if example else "an object"
 
 
-def _problem(error: Any, at: str, model: type[BaseModel]) -> Problem:
-    place, kind, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
+def _problem_of(error: Any, at: str, model: type[BaseModel]) -> Problem:
+    """The problem of one of pydantic's errors, in the validation of a document of `model` at the pointer `at`."""
+    place, error_type, context = at + pointer(error["loc"]), error["type"], error.get("ctx", {})
     value = error.get("input")
     got = describe_value(value)
-    if kind == "field_error":
+    if error_type == "field_error":
         return Problem(place + context["at"], context["expected"], context["got"])
-    if kind == "string_unicode":
-        return Problem(place, EXPECTED[kind], HALF_SURROGATE)
-    if kind in ("missing", "model_type", "model_attributes_type"):
+    if error_type == "string_unicode":
+        return Problem(place, EXPECTED[error_type], HALF_SURROGATE)
+    if error_type in ("missing", "model_type", "model_attributes_type"):
         inner = _model_at(model, error["loc"])
-        if kind == "missing":
-            return Problem(place, _object(inner) if inner.model_fields else EXPECTED[kind], "nothing")
-        return Problem(place, _object(inner), got)
-    if kind == "extra_forbidden":
+        if error_type == "missing":
+            return Problem(place, _expected_object(inner) if inner.model_fields else EXPECTED[error_type], "nothing")
+        return Problem(place, _expected_object(inner), got)
+    if error_type == "extra_forbidden":
         return unknown_field(place, str(error["loc"][-1]), _model_at(model, error["loc"][:-1]))
-    if kind in ("literal_error", "enum"):
+    if error_type in ("literal_error", "enum"):
         names = re.findall("'(.*?)'", context["expected"])
         return Problem(place, one_of(f'"{name}"' for name in names), got + did_you_mean(value, names))
-    if kind in EXPECTED_WITH_LIMIT:
-        return Problem(place, EXPECTED_WITH_LIMIT[kind].format_map(context), got)
-    if kind in EXPECTED_BOUND:
+    if error_type in EXPECTED_WITH_LIMIT:
+        return Problem(place, EXPECTED_WITH_LIMIT[error_type].format_map(context), got)
+    if error_type in EXPECTED_BOUND:
         ((_, bound),) = context.items()
-        return Problem(place, f"{EXPECTED_BOUND[kind]} {bound if isinstance(bound, int) else format(bound, 'g')}", got)
+        return Problem(place, f"{EXPECTED_BOUND[error_type]} {bound if isinstance(bound, int) else format(bound, 'g')}", got)
     message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return Problem(place, EXPECTED.get(kind, message[:1].lower() + message[1:]), got)
+    return Problem(place, EXPECTED.get(error_type, message[:1].lower() + message[1:]), got)
 
 
 def validate(model: type[Model], document: Any, at: str = "") -> Model:
@@ -137,5 +138,5 @@ def validate(model: type[Model], document: Any, at: str = "") -> Model:
     try:
         return model.model_validate(document)
     except ValidationError as refusal:
-        problems = [_problem(error, at, model) for error in refusal.errors(include_url=False)[:MAX_PROBLEMS]]
+        problems = [_problem_of(error, at, model) for error in refusal.errors(include_url=False)[:MAX_PROBLEMS]]
     raise InvalidRequest(problems=problems)

@@ -23,7 +23,7 @@ from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 
 MAX_HEADER_BYTES = 4 * 1024 * 1024  # about forty thousand tensors; parsing takes tens of milliseconds
-MAX_CACHED_BYTES = 4096  # parsed headers of up to this many bytes are cached
+MAX_CACHED_BYTES = 4096  # bytes of a header whose parsed entries are cached, and of the metadata of one whose text is
 LIST_FIELDS = {"query_offset"}  # fields that are lists in JSON and may be tensors here
 OPENING = ord("{")
 OTHER_FORMATS = {  # first bytes -> the format
@@ -56,8 +56,8 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
         raise MalformedBody.where("", f"a safetensors header of {size} bytes", f"{len(body) - 8} bytes in all")
     buffer = memoryview(body)[8 + size :]
     read = _read_header if size > MAX_CACHED_BYTES else _read_cached_header
-    spans, metadata = read(bytes(body[8 : 8 + size]), len(buffer))
-    arrays = {span.name: array_of_bytes(buffer[span.begin : span.end], span.datatype, span.shape, span.at) for span in spans}
+    entries, metadata = read(bytes(body[8 : 8 + size]), len(buffer))
+    arrays = {entry.name: array_of_bytes(buffer[entry.begin : entry.end], entry.datatype, entry.shape, entry.at) for entry in entries}
     return arrays, dict(metadata)
 
 
@@ -67,7 +67,7 @@ def _format_of(start: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TensorEntry:
     """A tensor's entry in the header: data[begin:end] are its bytes. `at` points to it."""
 
     begin: int
@@ -78,7 +78,7 @@ class Span:
     at: str
 
 
-def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str]]:
+def _read_header(text: bytes, available: int) -> tuple[list[TensorEntry], dict[str, str]]:
     """(entries in header order, metadata), checked against the number of bytes after the header."""
     try:
         header = parse_strictly(text, "header")
@@ -92,22 +92,22 @@ def _read_header(text: bytes, available: int) -> tuple[list[Span], dict[str, str
     for name in metadata:  # "Request" would otherwise be ignored, and every option in it
         if name not in METADATA_ENTRIES and (known := name.lower()) in METADATA_ENTRIES:
             raise MalformedBody.where("/__metadata__" + pointer([name]), f"the entry {known} in lower case", f'"{name}"')
-    spans = [_span(name, entry, available) for name, entry in header.items()]
+    entries = [_entry_of(name, value, available) for name, value in header.items()]
     position = 0
-    for span in sorted(spans, key=lambda span: (span.begin, span.end, span.name)):
-        if span.begin != position:
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end, entry.name)):
+        if entry.begin != position:
             wanted = f"data from byte {position} on, without holes or overlaps"
-            raise MalformedBody.where(span.at, wanted, f"from byte {span.begin}")
-        position = span.end
+            raise MalformedBody.where(entry.at, wanted, f"from byte {entry.begin}")
+        position = entry.end
     if position != available:
         raise MalformedBody.where("", f"{position} bytes of tensor data", str(available))
-    return spans, metadata
+    return entries, metadata
 
 
 _read_cached_header = lru_cache(256)(_read_header)  # clients repeat headers
 
 
-def _span(name: str, entry: Any, available: int) -> Span:
+def _entry_of(name: str, entry: Any, available: int) -> TensorEntry:
     """The checked entry of one tensor."""
     at = pointer([name])
     if not isinstance(entry, dict) or set(entry) != ENTRY_MEMBERS:
@@ -128,7 +128,7 @@ def _span(name: str, entry: Any, available: int) -> Span:
     size = math.prod(entry["shape"]) * BY_SAFETENSORS[entry["dtype"]].size
     if end > available or begin > end or end - begin != size:
         raise MalformedBody.where(at, f"{size} bytes within {available}", f"data_offsets {begin} to {end}")
-    return Span(begin, end, name, BY_SAFETENSORS[entry["dtype"]], tuple(entry["shape"]), at)
+    return TensorEntry(begin, end, name, BY_SAFETENSORS[entry["dtype"]], tuple(entry["shape"]), at)
 
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
@@ -177,11 +177,11 @@ def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> d
 def write_tensors(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> list[Buffer]:
     """A safetensors body in pieces: the header, then the memory of each array."""
     entries = tuple([(name, datatype_of(array).safetensors, array.shape, array.nbytes) for name, array in arrays.items()])
-    write = _header if sum(map(len, metadata.values())) > MAX_CACHED_BYTES else _cached_header
+    write = _write_header if sum(map(len, metadata.values())) > MAX_CACHED_BYTES else _write_cached_header
     return [write(entries, tuple(metadata.items())), *[raw(array) for array in arrays.values() if array.nbytes]]
 
 
-def _header(entries: tuple[tuple[str, str, tuple[int, ...], int], ...], metadata: tuple[tuple[str, str], ...]) -> bytes:
+def _write_header(entries: tuple[tuple[str, str, tuple[int, ...], int], ...], metadata: tuple[tuple[str, str], ...]) -> bytes:
     """Length and text of the header for tensors that follow each other; an entry is (name, dtype, shape, bytes)."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -193,4 +193,4 @@ def _header(entries: tuple[tuple[str, str, tuple[int, ...], int], ...], metadata
     return len(text).to_bytes(8, "little") + text
 
 
-_cached_header = lru_cache(256)(_header)
+_write_cached_header = lru_cache(256)(_write_header)

@@ -82,7 +82,7 @@ def hold_layer(body: bytes) -> None:
 
 def _document(body: bytes, model: Any) -> None:
     with suppress(RequestError):
-        members = json_reader.parse(body, model.tensors, LIMITS)
+        members = json_reader.parse(body, model.tensor_kinds, LIMITS)
         slowly = parse_strictly(body)
         assert set(members) == set(slowly)
         for name, value in members.items():
@@ -98,7 +98,7 @@ def hold_safetensors(body: bytes) -> None:
             for name, array in load(body).items():
                 assert array.shape == tensors[name].shape
                 assert array.tobytes() == tensors[name].tobytes()
-        validate(AttendRequest, safetensors.parse(body, AttendRequest.tensors, LIMITS))
+        validate(AttendRequest, safetensors.parse(body, AttendRequest.tensor_kinds, LIMITS))
 
 
 def hold_v2(body: bytes) -> None:
@@ -107,7 +107,7 @@ def hold_v2(body: bytes) -> None:
     size = len(body) if behind == BYTES_ALONE else len(body) - behind
     parameters = {"model": "default", "header_length": "" if behind == BYTES_ALONE else str(size)}
     with suppress(RequestError):
-        members = dict(V2Codec().decode(body, parameters, AttendRequest.tensors, LIMITS).members)
+        members = dict(V2Codec().decode(body, parameters, AttendRequest.tensor_kinds, LIMITS).members)
         head, rest = parse_strictly(body[:size]), body[size:]
         for entry in head["inputs"]:
             array, dtype = members[entry["name"]], DATATYPES[entry["datatype"]].numpy

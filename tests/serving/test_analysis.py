@@ -389,7 +389,7 @@ def test_the_openapi_description_lists_every_metric() -> None:
     missing = [name for name in METRICS if f"`{name}`" not in (AnalysisReply.__doc__ or "")]
 
     assert missing == []
-    assert AnalysisRequest.tensors["direction"] == "number"
+    assert AnalysisRequest.tensor_kinds["direction"] == "number"
 
 
 def test_all_reply_forms_have_the_same_metrics(http: httpx.Client) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from support.scheduler import PATIENCE, Clock, run
+from support.scheduler import Clock, run
+from support.waiting import PATIENCE
 
 from service.attention import decoding
 from service.errors import InvalidRequest, OutOfMemory, SessionEnded, SessionNotFound, WrongReplica
@@ -234,11 +235,11 @@ class Gate:
     """Lets steps wait before they are computed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.entered, self.door, real = threading.Semaphore(0), threading.Event(), decoding.forward_steps
+        self.entered, self.gate, real = threading.Semaphore(0), threading.Event(), decoding.forward_steps
 
         def forward_steps(*args: Any) -> Any:
             self.entered.release()
-            assert self.door.wait(PATIENCE)
+            assert self.gate.wait(PATIENCE)
             return real(*args)
 
         patch.setattr(decoding, "forward_steps", forward_steps)
@@ -269,7 +270,7 @@ async def test_a_cancelled_step_ends_before_the_next_one_begins() -> None:
         third.cancel()
         await asyncio.sleep(0)
         assert session.turn.locked() and not first.done()
-        gate.door.set()
+        gate.gate.set()
         await asyncio.wait([first, second, third])
         assert first.cancelled() and third.cancelled() and second.exception() is None
         assert session.length == 1 and session.calls == 0

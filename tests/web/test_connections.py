@@ -321,7 +321,7 @@ def test_the_transport_buffers_one_piece_of_a_long_reply(tls: bool) -> None:
 
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
         await connection.send(piece, {"type": "http.response.body", "body": bytes(size)})
-        await connection.sent()
+        await connection.wait_until_sent()
         left.append(connection.transport.get_write_buffer_size())
         is_sent.set()
 

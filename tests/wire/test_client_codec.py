@@ -5,7 +5,7 @@ import pytest
 
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import DATATYPES, datatype_of
-from service.wire.client_codec import decode_reply, encode_request
+from service.wire.client_codec import decode_json_reply, encode_json_request
 from service.wire.json.reader import parse
 from service.wire.json.writer import encode_json
 from service.wire.limits import WireLimits
@@ -30,7 +30,7 @@ def test_a_reply_with_shapes_is_decoded_exactly(form, datatype, shape):
     reply = Reply({"name": "x", "fingerprint": "y"}, 3, datatype, {"scores": scores, "attention_weights": {"keys": keys, "values": -keys}})
     reply.tensors["attention_weights"]["values"] = numbers(datatype, *shape)
 
-    head, tensors = decode_reply(b"".join(encode_json(reply, ReplyOptions(form=form))))
+    head, tensors = decode_json_reply(b"".join(encode_json(reply, ReplyOptions(form=form))))
 
     assert (head.layer.model_dump(), head.fully_masked_rows) == (reply.layer, 3)
     pairs = [
@@ -46,7 +46,7 @@ def test_a_reply_with_shapes_is_decoded_exactly(form, datatype, shape):
 def test_nested_lists_are_decoded_exactly(datatype):
     output = numbers(datatype, 2, 3, 4)
     reply = Reply({"name": "x", "fingerprint": "y"}, 0, datatype, {"output": output})
-    read = decode_reply(b"".join(encode_json(reply, ReplyOptions())))[1]["output"]
+    read = decode_json_reply(b"".join(encode_json(reply, ReplyOptions())))[1]["output"]
     assert read.dtype == np.float64
     np.testing.assert_array_equal(read.astype(output.dtype), output)
 
@@ -56,18 +56,18 @@ def test_nested_lists_are_decoded_exactly(datatype):
 )
 def test_strings_and_nulls_are_decoded_as_nonfinite_floats(text, expected):
     body = f'{{"layer": {{"name": "x", "fingerprint": "y"}}, "fully_masked_rows": 0, "scores": {text}}}'.encode()
-    np.testing.assert_array_equal(decode_reply(body)[1]["scores"], [expected, 1])
+    np.testing.assert_array_equal(decode_json_reply(body)[1]["scores"], [expected, 1])
 
 
 def test_a_string_that_is_not_a_number_is_refused():
     with pytest.raises(MalformedBody) as refused:
-        decode_reply(b'{"layer": {"name": "x", "fingerprint": "y"}, "fully_masked_rows": 0, "scores": ["many"]}')
+        decode_json_reply(b'{"layer": {"name": "x", "fingerprint": "y"}, "fully_masked_rows": 0, "scores": ["many"]}')
     assert refused.value.problems[0].at == "/scores"
 
 
 def sent(field: str, value: object) -> tuple[bytes, np.ndarray]:
-    body = encode_request({field: value}, AttendRequest.tensors)
-    return body, parse(body, AttendRequest.tensors, WireLimits())[field]
+    body = encode_json_request({field: value}, AttendRequest.tensor_kinds)
+    return body, parse(body, AttendRequest.tensor_kinds, WireLimits())[field]
 
 
 @pytest.mark.parametrize("datatype", sorted(DATATYPES))
@@ -91,14 +91,16 @@ def test_a_scalar_remains_a_scalar():
 
 
 def test_a_mapping_is_passed_on_unchanged():
-    body = encode_request({"query": {"shape": [2, 3], "datatype": "FP32", "data": np.arange(6)}}, AttendRequest.tensors)
-    np.testing.assert_array_equal(parse(body, AttendRequest.tensors, WireLimits())["query"], np.arange(6).reshape(2, 3))
+    body = encode_json_request({"query": {"shape": [2, 3], "datatype": "FP32", "data": np.arange(6)}}, AttendRequest.tensor_kinds)
+    np.testing.assert_array_equal(parse(body, AttendRequest.tensor_kinds, WireLimits())["query"], np.arange(6).reshape(2, 3))
 
 
 def test_weights_are_encoded_as_tensors_under_their_names():
     weights = {"query.weight": np.eye(3), "query.bias": np.zeros(3)}
-    got = parse(encode_request({"spec": {}, "weights": weights}, PutLayer.tensors), PutLayer.tensors, WireLimits())["weights"]
+    got = parse(encode_json_request({"spec": {}, "weights": weights}, PutLayer.tensor_kinds), PutLayer.tensor_kinds, WireLimits())[
+        "weights"
+    ]
     np.testing.assert_array_equal(got["query.weight"], np.eye(3))
     with pytest.raises(InvalidRequest) as refused:
-        encode_request({"weights": {"a/b": [1j]}}, PutLayer.tensors)
+        encode_json_request({"weights": {"a/b": [1j]}}, PutLayer.tensor_kinds)
     assert refused.value.problems[0].at == "/weights/a~1b"

@@ -26,7 +26,7 @@ from service.wire.safetensors import MAX_HEADER_BYTES, encode, parse, read_tenso
 from service.wire.schemas.attend import AttendRequest, ReplyOptions
 
 LIMITS = WireLimits()
-KINDS = AttendRequest.tensors
+KINDS = AttendRequest.tensor_kinds
 RNG = np.random.default_rng(8)
 
 

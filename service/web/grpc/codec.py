@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from service.errors import InvalidRequest, MalformedBody, RequestError
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import messages
-from service.web.grpc.wire_format import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split, varints
+from service.web.grpc.wire_format import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split_request, varints
 from service.wire.arrays import Kind, array_of_bytes, require_exact
 from service.wire.codec import Codec, Decoded, Encoded
 from service.wire.json.reader import shape_of
@@ -121,7 +121,7 @@ def refusal_in_stream(body: bytes, detail: str) -> bytes:
 def _split(body: bytes) -> SplitRequest:
     """The message and its tensors. Raises MalformedBody or TooLarge."""
     try:
-        return split(body)
+        return split_request(body)
     except DecodeError:
         raise MalformedBody.where("", "a ModelInferRequest", f"{len(body)} bytes of something else") from None
 

@@ -34,20 +34,20 @@ class SplitRequest:
     typed: list[dict[int, bytes | memoryview] | None] = field(default_factory=list)
 
 
-def split(body: bytes) -> SplitRequest:
+def split_request(body: bytes) -> SplitRequest:
     """Splits a ModelInferRequest. Raises DecodeError for invalid bytes, TooLarge for more than MAX_FIELDS fields or MAX_REST_BYTES."""
-    left = iter(range(MAX_FIELDS))
+    fields_left = iter(range(MAX_FIELDS))  # loses an item for each field
     parts = SplitRequest(None)
     rest: list[bytes | memoryview] = []
-    for number, value, whole in _fields(memoryview(body), left):
+    for number, value, field_bytes in _iterate_fields(memoryview(body), fields_left):
         if number == RAW_INPUTS_FIELD:
             parts.raw.append(value)
         elif number == INPUTS_FIELD:
-            entry, typed = _input(value, left)
+            entry, typed = _input(value, fields_left)
             rest.append(length_prefixed(INPUTS_FIELD, len(entry)) + entry)
             parts.typed.append(typed)
         else:
-            rest.append(whole)
+            rest.append(field_bytes)
     if (size := sum(map(len, rest))) > MAX_REST_BYTES:
         raise TooLarge.where("", f"at most {MAX_REST_BYTES} bytes besides the tensors", str(size))
     parts.message = ModelInferRequest.FromString(b"".join(rest))
@@ -96,27 +96,30 @@ def _varints(octets: Array, dtype: np.dtype[Any]) -> Array:
     return numbers != 0 if dtype == np.bool_ else numbers.astype(dtype)
 
 
-def _input(entry: memoryview, left: Iterator[int]) -> tuple[bytes, dict[int, bytes | memoryview] | None]:
+def _input(entry: memoryview, fields_left: Iterator[int]) -> tuple[bytes, dict[int, bytes | memoryview] | None]:
     """(input without its contents, field number -> contents or None). Joins a field that is split into several pieces."""
     rest: list[memoryview] = []
     typed: dict[int, list[memoryview]] | None = None
-    for number, value, whole in _fields(entry, left):
+    for number, value, field_bytes in _iterate_fields(entry, fields_left):
         if number != CONTENTS_FIELD:
-            rest.append(whole)
+            rest.append(field_bytes)
             continue
         typed = {} if typed is None else typed
-        for kind, numbers, _ in _fields(value, left):
+        for kind, numbers, _ in _iterate_fields(value, fields_left):
             typed.setdefault(kind, []).append(numbers)
     if typed is None:
         return b"".join(rest), None
     return b"".join(rest), {kind: pieces[0] if len(pieces) == 1 else b"".join(pieces) for kind, pieces in typed.items()}
 
 
-def _fields(message: memoryview, left: Iterator[int]) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """Yields (field number, value, whole field) for each field, and takes an item of `left` for each. Raises DecodeError or TooLarge."""
+def _iterate_fields(message: memoryview, fields_left: Iterator[int]) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """Yields (field number, value, bytes of the field) for each field; takes an item of `fields_left` each time.
+
+    Raises DecodeError or TooLarge.
+    """
     at = 0
     while at < len(message):
-        if next(left, None) is None:
+        if next(fields_left, None) is None:
             raise TooLarge.where("", f"a message of at most {MAX_FIELDS} fields, with packed numbers or raw ones", "more")
         start = at
         tag, at = _varint(message, at)

@@ -88,7 +88,7 @@ class Access:
             await self._answer(scope, record, receive, observed_send)
             self._log_request(scope, record, span, time.monotonic() - started)
             if connection is not None and record.sent > MAX_UNSPLIT_REPLY:
-                await connection.sent()
+                await connection.wait_until_sent()
         finally:
             if record.lease is not None:
                 record.lease.release()

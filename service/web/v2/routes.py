@@ -18,15 +18,16 @@ from service.web.v2.description import ProtocolExtensions, config_of, metadata_o
 from service.wire.negotiation import JSON
 from service.wire.v2.codec import HEADER_LENGTH, V2Codec
 from service.wire.v2.members import require_version
-from service.wire.v2.schemas import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
+from service.wire.v2.model_schemas import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
 
 MODEL_PATH = "/v2/models/{name}"
 VERSIONED_PATH = re.compile(rf"({MODEL_PATH.format(name='[^/]+')})/versions/([^/]+)(/.*)?")
 INFER_PATH = re.compile(rf"{MODEL_PATH.format(name='([^/]+)')}(?:/versions/([^/]+))?/infer/?")
 CODEC = V2Codec()
+ROUTE_OPTIONS: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
 
 
-async def infer(service: Service, model: str, version: str | None, record: HttpRecord, receive: Receive, send: Send) -> None:
+async def answer_infer(service: Service, model: str, version: str | None, record: HttpRecord, receive: Receive, send: Send) -> None:
     """POST /v2/models/{name}/infer, with or without /versions/1; it bypasses FastAPI's routing, as POST /attend does.
 
     The header Inference-Header-Content-Length decides how the body is read. Content-Type and Accept are ignored: clients send arbitrary
@@ -53,9 +54,6 @@ def plain_path(path: str) -> str:
         return path.rstrip("/")
     require_version(found[2])
     return found[1] + (found[3] or "")
-
-
-ROUTE_OPTIONS: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
 
 
 def health_of(ready: bool) -> Health:

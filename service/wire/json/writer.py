@@ -78,8 +78,8 @@ def _tensor(name: str, array: Array, datatype: str, options: ReplyOptions) -> An
     if options.form == "base64":
         return {**head, "base64": _base64(array)}
     if options.form == "flat" or 0 in array.shape:  # nested lists of shape [1, 0, 64] and [1, 0] are the same
-        return {**head, "data": text_of(name, array.reshape(-1), nonfinite, options)}
-    return text_of(name, array, nonfinite, options)
+        return {**head, "data": json_text_of(name, array.reshape(-1), nonfinite, options)}
+    return json_text_of(name, array, nonfinite, options)
 
 
 def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
@@ -105,16 +105,16 @@ def _base64(array: Array) -> str | JsonText:
     return JsonText([b'"', *pieces, b'"'])
 
 
-def text_of(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> JsonText:
+def json_text_of(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> JsonText:
     """The array as JSON text."""
     if array.size > NUMBERS_PER_PIECE:
-        return JsonText(_pieces(name, array, None if nonfinite is None else nonfinite.reshape(array.shape), options))
+        return JsonText(_list_pieces(name, array, None if nonfinite is None else nonfinite.reshape(array.shape), options))
     if not array.ndim:
-        return JsonText([_text(name, array.reshape(1), nonfinite, options)[1:-1]])
-    return JsonText([_text(name, array, nonfinite, options)])
+        return JsonText([_list_text(name, array.reshape(1), nonfinite, options)[1:-1]])
+    return JsonText([_list_text(name, array, nonfinite, options)])
 
 
-def _pieces(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> list[Buffer]:
+def _list_pieces(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> list[Buffer]:
     """The array as the text of a JSON list; each piece has at most about NUMBERS_PER_PIECE numbers."""
     size = array.size // len(array)  # numbers in a row
     pieces: list[Buffer] = []
@@ -123,14 +123,15 @@ def _pieces(name: str, array: Array, nonfinite: Array | None, options: ReplyOpti
         before = b"," if i else b"["
         rows, mask = array[i : i + step], None if nonfinite is None else nonfinite[i : i + step]
         if size > NUMBERS_PER_PIECE:
-            pieces += before, *_pieces(name, rows[0], None if mask is None else mask[0], options)
+            pieces += before, *_list_pieces(name, rows[0], None if mask is None else mask[0], options)
         else:
-            text = _text(name, rows, mask, options)
+            text = _list_text(name, rows, mask, options)
             pieces.append(b"".join((before, memoryview(text)[1:-1])))
     return [*pieces, b"]"]
 
 
-def _text(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> bytes:
+def _list_text(name: str, array: Array, nonfinite: Array | None, options: ReplyOptions) -> bytes:
+    """The array as the text of a JSON list."""
     if (array.dtype.kind == "f" and array.dtype.itemsize < 4) or array.dtype.kind == "V":  # orjson does not write them
         array = array.astype(np.float32)
     text = numbers.write(array, options.decimals)

@@ -10,7 +10,7 @@ from service.errors import InvalidRequest
 from service.spec_parts import field_error
 from service.wire.arrays import Kind
 from service.wire.problems import describe_value
-from service.wire.schemas.tensors import tensor_kinds
+from service.wire.schemas.tensors import find_tensor_kinds
 
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
@@ -18,17 +18,17 @@ LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 class Document(BaseModel):
     """A document whose unknown fields are refused by name.
 
-    `tensors` maps its tensor members to their kinds, `expected_instead` maps names that are no fields to what a refusal says is
+    `tensor_kinds` maps its tensor members to their kinds, `expected_instead` maps names that are no fields to what a refusal says is
     expected.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
-    tensors: ClassVar[dict[str, Kind]] = {}
+    tensor_kinds: ClassVar[dict[str, Kind]] = {}
     expected_instead: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.tensors = {**cls.tensors, **tensor_kinds(cls)}
+        cls.tensor_kinds = {**cls.tensor_kinds, **find_tensor_kinds(cls)}
 
 
 class LayerReference(Document):

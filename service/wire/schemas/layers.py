@@ -20,7 +20,7 @@ WEIGHTS_DESCRIPTION = (
 class PutLayer(Document):
     """A layer: its spec, and its weights unless they are to be drawn."""
 
-    tensors: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
+    tensor_kinds: ClassVar[dict[str, Kind]] = {"weights/*": "number"}
     expected_instead: ClassVar[Mapping[str, str]] = dict.fromkeys(SPEC_NAMES, 'no field of that name, which belongs inside "spec"')
     spec: LayerSpec
     weights: dict[str, Weight] | None = Field(default=None, description=WEIGHTS_DESCRIPTION)

@@ -76,7 +76,7 @@ class SessionAttendRequest(AttendRequest, StepOptions):
     """
 
     model_config = ConfigDict(json_schema_extra=_without_layer)
-    tensors: ClassVar[dict[str, Kind]] = {}
+    tensor_kinds: ClassVar[dict[str, Kind]] = {}
 
 
 class SessionAttendReply(AttendReply):

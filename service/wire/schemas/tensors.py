@@ -106,7 +106,7 @@ class Tensor:
         if array.ndim not in self.ranks:
             wanted = " or ".join(map(str, self.ranks))
             raise field_error("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
-        return array if self.kind in ("number", "bias") else self._integral(array)
+        return array if self.kind in ("number", "bias") else self._as_integers(array)
 
     def _array(self, value: Any) -> Array:
         if isinstance(value, str | bool | dict) or value is None:
@@ -120,9 +120,10 @@ class Tensor:
             raise field_error("", "numbers", f"elements of type {array.dtype}")
         return array
 
-    def _integral(self, array: Array) -> Array:
+    def _as_integers(self, array: Array) -> Array:
+        """A mask as booleans, other kinds as int64. Raises at the first element that this would change."""
         if 0 in array.strides and array.size > 1:  # a tensor given by its shape alone is broadcast, and may be huge
-            return np.broadcast_to(self._integral(without_broadcast(array).copy()), array.shape)
+            return np.broadcast_to(self._as_integers(without_broadcast(array).copy()), array.shape)
         if array.dtype == np.bool_:
             if self.kind != "mask":
                 raise field_error("", "whole numbers", "booleans")
@@ -148,13 +149,13 @@ class Tensor:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         ranks = " or ".join(map(str, self.ranks))
         return {
-            "anyOf": self._schemas(),
+            "anyOf": self._json_schemas(),
             NAME_KEY: {"title": self.name, "description": f"Rank {ranks}, of {DESCRIPTIONS[self.kind]}."},
         }
 
-    def _schemas(self) -> list[dict[str, Any]]:
+    def _json_schemas(self) -> list[dict[str, Any]]:
         """JSON schemas of what it may be: nested lists, shape and data, shape and base64."""
-        lists = [_lists(self.kind, rank) for rank in self.ranks]
+        lists = [_nested_lists(self.kind, rank) for rank in self.ranks]
         axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_AXIS}}
         axes |= {"minItems": min(self.ranks), "maxItems": max(self.ranks), "description": "Lengths of the axes. 0 is allowed."}
         names = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool"]
@@ -166,19 +167,19 @@ class Tensor:
         data: dict[str, Any] = {"anyOf": [flat, *(nested for nested, rank in zip(lists, self.ranks, strict=True) if rank > 1), NULL]}
         data["description"] = "Row-major values, in one list or nested to the shape; optional only for POST /attend/plan."
         text = {"type": "string", "contentEncoding": "base64", "description": "Little-endian bytes of the row-major values."}
-        numbers = _object({"shape": axes, "datatype": {"anyOf": [datatype, NULL]}, "data": data}, "shape")
+        numbers = _object_schema({"shape": axes, "datatype": {"anyOf": [datatype, NULL]}, "data": data}, "shape")
         numbers[NAME_KEY] = {"title": f"Flat{self.name}", "description": "A shape, and values in row-major order."}
-        bytes_ = _object({"shape": axes, "datatype": datatype, "base64": text}, "shape", "datatype", "base64")
+        bytes_ = _object_schema({"shape": axes, "datatype": datatype, "base64": text}, "shape", "datatype", "base64")
         bytes_[NAME_KEY] = {"title": f"Base64{self.name}", "description": "A shape, and the base64 of the values' bytes."}
         return [*lists, numbers, bytes_]
 
 
-def _lists(kind: Kind, rank: int) -> dict[str, Any]:
+def _nested_lists(kind: Kind, rank: int) -> dict[str, Any]:
     """The schema of nested lists of that rank. An empty list is not allowed, since its shape is unknown."""
-    return ITEMS[kind] if not rank else {"type": "array", "items": _lists(kind, rank - 1), "minItems": 1}
+    return ITEMS[kind] if not rank else {"type": "array", "items": _nested_lists(kind, rank - 1), "minItems": 1}
 
 
-def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+def _object_schema(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
@@ -187,23 +188,23 @@ def json_schemas(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REFERENCE)
     found: dict[str, Any] = {}
 
-    def referring(node: Any) -> Any:
+    def with_references(node: Any) -> Any:
         if isinstance(node, list):
-            return [referring(item) for item in node]
+            return [with_references(item) for item in node]
         if not isinstance(node, dict):
             return node
         if NAME_KEY not in node:
-            return {key: referring(value) for key, value in node.items()}
+            return {key: with_references(value) for key, value in node.items()}
         name = node[NAME_KEY]["title"]
-        schema = {key: referring(value) for key, value in node.items() if key not in (NAME_KEY, "description")}
+        schema = {key: with_references(value) for key, value in node.items() if key not in (NAME_KEY, "description")}
         found[name] = {**node[NAME_KEY], **schema}
         description = {"description": node["description"]} if "description" in node else {}
         return {"$ref": REFERENCE.format(model=name), **description}
 
-    return {**referring(schemas["$defs"]), **found}
+    return {**with_references(schemas["$defs"]), **found}
 
 
-def tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:
+def find_tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:
     """Field name -> kind, for the fields of `model` that are tensors."""
 
     def annotations(item: Any) -> list[Any]:

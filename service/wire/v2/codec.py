@@ -20,7 +20,7 @@ from service.wire.codec import Codec, Decoded, Encoded, Headers
 from service.wire.json.lists import NumberList
 from service.wire.json.reader import MAX_STRICT_BYTES, Reader, array_of_data, split_json
 from service.wire.json.strict import parse_strictly
-from service.wire.json.writer import text_of, write_json
+from service.wire.json.writer import json_text_of, write_json
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
 from service.wire.reply import Buffer, Reply, wire_array
@@ -55,7 +55,7 @@ class V2Codec(Codec):
             array, nonfinite = wire_array(name, array, reply.datatype, options)
             entry: dict[str, Any] = {"name": name, "shape": array.shape, "datatype": datatype_of(array).name}
             if reply_format.in_text(name):
-                entry["data"] = text_of(name, array.reshape(-1), nonfinite, options)
+                entry["data"] = json_text_of(name, array.reshape(-1), nonfinite, options)
             else:
                 binary, entry["parameters"] = True, {"binary_data_size": array.nbytes}
                 if array.nbytes:

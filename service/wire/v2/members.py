@@ -20,7 +20,7 @@ from service.wire.schemas.attend import AttendRequest, Output
 from service.wire.suggestions import did_you_mean
 
 VERSION = "1"  # of every model
-INPUT_FIELDS = {*AttendRequest.tensors, *LIST_FIELDS}
+INPUT_FIELDS = {*AttendRequest.tensor_kinds, *LIST_FIELDS}
 INPUT_NAMES = [name for name in AttendRequest.model_fields if name in INPUT_FIELDS]
 PARAMETER_FIELDS = {*AttendRequest.model_fields} - INPUT_FIELDS - {"layer", "outputs"} | LIST_FIELDS
 JSON_TEXT_FIELDS = {"window", "dropout", "select", "reply", "tokens"}
@@ -129,7 +129,7 @@ def datatype_named(name: Any, kind: Kind, at: str) -> Datatype:
 
 
 def kind_of(name: str) -> Kind:
-    return AttendRequest.tensors.get(name, "number")
+    return AttendRequest.tensor_kinds.get(name, "number")
 
 
 def _option(name: str, value: Any, at: str) -> Any:

@@ -1,4 +1,4 @@
-"""The JSON documents of the Open Inference Protocol as pydantic models: they validate requests and describe all of them in OpenAPI."""
+"""The request, reply and refusal of inference in the Open Inference Protocol, as pydantic models. `header.py` validates with them."""
 
 from typing import Annotated, Any, Literal
 
@@ -25,105 +25,6 @@ class V2Error(BaseModel):
     error: str
 
 
-class Health(BaseModel):
-    live: bool
-    ready: bool
-    error: str | None = Field(default=None, description="Why it is not ready.")
-
-
-class ServerMetadata(BaseModel):
-    name: str
-    version: str
-    extensions: list[str] = Field(description="Extensions that this server supports.")
-
-
-class TensorMetadata(BaseModel):
-    name: str
-    datatype: str
-    shape: list[int] = Field(description="-1: any length.")
-
-
-class ModelMetadata(BaseModel):
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
-
-
-class ModelReady(BaseModel):
-    name: str
-    ready: bool
-
-
-class ConfigTensor(BaseModel):
-    name: str
-    data_type: str
-    dims: list[int] = Field(description="Without the batch axis.")
-    optional: bool | None = None
-
-
-class ModelConfig(BaseModel):
-    """The fields of Triton's model configuration that mean something here. `output` has the default outputs."""
-
-    name: str
-    platform: str
-    version_policy: dict[str, Any]
-    max_batch_size: int
-    input: list[ConfigTensor]
-    output: list[ConfigTensor]
-    dynamic_batching: dict[str, Any] | None = None
-    sequence_batching: dict[str, Any] | None = Field(
-        default=None, description="In place of `dynamic_batching` if the server keeps sessions."
-    )
-    model_transaction_policy: dict[str, bool]
-
-
-class Duration(BaseModel):
-    count: int
-    ns: int
-
-
-class BatchStatistics(BaseModel):
-    """Durations of the executed batches of this size; `compute_infer` counts a batch once."""
-
-    batch_size: int = Field(description="Batch items computed together, of all calls that were stacked.")
-    compute_input: Duration
-    compute_infer: Duration
-    compute_output: Duration
-
-
-class MemoryUsage(BaseModel):
-    type: str
-    id: int
-    byte_size: int
-
-
-class ModelStatistics(BaseModel):
-    name: str
-    version: str
-    last_inference: int = Field(description="Milliseconds since 1970.")
-    inference_count: int = Field(description="Batch items of the calls that were answered.")
-    execution_count: int = Field(description="Batches computed.")
-    inference_stats: dict[str, Duration] = Field(
-        description="compute_input is decoding, compute_infer computing, compute_output encoding; nothing is cached."
-    )
-    response_stats: dict[str, Any]
-    batch_stats: list[BatchStatistics]
-    memory_usage: list[MemoryUsage]
-
-
-class Statistics(BaseModel):
-    model_stats: list[ModelStatistics]
-
-
-class RepositoryModel(BaseModel):
-    name: str
-    version: str
-    state: str
-    reason: str
-
-
 class StrictModel(BaseModel):
     """Unknown members are refused."""
 
@@ -142,22 +43,22 @@ class OutputParameters(CodecParameters):
     binary_data: bool = Field(default=False, description="As bytes after the JSON; `binary_data_output` if left out.")
 
 
-def _microseconds(value: Any) -> Any:
+def _valid_microseconds(value: Any) -> Any:
     if type(value) is not int or not 0 <= value < 2**64:
         raise field_error("", f"a whole number of microseconds from 0 to {2**64 - 1}", describe_value(value))
     return value
 
 
-Microseconds = Annotated[int, Field(ge=0, lt=2**64), BeforeValidator(_microseconds)]
+Microseconds = Annotated[int, Field(ge=0, lt=2**64), BeforeValidator(_valid_microseconds)]
 
 
-def _unicode(text: str) -> str:
+def _valid_unicode(text: str) -> str:
     if not is_unicode(text):  # the reply repeats it
         raise field_error("", "a string of Unicode text", HALF_SURROGATE)
     return text
 
 
-def _options(schema: dict[str, Any]) -> None:
+def _add_parameter_fields(schema: dict[str, Any]) -> None:
     """Adds the fields of AttendRequest to the parameters' JSON schema. They are validated with the request's other members."""
     schema["additionalProperties"] = False
     fields = AttendRequest.model_json_schema(ref_template=REFERENCE)["properties"]
@@ -169,7 +70,7 @@ def _options(schema: dict[str, Any]) -> None:
         schema["properties"][name] = {**(text if name in JSON_TEXT_FIELDS else shape), **field}
 
 
-def _sequence_id(value: Any) -> Any:
+def _valid_sequence_id(value: Any) -> Any:
     is_number = type(value) is int and 0 <= value < 2**64
     if not is_number and not (isinstance(value, str) and len(value) <= 128 and is_unicode(value)):
         raise field_error("", "an integer of 64 bits, at least 0, or a text of at most 128 characters", describe_value(value))
@@ -179,13 +80,13 @@ def _sequence_id(value: Any) -> Any:
 class InferenceParameters(CodecParameters):
     """Those of the protocol, and the fields of AttendRequest that are no tensors; those with members of their own as JSON text."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=_options)
+    model_config = ConfigDict(extra="allow", json_schema_extra=_add_parameter_fields)
 
     binary_data_output: bool = Field(default=False, description="Outputs as bytes after the JSON.")
     priority: Annotated[int, Field(ge=0, lt=2**64)] = Field(default=0, description="Has no effect.")
     timeout: Microseconds = Field(default=0, description="Microseconds; 0 is no timeout of the request's own.")
     triton_enable_empty_final_response: bool = Field(default=False, description="For streams over gRPC.")
-    sequence_id: Annotated[int | str, BeforeValidator(_sequence_id)] = Field(
+    sequence_id: Annotated[int | str, BeforeValidator(_valid_sequence_id)] = Field(
         default=0,
         description="The sequence whose keys and values the server keeps; 0, empty or left out: none.",
         json_schema_extra=without_default,  # Go clients that are generated from a union with a default do not compile
@@ -231,7 +132,7 @@ class InferenceRequest(StrictModel):
 
     model_name: str | None = Field(default=None, description="As in the path.")
     model_version: str | None = Field(default=None, description="1")
-    id: Annotated[str, AfterValidator(_unicode)] | None = None
+    id: Annotated[str, AfterValidator(_valid_unicode)] | None = None
     parameters: InferenceParameters | None = None
     inputs: list[InferenceInput] = Field(min_length=1, max_length=MAX_INPUTS)
     outputs: list[InferenceOutput] | None = Field(default=None, description="output and attention_weights if left out.")
@@ -251,27 +152,3 @@ class InferenceReply(BaseModel):
     id: str | None = None
     parameters: Parameters = Field(description="fully_masked_rows, fingerprint")
     outputs: list[ReplyOutput]
-
-
-class LoadParameters(StrictModel):
-    config: str | None = Field(
-        default=None,
-        description="A LayerSpec as JSON text; without it, the unloaded layer is loaded.",
-        json_schema_extra={"contentMediaType": "application/json"},
-    )
-
-
-class LoadRequest(StrictModel):
-    parameters: LoadParameters | None = None
-
-
-class UnloadParameters(StrictModel):
-    unload_dependents: Any = Field(default=None, description="Nothing depends on a layer.")
-
-
-class UnloadRequest(StrictModel):
-    parameters: UnloadParameters | None = None
-
-
-class IndexRequest(StrictModel):
-    ready: bool = Field(default=False, description="List only ready models.")

@@ -33,10 +33,10 @@ def outcome(body: bytes, strict: int | None, limits: WireLimits = LIMITS) -> Any
     whole after a refusal; None leaves the body to the strict reader from the beginning."""
     try:
         if strict is None:
-            return json_reader.Reader(limits).members(parse_strictly(body), AttendRequest.tensors)
+            return json_reader.Reader(limits).members(parse_strictly(body), AttendRequest.tensor_kinds)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(json_reader, "MAX_STRICT_BYTES", strict)
-            return json_reader.parse(body, AttendRequest.tensors, limits)
+            return json_reader.parse(body, AttendRequest.tensor_kinds, limits)
     except AttendError as error:
         return type(error), [(problem.at, problem.expected, problem.got) for problem in error.problems]
 

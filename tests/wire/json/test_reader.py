@@ -303,7 +303,7 @@ def test_a_key_with_a_null_character_is_an_unknown_key(key: str) -> None:
     for text in (f'{{"a": 1, "{key}": 2}}', f'{{"reply": {{"x": 1, "{key}": 3}}}}'):
         assert parse(text.encode(), KINDS, LIMITS) == json.loads(text)
     with pytest.raises(InvalidRequest, match="no field of that name"):
-        validate(AttendRequest, parse(f'{{"query": [[1]], "{key}": 2}}'.encode(), AttendRequest.tensors, LIMITS))
+        validate(AttendRequest, parse(f'{{"query": [[1]], "{key}": 2}}'.encode(), AttendRequest.tensor_kinds, LIMITS))
 
 
 @given(tensors(), st.sampled_from(["flat", "nested", "base64"]), STRINGS)

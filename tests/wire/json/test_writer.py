@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from service.errors import InvalidRequest
-from service.wire.client_codec import decode_reply
+from service.wire.client_codec import decode_json_reply
 from service.wire.json import writer
 from service.wire.json.writer import encode_json
 from service.wire.reply import Reply
@@ -94,14 +94,14 @@ def test_every_datatype_has_the_rounded_number(datatype: str, form: str, array: 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 @pytest.mark.parametrize("datatype", DTYPES)
 @given(array=finite(np.float16), keys=hnp.arrays(np.int64, SHAPES))
-def test_decode_reply_inverts_encode_json(datatype: str, form: str, array: Any, keys: Any) -> None:
+def test_decode_json_reply_inverts_encode_json(datatype: str, form: str, array: Any, keys: Any) -> None:
     """Also for the two parts of a selection."""
     cast = array.astype(DTYPES[datatype])
     if not np.isfinite(cast).all():
         return
     reply = Reply({"name": "a", "fingerprint": "b"}, 3, datatype, {"output": array, "attention_weights": {"keys": keys, "values": array}})
 
-    head, tensors = decode_reply(text(reply, form=form))
+    head, tensors = decode_json_reply(text(reply, form=form))
 
     assert (head.layer.model_dump(), head.fully_masked_rows) == (reply.layer, 3)
     selection = tensors["attention_weights"]

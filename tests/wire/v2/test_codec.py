@@ -36,7 +36,7 @@ INFER = "/v2/models/tiny/infer"
 def parsed(body: bytes, length: str, model: str = "tiny") -> AttendRequest:
     """The request that a body makes. Raises RequestError, and nothing else."""
     parameters = {"model": model, "header_length": length}
-    return validate(AttendRequest, V2Codec().decode(body, parameters, AttendRequest.tensors, WireLimits()).members)
+    return validate(AttendRequest, V2Codec().decode(body, parameters, AttendRequest.tensor_kinds, WireLimits()).members)
 
 
 def is_the_good_one(request: AttendRequest) -> bool:

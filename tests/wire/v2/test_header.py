@@ -42,7 +42,7 @@ GOOD: dict[str, Any] = {
 
 def parsed(body: bytes, length: str = "") -> dict[str, Any]:
     """The members of the request. Raises RequestError."""
-    return dict(V2Codec().decode(body, {**PARAMETERS, "header_length": length}, AttendRequest.tensors, WireLimits()).members)
+    return dict(V2Codec().decode(body, {**PARAMETERS, "header_length": length}, AttendRequest.tensor_kinds, WireLimits()).members)
 
 
 def outcome(body: bytes, length: str = "") -> Any:
@@ -94,7 +94,7 @@ def test_a_parsed_header_is_cached_per_limits(limits: WireLimits) -> None:
     hits = []
     for number in (1, 2.5, 2.5):
         with suppress(TooLarge):
-            V2Codec().decode(SMALL.replace("1.5", str(number)).encode(), PARAMETERS, AttendRequest.tensors, limits)
+            V2Codec().decode(SMALL.replace("1.5", str(number)).encode(), PARAMETERS, AttendRequest.tensor_kinds, limits)
         hits.append(codec._parse_cached_template.cache_info().hits)
     assert hits == ([0, 1, 2] if limits == WireLimits() else [0, 0, 0])
 
