@@ -1,7 +1,7 @@
-"""The cases of ONNX's operator Attention that have a past, all of them, as its own test suite computes them. Needs the package onnx==1.23.0.
+"""The cases of ONNX's operator Attention that have a past, all of them, as its own tests compute them. Needs onnx==1.23.0.
 
-Each case is a batch of past keys and values, the new ones, and what follows, [b, heads, n, d]. What ONNX calls present is not kept: past and
-new rows, one after the other.
+Each case is a batch of past keys and values, the new ones, and what follows, [b, heads, n, d]. What ONNX calls present is left out: past
+rows, and then new ones.
 """
 
 import json
