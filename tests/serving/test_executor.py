@@ -65,7 +65,7 @@ def test_law_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatch
         if stage == "computing":
             monkeypatch.setattr(harness.attention, "forward", FailsOnce(harness.attention.forward))
         elif stage == "counting":
-            monkeypatch.setattr(harness.metrics, "batched", FailsOnce(harness.metrics.batched))
+            monkeypatch.setattr(harness.metrics, "count_batch", FailsOnce(harness.metrics.count_batch))
         elif stage == "splitting":
             once = FailsOnce(Result.split)
             monkeypatch.setattr(Result, "split", lambda result, sizes: once(result, sizes))

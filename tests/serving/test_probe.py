@@ -40,12 +40,12 @@ def test_readiness_probes_an_idle_device_with_a_tiny_call() -> None:
     async def test() -> None:
         attention = Attention()
         service, clock = await opened(attention)
-        assert await service.answers()
+        assert await service.is_answering()
         assert attention.sizes == [1]
-        assert await service.answers()
+        assert await service.is_answering()
         assert attention.sizes == [1]
         clock.now += 10 * service.probe.timeout
-        assert await service.answers()
+        assert await service.is_answering()
         assert attention.sizes == [1, 1]
         service.close()
 
@@ -64,12 +64,12 @@ def test_a_hung_device_is_not_ready_until_it_responds() -> None:
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += EVER
         for _ in range(3):
-            assert not await service.answers()
+            assert not await service.is_answering()
             assert service.ready  # the state that does not depend on a probe
         assert not service.scheduler.waiting
         attention.gate.set()
         await hung
-        assert await service.answers()
+        assert await service.is_answering()
         service.close()
 
     run(test())
@@ -86,7 +86,7 @@ def test_a_busy_device_is_ready_if_it_finishes_anything() -> None:
         busy = [occupy(service, attention) for _ in range(3)]
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += 2 * EVER
-        answering = asyncio.create_task(service.answers())
+        answering = asyncio.create_task(service.is_answering())
         await loop_iterations()
         assert not answering.done()
         attention.gate.set()
@@ -110,12 +110,12 @@ def test_a_long_call_is_overdue_only_after_ten_times_its_predicted_time() -> Non
         long = asyncio.create_task(call)
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += 20
-        assert await service.answers()
+        assert await service.is_answering()
         clock.now += 180
-        assert not await service.answers()
+        assert not await service.is_answering()
         attention.gate.set()
         await long
-        assert await service.answers()
+        assert await service.is_answering()
         service.close()
 
     run(test())
@@ -131,12 +131,12 @@ def test_a_device_that_fails_is_not_ready() -> None:
 
         attention.fault = fail
         for _ in range(2):
-            assert not await service.answers()
+            assert not await service.is_answering()
         with pytest.raises(ServiceFault):
             await occupy(service, attention)
-        assert not await service.answers()
+        assert not await service.is_answering()
         attention.fault = lambda call: None
-        assert await service.answers()
+        assert await service.is_answering()
         service.close()
 
     run(test())
@@ -149,9 +149,9 @@ def test_the_device_is_not_probed_while_draining_or_without_layers() -> None:
         attention = Attention()
         service, _ = await opened(attention)
         service.registry.remove("layer")
-        assert await service.answers()
+        assert await service.is_answering()
         service.draining = True
-        assert not await service.answers()
+        assert not await service.is_answering()
         assert not attention.seen
         service.close()
 
