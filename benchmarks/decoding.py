@@ -1,24 +1,27 @@
-"""Microseconds of a decoding step: the layer's own, torch's fused attention on a preallocated cache, and HTTP with and without a session.
+"""Microseconds of a decoding step: the layer's own, other libraries' on a preallocated cache, and HTTP with and without a session.
 
-    python benchmarks/decoding.py [--turns N] [--keys 1024,8192,32768] [--http]
+    python benchmarks/decoding.py [--turns N] [--keys 1024,8192,32768] [--onnxruntime] [--http]
 
-The step of `torch` has the same projections; it writes its row into a preallocated tensor and calls scaled_dot_product_attention on it.
-Turns of all contenders are interleaved; the table has medians, the ratio to `torch`, and the bytes of keys and values that the layer's step
-reads per second, as a share of what copying an array of that size reaches on the same threads. With `--http`, steps over HTTP in
-safetensors, of a session and of `POST /attend` with the whole past.
+The step of `torch` has the same projections; it writes its row into preallocated tensors and calls scaled_dot_product_attention on them.
+That of ONNX Runtime (packages onnx and onnxruntime) does the same with GroupQueryAttention. Both compute one session after the other; the
+layer computes the sessions as one batch. Outputs are compared, and turns of all contenders are interleaved. The table has medians, and the
+bytes of keys and values that the layer's step reads per second, as a share of the bytes that a copy of 256 MB reads and writes on the same
+threads. With `--http`, steps over HTTP in safetensors, of a session and of `POST /attend` with the whole past; the server has one thread.
 """
 
 import argparse
+import http.client
 import json
 import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
+from torch import Tensor
 
 from service.attention.cache import KeyValueCache, PagePool
 from service.attention.call import Call
@@ -29,6 +32,8 @@ from service.spec import LayerSpec
 
 WIDTH, HEADS, HEAD_DIM = 512, 8, 64
 CPU = torch.device("cpu")
+STREAM = torch.randn(2, 1 << 26)
+TOLERANCE = 1e-5  # of an output from torch's
 
 
 class Contenders:
@@ -45,17 +50,17 @@ class Contenders:
         for cache, (key, value) in zip(self.caches, self.past, strict=True):
             cache.reserve(keys + 1)
             cache.write(0, {"key": key[0, :, :keys], "value": value[0, :, :keys]})
-        self.stream = torch.randn(2, kv_heads * (keys + 1) * HEAD_DIM)
         placeholder = torch.zeros(()).expand(1, keys + 1, WIDTH)
         masks = Masks(torch.tensor([[keys]]), keys + 1, right=0)
         self.call = Call(self.row, placeholder, placeholder, masks, self.spec.scale, frozenset({"output"}))
 
-    def ours(self) -> None:
-        """One step of every session, as one batch."""
-        forward_steps(self.layer, [(CachedStep(cache, self.keys, self.row, self.row), self.call) for cache in self.caches])
+    def ours(self) -> Tensor:
+        """One step of every session, as one batch. The output of the last one."""
+        steps = [(CachedStep(cache, self.keys, self.row, self.row), self.call) for cache in self.caches]
+        return forward_steps(self.layer, steps)[-1].tensors["output"]
 
     @torch.inference_mode()
-    def torch(self) -> None:
+    def torch(self) -> Tensor:
         """As many steps, one after the other."""
         project = self.layer.projections.product
         for past in self.past:
@@ -63,12 +68,22 @@ class Contenders:
             for rows, name in zip(past, ("key", "value"), strict=True):
                 rows[:, :, self.keys] = project(self.row, name).view(1, self.kv_heads, HEAD_DIM)
             heads = F.scaled_dot_product_attention(query, *past, enable_gqa=self.kv_heads < HEADS)
-            project(heads.transpose(1, 2).reshape(1, 1, WIDTH), "output")
+            output = project(heads.transpose(1, 2).reshape(1, 1, WIDTH), "output")
+        return output
 
-    def copy(self) -> None:
-        """Reads as many bytes as one step of each session, and writes them."""
-        for _ in self.caches:
-            self.stream[0].copy_(self.stream[1])
+    def onnxruntime(self) -> Callable[[], Tensor]:
+        """A function that does the same with ONNX Runtime."""
+        from contenders.onnx_layer import step
+
+        weights = {name: tensor.numpy() for name, tensor in self.layer.weights.items()}
+        row, threads = self.row.numpy(), torch.get_num_threads()
+        steps = [step(weights, HEADS, row, (key.numpy(), value.numpy()), threads) for key, value in self.past]
+        return lambda: [torch.from_numpy(run()) for run in steps][-1]
+
+
+def copy() -> None:
+    """Reads and writes 256 MB."""
+    STREAM[0].copy_(STREAM[1])
 
 
 def timed(contenders: dict[str, Callable[[], object]], turns: int, repeats: int) -> dict[str, float]:
@@ -84,60 +99,64 @@ def timed(contenders: dict[str, Callable[[], object]], turns: int, repeats: int)
     return {name: 1e6 * median(times) for name, times in seconds.items()}
 
 
-def in_process(keys: list[int], turns: int) -> None:
-    print("| heads | keys | sessions | layer, µs a step | torch, µs a step | ratio | GB/s read | of copying |")
-    print("|---|---|---|---|---|---|---|---|")
+def in_process(keys: list[int], turns: int, with_onnxruntime: bool) -> None:
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}\n")
+    print("| heads | keys | sessions | layer, µs a step | torch | ONNX Runtime | layer / torch | GB/s read | of copying |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for kv_heads in (HEADS, 2):
         for n in keys:
             for sessions in (1, 16) if n <= 8192 else (1,):
                 made = Contenders(kv_heads, n, sessions)
-                found = timed({"ours": made.ours, "torch": made.torch, "copy": made.copy}, turns, max(1, 4096 // n))
-                size = 2 * kv_heads * (n + 1) * HEAD_DIM * 4 * sessions
-                rate, copied = (size / found[name] / 1e3 for name in ("ours", "copy"))
-                steps = [found[name] / sessions for name in ("ours", "torch")]
-                case, times = f"{HEADS}/{kv_heads} | {n} | {sessions}", " | ".join(f"{step:.0f}" for step in steps)
-                print(f"| {case} | {times} | {steps[0] / steps[1]:.2f} | {rate:.1f} | {rate / copied:.0%} |")
+                contenders = {"ours": made.ours, "torch": made.torch}
+                if with_onnxruntime:
+                    contenders["onnxruntime"] = made.onnxruntime()
+                wanted = made.torch()
+                assert all((run() - wanted).abs().max() <= TOLERANCE * wanted.abs().max() for run in contenders.values())
+                found = timed({**contenders, "copy": copy}, turns, max(1, 4096 // n))
+                rate = 2 * kv_heads * (n + 1) * HEAD_DIM * 4 * sessions / found["ours"] / 1e3
+                copied = 2 * STREAM[0].nbytes / found["copy"] / 1e3
+                times = [f"{found[name] / sessions:.0f}" if name in found else "" for name in ("ours", "torch", "onnxruntime")]
+                ratio = found["ours"] / found["torch"]
+                case = " | ".join((f"{HEADS}/{kv_heads}", str(n), str(sessions), *times))
+                print(f"| {case} | {ratio:.2f} | {rate:.1f} | {rate / copied:.0%} |", flush=True)
 
 
 def over_http(keys: list[int], turns: int) -> None:
-    import httpx
-    from load import serve_attend
+    from load import SAFETENSORS, encode, serve_attend
 
-    from service.wire.safetensors import write_tensors
-
-    def body(tensors: dict[str, Any], request: dict[str, Any]) -> bytes:
-        return b"".join(bytes(piece) for piece in write_tensors(tensors, {"request": json.dumps(request)}))
-
-    headers = {"Content-Type": "application/vnd.safetensors", "Accept": "application/vnd.safetensors"}
     fields = {"causal": True, "outputs": ["output"]}
-    print("\n| keys | session, µs | whole past, µs | ratio |")
+    print("\n| keys | session, µs a step | whole past, µs | ratio |")
     print("|---|---|---|---|")
-    with (
-        serve_attend(8101, WIDTH, HEADS, f"attend serve --session-memory {1 << 30}") as server,
-        httpx.Client(base_url=server.url, headers=headers, timeout=600) as http,
-    ):
+    with serve_attend(8101, WIDTH, HEADS, f"attend serve --session-memory {1 << 30}") as server:
+        connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=600)
+
+        def post(path: str, body: bytes, media_type: str = SAFETENSORS) -> bytes:
+            connection.request("POST", path, body, {"Content-Type": media_type, "Accept": media_type})
+            response = connection.getresponse()
+            content = response.read()
+            assert response.status < 300, content
+            return content
+
         for n in keys:
             past = np.random.default_rng(0).standard_normal((n, WIDTH)).astype(np.float32)
-            session = http.post("/sessions", content=b"{}", headers={"Content-Type": "application/json"}).json()["id"]
-            http.post(f"/sessions/{session}/attend", content=body({"query": past}, fields)).raise_for_status()
-            step = body({"query": past[:1]}, fields)
-            whole = body({"query": past[:1], "key": past}, {**fields, "query_offset": "end"})
-            sent = {"session": (f"/sessions/{session}/attend", step), "whole": ("/attend", whole)}
-            calls = {name: partial(http.post, path, content=content) for name, (path, content) in sent.items()}
-            assert all(call().is_success for call in calls.values())
-            found = timed(calls, turns, 10)
-            print(f"| {n} | {found['session']:.0f} | {found['whole']:.0f} | {found['whole'] / found['session']:.1f} |")
+            path = f"/sessions/{json.loads(post('/sessions', b'{}', 'application/json'))['id']}/attend"
+            post(path, encode("st", {"query": past}, fields)[0])
+            step = encode("st", {"query": past[:1]}, fields)[0]
+            whole = encode("st", {"query": past[:1], "key": past}, {**fields, "query_offset": "end"})[0]
+            found = timed({"session": partial(post, path, step), "whole": partial(post, "/attend", whole)}, turns, 10)
+            print(f"| {n} | {found['session']:.0f} | {found['whole']:.0f} | {found['whole'] / found['session']:.1f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--keys", default="1024,8192,32768")
+    parser.add_argument("--onnxruntime", action="store_true", help="ONNX Runtime as well")
     parser.add_argument("--http", action="store_true", help="over HTTP as well")
     given = parser.parse_args()
     keys = [int(n) for n in given.keys.split(",")]
     torch.manual_seed(0)
-    in_process(keys, given.turns)
+    in_process(keys, given.turns, given.onnxruntime)
     if given.http:
         over_http(keys, given.turns)
 

@@ -16,6 +16,7 @@
     │   ├── LengthMismatch        412  the session does not have `expected_length` rows
     │   │   └── ReplyLost              raised by clients only: since an earlier attempt at this step was computed
     │   ├── WrongReplica          421  another replica has the session
+    │   │   └── WrongWorker       421  another process of this server has it, and the request is forwarded there
     │   ├── TooLarge              413  in bytes, depth, parameters, or predicted memory and work
     │   ├── UnsupportedMediaType  415  of the body
     │   └── NotAcceptable         406  no media type of the reply is accepted
@@ -37,7 +38,8 @@ Every refusal has `Problem`s: where (a JSON pointer), what was expected, what wa
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,18 @@ class WrongReplica(RequestError):
     title = "wrong replica"
 
 
+class WrongWorker(WrongReplica):
+    """`socket`: the Unix socket of the process that has the session; `if_ended`: the error to raise if no process listens on it any more;
+    `raw`: the request, a RawRequest, if its body has been read."""
+
+    title = "wrong worker"
+
+    def __init__(self, socket: Path, if_ended: AttendError) -> None:
+        super().__init__("another process of this server has the session")
+        self.socket, self.if_ended = socket, if_ended
+        self.raw: Any = None
+
+
 class TooLarge(RequestError):
     title = "too large"
 
@@ -161,6 +175,7 @@ class CapacityError(AttendError):
 
 class NotReady(CapacityError):
     title = "not ready"
+    retry_after = 1
 
 
 class Overloaded(CapacityError):

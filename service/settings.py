@@ -74,7 +74,7 @@ class Settings(BaseModel):
     max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Bytes of waiting calls; also of all bodies and replies.")
     max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one.")
     batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls; of use on a GPU only.")
-    session_memory: int = Field(default=0, ge=0, description="Bytes of keys and values that sessions keep; 0: no sessions.")
+    session_memory: int = Field(default=0, ge=0, description="Bytes of keys and values of sessions, divided among workers; 0: no sessions.")
     replica_name: str = Field(
         default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?$", description="Name of this server in the ids of sessions, for balancers."
     )
@@ -139,12 +139,6 @@ class Settings(BaseModel):
     def _ports_apart(self) -> Self:
         if self.port == self.grpc_port != 0 and self.uds is None:
             raise ValueError(f"port and grpc_port cannot both be {self.port}")
-        return self
-
-    @model_validator(mode="after")
-    def _sessions_of_one_process(self) -> Self:
-        if self.session_memory and self.workers > 1:
-            raise ValueError("session_memory needs workers = 1: each process keeps its own sessions, and all share the port")
         return self
 
     @field_validator("trusted_proxies")

@@ -45,6 +45,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
         "grpc_health",
         "grpc_reflection",
         "google",
+        "httpx",
         "structlog",
         "opentelemetry",
     },

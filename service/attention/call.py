@@ -35,7 +35,7 @@ class Call:
     average: bool = False
     top_k: int | None = None
     reproducible: bool = False
-    part: bool = False  # whether this is one part of a call cut along its keys; log_sum_exp, used to combine parts, is then float64
+    is_part: bool = False  # whether this is one part of a call cut along its keys; log_sum_exp, used to combine parts, is then float64
     output_gradient: Tensor | None = None  # [b, q, output_dim], if gradients are among the outputs
 
     @property

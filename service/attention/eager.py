@@ -69,7 +69,7 @@ class Eager:
                 assembly.put("scores", block.rows, shifted)
             if "log_sum_exp" in wanted:
                 total = log_sum_exp(block.scores, sinks, block.shift)
-                assembly.put("log_sum_exp", block.rows, total.to(torch.float64 if call.part else self.dtype))
+                assembly.put("log_sum_exp", block.rows, total.to(torch.float64 if call.is_part else self.dtype))
             if "head_outputs" not in wanted and "attention_weights" not in wanted:
                 continue
             weights = self.attention_weights(call, block)

@@ -101,7 +101,7 @@ class MultiHeadAttention:
         """
         if call.head_scale is not None:
             head_outputs = head_outputs * call.head_scale
-        if self.spec.output_gate is not None and not call.part:
+        if self.spec.output_gate is not None and not call.is_part:
             head_outputs = head_outputs * self.projections.gate(call.query)
         return {"head_outputs": head_outputs, "concatenated": head_outputs.transpose(1, 2).flatten(2)}
 

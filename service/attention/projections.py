@@ -26,23 +26,39 @@ class Projections:
 
     def project(self, call: Call) -> Projected:
         """Project, split into heads, norm and rotate: query [b, h, q, head_dim], key and value [b, kv heads, k, …]."""
-        spec, norm, latent = self.spec, self.spec.qk_norm, self.spec.latent
-        kv_heads, shared_dim = spec.num_kv_heads, 0 if latent is None else latent.rope_key_dim
-        shapes = (spec.num_heads, spec.head_dim), (kv_heads, spec.head_dim - shared_dim), (kv_heads, spec.value_head_dim)
-        inputs = (call.query, call.key, call.value) if latent is None else self._compressed(call, latent)
-        projected = [self.product(x, name) for x, name in zip(inputs, PROJECTIONS, strict=False)] if spec.projections else inputs
-        query, key, value = (x.view(*x.shape[:2], *shape).transpose(1, 2) for x, shape in zip(projected, shapes, strict=True))
-        if latent is not None:
-            key = torch.cat((self.product(call.key, "rope_key")[:, None].expand(-1, kv_heads, -1, -1), key), -1)
+        spec, norm = self.spec, self.spec.qk_norm
+        query, key, value = self._project_heads(call)
         if norm is not None and not norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         if spec.rope is not None:
-            query, key = (self._rotate(x, at, spec.rope) for x, at in zip((query, key), call.rope_positions, strict=True))
+            query_positions, key_positions = call.rope_positions
+            query, key = self._rotate(query, query_positions, spec.rope), self._rotate(key, key_positions, spec.rope)
         if norm is not None and norm.after_rope:
             query, key = self._norm(norm, query, "query"), self._norm(norm, key, "key")
         if spec.query_scale is not None:
             query = scale_queries(query, call.masks.positions, spec.query_scale)
-        return query, key, self._norm(norm, value, "value") if norm is not None and norm.values else value
+        if norm is not None and norm.values:
+            value = self._norm(norm, value, "value")
+        return query, key, value
+
+    def _project_heads(self, call: Call) -> Projected:
+        """Project and split into heads; latent attention projects in two steps (DeepSeek-AI 2024, equations 9 to 17)."""
+        spec, kv_heads = self.spec, self.spec.num_kv_heads
+        query, key, value = call.query, call.key, call.value
+        if spec.latent is not None:
+            query = query if spec.latent.query_rank is None else self._compress(query, "query_down", spec.latent)
+            key = self._compress(call.key, "key_value_down", spec.latent)
+            value = key if call.value is call.key else self._compress(call.value, "key_value_down", spec.latent)
+        if spec.projections:
+            query, key, value = self.product(query, "query"), self.product(key, "key"), self.product(value, "value")
+        query, key, value = _split_heads(query, spec.num_heads), _split_heads(key, kv_heads), _split_heads(value, kv_heads)
+        if spec.latent is not None:
+            key = _prepend_shared(self.product(call.key, "rope_key"), key)
+        return query, key, value
+
+    def _compress(self, x: Tensor, name: str, latent: Latent) -> Tensor:
+        """The latent vectors [b, n, rank] of x [b, n, in]."""
+        return self._norm(QKNorm(eps=latent.eps), self.product(x, name), name)
 
     def outputs(self, call: Call, projected: Projected) -> dict[str, Tensor]:
         """The call's outputs among the projections: `query_projection`, …, and `latent` and `rope_key` of latent attention.
@@ -53,25 +69,13 @@ class Projections:
         if (latent := self.spec.latent) is not None:
             tensors["rope_key"] = projected[1][:, 0, :, : latent.rope_key_dim]
             if "latent" in call.outputs:
-                tensors["latent"] = self._norm(QKNorm(eps=latent.eps), self.product(call.key, "key_value_down"), "key_value_down")
+                tensors["latent"] = self._compress(call.key, "key_value_down", latent)
         return {name: x for name, x in tensors.items() if name in call.outputs}
 
     def expand_latent(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value [b, kv heads, k, …] of the outputs `latent` [b, k, key_value_rank] and `rope_key` [b, k, rope_key_dim]."""
-        kv_heads = self.spec.num_kv_heads
-        key, value = (self.product(latent, name).view(*latent.shape[:2], kv_heads, -1).transpose(1, 2) for name in ("key", "value"))
-        return torch.cat((rope_key[:, None].expand(-1, kv_heads, -1, -1), key), -1), value
-
-    def _compressed(self, call: Call, latent: Latent) -> tuple[Tensor, Tensor, Tensor]:
-        """The latent vectors of queries, keys and values, [b, n, rank] (DeepSeek-AI 2024, equations 9 and 12); queries may have none."""
-        norm = QKNorm(eps=latent.eps)
-        query, key, value = call.query, call.key, call.value
-        if latent.query_rank is not None:
-            query = self._norm(norm, self.product(query, "query_down"), "query_down")
-        compressed = self._norm(norm, self.product(key, "key_value_down"), "key_value_down")
-        if value is key:
-            return query, compressed, compressed
-        return query, compressed, self._norm(norm, self.product(value, "key_value_down"), "key_value_down")
+        key, value = (_split_heads(self.product(latent, name), self.spec.num_kv_heads) for name in ("key", "value"))
+        return _prepend_shared(rope_key, key), value
 
     def _norm(self, norm: QKNorm, x: Tensor, name: str) -> Tensor:
         """RMS norm (Zhang & Sennrich 2019) or layer norm of x [b, heads, n, d] or [b, n, d], in float32 or better.
@@ -109,3 +113,13 @@ class Projections:
         if (product := self._products.get(name)) is None:
             product = self._products[name] = Linear(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
         return product(x)
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """[b, n, heads * d] -> [b, heads, n, d]."""
+    return x.view(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
+
+
+def _prepend_shared(shared: Tensor, key: Tensor) -> Tensor:
+    """Every head's key [b, kv heads, k, d] after the part [b, k, r] that all heads share: [b, kv heads, k, r + d]."""
+    return torch.cat((shared[:, None].expand(-1, key.shape[1], -1, -1), key), -1)

@@ -17,8 +17,8 @@ from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
 MAX_WIDTH = 256  # d_model of a layer with short calls
-MAX_PRODUCT = 1 << 20  # most multiplications in one product of a short call: for more, torch is as fast,
-MAX_PORTABLE = 1 << 18  # or for more than this, on a processor without vectors of eight floats
+MAX_PRODUCT = 1 << 20  # most multiplications in one product of a short call; for more, torch is as fast
+MAX_PORTABLE = 1 << 18  # the same on a processor without vectors of eight floats
 OUTPUTS = frozenset({"output", "attention_weights"})
 
 

@@ -7,8 +7,11 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
 
 import structlog
 import typer
@@ -20,6 +23,7 @@ from service.cli.logs import configure_logs
 from service.cli.server import POLL, Server, application, exit_timeout_of
 from service.cli.terminal import fail
 from service.serving.metrics import MULTIPROCESS
+from service.serving.sessions.workers import GRPC, HTTP, new_socket
 from service.settings import Settings
 from service.web.app import is_local
 from service.web.connections import Connection
@@ -72,12 +76,12 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
             raise typer.Exit(1)
         return
     try:
-        folder = tempfile.TemporaryDirectory(prefix="attend-metrics-", dir=shared_folder())
+        folder = tempfile.TemporaryDirectory(prefix="attend-", dir=shared_folder())  # for this user only
     except OSError:
-        fail("serve", f"several workers need a folder for their metrics, and neither $TMPDIR, /tmp nor {SHARED_MEMORY} is writable")
+        fail("serve", f"several workers need a folder that they share, and neither $TMPDIR, /tmp nor {SHARED_MEMORY} is writable")
     with folder as shared:
         os.environ[MULTIPROCESS] = shared
-        supervisor = Supervisor(config, [listening], exit_timeout_of(settings))
+        supervisor = Supervisor(config, [listening], exit_timeout_of(settings), Path(shared))
         supervisor.run()
     if supervisor.failed:
         raise typer.Exit(1)
@@ -125,6 +129,7 @@ def _pages(url: str) -> dict[str, str]:
 class Worker(Process):
     """uvicorn's worker process, which runs `Server`. `has_served`: whether it has reported to the supervisor that it is serving."""
 
+    private_socket: Path | None = None
     has_served = False
     ended = False  # the process has ended; a new one replaces it at the time `replace_at`
     replace_at = 0.0
@@ -170,19 +175,24 @@ class Supervisor(Multiprocess):
     after growing pauses, while the others serve.
     """
 
-    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], exit_timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], exit_timeout: float, folder: Path) -> None:
         super().__init__(config, sockets)
-        self.exit_timeout, self.failed = exit_timeout, False
+        self.exit_timeout, self.folder, self.failed = exit_timeout, folder, False
         self.processes: list[Worker] = []  # type: ignore[assignment]  # uvicorn's list has its own class of workers
         self._replaced: list[Worker] = []  # workers that got SIGHUP and have not exited yet
         self._serves = False  # whether any worker has ever served
         self._failures = 0  # failed starts since a worker last began to serve
 
     def init_processes(self) -> None:
-        self.processes += [self._start_worker() for _ in range(self.processes_num)]
+        self.processes += [self._start_worker(number) for number in range(self.processes_num)]
 
-    def _start_worker(self) -> Worker:
-        worker = Worker(self.config, self.sockets)
+    def _start_worker(self, number: int) -> Worker:
+        """A new worker of this number. Its private socket is in the folder that the workers share."""
+        config, private_socket = copy(self.config), new_socket(self.folder, number)
+        make_application: Any = config.app
+        config.app = partial(make_application, private_socket=private_socket)
+        worker = Worker(config, self.sockets)
+        worker.private_socket = private_socket
         worker.start()
         return worker
 
@@ -197,14 +207,14 @@ class Supervisor(Multiprocess):
             elif worker.has_served and not had_served:
                 self._serves, self._failures = True, 0
             if worker.ended and time.monotonic() >= worker.replace_at and not self.should_exit.is_set():
-                self.processes[index] = self._start_worker()
+                self.processes[index] = self._start_worker(index)
 
     def _end_worker(self, worker: Worker) -> None:
         """Ends a dead or hanging worker, and sets the time at which it is replaced; or ends the server."""
         worker.kill()
         worker.join()
         worker.ended = True
-        _forget_gauges(worker)
+        _forget(worker)
         log.warning("worker died", pid=worker.pid, exit_status=worker.exitcode)
         if worker.has_served:
             return
@@ -223,11 +233,11 @@ class Supervisor(Multiprocess):
         has exited, so there is at most one extra worker at a time. SIGTERM and SIGINT end the replacement."""
         log.info("restarting workers")
         for index, old in enumerate(self.processes):
-            new = self._start_worker()
+            new = self._start_worker(index)
             if not self._becomes_ready(new):
                 new.kill()
                 new.join()
-                _forget_gauges(new)
+                _forget(new)
                 if not self._must_stop():
                     log.error("restart ended", reason="a new worker did not become ready; the old ones stay", pid=old.pid)
                 return
@@ -255,7 +265,7 @@ class Supervisor(Multiprocess):
             if worker.exitcode is None and time.monotonic() > deadline:
                 self._kill(worker)
             elif worker.exitcode is not None:
-                _forget_gauges(worker)
+                _forget(worker)
                 self._replaced.remove(worker)
 
     def _must_stop(self) -> bool:
@@ -287,6 +297,9 @@ class Supervisor(Multiprocess):
         worker.process.join()
 
 
-def _forget_gauges(worker: Worker) -> None:
-    """Removes the gauges of a worker that has ended from /metrics; its counters stay."""
+def _forget(worker: Worker) -> None:
+    """Removes the gauges of a worker that has ended from /metrics, and its private sockets; its counters stay."""
     mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]  # the library has no annotations
+    if worker.private_socket is not None:
+        for suffix in (HTTP, GRPC):
+            worker.private_socket.with_suffix(suffix).unlink(missing_ok=True)

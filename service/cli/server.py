@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from multiprocessing import parent_process
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -52,6 +53,19 @@ class Server(uvicorn.Server):
         """Whether the configured layers could not be loaded."""
         service = self.lifespan.state.get("service")
         return service is not None and service.failed
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if Connection.private_socket:
+            make = partial(Connection, self.config, self.server_state, self.lifespan.state)
+            loop = asyncio.get_running_loop()
+            self._private = await loop.create_unix_server(make, Connection.private_socket, backlog=self.config.backlog)
+
+    async def _wait_tasks_to_complete(self) -> None:
+        """Other workers may forward requests until this one has answered its own."""
+        await super()._wait_tasks_to_complete()
+        if Connection.private_socket:
+            self._private.close()
 
     async def on_tick(self, counter: int) -> bool:
         """Whether the server should exit."""
@@ -159,18 +173,20 @@ def exit_with_supervisor(exit_timeout: float) -> None:
     threading.Thread(target=wait, name="supervisor", daemon=True).start()
 
 
-def application(settings: Settings, threads: int, pages: Mapping[str, str]) -> FastAPI:
-    """Sets up this process (threads, memory, logs, signals) and returns its application. Once it is ready, it logs the `pages`."""
+def application(settings: Settings, threads: int, pages: Mapping[str, str], private_socket: Path | None = None) -> FastAPI:
+    """Sets up this process (threads, memory, logs, signals) and returns its application. Once it is ready, it logs the `pages`.
+    Other workers forward requests to the `private_socket`."""
     exit_with_supervisor(exit_timeout_of(settings))
     torch.set_num_threads(threads)
     sys.setswitchinterval(SWITCH_SECONDS)
     keep_memory()
     configure_logs(settings.log_format, settings.log_level)
-    app = create_app(settings)
+    app = create_app(settings, private_socket)
     service, inner = app.state.service, app.router.lifespan_context
     service.logged_when_ready = pages
     Connection.timer = SlowPeerTimer(settings.client_timeout, settings.min_client_rate)
     Connection.metrics, Connection.log_requests = service.metrics, settings.access_log
+    Connection.private_socket = str(private_socket or "")
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:

@@ -47,7 +47,7 @@ class Attend:
 
     async def check_health(self) -> None:
         """Raises NotReady; Ray calls this and replaces a replica for which it raises."""
-        if not await self._service.answers():
+        if not await self._service.is_answering():
             raise NotReady("the layers could not be loaded, or the device does not answer")
 
 
@@ -67,7 +67,7 @@ class Shard:
         return (await self._service.scheduler.submit(layer, part, cost)).result
 
     async def check_health(self) -> None:
-        if not await self._service.answers():
+        if not await self._service.is_answering():
             raise NotReady("the device does not answer")
 
 

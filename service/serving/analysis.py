@@ -14,8 +14,8 @@ from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
 from service.serving import binding
 from service.serving.admission import Admission
+from service.serving.casting import cast, numpy_of
 from service.serving.cost import Cost, predict
-from service.serving.device import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.outputs import reply_sizes
 from service.serving.requests import BoundCall

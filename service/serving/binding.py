@@ -16,8 +16,8 @@ from service.attention.masks import PADDING, Masks, last_keys
 from service.attention.operations import PackedAttention, ShortCall
 from service.errors import InvalidRequest
 from service.serving.admission import Admission
+from service.serving.casting import cast, finite_array, tensor_of
 from service.serving.cost import predict
-from service.serving.device import cast, finite_array, tensor_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.validation_cache import cache_key

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from service.attention.call import Result
-from service.errors import RequestError, SessionNotFound, TooLarge
+from service.errors import RequestError, SessionNotFound, TooLarge, WrongWorker
 from service.serving.admission import Admission, ServingLimits
 from service.serving.analysis import bind_analysis
 from service.serving.binding import bind_attend
@@ -133,13 +133,13 @@ class Engine:
             else:
                 encoded = await self.run(raw, cost.reply_bytes, _encode, bound, outcome.result, decoded, raw)
         except BaseException:  # including CancelledError when the caller disconnects
-            self.statistics.failed(bound.layer.name, self.clock() - started)
+            self.statistics.count_failed(bound.layer.name, self.clock() - started)
             raise
         phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - computed_at)
-        self.metrics.computed(phases)
+        self.metrics.count_call(phases)
         if bound.session is not None:
-            self.metrics.stepped()
-        self.statistics.answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, cost.operations)
+            self.metrics.count_step()
+        self.statistics.count_answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, cost.operations)
         log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
         return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
 
@@ -174,12 +174,22 @@ class Engine:
     def decode(self, raw: RawRequest, document: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
         """Decompress and decode the body; its members are not validated yet.
 
-        Raises MalformedBody, InvalidRequest, TooLarge or UnsupportedMediaType.
+        Raises MalformedBody, InvalidRequest, TooLarge or UnsupportedMediaType; WrongWorker if another process has the session.
         """
-        body = raw.take_body()
+        received = body = raw.take_body()
         if raw.coding:
             body = unpack(body, raw.coding, self.wire_limits.body_bytes)
-        return raw.codec.decode(body, raw.parameters, document.tensor_kinds, self.wire_limits, shapes_alone)
+        decoded = raw.codec.decode(body, raw.parameters, document.tensor_kinds, self.wire_limits, shapes_alone)
+        if self.sessions is not None and self.sessions.workers is not None:
+            try:
+                if decoded.sequence is not None:
+                    self.sessions.workers.require_sequence(raw.key, decoded.members["layer"], decoded.sequence.id)
+                elif "session" in document.model_fields and decoded.members.get("session") is not None:
+                    self.sessions.require_here(str(decoded.members["session"]))
+            except WrongWorker as error:
+                raw.body, error.raw = received, raw
+                raise
+        return decoded
 
     def find(self, members: Mapping[str, Any], document: type[AttendRequest]) -> LoadedLayer:
         """The layer of the request. If there is none: InvalidRequest for an invalid request, else LayerNotFound or LayerUnloaded."""

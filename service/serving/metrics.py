@@ -102,8 +102,10 @@ class Metrics:
         self._failures = Counter("attend_failures", "Requests refused or failed, by reason.", ["reason"], registry=self.registry)
         self._received = Counter("attend_received_bytes", "Bytes of request bodies, as received.", registry=self.registry)
         self._sent = Counter("attend_sent_bytes", "Bytes of reply bodies, as sent.", registry=self.registry)
-        self.abandoned = Counter("attend_abandoned_calls", "Calls dropped because the client disconnected.", registry=self.registry).inc
-        self.split = Counter("attend_out_of_memory_splits", "Batches split in halves for lack of memory.", registry=self.registry).inc
+        self.count_abandoned = Counter(
+            "attend_abandoned_calls", "Calls dropped because the client disconnected.", registry=self.registry
+        ).inc
+        self.count_split = Counter("attend_out_of_memory_splits", "Batches split in halves for lack of memory.", registry=self.registry).inc
         self.layers = self._gauge("attend_layers", "Layers in memory.", "livemax")
         names = {"calls": "Waiting calls.", "operations": "Their predicted operations.", "bytes": "Their predicted memory."}
         self._queue = [self._gauge(f"attend_queue_{name}", text) for name, text in names.items()]
@@ -113,16 +115,16 @@ class Metrics:
         self._pages = self._gauge("attend_session_bytes", "Bytes of the pages of sessions.")
         self._shared_pages = self._gauge("attend_session_shared_bytes", "Bytes of the pages that several sessions share.")
         self._ended = Counter("attend_sessions_ended", "Sessions that ended, by reason.", ["reason"], registry=self.registry)
-        self.stepped = Counter("attend_session_steps", "Calls to sessions that were computed.", registry=self.registry).inc
+        self.count_step = Counter("attend_session_steps", "Calls to sessions that were computed.", registry=self.registry).inc
         self._ready = self._gauge("attend_ready", "1 if the server is ready, else 0.", "livemin")
-        self._answered: Counts[tuple[str, int]] = Counts()
+        self._counted_requests: Counts[tuple[str, int]] = Counts()
         self._bytes = [0, 0]  # received, sent
         self._collectors: list[Collector] = []
         self._phases = PlainHistogram(
             "attend_phase_seconds", "Time a request spends in a phase.", PHASE_BUCKETS, self.folder, "phase", PHASES
         )
         batches = PlainHistogram("attend_batch_calls", "Calls in a batch.", (1, 2, 4, 8, 16, 32, 64), self.folder)
-        self.batched = batches.observe
+        self.count_batch = batches.observe
         for histogram in (self._phases, batches):
             self.add(histogram)
 
@@ -134,18 +136,19 @@ class Metrics:
     def _gauge(self, name: str, text: str, over_workers: Any = "livesum") -> Gauge:
         return Gauge(name, text, registry=self.registry, multiprocess_mode=over_workers)
 
-    def answered(self, endpoint: str, status: int, received: int = 0, sent: int = 0) -> None:
+    def count_request(self, endpoint: str, status: int, received: int = 0, sent: int = 0) -> None:
         """Count a finished request; status 0 means that no reply was sent."""
-        self._answered[endpoint, status] += 1
+        self._counted_requests[endpoint, status] += 1
         self._bytes[0] += received
         self._bytes[1] += sent
         if self.shared:  # a process may be killed, and its counts must survive
             self.record()
 
-    def failed(self, reason: str) -> None:
+    def count_failure(self, reason: str) -> None:
+        """Count a request that was refused or failed."""
         self._failures.labels(reason).inc()
 
-    def session_ended(self, reason: str) -> None:
+    def count_ended_session(self, reason: str) -> None:
         self._ended.labels(reason).inc()
 
     def sample_sessions(self, count: int, used: int, shared: int) -> None:
@@ -154,14 +157,14 @@ class Metrics:
         self._pages.set(used)
         self._shared_pages.set(shared)
 
-    def computed(self, phases: Phases) -> None:
+    def count_call(self, phases: Phases) -> None:
         """Count an answered call."""
         self._phases.observe(phases.decode, phases.queue, phases.compute, phases.encode)
 
     def record(self) -> None:
         """Add what was counted since the last time to the metrics."""
-        answered, self._answered = self._answered, Counts()
-        for (endpoint, status), count in answered.items():
+        counted, self._counted_requests = self._counted_requests, Counts()
+        for (endpoint, status), count in counted.items():
             self._requests.labels(endpoint, str(status)).inc(count)
         (received, sent), self._bytes = self._bytes, [0, 0]
         self._received.inc(received)

@@ -167,11 +167,11 @@ class Scheduler:
     def _compute_inline(self, entry: Entry) -> Outcome:
         """Compute a call on the event loop, in the order in which calls arrive."""
         if entry.is_abandoned():
-            self.metrics.abandoned(1)
+            self.metrics.count_abandoned(1)
             raise CallerGone
         if entry.deadline is not None and entry.deadline <= self.clock():
             raise DeadlinePassed(TOO_LATE)
-        self.metrics.batched(1)
+        self.metrics.count_batch(1)
         settled = compute([entry], self.clock)
         self._record(settled)
         _, outcome = settled[0]
@@ -241,7 +241,7 @@ class Scheduler:
                 entry.settle(DeadlinePassed(TOO_LATE))
             self._drop(abandoned)
             if batch:
-                self.metrics.batched(len(batch))
+                self.metrics.count_batch(len(batch))
                 self._start(loop, batch)
         except Exception as error:  # every call must be settled, whatever failed
             self._remove(waiting)
@@ -263,7 +263,7 @@ class Scheduler:
             error = computed.exception()
             self._finish(loop, computed.result() if error is None else [(entry, error_of_batch(error)) for entry in batch])
 
-        computed = self._thread.submit(compute, batch, self.clock, self.metrics.split)
+        computed = self._thread.submit(compute, batch, self.clock, self.metrics.count_split)
         computed.add_done_callback(lambda done: loop.call_soon_threadsafe(finish, done))
 
     def _finish(self, loop: asyncio.AbstractEventLoop, settled: Outcomes) -> None:
@@ -300,4 +300,4 @@ class Scheduler:
         for entry in abandoned:
             entry.settle(CallerGone())
         if abandoned:
-            self.metrics.abandoned(len(abandoned))
+            self.metrics.count_abandoned(len(abandoned))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
+from service.errors import CallerGone, DeadlinePassed
 from service.serving.admission import ServingLimits
 from service.serving.batching import limits_on
 from service.serving.byte_budget import ByteBudget
@@ -20,6 +21,7 @@ from service.serving.layers.registry import LayerRegistry
 from service.serving.layers.store import LayerStore
 from service.serving.metrics import Metrics
 from service.serving.probe import Probe
+from service.serving.requests import TOO_LATE
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.serving.statistics import LayerStatistics
 from service.spec import LayerSpec
@@ -61,16 +63,16 @@ class Service:
         """Whether calls are answered: layers are loaded and warm, memory suffices, and the process is not draining."""
         return self.started and not self.draining and self.scheduler.healthy
 
-    async def answers(self) -> bool:
+    async def is_answering(self) -> bool:
         """Whether calls are answered and the device responds to a probe of the first layer; without layers, the same as `ready`."""
         layers = self.registry.all()
         if not self.started or self.draining or not layers:
             return self.ready
         return await self.probe.responds(layers[0]) and self.ready
 
-    async def serves(self) -> bool:
+    async def is_serving_layers(self) -> bool:
         """Whether calls are answered and there is a layer: the Open Inference Protocol's definition of a ready server."""
-        return len(self.registry) > 0 and await self.answers()
+        return len(self.registry) > 0 and await self.is_answering()
 
     @property
     def threads(self) -> int:
@@ -127,6 +129,22 @@ class Service:
     def until(self, deadline: float) -> asyncio.Timeout:
         """A context manager that raises TimeoutError at `deadline`, a time of the service's clock."""
         return asyncio.timeout(deadline - self.clock())
+
+    async def in_time(self, work: Coroutine[Any, Any, T], deadline: float | None, disconnected: "asyncio.Future[None] | None") -> T:
+        """The result of `work`, unless it is cancelled first: at the deadline, or once `disconnected` is done.
+
+        Raises DeadlinePassed or CallerGone.
+        """
+        task = asyncio.ensure_future(work)
+        waiting: set[asyncio.Future[Any]] = {task} if disconnected is None else {task, disconnected}
+        try:
+            timeout = None if deadline is None else deadline - self.clock()
+            done, _ = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if task in done:
+                return task.result()
+            raise CallerGone if done else DeadlinePassed(TOO_LATE)
+        finally:
+            task.cancel()
 
     def close(self) -> None:
         for waiting in (self._starting, self._sampling, self._recovering):

@@ -66,7 +66,7 @@ def split_call(call: Call, shards: int) -> list[Call]:
         value = key if call.value is call.key else call.value[:, first:end].clone()
         masks = _key_range(call.masks, first, end)
         positions = None if call.key_positions is None else call.key_positions[:, first:end].clone()
-        part = replace(call, key=key, value=value, key_positions=positions, masks=masks, outputs=frozenset(wanted), part=True)
+        part = replace(call, key=key, value=value, key_positions=positions, masks=masks, outputs=frozenset(wanted), is_part=True)
         part = replace(part, head_scale=None, average=False, top_k=None)
         parts.append(part)
     return parts

@@ -97,7 +97,7 @@ class LayerStatistics(Collector):
             if owner == self._process or not _is_alive(int(owner.partition("-")[0])):
                 path.unlink(missing_ok=True)
 
-    def answered(self, layer: str, phases: Phases, items: int, execution: Execution, operations: int) -> None:
+    def count_answered(self, layer: str, phases: Phases, items: int, execution: Execution, operations: int) -> None:
         """Count an answered call of `items` batch items, computed in `execution`. Does nothing if the layer was removed meanwhile."""
         if (row := self._row(layer, execution.items)) is None:
             return
@@ -117,7 +117,7 @@ class LayerStatistics(Collector):
             row[EXECUTIONS] += 1
             row[EXECUTION] += compute
 
-    def failed(self, layer: str, seconds: float) -> None:
+    def count_failed(self, layer: str, seconds: float) -> None:
         """Count a call that failed after `seconds`."""
         if (row := self._row(layer, FAILED)) is not None:
             row[CALLS] += 1

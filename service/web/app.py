@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,8 +23,10 @@ from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
 from service.serving.sessions.ids import Place, default_replica
 from service.serving.sessions.registry import SessionRegistry
+from service.serving.sessions.workers import Workers
 from service.settings import Settings
 from service.web import errors, openapi
+from service.web.forwarding import Forwarder
 from service.web.keys import Keyring
 from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
@@ -60,10 +63,14 @@ class Application(FastAPI):
         await self.access(scope, receive, send)
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """The application. Once it runs, it loads its layers in the background; /health/ready reports when they are ready."""
+def create_app(settings: Settings, private_socket: Path | None = None) -> FastAPI:
+    """The application. Once it runs, it loads its layers in the background; /health/ready reports when they are ready.
+
+    `private_socket`: the path of the Unix socket on which other workers forward requests to this process, if there are several.
+    """
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
-    service = create_service(settings)
+    service = create_service(settings, private_socket)
+    forwarder = Forwarder(service, settings.keepalive_timeout)
     why_not = _why_not_writable(settings), _why_no_statistics(settings, service)
     extensions = ProtocolExtensions(*why_not, settings.session_memory > 0, settings.workers)
 
@@ -77,6 +84,7 @@ def create_app(settings: Settings) -> FastAPI:
             else:
                 service.begin(settings.all_layers())
             yield {"service": service}
+            await forwarder.close()
         service.close()
         if telemetry is not None:
             telemetry.close()
@@ -91,7 +99,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     attend.install(app, service)
     layers.install(app, service, extensions.require_writable)
-    sessions.install(app, service)
+    sessions.install(app, service, forwarder)
     text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, extensions)
     repository.install(app, service, extensions)
@@ -100,7 +108,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.service = service
     openapi.install(app)
     label, guard = endpoint_labels(app.routes), _guard(settings, keyring)
-    app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), label, guard, telemetry)
+    app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), label, forwarder, guard, telemetry)
     if origins := _comma_separated(settings.cors_origins):
         exposed = ["X-Request-Id", "Server-Timing", "Retry-After"]
         app.access = CORSMiddleware(app.access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
@@ -125,16 +133,19 @@ def _direct_endpoints(service: Service) -> Callable[[str, str], Endpoint | None]
     return endpoint
 
 
-def create_service(settings: Settings) -> Service:
+def create_service(settings: Settings, private_socket: Path | None = None) -> Service:
     """The service with these settings; it has no layers yet."""
     wire = WireLimits(settings.max_body_bytes, settings.max_layer_bytes, settings.max_depth, settings.max_tensors)
     limits = ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)})
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     if settings.session_memory:
-        place = Place(settings.replica_name or default_replica(socket.gethostname()), 0, int(1000 * time.time()) % 2**32)
+        workers = None if private_socket is None else Workers(private_socket, settings.workers)
+        worker, epoch = (0, int(1000 * time.time()) % 2**32) if workers is None else workers.number_and_epoch
+        place = Place(settings.replica_name or default_replica(socket.gethostname()), worker, epoch)
+        share = settings.session_memory // settings.workers
         several = settings.keys_file is not None
-        service.engine.sessions = SessionRegistry(service.registry, service.metrics, settings.session_memory, place, several)
+        service.engine.sessions = SessionRegistry(service.registry, service.metrics, share, place, several, workers=workers)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout
     service.probe.timeout = settings.ready_timeout
     return service

@@ -75,11 +75,14 @@ class Connection(HttpProtocol):
     """One connection. uvicorn creates the instances; all share `timer`, which is set before the server starts."""
 
     timer: ClassVar[SlowPeerTimer] = SlowPeerTimer()
+    private_socket: ClassVar[str] = ""  # the Unix socket on which other workers forward requests to this one
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.app_state = {**self.app_state, STATE_KEY: self}  # uvicorn copies this dictionary into each scope
         self.lost = False  # whether the peer has disconnected
+        self.disconnected = self.loop.create_future()  # done when the peer has disconnected
+        self.from_worker = bool(self.private_socket) and transport.get_extra_info("sockname") == self.private_socket
         self._received = self._sent = 0  # bytes from the peer; bytes of long replies passed to the transport
         self._state: tuple[PeerState, Any] = (PeerState.NOTHING, None)
         self._since, self._progress = self.timer.now, 0
@@ -89,6 +92,7 @@ class Connection(HttpProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
+        self.disconnected.set_result(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

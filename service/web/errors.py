@@ -93,14 +93,14 @@ def error_response(error: errors.AttendError, scope: Any) -> Response:
     if status == 500:
         log.error("failed", request_id=record.request_id, path=scope["path"], exc_info=error.__cause__ or error)
     headers = {}
-    if isinstance(error, errors.Overloaded):
+    if isinstance(error, errors.Overloaded | errors.NotReady):
         headers["Retry-After"] = retry_after(error)
     elif isinstance(error, errors.Unauthenticated):
         headers["WWW-Authenticate"] = 'Bearer realm="attend"'
     return _response(scope, status, error.title, error.detail, error.problems, headers)
 
 
-def retry_after(error: errors.Overloaded, draw: Callable[[int, int], int] = random.randint) -> str:
+def retry_after(error: errors.Overloaded | errors.NotReady, draw: Callable[[int, int], int] = random.randint) -> str:
     """Seconds for Retry-After: the estimate plus a random part of up to half of it, so that clients do not all retry at once."""
     return str(draw(error.retry_after, error.retry_after + math.ceil(error.retry_after / 2)))
 

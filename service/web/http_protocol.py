@@ -194,7 +194,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def count_reason(self, reason: str) -> None:
         if self.metrics is not None:
-            self.metrics.failed(reason)
+            self.metrics.count_failure(reason)
 
     def _count(self, status: int) -> None:
         """Counts the refusal: in the request's record if the application has started the request and will count it; otherwise here."""
@@ -202,4 +202,4 @@ class HttpProtocol(HttpToolsProtocol):
         if (record := scope.get("attend")) is not None:
             record.status = status
         elif self.metrics is not None:
-            self.metrics.answered("other", status)
+            self.metrics.count_request("other", status)

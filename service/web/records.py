@@ -16,6 +16,7 @@ from service.serving.byte_budget import Lease
 from service.serving.metrics import Phases
 from service.web.connections import Connection, connection_of
 
+CALLER = b"x-attend-caller"  # the caller's address, in a request that another worker forwards
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -29,6 +30,8 @@ class Record:
     key: str = ""  # the name of the caller's API key
     phases: Phases | None = None
     log_fields: Mapping[str, Any] = field(default_factory=dict)
+    from_worker: bool = False  # whether another worker has forwarded it
+    forwarded: bool = False  # whether the reply is that of another worker, which logs and counts it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,14 +60,18 @@ def record_of(scope: Scope) -> HttpRecord:
     pairs = scope["headers"]
     headers = dict(pairs)
     given = headers.get(b"x-request-id")
+    connection = connection_of(scope)
+    from_worker = connection is not None and connection.from_worker
+    address = headers.get(CALLER, b"").decode("latin-1") if from_worker else scope["client"][0] if scope.get("client") else ""
     return HttpRecord(
         request_id(None if given is None else given.decode("latin-1")),
         headers=headers,
         repeated=pairs if len(headers) != len(pairs) else (),
         method=scope["method"],
         path=scope["path"].removeprefix(scope.get("root_path", "")),
-        address=scope["client"][0] if scope.get("client") else "",
-        connection=connection_of(scope),
+        address=address,
+        connection=connection,
+        from_worker=from_worker,
     )
 
 

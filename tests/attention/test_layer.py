@@ -138,7 +138,7 @@ def test_random_calls_agree_with_the_reference(http: httpx.Client, init: Init, d
 
 @given(seed=SEEDS)
 def test_reproducible_calls_agree_with_the_reference(http: httpx.Client, seed: int) -> None:
-    """That they are computed alone, bit for bit, is tested in `web/routes/test_attend.py` and `serving/test_scheduler.py`."""
+    """That they are computed alone, bit for bit, is tested in `web/routes/test_attend.py` and `serving/test_executor.py`."""
     case = random_case(np.random.default_rng(seed), features=REQUEST_FEATURES)
     exact = put_layer(http, case)
 

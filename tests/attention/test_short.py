@@ -19,7 +19,7 @@ from support.layers import call_of, make, rows_masks
 from service.attention import short
 from service.attention.call import Call
 from service.attention.layer import MultiHeadAttention
-from service.attention.native.extension import works
+from service.attention.native.extension import passes_self_test
 from service.attention.reference import forward
 from service.attention.reference.forward import Outputs
 from service.attention.short import MAX_PRODUCT, MAX_WIDTH, OUTPUTS, Short
@@ -245,11 +245,11 @@ def test_an_extension_that_computes_wrongly_is_not_used() -> None:
     extension = short.extension
     if extension is not None:
         functions = {name: getattr(extension, name) for name in ("variants", "layer", "attend", "attend_cache")}
-        assert works(SimpleNamespace(**functions))
+        assert passes_self_test(SimpleNamespace(**functions))
         for attend in (lambda *_: False, lambda *_: True, lambda *args: extension.attend(*args[:4], 1.0, *args[5:])):
-            assert not works(SimpleNamespace(**{**functions, "attend": attend}))
+            assert not passes_self_test(SimpleNamespace(**{**functions, "attend": attend}))
         for attend in (lambda *_: None, lambda *args: extension.attend_cache(*args[:5], 1.0, *args[6:])):
-            assert not works(SimpleNamespace(**{**functions, "attend_cache": attend}))
+            assert not passes_self_test(SimpleNamespace(**{**functions, "attend_cache": attend}))
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**20, 2**14, 0, -1])

@@ -55,7 +55,7 @@ def test_the_check_of_a_server_prints_json(server):
 
 
 @pytest.fixture
-def lying(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
+def relay(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
     """A relay to the real server that passes each reply to POST /attend through a function."""
     running: list[ThreadingHTTPServer] = []
 
@@ -87,9 +87,9 @@ def lying(server) -> Iterator[Callable[[Callable[[Reply], Reply]], str]]:
         one.server_close()
 
 
-def test_replies_that_a_relay_does_not_change_agree(lying):
+def test_replies_that_a_relay_does_not_change_agree(relay):
     """So the next test detects the change of the reply, not the relay."""
-    assert run_attend("check", "--cases", "3", "--url", lying(lambda reply: reply)).returncode == 0
+    assert run_attend("check", "--cases", "3", "--url", relay(lambda reply: reply)).returncode == 0
 
 
 def off_by_a_little(reply: Reply) -> Reply:
@@ -111,8 +111,8 @@ def one_row_more(reply: Reply) -> Reply:
     ("change", "named"),
     [(off_by_a_little, "head_outputs off by"), (without_scores, "scores missing"), (one_row_more, "fully_masked_rows ")],
 )
-def test_a_wrong_reply_is_detected(lying, change, named):
-    url = lying(change)
+def test_a_wrong_reply_is_detected(relay, change, named):
+    url = relay(change)
     done = run_attend("check", "--cases", "2", "--seed", "1", "--url", url, env=WIDE)
     shown = done.stdout.decode()
     assert done.returncode == 1 and "WRONG" in shown
@@ -131,7 +131,7 @@ def test_a_wrong_reply_is_detected(lying, change, named):
     assert run_attend(*again).returncode == 1
 
 
-def test_other_weights_are_detected(lying, server, monkeypatch):
+def test_other_weights_are_detected(relay, server, monkeypatch):
     """The relay makes every layer from another seed."""
     real = httpx.request
 
@@ -144,7 +144,7 @@ def test_other_weights_are_detected(lying, server, monkeypatch):
 
     monkeypatch.setattr(httpx, "request", reseeding)
     seeded = next(number for number in range(100) if draw_case(0, number).weights is None)
-    done = run_attend("check", "--case", str(seeded), "--url", lying(lambda reply: reply), env=WIDE)
+    done = run_attend("check", "--case", str(seeded), "--url", relay(lambda reply: reply), env=WIDE)
     assert done.returncode == 1 and b"wrong: weights differ from" in done.stdout
 
 
@@ -255,8 +255,8 @@ def test_the_line_again_repeats_the_whole_command(package):
 
 
 def test_unknown_names_of_weights_are_refused_and_can_be_mapped(package):
-    asked = check_module(package, "--module", "theirs.py:Lettered").stderr.decode()
-    assert "the meaning of 'a.weight'" in asked and "--with 'NAME={…}'" in asked and "c.bias [12]" in asked
+    printed = check_module(package, "--module", "theirs.py:Lettered").stderr.decode()
+    assert "the meaning of 'a.weight'" in printed and "--with 'NAME={…}'" in printed and "c.bias [12]" in printed
     names = 'weights={"query": "a", "key": "b", "value": "c"}'
     assert check_module(package, "--module", "theirs.py:Lettered", "--with", names).returncode == 0
 
@@ -294,7 +294,7 @@ def test_the_options_reach_the_comparison(package):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--module", "theirs:Nothing"], "has no attribute 'Nothing'"),
         (["--module", "not_theirs:X"], "cannot import not_theirs:X: No module named 'not_theirs'"),
@@ -313,6 +313,6 @@ def test_the_options_reach_the_comparison(package):
         (["--cases", "0"], "--cases"),
     ],
 )
-def test_modules_that_cannot_be_checked_are_refused(package, arguments, said):
+def test_modules_that_cannot_be_checked_are_refused(package, arguments, message):
     done = check_module(package, *arguments)
-    assert done.returncode == 2 and said in done.stderr.decode()
+    assert done.returncode == 2 and message in done.stderr.decode()

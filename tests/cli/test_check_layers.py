@@ -109,7 +109,7 @@ class UnscaledWithoutOne(Unscaled, WithoutOne):
     pass
 
 class Packed(Rotary):
-    """Several sequences in a row, told apart by their numbers."""
+    """Several sequences in a row, distinguished by their numbers."""
 
     def apart(self, segment_ids):
         return segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -414,7 +414,7 @@ def test_a_spec_may_be_in_a_file_and_again_repeats_it(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "spec", "options", "said"),
+    ("name", "spec", "options", "expected"),
     [
         ("OwnRotaryParts", LATENT, CAUSAL[:1], "to have 13 + 4 rows, got 13 + 3 x 4: the rotary part of latent keys is shared"),
         ("Rotary", {**ROTARY, "qk_norm": None}, CAUSAL, "found query_norm.weight, key_norm.weight, which the layer"),
@@ -429,10 +429,10 @@ def test_a_spec_may_be_in_a_file_and_again_repeats_it(folder):
         ("Rotary", "no_such_file.json", CAUSAL, "expected a spec in JSON, or a file with one"),
     ],
 )  # fmt: skip
-def test_unsuitable_specs_are_refused(folder, name, spec, options, said):
+def test_unsuitable_specs_are_refused(folder, name, spec, options, expected):
     done = check(folder, name, spec, options)
     message = " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr.decode()).split())
-    assert done.returncode == 2 and said in message, message
+    assert done.returncode == 2 and expected in message, message
 
 
 def test_the_example_of_the_page_runs_and_is_in_the_help(tmp_path):

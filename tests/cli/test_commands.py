@@ -65,9 +65,9 @@ def test_a_shell_completes_commands_and_flags(shell):
     env = {**WIDE, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     assert "_ATTEND_COMPLETE" in run_attend("--show-completion", shell, env=env).stdout.decode()
     for line, offered in (("attend lay", "layers"), ("attend heads --metr", "--metrics")):
-        asked = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_TYPER_COMPLETE_ARGS": line}
-        asked |= {"_ATTEND_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-        assert offered in run_attend(env={**WIDE, **asked}).stdout.decode()
+        request = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_TYPER_COMPLETE_ARGS": line}
+        request |= {"_ATTEND_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+        assert offered in run_attend(env={**WIDE, **request}).stdout.decode()
 
 
 def test_the_version_is_printed_as_text_and_json():
@@ -140,12 +140,12 @@ def test_layers_with_a_url_lists_the_layers_of_the_server(server, http):
 
 
 def test_layers_without_a_url_lists_the_configured_layers(server, http, tmp_path):
-    held = json.loads(run_attend("layers", "list", "--json").stdout)["layers"]
-    assert held == [http.get("/layers/default").json()]
+    listed = json.loads(run_attend("layers", "list", "--json").stdout)["layers"]
+    assert listed == [http.get("/layers/default").json()]
     config = tmp_path / "attend.toml"
     config.write_text("d_model = 6\nnum_heads = 3\n[layers.more]\nd_model = 4\nnum_heads = 2\nseed = 7\n")
-    held = json.loads(run_attend("layers", "list", "--json", "--config", str(config), "--num-heads", "2").stdout)["layers"]
-    assert [(layer["name"], layer["spec"]["d_model"], layer["spec"]["num_heads"], layer["spec"]["seed"]) for layer in held] == [
+    listed = json.loads(run_attend("layers", "list", "--json", "--config", str(config), "--num-heads", "2").stdout)["layers"]
+    assert [(layer["name"], layer["spec"]["d_model"], layer["spec"]["num_heads"], layer["spec"]["seed"]) for layer in listed] == [
         ("default", 6, 2, 0),
         ("more", 4, 2, 7),
     ]
@@ -176,16 +176,16 @@ def test_config_shows_the_value_and_the_source_of_each_setting(tmp_path):
     config.write_text("port = 1\nseed = 1\nhost = '::1'\n[layers.more]\nd_model = 4\nnum_heads = 2\n")
     env = {**WIDE, "ATTEND_PORT": "2", "ATTEND_SEED": "2", "ATTEND_MAX_DEPTH": "32"}
     arguments = ["config", "--config", str(config), "--port", "3"]
-    told = json.loads(run_attend(*arguments, "--json", env=env).stdout)
-    assert list(told) == list(Settings.model_fields)
-    assert told["port"] == {"value": 3, "source": "--port"}
-    assert told["seed"] == {"value": 2, "source": "ATTEND_SEED"}
-    assert told["max_depth"] == {"value": 32, "source": "ATTEND_MAX_DEPTH"}
-    assert told["host"] == {"value": "::1", "source": str(config)}
-    assert told["layers"]["source"] == str(config) and told["layers"]["value"]["more"]["num_heads"] == 2
-    assert told["workers"] == {"value": 1, "source": "default"}
+    printed = json.loads(run_attend(*arguments, "--json", env=env).stdout)
+    assert list(printed) == list(Settings.model_fields)
+    assert printed["port"] == {"value": 3, "source": "--port"}
+    assert printed["seed"] == {"value": 2, "source": "ATTEND_SEED"}
+    assert printed["max_depth"] == {"value": 32, "source": "ATTEND_MAX_DEPTH"}
+    assert printed["host"] == {"value": "::1", "source": str(config)}
+    assert printed["layers"]["source"] == str(config) and printed["layers"]["value"]["more"]["num_heads"] == 2
+    assert printed["workers"] == {"value": 1, "source": "default"}
     shown = run_attend(*arguments, env=env).stdout.decode()
-    assert all(f"│ {name} " in shown for name in told) and "│ ATTEND_SEED" in shown
+    assert all(f"│ {name} " in shown for name in printed) and "│ ATTEND_SEED" in shown
     assert f"numbers in JSON: {numbers.variant()} " in shown
     assert f"short calls: {extension.variant()} " in shown
 
@@ -202,7 +202,7 @@ def test_keys_of_a_missing_file_are_refused(tmp_path):
 
 @pytest.mark.parametrize("setting", ["flag", "variable"])
 @pytest.mark.parametrize(
-    ("layers", "told"),
+    ("layers", "expected"),
     [
         ("{", "expected JSON"),
         ("[1]", "dictionary"),
@@ -214,7 +214,7 @@ def test_keys_of_a_missing_file_are_refused(tmp_path):
         ('{"a": {"d_model": 8000, "num_heads": 2}, "b": {"d_model": 8000, "num_heads": 2}}', "max_total_parameters"),
     ],
 )
-def test_invalid_configured_layers_are_refused_before_the_server_listens(setting, layers, told):
+def test_invalid_configured_layers_are_refused_before_the_server_listens(setting, layers, expected):
     """The message names the layer and the fault."""
     flags = ["serve", "--port", "0", "--max-total-parameters", "400000000"]
     env = {name: value for name, value in WIDE.items() if name != "ATTEND_LAYERS"}
@@ -222,7 +222,7 @@ def test_invalid_configured_layers_are_refused_before_the_server_listens(setting
         run_attend(*flags, "--layers", layers, env=env) if setting == "flag" else run_attend(*flags, env={**env, "ATTEND_LAYERS": layers})
     )
     message = done.stderr.decode()
-    assert done.returncode == 2 and message.startswith("attend serve: ") and told in message and "Traceback" not in message
+    assert done.returncode == 2 and message.startswith("attend serve: ") and expected in message and "Traceback" not in message
 
 
 def test_layers_are_configured_as_json(start):
@@ -262,9 +262,9 @@ def test_config_reports_invalid_settings():
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory):
+def server_with_keys(tmp_path_factory):
     """A server with keys and TLS, the file of its authority's certificate, a key, and a key that may only infer."""
-    folder, authority = tmp_path_factory.mktemp("guarded"), trustme.CA()
+    folder, authority = tmp_path_factory.mktemp("keys"), trustme.CA()
     certificate, ca, chain, key, keys = authority.issue_cert("127.0.0.1"), *(folder / name for name in ("ca", "chain", "key", "keys"))
     authority.cert_pem.write_to_path(ca)
     certificate.cert_chain_pems[0].write_to_path(chain)
@@ -276,8 +276,8 @@ def guarded(tmp_path_factory):
     server.stop()
 
 
-def test_a_certificate_is_verified_with_the_given_ca(guarded, tmp_path):
-    url, ca, secret, _ = guarded
+def test_a_certificate_is_verified_with_the_given_ca(server_with_keys, tmp_path):
+    url, ca, secret, _ = server_with_keys
     keyed = {**WIDE, "ATTEND_API_KEY": secret}
     request = tmp_path / "request.json"
     request.write_text(json.dumps({"query": [[0.5] * 64, [1.0] * 64]}))
@@ -299,13 +299,13 @@ def test_a_certificate_is_verified_with_the_given_ca(guarded, tmp_path):
     assert nothing.returncode == 2 and b"expected a file or folder of certificates" in b" ".join(nothing.stderr.split())
 
 
-def test_a_key_without_the_scope_is_refused_by_the_scopes_name(guarded):
-    url, ca, _, infer_only = guarded
+def test_a_key_without_the_scope_is_refused_by_the_scopes_name(server_with_keys):
+    url, ca, _, infer_only = server_with_keys
     done = run_attend("layers", "remove", "default", "--url", url, "--ca", ca, env={**WIDE, "ATTEND_API_KEY": infer_only})
     assert done.returncode == 1 and b"a key with the scope admin" in done.stderr and b"Use a key with the named scope" in done.stderr
 
 
-def test_environment_variables_of_clients_are_not_settings(guarded):
+def test_environment_variables_of_clients_are_not_settings(server_with_keys):
     """With an exported key, commands in this process and `attend serve` work."""
     env = {**WIDE, "ATTEND_API_KEY": "x", "ATTEND_CA": "/nowhere"}
     for command in (["layers", "list", "--json"], ["config", "--json"]):

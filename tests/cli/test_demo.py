@@ -73,12 +73,12 @@ def test_the_demo_shows_links_of_hash_vectors(server, tmp_path):
 
 def test_the_demo_prints_json(server, tmp_path, monkeypatch):
     monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
-    told = json.loads(show("--vectors", "hash", "--save", str(tmp_path), "--json"))
-    assert told["sentence"] == SENTENCE and told["tokens"] == SENTENCE.split()
-    assert told["outputs"] == {"output": [10, 64], "attention_weights": [8, 10, 10]} and told["seconds"] > 0
-    reply = repeat(server, told["again"])
-    assert reply["layer"] == told["layer"]
-    for head, links in zip(reply["attention_weights"], told["links"], strict=True):
+    printed = json.loads(show("--vectors", "hash", "--save", str(tmp_path), "--json"))
+    assert printed["sentence"] == SENTENCE and printed["tokens"] == SENTENCE.split()
+    assert printed["outputs"] == {"output": [10, 64], "attention_weights": [8, 10, 10]} and printed["seconds"] > 0
+    reply = repeat(server, printed["again"])
+    assert reply["layer"] == printed["layer"]
+    for head, links in zip(reply["attention_weights"], printed["links"], strict=True):
         for link in links:
             assert link["weight"] == pytest.approx(head[link["query"]][link["key"]], abs=1e-4)
         assert links[0]["weight"] == pytest.approx(np.max(head), abs=1e-4) and len(links) == 3
@@ -171,7 +171,7 @@ def test_without_the_model_the_demo_uses_hash_vectors_and_says_so(monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["--sentence", " "], 2, "expected a sentence with at least one word"),
         (["--save", "/dev/null/x"], 1, "cannot write to /dev/null/x"),
@@ -180,9 +180,9 @@ def test_without_the_model_the_demo_uses_hash_vectors_and_says_so(monkeypatch, c
         (["--layer", "-1"], 2, "--layer"),
     ],
 )
-def test_a_sentence_that_cannot_be_read_is_refused(arguments, code, said):
+def test_a_sentence_that_cannot_be_read_is_refused(arguments, code, message):
     done = run_attend("demo", "--vectors", "hash", *arguments)
-    assert done.returncode == code and said in done.stderr.decode()
+    assert done.returncode == code and message in done.stderr.decode()
 
 
 def test_if_the_server_does_not_start_its_log_is_shown(monkeypatch):
@@ -224,10 +224,10 @@ def test_an_interrupted_demo_stops_its_server():
 def test_without_a_writable_folder_the_demo_suggests_save(monkeypatch) -> None:
     """Without a folder to write to there is one message, with a remedy."""
 
-    def nowhere(**_):
+    def refuse_folder(**_):
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr("service.cli.demo.tempfile.mkdtemp", nowhere)
+    monkeypatch.setattr("service.cli.demo.tempfile.mkdtemp", refuse_folder)
     done = run_attend("demo", "--vectors", "hash")
     assert done.returncode == 1
     assert b"attend demo: cannot write" in done.stderr and b"--save" in done.stderr

@@ -77,7 +77,7 @@ def test_without_output_the_figure_is_written_beside_the_request(file):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["{file}", "-o", "{folder}/heads.gif"], 2, "expected a name that ends in .png, .svg, .html, .htm"),
         (["{file}", "-o", "{folder}/heads.svg", "--url", "{server}", "--kind", "pie"], 1, 'got "pie", at /figure/kind'),
@@ -85,12 +85,12 @@ def test_without_output_the_figure_is_written_beside_the_request(file):
         (["{file}.not", "-o", "{folder}/heads.svg"], 1, "cannot read"),
     ],
 )
-def test_invalid_arguments_are_refused(server, file, tmp_path, arguments, code, said):
+def test_invalid_arguments_are_refused(server, file, tmp_path, arguments, code, message):
     given = [argument.format(file=file, folder=tmp_path, server=server.url) for argument in arguments]
     done = run_attend("figure", *given, env={**os.environ, "COLUMNS": "200"})
 
     assert done.returncode == code and done.stdout == b""
-    assert said in done.stderr.decode()
+    assert message in done.stderr.decode()
     assert not (tmp_path / "heads.svg").exists()
 
 

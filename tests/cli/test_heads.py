@@ -43,19 +43,19 @@ def test_json_is_the_reply_of_the_service(server: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (("nowhere.json",), 1, "cannot read nowhere.json"),
         (("-", "--metrics", "entropie"), 2, "no metric is called 'entropie' (did you mean entropy?)"),
         (("-", "--metrics", "entropy"), 1, "expected a JSON object"),
     ],
 )
-def test_an_unusable_file_or_metric_is_refused(arguments: tuple[str, ...], code: int, said: str) -> None:
+def test_an_unusable_file_or_metric_is_refused(arguments: tuple[str, ...], code: int, message: str) -> None:
     """One message on standard error, and nothing on the other."""
     done = run_attend("heads", *arguments, stdin=b"[1]")
 
     assert done.returncode == code and not done.stdout
-    assert said in done.stderr.decode()
+    assert message in done.stderr.decode()
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_fields_of_another_command_are_refused_by_name(command: str, surplus: st
 
 def test_a_batch_item_of_special_tokens_alone_is_counted(tmp_path: Path) -> None:
     """Without special tokens it would have no query, which the service refuses."""
-    for rows, said in (([["[CLS]", "a"], ["[CLS]", "[SEP]"]], False), ([["[CLS]", "a"], ["[CLS]", "b"]], True)):
+    for rows, left_out in (([["[CLS]", "a"], ["[CLS]", "[SEP]"]], False), ([["[CLS]", "a"], ["[CLS]", "b"]], True)):
         body = json.dumps({"query": [[[0.5, 0, 0, 1]] * 2] * 2, "tokens": {"query": rows}}).encode()
         done = run_attend("heads", "-", *TINY, stdin=body)
         assert done.returncode == 0, done.stderr
-        assert ("special tokens are left out" in done.stdout.decode()) == said
+        assert ("special tokens are left out" in done.stdout.decode()) == left_out
 
 
 def test_control_characters_in_words_are_escaped(tmp_path: Path) -> None:

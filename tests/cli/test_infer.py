@@ -64,7 +64,7 @@ def test_the_largest_weights_and_fully_masked_rows_are_printed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["{file}"], 1, 'expected 64 values per query for layer "default", got 4, at /query'),
         (["{file}.not", *LAYER], 1, "cannot read"),
@@ -78,12 +78,12 @@ def test_the_largest_weights_and_fully_masked_rows_are_printed(tmp_path):
         ([], 2, "FILE"),
     ],
 )
-def test_invalid_arguments_are_refused_with_what_to_do(server, file, arguments, code, said):
+def test_invalid_arguments_are_refused_with_what_to_do(server, file, arguments, code, message):
     done = run_attend(
         "infer", *(argument.format(file=file, server=server.url) for argument in arguments), env={**os.environ, "COLUMNS": "200"}
     )
     assert done.returncode == code and done.stdout == b""
-    assert said in done.stderr.decode()
+    assert message in done.stderr.decode()
 
 
 @pytest.mark.parametrize("stdin", [b"", b"[1", b"[]", b'{"query": [[NaN]]}'])

@@ -163,12 +163,12 @@ def test_the_layers_of_a_file_are_inspected(checkpoint: Path, tmp_path: Path) ->
     assert json.loads(run_attend("layers", "inspect", str(tmp_path / "own.safetensors")).stdout) == {"spec": spec}
     save_file({"x": np.ones(3)}, tmp_path / "other.safetensors")
     (tmp_path / "text.safetensors").write_text("{}")
-    for name, said in (
+    for name, message in (
         ("other", "expected tensors with the names of a known layout, got x"),
         ("text", "expected a safetensors file, or a"),
     ):
         done = run_attend("layers", "inspect", str(tmp_path / f"{name}.safetensors"))
-        assert done.returncode == 1 and said in done.stderr.decode()
+        assert done.returncode == 1 and message in done.stderr.decode()
 
 
 def test_the_table_does_not_cut_names(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from service.serving.threads import usable_cores
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Server]:
+def two_workers() -> Iterator[Server]:
     """Two workers behind one port, both ready."""
     server = start_server("--workers", "2")
     until(lambda: len(events(server, "ready")) == 2, "both ready")
@@ -56,63 +56,63 @@ def pair() -> Iterator[Server]:
 
 
 @several_workers
-def test_all_workers_answer_and_their_metrics_are_summed(pair: Server) -> None:
-    """The same answer from both, and whoever is asked tells what all of them have done."""
-    parent = pair.process.pid
+def test_all_workers_answer_and_their_metrics_are_summed(two_workers: Server) -> None:
+    """Both give the same answer, and the metrics of either have the calls of both."""
+    parent = two_workers.process.pid
     workers = workers_of(parent)
-    documents, asked = [], int(counted(pair.url, "attend_batch_calls_sum"))
-    posts = counted(pair.url, ATTENDED)
+    documents, before = [], int(counted(two_workers.url, "attend_batch_calls_sum"))
+    posts = counted(two_workers.url, ATTENDED)
 
     for worker in (*workers, workers[0]):
         with only(worker, parent):
-            documents += [attend(pair.url).json() for _ in range(2)]
-            assert counted(pair.url, ATTENDED) == posts + len(documents)
-            assert counted(pair.url, "attend_batch_calls_sum") == asked + len(documents)
-            assert counted(pair.url, 'attend_phase_seconds_count{phase="compute"}') == posts + len(documents)
-            assert counted(pair.url, "attend_layers") == counted(pair.url, "attend_ready") == 1
-            assert counted(pair.url, "attend_device_memory_bytes") > 100e6  # of both
+            documents += [attend(two_workers.url).json() for _ in range(2)]
+            assert counted(two_workers.url, ATTENDED) == posts + len(documents)
+            assert counted(two_workers.url, "attend_batch_calls_sum") == before + len(documents)
+            assert counted(two_workers.url, 'attend_phase_seconds_count{phase="compute"}') == posts + len(documents)
+            assert counted(two_workers.url, "attend_layers") == counted(two_workers.url, "attend_ready") == 1
+            assert counted(two_workers.url, "attend_device_memory_bytes") > 100e6  # of both
 
     assert len(documents) == 6
     assert all(document == documents[0] for document in documents)
 
 
 @several_workers
-def test_several_workers_without_a_folder_refuse_changes_of_layers(pair: Server) -> None:
-    """The others would not follow: 409, whichever is asked; and the layers are the same afterwards."""
-    for worker in workers_of(pair.process.pid):
-        with only(worker, pair.process.pid):
-            put = ask(pair.url, "PUT", "/layers/new", json={"spec": {"d_model": 4, "num_heads": 2}})
+def test_several_workers_without_a_folder_refuse_changes_of_layers(two_workers: Server) -> None:
+    """The other workers would not have the change: each answers 409, and the layers are the same afterwards."""
+    for worker in workers_of(two_workers.process.pid):
+        with only(worker, two_workers.process.pid):
+            put = ask(two_workers.url, "PUT", "/layers/new", json={"spec": {"d_model": 4, "num_heads": 2}})
             assert put.status_code == 409
             assert put.headers["content-type"] == "application/problem+json"
             assert "workers" in put.json()["detail"]
-            assert ask(pair.url, "DELETE", "/layers/default").status_code == 409
-            assert [layer["name"] for layer in ask(pair.url, path="/layers").json()["layers"]] == ["default"]
+            assert ask(two_workers.url, "DELETE", "/layers/default").status_code == 409
+            assert [layer["name"] for layer in ask(two_workers.url, path="/layers").json()["layers"]] == ["default"]
 
 
 @several_workers
-def test_law_11_the_plan_of_threads_is_printed(pair: Server) -> None:
+def test_law_11_the_plan_of_threads_is_printed(two_workers: Server) -> None:
     """The log says at the start how many threads each worker gets, the index says the same; together they do not exceed the cores."""
-    index = ask(pair.url, path="/").json()
-    (listening,) = events(pair, "listening")
+    index = ask(two_workers.url, path="/").json()
+    (listening,) = events(two_workers, "listening")
     assert index["workers"] == listening["workers"] == 2
     assert index["threads"] == listening["threads"] == usable_cores() // 2
-    assert {event["threads"] for event in events(pair, "ready")} == {listening["threads"]}
+    assert {event["threads"] for event in events(two_workers, "ready")} == {listening["threads"]}
 
 
 @several_workers
-def test_a_killed_worker_is_replaced(pair: Server) -> None:
+def test_a_killed_worker_is_replaced(two_workers: Server) -> None:
     """The other serves meanwhile, nothing that was counted is lost, and the newcomer answers as the one before it did."""
-    answer = attend(pair.url).json()
-    before, ready = counted(pair.url, ATTENDED), len(events(pair, "ready"))
-    stays, newcomer = kill_one(pair)
-    with only(stays, pair.process.pid):
+    answer = attend(two_workers.url).json()
+    before, ready = counted(two_workers.url, ATTENDED), len(events(two_workers, "ready"))
+    stays, newcomer = kill_one(two_workers)
+    with only(stays, two_workers.process.pid):
         for _ in range(3):
-            assert attend(pair.url).json() == answer
-        assert counted(pair.url, ATTENDED) == before + 3
-    until(lambda: len(events(pair, "ready")) > ready, "ready again")
-    with only(newcomer, pair.process.pid):
-        assert attend(pair.url).json() == answer
-        assert counted(pair.url, ATTENDED) == before + 4
+            assert attend(two_workers.url).json() == answer
+        assert counted(two_workers.url, ATTENDED) == before + 3
+    until(lambda: len(events(two_workers, "ready")) > ready, "ready again")
+    with only(newcomer, two_workers.process.pid):
+        assert attend(two_workers.url).json() == answer
+        assert counted(two_workers.url, ATTENDED) == before + 4
 
 
 def sleeping_worker() -> Worker:
@@ -140,7 +140,7 @@ def test_a_signalled_supervisor_does_not_wait_for_an_unresponsive_worker() -> No
 
 @several_workers
 def test_law_10_a_stopped_worker_does_not_delay_the_shutdown(start: Start) -> None:
-    """Neither the others, who are told to leave as ever, nor for good the process that waits for all."""
+    """The other workers exit as usual, and the supervisor kills it in the end."""
     server = start("--workers", "2", "--drain-seconds", "0", "--shutdown-seconds", "1")
     until(lambda: len(events(server, "ready")) == 2, "both ready")
     still, other = workers_of(server.process.pid)
@@ -149,19 +149,19 @@ def test_law_10_a_stopped_worker_does_not_delay_the_shutdown(start: Start) -> No
     server.process.terminate()
     until(lambda: state(other) in ("", "Z"), "the other has left")
     assert server.process.wait(PATIENCE) == 0
-    until(lambda: [event["pid"] for event in events(server, "worker killed")] == [still], "it is said")
+    until(lambda: [event["pid"] for event in events(server, "worker killed")] == [still], "the log names it")
     assert not state(still)
 
 
 @several_workers
-def test_a_worker_accepts_no_calls_before_it_is_ready(pair: Server) -> None:
+def test_a_worker_accepts_no_calls_before_it_is_ready(two_workers: Server) -> None:
     """One that has just come back leaves the port to the other, or lets callers wait, until its layers are there: no 503 from a server
     that is ready."""
-    answer, ready = attend(pair.url).json(), len(events(pair, "ready"))
-    _, newcomer = kill_one(pair)
-    with only(newcomer, pair.process.pid):
-        answered = attend(pair.url)
-    until(lambda: len(events(pair, "ready")) > ready, "ready again")
+    answer, ready = attend(two_workers.url).json(), len(events(two_workers, "ready"))
+    _, newcomer = kill_one(two_workers)
+    with only(newcomer, two_workers.process.pid):
+        answered = attend(two_workers.url)
+    until(lambda: len(events(two_workers, "ready")) > ready, "ready again")
     assert answered.status_code == 200, answered.text
     assert answered.json() == answer
 
@@ -316,9 +316,9 @@ def test_several_workers_need_a_folder_for_their_metrics() -> None:
     script = """
 import os, sys, tempfile
 from service.cli import processes
-def nowhere():
+def no_folder():
     raise FileNotFoundError(2, "No usable temporary directory found")
-processes.tempfile.gettempdir = nowhere
+processes.tempfile.gettempdir = no_folder
 assert processes.shared_folder() == processes.SHARED_MEMORY
 processes.SHARED_MEMORY = "/nowhere"
 from service.settings import Settings
@@ -338,7 +338,7 @@ except processes.typer.Exit as ended:
 
 
 @pytest.fixture
-def hangups() -> Iterator[None]:
+def default_sighup() -> Iterator[None]:
     """SIGHUP does to a server started here what it does by default, also where the tests themselves run under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -346,7 +346,7 @@ def hangups() -> Iterator[None]:
 
 
 @several_workers
-def test_sighup_replaces_the_workers_and_removes_their_metrics(start: Start, hangups: None) -> None:
+def test_sighup_replaces_the_workers_and_removes_their_metrics(start: Start, default_sighup: None) -> None:
     """One by one; the server stays ready, a call of an old worker is answered, and metrics count the living alone. Then the supervisor
     dies without a word: its workers answer what they have, close the door and leave."""
     server = start("--workers", "2", "--drain-seconds", "0", "--client-timeout", LONG)
@@ -355,7 +355,7 @@ def test_sighup_replaces_the_workers_and_removes_their_metrics(start: Start, han
     calls = counted(server.url, ATTENDED)
     begun = HalfSent(server.url)
     server.process.send_signal(signal.SIGHUP)
-    until(lambda: events(server, "retiring"), "an old worker is told to leave")
+    until(lambda: events(server, "retiring"), "an old worker retires")
     assert ask(server.url).status_code == 200
     assert begun.finish()[0] == 200
     until(lambda: len(events(server, "worker replaced")) == 2, "both replaced")

@@ -100,7 +100,7 @@ def test_the_server_listens_on_a_unix_socket(start: Callable[..., Server], tmp_p
     server.process.wait()
     assert path.exists()
     server = start("--uds", str(path))
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://whoever") as client:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://socket") as client:
         assert client.post("/attend", json=QUERY).status_code == 200
         refused = client.put("/layers/new", json=SPEC)  # every user of the machine can reach it
         assert refused.status_code == 403 and "--keys-file" in refused.json()["detail"]
@@ -117,7 +117,7 @@ def test_a_key_permits_writing_layers_over_a_unix_socket(start: Callable[..., Se
     path, keyed = tmp_path / "attend.sock", tmp_path / "keys"
     secret = run_attend("keys", "add", "one", "--scope", "infer,admin", "--file", str(keyed)).stdout.decode().strip()
     server = start("--uds", str(path), "--keys-file", str(keyed))
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://whoever") as client:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://socket") as client:
         assert client.put("/layers/new", json=SPEC).status_code == 401
         assert client.put("/layers/new", json=SPEC, headers={"X-API-Key": secret}).status_code == 201
     path.unlink()
@@ -133,7 +133,7 @@ def serve(*flags: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_unix_socket_replaces_no_other_file(tmp_path: Path) -> None:
-    """A file, a folder, a link to either stays what it is; a path that no socket can have is said to be too long."""
+    """A file, a folder, a link to either stays what it is; a path that no socket can have is refused as too long."""
     file, folder, link = tmp_path / "notes.txt", tmp_path / "folder", tmp_path / "link"
     file.write_text("precious")
     folder.mkdir()
@@ -147,7 +147,7 @@ def test_a_unix_socket_replaces_no_other_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (("--trusted-proxies", "banana"), "--trusted-proxies: expected addresses or networks such as 10.0.0.0/8"),
         (("--trusted-proxies", "10.0.0.1/8"), "10.0.0.1/8"),
@@ -160,11 +160,11 @@ def test_a_unix_socket_replaces_no_other_file(tmp_path: Path) -> None:
         (("--tls-cert", "nofile.pem", "--tls-key", "nokey.pem"), "cannot use --tls-cert nofile.pem: No such file or directory"),
     ],
 )
-def test_invalid_settings_are_refused_at_the_start(flags: tuple[str, ...], told: str) -> None:
+def test_invalid_settings_are_refused_at_the_start(flags: tuple[str, ...], message: str) -> None:
     """With what is expected, and status 2."""
     done = serve(*flags)
     assert done.returncode == 2 and done.stderr.startswith("attend serve: ") and done.stderr.count("\n") == 1
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 def test_valid_lists_are_accepted() -> None:

@@ -538,7 +538,7 @@ def test_ready_is_whether_the_server_has_loaded_its_layers(client):
 
 # --- time, certificates, processes ----------------------------------------------------------------------------------------------------
 
-PATIENCE = {  # of every method, what it is called with
+ARGUMENTS = {  # of every method, what it is called with
     "attend": (SMALL,),
     "analysis": (SMALL,),
     "plan": (SMALL,),
@@ -560,7 +560,7 @@ PATIENCE = {  # of every method, what it is called with
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-@pytest.mark.parametrize("method", PATIENCE)
+@pytest.mark.parametrize("method", ARGUMENTS)
 def test_every_method_takes_a_timeout(kind, method, monkeypatch):
     """Without it the client's applies; None is no limit."""
     waited = []
@@ -581,10 +581,10 @@ def test_every_method_takes_a_timeout(kind, method, monkeypatch):
     client = kind(timeout=7.0, transport=httpx.MockTransport(handle if kind is Client else later))
     for given in ({"timeout": 2.5}, {"timeout": None}, {}):
         with pytest.raises(errors.AttendError):
-            asked = getattr(client, method)(*PATIENCE[method], **given)
-            asyncio.run(awaited(asked))
+            reply = getattr(client, method)(*ARGUMENTS[method], **given)
+            asyncio.run(awaited(reply))
     assert waited == [2.5, None, 7.0]
-    assert {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"} == {*PATIENCE, "perform", "close"}
+    assert {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"} == {*ARGUMENTS, "perform", "close"}
 
 
 def test_the_timeout_of_a_call_replaces_that_of_the_client(silent):

@@ -227,7 +227,7 @@ FULL = reply(np.ones((2, 3, 5)), np.zeros((2, 3)))
 
 
 @pytest.mark.parametrize(
-    ("replies", "more", "at", "said"),
+    ("replies", "more", "at", "message"),
     [
         ([], {}, "/replies", "at least one reply"),
         ([FULL, {"head_outputs": [[[1.0]]]}], {}, "/replies/1/log_sum_exp", "only head_outputs"),
@@ -245,7 +245,7 @@ FULL = reply(np.ones((2, 3, 5)), np.zeros((2, 3)))
         ([FULL], {"output_bias": [1.0]}, "/output_bias", "output_weight with it"),
     ],
 )
-def test_replies_that_cannot_be_merged_are_refused(replies: Any, more: Any, at: str, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said) as refused:
+def test_replies_that_cannot_be_merged_are_refused(replies: Any, more: Any, at: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
         merge(replies, **more)
     assert refused.value.problems[0].at == at

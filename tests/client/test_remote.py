@@ -294,16 +294,16 @@ def test_attributes_are_those_of_the_local_module(client, layer):
 
 def test_attributes_follow_the_layer_of_the_server(client):
     """A layer that replaced it under its name may have other heads; its document is requested again only then."""
-    asked = []
+    fetched = []
     client.put_layer("moving", {"d_model": 6, "num_heads": 2})
     remote, x = RemoteMultiheadAttention(client, "moving", batch_first=True), torch.ones(1, 2, 6)
-    remote.client = SimpleNamespace(attend=client.attend, layer=lambda name: asked.append(name) or client.layer(name))
+    remote.client = SimpleNamespace(attend=client.attend, layer=lambda name: fetched.append(name) or client.layer(name))
     for heads in (2, 3):
         client.put_layer("moving", {"d_model": 6, "num_heads": heads})
         for _ in range(2):
             remote(x, x, x)
             assert (remote.num_heads, remote.head_dim) == (heads, 6 // heads)
-    assert asked == ["moving"] * 2
+    assert fetched == ["moving"] * 2
     client.delete_layer("moving")
 
 

@@ -82,9 +82,9 @@ def test_an_operation_knows_of_attempts_that_may_have_been_computed(outcome, may
     assert unanswered == [outcome] * may_be_computed
 
 
-@pytest.mark.parametrize(("said", "times"), [(None, 4), (0, 0), (3, 3), (Retries(times=2), 2)])
-def test_retries_can_be_given_as_a_number(said, times):
-    with Client("http://127.0.0.1:9", retries=said) as client:
+@pytest.mark.parametrize(("retries", "times"), [(None, 4), (0, 0), (3, 3), (Retries(times=2), 2)])
+def test_retries_can_be_given_as_a_number(retries, times):
+    with Client("http://127.0.0.1:9", retries=retries) as client:
         assert client.retries.times == times
 
 

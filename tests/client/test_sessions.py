@@ -215,7 +215,7 @@ def test_steps_of_another_client_are_refused_with_the_true_length(client: Client
 
 
 def test_steps_at_the_same_time_are_not_taken_for_each_other(server: Server, client: Client) -> None:
-    """The second is refused, and not said to be computed, although the session has the length after it."""
+    """The second is refused, and not as computed before, although the session has the length that it has after the step."""
 
     async def both() -> list[Any]:
         async with AsyncClient(server.url) as other, other.session("steps") as session:

@@ -39,7 +39,7 @@ OUTPUTS = [
     "head_outputs",
     "concatenated",
 ]
-TAME = ("xavier_uniform", "torch_linear", "torch_mha")  # weights that keep scores of the size of the inputs
+MODERATE_INITS = ("xavier_uniform", "torch_linear", "torch_mha")  # weights that keep scores of the size of the inputs
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def entry(kind: int = 2, layer: LoadedLayer = LAYER, operations: int = 1, memory
     return Entry(layer, call, replace(cost, operations=operations, memory_bytes=memory), knobs.pop("arrived", 0.0), **knobs)
 
 
-def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
+def remove_batch(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
     """The batch, the expired and the abandoned calls, all removed from the queue."""
     batch, expired, abandoned = form_batch(waiting, limits, now)
     leaving = {*batch, *expired, *abandoned}
@@ -74,19 +74,19 @@ def take(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[E
     return batch, expired, abandoned
 
 
-def took(waiting: deque[Entry], limits: BatchLimits = UNLIMITED, now: float = 0.0) -> list[Entry]:
+def next_batch(waiting: deque[Entry], limits: BatchLimits = UNLIMITED, now: float = 0.0) -> list[Entry]:
     """The batch; asserts that no call has expired or is abandoned."""
-    batch, expired, abandoned = take(waiting, limits, now)
+    batch, expired, abandoned = remove_batch(waiting, limits, now)
     assert not expired
     assert not abandoned
     return batch
 
 
-# Taking
+# Forming a batch
 
 
 def test_an_empty_queue_gives_an_empty_batch() -> None:
-    assert take(deque(), UNLIMITED, 0.0) == ([], [], [])
+    assert remove_batch(deque(), UNLIMITED, 0.0) == ([], [], [])
 
 
 def test_the_first_call_and_those_with_its_batch_key_form_the_batch_in_order() -> None:
@@ -94,10 +94,10 @@ def test_the_first_call_and_those_with_its_batch_key_form_the_batch_in_order() -
     a, b, c, d, e, f = entry(2), entry(3), entry(2), entry(4), entry(3), entry(2)
     waiting = deque([a, b, c, d, e, f])
 
-    assert took(waiting) == [a, c, f]
+    assert next_batch(waiting) == [a, c, f]
     assert list(waiting) == [b, d, e]
-    assert took(waiting) == [b, e]
-    assert took(waiting) == [d]
+    assert next_batch(waiting) == [b, e]
+    assert next_batch(waiting) == [d]
     assert not waiting
 
 
@@ -124,7 +124,7 @@ def test_a_batch_stays_within_each_limit(limits: BatchLimits, sizes: list[int]) 
     waiting = deque(entry(operations=10, memory=100) for _ in range(7))
     before = list(waiting)
 
-    batches = [took(waiting, limits) for _ in sizes]
+    batches = [next_batch(waiting, limits) for _ in sizes]
 
     assert [len(batch) for batch in batches] == sizes
     assert [one for batch in batches for one in batch] == before
@@ -138,9 +138,9 @@ def test_law_4_a_call_beyond_a_limit_runs_alone() -> None:
         limits = BatchLimits(operations=100, memory_bytes=100)
         waiting = deque([small, big, after])
 
-        assert took(waiting, limits) == [small, after]
-        assert took(waiting, limits) == [big]
-        assert took(deque([big, small]), limits) == [big]
+        assert next_batch(waiting, limits) == [small, after]
+        assert next_batch(waiting, limits) == [big]
+        assert next_batch(deque([big, small]), limits) == [big]
 
 
 @pytest.mark.parametrize("kind", [2, 3])
@@ -153,7 +153,7 @@ def test_law_4_a_large_call_runs_after_the_calls_that_arrived_before_it(kind: in
     turns = []
     while big in waiting:
         waiting.extend([entry(2), entry(2)])
-        turns.append(took(waiting, limits))
+        turns.append(next_batch(waiting, limits))
 
     assert turns[-1] == [big]
     assert len(turns) <= 3
@@ -172,17 +172,17 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
     waiting: deque[Entry] = deque()
     fates: dict[int, str] = {}
     ahead: dict[int, int] = {}
-    everyone, arriving = [], iter(rounds)
+    submitted, arriving = [], iter(rounds)
 
     while (new := next(arriving, None)) is not None or waiting:
         for kind, operations, memory, fate in new or []:
             one = entry(kind, operations=operations, memory=memory, gone=lambda fate=fate: fate == "gone")
             one.deadline = 1.0 if fate == "late" else None
             ahead[id(one)] = len(waiting)
-            everyone.append((one, fate))
+            submitted.append((one, fate))
             waiting.append(one)
         before = list(waiting)
-        batch, expired, abandoned = take(waiting, limits, 1.0)
+        batch, expired, abandoned = remove_batch(waiting, limits, 1.0)
 
         live = [one for one in before if one not in expired and one not in abandoned]
         assert [one for one in before if one in waiting] == list(waiting)
@@ -202,7 +202,7 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
             ahead[id(one)] -= 1
             assert ahead[id(one)] >= 0, "as many batches as there were calls before it, and it still waits"
 
-    assert [fates[id(one)] for one, _ in everyone] == [fate for _, fate in everyone]
+    assert [fates[id(one)] for one, _ in submitted] == [fate for _, fate in submitted]
 
 
 # Expired and abandoned
@@ -210,7 +210,7 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
 
 def test_expired_and_abandoned_calls_are_removed_anywhere_in_the_queue() -> None:
     """At the head, among calls with the same batch key, among others, and behind a full batch."""
-    head_gone, head_late, first, other_late, kin_gone, batch_key, full, behind_gone, behind_late, other = (
+    head_gone, head_late, first, other_late, same_key_gone, same_key, full, behind_gone, behind_late, other = (
         entry(3, gone=lambda: True),
         entry(3, deadline=5.0),
         entry(2),
@@ -222,32 +222,32 @@ def test_expired_and_abandoned_calls_are_removed_anywhere_in_the_queue() -> None
         entry(2, deadline=1.0),
         entry(3),
     )
-    waiting = deque([head_gone, head_late, first, other_late, kin_gone, batch_key, full, behind_gone, behind_late, other])
+    waiting = deque([head_gone, head_late, first, other_late, same_key_gone, same_key, full, behind_gone, behind_late, other])
 
-    batch, expired, abandoned = take(waiting, BatchLimits(calls=2), 5.0)
+    batch, expired, abandoned = remove_batch(waiting, BatchLimits(calls=2), 5.0)
 
-    assert batch == [first, batch_key]
+    assert batch == [first, same_key]
     assert expired == [head_late, other_late, behind_late]
-    assert abandoned == [head_gone, kin_gone, behind_gone]
+    assert abandoned == [head_gone, same_key_gone, behind_gone]
     assert list(waiting) == [full, other]
 
 
 def test_a_call_expires_at_its_deadline_not_before() -> None:
     """Without a deadline it never expires."""
-    assert took(deque([entry(deadline=2.0)]), now=1.999)
-    assert [len(group) for group in take(deque([entry(deadline=2.0)]), UNLIMITED, 2.0)] == [0, 1, 0]
-    assert [len(group) for group in take(deque([entry(deadline=2.0)]), UNLIMITED, 2.001)] == [0, 1, 0]
-    assert took(deque([entry()]), now=float("inf"))
+    assert next_batch(deque([entry(deadline=2.0)]), now=1.999)
+    assert [len(group) for group in remove_batch(deque([entry(deadline=2.0)]), UNLIMITED, 2.0)] == [0, 1, 0]
+    assert [len(group) for group in remove_batch(deque([entry(deadline=2.0)]), UNLIMITED, 2.001)] == [0, 1, 0]
+    assert next_batch(deque([entry()]), now=float("inf"))
 
 
 def test_an_expired_call_of_a_disconnected_caller_counts_as_abandoned() -> None:
     late_and_gone = entry(deadline=1.0, gone=lambda: True)
-    assert take(deque([late_and_gone]), UNLIMITED, 2.0) == ([], [], [late_and_gone])
+    assert remove_batch(deque([late_and_gone]), UNLIMITED, 2.0) == ([], [], [late_and_gone])
 
 
 def test_a_queue_of_abandoned_calls_is_emptied_in_one_step() -> None:
     waiting = deque(entry(gone=lambda: True) for _ in range(5))
-    batch, expired, abandoned = take(waiting, UNLIMITED, 0.0)
+    batch, expired, abandoned = remove_batch(waiting, UNLIMITED, 0.0)
     assert (len(batch), len(expired), len(abandoned), len(waiting)) == (0, 0, 5, 0)
 
 
@@ -267,7 +267,7 @@ def base() -> dict[str, Any]:
 
 
 BITS = RNG.integers(0, 2, (1, H, Q, K))
-STRANGERS: dict[str, dict[str, Any]] = {
+UNLIKE_REQUESTS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "fewer queries": {"query": numbers(1, 3, 6)},
     "key": {"key": numbers(1, K, 6)},
@@ -313,12 +313,12 @@ def batch_key(**fields: Any) -> Any:
 
 def test_calls_that_cannot_be_stacked_have_different_batch_keys() -> None:
     """Each pair differs in a property that a stacked call has only once. The same call with other numbers has the same key."""
-    keys = {name: batch_key(**fields) for name, fields in STRANGERS.items()}
+    keys = {name: batch_key(**fields) for name, fields in UNLIKE_REQUESTS.items()}
 
     for name, one in keys.items():
         assert one is not None, name
         assert [other for other, its in keys.items() if its == one] == [name]
-        assert batch_key(**STRANGERS[name]) == one, name
+        assert batch_key(**UNLIKE_REQUESTS[name]) == one, name
 
 
 def test_calls_to_another_layer_with_equal_name_and_weights_are_not_stacked() -> None:
@@ -334,12 +334,12 @@ def test_calls_to_another_layer_with_equal_name_and_weights_are_not_stacked() ->
         pytest.param({}, {"query": numbers(5, Q, 6)}, id="batch size"),
         pytest.param({}, {"query": numbers(Q, 6)}, id="no batch"),
         pytest.param({}, {"query": 2 * numbers(1, Q, 6)}, id="values"),
-        pytest.param({}, {"scale": LAYER.spec.scale, "softcap": 0.0}, id="the layer's own scale, said"),
+        pytest.param({}, {"scale": LAYER.spec.scale, "softcap": 0.0}, id="the layer's own scale, given"),
         pytest.param({"attend_mask": BITS[0, 0]}, {"attend_mask": BITS[:, 0]}, id="a mask for all and one per item"),
         pytest.param({"attend_mask": BITS[0, 0]}, {"block_mask": BITS[0, 0]}, id="attend and block"),
         pytest.param({"bias": np.zeros((Q, K))}, {"bias": np.full((Q, K), -np.inf)}, id="a bias that blocks"),
         pytest.param({"valid_lens": [0]}, {"valid_lens": [4]}, id="lengths"),
-        pytest.param({"causal": True}, {"causal": True, "query_offset": 0}, id="an offset of 0, said"),
+        pytest.param({"causal": True}, {"causal": True, "query_offset": 0}, id="an offset of 0, given"),
         pytest.param(
             {"causal": True, "query_offset": 1},
             {"query": numbers(2, Q, 6), "causal": True, "query_offset": [3, -2]},
@@ -370,8 +370,8 @@ def test_dropout_reproducible_and_large_score_calls_have_no_batch_key(fields: di
 
     for first, second in (twins, (twins[0], plain), (plain, twins[0])):
         waiting = deque([first, second])
-        assert took(waiting) == [first]
-        assert took(waiting) == [second]
+        assert next_batch(waiting) == [first]
+        assert next_batch(waiting) == [second]
 
 
 # Stacking and splitting
@@ -414,7 +414,7 @@ def test_masks_that_are_equal_in_all_calls_are_stacked_once() -> None:
 # Together as alone
 
 
-def alike(case: Any, rng: np.random.Generator) -> dict[str, Any]:
+def similar_request(case: Any, rng: np.random.Generator) -> dict[str, Any]:
     """Another request of the case's kind: other numbers, another batch size, masks for all items or for each, maybe without a batch."""
     b = int(rng.integers(1, 5))
     single = b == 1 and rng.random() < 0.5
@@ -451,12 +451,12 @@ def _without_batch(fields: dict[str, Any]) -> dict[str, Any]:
         pairwise = name in ("attend_mask", "block_mask", "bias")
         drops = isinstance(value, np.ndarray) and not (pairwise and value.ndim == 2) and not (name == "head_scale" and value.ndim == 1)
         if drops:
-            fields[name] = int(value[0]) or 1 if name == "query_offset" else value[0]  # 0 is as good as nothing said
+            fields[name] = int(value[0]) or 1 if name == "query_offset" else value[0]  # 0 is the default
     return fields
 
 
-def selection(rng: np.random.Generator, layer: LoadedLayer, queries: int) -> dict[str, Any]:
-    """What is asked for: all outputs, or few, or few of the weights."""
+def random_outputs(rng: np.random.Generator, layer: LoadedLayer, queries: int) -> dict[str, Any]:
+    """Random fields `outputs` and `select`: all outputs, one of them, or some of the weights."""
     choice, outputs = rng.integers(5), [name for name in OUTPUTS if name not in layer.spec.undefined_outputs]
     if choice < 2:
         return {"outputs": outputs}
@@ -487,23 +487,23 @@ def assert_same(got: Result, alone: Result, dtype: str, note: str) -> None:
         assert error <= {"float32": 1e-6, "float64": 1e-12}[dtype] * largest, f"{note} {name}: {error / largest:.2g} of the largest"
 
 
-def kin_requests(seed: int, count: int, init: str | None = None, dtype: str | None = None) -> tuple[LoadedLayer, list[Call]]:
-    """A random layer and calls to it that can be stacked."""
+def stackable_requests(seed: int, count: int, init: str | None = None, dtype: str | None = None) -> tuple[LoadedLayer, list[Call]]:
+    """A random layer, and calls to it that can be stacked."""
     rng = np.random.default_rng(seed)
-    init = init or TAME[seed % len(TAME)]
+    init = init or MODERATE_INITS[seed % len(MODERATE_INITS)]
     case = random_case(rng, features=[f for f in FEATURES if f != "dropout"], batched=True, init=init, dtype=dtype)  # type: ignore[arg-type]
     layer = REGISTRY.make("case", case.spec, case.weights)
-    more = selection(rng, layer, case.request["query"].shape[1])
-    calls = [bound(layer, **alike(case, rng), **more)[0] for _ in range(count)]
+    more = random_outputs(rng, layer, case.request["query"].shape[1])
+    calls = [bound(layer, **similar_request(case, rng), **more)[0] for _ in range(count)]
     return layer, calls
 
 
 def assert_law_7(layer: LoadedLayer, calls: list[Call], note: str, limits: BatchLimits = UNLIMITED) -> list[int]:
-    """Taken from a queue and computed, the calls get what each gets by itself. Returns the sizes of the batches they came in."""
+    """Calls computed in batches from a queue get the results that they get alone. Returns the sizes of the batches."""
     alone = {id(call): layer.attention.forward(call) for call in calls}
     waiting, sizes = deque(Entry(layer, call, Cost({}, 1, 0, 1, 0), 0.0) for call in calls), []
     while waiting:
-        batch = took(waiting, limits)
+        batch = next_batch(waiting, limits)
         for one, got in computed(batch):
             assert_same(
                 got, alone.pop(id(one.call)), layer.spec.dtype, f"{note}, {one.call.query.shape[0]} items in a batch of {len(batch)}"
@@ -532,12 +532,12 @@ def score_kinds(spec: LayerSpec) -> set[str]:
     return {kind for kind, present in factors.items() if present} or {"plain float32"}
 
 
-@pytest.mark.parametrize("init", TAME)
+@pytest.mark.parametrize("init", MODERATE_INITS)
 def test_law_7_a_stacked_call_equals_the_call_alone(init: str) -> None:
     """Random layers and requests with every kind of mask, stacked and split. Layers of every kind are stacked."""
     sizes, empty, batches, stacked = set(), 0, Counter[str](), Counter[str]()
     for seed in range(100):
-        layer, calls = kin_requests(seed, 2 + seed % 4, init)
+        layer, calls = stackable_requests(seed, 2 + seed % 4, init)
         kinds = score_kinds(layer.spec)
         batches.update(kinds)
         if assert_law_7(layer, calls, f"seed {seed}") == [len(calls)]:
@@ -633,7 +633,7 @@ def test_law_7_holds_for_a_mixed_queue() -> None:
     entries: list[Entry] = []
     alone: dict[int, Result] = {}
     for seed in range(12):
-        layer, calls = kin_requests(1000 + seed, count=5)
+        layer, calls = stackable_requests(1000 + seed, count=5)
         for call in [*calls, replace(calls[0], dropout=(0.5, seed), outputs=frozenset({"output", "attention_weights"}))]:
             one = Entry(layer, call, Cost({}, int(rng.integers(1, 50)), 0, 1, 0), 0.0)
             alone[id(one)] = layer.attention.forward(call)
@@ -642,7 +642,7 @@ def test_law_7_holds_for_a_mixed_queue() -> None:
 
     sizes = []
     while waiting:
-        batch = took(waiting, BatchLimits(calls=4, operations=120))
+        batch = next_batch(waiting, BatchLimits(calls=4, operations=120))
         for one, got in computed(batch):
             assert_same(got, alone.pop(id(one)), one.layer.spec.dtype, f"{one.layer.spec}")
         sizes.append(len(batch))
@@ -655,7 +655,7 @@ def test_law_7_holds_for_a_mixed_queue() -> None:
 
 def test_the_comparison_detects_wrong_results() -> None:
     """A result of another call, one wrong number just above the tolerance, and a missing fully masked row."""
-    layer, calls = kin_requests(3, count=2)
+    layer, calls = stackable_requests(3, count=2)
     a, b = (layer.attention.forward(call) for call in calls)
     wrong: list[Callable[[], None]] = [lambda: assert_same(a, b, layer.spec.dtype, "")]
     name, tensor = next((n, t) for n, t in a.tensors.items() if t.is_floating_point() and torch.isfinite(t).all())

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from support.scheduler import run, turns
+from support.scheduler import loop_iterations, run
 
 from service.errors import CallerGone, DeadlinePassed, Overloaded
 from service.serving.byte_budget import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
@@ -29,13 +29,13 @@ PIECE = CAPACITY // 4096
 
 def fill(budget: ByteBudget, caller: str) -> int:
     """Bytes that a caller gets by many requests, each of a piece, until one is refused."""
-    held = 0
+    used = 0
     try:
         while True:
             budget.lease(caller).add(PIECE)
-            held += PIECE
+            used += PIECE
     except Overloaded:
-        return held
+        return used
 
 
 def test_one_caller_can_use_two_thirds_of_the_budget() -> None:
@@ -186,11 +186,11 @@ def test_law_5_bodies_that_are_being_read_count_against_the_budget() -> None:
                 return exchange.status
 
             first = Exchange(app, size, "192.0.2.1")
-            await turns()
+            await loop_iterations()
             assert await ask() == 200  # nothing of the first has come
             first.push(body[:-1], more=True)
             while not app.state.service.budget.used:
-                await turns()
+                await loop_iterations()
             assert app.state.service.budget.used == size - 1
             assert await ask() == 429
             small = Exchange(app, 25, "192.0.2.2")
@@ -232,7 +232,7 @@ def test_law_5_replies_count_against_the_budget_until_they_are_sent(path: str) -
             while not slow.status:
                 await asyncio.sleep(0.001)
             assert slow.status == 200
-            await turns()
+            await loop_iterations()
             size = budget.used
             if path in ("/attend", "/v2/models/default/infer"):
                 computed = _computed(app)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.scheduler import PATIENCE, REAL, run, turns
+from support.scheduler import REAL, loop_iterations, run
+from support.waiting import PATIENCE
 
 from service.serving.admission import ServingLimits
 from service.serving.codec_pool import HEAVY_BYTES, CodecPool
@@ -116,7 +117,7 @@ def test_callers_share_the_threads_fairly() -> None:
         tasks = [start(pool, work.of("a"), HEAVY_BYTES, "a") for _ in range(5)]
         await work.until_entered()
         tasks += [start(pool, work.of("b"), HEAVY_BYTES, "b") for _ in range(2)]
-        await turns()
+        await loop_iterations()
         work.free.set()
         await asyncio.gather(*tasks)
         assert "".join(work.order) in ("ababaaa", "abaabaa", "abbaaaa")
@@ -144,7 +145,7 @@ def test_cancelled_jobs_are_skipped() -> None:
         await work.until_entered()
         for task in tasks[:2]:
             task.cancel()
-        await turns()
+        await loop_iterations()
         work.free.set()
         assert await tasks[2] == "last"
         assert work.order == ["runs", "last"]

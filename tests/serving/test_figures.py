@@ -12,8 +12,8 @@ from service.serving.figures import MAX_WAITING, FigureRenderer
 from service.serving.requests import RawRequest
 
 
-class Held:
-    """A figure that begins to be drawn, and goes on when the test says so."""
+class BlockedFigure:
+    """A figure whose drawing begins, and ends once the test sets `go`."""
 
     def __init__(self):
         self.begun, self.go, self.times = threading.Event(), threading.Event(), 0
@@ -41,13 +41,13 @@ async def begin(renderer, figure, deadline=None, gone=lambda: False):
 
 def test_too_many_waiting_drawings_are_overloaded(renderer):
     async def scenario():
-        held = Held()
-        tasks = [await begin(renderer, held) for _ in range(MAX_WAITING)]
+        figure = BlockedFigure()
+        tasks = [await begin(renderer, figure) for _ in range(MAX_WAITING)]
         with pytest.raises(Overloaded) as refusal:
-            await renderer.draw(held.draw, RawRequest(b""))
+            await renderer.draw(figure.draw, RawRequest(b""))
         for task in tasks:
             task.cancel()
-        held.go.set()
+        figure.go.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         return refusal.value
 
@@ -59,7 +59,7 @@ def test_too_many_waiting_drawings_are_overloaded(renderer):
 
 def test_a_drawing_whose_deadline_passes_while_it_waits_never_starts(renderer):
     async def scenario():
-        first, second = Held(), Held()
+        first, second = BlockedFigure(), BlockedFigure()
         task = await begin(renderer, first)
         with pytest.raises(DeadlinePassed):
             await renderer.draw(second.draw, RawRequest(b"", deadline=renderer.clock() + 0.01))
@@ -74,11 +74,11 @@ def test_a_drawing_whose_deadline_passes_while_it_waits_never_starts(renderer):
 
 def test_a_disconnected_caller_ends_the_drawing(renderer):
     async def scenario():
-        held, gone = Held(), threading.Event()
-        task = await begin(renderer, held, gone=gone.is_set)
-        await asyncio.to_thread(held.begun.wait)
+        figure, gone = BlockedFigure(), threading.Event()
+        task = await begin(renderer, figure, gone=gone.is_set)
+        await asyncio.to_thread(figure.begun.wait)
         gone.set()
-        held.go.set()
+        figure.go.set()
         with pytest.raises(CallerGone):
             await task
 
@@ -91,11 +91,11 @@ def test_at_the_deadline_the_caller_gets_an_error_and_the_thread_stops_drawing()
     async def scenario():
         now = [0.0]
         renderer = FigureRenderer(lambda: now[0])
-        held = Held()
-        task = await begin(renderer, held, deadline=5.0)
-        await asyncio.to_thread(held.begun.wait)
+        figure = BlockedFigure()
+        task = await begin(renderer, figure, deadline=5.0)
+        await asyncio.to_thread(figure.begun.wait)
         now[0] = 6.0
-        held.go.set()
+        figure.go.set()
         with pytest.raises(DeadlinePassed):
             await task
         seen.append(renderer._waiting)

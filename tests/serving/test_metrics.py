@@ -17,7 +17,7 @@ CALLS = 'attend_requests_total{endpoint="/attend",status="200"}'
 REFUSED = 'attend_requests_total{endpoint="/attend",status="422"}'
 
 
-def told(url: str) -> Counter[str]:
+def reported_metrics(url: str) -> Counter[str]:
     """Sample -> value, as reported by the worker that answers."""
     lines = [line for line in ask(url, path="/metrics").text.splitlines() if not line.startswith("#")]
     return Counter({name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)})  # type: ignore[misc]
@@ -34,17 +34,17 @@ def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
     """Requests, refusals, bytes, phases, batches and calls to layers."""
     server = two_workers(start, "--layers-dir", str(tmp_path))
     assert ask(server.url, "PUT", "/layers/more", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
-    before, sent, received = told(server.url), 0, 0
+    before, sent, received = reported_metrics(server.url), 0, 0
     for count, worker in enumerate(workers_of(server.process.pid), 2):
         with only(worker, server.process.pid):
             for document in [DOCUMENT] * count + [{"layer": "more", "query": [[1.0]]}]:
                 reply = ask(server.url, "POST", "/attend", json=document)
                 sent, received = sent + len(reply.request.content), received + len(reply.content)
             # A worker counts a request after its reply, and must have written the count before it is stopped.
-            until(lambda refused=count - 1: told(server.url)[REFUSED] - before[REFUSED] == refused, "the last refusal counted")
+            until(lambda refused=count - 1: reported_metrics(server.url)[REFUSED] - before[REFUSED] == refused, "the last refusal counted")
     for worker in workers_of(server.process.pid):
         with only(worker, server.process.pid):
-            grown = told(server.url) - before
+            grown = reported_metrics(server.url) - before
             assert grown[CALLS] == grown['attend_layer_calls_total{layer="more"}'] == grown["attend_batch_calls_sum"] == 5
             assert grown[REFUSED] == grown['attend_failures_total{reason="InvalidRequest"}'] == 2
             assert all(grown[f'attend_phase_seconds_count{{phase="{phase}"}}'] == 5 for phase in ("decode", "queue", "compute", "encode"))
@@ -56,7 +56,7 @@ def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
 
 @several_workers
 def test_gauges_are_sums_over_all_workers(start: Start) -> None:
-    """Waiting calls and bytes of bodies, also of a worker that is stopped while another is asked."""
+    """Waiting calls and bytes of bodies, also of a worker that is stopped while another one answers."""
     server = two_workers(start, "--batch-delay", "3")
     first, second = workers_of(server.process.pid)
     replies: list[httpx.Response] = []
@@ -66,15 +66,15 @@ def test_gauges_are_sums_over_all_workers(start: Start) -> None:
         with only(worker, server.process.pid):
             halves.append(HalfSent(server.url))
             caller.start()
-            until(lambda count=count: told(server.url)["attend_queue_calls"] == count, "calls that wait")
-            seen = told(server.url)
+            until(lambda count=count: reported_metrics(server.url)["attend_queue_calls"] == count, "calls that wait")
+            seen = reported_metrics(server.url)
             assert seen["attend_queue_operations"] > 0 < seen["attend_queue_bytes"]
             assert seen["attend_held_body_bytes"] >= count * len(halves[0].body)
     for caller in callers:
         caller.join()
     assert [half.finish()[0] for half in halves] == [200, 200] == [reply.status_code for reply in replies]
     idle = ("attend_queue_calls", "attend_queue_operations", "attend_queue_bytes", "attend_held_body_bytes")
-    until(lambda: not any(told(server.url)[name] for name in idle), "nothing waits")
+    until(lambda: not any(reported_metrics(server.url)[name] for name in idle), "nothing waits")
 
 
 @several_workers
@@ -83,14 +83,14 @@ def test_gauges_exclude_a_dead_worker(start: Start, tmp_path: Path) -> None:
     assert ask(server.url, "PUT", "/layers/more", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
     for worker in workers_of(server.process.pid):
         with only(worker, server.process.pid):
-            assert told(server.url)["attend_layers"] == 2
+            assert reported_metrics(server.url)["attend_layers"] == 2
     stays, _ = kill_one(server)
     until(lambda: len(events(server, "ready")) == 3, "ready again")
     assert ask(server.url, "DELETE", "/layers/more").status_code == 204
-    assert told(server.url)["attend_layers"] == 1
+    assert reported_metrics(server.url)["attend_layers"] == 1
     with only(stays, server.process.pid):
         resident = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in workers_of(server.process.pid))
-        assert told(server.url)["attend_device_memory_bytes"] < 1.2 * resident * os.sysconf("SC_PAGE_SIZE")
+        assert reported_metrics(server.url)["attend_device_memory_bytes"] < 1.2 * resident * os.sysconf("SC_PAGE_SIZE")
 
 
 @several_workers
@@ -109,11 +109,11 @@ def test_series_of_removed_layers_are_deleted(start: Start, tmp_path: Path) -> N
         for worker in workers:
             with only(worker, server.process.pid):
                 assert ask(server.url, "POST", "/attend", json={**DOCUMENT, "layer": name}).status_code == 200
-                assert f'attend_layer_calls_total{{layer="{name}"}}' in told(server.url)
+                assert f'attend_layer_calls_total{{layer="{name}"}}' in reported_metrics(server.url)
         assert ask(server.url, "DELETE", f"/layers/{name}").status_code == 204
         for worker in workers:
             with only(worker, server.process.pid):
-                left = told(server.url)
+                left = reported_metrics(server.url)
                 assert not [sample for sample in left if f'"{name}"' in sample]
         series.append(len(left))
     assert series[1] == series[2]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.scheduler import HEAVY, Attention, Clock, held, request, run, turns
+from support.scheduler import HEAVY, Attention, Clock, layer_with, loop_iterations, request, run
 
 from service.errors import Overloaded, ServiceFault
 from service.serving.admission import ServingLimits
@@ -25,13 +25,13 @@ async def opened(attention: Attention) -> tuple[Service, Clock]:
     service, clock = open_service("cpu", WireLimits(), ServingLimits()), Clock()
     await service.start({})
     service.clock = service.scheduler.clock = clock
-    service.registry.put(held(attention))
+    service.registry.put(layer_with(attention))
     return service, clock
 
 
 def occupy(service: Service, attention: Attention) -> "asyncio.Task[Any]":
     """A call that the device's thread computes."""
-    return asyncio.get_running_loop().create_task(service.scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
+    return asyncio.get_running_loop().create_task(service.scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
 
 
 def test_readiness_probes_an_idle_device_with_a_tiny_call() -> None:
@@ -40,12 +40,12 @@ def test_readiness_probes_an_idle_device_with_a_tiny_call() -> None:
     async def test() -> None:
         attention = Attention()
         service, clock = await opened(attention)
-        assert await service.answers()
+        assert await service.is_answering()
         assert attention.sizes == [1]
-        assert await service.answers()
+        assert await service.is_answering()
         assert attention.sizes == [1]
         clock.now += 10 * service.probe.timeout
-        assert await service.answers()
+        assert await service.is_answering()
         assert attention.sizes == [1, 1]
         service.close()
 
@@ -53,23 +53,23 @@ def test_readiness_probes_an_idle_device_with_a_tiny_call() -> None:
 
 
 def test_a_hung_device_is_not_ready_until_it_responds() -> None:
-    """However often readiness is asked for, no probes pile up behind the hung call."""
+    """However often readiness is requested, no probes pile up behind the hung call."""
 
     async def test() -> None:
         attention = Attention()
         service, clock = await opened(attention)
         service.probe.timeout = SOON
-        attention.door.clear()
+        attention.gate.clear()
         hung = occupy(service, attention)
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += EVER
         for _ in range(3):
-            assert not await service.answers()
+            assert not await service.is_answering()
             assert service.ready  # the state that does not depend on a probe
         assert not service.scheduler.waiting
-        attention.door.set()
+        attention.gate.set()
         await hung
-        assert await service.answers()
+        assert await service.is_answering()
         service.close()
 
     run(test())
@@ -82,15 +82,15 @@ def test_a_busy_device_is_ready_if_it_finishes_anything() -> None:
         attention = Attention()
         service, clock = await opened(attention)
         service.probe.timeout = EVER
-        attention.door.clear()
+        attention.gate.clear()
         busy = [occupy(service, attention) for _ in range(3)]
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += 2 * EVER
-        asked = asyncio.create_task(service.answers())
-        await turns()
-        assert not asked.done()
-        attention.door.set()
-        assert await asked
+        answering = asyncio.create_task(service.is_answering())
+        await loop_iterations()
+        assert not answering.done()
+        attention.gate.set()
+        assert await answering
         await asyncio.gather(*busy)
         service.close()
 
@@ -105,17 +105,17 @@ def test_a_long_call_is_overdue_only_after_ten_times_its_predicted_time() -> Non
         service, clock = await opened(attention)
         service.probe.timeout = SOON
         service.scheduler.calibrate(10**8, 0.01)
-        attention.door.clear()
-        call = service.scheduler.submit(held(attention), request(1), Cost({}, 10**11, 0, 1, 0))
+        attention.gate.clear()
+        call = service.scheduler.submit(layer_with(attention), request(1), Cost({}, 10**11, 0, 1, 0))
         long = asyncio.create_task(call)
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += 20
-        assert await service.answers()
+        assert await service.is_answering()
         clock.now += 180
-        assert not await service.answers()
-        attention.door.set()
+        assert not await service.is_answering()
+        attention.gate.set()
         await long
-        assert await service.answers()
+        assert await service.is_answering()
         service.close()
 
     run(test())
@@ -131,12 +131,12 @@ def test_a_device_that_fails_is_not_ready() -> None:
 
         attention.fault = fail
         for _ in range(2):
-            assert not await service.answers()
+            assert not await service.is_answering()
         with pytest.raises(ServiceFault):
             await occupy(service, attention)
-        assert not await service.answers()
+        assert not await service.is_answering()
         attention.fault = lambda call: None
-        assert await service.answers()
+        assert await service.is_answering()
         service.close()
 
     run(test())
@@ -149,9 +149,9 @@ def test_the_device_is_not_probed_while_draining_or_without_layers() -> None:
         attention = Attention()
         service, _ = await opened(attention)
         service.registry.remove("layer")
-        assert await service.answers()
+        assert await service.is_answering()
         service.draining = True
-        assert not await service.answers()
+        assert not await service.is_answering()
         assert not attention.seen
         service.close()
 
@@ -163,14 +163,14 @@ def test_the_first_retry_after_uses_the_speed_measured_at_the_start() -> None:
         attention = Attention()
         scheduler = Scheduler(torch.device("cpu"), Metrics(), QueueLimits(operations=10**11), BatchLimits())
         scheduler.calibrate(10**8, 0.01)  # ten thousand million a second
-        attention.door.clear()
+        attention.gate.clear()
         calls = []
         for operations in (HEAVY, 10**11):
-            calls.append(asyncio.create_task(scheduler.submit(held(attention), request(1), Cost({}, operations, 0, 1, 0))))
-            await turns()
+            calls.append(asyncio.create_task(scheduler.submit(layer_with(attention), request(1), Cost({}, operations, 0, 1, 0))))
+            await loop_iterations()
         with pytest.raises(Overloaded) as refusal:
-            await scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
-        attention.door.set()
+            await scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
+        attention.gate.set()
         await asyncio.gather(*calls)
         scheduler.close()
         assert refusal.value.retry_after == 10
@@ -183,8 +183,8 @@ def test_the_first_retry_after_uses_the_speed_measured_at_the_start() -> None:
 )
 def test_the_speed_is_measured_at_the_start(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a call that takes long enough for a reliable measurement, whatever the layer."""
-    learnt: list[tuple[int, float]] = []
-    monkeypatch.setattr(Scheduler, "calibrate", lambda self, operations, seconds: learnt.append((operations, seconds)))
+    measured: list[tuple[int, float]] = []
+    monkeypatch.setattr(Scheduler, "calibrate", lambda self, operations, seconds: measured.append((operations, seconds)))
 
     async def test() -> None:
         service = open_service("cpu", WireLimits(), ServingLimits())
@@ -192,6 +192,6 @@ def test_the_speed_is_measured_at_the_start(spec: dict[str, Any], monkeypatch: p
         service.close()
 
     run(test())
-    ((operations, seconds),) = learnt
+    ((operations, seconds),) = measured
     assert operations > 2 * 10**7
     assert seconds > 0

@@ -1,4 +1,4 @@
-"""The rules of serving (docs/design.md), one by one, on a real event loop and a real device thread.
+"""The rules of serving (docs/design.md) about the queue, on a real event loop and device thread. test_executor.py has those about batches.
 
 A device is busy until the test sets an event; nothing is timed. A clock is a number that the test sets.
 """
@@ -7,23 +7,35 @@ import asyncio
 import gzip
 import socket
 import threading
-import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
 import uvicorn
-from support.scheduler import HEAVY, LOST, PATIENCE, REAL, REGISTRY, SPEC, Attention, Bench, Clock, held, request, run, settled, turns
+from support.scheduler import (
+    ANSWER_SECONDS,
+    HEAVY,
+    REAL,
+    SPEC,
+    Attention,
+    Clock,
+    Harness,
+    assert_answers,
+    layer_with,
+    loop_iterations,
+    outcomes_of,
+    request,
+    run,
+)
+from support.waiting import PATIENCE
 
 from service.attention.call import Call, Result
-from service.errors import AttendError, DeadlinePassed, InvalidRequest, OutOfMemory, Overloaded, ServiceFault
-from service.serving import batching, executor, probe, scheduler
+from service.errors import AttendError, DeadlinePassed, InvalidRequest, Overloaded, ServiceFault
+from service.serving import scheduler
 from service.serving.admission import ServingLimits
 from service.serving.batching import Entry
 from service.serving.binding import check_against_layer, make_call
@@ -31,10 +43,8 @@ from service.serving.cost import Cost, predict
 from service.serving.engine import ATTEND
 from service.serving.executor import Execution, Outcome
 from service.serving.requests import RawRequest
-from service.serving.scheduler import UNHEALTHY_AFTER
 from service.serving.service import open_service
 from service.settings import Settings
-from service.spec import LayerSpec
 from service.web.app import create_app
 from service.web.connections import Connection
 from service.wire.codec import Decoded, NativeCodec
@@ -50,17 +60,6 @@ from service.wire.schemas.attend import AttendRequest
 def no_light_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call is computed on the device's thread, however little it costs."""
     monkeypatch.setattr(scheduler, "LIGHT_OPERATIONS", -1)
-
-
-def assert_answers(outcomes: list[Any], calls: list[Call]) -> None:
-    """Every outcome is the result of its own call."""
-    for outcome, call in zip(outcomes, calls, strict=True):
-        assert isinstance(outcome, Outcome), repr(outcome)
-        expected = REAL.attention.forward(call)
-        for name, tensor in expected.tensors.items():
-            error = (outcome.result.tensors[name] - tensor).abs().max().item() if tensor.numel() else 0.0
-            assert error <= 1e-6 * tensor.abs().max().item() if tensor.numel() else True
-            assert outcome.result.tensors[name].shape == tensor.shape
 
 
 # 1. Decode and validate first; batch only what is bound.
@@ -84,13 +83,13 @@ def test_law_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) ->
     async def test() -> None:
         service = open_service("cpu", WireLimits(), ServingLimits())
         attention = Attention()
-        service.registry.put(held(attention))
+        service.registry.put(layer_with(attention))
         good = RawRequest(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
-        attention.door.clear()
-        busy = asyncio.create_task(service.scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
+        attention.gate.clear()
+        busy = asyncio.create_task(service.scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
         waiting = asyncio.create_task(service.engine.answer(good, ATTEND))
-        await turns()
+        await loop_iterations()
 
         before = list(service.scheduler.waiting)
         with pytest.raises(AttendError):
@@ -98,7 +97,7 @@ def test_law_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) ->
         assert list(service.scheduler.waiting) == before
         assert len(before) == 1
 
-        attention.door.set()
+        attention.gate.set()
         await busy
         assert b'"output"' in b"".join((await waiting).pieces)
         assert attention.sizes == [1, 1]
@@ -114,23 +113,23 @@ def test_law_2_a_cancelled_call_is_not_computed_and_is_counted() -> None:
     """Other waiting calls are not affected."""
 
     async def test() -> None:
-        bench = Bench()
-        busy = await bench.occupy()
+        harness = Harness()
+        busy = await harness.occupy()
         calls = [request(b, seed=b) for b in (1, 2, 3)]
-        tasks = [bench.start(call) for call in calls]
-        await turns()
+        tasks = [harness.start(call) for call in calls]
+        await loop_iterations()
         tasks[1].cancel()
-        bench.attention.door.set()
+        harness.attention.gate.set()
 
-        outcomes = await settled(busy, *tasks)
+        outcomes = await outcomes_of(busy, *tasks)
 
         assert isinstance(outcomes[2], asyncio.CancelledError)
         assert_answers([outcomes[1], outcomes[3]], [calls[0], calls[2]])
-        assert bench.attention.sizes == [1, 1 + 3]
-        assert bench.counted("attend_abandoned_calls_total") == 1
-        assert bench.counted("attend_batch_calls_sum") == 3
-        assert not bench.unhandled
-        bench.scheduler.close()
+        assert harness.attention.sizes == [1, 1 + 3]
+        assert harness.counted("attend_abandoned_calls_total") == 1
+        assert harness.counted("attend_batch_calls_sum") == 3
+        assert not harness.unhandled
+        harness.scheduler.close()
 
     run(test())
 
@@ -139,21 +138,21 @@ def test_law_2_a_call_of_a_disconnected_caller_is_not_computed_and_is_counted() 
     """`gone` returns True; nothing cancels the call."""
 
     async def test() -> None:
-        bench = Bench()
-        busy = await bench.occupy()
+        harness = Harness()
+        busy = await harness.occupy()
         hung_up = [False, False]
-        tasks = [bench.start(request(2), gone=lambda i=i: hung_up[i]) for i in range(2)]
-        await turns()
+        tasks = [harness.start(request(2), gone=lambda i=i: hung_up[i]) for i in range(2)]
+        await loop_iterations()
         hung_up[0] = True
-        bench.attention.door.set()
+        harness.attention.gate.set()
 
-        outcomes = await settled(busy, tasks[1])
+        outcomes = await outcomes_of(busy, tasks[1])
 
         assert_answers(outcomes, [request(1), request(2)])
-        assert bench.attention.sizes == [1, 2]
-        assert bench.counted("attend_abandoned_calls_total") == 1
-        await settled(tasks[0])
-        bench.scheduler.close()
+        assert harness.attention.sizes == [1, 2]
+        assert harness.counted("attend_abandoned_calls_total") == 1
+        await outcomes_of(tasks[0])
+        harness.scheduler.close()
 
     run(test())
 
@@ -171,9 +170,9 @@ def test_law_2_closing_the_connection_drops_the_waiting_call(size: int) -> None:
         service, attention = app.state.service, Attention()
         while not service.started:
             await asyncio.sleep(0.001)
-        service.registry.put(held(attention))
-        attention.door.clear()
-        busy = asyncio.create_task(service.scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
+        service.registry.put(layer_with(attention))
+        attention.gate.clear()
+        busy = asyncio.create_task(service.scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
 
         _, writer = await asyncio.open_connection(*listening.getsockname())
@@ -186,7 +185,7 @@ def test_law_2_closing_the_connection_drops_the_waiting_call(size: int) -> None:
         writer.close()
         while not waits.gone():
             await asyncio.sleep(0.001)
-        attention.door.set()
+        attention.gate.set()
         await busy
         while server.server_state.tasks:
             await asyncio.sleep(0.001)
@@ -204,25 +203,25 @@ def test_law_2_a_disconnect_during_computation_does_not_affect_the_batch(hung_up
     """The other calls of the batch get their results."""
 
     async def test() -> None:
-        bench = Bench()
-        bench.attention.door.clear()
+        harness = Harness()
+        harness.attention.gate.clear()
         gone = [False]
         calls = [request(b, seed=b) for b in (2, 3)]
-        tasks = [bench.start(calls[0], gone=lambda: gone[0]), bench.start(calls[1])]
-        await bench.until_entered()
+        tasks = [harness.start(calls[0], gone=lambda: gone[0]), harness.start(calls[1])]
+        await harness.until_entered()
         gone[0] = True
         if not hung_up:
             tasks[0].cancel()
-            await turns()
+            await loop_iterations()
             assert tasks[0].cancelled()
-        bench.attention.door.set()
+        harness.attention.gate.set()
 
-        outcomes = await settled(*tasks)
+        outcomes = await outcomes_of(*tasks)
 
         assert_answers(outcomes[1:], calls[1:])
-        assert bench.attention.sizes == [5]
-        assert not bench.unhandled
-        bench.scheduler.close()
+        assert harness.attention.sizes == [5]
+        assert not harness.unhandled
+        harness.scheduler.close()
 
     run(test())
 
@@ -256,93 +255,7 @@ def test_law_2_a_settled_future_is_not_set_again() -> None:
     run(test())
 
 
-# 3. A failure in sizing, stacking, computing or splitting reaches every call of that batch, and the loop goes on.
-
-
-class Once:
-    """Raises an exception when it is first called; later calls go to the function that it replaces."""
-
-    def __init__(self, what: Callable[..., Any]) -> None:
-        self.what, self.failed = what, False
-
-    def __call__(self, *args: Any) -> Any:
-        if not self.failed:
-            self.failed = True
-            raise RuntimeError("out of order")
-        return self.what(*args)
-
-
-@pytest.mark.parametrize("stage", ["sizing", "counting", "stacking", "computing", "splitting"])
-def test_law_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it happens. The next batch is computed."""
-
-    async def test() -> None:
-        bench = Bench()
-        if stage == "computing":
-            monkeypatch.setattr(bench.attention, "forward", Once(bench.attention.forward))
-        elif stage == "counting":
-            monkeypatch.setattr(bench.metrics, "batched", Once(bench.metrics.batched))
-        elif stage == "splitting":
-            once = Once(Result.split)
-            monkeypatch.setattr(Result, "split", lambda result, sizes: once(result, sizes))
-        else:
-            name = {"sizing": "form_batch", "stacking": "stack"}[stage]
-            monkeypatch.setattr(scheduler if name == "form_batch" else executor, name, Once(getattr(batching, name)))
-        calls = [request(b, seed=b) for b in (1, 2, 3)]
-
-        outcomes = await settled(*(bench.start(call) for call in calls))
-
-        if stage == "counting" and any(isinstance(outcome, Outcome) for outcome in outcomes):
-            assert_answers(outcomes, calls)  # no harm done
-        else:
-            assert [type(outcome) for outcome in outcomes] == [ServiceFault] * 3
-            assert [type(outcome.__cause__) for outcome in outcomes] == [RuntimeError] * 3
-        assert_answers(await settled(*(bench.start(call) for call in calls)), calls)
-        assert not bench.scheduler.waiting
-        assert bench.scheduler.healthy
-        bench.scheduler.close()
-
-    run(test())
-
-
-def test_law_3_a_failure_of_a_light_call_affects_no_other_call() -> None:
-    async def test() -> None:
-        bench = Bench()
-        bench.attention.forward = Once(bench.attention.forward)  # type: ignore[method-assign]
-        first, *others = await settled(*(bench.start(operations=1) for _ in range(3)))
-        assert isinstance(first, ServiceFault)
-        assert isinstance(first.__cause__, RuntimeError)
-        assert_answers(others, [request(1)] * 2)
-        assert bench.scheduler.healthy
-        bench.scheduler.close()
-
-    run(test())
-
-
-def test_law_3_a_failure_does_not_affect_other_batches() -> None:
-    """Waiting calls to another layer are computed."""
-
-    async def test() -> None:
-        bench = Bench()
-        busy = await bench.occupy()
-        broken = Attention()
-        broken.fault = lambda call: (_ for _ in ()).throw(ValueError("broken"))
-        broken_layer = held(broken)
-        tasks = [bench.start(layer=broken_layer if i % 2 else bench.layer) for i in range(6)]
-        await turns()
-        bench.attention.door.set()
-
-        outcomes = await settled(busy, *tasks)
-
-        assert_answers([outcomes[i] for i in (0, 1, 3, 5)], [request(1)] * 4)
-        assert [type(outcomes[i]) for i in (2, 4, 6)] == [ServiceFault] * 3
-        assert broken.sizes == [3]
-        bench.scheduler.close()
-
-    run(test())
-
-
-# 4. A call larger than the batch limit but below the memory limit runs alone. None waits for ever.
+# 4. A call larger than the batch limit but within the memory limit runs alone. Every call is computed or refused.
 
 
 @pytest.mark.parametrize("knobs", [{"operations": 10**15}, {"memory": 10**12}], ids=["work", "memory"])
@@ -350,29 +263,29 @@ def test_law_4_a_call_beyond_the_batch_limit_runs_alone_in_its_turn(knobs: dict[
     """Small calls wait before and behind it, and new ones keep arriving."""
 
     async def test() -> None:
-        bench = Bench(calls=4, operations=10**16, memory_bytes=10**13)
-        busy = await bench.occupy()
-        others = [bench.start() for _ in range(3)]
-        big = bench.start(request(9), **knobs)
-        others += [bench.start() for _ in range(3)]
-        await turns()
-        bench.attention.door.set()
+        harness = Harness(calls=4, operations=10**16, memory_bytes=10**13)
+        busy = await harness.occupy()
+        others = [harness.start() for _ in range(3)]
+        big = harness.start(request(9), **knobs)
+        others += [harness.start() for _ in range(3)]
+        await loop_iterations()
+        harness.attention.gate.set()
         while not big.done():
-            others.append(bench.start())
-            await turns(2)
-            assert len(others) < 10_000, "small calls for ever"
+            others.append(harness.start())
+            await loop_iterations(2)
+            assert len(others) < 10_000, "small calls are always served first"
 
-        outcomes = await settled(busy, big, *others)
+        outcomes = await outcomes_of(busy, big, *others)
 
         assert_answers(outcomes, [request(1), request(9), *[request(1)] * len(others)])
-        assert 9 in bench.attention.sizes
+        assert 9 in harness.attention.sizes
         assert outcomes[1].batch == 1
-        bench.scheduler.close()
+        harness.scheduler.close()
 
     run(test())
 
 
-# 5. A full queue is an answer, bounded by cost, not by count.
+# 5. Calls beyond the bounds of the queue are refused. The queue is bounded by cost, not by number.
 
 
 @pytest.mark.parametrize("limit", ["operations", "memory"])
@@ -380,26 +293,26 @@ def test_law_5_a_call_that_exceeds_the_queue_is_refused_at_once(limit: str) -> N
     """With Retry-After. The waiting calls are computed; then there is room."""
 
     async def test() -> None:
-        bench = Bench(operations=10 * HEAVY, memory_bytes=1000)
-        busy = await bench.occupy()
-        waiting = [bench.start(memory=50) for _ in range(8)]
-        await turns()
+        harness = Harness(operations=10 * HEAVY, memory_bytes=1000)
+        busy = await harness.occupy()
+        waiting = [harness.start(memory=50) for _ in range(8)]
+        await loop_iterations()
         too_much = {"operations": HEAVY * 3} if limit == "operations" else {"memory": 601}
         enough = {"operations": HEAVY * 2} if limit == "operations" else {"memory": 600}
 
         with pytest.raises(Overloaded) as refusal:
-            await bench.start(**too_much)
-        fits = bench.start(**enough)
-        await turns()
+            await harness.start(**too_much)
+        fits = harness.start(**enough)
+        await loop_iterations()
 
         assert refusal.value.retry_after >= 1
         assert isinstance(refusal.value.retry_after, int)
         assert {"operations": "max_queue_operations", "memory": "max_queue_bytes"}[limit] in refusal.value.detail
         assert not fits.done()
-        bench.attention.door.set()
-        await settled(busy, fits, *waiting)
-        assert isinstance(await bench.start(**too_much), Outcome)
-        bench.scheduler.close()
+        harness.attention.gate.set()
+        await outcomes_of(busy, fits, *waiting)
+        assert isinstance(await harness.start(**too_much), Outcome)
+        harness.scheduler.close()
 
     run(test())
 
@@ -408,9 +321,9 @@ def test_law_5_an_empty_queue_accepts_any_call() -> None:
     """Even one larger than the bound: it was admitted, and could otherwise never be computed."""
 
     async def test() -> None:
-        bench = Bench(operations=10, memory_bytes=10)
-        assert isinstance(await bench.start(operations=10**15, memory=10**15), Outcome)
-        bench.scheduler.close()
+        harness = Harness(operations=10, memory_bytes=10)
+        assert isinstance(await harness.start(operations=10**15, memory=10**15), Outcome)
+        harness.scheduler.close()
 
     run(test())
 
@@ -420,20 +333,20 @@ def test_law_5_the_queue_is_bounded_by_cost_not_by_number() -> None:
     """Thousands of small calls may wait where two large ones may not."""
 
     async def test() -> None:
-        bench = Bench(operations=10**6, memory_bytes=10**6)
-        busy = await bench.occupy()
-        small = [bench.start(operations=100, memory=100) for _ in range(2000)]
-        await turns()
-        assert len(bench.scheduler.waiting) == 2000
+        harness = Harness(operations=10**6, memory_bytes=10**6)
+        busy = await harness.occupy()
+        small = [harness.start(operations=100, memory=100) for _ in range(2000)]
+        await loop_iterations()
+        assert len(harness.scheduler.waiting) == 2000
         with pytest.raises(Overloaded):
-            await bench.start(operations=900_000, memory=1)
+            await harness.start(operations=900_000, memory=1)
         for task in small:
             task.cancel()
-        bench.attention.door.set()
+        harness.attention.gate.set()
         await busy
-        await turns()
-        assert not bench.scheduler.waiting
-        bench.scheduler.close()
+        await loop_iterations()
+        assert not harness.scheduler.waiting
+        harness.scheduler.close()
 
     run(test())
 
@@ -441,21 +354,21 @@ def test_law_5_the_queue_is_bounded_by_cost_not_by_number() -> None:
 @pytest.mark.usefixtures("no_light_calls")
 def test_law_5_abandoned_calls_free_their_room_in_the_queue() -> None:
     async def test() -> None:
-        bench = Bench(operations=1000)
-        busy = await bench.occupy()
-        impatient = [bench.start(operations=100) for _ in range(10)]
-        await turns()
+        harness = Harness(operations=1000)
+        busy = await harness.occupy()
+        impatient = [harness.start(operations=100) for _ in range(10)]
+        await loop_iterations()
         for task in impatient:
             task.cancel()
-        await turns()
+        await loop_iterations()
 
-        patient = bench.start(operations=100)
-        await turns()
-        bench.attention.door.set()
+        patient = harness.start(operations=100)
+        await loop_iterations()
+        harness.attention.gate.set()
 
-        outcomes = await settled(busy, patient)
+        outcomes = await outcomes_of(busy, patient)
         assert_answers(outcomes, [request(1)] * 2)
-        bench.scheduler.close()
+        harness.scheduler.close()
 
     run(test())
 
@@ -465,20 +378,20 @@ def test_law_5_retry_after_grows_with_the_queue() -> None:
 
     async def test() -> None:
         clock = Clock()
-        bench = Bench(clock, operations=10**13)
-        busy = await bench.occupy()
+        harness = Harness(clock, operations=10**13)
+        busy = await harness.occupy()
         advice = []
         for operations in (10**9, 10**11, 10**12):
-            bench.start(operations=operations).add_done_callback(lambda task: task.cancelled() or task.exception())
-            await turns()
+            harness.start(operations=operations).add_done_callback(lambda task: task.cancelled() or task.exception())
+            await loop_iterations()
             with pytest.raises(Overloaded) as refusal:
-                await bench.start(operations=10**13)
+                await harness.start(operations=10**13)
             advice.append(refusal.value.retry_after)
 
         assert 1 <= advice[0] < advice[1] < advice[2]
-        bench.attention.door.set()
+        harness.attention.gate.set()
         await busy
-        bench.scheduler.close()
+        harness.scheduler.close()
 
     run(test())
 
@@ -490,16 +403,16 @@ def test_law_5_small_calls_do_not_distort_retry_after(operations: int) -> None:
 
     async def advice(small: int) -> int:
         ticks = iter(range(10**9))
-        bench = Bench(lambda: next(ticks) * 1e-4, operations=10**12)
+        harness = Harness(lambda: next(ticks) * 1e-4, operations=10**12)
         for _ in range(small):
-            await bench.start(nothing, operations=operations, memory=0)
-        waiting = [await bench.occupy(), bench.start(operations=9 * 10**11)]
-        await turns()
+            await harness.start(nothing, operations=operations, memory=0)
+        waiting = [await harness.occupy(), harness.start(operations=9 * 10**11)]
+        await loop_iterations()
         with pytest.raises(Overloaded) as refusal:
-            await bench.start(operations=2 * 10**11)
-        bench.attention.door.set()
-        await settled(*waiting)
-        bench.scheduler.close()
+            await harness.start(operations=2 * 10**11)
+        harness.attention.gate.set()
+        await outcomes_of(*waiting)
+        harness.scheduler.close()
         return refusal.value.retry_after
 
     async def test() -> None:
@@ -509,32 +422,32 @@ def test_law_5_small_calls_do_not_distort_retry_after(operations: int) -> None:
     run(test())
 
 
-# 6. The batch is what waits when the device becomes free; there is no delay by default.
+# 6. The batch is what is queued when the device becomes free; no delay by default.
 
 
 def test_law_6_the_batch_is_what_waits_when_the_device_becomes_free() -> None:
     """A single call that finds the device idle is a batch too."""
 
     async def test() -> None:
-        bench = Bench()
-        busy = await bench.occupy()
+        harness = Harness()
+        busy = await harness.occupy()
         calls = [request(b, seed=b) for b in (1, 2, 3, 4)]
         tasks = []
         for call in calls:
-            tasks.append(bench.start(call))
-            await turns()
-        assert bench.attention.sizes == [1]
-        bench.attention.door.set()
+            tasks.append(harness.start(call))
+            await loop_iterations()
+        assert harness.attention.sizes == [1]
+        harness.attention.gate.set()
 
-        outcomes = await settled(busy, *tasks)
+        outcomes = await outcomes_of(busy, *tasks)
 
         assert_answers(outcomes[1:], calls)
-        assert bench.attention.sizes == [1, 10]
+        assert harness.attention.sizes == [1, 10]
         assert [outcome.batch for outcome in outcomes] == [1, 4, 4, 4, 4]
-        assert bench.counted("attend_batch_calls_sum") == 5
-        assert bench.counted("attend_batch_calls_count") == 2
-        assert (await bench.start()).batch == 1
-        bench.scheduler.close()
+        assert harness.counted("attend_batch_calls_sum") == 5
+        assert harness.counted("attend_batch_calls_count") == 2
+        assert (await harness.start()).batch == 1
+        harness.scheduler.close()
 
     run(test())
 
@@ -543,16 +456,16 @@ def test_law_6_without_a_delay_no_timer_is_set(monkeypatch: pytest.MonkeyPatch) 
     """Calls that arrive in the same iteration of the event loop are computed together, at once."""
 
     async def test() -> None:
-        bench = Bench()
+        harness = Harness()
         loop = asyncio.get_running_loop()
         timers: list[Any] = []
         monkeypatch.setattr(loop, "call_later", lambda *args, **kwargs: timers.append(args))
-        together = [bench.start() for _ in range(3)]
+        together = [harness.start() for _ in range(3)]
         outcomes = await asyncio.gather(*together)
         monkeypatch.undo()
         assert [outcome.batch for outcome in outcomes] == [3, 3, 3]
         assert not timers
-        bench.scheduler.close()
+        harness.scheduler.close()
 
     run(test())
 
@@ -561,22 +474,22 @@ def test_law_6_a_delay_sets_one_timer_for_one_batch(monkeypatch: pytest.MonkeyPa
     """The first call sets the timer; calls that arrive before it ends join the batch."""
 
     async def test() -> None:
-        bench = Bench(delay=7.5)
+        harness = Harness(delay=7.5)
         timers: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = []
         monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda delay, what, *args: timers.append((delay, what, args)))
         tasks = []
         for _ in range(3):
-            tasks.append(bench.start())
-            await turns()
-        assert not bench.attention.seen
+            tasks.append(harness.start())
+            await loop_iterations()
+        assert not harness.attention.seen
         assert [delay for delay, _, _ in timers] == [7.5]
         _, what, args = timers[0]
         what(*args)
         outcomes = await asyncio.gather(*tasks)
         monkeypatch.undo()
         assert [outcome.batch for outcome in outcomes] == [3, 3, 3]
-        assert bench.attention.sizes == [3]
-        bench.scheduler.close()
+        assert harness.attention.sizes == [3]
+        harness.scheduler.close()
 
     run(test())
 
@@ -585,96 +498,25 @@ def test_law_6_a_delay_applies_only_to_an_idle_device() -> None:
     """Several batches wait; only the first call found the device idle."""
 
     async def test() -> None:
-        bench = Bench(delay=7.5, calls=2)
+        harness = Harness(delay=7.5, calls=2)
         timers: list[Callable[[], None]] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(asyncio.get_running_loop(), "call_later", lambda delay, what, *args: timers.append(partial(what, *args)))
-            tasks = [bench.start() for _ in range(5)]
-            await turns()
-            assert not bench.attention.seen
+            tasks = [harness.start() for _ in range(5)]
+            await loop_iterations()
+            assert not harness.attention.seen
             timers[0]()
             assert_answers(await asyncio.gather(*tasks), [request(1)] * 5)
             assert len(timers) == 1
 
-            later = bench.start()  # finds it idle again
-            await turns()
+            later = harness.start()  # finds it idle again
+            await loop_iterations()
             assert len(timers) == 2
             timers[1]()
             await later
-        bench.scheduler.close()
+        harness.scheduler.close()
 
     run(test())
-
-
-# 7. A batched answer equals the solo answer; bit for bit with `reproducible`.
-
-
-def test_law_7_a_batched_result_equals_the_result_alone() -> None:
-    """Calls with different masks and sizes; those of one shape are computed together."""
-
-    async def test() -> None:
-        bench = Bench()
-        busy = await bench.occupy()
-        sizes = [(1, 4), (3, 4), (2, 5), (4, 4), (5, 4), (1, 7), (2, 4), (1, 3), (3, 2), (2, 4), (1, 11), (2, 1)]  # batch and queries
-        calls = []
-        for seed, (b, queries) in enumerate(sizes):
-            kinds: list[dict[str, Any]] = [
-                {"valid_lens": np.repeat(queries // 2, b)},
-                {"attend_mask": np.tri(queries)},
-                {"causal": True},
-                {"head_scale": [1.0, 0.5, 2.0]},
-            ]
-            calls.append(request(b, seed, queries, **kinds[seed % 4]))
-        tasks = [bench.start(call) for call in calls]
-        await turns()
-        bench.attention.door.set()
-
-        outcomes = await settled(busy, *tasks)
-
-        assert_answers(outcomes[1:], calls)
-        assert max(outcome.batch for outcome in outcomes[1:]) > 1
-        bench.scheduler.close()
-
-    run(test())
-
-
-def test_law_7_reproducible_calls_are_bit_for_bit_equal_at_any_load() -> None:
-    """They are computed alone, on one thread. Other calls keep their number of threads, also those that start at the same time."""
-
-    async def test() -> None:
-        bench = Bench()
-        spec = LayerSpec(d_model=64, num_heads=8)
-        layer = REGISTRY.make("wide", spec)
-        counts: list[tuple[int, int]] = []  # threads of arithmetic in the thread that computes, and in one that starts meanwhile
-
-        def spied(call: Call) -> Result:
-            with ThreadPoolExecutor(1) as other:
-                counts.append((torch.get_num_threads(), other.submit(torch.get_num_threads).result()))
-            return layer.attention.forward(call)
-
-        bench.layer = held(Attention(spied))
-        query = np.random.default_rng(1).standard_normal((2, 32, 64))
-        call = make_call(validate(AttendRequest, {"query": query, "reproducible": True}), spec)
-        company = [make_call(validate(AttendRequest, {"query": query * i}), spec) for i in range(1, 5)]
-
-        (lonely,) = await settled(bench.start(call))
-        tasks = [bench.start(c) for c in (*company[:2], call, *company[2:], call)]
-        crowded = await settled(*tasks)
-
-        assert [outcome.batch for outcome in crowded] == [4, 4, 1, 4, 4, 1]
-        for outcome in (crowded[2], crowded[5]):
-            for name, tensor in lonely.result.tensors.items():
-                assert torch.equal(outcome.result.tensors[name], tensor)
-        assert counts == [(1, 2), (2, 2), (1, 2), (1, 2)]
-        bench.scheduler.close()
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        run(test())
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 # 8. The clock is monotonic and injected.
@@ -685,216 +527,24 @@ def test_law_8_only_the_injected_clock_is_read() -> None:
 
     async def test() -> None:
         clock = Clock()
-        bench = Bench(clock)
-        busy = await bench.occupy()
-        waits = bench.start()
-        await turns()
+        harness = Harness(clock)
+        busy = await harness.occupy()
+        waits = harness.start()
+        await loop_iterations()
         clock.now += 7200.0
 
         def tick(call: Call) -> None:
             clock.now += 0.25
 
-        bench.attention.fault = tick
-        bench.attention.door.set()
-        first, second = await settled(busy, waits)
+        harness.attention.fault = tick
+        harness.attention.gate.set()
+        first, second = await outcomes_of(busy, waits)
 
         assert (first.queue, first.compute) == (0.0, 7200.25)
         assert (second.queue, second.compute) == (7200.25, 0.25)
-        bench.scheduler.close()
+        harness.scheduler.close()
 
     run(test())
-
-
-# 9. Out of memory splits the batch and tries the halves.
-
-
-def beyond(n: int, error: Callable[[], BaseException]) -> Callable[[Call], None]:
-    """There is memory for n items at once."""
-
-    def fault(call: Call) -> None:
-        if call.query.shape[0] > n:
-            raise error()
-
-    return fault
-
-
-def what_torch_raises() -> BaseException:
-    """What its CPU allocator raises when there is no memory."""
-    try:
-        torch.empty(1 << 52)
-    except RuntimeError as error:
-        return error
-    raise AssertionError("32 petabytes were there")
-
-
-SHORTAGES = [
-    pytest.param(lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), id="torch on a GPU"),
-    pytest.param(what_torch_raises, id="torch on the CPU"),
-    pytest.param(lambda: MemoryError(), id="numpy and Python"),
-]
-
-
-@pytest.mark.parametrize("error", SHORTAGES)
-def test_law_9_a_batch_that_runs_out_of_memory_is_split(error: Callable[[], BaseException]) -> None:
-    """Memory for three items: calls of one to three items are answered, the one of five gets OutOfMemory."""
-
-    async def test() -> None:
-        bench = Bench()
-        busy = await bench.occupy()
-        calls = [request(b, seed=i) for i, b in enumerate([1, 2, 5, 3, 1, 1, 1])]
-        tasks = [bench.start(call) for call in calls]
-        await turns()
-        bench.attention.fault = beyond(3, error)
-        bench.attention.door.set()
-
-        outcomes = await settled(busy, *tasks)
-
-        assert isinstance(outcomes[3], OutOfMemory)
-        assert_answers([*outcomes[1:3], *outcomes[4:]], [*calls[:2], *calls[3:]])
-        assert bench.attention.sizes[1] == 14
-        assert bench.attention.sizes.count(5) == 1
-        assert bench.counted("attend_out_of_memory_splits_total") >= 2
-        assert max(b for b in bench.attention.sizes[2:] if b != 5) < 14
-        assert bench.scheduler.healthy
-        assert_answers(await settled(bench.start()), [request(1)])
-        bench.scheduler.close()
-
-    run(test())
-
-
-def test_law_9_running_out_of_memory_while_stacking_splits_the_batch() -> None:
-    async def test() -> None:
-        bench = Bench()
-        busy = await bench.occupy()
-        tasks = [bench.start(request(b)) for b in (2, 2, 2, 2)]
-        await turns()
-
-        def stack(calls: list[Call]) -> Call:
-            if len(calls) > 1:
-                raise MemoryError
-            return batching.stack(calls)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(executor, "stack", stack)
-            bench.attention.door.set()
-            outcomes = await settled(busy, *tasks)
-        assert_answers(outcomes[1:], [request(2)] * 4)
-        bench.scheduler.close()
-
-    run(test())
-
-
-def test_law_9_memory_of_the_failed_batch_is_freed_before_the_halves_run() -> None:
-    class Intermediate:
-        """Stands for the scores of a batch that ran out of memory half way."""
-
-    async def test() -> None:
-        bench = Bench()
-        held_still: list[int] = []
-        intermediates: list[weakref.ref[Intermediate]] = []
-
-        def attend(call: Call) -> Result:
-            held_still.append(sum(ref() is not None for ref in intermediates))
-            intermediate = Intermediate()
-            intermediates.append(weakref.ref(intermediate))
-            if call.query.shape[0] > 1:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return REAL.attention.forward(call)
-
-        bench.layer = held(Attention(attend))
-        outcomes = await settled(*(bench.start(request(1, seed)) for seed in range(4)))
-        assert_answers(outcomes, [request(1, seed) for seed in range(4)])
-        assert held_still == [0] * 7
-        bench.scheduler.close()
-
-    run(test())
-
-
-def test_law_9_readiness_falls_after_repeated_out_of_memory_and_recovers() -> None:
-    """One call that does not fit changes nothing; several in a row do. The first that fits restores readiness."""
-
-    async def test() -> None:
-        service = open_service("cpu", WireLimits(), ServingLimits())
-        await service.start({})
-        service.registry.put(REAL)
-        attention = Attention()
-        attention.fault = beyond(1, MemoryError)
-        layer = held(attention)
-
-        async def ask(b: int) -> bool:
-            """Whether it fits."""
-            try:
-                await service.scheduler.submit(layer, request(b), Cost({}, HEAVY, 0, 1, 0))
-            except OutOfMemory:
-                return False
-            return True
-
-        assert service.ready
-        for _ in range(UNHEALTHY_AFTER - 1):
-            assert not await ask(2)
-            assert service.ready
-        assert not await ask(2)
-        assert not service.ready
-        assert not await ask(2)
-        assert not service.ready
-        assert await ask(1)
-        assert service.ready
-        for _ in range(UNHEALTHY_AFTER - 1):
-            assert not await ask(2)
-        assert service.ready
-        service.close()
-
-    run(test())
-
-
-def test_law_9_other_failures_do_not_split_the_batch() -> None:
-    async def test() -> None:
-        bench = Bench()
-        bench.attention.fault = lambda call: (_ for _ in ()).throw(RuntimeError("illegal memory access"))
-        outcomes = await settled(*(bench.start() for _ in range(8)))
-        assert {type(outcome) for outcome in outcomes} == {ServiceFault}
-        assert bench.attention.sizes == [8]
-        bench.scheduler.close()
-
-    run(test())
-
-
-def test_law_9_readiness_recovers_without_calls() -> None:
-    """An unready server gets no calls. When there is memory again, /health/ready and the gauge say so."""
-
-    async def test() -> None:
-        app = create_app(Settings(d_model=6, num_heads=3, access_log=False))
-        service, attention = app.state.service, Attention()
-        transport = httpx.ASGITransport(app)
-        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            while not service.started:
-                await asyncio.sleep(0.001)
-            for layer in service.registry.all():
-                service.registry.remove(layer.name)
-            service.registry.put(held(attention))
-
-            async def fall() -> None:
-                attention.fault = beyond(0, MemoryError)
-                for _ in range(UNHEALTHY_AFTER):
-                    with pytest.raises(OutOfMemory):
-                        await service.scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
-                assert not service.ready
-
-            await fall()
-            assert (await client.get("/health/ready")).status_code == 503
-            attention.fault = lambda call: None
-            assert (await client.get("/health/ready")).status_code == 200
-            assert service.ready
-
-            await fall()
-            attention.fault = lambda call: None
-            while not service.ready:
-                await asyncio.sleep(0.001)
-            assert "\nattend_ready 1.0\n" in (await client.get("/metrics")).text
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "RECOVERY_INTERVAL", 0.001)
-        run(test())
 
 
 # Deadlines
@@ -905,21 +555,21 @@ def test_a_deadline_that_passes_in_the_queue() -> None:
 
     async def test() -> None:
         clock = Clock()
-        bench = Bench(clock)
-        busy = await bench.occupy()
+        harness = Harness(clock)
+        busy = await harness.occupy()
         calls = [request(2), request(3)]
-        late, in_time = bench.start(calls[0], deadline=clock.now + 100), bench.start(calls[1], deadline=clock.now + 1000)
-        await turns()
+        late, in_time = harness.start(calls[0], deadline=clock.now + 100), harness.start(calls[1], deadline=clock.now + 1000)
+        await loop_iterations()
         clock.now += 100
-        bench.attention.door.set()
+        harness.attention.gate.set()
 
-        outcomes = await settled(busy, late, in_time)
+        outcomes = await outcomes_of(busy, late, in_time)
 
         assert isinstance(outcomes[1], DeadlinePassed)
         assert_answers(outcomes[2:], calls[1:])
-        assert bench.attention.sizes == [1, 3]
-        assert bench.counted("attend_abandoned_calls_total") == 0
-        bench.scheduler.close()
+        assert harness.attention.sizes == [1, 3]
+        assert harness.counted("attend_abandoned_calls_total") == 0
+        harness.scheduler.close()
 
     run(test())
 
@@ -928,16 +578,16 @@ def test_a_deadline_is_reported_while_the_device_is_still_busy() -> None:
     """At the deadline, not when the device becomes free. The call is not counted as abandoned."""
 
     async def test() -> None:
-        bench = Bench()
-        busy = await bench.occupy()
+        harness = Harness()
+        busy = await harness.occupy()
         with pytest.raises(DeadlinePassed):
-            await bench.start(request(2), deadline=bench.scheduler.clock() + 0.02)
+            await harness.start(request(2), deadline=harness.scheduler.clock() + 0.02)
         assert not busy.done()
-        bench.attention.door.set()
-        await settled(busy, bench.start())
-        assert bench.attention.sizes == [1, 1]
-        assert bench.counted("attend_abandoned_calls_total") == 0
-        bench.scheduler.close()
+        harness.attention.gate.set()
+        await outcomes_of(busy, harness.start())
+        assert harness.attention.sizes == [1, 1]
+        assert harness.counted("attend_abandoned_calls_total") == 0
+        harness.scheduler.close()
 
     run(test())
 
@@ -946,22 +596,22 @@ def test_a_deadline_that_passes_during_computation() -> None:
     """The result is dropped; the other calls of the batch get theirs."""
 
     async def test() -> None:
-        bench = Bench()
-        bench.attention.door.clear()
-        deadline = bench.scheduler.clock() + 0.02
-        tasks = [bench.start(request(1)), bench.start(request(2), deadline=deadline), bench.start(request(3))]
-        await bench.until_entered()
+        harness = Harness()
+        harness.attention.gate.clear()
+        deadline = harness.scheduler.clock() + 0.02
+        tasks = [harness.start(request(1)), harness.start(request(2), deadline=deadline), harness.start(request(3))]
+        await harness.until_entered()
         with pytest.raises(DeadlinePassed):
             await tasks[1]
         assert not tasks[0].done()
-        bench.attention.door.set()
+        harness.attention.gate.set()
 
-        outcomes = await settled(tasks[0], tasks[2], bench.start(request(4)))
+        outcomes = await outcomes_of(tasks[0], tasks[2], harness.start(request(4)))
 
         assert_answers(outcomes, [request(1), request(3), request(4)])
-        assert bench.attention.sizes in ([6, 4], [4, 4])
-        assert not bench.unhandled
-        bench.scheduler.close()
+        assert harness.attention.sizes in ([6, 4], [4, 4])
+        assert not harness.unhandled
+        harness.scheduler.close()
 
     run(test())
 
@@ -970,13 +620,13 @@ def test_a_deadline_that_passes_during_computation() -> None:
 def test_a_call_whose_deadline_has_passed_is_not_computed(operations: int) -> None:
     async def test() -> None:
         clock = Clock()
-        bench = Bench(clock)
+        harness = Harness(clock)
         for deadline in (clock.now, clock.now - 5):
             with pytest.raises(DeadlinePassed):
-                await bench.start(operations=operations, deadline=deadline)
-        assert not bench.attention.seen
-        assert not bench.scheduler.waiting
-        bench.scheduler.close()
+                await harness.start(operations=operations, deadline=deadline)
+        assert not harness.attention.seen
+        assert not harness.scheduler.waiting
+        harness.scheduler.close()
 
     run(test())
 
@@ -985,7 +635,7 @@ def test_a_settled_call_leaves_no_timer() -> None:
     """A timer until a distant deadline would keep the call and its tensors in memory."""
 
     async def test() -> None:
-        bench = Bench()
+        harness = Harness()
         loop = asyncio.get_running_loop()
         handles: list[asyncio.TimerHandle] = []
         real = loop.call_later
@@ -996,14 +646,14 @@ def test_a_settled_call_leaves_no_timer() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "call_later", call_later)
-            await bench.start(deadline=bench.scheduler.clock() + 10**6)
+            await harness.start(deadline=harness.scheduler.clock() + 10**6)
         assert [handle.cancelled() for handle in handles] == [True]
-        bench.scheduler.close()
+        harness.scheduler.close()
 
     run(test())
 
 
-# 12. Nothing long sits on the event loop.
+# 12. Nothing long runs on the event loop.
 
 
 @pytest.mark.parametrize(
@@ -1019,12 +669,12 @@ def test_law_12_only_light_calls_are_computed_on_the_event_loop(small: bool, fie
     """All others are computed on the device's thread."""
 
     async def test() -> None:
-        bench = Bench()
-        asked = validate(AttendRequest, {"layer": "layer", **fields})
-        check_against_layer(asked, SPEC)
-        await bench.scheduler.submit(bench.layer, make_call(asked, SPEC), predict(asked, SPEC))
-        assert (bench.attention.threads == [threading.get_ident()]) == small
-        bench.scheduler.close()
+        harness = Harness()
+        body = validate(AttendRequest, {"layer": "layer", **fields})
+        check_against_layer(body, SPEC)
+        await harness.scheduler.submit(harness.layer, make_call(body, SPEC), predict(body, SPEC))
+        assert (harness.attention.threads == [threading.get_ident()]) == small
+        harness.scheduler.close()
 
     run(test())
 
@@ -1054,30 +704,30 @@ def test_law_12_a_compressed_body_is_decoded_in_a_thread() -> None:
     run(test())
 
 
-# 14. Fairness: no caller, however heavy, keeps light callers waiting longer than a few of the longest single calls.
+# 14. No caller, however heavy, delays light callers by more than a few of the longest single calls.
 
 
 def test_law_14_light_calls_do_not_wait_for_the_device() -> None:
     """On a CPU they are computed on the event loop on arrival, while the device's thread computes another call."""
 
     async def test() -> None:
-        bench = Bench()
-        busy = await bench.occupy()
+        harness = Harness()
+        busy = await harness.occupy()
         light = Attention()
         calls = [request(b, seed=b) for b in (1, 2, 3)]
-        layer = held(light)
-        tasks = [bench.start(call, operations=1, layer=layer, caller="the same") for call in calls]
-        heavy = [bench.start(caller="the same") for _ in range(20)]
+        layer = layer_with(light)
+        tasks = [harness.start(call, operations=1, layer=layer, caller="the same") for call in calls]
+        heavy = [harness.start(caller="the same") for _ in range(20)]
 
-        assert_answers(await settled(*tasks), calls)
+        assert_answers(await outcomes_of(*tasks), calls)
 
         assert light.sizes == [1, 2, 3]
         assert set(light.threads) == {threading.get_ident()}
-        assert bench.counted("attend_batch_calls_count") == 4
-        assert bench.attention.sizes == [1]
-        bench.attention.door.set()
-        await settled(busy, *heavy)
-        bench.scheduler.close()
+        assert harness.counted("attend_batch_calls_count") == 4
+        assert harness.attention.sizes == [1]
+        harness.attention.gate.set()
+        await outcomes_of(busy, *heavy)
+        harness.scheduler.close()
 
     run(test())
 
@@ -1086,18 +736,18 @@ def test_a_light_reproducible_call_does_not_block_the_event_loop() -> None:
     """The one thread that computes such calls may be busy with a long one."""
 
     async def test() -> None:
-        bench = Bench()
-        task = bench.start(replace(request(2), reproducible=True), operations=1)
-        await settled(task)
-        assert bench.attention.threads and threading.get_ident() not in bench.attention.threads
-        assert bench.counted("attend_batch_calls_count") == 1
-        busy = await bench.occupy()
-        waits = bench.start(replace(request(1), reproducible=True), operations=1)
-        await turns()
-        assert len(bench.scheduler.waiting) == 1
-        bench.attention.door.set()
-        await settled(busy, waits)
-        bench.scheduler.close()
+        harness = Harness()
+        task = harness.start(replace(request(2), reproducible=True), operations=1)
+        await outcomes_of(task)
+        assert harness.attention.threads and threading.get_ident() not in harness.attention.threads
+        assert harness.counted("attend_batch_calls_count") == 1
+        busy = await harness.occupy()
+        waits = harness.start(replace(request(1), reproducible=True), operations=1)
+        await loop_iterations()
+        assert len(harness.scheduler.waiting) == 1
+        harness.attention.gate.set()
+        await outcomes_of(busy, waits)
+        harness.scheduler.close()
 
     run(test())
 
@@ -1106,15 +756,15 @@ def test_law_14_light_calls_do_not_make_a_hung_device_ready() -> None:
     """They are computed on the event loop and do not show that the device's thread works."""
 
     async def test() -> None:
-        bench = Bench()
-        busy = await bench.occupy()
-        finished_at = bench.scheduler.finished_at
-        await bench.start(operations=1, layer=held(Attention()))
-        assert bench.scheduler.finished_at == finished_at
-        bench.attention.door.set()
+        harness = Harness()
+        busy = await harness.occupy()
+        finished_at = harness.scheduler.finished_at
+        await harness.start(operations=1, layer=layer_with(Attention()))
+        assert harness.scheduler.finished_at == finished_at
+        harness.attention.gate.set()
         await busy
-        assert bench.scheduler.finished_at > finished_at
-        bench.scheduler.close()
+        assert harness.scheduler.finished_at > finished_at
+        harness.scheduler.close()
 
     run(test())
 
@@ -1123,16 +773,16 @@ def test_law_14_a_call_waits_for_at_most_one_call_of_each_other_caller() -> None
     """Ten heavy calls of each of three callers wait; the one call of a fourth is among the next four."""
 
     async def test() -> None:
-        bench = Bench(calls=1)
-        busy = await bench.occupy()
-        heavy = [bench.start(request(2), operations=10**9, caller=name) for _ in range(10) for name in "abc"]
-        await turns()
-        last = bench.start(request(3), operations=10**9, caller="d")
-        await turns()
-        bench.attention.door.set()
-        await settled(busy, last, *heavy)
-        assert bench.attention.sizes.index(3) <= 4
-        bench.scheduler.close()
+        harness = Harness(calls=1)
+        busy = await harness.occupy()
+        heavy = [harness.start(request(2), operations=10**9, caller=name) for _ in range(10) for name in "abc"]
+        await loop_iterations()
+        last = harness.start(request(3), operations=10**9, caller="d")
+        await loop_iterations()
+        harness.attention.gate.set()
+        await outcomes_of(busy, last, *heavy)
+        assert harness.attention.sizes.index(3) <= 4
+        harness.scheduler.close()
 
     run(test())
 
@@ -1142,16 +792,16 @@ def test_law_14_small_calls_do_not_wait_for_heavy_calls_of_the_same_caller() -> 
     """Calls of another size class are another flow: two programs may share an address."""
 
     async def test() -> None:
-        bench = Bench(calls=1)
-        busy = await bench.occupy()
-        heavy = [bench.start(request(2), operations=10**11, caller="address") for _ in range(5)]
-        await turns()
-        small = [bench.start(request(3), operations=10**6, caller="address") for _ in range(5)]
-        await turns()
-        bench.attention.door.set()
-        await settled(busy, *heavy, *small)
-        assert bench.attention.sizes == [1, 2, 3, 3, 3, 3, 3, 2, 2, 2, 2]
-        bench.scheduler.close()
+        harness = Harness(calls=1)
+        busy = await harness.occupy()
+        heavy = [harness.start(request(2), operations=10**11, caller="address") for _ in range(5)]
+        await loop_iterations()
+        small = [harness.start(request(3), operations=10**6, caller="address") for _ in range(5)]
+        await loop_iterations()
+        harness.attention.gate.set()
+        await outcomes_of(busy, *heavy, *small)
+        assert harness.attention.sizes == [1, 2, 3, 3, 3, 3, 3, 2, 2, 2, 2]
+        harness.scheduler.close()
 
     run(test())
 
@@ -1160,17 +810,17 @@ def test_law_14_one_caller_can_use_half_of_the_queue() -> None:
     """Calls of others, and its own of another size class, are still accepted."""
 
     async def test() -> None:
-        bench = Bench(operations=10**12)
-        busy = await bench.occupy()
-        waiting = [bench.start(operations=10**11, caller="a") for _ in range(5)]
-        await turns()
+        harness = Harness(operations=10**12)
+        busy = await harness.occupy()
+        waiting = [harness.start(operations=10**11, caller="a") for _ in range(5)]
+        await loop_iterations()
         with pytest.raises(Overloaded):
-            await bench.start(operations=10**11, caller="a")
-        waiting += [bench.start(operations=10**11, caller="b"), bench.start(operations=10**9, caller="a")]
-        await turns()
-        bench.attention.door.set()
-        assert all(isinstance(outcome, Outcome) for outcome in await settled(busy, *waiting))
-        bench.scheduler.close()
+            await harness.start(operations=10**11, caller="a")
+        waiting += [harness.start(operations=10**11, caller="b"), harness.start(operations=10**9, caller="a")]
+        await loop_iterations()
+        harness.attention.gate.set()
+        assert all(isinstance(outcome, Outcome) for outcome in await outcomes_of(busy, *waiting))
+        harness.scheduler.close()
 
     run(test())
 
@@ -1181,7 +831,7 @@ def test_law_14_retry_after_uses_the_speed_of_each_size_class() -> None:
 
     async def test() -> None:
         clock = Clock()
-        bench = Bench(clock, operations=10**13)
+        harness = Harness(clock, operations=10**13)
 
         def took(seconds: float) -> Callable[[Call], None]:
             def pass_time(call: Call) -> None:
@@ -1189,24 +839,24 @@ def test_law_14_retry_after_uses_the_speed_of_each_size_class() -> None:
 
             return pass_time
 
-        bench.attention.fault = took(10.0)
-        await bench.start(operations=10**11)
-        bench.attention.fault = took(0.1)
+        harness.attention.fault = took(10.0)
+        await harness.start(operations=10**11)
+        harness.attention.fault = took(0.1)
         for _ in range(20):
-            await bench.start(operations=10**8)
-        bench.attention.fault = lambda call: None
-        bench.attention.door.clear()
-        while bench.attention.entered.acquire(blocking=False):
+            await harness.start(operations=10**8)
+        harness.attention.fault = lambda call: None
+        harness.attention.gate.clear()
+        while harness.attention.entered.acquire(blocking=False):
             pass
-        tasks = [bench.start(request(1, reproducible=True), operations=10**11) for _ in range(5)]
-        await bench.until_entered()
+        tasks = [harness.start(request(1, reproducible=True), operations=10**11) for _ in range(5)]
+        await harness.until_entered()
         clock.now += 4.0
         with pytest.raises(Overloaded) as refusal:
-            await bench.start(operations=10**13)
+            await harness.start(operations=10**13)
         assert refusal.value.retry_after == 46
-        bench.attention.door.set()
-        await settled(*tasks)
-        bench.scheduler.close()
+        harness.attention.gate.set()
+        await outcomes_of(*tasks)
+        harness.scheduler.close()
 
     run(test())
 
@@ -1223,7 +873,7 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
 
     async def test() -> None:
         clock = Clock()
-        bench = Bench(clock, operations=200 * HEAVY, calls=int(rng.integers(1, 9)))
+        harness = Harness(clock, operations=200 * HEAVY, calls=int(rng.integers(1, 9)))
 
         def attend(call: Call) -> Result:
             clock.now += 0.001
@@ -1233,7 +883,7 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
                 raise ValueError("a poisoned batch")
             return Result({"output": call.query * 2 + call.key.shape[1]})
 
-        others = [held(Attention(attend), name) for name in ("a", "b")]
+        others = [layer_with(Attention(attend), name) for name in ("a", "b")]
         outcomes: dict[int, Any] = {}
         wanted: dict[int, torch.Tensor] = {}
         hung_up: set[int] = set()
@@ -1247,7 +897,7 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
             wanted[i] = call.query * 2 + length
             deadline = clock.now + float(rng.choice([0.0, 0.004, 1e6])) if rng.random() < 0.2 else None
             try:
-                outcomes[i] = await bench.scheduler.submit(
+                outcomes[i] = await harness.scheduler.submit(
                     others[int(rng.integers(2))],
                     call,
                     Cost({}, int(rng.choice([1, HEAVY])), 0, 1, 0),
@@ -1261,15 +911,15 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
         for i in range(300):
             tasks.append(asyncio.create_task(caller(i)))
             if rng.random() < 0.3:
-                await turns(int(rng.integers(1, 4)))
+                await loop_iterations(int(rng.integers(1, 4)))
             if rng.random() < 0.1:
                 tasks[int(rng.integers(len(tasks)))].cancel()
             if rng.random() < hang_ups:
                 hung_up |= set(rng.integers(max(0, i - 10), i + 1, 3).tolist())
-        _, pending = await asyncio.wait(tasks, timeout=LOST)
+        _, pending = await asyncio.wait(tasks, timeout=ANSWER_SECONDS)
         for task in pending:
             task.cancel()
-        assert not pending, f"{len(pending)} callers wait for ever"
+        assert not pending, f"{len(pending)} callers do not end"
 
         answered = {i: one for i, one in outcomes.items() if isinstance(one, Outcome)}
         never_ran = {i for i, task in enumerate(tasks) if task.cancelled()}
@@ -1277,9 +927,9 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
         assert len(answered) > 30
         for i, outcome in answered.items():
             assert torch.equal(outcome.result.tensors["output"], wanted[i])
-        assert not bench.scheduler.waiting
-        assert not bench.unhandled
-        bench.scheduler.close()
+        assert not harness.scheduler.waiting
+        assert not harness.unhandled
+        harness.scheduler.close()
 
     run(test())
 
@@ -1290,14 +940,14 @@ def test_the_checks_detect_lost_and_swapped_outcomes() -> None:
         with pytest.MonkeyPatch.context() as patch:
             wait = asyncio.wait
             patch.setattr(asyncio, "wait", lambda tasks, timeout: wait(tasks, timeout=0.01))
-            with pytest.raises(AssertionError, match="wait for ever"):
-                await settled(never)
-        bench = Bench()
-        outcomes = await settled(bench.start(request(1, seed=1)))
+            with pytest.raises(AssertionError, match="do not end"):
+                await outcomes_of(never)
+        harness = Harness()
+        outcomes = await outcomes_of(harness.start(request(1, seed=1)))
         with pytest.raises(AssertionError):
             assert_answers(outcomes, [request(1, seed=2)])
         with pytest.raises(AssertionError):
             assert_answers([InvalidRequest("no")], [request(1)])
-        bench.scheduler.close()
+        harness.scheduler.close()
 
     run(test())

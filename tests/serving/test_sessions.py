@@ -3,16 +3,28 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 import torch
-from support.scheduler import PATIENCE, Clock, run
+from support.scheduler import Clock, run
+from support.waiting import PATIENCE
 
 from service.attention import decoding
-from service.errors import InvalidRequest, OutOfMemory, SessionEnded, SessionNotFound, WrongReplica
+from service.errors import (
+    CallerGone,
+    DeadlinePassed,
+    InvalidRequest,
+    NotReady,
+    OutOfMemory,
+    SessionEnded,
+    SessionNotFound,
+    WrongReplica,
+    WrongWorker,
+)
 from service.serving import engine
 from service.serving.admission import ServingLimits
 from service.serving.engine import ATTEND
@@ -25,7 +37,10 @@ from service.serving.sessions import registry, steps
 from service.serving.sessions.ids import Place, make_id
 from service.serving.sessions.registry import SessionRegistry
 from service.serving.sessions.session import Session
+from service.serving.sessions.workers import Workers, new_socket
+from service.settings import Settings
 from service.spec import LayerSpec
+from service.web.app import create_service
 from service.wire.codec import CODECS
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
@@ -230,15 +245,73 @@ async def test_an_id_says_why_there_is_no_session() -> None:
             sessions.registry.find(text, "")
 
 
+def test_workers_share_the_memory(tmp_path: Path) -> None:
+    service = create_service(Settings(workers=3, session_memory=101), new_socket(tmp_path, 2))
+    assert service.engine.sessions is not None
+    assert service.engine.sessions.capacity == 33
+    assert service.engine.sessions.place.worker == 2
+    service.close()
+
+
+def test_a_session_or_sequence_names_its_worker(tmp_path: Path) -> None:
+    """Of two workers with one number, while one replaces the other, the newer one has the sequences, and each its sessions."""
+    workers = Workers(tmp_path / "1.70.http", 3)
+    for name in ("0.60.http", "1.9.http", "1.70.http", "1.70.grpc"):
+        (tmp_path / name).touch()
+    assert workers.number_and_epoch == (1, 70)
+    assert [str(other.socket.name) for other in workers.others()] == ["0.60.http", "1.9.http"]
+    workers.require_session(Place("r", 1, 70))
+    for place, name in ((Place("r", 1, 9), "1.9.http"), (Place("r", 0, 60), "0.60.http")):
+        with pytest.raises(WrongWorker) as wrong:
+            workers.require_session(place)
+        assert wrong.value.socket.name == name
+    with pytest.raises(SessionEnded, match="its process was restarted"):
+        workers.require_session(Place("r", 2, 50))
+
+    found = {"here": 0, "0.60.http": 0, "is being started": 0}
+    for sequence in range(60):
+        try:
+            workers.require_sequence("", "default", str(sequence))
+            found["here"] += 1
+        except WrongWorker as wrong:
+            found[wrong.socket.name] += 1
+        except NotReady:
+            found["is being started"] += 1
+    assert min(found.values()) > 9
+
+
+@loop
+async def test_work_ends_at_the_deadline_and_with_its_caller() -> None:
+    service, disconnected, ended = create_service(Settings()), asyncio.get_running_loop().create_future(), []
+
+    async def work(seconds: float = PATIENCE) -> int:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            ended.append(seconds)
+            raise
+        return 5
+
+    assert await service.in_time(work(0), None, disconnected) == 5
+    with pytest.raises(DeadlinePassed):
+        await service.in_time(work(), service.clock() - 1, disconnected)
+    disconnected.set_result(None)
+    with pytest.raises(CallerGone):
+        await service.in_time(work(), None, disconnected)
+    await asyncio.sleep(0)
+    assert len(ended) == 2
+    service.close()
+
+
 class Gate:
     """Lets steps wait before they are computed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.entered, self.door, real = threading.Semaphore(0), threading.Event(), decoding.forward_steps
+        self.entered, self.gate, real = threading.Semaphore(0), threading.Event(), decoding.forward_steps
 
         def forward_steps(*args: Any) -> Any:
             self.entered.release()
-            assert self.door.wait(PATIENCE)
+            assert self.gate.wait(PATIENCE)
             return real(*args)
 
         patch.setattr(decoding, "forward_steps", forward_steps)
@@ -269,7 +342,7 @@ async def test_a_cancelled_step_ends_before_the_next_one_begins() -> None:
         third.cancel()
         await asyncio.sleep(0)
         assert session.turn.locked() and not first.done()
-        gate.door.set()
+        gate.gate.set()
         await asyncio.wait([first, second, third])
         assert first.cancelled() and third.cancelled() and second.exception() is None
         assert session.length == 1 and session.calls == 0

@@ -127,7 +127,7 @@ def test_a_shard_frees_replaced_and_removed_layers(sinks):
         found = layers.find("x", layer.fingerprint)
         assert layers.find("x", layer.fingerprint) is found, "made once"
         assert not found.spec.sinks
-        seen.extend(weakref.ref(held.attention) for held in (layer, found))
+        seen.extend(weakref.ref(each.attention) for each in (layer, found))
         return layer.fingerprint
 
     first, _ = put(1), put(2)

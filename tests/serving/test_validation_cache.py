@@ -88,9 +88,9 @@ def outcome(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
     parts |= {f"masks.{field.name}": getattr(call.masks, field.name) for field in fields(call.masks)}
     plain = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
     same = {"self": call.key is call.query, "shared": call.value is call.key, "dtype": str(call.query.dtype)}
-    said = {"layer": bound.layer.name, "options": request.reply, "outputs": request.outputs, "shape": request.query.shape}
+    plain_fields = {"layer": bound.layer.name, "options": request.reply, "outputs": request.outputs, "shape": request.query.shape}
     shared = {"cost": bound.cost, "in_parts": bound.in_parts, "log_fields": bound.log_fields}
-    return {**plain, **same, **said, **shared, "batched": request.batched}
+    return {**plain, **same, **plain_fields, **shared, "batched": request.batched}
 
 
 REMEMBERING = engine()

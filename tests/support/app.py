@@ -17,7 +17,7 @@ from service.serving.service import Service
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.connections import Connection
-from support.scheduler import HEAVY, Attention, held, request
+from support.scheduler import HEAVY, Attention, layer_with, request
 from support.waiting import PATIENCE, until
 
 
@@ -54,15 +54,15 @@ def collecting_server(batch_calls: int, **settings: Any) -> Iterator[tuple[str, 
     @contextmanager
     def collect(calls: int) -> Iterator[None]:
         attention = Attention()
-        attention.door.clear()
-        holding = scheduler.submit(held(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
+        attention.gate.clear()
+        holding = scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
         asyncio.run_coroutine_threadsafe(holding, app.state.loop)
         assert attention.entered.acquire(timeout=PATIENCE)
         try:
             yield
             until(lambda: scheduler.load[0] == calls, f"{calls} calls that wait")
         finally:
-            attention.door.set()
+            attention.gate.set()
 
     app.router.lifespan_context = lifespan
     with _serve(app) as url:

@@ -18,7 +18,7 @@ from service.attention.reference.forward import Outputs
 from service.attention.reference.request import Request
 from service.cli.server_check import compare_output, largest_score, outputs_of
 from service.serving.admission import Admission, ServingLimits
-from service.serving.device import numpy_of
+from service.serving.casting import numpy_of
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.sessions.session import Session

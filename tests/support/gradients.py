@@ -98,8 +98,8 @@ def _through_attention(layer: Layer, request: Request, forward: Outputs, positio
     for_values = forward.attention_weights.swapaxes(-1, -2) @ back
     for_weights = np.where(blocked, 0.0, multiplier * (back @ v.swapaxes(-1, -2)))
     for_queries, for_keys = [], []
-    for i, (factor, queries, keys) in enumerate(zip(layer.factors(), layer.parts(q), layer.parts(k), strict=True)):
-        for_scores = factor * _through_normalizer(spec, forward.normalised[:, i], for_weights) * layer.growth(blocked)
+    for i, (factor, queries, keys) in enumerate(zip(layer.softmax_factors(), layer.softmax_parts(q), layer.softmax_parts(k), strict=True)):
+        for_scores = factor * _through_normalizer(spec, forward.normalised[:, i], for_weights) * layer.log_num_keys(blocked)
         for_query: Array | float = 0.0 if vectors is None else np.einsum("bhij,bijd->bhid", for_scores, vectors)
         if cap:
             slope = 1 - np.tanh(scale * layer.raw_scores(queries, keys, positions.ahead) / cap) ** 2

@@ -19,12 +19,12 @@ def started(folder: Path | None = None, now: float = 1.5) -> LayerStatistics:
 
 def count(statistics: LayerStatistics) -> None:
     """A call by itself, two of a batch of three whose third caller left, one that failed, and one to another layer."""
-    statistics.answered("a", PHASES, 3, Execution(3), 10)
+    statistics.count_answered("a", PHASES, 3, Execution(3), 10)
     batch = Execution(8)
-    statistics.answered("a", PHASES, 5, batch, 10)
-    statistics.answered("a", PHASES, 1, batch, 10)
-    statistics.failed("a", 2.0)
-    statistics.answered("b", PHASES, 1, Execution(1), 7)
+    statistics.count_answered("a", PHASES, 5, batch, 10)
+    statistics.count_answered("a", PHASES, 1, batch, 10)
+    statistics.count_failed("a", 2.0)
+    statistics.count_answered("b", PHASES, 1, Execution(1), 7)
 
 
 def count_and_leave(folder: Path) -> None:

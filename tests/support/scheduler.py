@@ -1,4 +1,4 @@
-"""A scheduler over a layer that computes when a test lets it, and a clock that a test sets."""
+"""A scheduler with a layer that computes when the test opens its gate, and a clock that the test sets."""
 
 import asyncio
 import threading
@@ -21,19 +21,19 @@ from service.serving.scheduler import QueueLimits, Scheduler
 from service.spec import LayerSpec
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
+from support.waiting import PATIENCE
 
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 REAL = REGISTRY.make("layer", SPEC)
 HEAVY = LIGHT_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
-PATIENCE = 60  # seconds after which a test that hangs is given up; no test that passes comes near it
-LOST = 5  # seconds after which a caller counts as forgotten, once everything it waited for has happened
+ANSWER_SECONDS = 5  # in which a call must end once nothing delays it
 
 
 class Attention:
-    """A layer's arithmetic with a door: a call waits before it until the door is open, and may be told to fail.
+    """The arithmetic of a layer behind a gate: a call waits until the gate is open (set), and fails if `fault` raises.
 
-    `seen` has every call that got there; `entered` is released once for each.
+    `seen` has every call that has reached the gate; `entered` is released once for each.
     """
 
     def __init__(self, real: Callable[[Call], Result] = REAL.attention.forward) -> None:
@@ -41,15 +41,15 @@ class Attention:
         self.seen: list[Call] = []
         self.threads: list[int] = []
         self.entered = threading.Semaphore(0)
-        self.door = threading.Event()
-        self.door.set()
+        self.gate = threading.Event()
+        self.gate.set()
         self.fault: Callable[[Call], Any] = lambda call: None
 
     def forward(self, call: Call) -> Result:
         self.seen.append(call)
         self.threads.append(threading.get_ident())
         self.entered.release()
-        assert self.door.wait(PATIENCE), "the test forgot to open the door"
+        assert self.gate.wait(PATIENCE), "the test did not open the gate"
         self.fault(call)
         return self.real(call)
 
@@ -60,7 +60,7 @@ class Attention:
 
 
 class Clock:
-    """Time as the test says."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -69,12 +69,12 @@ class Clock:
         return self.now
 
 
-class Bench:
-    """A scheduler over one layer with a door, and what it counts. To be used on a running loop."""
+class Harness:
+    """A scheduler with one gated layer, and its metrics. To be used on a running loop."""
 
     def __init__(self, clock: Callable[[], float] | None = None, **limits: Any) -> None:
         self.attention = Attention()
-        self.layer = held(self.attention)
+        self.layer = layer_with(self.attention)
         self.metrics = Metrics()
         queue = QueueLimits(**{name: limits.pop(name) for name in ("operations", "memory_bytes", "delay") if name in limits})
         knobs = {} if clock is None else {"clock": clock}
@@ -83,21 +83,21 @@ class Bench:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self.unhandled.append(context))
 
     def start(self, call: Call | None = None, operations: int = HEAVY, memory: int = 1, **knobs: Any) -> asyncio.Task[Outcome]:
-        """A caller; by default with one item, and too much for the event loop."""
+        """Submit a call, by default of one item and too heavy for the event loop."""
         call = request(1) if call is None else call
         layer = knobs.pop("layer", self.layer)
         cost = Cost({}, operations, 0, memory, 0)
         return asyncio.get_running_loop().create_task(self.scheduler.submit(layer, call, cost, **knobs))
 
     async def occupy(self) -> asyncio.Task[Outcome]:
-        """Closes the door and waits until a call stands before it: from here on the device is busy."""
-        self.attention.door.clear()
+        """Close the gate and submit a call that waits there, so that the device is busy."""
+        self.attention.gate.clear()
         task = self.start()
         await self.until_entered()
         return task
 
     async def until_entered(self) -> None:
-        """Until one more call has come to the door."""
+        """Wait until one more call has reached the gate."""
         assert await asyncio.to_thread(self.attention.entered.acquire, timeout=PATIENCE)
 
     def counted(self, name: str) -> float:
@@ -106,36 +106,48 @@ class Bench:
         return value
 
 
-def held(attention: Any, name: str = "layer") -> LoadedLayer:
+def layer_with(attention: Any, name: str = "layer") -> LoadedLayer:
+    """A loaded layer that computes with `attention`."""
     return LoadedLayer(name, SPEC, "fingerprint", attention)
 
 
 def request(b: int, seed: int = 0, queries: int = 4, **fields: Any) -> Call:
-    """A bound call of b items with four queries each, unless told."""
+    """A bound call of b items."""
     query = np.random.default_rng(seed).standard_normal((b, queries, 6))
     return make_call(validate(AttendRequest, {"layer": "layer", "query": query, **fields}), SPEC)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    """The test on a loop of its own, given up if it hangs."""
+    """Run the test on a new event loop; it fails if it hangs."""
 
-    async def guarded() -> None:
+    async def with_timeout() -> None:
         await asyncio.wait_for(test, PATIENCE)
 
-    asyncio.run(guarded())
+    asyncio.run(with_timeout())
 
 
-async def turns(n: int = 5) -> None:
-    """Lets everything that is due on the loop happen."""
+async def loop_iterations(n: int = 5) -> None:
+    """Let the event loop run what is due."""
     for _ in range(n):
         await asyncio.sleep(0)
 
 
-async def settled(*tasks: asyncio.Task[Outcome]) -> list[Any]:
-    """What became of each: its outcome, or the exception. Fails, naming them, if some never end."""
-    _, pending = await asyncio.wait(tasks, timeout=LOST)
+async def outcomes_of(*tasks: asyncio.Task[Outcome]) -> list[Any]:
+    """The outcome or the exception of each call. Fails if some do not end."""
+    _, pending = await asyncio.wait(tasks, timeout=ANSWER_SECONDS)
     lost = [i for i, task in enumerate(tasks) if task in pending]
     for task in pending:
         task.cancel()
-    assert not lost, f"calls {lost} of {len(tasks)} wait for ever"
+    assert not lost, f"calls {lost} of {len(tasks)} do not end"
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def assert_answers(outcomes: list[Any], calls: list[Call]) -> None:
+    """Every outcome is the result of its own call."""
+    for outcome, call in zip(outcomes, calls, strict=True):
+        assert isinstance(outcome, Outcome), repr(outcome)
+        expected = REAL.attention.forward(call)
+        for name, tensor in expected.tensors.items():
+            error = (outcome.result.tensors[name] - tensor).abs().max().item() if tensor.numel() else 0.0
+            assert error <= 1e-6 * tensor.abs().max().item() if tensor.numel() else True
+            assert outcome.result.tensors[name].shape == tensor.shape

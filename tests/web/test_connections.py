@@ -225,6 +225,9 @@ class Loop:
 
     def create_task(self, coroutine: Any) -> Any:
         coroutine.close()
+        return self.create_future()
+
+    def create_future(self) -> Any:
         return asyncio.get_running_loop().create_future()
 
 

@@ -115,9 +115,9 @@ class Plot:
         axes: Axes = self.figure.add_axes((place.x / self.width, 1 - place.y / self.height - size[1], *size))
         return axes
 
-    def _register(self, artist: Text, role: str, text: str, whole: str = "") -> None:
+    def _register(self, artist: Text, role: str, text: str, uncut: str = "") -> None:
         """Give the artist an id, by which `svg` finds its uncut text."""
-        self.texts[key := f"{role}-{len(self.texts)}"] = role, text, whole or text
+        self.texts[key := f"{role}-{len(self.texts)}"] = role, text, uncut or text
         artist.set_gid(key)
 
     def _write(self, role: str, lines: Sequence[str], y: float, size: float, colour: str, **style: Any) -> None:
@@ -165,10 +165,10 @@ class Plot:
         texts = [cut(text, ticks.size, self.layout.longest) for text in ticks.texts]
         axis.set_ticks(ticks.at, [drawable(text) for text in texts])
         axis.set_tick_params(length=0, pad=5 * PIXEL, labelsize=ticks.size * PIXEL)
-        for label, text, whole in zip(axis.get_ticklabels(), texts, ticks.texts, strict=True):
+        for label, text, uncut in zip(axis.get_ticklabels(), texts, ticks.texts, strict=True):
             if ticks.upright:
                 label.set(rotation=90, rotation_mode="anchor", ha="right", va="center")
-            self._register(label, role, text, whole)
+            self._register(label, role, text, uncut)
         shown = cut(name, TEXT, max(room, 60))
         self._register(axis.set_label_text(shown, fontsize=TEXT * PIXEL), "axis", shown, name)
 
@@ -244,19 +244,19 @@ class Plot:
         root[:0] = [title, about]
         for group in root.iter(f"{{{SVG}}}g"):
             if found := self.texts.get(group.get("id", "")):
-                self._restore(group, *found)
+                self._restore_text(group, *found)
             elif group.get("id", "").startswith("cells"):
                 group.set("shape-rendering", "crispEdges")  # no seams between cells
         return ET.tostring(root, encoding="unicode")
 
-    def _restore(self, group: ET.Element, role: str, text: str, whole: str) -> None:
-        """Put a text into its group of the SVG, without boxes for missing letters, and with the whole text as title."""
+    def _restore_text(self, group: ET.Element, role: str, text: str, uncut: str) -> None:
+        """Put a text into its group of the SVG, without boxes for missing letters, and with the uncut text as title."""
         del group.attrib["id"]
         for element in group:
             element.attrib |= {"class": role, "style": element.get("style", "").replace(f"font-family: {FONTS}; ", "")}
             element.text = text
-            if whole != text:
-                ET.SubElement(element, f"{{{SVG}}}title").text = printable(whole)
+            if uncut != text:
+                ET.SubElement(element, f"{{{SVG}}}title").text = printable(uncut)
 
 
 def _number(value: float) -> str:

@@ -12,7 +12,7 @@ except ImportError:
 TORCH = "torch"  # what computes them without the extension
 
 
-def works(module: Any) -> bool:
+def passes_self_test(module: Any) -> bool:
     """Whether every implementation in the extension computes a small call as NumPy does, with rows that are not whole vectors."""
     items, heads, queries, keys, width = 2, 2, 3, 5, 6
     rng = np.random.default_rng(0)
@@ -55,7 +55,7 @@ def _decodes(module: Any, variant: str) -> bool:
     )
 
 
-extension: Any = _short if _short is not None and works(_short) else None
+extension: Any = _short if _short is not None and passes_self_test(_short) else None
 
 
 def variant() -> str:

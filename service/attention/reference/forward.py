@@ -86,14 +86,16 @@ class Layer(Projections):
             raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(empty)[0].tolist()}")
 
         all_scores = []
-        for queries, keys in zip(self.parts(q), self.parts(self.repeat_kv_heads(k)), strict=True):
+        for queries, keys in zip(self.softmax_parts(q), self.softmax_parts(self.repeat_kv_heads(k)), strict=True):
             scores = self.scale(request) * self.raw_scores(queries, keys, positions.ahead)
             if cap := self.softcap(request):
                 scores = cap * np.tanh(scores / cap)
-            all_scores.append(np.where(blocked, -np.inf, self.growth(blocked) * (scores + biases) - self.logarithm_of_length(request)))
+            all_scores.append(
+                np.where(blocked, -np.inf, self.log_num_keys(blocked) * (scores + biases) - self.log_sequence_length(request))
+            )
         normalised, (log_sum_exp, *_) = zip(*(self.normalise_scores(scores) for scores in all_scores), strict=True)
-        filling = np.where(empty, 1 / max(shape[3], 1) if request.fully_masked == "uniform" else 0.0, 0.0)[..., None]
-        attention_weights = np.sum([factor * (x + filling) for factor, x in zip(self.factors(), normalised, strict=True)], axis=0)
+        fill = np.where(empty, 1 / max(shape[3], 1) if request.fully_masked == "uniform" else 0.0, 0.0)[..., None]
+        attention_weights = np.sum([factor * (x + fill) for factor, x in zip(self.softmax_factors(), normalised, strict=True)], axis=0)
         if request.dropout is not None:
             attention_weights = attention_weights * dropout_multiplier(request.dropout, shape)
 
@@ -145,7 +147,7 @@ class Layer(Projections):
     def rotate(self, x: Array, name: str, positions: Array) -> Array:
         """RoPE of queries or keys, in differential layers of each half."""
         assert self.spec.rope is not None
-        return np.concatenate([rotate(part, positions, self.spec.rope) for part in self.parts(x)], axis=-1)
+        return np.concatenate([rotate(part, positions, self.spec.rope) for part in self.softmax_parts(x)], axis=-1)
 
     def biases(self, request: Request, q: Array, positions: Positions) -> Array:
         """The sum of all biases, which are neither scaled nor capped, to be broadcast to [b, h, q, k]."""
@@ -208,7 +210,7 @@ class Layer(Projections):
     def softcap(self, request: Request) -> float | None:
         return self.spec.softcap if request.softcap is None else request.softcap
 
-    def parts(self, x: Array) -> list[Array]:
+    def softmax_parts(self, x: Array) -> list[Array]:
         """The queries or keys of each softmax: two halves of [b, h, n, d] in differential layers, otherwise x alone."""
         return np.split(x, 2, axis=-1) if self.spec.differential else [x]
 
@@ -217,14 +219,14 @@ class Layer(Projections):
         products: Array = q @ k.swapaxes(-1, -2)
         return products + relative_terms(self.spec, self.weights, q, k, ahead) if self.spec.relative_scores else products
 
-    def growth(self, blocked: Array) -> Array:
+    def log_num_keys(self, blocked: Array) -> Array:
         """ln n for the n keys that a row may attend to: the factor on scores of scalable softmax (Nakanishi 2025, eq. 3), otherwise 1."""
         if self.spec.normalizer != "scalable_softmax":
             return np.ones(1)
         n: Array = (~blocked).sum(axis=-1, keepdims=True)
         return np.log(np.maximum(n, 1))
 
-    def logarithm_of_length(self, request: Request) -> Array:
+    def log_sequence_length(self, request: Request) -> Array:
         """ln n for the n real keys of the query's segment: what sigmoid attention subtracts (Ramapuram et al. 2024, eq. 3), otherwise 0."""
         if self.spec.normalizer != "sigmoid":
             return np.zeros(1)
@@ -239,7 +241,7 @@ class Layer(Projections):
     def softmax(self, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
         return softmax(scores, sinks)
 
-    def factors(self) -> list[float]:
+    def softmax_factors(self) -> list[float]:
         """The factor of each softmax in the weights: 1 and -λ, with λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + λ_init (Ye et al., eq. 2)."""
         if not self.spec.differential:
             return [1.0]

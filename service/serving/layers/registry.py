@@ -9,7 +9,7 @@ from service.attention.initialization import draw_weights
 from service.attention.layer import MultiHeadAttention
 from service.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, pointer
 from service.serving.admission import ServingLimits
-from service.serving.device import cast, numpy_of
+from service.serving.casting import cast, numpy_of
 from service.serving.rounding import score_deviation
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint

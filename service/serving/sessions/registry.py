@@ -28,6 +28,7 @@ from service.serving.metrics import Metrics
 from service.serving.requests import TOO_LATE, RawRequest
 from service.serving.sessions.ids import Place, make_id, place_of
 from service.serving.sessions.session import Session
+from service.serving.sessions.workers import RESTARTED, Workers
 from service.wire.codec import SequencePart
 from service.wire.problems import describe_value
 from service.wire.schemas.document import LayerReference
@@ -58,9 +59,12 @@ class SessionRegistry:
         place: Place,
         shared: bool,
         clock: Callable[[], float] = time.monotonic,
+        workers: Workers | None = None,
     ) -> None:
-        """`capacity`: bytes of all pages; `shared`: whether there are several owners, of whom none may use all of them."""
+        """`capacity`: bytes of all pages; `shared`: whether there are several owners, of whom none may use all of them; `workers`: None if
+        this is the only process."""
         self.layers, self.metrics, self.capacity, self.place, self.shared, self.clock = layers, metrics, capacity, place, shared, clock
+        self.workers = workers
         self.pool = PagePool(layers.device)
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._counts: Counter[str] = Counter()  # owner -> number of its sessions
@@ -101,21 +105,29 @@ class SessionRegistry:
             self._sweep()
         return session
 
-    def find(self, session_id: str, owner: str) -> Session:
-        """The owner's session of that id. Raises SessionNotFound, SessionEnded or WrongReplica."""
-        if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
-            self._follow_layer(session)
-        if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
-            return session
+    def require_here(self, session_id: str) -> None:
+        """Raises SessionNotFound, WrongReplica, WrongWorker, or SessionEnded if this process is not the one that has the session."""
+        if session_id in self._sessions:
+            return
         place = place_of(session_id)
         if place.replica != self.place.replica:
             own = self.place.replica
             raise WrongReplica(f"replica {place.replica} has this session, and this is {own}; a balancer has to send its requests there")
+        if self.workers is not None:
+            self.workers.require_session(place)
+        elif place != self.place:
+            raise SessionEnded(RESTARTED)
+
+    def find(self, session_id: str, owner: str) -> Session:
+        """The owner's session of that id. Raises SessionNotFound, SessionEnded, WrongReplica or WrongWorker."""
+        if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
+            self._follow_layer(session)
+        if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
+            return session
+        self.require_here(session_id)
         known, reason = self._ended.get(session_id, (None, None))
         if session is not None or (known is not None and known != owner):
             raise SessionNotFound.where("", "the id of a session of this API key", "that of another one")
-        if place.epoch != self.place.epoch:
-            raise SessionEnded("the session has ended: its process was restarted")
         raise SessionEnded("the session has ended" + (f": {MEANINGS[reason]}" if reason is not None else ""))
 
     def of_owner(self, owner: str) -> list[Session]:
@@ -210,7 +222,7 @@ class SessionRegistry:
         self._ended[session.id] = session.owner, reason
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        self.metrics.session_ended(reason)
+        self.metrics.count_ended_session(reason)
         if not session.calls:
             session.cache.close()
 
@@ -235,7 +247,8 @@ class SessionRegistry:
         """Why the owner's sessions may not take `size` more bytes; None if they may."""
         free = self.capacity - self.pool.used - size
         if free < 0:
-            return f"the pages of all sessions may have {self.capacity} bytes (session_memory), and {-free} more would be needed"
+            share = "session_memory" if self.workers is None else f"session_memory / {self.workers.count} workers"
+            return f"the pages of all sessions of a process may have {self.capacity} bytes ({share}), and {-free} more would be needed"
         taken = self.pool.of_owner[owner] + size
         if self.shared and size and taken > SHARE_OF_FREE * free:
             return f"the sessions of one API key may have {SHARE_OF_FREE} times the free bytes (session_memory)"

@@ -8,7 +8,7 @@ import torch
 
 from service.attention.cache import WITHOUT_HEADS, KeyValueCache, cached_tensors
 from service.errors import InvalidRequest, MalformedBody, SessionConflict, TooLarge
-from service.serving.device import cast, numpy_of
+from service.serving.casting import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import RawRequest
 from service.serving.service import Service

@@ -20,17 +20,18 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from service.errors import AttendError, CallerGone, MalformedBody, Overloaded, TooLarge
+from service.errors import AttendError, CallerGone, MalformedBody, NotReady, Overloaded, TooLarge
 from service.serving.byte_budget import CallLimit
 from service.serving.service import Service
 from service.serving.streams import PreviousSent, answer_stream, message_reader
 from service.web.errors import UNEXPECTED_ERROR, grpc_code_of, retry_after
 from service.web.grpc.codec import refusal_in_stream
+from service.web.grpc.forwarding import CALLER_KEY
 from service.web.grpc.messages import SERVICE
 from service.web.grpc.methods import GrpcRecord, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
-from service.web.middleware.telemetry import Telemetry
+from service.web.middleware.telemetry import OpenSpan, Telemetry
 from service.web.records import request_id
 
 SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY_SCOPE
@@ -109,11 +110,12 @@ class CallHandlers:
         """Handles any method but ModelStreamInfer. A method that needs no key has an empty request, which is not read."""
         record = _record_of(context)
         with self._observed(name, record):
-            context.set_trailing_metadata(tuple(record.trailing))
             caller = self._caller(name, record, context)
             with self._calls.slot(caller), self.service.budget.lease(caller) as record.lease:
                 has_message = SCOPES.get(name, ANY_SCOPE)
-                await _send(context, await method(await self._reader.read(context.read, record.lease) if has_message else b"", record))
+                reply = await method(await self._reader.read(context.read, record.lease) if has_message else b"", record)
+                context.set_trailing_metadata(tuple(record.trailing))
+                await _send(context, reply)
         await _abort_failed(context, record)
 
     async def _stream(self, _: Any, context: Any) -> None:
@@ -149,7 +151,7 @@ class CallHandlers:
         """The name of the caller's key, or the caller's address. Raises Unauthenticated or Forbidden."""
         if self.options.keyring is not None:
             record.key = require_key(self.options.keyring, record.metadata, SCOPES.get(name, ANY_SCOPE))
-        return record.key or address_of(context.peer())
+        return record.key or (record.metadata.get(CALLER_KEY, "") if record.from_worker else address_of(context.peer()))
 
     @contextmanager
     def _observed(self, name: str, record: GrpcRecord) -> Iterator[None]:
@@ -166,39 +168,47 @@ class CallHandlers:
         except AttendError as error:
             record.code, record.reason = grpc.StatusCode[grpc_code_of(error)], type(error).__name__
             record.detail = truncated_detail(error.detail)
-            if isinstance(error, Overloaded):
+            if isinstance(error, Overloaded | NotReady):
                 record.trailing.append(("retry-after", retry_after(error)))
             if record.code is grpc.StatusCode.INTERNAL:
                 log.error("failed", method=name, request_id=record.request_id, exc_info=error.__cause__ or error)
+        except grpc.aio.AioRpcError as refused:  # by another worker
+            record.code, record.detail, record.reason = refused.code(), refused.details() or "", refused.code().name
+            record.trailing, record.forwarded = list(refused.trailing_metadata()), True
         except Exception:
             record.code, record.detail, record.reason = grpc.StatusCode.INTERNAL, UNEXPECTED_ERROR, "unforeseen"
             log.exception("unforeseen", method=name, request_id=record.request_id)
         finally:
-            seconds = service.clock() - started
-            service.metrics.answered(full_name, record.code.name)
-            if record.reason:
-                service.metrics.failed(record.reason)
-            if telemetry is not None and span is not None:
-                telemetry.end_call(span, full_name, record.code.name, record, record.code in SERVER_FAULTS, seconds)
-            if self.options.log_requests:
-                log.info(
-                    "request",
-                    request_id=record.request_id,
-                    method=full_name,
-                    key=record.key,
-                    status=record.code.name,
-                    ms=round(seconds * 1e3, 3),
-                    **record.log_fields,
-                    **({} if record.phases is None else record.phases.milliseconds()),
-                    **({"detail": record.detail[:200]} if record.detail else {}),
-                )
+            if not record.forwarded:
+                self._log_call(full_name, record, span, service.clock() - started)
+
+    def _log_call(self, full_name: str, record: GrpcRecord, span: OpenSpan | None, seconds: float) -> None:
+        metrics, telemetry = self.service.metrics, self.options.telemetry
+        metrics.count_request(full_name, record.code.name)
+        if record.reason:
+            metrics.count_failure(record.reason)
+        if telemetry is not None and span is not None:
+            telemetry.end_call(span, full_name, record.code.name, record, record.code in SERVER_FAULTS, seconds)
+        if self.options.log_requests:
+            log.info(
+                "request",
+                request_id=record.request_id,
+                method=full_name,
+                key=record.key,
+                status=record.code.name,
+                ms=round(seconds * 1e3, 3),
+                **record.log_fields,
+                **({} if record.phases is None else record.phases.milliseconds()),
+                **({"detail": record.detail[:200]} if record.detail else {}),
+            )
 
 
 def _record_of(context: Any, key: str = "") -> GrpcRecord:
     metadata = dict(context.invocation_metadata())
     identity = request_id(metadata.get("x-request-id"))
     trailing = [("x-request-id", identity)]
-    return GrpcRecord(identity, key=key, metadata=metadata, seconds_left=context.time_remaining(), trailing=trailing)
+    seconds, from_worker = context.time_remaining(), context.peer().startswith("unix:")
+    return GrpcRecord(identity, key=key, from_worker=from_worker, metadata=metadata, seconds_left=seconds, trailing=trailing)
 
 
 async def _abort_failed(context: Any, record: GrpcRecord) -> None:

@@ -11,13 +11,14 @@ import grpc
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from service.errors import LayerNotFound, LayerUnloaded
+from service.errors import LayerNotFound, LayerUnloaded, WrongWorker
 from service.serving.byte_budget import Lease
 from service.serving.engine import ATTEND
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.web.grpc import messages
 from service.web.grpc.codec import GrpcCodec, values_of
+from service.web.grpc.forwarding import GrpcForwarder
 from service.web.records import Record
 from service.web.routes.attend import require_started
 from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
@@ -48,13 +49,14 @@ class Methods:
 
     def __init__(self, service: Service, extensions: ProtocolExtensions, largest: int) -> None:
         self.service, self.extensions, self.largest = service, extensions, largest
+        self.forwarder = GrpcForwarder(service)
         self.codec, self.stream_codec = GrpcCodec(largest), GrpcCodec(largest, stream=True)
 
     async def server_live(self, request: Any, record: GrpcRecord) -> Any:
         return messages.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: Any, record: GrpcRecord) -> Any:
-        return messages.ServerReadyResponse(ready=await self.service.serves())
+        return messages.ServerReadyResponse(ready=await self.service.is_serving_layers())
 
     async def model_ready(self, request: Any, record: GrpcRecord) -> Any:
         """A missing or unloaded model is not ready; that is no error."""
@@ -62,7 +64,7 @@ class Methods:
             self._layer(request)
         except (LayerNotFound, LayerUnloaded):
             return messages.ModelReadyResponse(ready=False)
-        return messages.ModelReadyResponse(ready=await self.service.answers())
+        return messages.ModelReadyResponse(ready=await self.service.is_answering())
 
     async def server_metadata(self, request: Any, record: GrpcRecord) -> Any:
         return _filled(messages.ServerMetadataResponse(), self.extensions.metadata())
@@ -103,7 +105,15 @@ class Methods:
         deadline = self.service.clock() + min(timeouts) if timeouts else None
         raw = RawRequest(body, codec, reply_codec=codec, deadline=deadline, caller=record.lease.caller, key=record.key, lease=record.lease)
         del body  # the engine frees it after decoding
-        reply = await self.service.engine.answer(raw, ATTEND)
+        try:
+            reply = await self.service.engine.answer(raw, ATTEND)
+        except WrongWorker as error:
+            if record.from_worker:  # never forwarded twice
+                raise
+            method = "ModelStreamInfer" if codec is self.stream_codec else "ModelInfer"
+            message, trailing = await self.forwarder.forward(method, error, record, dict(record.metadata))
+            record.forwarded, record.trailing = True, list(trailing)
+            return message
         record.phases, record.log_fields = reply.phases, reply.log_fields
         message = bytes(reply.pieces[0])
         record.lease.resize(len(message))

@@ -10,6 +10,7 @@ import structlog
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from service.serving.service import Service
+from service.serving.sessions.workers import GRPC
 from service.web.grpc.calls import MAX_CALLS, CallHandlers, GrpcOptions
 from service.web.grpc.methods import Methods
 from service.web.grpc.standard_services import Health, Reflection
@@ -45,7 +46,8 @@ async def run_grpc_server(service: Service, extensions: ProtocolExtensions, addr
     """Serves until the service's gate closes or the block ends; then gives running calls `options.grace` seconds to end."""
     largest, seconds = options.largest, options.seconds
     server = grpc.aio.server(options=server_options(largest, seconds))
-    calls = CallHandlers(service, Methods(service, extensions, largest), options)
+    methods = Methods(service, extensions, largest)
+    calls = CallHandlers(service, methods, options)
     checks = Health(service, largest, seconds)
     server.add_generic_rpc_handlers((calls.handler(), checks.handler()))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(service.gate, seconds), server)
@@ -54,6 +56,9 @@ async def run_grpc_server(service: Service, extensions: ProtocolExtensions, addr
     else:
         certificate, key = (path.read_bytes() for path in options.tls)
         port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
+    sessions = service.engine.sessions
+    if sessions is not None and sessions.workers is not None:
+        server.add_insecure_port(f"unix:{sessions.workers.own.with_suffix(GRPC)}")
     await server.start()
     log.info("listening for gRPC", address=re.sub(r"\d+$", str(port), address))
     service.gate.add(partial(server.stop, options.grace))  # together with HTTP, so that the two grace periods do not add up
@@ -62,3 +67,4 @@ async def run_grpc_server(service: Service, extensions: ProtocolExtensions, addr
     finally:
         service.stop_admitting()
         await service.gate.closed()
+        await methods.forwarder.close()

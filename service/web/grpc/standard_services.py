@@ -87,7 +87,7 @@ class Health:
     async def _status(self, name: str) -> int:
         if name not in self.names:
             return int(CheckResponse.SERVICE_UNKNOWN)
-        return int(CheckResponse.SERVING if await self.service.serves() else CheckResponse.NOT_SERVING)
+        return int(CheckResponse.SERVING if await self.service.is_serving_layers() else CheckResponse.NOT_SERVING)
 
 
 class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # the library has no annotations

@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, Iterable
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import AttendError, CallerGone, TooLarge
+from service.errors import AttendError, CallerGone, TooLarge, WrongWorker
 from service.serving.executor import is_out_of_memory
 from service.serving.service import Service
 from service.web.errors import error_response, internal_error, out_of_memory
+from service.web.forwarding import Forwarder
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import OpenSpan, Telemetry
 from service.web.records import HttpRecord, record_of
@@ -42,11 +43,12 @@ class Access:
         log_requests: bool,
         direct_endpoint: Callable[[str, str], Endpoint | None],
         label: Callable[[str], str],
+        forwarder: Forwarder,
         guard: Guard | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
         self.app, self.service, self.log_requests, self.direct_endpoint = app, service, log_requests, direct_endpoint
-        self.label, self.guard, self.telemetry = label, guard, telemetry
+        self.label, self.guard, self.telemetry, self.forwarder = label, guard, telemetry, forwarder
         self.log = log.bind()  # the logger that a call of `log.info` would look up each time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,13 +70,14 @@ class Access:
                 headers = message["headers"]
                 if record.lease is not None:
                     record.lease.resize(_length(headers))
-                if NO_SNIFFING not in headers:
-                    headers.append(NO_SNIFFING)
                 if self.service.draining or self.service.retiring:  # so that clients do not reuse a connection that will be closed
                     headers.append((b"connection", b"close"))
-                headers.append((b"x-request-id", record.request_id.encode()))
-                if span is not None:
-                    headers += span.reply_headers()
+                if not record.forwarded:  # the other worker's reply has the rest
+                    if NO_SNIFFING not in headers:
+                        headers.append(NO_SNIFFING)
+                    headers.append((b"x-request-id", record.request_id.encode()))
+                    if span is not None:
+                        headers += span.reply_headers()
             else:
                 if is_head:
                     message = {**message, "body": b""}
@@ -86,7 +89,8 @@ class Access:
 
         try:
             await self._answer(scope, record, receive, observed_send)
-            self._log_request(scope, record, span, time.monotonic() - started)
+            if not record.forwarded:
+                self._log_request(scope, record, span, time.monotonic() - started)
             if connection is not None and record.sent > MAX_UNSPLIT_REPLY:
                 await connection.wait_until_sent()
         finally:
@@ -100,10 +104,15 @@ class Access:
                 raise TooLarge.where("", f"at most {MAX_QUERY_PARAMETERS} query parameters", "more")
             if self.guard is not None:
                 record.key = self.guard.check(record, scope["http_version"])
-            if (endpoint := self.direct_endpoint(record.method, record.path)) is not None:
-                await endpoint(record, receive, send)
-            else:
-                await self.app(scope, receive, send)
+            try:
+                if (endpoint := self.direct_endpoint(record.method, record.path)) is not None:
+                    await endpoint(record, receive, send)
+                else:
+                    await self.app(scope, receive, send)
+            except WrongWorker as error:
+                if record.from_worker:  # never forwarded twice
+                    raise
+                await self.forwarder.forward(error, scope, record, receive, send)
         except CallerGone:
             record.reason = "CallerGone"
         except AttendError as error:
@@ -119,9 +128,9 @@ class Access:
 
     def _log_request(self, scope: Scope, record: HttpRecord, span: OpenSpan | None, seconds: float) -> None:
         label = self.label(record.path)
-        self.service.metrics.answered(label, record.status, record.received, record.sent)
+        self.service.metrics.count_request(label, record.status, record.received, record.sent)
         if record.reason:
-            self.service.metrics.failed(record.reason)
+            self.service.metrics.count_failure(record.reason)
         if self.telemetry is not None and span is not None:
             self.telemetry.end_request(span, scope, label, record, seconds)
         if self.log_requests:

@@ -20,7 +20,7 @@ def install(app: FastAPI, service: Service) -> None:
     @app.get("/health/ready", **ROUTE_OPTIONS, responses={503: {"model": dict[str, bool], "description": "Not ready."}})
     async def ready(response: Response) -> dict[str, bool]:
         """200 if all configured layers are loaded and warmed up and the device answers a small test call (skipped after a recent call)."""
-        ready = await service.answers()
+        ready = await service.is_answering()
         response.status_code = 200 if ready else 503
         return {"ready": ready}
 

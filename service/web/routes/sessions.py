@@ -1,6 +1,7 @@
 """/sessions: create, list, shorten, fork, export, import and end sessions, and attend with them."""
 
 import re
+from datetime import datetime, timedelta
 from typing import Annotated
 
 from fastapi import FastAPI, Path, Request, Response
@@ -12,6 +13,7 @@ from service.serving.engine import ATTEND
 from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.serving.sessions.transfer import export_cache, import_cache
+from service.web.forwarding import Forwarder
 from service.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
 from service.web.records import HttpRecord
 from service.web.request_reader import deadline_of, read_request
@@ -36,7 +38,11 @@ async def attend_step(service: Service, session_id: str, record: HttpRecord, rec
     await send_reply(await service.engine.answer(raw, ATTEND), record, send)
 
 
-def install(app: FastAPI, service: Service) -> None:
+def _used_at(document: SessionDocument) -> datetime:
+    return datetime.fromisoformat(document.expires_at) - timedelta(seconds=document.idle_seconds)
+
+
+def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
     """Adds the routes."""
 
     @app.post(
@@ -60,13 +66,20 @@ def install(app: FastAPI, service: Service) -> None:
     async def get_sessions(request: Request) -> Response:
         """The caller's sessions, least recently used first."""
         sessions, key = service.engine.require_sessions(), request.scope["attend"].key
+        others = await forwarder.replies_of_others(request.scope, request.scope["attend"])
         found = sessions.of_owner(key)
 
         def document() -> str:
-            return Sessions(sessions=[sessions.document(session) for session in found]).model_dump_json()
+            documents = [sessions.document(session) for session in found]
+            for text in others:
+                documents += Sessions.model_validate_json(text).sessions
+            if others:
+                documents.sort(key=_used_at)
+            return Sessions(sessions=documents).model_dump_json()
 
         # in a thread: thousands of sessions take tenths of a second
-        return Response(await service.engine.codecs.run(document, DOCUMENT_BYTES * len(found), key), media_type=JSON)
+        size = DOCUMENT_BYTES * len(found) + sum(map(len, others))
+        return Response(await service.engine.codecs.run(document, size, key), media_type=JSON)
 
     @app.get("/sessions/{id}", tags=["sessions"], response_model=SessionDocument, responses=session_error_responses(404, 410, 421))
     async def get_session(id: SessionIdPath, request: Request) -> SessionDocument:
@@ -92,6 +105,7 @@ def install(app: FastAPI, service: Service) -> None:
     async def patch_session(id: SessionIdPath, request: Request) -> SessionDocument:
         """Rolls a session back to a shorter length."""
         sessions = service.engine.require_sessions()
+        sessions.find(id, request.scope["attend"].key)
         raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         document = await read_document(service, raw, PatchSession)
         async with sessions.turn(id, request.scope["attend"].key, raw) as session:
@@ -109,6 +123,7 @@ def install(app: FastAPI, service: Service) -> None:
     async def fork_session(id: SessionIdPath, request: Request, response: Response) -> SessionDocument:
         """Starts a session with the first rows of another. Both share pages until one of them writes to them."""
         sessions = service.engine.require_sessions()
+        sessions.find(id, request.scope["attend"].key)
         raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         document = await read_document(service, raw, PostFork)
         async with sessions.turn(id, request.scope["attend"].key, raw) as session:

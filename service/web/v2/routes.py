@@ -77,7 +77,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
     @app.get("/v2/health/ready", **ROUTE_OPTIONS, response_model=Health, responses={503: {"model": Health, "description": "Not ready."}})
     async def ready(response: Response) -> Health:
         """200 if /health/ready is 200 and the server has a layer."""
-        is_ready = await service.serves()
+        is_ready = await service.is_serving_layers()
         response.status_code = 200 if is_ready else 503
         return health_of(is_ready)
 
@@ -103,7 +103,7 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
     async def model_ready(name: str, response: Response) -> ModelReady:
         """Whether calls to a model are answered. 409 for an unloaded one."""
         service.registry.find(name, at="")
-        is_ready = await service.answers()
+        is_ready = await service.is_answering()
         response.status_code = 200 if is_ready else 503
         return ModelReady(name=name, ready=is_ready)
 

@@ -283,8 +283,8 @@ def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_layer(start: Star
     ]
 
     server = start("--layers-dir", str(tmp_path))
-    held = {layer["name"]: layer["spec"]["seed"] for layer in ask(server, "GET", "/layers").json()["layers"]}
-    assert held == {"default": 0, "write": 1, "rename": 1, "flush": 2}
+    present = {layer["name"]: layer["spec"]["seed"] for layer in ask(server, "GET", "/layers").json()["layers"]}
+    assert present == {"default": 0, "write": 1, "rename": 1, "flush": 2}
     assert not [event for event in server.events if event["event"] == "layer file refused"]
     assert files(tmp_path) == ["flush.safetensors", "rename.safetensors", "write.safetensors"]
 
@@ -353,15 +353,15 @@ def test_the_limit_on_parameters_holds_over_concurrent_puts_of_several_workers(s
         answers = list(callers.map(one, (f"layer{i}" for i in range(12))))
     assert sorted(answer.status_code for answer in answers) == [201] * 4 + [413] * 8
     assert all("max_total_parameters" in answer.json()["detail"] for answer in answers if answer.status_code == 413)
-    held = {"default", *(answer.json()["name"] for answer in answers if answer.status_code == 201)}
-    assert all(set(names(server)) == held for _ in range(16))
+    present = {"default", *(answer.json()["name"] for answer in answers if answer.status_code == 201)}
+    assert all(set(names(server)) == present for _ in range(16))
 
-    kept = max(held - {"default"})
+    kept = max(present - {"default"})
     put(server, kept, TINY, 200)
     put(server, "a", large, 201)  # which comes before it when a folder is read
-    assert all(set(names(server)) == held | {"a"} for _ in range(16))
+    assert all(set(names(server)) == present | {"a"} for _ in range(16))
     assert server.stop() == 0
-    assert set(names(start(*small))) == held | {"a"}
+    assert set(names(start(*small))) == present | {"a"}
 
 
 def test_a_put_that_cannot_lock_the_folder_is_504_at_its_deadline(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.server import Server
 
-from service.settings import Settings
 from service.wire.safetensors import write_tensors
 
 RNG = np.random.default_rng(0)
@@ -157,12 +156,6 @@ def test_a_figure_of_a_session_is_that_of_its_rows(http: httpx.Client, session: 
 
     assert ours.status_code == 200, ours.text
     assert ours.text.count("<text") == http.post("/attend/figure", json={**look, "key": sequence.tolist()}).text.count("<text")
-
-
-def test_several_workers_keep_no_sessions() -> None:
-    """A request could reach a worker that does not have the session."""
-    with pytest.raises(ValueError, match="session_memory needs workers = 1"):
-        Settings(workers=2, session_memory=1 << 20)
 
 
 def test_segments_and_positions_of_a_session(http: httpx.Client) -> None:

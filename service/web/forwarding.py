@@ -1,0 +1,120 @@
+"""Forwards a request to the worker that has its session, and sends back that worker's reply.
+
+Workers reach each other on private Unix sockets (`serving/sessions/workers.py`), on which they serve the same application. So the request
+passes the owner's checks of key, size and deadline, and appears in its log and metrics alone. Bodies and replies are streamed.
+`web/grpc/forwarding.py` does the same for gRPC.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from service.errors import CallerGone, NotReady, WrongWorker
+from service.serving.service import Service
+from service.web.records import CALLER, HttpRecord
+from service.web.request_reader import deadline_of
+
+TIMEOUT = b"x-request-timeout"
+NOT_FORWARDED = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", TIMEOUT, CALLER))
+NOT_RETURNED = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"date"))  # this process sends its own
+IDLE_SECONDS = 5.0  # until an idle connection to another worker is closed
+ENDED = "the process that has the session ended before it replied"
+log = structlog.get_logger("attend")
+
+
+class Forwarder:
+    """Sends requests to other workers. They close connections that are idle for `keepalive_timeout` seconds."""
+
+    def __init__(self, service: Service, keepalive_timeout: float) -> None:
+        self.service = service
+        self._limits = httpx.Limits(keepalive_expiry=min(IDLE_SECONDS, keepalive_timeout / 2))
+        self._transports: dict[Path, httpx.AsyncHTTPTransport] = {}
+
+    async def forward(self, error: WrongWorker, scope: Scope, record: HttpRecord, receive: Receive, send: Send) -> None:
+        """Answers a request with the reply of the worker that `error` names.
+
+        Raises SessionEnded or NotReady if that worker has ended, DeadlinePassed or CallerGone.
+        """
+        content: AsyncIterator[bytes] | bytes | None = None
+        if error.raw is not None:
+            content, deadline = error.raw.body, error.raw.deadline
+        else:
+            deadline = deadline_of(record, self.service)
+            if b"content-length" in record.headers or b"transfer-encoding" in record.headers:
+                content = _body(record, receive)
+        response = await self._response(error, scope, record, content, deadline)
+        record.forwarded = True
+        try:
+            headers = [(name, value) for name, value in response.headers.raw if name.lower() not in NOT_RETURNED]
+            await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+            async for piece in response.aiter_raw():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if record.connection is not None and record.connection.lost:
+                    raise CallerGone
+            await send({"type": "http.response.body", "body": b""})
+        except httpx.TransportError:  # uvicorn closes the caller's connection, since the reply has no end
+            log.warning("forwarded reply is incomplete", request_id=record.request_id, path=record.path)
+        finally:
+            await response.aclose()
+
+    async def replies_of_others(self, scope: Scope, record: HttpRecord) -> list[bytes]:
+        """The bodies with which the other workers answer a request without a body. Workers that have ended are left out.
+
+        Raises NotReady, DeadlinePassed or CallerGone.
+        """
+        workers, deadline, found = self.service.engine.require_sessions().workers, deadline_of(record, self.service), []
+        for error in [] if workers is None or record.from_worker else workers.others():
+            try:
+                response = await self._response(error, scope, record, None, deadline)
+                found.append(await response.aread())
+            except type(error.if_ended):
+                continue
+        return found
+
+    async def _response(
+        self, error: WrongWorker, scope: Scope, record: HttpRecord, content: AsyncIterator[bytes] | bytes | None, deadline: float | None
+    ) -> httpx.Response:
+        """The reply of another worker, whose body is not read yet."""
+        socket = error.socket
+        if socket not in self._transports:
+            self._transports[socket] = httpx.AsyncHTTPTransport(uds=str(socket), limits=self._limits)
+        headers = [(name, value) for name, value in scope["headers"] if name not in NOT_FORWARDED]
+        headers.append((CALLER, record.address.encode()))
+        if deadline is not None:
+            headers.append((TIMEOUT, b"%.6f" % max(1e-6, deadline - self.service.clock())))
+        query = scope["query_string"]
+        target = scope["raw_path"].removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
+        request = httpx.Request(record.method, "http://localhost", headers=headers, content=content, extensions={"target": target})
+        disconnected = None if record.connection is None else record.connection.disconnected
+        try:
+            return await self.service.in_time(self._transports[socket].handle_async_request(request), deadline, disconnected)
+        except httpx.TransportError as broken:
+            if isinstance(broken, httpx.ConnectError) and _refused(broken):
+                await self._transports.pop(socket).aclose()
+                raise error.if_ended from None
+            raise NotReady(ENDED) from broken
+
+    async def close(self) -> None:
+        """Closes the connections to other workers."""
+        for transport in self._transports.values():
+            await transport.aclose()
+
+
+async def _body(record: HttpRecord, receive: Receive) -> AsyncIterator[bytes]:
+    """The body of the request as it arrives. Raises CallerGone."""
+    while not record.body_complete:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise CallerGone
+        record.body_complete = not message.get("more_body", False)
+        yield message.get("body", b"")
+
+
+def _refused(error: BaseException | None) -> bool:
+    """Whether no process listens on the socket any more: connecting may fail for other reasons, such as too many open files."""
+    while error is not None and not isinstance(error, ConnectionRefusedError | FileNotFoundError):
+        error = error.__cause__ or error.__context__
+    return error is not None
