@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from service.attention.compare.caller import CallFailed
+from service.attention.compare.adapter import CallFailed
 from service.attention.compare.candidate import Candidate, load_candidate, prepare
 from service.attention.compare.cases import CheckCase
 from service.attention.compare.changes import Computation
@@ -99,7 +99,7 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **o
     found: set[str] = set()
     with prepared.evaluating():
         for case in prepared.draw_cases(seed):
-            if reason := prepared.caller.skip_reason(case):
+            if reason := prepared.adapter.skip_reason(case):
                 results.append(CaseResult(case.name, skipped=reason))
                 continue
             unexplained = any(x.hint == UNEXPLAINED for x in disagreements)  # then later ones are too
@@ -140,14 +140,14 @@ class _ComparedOutput:
 
 def _compare_case(candidate: Candidate, case: CheckCase, found: Collection[str] | None) -> tuple[CaseResult, Disagreement | None]:
     """`found`: mistakes of earlier cases; None: an explanation is not searched."""
-    caller = candidate.caller
+    adapter = candidate.adapter
     try:
-        result = caller.call(case)
+        result = adapter.call(case)
     except CallFailed as failure:
         hint = "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype" if case.kind != "plain" else None
         return CaseResult(case.name, np.inf, raised=str(failure)), Disagreement(case.name, "output", "a result", str(failure), hint=hint)
-    dtype = max((caller.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
-    options = caller.convention
+    dtype = max((adapter.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
+    options = adapter.convention
     right = Computation(candidate.spec, candidate.weights, case, dtype, options.tolerance, options.average_weights)
     expected, got = right.run(), {"output": result.output, "attention_weights": result.attention_weights}
     outputs = [

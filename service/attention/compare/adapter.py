@@ -1,4 +1,5 @@
-"""Calls a candidate on a case: arrays in its framework, layout and mask convention in; its result as NumPy arrays in ours out.
+"""Calls a candidate: its adapter takes a case, passes arrays in the candidate's framework, layout and mask convention, and converts the
+result to NumPy arrays in the reference's.
 
 An exception of the candidate becomes a `CallFailed` that shows the arguments, since a mask of another shape or dtype than it expects is the
 usual cause.
@@ -6,17 +7,17 @@ usual cause.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from service.attention.compare.cases import CaseKind, CheckCase, draw_check_cases
+from service.attention.compare.cases import CheckCase
 from service.attention.compare.convention import Convention, Polarity
+from service.attention.compare.names import find_roles, mask_polarity
 from service.attention.compare.weights import is_matrix
 from service.attention.reference.projections import merge_heads, split_heads
-from service.spec import LayerSpec
 from service.tensors import Array
 
 # kind of case -> roles of the parameters that may take its mask, and their description
@@ -43,8 +44,8 @@ class CandidateResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """A candidate's function and its convention. `heads_given`: query, key and value are projected and split into heads by the caller."""
+class Adapter:
+    """A candidate's function, and how it is called."""
 
     function: Callable[..., Any]
     signature: inspect.Signature
@@ -57,27 +58,8 @@ class Caller:
     batch_first: bool = True
     heads: int = 1
     kv_heads: int = 1
-    heads_given: bool = False
+    heads_given: bool = False  # whether query, key and value are passed as heads, already projected
     matrices: Mapping[str, Array] = field(default_factory=dict)  # canonical weights, for a function that takes them as arguments
-
-    def draw_cases(self, spec: LayerSpec, weights: Mapping[str, Array], seed: int) -> Iterator[CheckCase]:
-        """The cases for this candidate; it cannot be called on those with a `skip_reason`."""
-        roles, per_item = self.roles.keys(), self.convention.mask_shape.startswith("b")
-        masks: dict[CaseKind, bool] = {
-            "mask": per_item,
-            "padding": per_item or bool(roles & {"padding", "lengths"}),
-            "segments": per_item or "segments" in roles,
-        }
-        return draw_check_cases(
-            spec,
-            weights,
-            seed,
-            dtype=self.dtype,
-            batched=self.convention.batched,
-            causal=self.convention.causal,
-            value_is_key="value" not in roles,
-            masks_per_item=[kind for kind, differs in masks.items() if differs],
-        )
 
     def skip_reason(self, case: CheckCase) -> str | None:
         """Why the candidate cannot be called on this case; None if it can."""
@@ -184,6 +166,63 @@ class Caller:
     def _as_weights(self, x: Array) -> Array:
         x = x if self.convention.batched else x[None]
         return x[:, None] if self.convention.layout == "b,n,d" and x.ndim == 3 else x
+
+
+def make_adapter(candidate: Any, convention: Convention, framework: str, heads: int | None) -> Adapter:
+    """The adapter of an instance or function. ValueError: its parameters or masks are ambiguous."""
+    torch = sys.modules.get("torch")
+    polarity: Polarity | None = None  # of torch's own masks
+    if torch is not None and candidate is torch.nn.functional.scaled_dot_product_attention:
+        known = {"query": "query", "key": "key", "value": "value", "attn_mask": "mask"}
+        convention, polarity = replace(convention, arguments=known | dict(convention.arguments)), "attend"
+    elif torch is not None and isinstance(candidate, torch.nn.MultiheadAttention):
+        polarity = "block"
+    convention = replace(convention, mask_means=convention.mask_means or polarity, padding_means=convention.padding_means or polarity)
+    function, signature = _function_and_signature(candidate, convention)
+    roles = find_roles(signature, convention.arguments)
+    polarities: dict[str, Polarity] = {
+        r: mask_polarity(convention, roles[r], padding=r == "padding") for r in ("mask", "padding") if r in roles
+    }
+    first = next(iter(candidate.parameters()), None) if is_module(candidate) else None
+    dtype = convention.dtype or {"torch": "float32", "numpy": "float64"}[framework]
+    return Adapter(
+        function=function,
+        signature=signature,
+        roles=roles,
+        polarities=polarities,
+        convention=convention,
+        framework=framework,
+        dtype=dtype if first is None else str(first.dtype).removeprefix("torch."),
+        device=convention.device if first is None else first.device,
+        batch_first=(getattr(candidate, "batch_first", True) if convention.batch_first is None else convention.batch_first) is not False,
+        heads=heads or 1,
+    )
+
+
+def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Callable[..., Any], inspect.Signature]:
+    """The function to call, and its parameters. A builtin has no signature: its parameters are those in the option `arguments`."""
+    if convention.method is not None:
+        function = described = getattr(candidate, convention.method)
+    elif is_module(candidate):
+        function, described = candidate, candidate.forward
+    else:
+        methods = [getattr(candidate, name) for name in ("forward", "call") if hasattr(candidate, name)]
+        if not callable(candidate) and not methods:
+            raise ValueError(f"expected something to call, got {candidate!r}: pass method=…")
+        function = described = candidate if callable(candidate) else methods[0]
+    try:
+        return function, inspect.signature(described)
+    except ValueError:
+        defaults = {
+            name: inspect.Parameter.empty if role in ("query", "key", "value") else None for name, role in convention.arguments.items()
+        }
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return function, inspect.Signature([inspect.Parameter(name, kind, default=default) for name, default in defaults.items()])
+
+
+def is_module(candidate: Any) -> bool:
+    torch = sys.modules.get("torch")  # a module exists only where torch was imported
+    return torch is not None and isinstance(candidate, torch.nn.Module)
 
 
 def _as_float64(x: Any) -> Array:
