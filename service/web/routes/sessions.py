@@ -51,7 +51,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         status_code=201,
         response_model=SessionDocument,
         responses=session_error_responses(*BODY_ERRORS),
-        openapi_extra=request_body_doc("PostSession", ({"layer": "default"}, "A session of the layer `default`.")),
+        openapi_extra=request_body_doc("PostSession", ({"layer": "default"}, "A session of the layer `default`."), required=False),
     )
     async def post_session(request: Request, response: Response) -> SessionDocument:
         """Starts a session: a sequence whose keys and values the server keeps."""
@@ -118,7 +118,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         status_code=201,
         response_model=SessionDocument,
         responses=session_error_responses(*BODY_ERRORS, 410, 421),
-        openapi_extra=request_body_doc("PostFork", ({"length": None}, "A copy of the whole session.")),
+        openapi_extra=request_body_doc("PostFork", ({"length": None}, "A copy of the whole session."), required=False),
     )
     async def fork_session(id: SessionIdPath, request: Request, response: Response) -> SessionDocument:
         """Starts a session with the first rows of another. Both share pages until one of them writes to them."""

@@ -140,6 +140,8 @@ class Tensor:
             least, expected = -1, f"the number of a segment, a whole number below {MAX_COUNT}, or -1 for padding"
         if (wrong := ~(array >= least) | (array >= MAX_COUNT) | (array != np.floor(array))).any():
             at, got = first_element(array, wrong)
+            if self.kind == "count" and array[wrong].flat[0] >= MAX_COUNT:
+                expected = expected.replace("at least 0", f"at most {MAX_COUNT - 1}")
             raise field_error(at, expected, got)
         return array.astype(np.int64)
 
