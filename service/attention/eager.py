@@ -124,7 +124,7 @@ class Eager:
         return weights if block.dropout is None else block.dropout.apply(weights, block.rows)
 
     def _normalise(self, block: RowBlock, sinks: Tensor | None) -> Tensor:
-        """Softmax over the keys of scores + shift, with sinks [heads, 1]: [b, h, rows, k]; any finite numbers in fully masked rows.
+        """Softmax over the keys of scores + shift, with sinks [heads, 1]: [b, h, rows, k]. Fully masked rows are finite, and filled later.
 
         A row with keys whose scores all overflow is NaN.
         """
