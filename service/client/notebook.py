@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from service.tensors import Array
-from service.wire.schemas.analysis import SHAPES
+from service.wire.schemas.analysis import METRIC_SHAPES
 from service.wire.schemas.tokens import Tokens
 
 MAX_MAPS = 16  # most heat maps
@@ -64,7 +64,7 @@ def metric_tables(metrics: Mapping[str, Any], about: str) -> str | None:
     links: dict[str, list[str]] = {}  # the widest column, hence the last
     maps, others = [], []
     for name, metric in metrics.items():
-        shapes = SHAPES.get(name, {})
+        shapes = METRIC_SHAPES.get(name, {})
         items = {part: _first_item(metric[part] if part else metric, letters) for part, letters in shapes.items()}
         if name == "strongest_links":
             links["strongest links"] = _links(items, metric)
