@@ -31,18 +31,12 @@ from service.serving.requests import RawRequest
 from service.serving.service import open_service
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
-from service.wire.schemas.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
+from service.wire.schemas.analysis import METRIC_SHAPES, METRICS, AnalysisReply, AnalysisRequest
 
 WORDS = ["duplicate_token_score", "induction_score"]
 WORDLESS = [name for name in METRICS if name not in (*WORDS, "single_head")]
 MEASURED = sorted(set(FEATURES) - {"dropout"})
 WINDOW, LINKS, MASS = 1, 3, 0.8
-
-
-@pytest.fixture(scope="module")
-def client(server: Any) -> Any:
-    with Client(server.url) as one:
-        yield one
 
 
 def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
@@ -257,7 +251,7 @@ def test_every_metric_has_the_planned_shape(http: httpx.Client, client: Client) 
     tokens = {"query": list("abcab")}
     fields: dict[str, Any] = {"metrics": list(METRICS), "analysis": {"top_links": 4}, "tokens": tokens, "valid_lens": [5, 2, 3]}
     query = rng.standard_normal((3, 5, 64))
-    shapes = {f"metrics.{name}{'.' if part else ''}{part}": s for name, parts in SHAPES.items() for part, s in parts.items()}
+    shapes = {f"metrics.{name}{'.' if part else ''}{part}": s for name, parts in METRIC_SHAPES.items() for part, s in parts.items()}
 
     result = client.analysis(query, **fields)
     plan = client.plan(query, **fields)
@@ -266,7 +260,7 @@ def test_every_metric_has_the_planned_shape(http: httpx.Client, client: Client) 
 
     assert plan.admitted
     assert {name: tensor.shape for name, tensor in plan.outputs.items()} == {n: [lengths[x] for x in s] for n, s in shapes.items()}
-    for name, parts in SHAPES.items():
+    for name, parts in METRIC_SHAPES.items():
         for part in parts:
             array = result[name][part] if part else result[name]
             listed = np.array(nested[name][part] if part else nested[name], np.float64)
@@ -337,7 +331,7 @@ def test_padding_does_not_change_metrics(client: Client) -> None:
     words = list("abcab")
     behind = np.concatenate((real, 100 * rng.standard_normal((3, 64))))
     before = np.concatenate((100 * rng.standard_normal((3, 64)), real))
-    names = [name for name in METRICS if "per_query" not in name and SHAPES[name].get("", "") in ("b", "bh", "bhh")]
+    names = [name for name in METRICS if "per_query" not in name and METRIC_SHAPES[name].get("", "") in ("b", "bh", "bhh")]
 
     alone = client.analysis(real, metrics=names, tokens={"query": words})
     padded = client.analysis(behind, metrics=names, tokens={"query": [*words, *"abc"]}, valid_lens=n)
@@ -507,7 +501,7 @@ def test_a_fully_masked_head_is_null_and_contributes_zero(http: httpx.Client) ->
             here = metrics[name]
             got = {part: array[5] for part, array in here.items()} if isinstance(here, dict) else here[5]
             assert got == of_output[name], name
-        elif name != "pruning_order" and name not in OF_KEYS and SHAPES[name].get("", "bh").startswith("bh"):
+        elif name != "pruning_order" and name not in OF_KEYS and METRIC_SHAPES[name].get("", "bh").startswith("bh"):
             for part in numbers(metrics[name]):
                 assert np.isnan(part[5]).all() and not np.isnan(part[0]).all(), name
     assert metrics["pruning_order"]["heads"][0] == 5 and metrics["pruning_order"]["errors"][0] == 0
@@ -557,7 +551,7 @@ def test_overflow_in_blocked_keys_and_uncounted_queries_is_allowed(client: Clien
     plain = client.analysis(query[:2], key[:3], layer="analysed", metrics=names, query_offset=0)
 
     for name in names:
-        if SHAPES[name].get("", "bh") in ("b", "bh", "bhh"):
+        if METRIC_SHAPES[name].get("", "bh") in ("b", "bh", "bhh"):
             theirs = plain[name] if isinstance(plain[name], dict) else {"": plain[name]}
             ours = spoilt[name] if isinstance(spoilt[name], dict) else {"": spoilt[name]}
             for part, array in theirs.items():
