@@ -25,12 +25,6 @@ XL: dict[str, Any] = {"kind": "transformer_xl"}
 BUCKETS: dict[str, Any] = {"kind": "disentangled", "max_distance": 90, "buckets": 8, "position_to_content": True}
 
 
-@pytest.fixture(scope="module")
-def client(server: Any) -> Any:
-    with Client(server.url) as one:
-        yield one
-
-
 def make(client: Client, case: Case) -> Outputs:
     """Puts the layer "relative", and computes the reference."""
     assert case.weights is not None

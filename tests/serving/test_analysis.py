@@ -39,12 +39,6 @@ MEASURED = sorted(set(FEATURES) - {"dropout"})
 WINDOW, LINKS, MASS = 1, 3, 0.8
 
 
-@pytest.fixture(scope="module")
-def client(server: Any) -> Any:
-    with Client(server.url) as one:
-        yield one
-
-
 def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
     """The items of a case, with padding and positions worked out from the request alone."""
     request = Request(**case.request)
