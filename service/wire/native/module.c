@@ -78,7 +78,8 @@ static PyObject *read_numbers(PyObject *self, PyObject *arguments)
     PyThreadState *state = release_lock(stop - start);
     list.capacity = count_numbers(text + start, (size_t)(stop - start));
     take_lock(state);
-    PyObject *memory = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(list.capacity * (list.is_float32 ? sizeof(float) : sizeof(double))));
+    size_t bytes = list.capacity * (list.is_float32 ? sizeof(float) : sizeof(double));
+    PyObject *memory = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)bytes);
     if (!memory) return NULL;
     list.numbers = PyByteArray_AsString(memory);
     state = release_lock(stop - start);

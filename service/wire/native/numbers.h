@@ -70,7 +70,7 @@ const char *read_row_avx2(const char *text, const char *position, const char *en
 #endif
 
 /* write.c: writes float32 as nested lists of that shape, in the fewest digits that are read back as the same float32; infinities and NaN
- * as null. `decimals`: the most digits after the point, or NO_LIMIT. `out` has room for text_capacity() bytes. Returns the bytes written. */
+ * as null. `decimals`: the most digits after the point, or NO_LIMIT. `out` has text_capacity() bytes. Returns how many were written. */
 #define NO_LIMIT (-1)
 void prepare_writing(void);
 size_t text_capacity(int rank, const size_t *shape);
