@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from service.client import Client
 from service.client.notebook import MAX_CELLS, MAX_MAPS, MAX_ROWS, _png
 
 RNG = np.random.default_rng(0)
 QUERY = RNG.standard_normal((2, 5, 64)).astype(np.float32)
 TOKENS = {"query": [["the", "<b>cat</b>", "sat", "&", "a very long token"], list("abcde")]}
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with Client(server.url) as client:
-        yield client
 
 
 class Elements(HTMLParser):
