@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
+from support.cases import weights_of
 from support.plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 
 from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, Case, random_case
-from service.attention.initialization import draw_weights, in_dtype
 from service.attention.layer import MultiHeadAttention
 from service.attention.metrics.compute import OF_WEIGHTS, MetricsOperation
 from service.attention.reference.forward import Layer
@@ -69,7 +69,7 @@ def test_metrics_agree_with_plain_numpy_on_random_layers_and_masks(client: Clien
     case = random_case(rng, features=MEASURED, rate=0.3, dtype="float64")
     if case.request.get("key") is not None and case.request.get("query_offset") is None:
         case.request["query_offset"] = int(rng.integers(-2, 3))
-    weights = draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
+    weights = weights_of(case)
     if 0 in np.shape(case.request["query"]) or 0 in np.shape(case.request.get("key", [[1]])):
         return
     client.put_layer("analysed", case.spec, case.weights)

@@ -258,3 +258,35 @@ def test_a_cache_outlives_its_server(start: Callable[..., Server], connect: Call
     new = after.begin()
     assert after.http.put(f"/sessions/{new}/cache", content=file, headers={"content-type": SAFETENSORS}).json()["length"] == 7
     assert after.step(new, rows[7:]).json()["output"] == expected
+
+
+def test_a_layer_that_is_removed_while_steps_run_and_wait(gated: tuple[Caller, Service, Gate]) -> None:
+    """The step that is being computed is answered, and the one that waits is refused. The memory is free afterwards."""
+    caller, service, gate = gated
+    caller.http.put("/layers/fleeting", json={"spec": {"d_model": 64, "num_heads": 8, "seed": 5}}).raise_for_status()
+    row = RNG.standard_normal((1, 64))
+    expected = caller.http.post("/attend", json={"layer": "fleeting", "query": row.tolist(), "outputs": ["output"]}).json()["output"]
+    session = caller.begin(layer="fleeting")
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(caller.step, session, row)
+        gate.wait()
+        waiting = threads.submit(caller.step, session, row)
+        until(lambda: calls_of(service, session) == 2, "a call that waits")
+        assert caller.http.delete("/layers/fleeting").status_code == 204
+        gate.opened.set()
+    np.testing.assert_allclose(running.result().json()["output"], expected, rtol=0, atol=1e-6)
+    assert waiting.result().status_code == 410 and "its layer was removed" in waiting.result().json()["detail"]
+    assert caller.metric("attend_session_bytes") == caller.metric("attend_sessions") == 0
+
+
+def test_abandoned_sessions_end_by_themselves(connect: Callable[..., Caller]) -> None:
+    """Without any request to the server."""
+    with serve_service(Settings(**MEMORY)) as (url, service):
+        caller = connect(url)
+        abandoned = [caller.begin(idle_seconds=0.01) for _ in range(50)]
+        kept = caller.begin()
+        assert service.engine.sessions is not None
+        until(lambda: len(service.engine.sessions) == 1, "the end of idle sessions")
+        ended = caller.http.get(f"/sessions/{abandoned[7]}")
+        assert ended.status_code == 410 and "idle for longer than its idle_seconds" in ended.json()["detail"]
+        assert caller.step(kept).status_code == 200 and caller.metric("attend_session_bytes") == FIRST_PAGE
