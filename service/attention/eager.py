@@ -108,7 +108,7 @@ class Eager:
         k = key.to(self.dtype).flatten(0, 1)
         scores = torch.baddbmm(self._zero, q, k.transpose(1, 2), beta=0, alpha=call.scale).view(batch, heads, num_rows, num_keys)
         if terms is not None:
-            scores.add_(terms(query, rows), alpha=call.scale)
+            scores.add_(terms.of_rows(query, rows), alpha=call.scale)
         if call.softcap:
             scores = torch.tanh(scores / call.softcap) * call.softcap
         if (bias := self.bias(query, call.masks, rows, slice(0, num_keys), call.heads)) is not None:

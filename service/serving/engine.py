@@ -6,8 +6,8 @@
 and bind) and writing the reply run on the event loop if there are few bytes, else in a thread of the codec pool. Independent of HTTP.
 """
 
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -117,8 +117,11 @@ class Engine:
     def _session_in_body(self, decoded: Decoded, owner: str) -> Session:
         """The session that the body names. Raises what `SessionRegistry.find` raises, with the place in the body."""
         name = str(decoded.members["session"])
-        with _named_in_body(name):
+        try:
             return self.require_sessions().find(name, owner)
+        except (SessionNotFound, SessionEnded, WrongReplica) as error:
+            problem = Problem("/session", "the id of a session that this server keeps", describe_value(name))
+            raise type(error)(error.detail, [problem]) from None
 
     async def _complete(self, raw: RawRequest, decoded: Decoded, bound: BoundCall, started: float) -> EncodedReply:
         """Compute and encode a bound call that arrived at `started`."""
@@ -191,12 +194,12 @@ class Engine:
                 if decoded.sequence is not None:
                     self.sessions.workers.require_sequence(raw.key, decoded.members["layer"], decoded.sequence.id)
                 elif "session" in document.model_fields and decoded.members.get("session") is not None:
-                    name = str(decoded.members["session"])
-                    with _named_in_body(name):
-                        self.sessions.require_here(name)
+                    self.sessions.require_here(str(decoded.members["session"]))
             except WrongWorker as error:
                 raw.body, error.raw = received, raw
                 raise
+            except (SessionNotFound, SessionEnded, WrongReplica):
+                pass  # `_session_in_body` raises it later, with the place in the body
         return decoded
 
     def find(self, members: Mapping[str, Any], document: type[AttendRequest]) -> LoadedLayer:
@@ -255,18 +258,6 @@ class Engine:
             self.sessions.close()
         self.renderer.close()
         self.codecs.close()
-
-
-@contextmanager
-def _named_in_body(session_id: str) -> Iterator[None]:
-    """Adds the place in the body to errors about the session that it names."""
-    try:
-        yield
-    except WrongWorker:  # not for the caller: the request is forwarded
-        raise
-    except (SessionNotFound, SessionEnded, WrongReplica) as error:
-        problem = Problem("/session", "the id of a session that this server keeps", describe_value(session_id))
-        raise type(error)(error.detail, [problem]) from None
 
 
 def _require_small_reply(bound: BoundCall, setting: str, largest: int) -> None:
