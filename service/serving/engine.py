@@ -194,10 +194,12 @@ class Engine:
                 if decoded.sequence is not None:
                     self.sessions.workers.require_sequence(raw.key, decoded.members["layer"], decoded.sequence.id)
                 elif "session" in document.model_fields and decoded.members.get("session") is not None:
-                    self._session_in_body(decoded, raw.key)
+                    self.sessions.require_here(str(decoded.members["session"]))
             except WrongWorker as error:
                 raw.body, error.raw = received, raw
                 raise
+            except (SessionNotFound, SessionEnded, WrongReplica):
+                pass  # `_session_in_body` raises it later, with the place in the body
         return decoded
 
     def find(self, members: Mapping[str, Any], document: type[AttendRequest]) -> LoadedLayer:

@@ -91,9 +91,9 @@ class ReplyTensor(RootModel[Number | Vector | Matrix | Tensor3 | Tensor4 | FlatT
 
 @dataclass(frozen=True)
 class Tensor:
-    """Annotation: a numpy array of one of `ranks` with elements of `kind`, a count of what `counted` says.
+    """The annotation of a field that is a numpy array of one of `ranks`, with elements of `kind`.
 
-    `name` is its name in the OpenAPI document.
+    `name`: of its type in the OpenAPI document; `counted`: what a refused count is a number of.
     """
 
     name: str
@@ -102,13 +102,13 @@ class Tensor:
     counted: str = "keys"
 
     def __call__(self, value: Any) -> Array:
-        array = self._array(value)
+        array = self._checked(value)
         if array.ndim not in self.ranks:
             wanted = " or ".join(map(str, self.ranks))
             raise field_error("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
         return array if self.kind in ("number", "bias") else self._as_integers(array)
 
-    def _array(self, value: Any) -> Array:
+    def _checked(self, value: Any) -> Array:
         if isinstance(value, str | bool | dict) or value is None:
             raise field_error("", "a tensor", describe_value(value))
         try:
