@@ -35,13 +35,19 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    # where the server listens
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
+    uds: Path | None = Field(default=None, description="Unix socket to listen on, instead of host and port.")
     grpc_port: int | None = Field(default=None, ge=0, le=65535, description="Port of the gRPC server (extra `grpc`); no gRPC if not set.")
+    root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$", description="Path prefix that a proxy removes, such as /attend.")
+
+    # what computes
     device: str = Field(default="cpu", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="Device: cpu, cuda, cuda:1, … or auto.")
     threads: int | None = Field(default=None, ge=1, description="Threads per worker for arithmetic; if not set, its share of the cores.")
     workers: int = Field(default=1, ge=1, description="Processes that share the port. Each has all layers in memory.")
 
+    # the layer `default`, and more layers
     d_model: int = Field(default=64, description="Width of the layer `default`.")
     num_heads: int = Field(default=8, description="Number of heads of the layer `default`.")
     key_dim: int | None = Field(default=None, description="Width of the keys of `default`; d_model if not set.")
@@ -56,20 +62,29 @@ class Settings(BaseModel):
     layers: dict[Annotated[str, Field(pattern=LAYER_NAME)], LayerSpec] = Field(
         default={}, description="More layers by name: tables [layers.NAME] in the file, JSON in a flag or variable."
     )
-
     layers_dir: Path | None = Field(default=None, description="Folder that stores layers put over HTTP; memory only if not set.")
 
-    max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body, in bytes.")
-    max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC request or reply, in bytes; at most max_body_bytes.")
+    # limits of layers
     max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file of a layer, in bytes.")
-    max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of JSON in a request.")
     max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Parameters of the largest layer.")
     max_layer_width: int = Field(default=1 << 16, ge=1, description="Largest width of a layer: of its inputs, projections and outputs.")
     max_total_parameters: int = Field(default=1 << 30, ge=1, description="Parameters of all layers together.")
     max_layers: int = Field(default=1000, ge=1, description="Number of layers, including `default`.")
-    max_scores: int = Field(default=1 << 28, ge=1, description="Numbers of attention weights and scores in one reply.")
-    max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call, in bytes.")
 
+    # limits of one request
+    max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body, in bytes.")
+    max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC request or reply, in bytes; at most max_body_bytes.")
+    max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of JSON in a request.")
+    max_tensors: int = Field(default=1024, ge=16, description="Tensors in one body, and members of one JSON object.")
+    max_batch_items: int = Field(default=65536, ge=1, description="Length of the batch axis of one call.")
+    max_pairs: int = Field(default=1 << 36, ge=1, description="Heads x queries x keys of one batch item.")
+    max_scores: int = Field(default=1 << 28, ge=1, description="Numbers of attention weights and scores in one reply.")
+    max_operations: int = Field(default=10**13, ge=1, description="Predicted work of one call, in floating-point operations.")
+    max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call, in bytes.")
+    max_reply_bytes: int = Field(default=2048 * MIB, ge=1024, description="Predicted size of one reply, in bytes.")
+    request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
+
+    # the queue, batches and sessions
     max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work of all waiting calls, in operations.")
     max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Bytes of waiting calls; also of all bodies and replies.")
     max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one.")
@@ -78,18 +93,8 @@ class Settings(BaseModel):
     replica_name: str = Field(
         default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?$", description="Name of this server in the ids of sessions, for balancers."
     )
-    request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
 
-    compress_replies: bool = Field(default=False, description="Compress replies also for clients that accept several codings.")
-    drain_seconds: float = Field(default=5.0, ge=0, description="Seconds after SIGTERM in which calls are taken, but readiness is off.")
-    shutdown_seconds: int = Field(default=25, ge=1, description="Seconds that accepted calls may take to finish after that.")
-
-    max_operations: int = Field(default=10**13, ge=1, description="Predicted work of one call, in floating-point operations.")
-    max_batch_items: int = Field(default=65536, ge=1, description="Length of the batch axis of one call.")
-    max_pairs: int = Field(default=1 << 36, ge=1, description="Heads x queries x keys of one batch item.")
-    max_reply_bytes: int = Field(default=2048 * MIB, ge=1024, description="Predicted size of one reply, in bytes.")
-    max_tensors: int = Field(default=1024, ge=16, description="Tensors in one body, and members of one JSON object.")
-
+    # who may call
     keys_file: Path | None = Field(default=None, description="File of API keys (`attend keys add`); every route but health needs one.")
     allowed_hosts: str = Field(
         default="",
@@ -103,23 +108,30 @@ class Settings(BaseModel):
     )
     tls_cert: Path | None = Field(default=None, description="Certificate chain (PEM); with --tls-key, the server uses TLS.")
     tls_key: Path | None = Field(default=None, description="Private key (PEM) of that certificate.")
-    uds: Path | None = Field(default=None, description="Unix socket to listen on, instead of host and port.")
-    root_path: str = Field(default="", pattern=r"^(/[^/?#]+)*$", description="Path prefix that a proxy removes, such as /attend.")
     trusted_proxies: str = Field(default="", description="Proxies whose X-Forwarded-… are used: addresses or networks, with commas, or *.")
+
+    # connections and replies
     client_timeout: float = Field(default=20.0, gt=0, description="Seconds in which the headers of a request must arrive.")
     min_client_rate: int = Field(default=32768, ge=1, description="Bytes per second at which bodies arrive and replies are read, at least.")
     keepalive_timeout: float = Field(default=75.0, gt=0, description="Seconds until an idle connection is closed; a gateway needs less.")
+    compress_replies: bool = Field(default=False, description="Compress replies also for clients that accept several codings.")
+
+    # start, readiness and end
     ready_timeout: float = Field(default=2.0, gt=0, description="Seconds in which an idle device must answer a probe for readiness.")
+    drain_seconds: float = Field(default=5.0, ge=0, description="Seconds after SIGTERM in which calls are taken, but readiness is off.")
+    shutdown_seconds: int = Field(default=25, ge=1, description="Seconds that accepted calls may take to finish after that.")
+
+    # logs and telemetry
+    log_format: Literal["console", "json"] = Field(default="console", description="Format of log lines.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Lowest level that is logged.")
+    access_log: bool = Field(default=True, description="Log one line per request.")
     telemetry: bool = Field(default=False, description="Send traces and metrics by OTLP, configured by OTEL_… variables (extra `otel`).")
 
+    # Ray Serve
     replicas: int = Field(default=4, ge=1, description="With Ray Serve: largest number of replicas.")
     replica_cpus: float = Field(default=1.0, gt=0, description="With Ray Serve: cores of each replica; fractions are allowed.")
     replica_gpus: float = Field(default=0.0, ge=0, description="With Ray Serve: GPUs of each replica; fractions are allowed.")
     shards: int = Field(default=0, ge=0, description="With Ray Serve: actors that share a call too large for one replica, by keys.")
-
-    log_format: Literal["console", "json"] = Field(default="console", description="Format of log lines.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Lowest level that is logged.")
-    access_log: bool = Field(default=True, description="Log one line per request.")
 
     @field_validator("layers", mode="before")
     @classmethod

@@ -18,6 +18,7 @@ from hypothesis import settings
 from support.server import Server, fork_server, start_server
 from support.v2 import LAYERS
 
+from service.client import Client
 from service.wire.native import numbers
 
 os.environ["PYTHONSAFEPATH"] = "1"  # processes that tests start import the installed package, not the checkout beside it
@@ -107,6 +108,13 @@ def browser() -> Iterator[Any]:
 def http(server: Server) -> Iterator[httpx.Client]:
     """A plain HTTP client of the shared server."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[Client]:
+    """The Python client of the shared server."""
+    with Client(server.url) as client:
         yield client
 
 

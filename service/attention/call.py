@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,14 @@ from torch import Tensor
 from service.attention.masks import TENSORS, Masks
 
 FullyMasked = Literal["zero", "uniform", "error"]
-WeightBlock = tuple[slice, Tensor, Tensor | None]  # query rows, weights [b, h, rows, k], visible bool [b|1, h|1, rows|1, k|1]
+
+
+class WeightBlock(NamedTuple):
+    """The attention weights of a block of query rows."""
+
+    rows: slice
+    weights: Tensor  # [b, h, rows, k]
+    visible: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the keys that each query may attend to; None: all
 
 
 @dataclass(frozen=True, slots=True)

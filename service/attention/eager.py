@@ -18,7 +18,7 @@ from torch import Tensor
 from service.attention.call import Call
 from service.attention.dropout import Dropout
 from service.attention.masks import Masks
-from service.attention.positions import alibi, alibi_slopes, decomposed_bias, grid_bias, relative_bias
+from service.attention.position_biases import alibi, alibi_slopes, decomposed_bias, grid_bias, relative_bias
 from service.attention.precision import at_least_float32, torch_dtype
 from service.attention.relative_scores import CallTerms, RelativeTerms
 from service.attention.row_blocks import Assembly, row_slices
@@ -108,7 +108,7 @@ class Eager:
         k = key.to(self.dtype).flatten(0, 1)
         scores = torch.baddbmm(self._zero, q, k.transpose(1, 2), beta=0, alpha=call.scale).view(batch, heads, num_rows, num_keys)
         if terms is not None:
-            scores.add_(terms(query, rows), alpha=call.scale)
+            scores.add_(terms.of_rows(query, rows), alpha=call.scale)
         if call.softcap:
             scores = torch.tanh(scores / call.softcap) * call.softcap
         if (bias := self.bias(query, call.masks, rows, slice(0, num_keys), call.heads)) is not None:
@@ -124,7 +124,7 @@ class Eager:
         return weights if block.dropout is None else block.dropout.apply(weights, block.rows)
 
     def _normalise(self, block: RowBlock, sinks: Tensor | None) -> Tensor:
-        """Softmax over the keys of scores + shift, with sinks [heads, 1]: [b, h, rows, k]; any finite numbers in fully masked rows.
+        """Softmax over the keys of scores + shift, with sinks [heads, 1]: [b, h, rows, k]. Fully masked rows are finite, and filled later.
 
         A row with keys whose scores all overflow is NaN.
         """

@@ -145,7 +145,7 @@ class MultiHeadAttention:
         """
         call, query, key, fully_masked = select_heads_and_queries(call, query, key, fully_masked)
         for block in self.eager.row_blocks(call, query, key, fully_masked, blocks):
-            yield block.rows, self.eager.attention_weights(call, block), block.visible
+            yield WeightBlock(block.rows, self.eager.attention_weights(call, block), block.visible)
 
 
 def result_of(call: Call, tensors: Mapping[str, Tensor], fully_masked: Tensor | None) -> Result:

@@ -74,7 +74,7 @@ class CallTerms:
             self.buckets = buckets - least  # [b|1, columns]
             self.of_buckets = _products(of_heads(layer.query, heads)[..., least : int(buckets.amax()) + 1], key)
 
-    def __call__(self, query: Tensor, rows: slice) -> Tensor:
+    def of_rows(self, query: Tensor, rows: slice) -> Tensor:
         """The terms [b, h, rows, k] of these rows, whose queries are [b, h, rows, d]."""
         most = MAX_PRODUCTS // max(1, query.shape[0] * query.shape[1])
         parts = [self._block(query[:, :, part.start - rows.start : part.stop - rows.start], part) for part in self._split(rows, most)]

@@ -8,6 +8,16 @@
 
 Pure functions of names and arrays, without torch. A new layout is a row in `layouts.py`, and at most one function.
 If names or shapes are ambiguous, `read_layer` raises InvalidRequest with both readings; it does not guess.
+
+In the order in which to read it:
+
+    layout.py                what a layout is: names of tensors, and their conversion
+    layouts.py               the layouts that names identify; conversions.py: how packed and transposed matrices are converted
+    detection.py, reader.py  finds layers by their names; reads one of them
+    spec_inference.py        its spec, from the shapes of its weights
+    config.py, model.py      a model's config.json, and the layers that it describes, with layouts of their own in model_layouts.py
+    families/, rope.py       how the config of each family becomes a spec
+    folder.py, refusals.py   files that save_pretrained writes; parts of error messages
 """
 
 from service.checkpoints.detection import detect, layers_in

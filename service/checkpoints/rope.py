@@ -45,7 +45,7 @@ class Rotary:
     sections: Literal["", "blocks", "thirds"] = ""  # which pairs mrope_section gives each axis: blocks (Qwen2-VL), every third (Qwen3-VL)
     image: Literal["", "blocks", "alternating"] = ""  # rows and columns of an image, whose frequencies are the same, or alternate (Pixtral)
     unit: float = 1.0  # radians that the fastest pair turns for a distance of 1 in an image
-    others: tuple[str, ...] = ()  # fields of rope_parameters that are not about RoPE, and that a trait reads
+    trait_fields: tuple[str, ...] = ()  # fields of rope_parameters that are not about RoPE, and that a trait reads
 
 
 def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) -> Fields:
@@ -61,7 +61,7 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
     if kind not in KINDS:
         raise settings.refusal("rope_type", f"one of {', '.join(KINDS)}", kind)
     for name, value in settings.fields.items():
-        if name not in (*EVERY_KIND, *KINDS[kind], *rotary.others) and value is not None:
+        if name not in (*EVERY_KIND, *KINDS[kind], *rotary.trait_fields) and value is not None:
             raise settings.refusal(name, f"only fields that rope_type {kind} has", value)
     partial = _rotated_share(config, settings, rotary)
     if partial != 1 and rotary.partial is None and kind != "proportional":
@@ -75,10 +75,10 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
     interleaved = config.flag(rotary.interleaved_field, default=True) if rotary.interleaved_field else rotary.interleaved
     rope: Fields = {"theta": theta, "dims": dims, "interleaved": interleaved}
     with np.errstate(all="ignore"):  # numbers that are not finite are refused with the spec
-        plain = theta ** (-np.arange(0, dims, 2) / dims)
-        rope |= SCALINGS[kind](RopeInputs(config, settings, plain, theta, partial)) if kind in SCALINGS else {}
+        unscaled = theta ** (-np.arange(0, dims, 2) / dims)
+        rope |= SCALINGS[kind](RopeInputs(config, settings, unscaled, theta, partial)) if kind in SCALINGS else {}
     if rotary.negate_angles:
-        rope["frequencies"] = [-x for x in rope.get("frequencies", plain.tolist())]
+        rope["frequencies"] = [-x for x in rope.get("frequencies", unscaled.tolist())]
     if rotary.sections and settings.get("mrope_section") is not None:
         rope["axes"] = section_axes(settings, rotary, dims // 2)
     return rope
@@ -152,15 +152,15 @@ class RopeInputs:
 
     config: Config
     settings: Config
-    plain: Array  # [dims / 2]
+    unscaled: Array  # frequencies [dims / 2]
     theta: float
     partial: float
 
     @property
     def trained_length(self) -> int:
         """The context length of training. One beside the settings beats one among them, except where those are for each layer type."""
-        each = any(isinstance(entry, Mapping) for entry in dict(self.config.get("rope_parameters", default={})).values())
-        return self.settings.count(LENGTH) if each or self.config.get(LENGTH) is None else self.config.count(LENGTH)
+        has_entries = any(isinstance(entry, Mapping) for entry in dict(self.config.get("rope_parameters", default={})).values())
+        return self.settings.count(LENGTH) if has_entries or self.config.get(LENGTH) is None else self.config.count(LENGTH)
 
     @property
     def factor(self) -> float:
@@ -187,24 +187,24 @@ def dynamic(inputs: RopeInputs) -> Fields:
 
 def proportional(inputs: RopeInputs) -> Fields:
     """The first share of the pairs turns as if the whole head did, the others do not turn."""
-    turning = int(inputs.partial * (2 * len(inputs.plain)) // 2)
-    frequencies = np.where(np.arange(len(inputs.plain)) < turning, inputs.plain, 0.0) / inputs.settings.number("factor", default=1.0)
+    turning = int(inputs.partial * (2 * len(inputs.unscaled)) // 2)
+    frequencies = np.where(np.arange(len(inputs.unscaled)) < turning, inputs.unscaled, 0.0) / inputs.settings.number("factor", default=1.0)
     return {"frequencies": frequencies.tolist()}
 
 
 def longrope(inputs: RopeInputs) -> Fields:
     """Each frequency divided by its own short factor; cosines and sines lengthened."""
     short, length, factor = inputs.settings.get("short_factor"), inputs.trained_length, inputs.factor
-    if not isinstance(short, list) or len(short) != len(inputs.plain) or not all(isinstance(x, int | float) and x > 0 for x in short):
-        raise inputs.settings.refusal("short_factor", f"{len(inputs.plain)} positive numbers", short)
+    if not isinstance(short, list) or len(short) != len(inputs.unscaled) or not all(isinstance(x, int | float) and x > 0 for x in short):
+        raise inputs.settings.refusal("short_factor", f"{len(inputs.unscaled)} positive numbers", short)
     default = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
     lengthened = inputs.settings.number("attention_factor", default=default)
-    return {"frequencies": (inputs.plain / short).tolist(), "attention_factor": lengthened, "max_length": length}
+    return {"frequencies": (inputs.unscaled / short).tolist(), "attention_factor": lengthened, "max_length": length}
 
 
 def yarn(inputs: RopeInputs) -> Fields:
     """Fast frequencies stay, slow ones are divided by the factor, with a ramp between; cosines and sines lengthened."""
-    settings, factor, dims = inputs.settings, inputs.factor, 2 * len(inputs.plain)
+    settings, factor, dims = inputs.settings, inputs.factor, 2 * len(inputs.unscaled)
 
     def pair_of(turns: float) -> float:
         """The pair that turns so often within the context of training."""
@@ -215,7 +215,7 @@ def yarn(inputs: RopeInputs) -> Fields:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
     ramp = np.clip((np.arange(dims // 2) - low) / (high - low or 0.001), 0, 1)
-    frequencies = inputs.plain / factor * ramp + inputs.plain * (1 - ramp)
+    frequencies = inputs.unscaled / factor * ramp + inputs.unscaled * (1 - ramp)
     mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
     default = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1)
     return {"frequencies": frequencies.tolist(), "attention_factor": settings.number("attention_factor", default=default)}

@@ -29,17 +29,17 @@ WITH_WEIGHTS = {  # field of a spec -> a weight that only layers with this field
 def infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Fields:
     """Fields for LayerSpec. Raises InvalidRequest."""
     weights = converted.weights
-    known_fields: Fields = _widths(weights, tensors, converted.known) | converted.known
-    known_fields |= {"bias": _biases(weights), "sinks": "sinks" in weights, "projections": True}
+    known: Fields = _widths(weights, tensors, converted.known) | converted.known
+    known |= {"bias": _biases(weights), "sinks": "sinks" in weights, "projections": True}
     absent = [field for field, weight in WITH_WEIGHTS.items() if weight not in weights]
     assumed: Fields = {"dtype": dtype} | {field: value for field, value in converted.assumed.items() if field not in absent}
-    _check_extras(tensors, assumed, absent)
-    known = assumed | known_fields
-    given = {name: x for name, x in tensors.given.items() if x is not None or isinstance(known.get(name, {}), Mapping)}
+    _check_features(tensors, assumed, absent)
+    inferred = assumed | known
+    given = {name: x for name, x in tensors.given.items() if x is not None or isinstance(inferred.get(name, {}), Mapping)}
     if isinstance(bias := given.get("bias"), Mapping) and set(bias) == set(PROJECTIONS) and len(set(map(str, bias.values()))) == 1:
         given["bias"] = bias["query"]
-    _check_agreement(known_fields, given)
-    fields = overlaid(overlaid(assumed, given), known_fields)
+    _check_agreement(known, given)
+    fields = overlaid(overlaid(assumed, given), known)
     _check_shapes(weights, tensors, fields)
     return fields
 
@@ -55,7 +55,7 @@ def _check_shapes(weights: Weights, tensors: LayerTensors, fields: Fields) -> No
             raise tensors.misfit(name, f"shape {list(shapes[name])}" if name in shapes else "none, by the other tensors and the spec")
 
 
-def _check_extras(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> None:
+def _check_features(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> None:
     """Raises InvalidRequest if the spec and the tensors disagree on norms, table or sinks, or if the spec lacks the kind of a tensor."""
     for field, weight in WITH_WEIGHTS.items():
         present, value = field not in absent, tensors.given.get(field)
@@ -69,10 +69,10 @@ def _check_extras(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> 
             raise InvalidRequest.where(field_pointer(field), f"the kind of the tensor {weight}", "nothing")
 
 
-def _widths(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, Any]) -> Fields:
+def _widths(weights: Weights, tensors: LayerTensors, known: Mapping[str, Any]) -> Fields:
     """Every width and number of heads, from the matrices [out, in] and the number of heads or their width."""
     (q_out, q_in), (k_out, k_in), (v_out, v_in), (o_out, o_in) = (weights[f"{name}.weight"].shape for name in PROJECTIONS)
-    heads = _heads(weights, tensors, known_fields, q_out)
+    heads = _heads(weights, tensors, known, q_out)
     head_dim = q_out // heads
     latent = _latent(weights, tensors, head_dim)
     kv_heads, rest = divmod(k_out, head_dim - latent.get("rope_key_dim", 0))
@@ -110,13 +110,13 @@ def _latent(weights: Weights, tensors: LayerTensors, head_dim: int) -> Fields:
     return ranks | {"rope_key_dim": len(shared), "bias": "key_value_down.bias" in weights}
 
 
-def _heads(weights: Weights, tensors: LayerTensors, known_fields: Mapping[str, Any], rows: int) -> int:
+def _heads(weights: Weights, tensors: LayerTensors, known: Mapping[str, Any], rows: int) -> int:
     """The number of heads: from an axis of the layout, sinks, a table or a norm; else from the caller's num_heads or head_dim."""
-    counts: list[int | None] = [known_fields.get("num_heads")]
+    counts: list[int | None] = [known.get("num_heads")]
     if (norm := weights.get("query_norm.weight")) is not None:
         if not len(norm) or rows % len(norm):
             raise tensors.misfit("query_norm.weight", f"a width that divides {rows}, the queries' rows")
-        is_single = 1 in (known_fields.get("num_heads"), tensors.number("num_heads")) or tensors.number("head_dim") == rows
+        is_single = 1 in (known.get("num_heads"), tensors.number("num_heads")) or tensors.number("head_dim") == rows
         if len(norm) == rows and not is_single:
             expected = "a norm as wide as one head. One as wide as all heads (OLMo-2, OLMo-3, MiniMax-M2) is not read here; "
             raise tensors.misfit("query_norm.weight", expected + "a layer of a single head needs num_heads 1")
@@ -141,9 +141,9 @@ def _biases(weights: Weights) -> bool | dict[str, bool]:
     return has["query"] if len(set(has.values())) == 1 else has
 
 
-def _check_agreement(known_fields: Mapping[str, Any], given: Mapping[str, Any], *path: str) -> None:
+def _check_agreement(known: Mapping[str, Any], given: Mapping[str, Any], *path: str) -> None:
     """Raises InvalidRequest if a given field, at any depth, contradicts the tensors."""
-    for name, value in known_fields.items():
+    for name, value in known.items():
         other = given.get(name, value)
         if isinstance(other, Mapping) and isinstance(value, Mapping):
             _check_agreement(value, other, *path, name)

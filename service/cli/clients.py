@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import typer
 
-from service.cli.flags import given
+from service.cli.flags import given_flags
 from service.client import Client
 from service.client.connection import API_KEY
 from service.errors import AttendError
@@ -97,7 +97,7 @@ def open_client(url: str | None, ca: Path | None, config: Path | None, flags: Ma
     The API key is that in ATTEND_API_KEY. Raises BadSettings, AttendError or typer.BadParameter.
     """
     if url is not None:
-        if useless := given({**flags, "config": config}):
+        if useless := given_flags({**flags, "config": config}):
             raise typer.BadParameter(f"{', '.join(useless)} cannot be combined with --url: a server has its own layers and settings")
         try:
             client = Client(url, api_key=os.environ.get(API_KEY), verify=ca or True)

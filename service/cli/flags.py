@@ -42,7 +42,7 @@ def with_fields(model: type[BaseModel], *names: str) -> Callable[[Callable[..., 
     return decorate
 
 
-def given(flags: Mapping[str, Any]) -> list[str]:
+def given_flags(flags: Mapping[str, Any]) -> list[str]:
     """The flags that were given, with dashes."""
     return [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
 

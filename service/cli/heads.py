@@ -15,7 +15,7 @@ from service.cli.request_file import Document, File, print_reply, send_file, wit
 from service.cli.terminal import fail, report_errors
 from service.client.responses import read_analysis
 from service.tensors import Array
-from service.wire.schemas.analysis import METRICS, SHAPES
+from service.wire.schemas.analysis import METRIC_SHAPES, METRICS
 from service.wire.suggestions import did_you_mean
 
 EPILOG = """Examples: attend heads request.json --d-model 4 --num-heads 2
@@ -88,7 +88,7 @@ def _metrics(names: str) -> list[str]:
 def metric_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
     """The tables for the metrics of an `AnalysisResult`; a line of text for an array that is too large for a table."""
     name = next(iter(metrics))
-    part, letters = next(iter(SHAPES[name].items()))
+    part, letters = next(iter(METRIC_SHAPES[name].items()))
     first = _part(metrics[name], part)
     if first.ndim < len(letters):  # without a batch axis
         yield from _item(metrics, width)
@@ -106,7 +106,7 @@ def _item(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
     flat = [
         (f"{name} {part}".strip().replace("_", " "), letters, _part(metrics[name], part))
         for name in metrics
-        for part, letters in SHAPES[name].items()
+        for part, letters in METRIC_SHAPES[name].items()
         if name not in ("strongest_links", "pruning_order")
     ]
     per_head = [(title, array) for title, letters, array in flat if letters == "bh"]

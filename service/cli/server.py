@@ -111,7 +111,7 @@ class SignalHandlers:
     def __init__(self, service: Service, drain_seconds: float, is_worker: bool) -> None:
         self.service, self.drain_seconds, self.is_worker = service, drain_seconds, is_worker
         self.loop = asyncio.get_running_loop()
-        self.uvicorns: Any = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.uvicorn_handlers: Any = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def install(self) -> None:
         """Installs the handlers. SIGHUP stays ignored if it was ignored before (nohup)."""
@@ -123,7 +123,7 @@ class SignalHandlers:
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Refuse new calls, and let uvicorn close the port and exit."""
         self.loop.call_soon_threadsafe(self.service.stop_admitting)
-        self.uvicorns[number](number, frame)
+        self.uvicorn_handlers[number](number, frame)
 
     def drain(self, number: int, frame: FrameType | None) -> None:
         """Stop after the drain; at once if it has begun already."""
@@ -131,7 +131,7 @@ class SignalHandlers:
             self._stop_after_drain()
         else:
             self.service.draining = True
-            self._later("draining", self._stop_after_drain)
+            self._after_drain("draining", self._stop_after_drain)
 
     def drain_once(self, number: int, frame: FrameType | None) -> None:
         """As `drain`, but only the first time: a terminal that closes may send SIGHUP twice."""
@@ -142,9 +142,10 @@ class SignalHandlers:
         """Close connections as in a drain, but stay ready: the load balancer must keep sending calls to the other workers."""
         if not self.service.draining and not self.service.retiring:
             self.service.retiring = True
-            self._later("retiring", self._stop_unless_draining)
+            self._after_drain("retiring", self._stop_unless_draining)
 
-    def _later(self, event: str, action: Callable[[], object]) -> None:
+    def _after_drain(self, event: str, action: Callable[[], object]) -> None:
+        """Log the event, and act when the drain delay has passed."""
         self.loop.call_soon_threadsafe(partial(log.info, event, seconds=self.drain_seconds))
         self.loop.call_soon_threadsafe(self.loop.call_later, self.drain_seconds, action)
 

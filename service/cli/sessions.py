@@ -1,6 +1,6 @@
 """`attend sessions`: starts, lists, forks, shortens, exports, imports and deletes the sessions of a server."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ import typer
 from service.cli.clients import open_client
 from service.cli.flags import AsJson, Ca
 from service.cli.terminal import print_result, report_errors, write_file
-from service.client import Client
+from service.client import Client, Session
 from service.wire.schemas.sessions import SessionDocument, Sessions
 
 EPILOG = """Examples: attend sessions start default --url http://127.0.0.1:8000
@@ -75,11 +75,7 @@ def truncate(
     as_json: AsJson = False,
 ) -> None:
     """Roll a session back to its first rows."""
-    with _opened("truncate", url, ca) as client:
-        session = client.session(id=id)
-        session.truncate(length)
-        document = session.info()
-    _print(document, _line(document), as_json)
+    _change("truncate", id, lambda session: session.truncate(length), url, ca, as_json)
 
 
 @group.command(epilog=EXAMPLE.format("export ID --output cache.safetensors"))
@@ -106,11 +102,7 @@ def load(
     as_json: AsJson = False,
 ) -> None:
     """Replace the rows of a session by those of a file."""
-    with _opened("import", url, ca) as client:
-        session = client.session(id=id)
-        session.load(file)
-        document = session.info()
-    _print(document, _line(document), as_json)
+    _change("import", id, lambda session: session.load(file), url, ca, as_json)
 
 
 @group.command(epilog=EXAMPLE.format("delete ID"))
@@ -119,6 +111,15 @@ def delete(id: Id, url: Server, ca: Ca = None, as_json: AsJson = False) -> None:
     with _opened("delete", url, ca) as client:
         client.session(id=id).delete()
     print_result({"deleted": id}, f"deleted {id}", as_json)
+
+
+def _change(command: str, id: str, change: Callable[[Session], None], url: str, ca: Path | None, as_json: bool) -> None:
+    """Change a session, and print it."""
+    with _opened(command, url, ca) as client:
+        session = client.session(id=id)
+        change(session)
+        document = session.info()
+    _print(document, _line(document), as_json)
 
 
 @contextmanager

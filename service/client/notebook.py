@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from service.tensors import Array
-from service.wire.schemas.analysis import SHAPES
+from service.wire.schemas.analysis import METRIC_SHAPES
 from service.wire.schemas.tokens import Tokens
 
-MAPS = 16  # most heat maps
-SIDE = 48  # most cells along an axis; the weights that share a cell are pooled by their maximum
-LABELLED = 24  # most tokens along an axis that are written out
-LONGEST = 12  # characters of a token
-ROWS = 64  # most heads or tokens in a table
-LINKS = 3  # of each head in a table
-BEGINNING = 4  # numbers of a vector in a table
-RAMP = np.array([[244, 247, 252], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]])  # colours, as on the service's page
+MAX_MAPS = 16  # most heat maps
+MAX_CELLS = 48  # most cells along an axis; the weights that share a cell are pooled by their maximum
+MAX_LABELS = 24  # most tokens along an axis that are written out
+LABEL_CHARACTERS = 12  # characters of a token
+MAX_ROWS = 64  # most heads or tokens in a table
+LINKS_PER_HEAD = 3  # of each head in a table
+SHOWN_NUMBERS = 4  # numbers of a vector in a table
+COLOURS = np.array([[244, 247, 252], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]])  # colours, as on the service's page
 
 
 def heat_maps(weights: Array, select: Mapping[str, Any], tokens: Mapping[str, Any], about: str) -> str | None:
@@ -38,7 +38,7 @@ def heat_maps(weights: Array, select: Mapping[str, Any], tokens: Mapping[str, An
     batched = weights.ndim == 4 - average
     of_item = weights[0] if batched else weights  # [h,q,k], or [q,k] if averaged
     names = ["mean over heads"] if average else [f"head {i}" for i in select.get("heads") or range(len(of_item))]
-    maps = of_item.reshape(-1, *of_item.shape[-2:])[:MAPS].astype(np.float64)
+    maps = of_item.reshape(-1, *of_item.shape[-2:])[:MAX_MAPS].astype(np.float64)
     rows, columns = (_labels(tokens, side) for side in ("query", "key"))
     rows = [rows[i] for i in select.get("queries") or () if i < len(rows)] or rows
     omits = Tokens.model_construct(omit=tokens.get("omit")).omits
@@ -47,12 +47,12 @@ def heat_maps(weights: Array, select: Mapping[str, Any], tokens: Mapping[str, An
         if kept and len(labels) == maps.shape[axis]:
             maps, labels[:] = maps.take(kept, axis), [labels[i] for i in kept]
     drawn = [_heat_map(cells, name, "largest weight", rows, columns) for cells, name in zip(maps, names, strict=False)]
-    more = [about]
+    notes = [about]
     if batched and len(weights) > 1:
-        more.append(f"item 0 of {len(weights)}")
-    if len(names) > MAPS:
-        more.append(f"{len(names) - MAPS} more heads are not shown")
-    return f"{_beside(drawn)}<div>{escape('; '.join(more))}</div>"
+        notes.append(f"item 0 of {len(weights)}")
+    if len(names) > MAX_MAPS:
+        notes.append(f"{len(names) - MAX_MAPS} more heads are not shown")
+    return f"{_beside(drawn)}<div>{escape('; '.join(notes))}</div>"
 
 
 def metric_tables(metrics: Mapping[str, Any], about: str) -> str | None:
@@ -64,7 +64,7 @@ def metric_tables(metrics: Mapping[str, Any], about: str) -> str | None:
     links: dict[str, list[str]] = {}  # the widest column, hence the last
     maps, others = [], []
     for name, metric in metrics.items():
-        shapes = SHAPES.get(name, {})
+        shapes = METRIC_SHAPES.get(name, {})
         items = {part: _first_item(metric[part] if part else metric, letters) for part, letters in shapes.items()}
         if name == "strongest_links":
             links["strongest links"] = _links(items, metric)
@@ -79,19 +79,23 @@ def metric_tables(metrics: Mapping[str, Any], about: str) -> str | None:
     if not any(columns.values()) and not maps:
         return None
     heads = max(map(len, columns.values()), default=0)
-    rows = [_row("td", [str(i), *(column[i] for column in columns.values())]) for i in range(min(heads, ROWS))]
-    more = ([f"{heads - ROWS} more heads are not shown"] if heads > ROWS else []) + ([f"also {', '.join(others)}"] if others else [])
+    rows = [_row("td", [str(i), *(column[i] for column in columns.values())]) for i in range(min(heads, MAX_ROWS))]
+    notes = [about]
+    if heads > MAX_ROWS:
+        notes.append(f"{heads - MAX_ROWS} more heads are not shown")
+    if others:
+        notes.append(f"also {', '.join(others)}")
     table = f"<table>{_row('th', ['head', *columns])}{''.join(rows)}</table>" if rows else ""
-    return f"{table}{_beside(maps)}<div>{escape('; '.join([about, *more]))}</div>"
+    return f"{table}{_beside(maps)}<div>{escape('; '.join(notes))}</div>"
 
 
 def word_table(tokens: Sequence[str], vectors: Array, about: str) -> str:
     """A row for each token with the beginning and the norm of its vector."""
-    rows = [
-        _row("td", [token, ", ".join(map(_number, vector[:BEGINNING])) + " …" * (vector.size > BEGINNING), _number(np.linalg.norm(vector))])
-        for token, vector in zip(tokens[:ROWS], vectors, strict=False)
-    ]
-    more = f"{len(tokens) - ROWS} more tokens are not shown; " if len(tokens) > ROWS else ""
+    rows = []
+    for token, vector in zip(tokens[:MAX_ROWS], vectors, strict=False):
+        numbers = ", ".join(map(_number, vector[:SHOWN_NUMBERS])) + " …" * (vector.size > SHOWN_NUMBERS)
+        rows.append(_row("td", [token, numbers, _number(np.linalg.norm(vector))]))
+    more = f"{len(tokens) - MAX_ROWS} more tokens are not shown; " if len(tokens) > MAX_ROWS else ""
     return f"<table>{_row('th', ['token', 'vector', 'norm'])}{''.join(rows)}</table><div>{escape(more + about)}</div>"
 
 
@@ -109,10 +113,11 @@ def _links(parts: Mapping[str, Array], metric: Mapping[str, Any]) -> list[str]:
         number = int(parts["queries" if side == "query" else "keys"][head, n])
         return str((words[0] if batched else words)[head][n]) if words else str(number)
 
-    return [
-        ", ".join(f"{end('query', head, n)}→{end('key', head, n)} {x:.2f}" for n, x in enumerate(weights[:LINKS]) if not np.isnan(x))
-        for head, weights in enumerate(parts["weights"])
-    ]
+    heads = []
+    for head, weights in enumerate(parts["weights"]):
+        links = ((n, x) for n, x in enumerate(weights[:LINKS_PER_HEAD]) if not np.isnan(x))
+        heads.append(", ".join(f"{end('query', head, n)}→{end('key', head, n)} {x:.2f}" for n, x in links))
+    return heads
 
 
 def _number(number: Any) -> str:
@@ -138,8 +143,8 @@ def _heat_map(weights: Array, name: str, largest_of: str, rows: Sequence[str], c
     """An SVG of weights [q,k], with the labels beside it if they are few. The last colour is the largest weight."""
     cells = _pooled(np.nan_to_num(weights, posinf=0, neginf=0))
     height, width = cells.shape
-    labelled = (len(rows), len(columns)) == weights.shape and max(weights.shape) <= LABELLED
-    side, margin = (14, 7 * LONGEST) if labelled else (max(3, 144 // max(height, width)), 0)
+    labelled = (len(rows), len(columns)) == weights.shape and max(weights.shape) <= MAX_LABELS
+    side, margin = (14, 7 * LABEL_CHARACTERS) if labelled else (max(3, 144 // max(height, width)), 0)
     largest = float(cells.max())
     picture = b2a_base64(_png(_colours(cells / largest if largest > 0 else cells)), newline=False).decode()
     texts = ""
@@ -159,21 +164,21 @@ def _heat_map(weights: Array, name: str, largest_of: str, rows: Sequence[str], c
 
 
 def _short(token: str) -> str:
-    return escape(token if len(token) <= LONGEST else token[: LONGEST - 1] + "…")
+    return escape(token if len(token) <= LABEL_CHARACTERS else token[: LABEL_CHARACTERS - 1] + "…")
 
 
 def _pooled(weights: Array) -> Array:
-    """The largest weights of blocks, at most SIDE along each axis."""
+    """The largest weights of blocks, at most MAX_CELLS along each axis."""
     for axis, length in enumerate(weights.shape):
-        cells = min(length, SIDE)
+        cells = min(length, MAX_CELLS)
         weights = np.maximum.reduceat(weights, np.arange(cells) * length // cells, axis)
     return weights
 
 
 def _colours(shares: Array) -> Array:
     """uint8 [q,k,3] of shares in 0..1."""
-    stops = np.linspace(0, 1, len(RAMP))
-    return np.stack([np.interp(shares, stops, channel) for channel in RAMP.T], -1).astype(np.uint8)
+    stops = np.linspace(0, 1, len(COLOURS))
+    return np.stack([np.interp(shares, stops, channel) for channel in COLOURS.T], -1).astype(np.uint8)
 
 
 def _png(pixels: Array) -> bytes:

@@ -98,7 +98,7 @@ class RemoteMultiheadAttention(nn.Module):
         """The layer's spec, fetched on first use, and again after a reply shows that the layer was replaced."""
         return self._document.spec
 
-    def _forget_other(self, fingerprint: str) -> None:
+    def _forget_replaced_layer(self, fingerprint: str) -> None:
         if "_document" in self.__dict__ and self._document.fingerprint != fingerprint:
             self.__dict__.pop("_document", None)
 
@@ -139,8 +139,8 @@ class RemoteMultiheadAttention(nn.Module):
         _check_masks(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         if is_causal and attn_mask is None:
             raise InvalidRequest.where("/attn_mask", "an attn_mask with the hint is_causal", "none")
-        turned = query.ndim == 3 and not self.batch_first
-        batch = None if query.ndim == 2 else query.shape[1 if turned else 0]
+        is_transposed = query.ndim == 3 and not self.batch_first
+        batch = None if query.ndim == 2 else query.shape[1 if is_transposed else 0]
         if is_causal and key_padding_mask is None and not need_weights:  # as torch does: the hint replaces the mask
             fields: dict[str, Any] = {"causal": True, "query_offset": 0}
         else:
@@ -148,10 +148,10 @@ class RemoteMultiheadAttention(nn.Module):
         if self.training and self.dropout:
             fields["dropout"] = {"p": self.dropout, "seed": int(torch.randint(SEEDS, ()))}
         fields |= {"layer": self.layer, "outputs": ["output", "attention_weights"] if need_weights else ["output"]}
-        chosen = {"select": {"average": True}} if need_weights and average_attn_weights else {}
-        inputs = tuple(x.transpose(0, 1) if turned else x for x in (query, query if key is query else key, value))
-        output, *weights = _Attend.apply(self, fields, chosen, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it bare
-        return output.transpose(0, 1) if turned else output, weights[0] if need_weights else None
+        selection = {"select": {"average": True}} if need_weights and average_attn_weights else {}
+        inputs = tuple(x.transpose(0, 1) if is_transposed else x for x in (query, query if key is query else key, value))
+        output, *weights = _Attend.apply(self, fields, selection, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return output.transpose(0, 1) if is_transposed else output, weights[0] if need_weights else None
 
     def extra_repr(self) -> str:
         return f"layer={self.layer!r} at {self.client.base_url}, batch_first={self.batch_first}, dropout={self.dropout}"
@@ -162,10 +162,10 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, remote: RemoteMultiheadAttention, fields: dict[str, Any], chosen: dict[str, Any], *inputs: Tensor
+        ctx: Any, remote: RemoteMultiheadAttention, fields: dict[str, Any], selection: dict[str, Any], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        result = remote.client.attend(*inputs, **{**fields, **chosen})
-        remote._forget_other(result.layer.fingerprint)
+        result = remote.client.attend(*inputs, **{**fields, **selection})
+        remote._forget_replaced_layer(result.layer.fingerprint)
         arrays = [_tensor(array) for array in result.values()]
         _check_dtype(inputs, arrays[0].dtype)  # the dtype of the layer
         outputs = tuple(array.to(inputs[0]) for array in arrays)

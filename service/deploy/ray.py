@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.attention.call import Call, Result
 from service.cli.logs import configure_logs
+from service.deploy.session_router import SessionRouter
 from service.errors import AttendError, CapacityError, NotReady
 from service.serving.cost import Cost
 from service.serving.layers.registry import LoadedLayer
@@ -128,14 +130,19 @@ def build(settings: Settings) -> serve.Application:
         ).bind(settings)
     scaling = {"min_replicas": min(2, settings.replicas), "max_replicas": settings.replicas, "target_ongoing_requests": 8}
     application: serve.Application = Attend.options(  # type: ignore[attr-defined]  # the decorator made a Deployment of it
-        autoscaling_config=scaling, max_ongoing_requests=1000, ray_actor_options=resources, graceful_shutdown_timeout_s=leaving
+        autoscaling_config=scaling,
+        max_ongoing_requests=1000,
+        ray_actor_options=resources,
+        graceful_shutdown_timeout_s=leaving,
+        request_router_config=RequestRouterConfig(request_router_class=SessionRouter) if settings.session_memory else RequestRouterConfig(),
     ).bind(settings, shards)
     return application
 
 
 def _behind_proxy(settings: Settings) -> Settings:
     """The settings for one of several processes, behind a proxy that everyone may reach."""
-    given: dict[str, Any] = {"workers": max(2, settings.workers), "host": "0.0.0.0", "session_memory": 0}
+    name = serve.get_replica_context().replica_id.unique_id  # by which `SessionRouter` finds the replica of a session
+    given: dict[str, Any] = {"workers": max(2, settings.workers), "host": "0.0.0.0", "replica_name": name}
     return settings.model_copy(update=given)
 
 

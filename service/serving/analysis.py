@@ -24,7 +24,7 @@ from service.tensors import BY_TORCH, DATATYPES, Array
 from service.wire.codec import Decoded
 from service.wire.problems import validate
 from service.wire.reply import Reply
-from service.wire.schemas.analysis import INDEX_PARTS, POSITIONAL, SHAPES, TOKEN_METRICS, AnalysisRequest
+from service.wire.schemas.analysis import INDEX_PARTS, METRIC_SHAPES, POSITIONAL_METRICS, TOKEN_METRICS, AnalysisRequest
 
 PER_HEAD_FIELDS = ("alibi", "relative_bias", "relative_scores", "grid_bias", "sinks", "output_gate")  # with parameters of each head
 VALUE_METRICS = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
@@ -58,7 +58,7 @@ def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
         raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
     metrics = request.wanted(spec)
     for name in metrics:
-        if name in (*POSITIONAL, "duplicate_token_score") and not request.has_positions(bool(spec.positional)):
+        if name in (*POSITIONAL_METRICS, "duplicate_token_score") and not request.has_positions(bool(spec.positional)):
             expected = f'an offset (0, "end", …), since {name} needs the positions of the queries among the keys'
             raise InvalidRequest.where("/query_offset", expected, "nothing")
     if request.direction is not None:
@@ -162,7 +162,7 @@ def predict_analysis(request: AnalysisRequest, spec: LayerSpec) -> Cost:
     lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in metrics:
-        for part, letters in SHAPES[name].items():
+        for part, letters in METRIC_SHAPES[name].items():
             shape = tuple(lengths[letter] for letter in letters)
             shapes[f"metrics.{name}{'.' if part else ''}{part}"] = shape if request.batched else shape[1:]
     weights = b * h * q * k
@@ -196,7 +196,7 @@ def build_reply(request: AnalysisRequest, layer: LoadedLayer, result: Result) ->
     arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
     metrics: dict[str, Any] = {}
     for name in request.wanted(layer.spec):
-        parts = {part: arrays[f"{name}.{part}" if part else name] for part in SHAPES[name]}
+        parts = {part: arrays[f"{name}.{part}" if part else name] for part in METRIC_SHAPES[name]}
         metrics[name] = parts.get("", parts)
         if name == "strongest_links" and request.tokens is not None:
             metrics[name] = parts | _link_words(request, parts)

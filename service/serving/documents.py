@@ -35,7 +35,7 @@ D = TypeVar("D", bound=Document)
 
 
 async def read_document(service: Service, raw: RawRequest, model: type[D]) -> D:
-    """Decode the body and validate it as `model`."""
+    """Decode the body and validate it as `model`. An empty body has no fields."""
     return await service.engine.run(raw, raw.size, _decode_document, raw, model, service.wire_limits)
 
 
@@ -57,7 +57,7 @@ async def export_layer(service: Service, name: str) -> list[Buffer]:
 
 
 def _decode_document(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
-    return validate(model, _decode_members(raw, model, limits))
+    return validate(model, _decode_members(raw, model, limits) if raw.body else {})
 
 
 def _decode_members(raw: RawRequest, model: type[Document], limits: WireLimits) -> dict[str, Any]:

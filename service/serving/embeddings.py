@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,14 @@ MAX_WORDS = 2048
 
 class ModelNotInstalled(Exception):
     """The checkpoint or its tokenizer is not installed; the message names the missing packages."""
+
+
+class InvalidText(ValueError):
+    """A text without words or with too many."""
+
+    def __init__(self, expected: str, got: str = "") -> None:
+        self.expected, self.got = expected, got
+        super().__init__(f"expected {expected}, got {got}" if got else f"expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +48,16 @@ class Sentence:
 def hash_words(sentence: str, spec: LayerSpec, width: int | None = None, largest: int | None = None) -> Sentence:
     """Words and punctuation marks with vectors of `width` numbers, by default the layer's query_dim.
 
-    Raises ValueError for no words, more than MAX_WORDS, or vectors of more than `largest` numbers in all.
+    Raises InvalidText for no words, more than MAX_WORDS, or vectors of more than `largest` numbers in all.
     """
     width = width or spec.query_dim
     words = re.findall(r"\w+|[^\w\s]", sentence)
     if not words:
-        raise ValueError("expected a sentence with at least one word")
+        raise InvalidText("a sentence with at least one word")
     if len(words) > MAX_WORDS:
-        raise ValueError(f"expected at most {MAX_WORDS} words, got {len(words)}")
+        raise InvalidText(f"at most {MAX_WORDS} words", str(len(words)))
     if largest is not None and len(words) * width > largest:
-        raise ValueError(f"expected at most {largest // width} words for vectors of {width} numbers, got {len(words)}")
+        raise InvalidText(f"at most {largest // width} words for vectors of {width} numbers", str(len(words)))
     return Sentence(words, np.stack([hash_vector(word, width) for word in words]), spec)
 
 
@@ -58,26 +67,25 @@ def hash_vector(word: str, width: int) -> Array:
     return np.random.RandomState(seed).standard_normal(width).astype(np.float32)
 
 
+def minilm_layers() -> list[str]:
+    """The names of the attention layers of all-MiniLM-L6-v2. Raises ModelNotInstalled."""
+    _, config, _ = _open_minilm()
+    return [f"minilm-layer-{i}" for i in range(config["num_hidden_layers"])]
+
+
 def read_minilm(sentence: str, layer: int = 0) -> Sentence:
     """Word pieces of all-MiniLM-L6-v2 and the input of its attention layer `layer` (0-based).
 
-    Raises ModelNotInstalled if it is not installed, ValueError for an unknown layer and for a sentence that is empty or too long.
+    Raises ModelNotInstalled, InvalidText for a sentence that is empty or too long, and ValueError for a layer that the model does not have.
     """
-    folder = _folder()
-    config = json.loads((folder / "config.json").read_text())
+    folder, config, tokenizer = _open_minilm()
     if not 0 <= layer < config["num_hidden_layers"]:
         raise ValueError(f"expected a layer of all-MiniLM-L6-v2, 0 to {config['num_hidden_layers'] - 1}, got {layer}")
-    try:
-        tokenizer = import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except ModuleNotFoundError:
-        raise ModelNotInstalled("its tokenizer needs the package tokenizers: pip install tokenizers") from None
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
     encoding = tokenizer.encode(sentence)
     if len(encoding.ids) > config["max_position_embeddings"]:
-        raise ValueError(f"expected at most {config['max_position_embeddings']} word pieces, got {len(encoding.ids)}")
+        raise InvalidText(f"at most {config['max_position_embeddings']} word pieces", str(len(encoding.ids)))
     if len(encoding.ids) <= 2:  # nothing between [CLS] and [SEP]
-        raise ValueError("expected a sentence with at least one word")
+        raise InvalidText("a sentence with at least one word")
     from safetensors import safe_open
 
     spec = LayerSpec(d_model=config["hidden_size"], num_heads=config["num_attention_heads"], init=None)  # its weights are given
@@ -85,6 +93,18 @@ def read_minilm(sentence: str, layer: int = 0) -> Sentence:
         bert = Bert(checkpoint.get_slice, spec, config["layer_norm_eps"])
         vectors = bert.hidden_states(encoding.ids, layer).astype(np.float32)
         return Sentence(list(encoding.tokens), vectors, spec, bert.attention_weights(layer), f"minilm-layer-{layer}")
+
+
+def _open_minilm() -> tuple[Path, dict[str, Any], Any]:
+    """The folder of the checkpoint, its config and its tokenizer. Raises ModelNotInstalled."""
+    folder = _folder()
+    try:
+        tokenizer = import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except ModuleNotFoundError:
+        raise ModelNotInstalled("its tokenizer needs the package tokenizers: pip install tokenizers") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return folder, json.loads((folder / "config.json").read_text()), tokenizer
 
 
 def _folder() -> Path:

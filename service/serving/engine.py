@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from service.attention.call import Result
-from service.errors import RequestError, SessionNotFound, TooLarge, WrongWorker
+from service.errors import Problem, RequestError, SessionEnded, SessionNotFound, TooLarge, WrongReplica, WrongWorker
 from service.serving.admission import Admission, ServingLimits
 from service.serving.analysis import bind_analysis
 from service.serving.binding import bind_attend
@@ -33,7 +33,7 @@ from service.serving.threads import usable_cores
 from service.wire.codec import Decoded, Encoded
 from service.wire.compression import pack, unpack
 from service.wire.limits import WireLimits
-from service.wire.problems import validate
+from service.wire.problems import describe_value, validate
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.attend_reply import Plan
@@ -112,7 +112,16 @@ class Engine:
         sessions = self.require_sessions()
         if decoded.sequence is not None:
             return sessions.turn_in_sequence(decoded.members["layer"], decoded.sequence, raw)
-        return sessions.turn(raw.session or str(decoded.members["session"]), raw.key, raw)
+        return sessions.turn(raw.session or self._session_in_body(decoded, raw.key).id, raw.key, raw)
+
+    def _session_in_body(self, decoded: Decoded, owner: str) -> Session:
+        """The session that the body names. Raises what `SessionRegistry.find` raises, with the place in the body."""
+        name = str(decoded.members["session"])
+        try:
+            return self.require_sessions().find(name, owner)
+        except (SessionNotFound, SessionEnded, WrongReplica) as error:
+            problem = Problem("/session", "the id of a session that this server keeps", describe_value(name))
+            raise type(error)(error.detail, [problem]) from None
 
     async def _complete(self, raw: RawRequest, decoded: Decoded, bound: BoundCall, started: float) -> EncodedReply:
         """Compute and encode a bound call that arrived at `started`."""
@@ -189,6 +198,8 @@ class Engine:
             except WrongWorker as error:
                 raw.body, error.raw = received, raw
                 raise
+            except (SessionNotFound, SessionEnded, WrongReplica):
+                pass  # `_session_in_body` raises it later, with the place in the body
         return decoded
 
     def find(self, members: Mapping[str, Any], document: type[AttendRequest]) -> LoadedLayer:
@@ -224,7 +235,7 @@ class Engine:
         decoded = self.decode(raw, AnalysisRequest, shapes_alone=True)
         document = AnalysisRequest if "metrics" in decoded.members else AttendRequest
         if decoded.members.get("session") is not None:
-            session = self.require_sessions().find(str(decoded.members["session"]), raw.key)
+            session = self._session_in_body(decoded, raw.key)
             return plan_of(validate(document, members_of_look(session, decoded.members)), session.layer, self.admission)
         layer = self.find(decoded.members, document)
         return plan_of(validate(document, decoded.members), layer, self.admission)

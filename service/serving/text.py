@@ -7,7 +7,7 @@ import asyncio
 
 from service.errors import InvalidRequest
 from service.serving.documents import read_document
-from service.serving.embeddings import ModelNotInstalled, Sentence, hash_words, read_minilm
+from service.serving.embeddings import InvalidText, ModelNotInstalled, Sentence, hash_words, minilm_layers, read_minilm
 from service.serving.layers.files import ParsedLayer
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import RawRequest
@@ -50,9 +50,8 @@ class TextEncoder:
             layer = self.service.registry.find(request.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
             sentence = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
-        except ValueError as error:
-            expected, _, got = str(error).removeprefix("expected ").partition(", got ")
-            raise InvalidRequest.where("/text", expected, got or describe_value(request.text)) from None
+        except InvalidText as error:
+            raise InvalidRequest.where("/text", error.expected, error.got or describe_value(request.text)) from None
         return await asyncio.to_thread(_words_of, layer, sentence, False, UNTRAINED_NOTE)
 
     async def _layer_of(self, name: str, sentence: Sentence, number: int) -> LoadedLayer:
@@ -65,12 +64,8 @@ class TextEncoder:
 
 def installed_vocabulary() -> Vocabulary:
     """The layers of all-MiniLM-L6-v2, or what to install."""
-    names: list[str] = []
     try:
-        while True:  # until ValueError: no such layer
-            names.append(read_minilm("word", len(names)).layer)
-    except ValueError:
-        return Vocabulary(layers=names, note="all-MiniLM-L6-v2 is installed: its attention layers can be chosen.")
+        return Vocabulary(layers=minilm_layers(), note="all-MiniLM-L6-v2 is installed: its attention layers can be chosen.")
     except ModelNotInstalled as error:
         return Vocabulary(layers=[], note=str(error))
 

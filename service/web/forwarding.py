@@ -12,7 +12,7 @@ import httpx
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from service.errors import CallerGone, NotReady, WrongWorker
+from service.errors import CallerGone, NotReady, SessionEnded, WrongWorker
 from service.serving.service import Service
 from service.web.records import CALLER, HttpRecord
 from service.web.request_reader import deadline_of
@@ -70,8 +70,10 @@ class Forwarder:
             try:
                 response = await self._response(error, scope, record, None, deadline)
                 found.append(await response.aread())
-            except type(error.if_ended):
+            except SessionEnded:
                 continue
+            except httpx.TransportError as broken:
+                raise NotReady(ENDED) from broken
         return found
 
     async def _response(
@@ -87,13 +89,12 @@ class Forwarder:
             headers.append((TIMEOUT, b"%.6f" % max(1e-6, deadline - self.service.clock())))
         query = scope["query_string"]
         target = scope["raw_path"].removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
-        request = httpx.Request(record.method, "http://localhost", headers=headers, content=content, extensions={"target": target})
+        request = httpx.Request(scope["method"], "http://localhost", headers=headers, content=content, extensions={"target": target})
         disconnected = None if record.connection is None else record.connection.disconnected
         try:
             return await self.service.in_time(self._transports[socket].handle_async_request(request), deadline, disconnected)
         except httpx.TransportError as broken:
             if isinstance(broken, httpx.ConnectError) and _refused(broken):
-                await self._transports.pop(socket).aclose()
                 raise error.if_ended from None
             raise NotReady(ENDED) from broken
 

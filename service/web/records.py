@@ -64,7 +64,7 @@ def record_of(scope: Scope) -> HttpRecord:
     from_worker = connection is not None and connection.from_worker
     address = headers.get(CALLER, b"").decode("latin-1") if from_worker else scope["client"][0] if scope.get("client") else ""
     return HttpRecord(
-        request_id(None if given is None else given.decode("latin-1")),
+        valid_request_id(None if given is None else given.decode("latin-1")),
         headers=headers,
         repeated=pairs if len(headers) != len(pairs) else (),
         method=scope["method"],
@@ -75,6 +75,6 @@ def record_of(scope: Scope) -> HttpRecord:
     )
 
 
-def request_id(given: str | None) -> str:
+def valid_request_id(given: str | None) -> str:
     """The client's request id if it is valid, otherwise a new one."""
     return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"

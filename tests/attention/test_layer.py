@@ -286,12 +286,6 @@ def test_alibi_at_distant_positions_is_exact_in_several_blocks(http: httpx.Clien
         np.testing.assert_allclose(attend(http, case, outputs=outputs)["output"], exact.output, rtol=0, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def client(server: Any) -> Any:
-    with Client(server.url) as one:
-        yield one
-
-
 @given(seed=SEEDS)
 def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
     """Every output of a random call to a random layer."""

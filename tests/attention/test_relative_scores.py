@@ -25,12 +25,6 @@ XL: dict[str, Any] = {"kind": "transformer_xl"}
 BUCKETS: dict[str, Any] = {"kind": "disentangled", "max_distance": 90, "buckets": 8, "position_to_content": True}
 
 
-@pytest.fixture(scope="module")
-def client(server: Any) -> Any:
-    with Client(server.url) as one:
-        yield one
-
-
 def make(client: Client, case: Case) -> Outputs:
     """Puts the layer "relative", and computes the reference."""
     assert case.weights is not None
@@ -129,12 +123,12 @@ def test_blocks_of_rows_are_bounded_and_do_not_change_the_scores(
     terms = RelativeTerms(case.spec, case.spec.relative_scores, weights, torch.float64).of_call(masks, key, None)
     assert terms
     everything = slice(0, len(rows))
-    whole = terms(query, everything)
+    whole = terms.of_rows(query, everything)
     for most in (12 * 40, 12 * 8, 1):
         monkeypatch.setattr(relative_scores, "MAX_PRODUCTS", most)
         parts = list(terms._split(everything, most // 12))
         spans = [max(terms.highest[part]) - min(terms.lowest[part]) + 3 for part in parts]
         assert len(parts) > 1
         assert all(part.stop - part.start == 1 or (part.stop - part.start) * n <= most // 12 for part, n in zip(parts, spans, strict=True))
-        torch.testing.assert_close(terms(query, everything), whole, rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(terms(query[:, :, 4:6], slice(4, 6)), whole[:, :, 4:6], rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(terms.of_rows(query, everything), whole, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(terms.of_rows(query[:, :, 4:6], slice(4, 6)), whole[:, :, 4:6], rtol=1e-13, atol=1e-13)

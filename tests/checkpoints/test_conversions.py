@@ -18,7 +18,7 @@ from service.spec import LayerSpec
 
 @pytest.mark.parametrize("widths", [{}, {"kdim": 11, "vdim": 13}], ids=["packed", "kdim and vdim"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_torch_mha_keeps_its_biases_packed_even_where_its_matrices_are_not(widths, bias):
+def test_torch_mha_has_packed_biases_even_with_separate_matrices(widths, bias):
     """`in_proj_bias` is [q; k; v] in both cases; the real module gives the expected output."""
     mha = torch.nn.MultiheadAttention(15, 3, bias=bias, batch_first=True, dtype=torch.float64, **widths)
     for i, parameter in enumerate(mha.parameters()):
@@ -32,7 +32,7 @@ def test_torch_mha_keeps_its_biases_packed_even_where_its_matrices_are_not(width
     assert_close(output_of_layer(checkpoint, inputs, spec={"num_heads": 3}), expected)
 
 
-def test_bert_does_not_count_the_layer_norm_beside_its_output():
+def test_the_layer_norm_of_berts_output_is_ignored():
     """`attention.output.LayerNorm` is below the layer's name, and no part of attention."""
     layer = {f"self.{name}.{kind}": draw(i, *shape) for i, (name, kind, shape) in enumerate(bert_parts())}
     checkpoint = {f"encoder.layer.3.attention.{name}": x for name, x in layer.items()}
@@ -61,13 +61,13 @@ def gpt2_expected(x, w):
     return attend_heads(q, k, v).reshape(B, Q, 15) @ w["h.0.attn.c_proj.weight"] + w["h.0.attn.c_proj.bias"]
 
 
-def test_gpt2_applies_its_matrices_from_the_right():
+def test_gpt2_matrices_are_transposed():
     """Conv1D is x @ W + b: c_attn's columns are [q | k | v], and c_proj, which is square, is transposed too."""
     checkpoint, x = gpt2(), draw(5, B, Q, 15)
     assert_close(output_of_layer(checkpoint, [x], spec={"num_heads": 3}), gpt2_expected(x, checkpoint))
 
 
-def test_gpt2_mask_buffers_are_no_biases():
+def test_gpt2_mask_buffers_are_ignored():
     """Old checkpoints hold the causal mask under `attn.bias`; a bias of another rank is not understood."""
     mask, x = np.tril(np.ones((1, 1, 9, 9), np.uint8)), draw(5, B, Q, 15)
     buffers = with_prefix("h.0.attn", bias=mask, masked_bias=np.array(-1e4, np.float32))
@@ -76,7 +76,7 @@ def test_gpt2_mask_buffers_are_no_biases():
         read_layer(gpt2(**with_prefix("h.0.attn", bias=draw(6, 15))), spec={"num_heads": 3})
 
 
-def test_gpt2_cross_attention_has_its_queries_apart():
+def test_gpt2_cross_attention_has_a_separate_matrix_of_queries():
     """`q_attn` [in, in], and `c_attn` [in, 2*in] of keys and values."""
     w = with_prefix("h.0.crossattention", q_attn__weight=draw(1, 15, 15), q_attn__bias=draw(2, 15), c_attn__weight=draw(3, 15, 30))
     w |= with_prefix("h.0.crossattention", c_attn__bias=draw(4, 30), c_proj__weight=draw(5, 15, 15), c_proj__bias=draw(6, 15))
@@ -89,7 +89,7 @@ def test_gpt2_cross_attention_has_its_queries_apart():
     assert_close(output_of_layer(w, [x, y], spec={"num_heads": 3}), expected)
 
 
-def test_vit_may_lack_biases_of_queries_keys_and_values_but_not_of_the_output():
+def test_vit_may_have_a_bias_of_the_output_alone():
     """qkv_bias=False leaves the output's bias; both spellings are read alike."""
     matrices = dict(zip("qkvo", (draw(i, 15, 15) for i in range(4)), strict=True))
     old = {f"encoder.layer.0.attention.attention.{name}.weight": matrices[name[0]] for name in ("query", "key", "value")}
@@ -133,7 +133,7 @@ def fused_expected(x, per_head, added=0.0):
     return out @ fused()["h.0.self_attention.dense.weight"].T + fused()["h.0.self_attention.dense.bias"]
 
 
-def test_fused_rows_are_never_guessed():
+def test_the_order_of_fused_rows_must_be_given():
     """The same names and shapes stand for two packings: without a layout they are refused, with one read as it says."""
     x = draw(5, B, Q, 15)
     with pytest.raises(InvalidRequest, match=r"bloom .* fused .* neox .*at /layout"):
@@ -145,15 +145,15 @@ def test_fused_rows_are_never_guessed():
     assert_close(output_of_layer(fused(), [x], layout="fused", spec={"num_heads": 3}), fused_expected(x, False))
 
 
-def test_neox_must_be_told_how_much_of_a_head_is_rotated():
+def test_neox_needs_the_number_of_rotated_dims():
     """rotary_pct is 0.25 in its models; a table of frequencies tells it."""
     with pytest.raises(InvalidRequest, match="at /spec/rope/dims"):
         read_layer(fused(), layout="neox", spec={"num_heads": 3, "rope": {"theta": 1e4}})
-    told = fused(rotary_emb__inv_freq=draw(1, 2), bias=np.ones((1, 1, 9, 9), bool), masked_bias=np.array(-1e9))
-    assert read_layer(told, layout="neox", spec={"num_heads": 3, "rope": {}})[0]["rope"] == {"interleaved": False, "dims": 4}
+    with_frequencies = fused(rotary_emb__inv_freq=draw(1, 2), bias=np.ones((1, 1, 9, 9), bool), masked_bias=np.array(-1e9))
+    assert read_layer(with_frequencies, layout="neox", spec={"num_heads": 3, "rope": {}})[0]["rope"] == {"interleaved": False, "dims": 4}
 
 
-def test_fused_rows_of_grouped_attention_are_cut_by_the_head_counts():
+def test_fused_rows_of_grouped_attention_are_split_by_the_numbers_of_heads():
     """6 heads of 5, 2 for keys and values: rows 30, 10, 10."""
     w = {"qkv_proj.weight": draw(1, 50, 7), "o_proj.weight": draw(2, 11, 30)}
     fields, weights = read_layer(w, layout="fused", spec={"num_heads": 6, "num_kv_heads": 2})
@@ -162,7 +162,7 @@ def test_fused_rows_of_grouped_attention_are_cut_by_the_head_counts():
     assert all(np.array_equal(weights[f"{name}.weight"], x) for name, x in zip(("query", "key", "value"), cuts, strict=True))
 
 
-def test_rows_grouped_by_kv_head_are_not_cut_as_others():
+def test_rows_grouped_by_kv_head_are_not_split_as_fused_ones():
     """Falcon-40B has [kv heads, queries of each + 2, head_dim] under names and shapes of [q; k; v]; with one kv head both are the same."""
     w = {"self_attention.query_key_value.weight": draw(1, 50, 7), "self_attention.dense.weight": draw(2, 7, 30)}
     with pytest.raises(InvalidRequest, match=r"grouped by kv head \(Falcon-40B.*qkv_proj and o_proj.*got 2, at /spec/num_kv_heads"):
@@ -171,7 +171,7 @@ def test_rows_grouped_by_kv_head_are_not_cut_as_others():
     assert read_layer(one, layout="fused", spec={"num_heads": 6, "num_kv_heads": 1})[0]["head_dim"] == 5
 
 
-def test_rows_grouped_by_kv_head_are_those_of_neox():
+def test_layout_neox_reads_rows_grouped_by_kv_head():
     """Falcon-40B's layer has the same weights by its names as by its config."""
     model = MODELS["falcon_several"]
     tensors = tensors_of(model["cases"][0])
@@ -212,7 +212,7 @@ LENS_GROUPED = [(f"blocks.0.attn.{m}W_{x}", f"blocks.0.attn.{m}b_{x}") for m, x 
 
 
 @pytest.mark.parametrize("names", [KERAS, KERAS_FILE, TENSORFLOW, LENS, LENS_GROUPED], ids=["paths", "file", "tf", "lens", "grouped lens"])
-def test_kernels_with_an_axis_for_heads_tell_everything(names):
+def test_kernels_with_an_axis_for_heads_need_no_spec(names):
     """[in, heads, dim] of Keras, [heads, in, dim] of TransformerLens; output [heads, dim, out] in both. No spec is needed."""
     inputs = draw(20, B, Q, 5), draw(21, B, K, 11), draw(22, B, K, 13)
     checkpoint = kernels(names, heads_first=names in (LENS, LENS_GROUPED))
@@ -227,13 +227,13 @@ def test_flax_with_normalize_qk_has_layer_norms():
     assert weights["query_norm.weight"] is checkpoint["params/attn/query_ln/scale"]
 
 
-def test_keras_grouped_heads_are_kept():
+def test_keras_grouped_query_attention():
     """Four query heads over two of keys and values."""
     fields, _ = read_layer(kernels(KERAS, dims=(2, 4, 2, 7)))
     assert (fields["num_heads"], fields["num_kv_heads"], fields["head_dim"], fields["value_head_dim"]) == (4, 2, 2, 7)
 
 
-def test_transformerlens_buffers_are_passed_over_and_rotary_ones_ask_for_rope():
+def test_transformerlens_buffers_are_ignored_and_rotary_ones_require_rope():
     buffers = with_prefix("blocks.0.attn", mask=np.ones((9, 9), bool), IGNORE=np.array(-np.inf, np.float32))
     checkpoint = kernels(LENS, heads_first=True) | buffers
     assert read_layer(checkpoint)[0]["num_heads"] == 3
@@ -258,7 +258,7 @@ def d2l_expected(w, inputs):
         ("W_{}", False),
     ],
 )
-def test_textbook_matrices_are_turned_by_their_names(spelling, transposed):
+def test_names_of_textbook_matrices_say_whether_they_are_transposed(spelling, transposed):
     """`.weight` is [out, in], a kernel or a bare matrix [in, out]; W_o is square, so only its numbers tell."""
     w = {"W_q": draw(1, 7, 15), "W_k": draw(2, 11, 15), "W_v": draw(3, 13, 15), "W_o": draw(4, 15, 15)}
     inputs = draw(5, B, Q, 7), draw(6, B, K, 11), draw(7, B, K, 13)
@@ -266,7 +266,7 @@ def test_textbook_matrices_are_turned_by_their_names(spelling, transposed):
     assert_close(output_of_layer(checkpoint, inputs, spec={"num_heads": 3}), d2l_expected(w, inputs))
 
 
-def test_our_own_layout_comes_back_as_it_was():
+def test_layout_attend_returns_the_same_spec_and_weights():
     """Every part of a spec that has weights; the spec is the one that stands beside the weights."""
     fields = {
         "d_model": 7,
@@ -288,7 +288,7 @@ def test_our_own_layout_comes_back_as_it_was():
         assert all(same[name] is x for name, x in weights.items())
 
 
-def test_our_own_layer_without_projections_has_almost_nothing_to_read():
+def test_a_layer_without_projections_has_only_other_weights():
     given = {"d_model": 6, "num_heads": 3, "projections": False, "sinks": True}
     fields, weights = read_layer({"sinks": draw(1, 3)}, spec=given)
     assert fields == given | {"dtype": "float64"}
@@ -297,7 +297,7 @@ def test_our_own_layer_without_projections_has_almost_nothing_to_read():
         read_layer({"query.weight": draw(1, 3, 3)}, spec=given)
 
 
-def test_scale_and_the_like_are_the_callers():
+def test_given_fields_take_precedence_over_assumed_ones():
     """What no tensor tells passes through, and beats what a layout assumes."""
     checkpoint = {"query_key_value.weight": draw(1, 45, 15), "dense.weight": draw(2, 15, 15)}
     checkpoint |= {"query_key_value.bias": draw(3, 45), "dense.bias": draw(4, 15)}

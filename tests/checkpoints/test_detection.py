@@ -1,4 +1,4 @@
-"""Which layers a checkpoint holds, how one is selected, and that nothing else of the checkpoint is touched."""
+"""Finding the layers of a checkpoint, and selecting one without reading the others."""
 
 from collections.abc import Mapping
 
@@ -26,14 +26,14 @@ def bert(layers, prefix="bert.encoder.layer", joint=".", width=15):
     return {name.replace(".", joint): x for name, x in w.items()}
 
 
-class Watched(Mapping):
-    """A checkpoint that remembers which tensors were asked for."""
+class RecordingCheckpoint(Mapping):
+    """A checkpoint that records which tensors are read."""
 
     def __init__(self, tensors):
-        self.tensors, self.touched = tensors, set()
+        self.tensors, self.read = tensors, set()
 
     def __getitem__(self, name):
-        self.touched.add(name)
+        self.read.add(name)
         return self.tensors[name]
 
     def __iter__(self):
@@ -52,7 +52,7 @@ def test_a_prefix_selects_whole_segments(joint, end):
     assert weights["query.weight"] is checkpoint[f"bert.encoder.layer.1.attention.{FOUR['bert'][0]}.weight".replace(".", joint)]
 
 
-def test_without_a_prefix_the_only_layer_is_meant():
+def test_without_a_prefix_the_only_layer_is_read():
     assert read_layer(bert(1), spec={"num_heads": 3})[0]["d_model"] == 15
 
 
@@ -66,15 +66,15 @@ def test_a_layer_inside_another_can_be_selected():
         read_layer(outer | inner, prefix="block.attn", spec={"num_heads": 2})
 
 
-def test_only_the_tensors_of_the_chosen_layer_are_touched_and_none_is_copied():
-    checkpoint = Watched(bert(12))
+def test_only_tensors_of_the_selected_layer_are_read_and_none_is_copied():
+    checkpoint = RecordingCheckpoint(bert(12))
     _, weights = read_layer(checkpoint, prefix="bert.encoder.layer.11", spec={"num_heads": 3})
-    assert {name.rpartition(".attention.")[0] for name in checkpoint.touched} == {"bert.encoder.layer.11"}
-    originals = [checkpoint.tensors[name] for name in checkpoint.touched]
+    assert {name.rpartition(".attention.")[0] for name in checkpoint.read} == {"bert.encoder.layer.11"}
+    originals = [checkpoint.tensors[name] for name in checkpoint.read]
     assert all(any(x is original for original in originals) for x in weights.values())
 
 
-def test_what_has_to_be_transposed_or_cut_stays_a_view():
+def test_transposed_and_split_tensors_are_views():
     """GPT-2's packed matrix is not copied either."""
     w = {"c_attn.weight": draw(1, 6, 18), "c_attn.bias": draw(2, 18), "c_proj.weight": draw(3, 6, 6), "c_proj.bias": draw(4, 6)}
     _, weights = read_layer(w, spec={"num_heads": 2})
@@ -92,7 +92,7 @@ def test_what_has_to_be_transposed_or_cut_stays_a_view():
         ([">f4"], "float32"),
     ],
 )
-def test_a_layer_has_the_dtype_of_its_tensors_unless_another_is_said(dtypes, expected):
+def test_the_default_dtype_is_that_of_the_tensors(dtypes, expected):
     checkpoint = {f"W_{x}.weight": draw(1, 6, 6).astype(dtypes[i % len(dtypes)]) for i, x in enumerate("qkvo")}
     assert read_layer(checkpoint, spec={"num_heads": 2})[0]["dtype"] == expected
     assert read_layer(checkpoint, spec={"num_heads": 2, "dtype": "float16"})[0]["dtype"] == "float16"
@@ -105,7 +105,7 @@ def test_layers_are_listed_in_natural_order():
     assert layers_in({"fc.weight": draw(1, 2, 2)}) == []
 
 
-def test_layers_of_several_layouts_stand_side_by_side():
+def test_one_checkpoint_may_have_layers_of_several_layouts():
     """A model of two towers: each layer with its own layout, and no one layout for the whole."""
     text = {f"text.layer.0.attention.{name}.{kind}": 0 for name in FOUR["distilbert"] for kind in ("weight", "bias")}
     image = {f"image.blocks.0.attn.{name}.{kind}": 0 for name in ("qkv", "proj") for kind in ("weight", "bias")}
@@ -113,7 +113,7 @@ def test_layers_of_several_layouts_stand_side_by_side():
     assert (detect(text), detect(image), detect(text | image)) == ("distilbert", "vit", None)
 
 
-def test_names_that_do_not_tell_are_listed_with_every_layout_they_may_be():
+def test_ambiguous_names_are_listed_with_every_layout_that_they_fit():
     names = ["h.0.self_attention.query_key_value.weight", "h.0.self_attention.dense.weight"]
     assert sorted(layers_in(names)) == [("fused", "h.0.self_attention"), ("neox", "h.0.self_attention")]
     biased = [*names, "h.0.self_attention.query_key_value.bias", "h.0.self_attention.dense.bias"]
@@ -121,7 +121,7 @@ def test_names_that_do_not_tell_are_listed_with_every_layout_they_may_be():
     assert detect(biased) is None
 
 
-def test_attention_to_another_stack_is_a_layer_of_its_own():
+def test_cross_attention_is_listed_as_a_separate_layer():
     """Decoder layers hold two; so do GluonNLP's, side by side."""
     torch = [f"decoder.layers.0.{x}.{name}" for x in ("self_attn", "multihead_attn") for name in ("in_proj_weight", "out_proj.weight")]
     assert layers_in(torch) == [("torch_mha", "decoder.layers.0.multihead_attn"), ("torch_mha", "decoder.layers.0.self_attn")]
@@ -131,12 +131,12 @@ def test_attention_to_another_stack_is_a_layer_of_its_own():
 
 
 @pytest.mark.parametrize("spelling", ALL_LAYOUTS, ids=lambda spelling: f"{spelling.name} {next(iter(spelling.names))}")
-def test_every_form_is_found_by_its_names(spelling):
-    """Under a stem that tells it, if any does, its layout is the only one; else it is among those to choose from."""
+def test_every_spelling_of_a_layout_is_detected(spelling):
+    """Under a stem that identifies it, its layout is the only one; otherwise it is among those to choose from."""
     stem = spelling.identified_under[0] if spelling.identified_under else "layer"
     names = [f"model/0/{stem}/{name}" for name in spelling.names]
     place = f"model/0/{stem}" + (f"/{spelling.parent}" if spelling.parent else "")
-    told = {"qkv.weight": "vit", "c_attn.weight": "gpt2"}.get(next(iter(spelling.names)), spelling.name)
-    assert (told, place) in layers_in(names)
+    layout = {"qkv.weight": "vit", "c_attn.weight": "gpt2"}.get(next(iter(spelling.names)), spelling.name)
+    assert (layout, place) in layers_in(names)
     if spelling.identified_under != ():
         assert detect(names) == spelling.name

@@ -41,7 +41,7 @@ def test_meta_llama_rotates_pairs_and_hugging_face_permuted_its_rows_for_halves(
     assert_close(output_of_layer(permuted, [x], spec=halves), expected)
 
 
-def test_llama_head_width_is_free_of_the_models():
+def test_head_dim_times_heads_may_differ_from_d_model():
     """head_dim 6 x 4 heads over width 7; the key and value heads follow from the rows."""
     fields, _ = read_layer(llama(), spec={"num_heads": 4, "rope": None})
     assert {name: fields[name] for name in ("d_model", "head_dim", "num_kv_heads", "bias")} == {
@@ -68,7 +68,7 @@ def test_rope_is_never_assumed_from_names_alone():
     assert read_layer(llama(), spec={"num_heads": 4, "rope": given})[0]["rope"] == given
 
 
-def test_frequencies_kept_in_a_checkpoint_tell_how_much_of_a_head_is_rotated():
+def test_inv_freq_determines_the_number_of_rotated_dims():
     """`rotary_emb.inv_freq` [dims / 2]."""
     checkpoint = llama(rotary_emb__inv_freq=draw(1, 2))
     assert read_layer(checkpoint, spec={"num_heads": 4, "rope": HALVES})[0]["rope"]["dims"] == 4
@@ -76,14 +76,14 @@ def test_frequencies_kept_in_a_checkpoint_tell_how_much_of_a_head_is_rotated():
         read_layer(checkpoint, spec={"num_heads": 4, "rope": HALVES | {"dims": 6}})
 
 
-def test_qwen2_has_biases_but_none_of_the_output():
+def test_qwen2_has_biases_except_for_the_output():
     checkpoint = llama(q_proj__bias=draw(1, 24), k_proj__bias=draw(2, 12), v_proj__bias=draw(3, 12))
     fields, weights = read_layer(checkpoint, spec={"num_heads": 4, "rope": HALVES})
     assert fields["bias"] == {"query": True, "key": True, "value": True, "output": False}
     assert "output.bias" not in weights
 
 
-def test_qwen3_norms_tell_the_head_count_and_come_before_rope():
+def test_qwen3_norms_determine_the_number_of_heads_and_precede_rope():
     """Normed and then rotated; the other order gives other numbers."""
     checkpoint, x = llama(q_norm__weight=draw(20, 6), k_norm__weight=draw(21, 6)), draw(5, B, Q, 7)
 
@@ -108,14 +108,14 @@ def test_a_norm_as_wide_as_all_heads_is_not_read_as_that_of_one_head(kv_heads, g
         read_layer(checkpoint, spec={"rope": HALVES, **given})
 
 
-def test_a_layer_of_one_head_may_have_norms_if_it_says_so():
+def test_a_layer_of_one_head_may_have_norms_if_the_spec_says_so():
     checkpoint = llama(heads=1, kv_heads=1, q_norm__weight=draw(20, 6), k_norm__weight=draw(21, 6))
     for given in ({"num_heads": 1}, {"head_dim": 6}):
         fields, _ = read_layer(checkpoint, spec={"rope": HALVES, **given})
         assert (fields["num_heads"], fields["head_dim"]) == (1, 6)
 
 
-def test_gemma3_norms_are_kept_less_one_and_not_mistaken_for_qwen3s():
+def test_gemma3_norms_are_stored_less_one_and_not_mistaken_for_those_of_qwen3():
     """Same names; where the sibling norm of Gemma stands, the layout has to be given. Bfloat16 norms are added to in float32."""
     checkpoint = {name: x.astype(ml_dtypes.bfloat16) for name, x in llama(q_norm__weight=draw(1, 6), k_norm__weight=draw(2, 6)).items()}
     checkpoint["layers.0.pre_feedforward_layernorm.weight"] = draw(3, 7).astype(ml_dtypes.bfloat16)
@@ -128,7 +128,7 @@ def test_gemma3_norms_are_kept_less_one_and_not_mistaken_for_qwen3s():
     assert weights["query_norm.weight"].dtype == np.float32
 
 
-def test_sinks_tell_the_head_count():
+def test_sinks_determine_the_number_of_heads():
     fields, weights = read_layer(llama(sinks=draw(1, 4)), spec={"rope": HALVES})
     assert (fields["sinks"], fields["num_heads"], weights["sinks"].shape) == (True, 4, (4,))
 
@@ -150,7 +150,7 @@ def t5_shapes():
     return {"q": (15, 7), "k": (15, 7), "v": (15, 7), "o": (7, 15)}
 
 
-def test_t5_does_not_divide_by_the_root_and_takes_the_first_blocks_table():
+def test_t5_has_scale_1_and_uses_the_table_of_the_first_block():
     """Scale 1, and block 1 is read with block 0's table of its own stack, by T5's buckets."""
     w, x = t5(), draw(5, B, Q, 7)
     prefix = "encoder.block.1.layer.0.SelfAttention"
@@ -161,7 +161,7 @@ def test_t5_does_not_divide_by_the_root_and_takes_the_first_blocks_table():
     assert_close(output_of_layer(w, [x], prefix=prefix), expected)
 
 
-def test_t5_tables_are_each_stacks_own_and_decoders_look_back():
+def test_t5_stacks_have_separate_tables_and_decoders_are_not_bidirectional():
     w = t5()
     read = {stack: read_layer(w, prefix=f"{stack}.block.1.layer.0") for stack in ("encoder", "decoder")}
     for stack, (fields, weights) in read.items():
@@ -170,7 +170,7 @@ def test_t5_tables_are_each_stacks_own_and_decoders_look_back():
         assert (fields["scale"], fields["num_heads"], fields["bias"]) == (1.0, 3, False)
 
 
-def test_t5_attention_to_the_encoder_has_no_table():
+def test_t5_cross_attention_has_no_table():
     """Even where an old checkpoint left one there, which T5 itself ignores."""
     w, prefix = t5(), "decoder.block.1.layer.1.EncDecAttention"
     w[f"{prefix}.relative_attention_bias.weight"] = draw(1, 8, 3)
@@ -180,7 +180,7 @@ def test_t5_attention_to_the_encoder_has_no_table():
     assert (fields["scale"], fields["num_heads"]) == (1.0, 3)  # the head count from the decoder's table
 
 
-def test_a_t5_layer_on_its_own_needs_its_table_and_its_direction():
+def test_a_t5_layer_without_its_stack_needs_a_table_and_a_direction():
     w = {name.removeprefix("encoder.block.0.layer.0."): x for name, x in t5().items() if name.startswith("encoder.block.0")}
     with pytest.raises(InvalidRequest, match="at /spec/relative_bias/bidirectional"):
         read_layer(w)

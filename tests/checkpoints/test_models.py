@@ -51,7 +51,7 @@ def test_a_layer_computes_what_transformers_computes(layers: httpx.Client, model
 
 
 @pytest.mark.parametrize("model", LATENT_CACHES)
-def test_latent_and_rope_key_are_what_transformers_caches(layers: httpx.Client, model: str) -> None:
+def test_latent_and_rope_key_equal_what_transformers_caches(layers: httpx.Client, model: str) -> None:
     """Most of its models whose RoPE turns neighbouring numbers store these as two halves; here they stay neighbours, as in DeepSeek-V2."""
     spec = put(layers, model, 0).json()["spec"]
     body = {**MODELS[model]["cases"][0]["request"], "layer": "model", "outputs": ["latent", "rope_key"], "reply": {"form": "base64"}}
@@ -64,7 +64,7 @@ def test_latent_and_rope_key_are_what_transformers_caches(layers: httpx.Client, 
 
 
 @pytest.mark.parametrize("model", [name for name, kept in LATENT_CACHES.items() if "index_key" in kept])
-def test_steps_of_a_layer_with_an_indexer_compute_and_keep_what_transformers_does(layers: httpx.Client, model: str) -> None:
+def test_steps_of_a_layer_with_an_indexer_agree_with_transformers_and_cache_the_same(layers: httpx.Client, model: str) -> None:
     """Row by row, the outputs of the whole sequence; the indexer's keys are cached with the others.
 
     Here the numbers that RoPE turns stay neighbours, and come first; transformers stores them as two halves, and Hy4's indexer last.
@@ -91,16 +91,8 @@ def test_steps_of_a_layer_with_an_indexer_compute_and_keep_what_transformers_doe
         np.testing.assert_allclose(cache[name], rows, rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_a_layer_that_shares_the_keys_of_an_earlier_one_is_refused(layers: httpx.Client) -> None:
-    """GLM-5's layers with an indexer are read; what one without has to attend to depends on another layer."""
-    refused = put(layers, "glm_moe_dsa", 0, indexer_types=["shared"] * 6)
-    (error,) = refused.json()["errors"]
-    assert refused.status_code == 422 and error["at"] == "/config/indexer_types", error
-    assert "a layer without an indexer attends to the keys that an earlier layer selects" in error["expected"]
-
-
 @pytest.mark.parametrize("part", ["wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias"])
-def test_heads_of_an_indexer_of_another_width_are_refused(layers: httpx.Client, part: str) -> None:
+def test_index_heads_of_another_width_are_refused(layers: httpx.Client, part: str) -> None:
     tensors = tensors_of(MODELS["hy_v4"]["cases"][0])
     name = next(name for name in tensors if name.endswith(f"indexer.{part}"))
     refused = put(layers, "hy_v4", 0, tensors | {name: tensors[name][:-1]})
@@ -124,7 +116,7 @@ def test_families_of_transformers_are_computed_or_refused_with_a_reason() -> Non
     assert len(right) >= 4 * len(refused)
 
 
-def test_the_pages_list_them() -> None:
+def test_the_pages_of_families_are_current() -> None:
     """Written by `python docs/list_checkpoints.py`; the README has the same numbers."""
     root = Path(__file__).parents[2]
     script = runpy.run_path(str(root / "docs" / "list_checkpoints.py"))
@@ -159,7 +151,7 @@ def test_the_pages_list_them() -> None:
         ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "/config/rope_scaling"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(layers: httpx.Client, config: dict[str, Any], at: str) -> None:
+def test_unknown_values_in_a_config_are_refused(layers: httpx.Client, config: dict[str, Any], at: str) -> None:
     refused = put(layers, "llama", 0, **config)
     assert refused.status_code == 422, refused.text
     assert refused.json()["errors"][0]["at"].startswith(at)
@@ -197,7 +189,7 @@ def test_positions_in_scores_are_refused(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["gte", "jina_embeddings_v3", "modernbert"])
-def test_encoders_that_rotate_may_say_so(model: str) -> None:
+def test_encoders_with_rope_may_have_any_position_embedding_type(model: str) -> None:
     case = MODELS[model]["cases"][0]
     for positions in ("rotary", "rope", "absolute"):
         described = describe(MODELS[model]["config"] | {"position_embedding_type": positions}, case["layer"])
@@ -213,7 +205,7 @@ def test_encoders_that_rotate_may_say_so(model: str) -> None:
         ("llama", "head_dim", 2**31),
     ],
 )
-def test_widths_beyond_a_heads_are_refused(model: str, field: str, value: int) -> None:
+def test_too_wide_heads_are_refused(model: str, field: str, value: int) -> None:
     """Before an array of that length is made."""
     config = {name: x for name, x in MODELS[model]["config"].items() if name != "per_layer_config"} | {field: value}
     refusals = []
@@ -238,7 +230,7 @@ def test_layers_of_linear_attention_are_refused_by_their_number(model: str) -> N
                 describe(config, layer)
 
 
-def test_a_gate_that_config_and_tensors_disagree_about_is_refused() -> None:
+def test_a_gate_on_which_config_and_tensors_disagree_is_refused() -> None:
     """Without the gate's tensor; headwise where it is elementwise; in a family without gates; without half of the queries' rows."""
     case = MODELS["laguna"]["cases"][0]
     tensors, prefix = tensors_of(case), f"layers.{case['layer']}.self_attn"
@@ -277,7 +269,7 @@ def test_a_gate_that_config_and_tensors_disagree_about_is_refused() -> None:
     ],
     ids=str,
 )
-def test_latents_that_config_and_tensors_disagree_about_are_refused(
+def test_latents_on_which_config_and_tensors_disagree_are_refused(
     layers: httpx.Client, config: dict[str, Any], cut: dict[str, int | None], at: str
 ) -> None:
     """`cut`: tensors that are left out, or of which these rows are left."""
@@ -318,9 +310,7 @@ def test_latents_that_config_and_tensors_disagree_about_are_refused(
     ],
     ids=str,
 )
-def test_grids_and_positions_that_config_and_tensors_disagree_about_are_refused(
-    layers: httpx.Client, model: str, config: dict[str, Any], at: str
-) -> None:
+def test_grids_on_which_config_and_tensors_disagree_are_refused(layers: httpx.Client, model: str, config: dict[str, Any], at: str) -> None:
     refused = put(layers, model, len(MODELS[model]["cases"]) - 1, **config)
     assert refused.status_code == 422, refused.text
     assert refused.json()["errors"][0]["at"].startswith(at), refused.text
@@ -339,14 +329,14 @@ def test_grids_and_positions_that_config_and_tensors_disagree_about_are_refused(
         ("longcat_flash", {"kv_lora_rank": 6}, "/weights/"),
     ],
 )
-def test_configs_that_would_need_another_operation_are_refused(model: str, config: dict[str, Any], at: str) -> None:
+def test_configs_that_need_another_operation_are_refused(model: str, config: dict[str, Any], at: str) -> None:
     case = MODELS[model]["cases"][0]
     with pytest.raises(InvalidRequest) as refusal:
         read_model_layer(tensors_of(case), MODELS[model]["config"] | config, case["layer"], case["part"])
     assert refusal.value.problems[0].at.startswith(at)
 
 
-def test_the_parts_of_an_image_captioner_are_found_by_its_sections() -> None:
+def test_vision_encoder_decoders_have_a_section_for_each_part() -> None:
     """An encoder of images and a decoder with cross-attention, each described in its own section, in one file."""
     sections = {"encoder": MODELS["vit"], "decoder": MODELS["gpt2_cross"]}
     config = {"model_type": "vision-encoder-decoder"} | {name: model["config"] for name, model in sections.items()}
@@ -376,7 +366,7 @@ def test_the_parts_of_an_image_captioner_are_found_by_its_sections() -> None:
         ("mllama_text_model", {"cross_attention_layers": 3}, "decoder", "/config/cross_attention_layers"),
     ],
 )
-def test_cross_attention_is_where_the_config_says(model: str, fields: dict[str, Any], part: str, at: str) -> None:
+def test_only_layers_that_the_config_lists_have_cross_attention(model: str, fields: dict[str, Any], part: str, at: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         describe(MODELS[model]["config"] | fields, 0, part)
     assert refusal.value.problems[0].at == at
@@ -389,7 +379,8 @@ def test_cross_attention_is_where_the_config_says(model: str, fields: dict[str, 
 def test_layers_that_share_the_keys_of_an_earlier_layer_are_refused(fields: dict[str, Any]) -> None:
     config = {name: x for name, x in MODELS["glm_moe_dsa"]["config"].items() if name != "indexer_types"} | fields
     assert describe(config, 1).fields["indexer"]["top_k"] == 4
-    with pytest.raises(InvalidRequest, match="full in layer 2") as refusal:
+    reason = "full in layer 2; a layer without an indexer attends to the keys that an earlier layer selects"
+    with pytest.raises(InvalidRequest, match=reason) as refusal:
         describe(config, 2)
     assert refusal.value.problems[0].at == "/config/indexer_types"
 
@@ -415,7 +406,7 @@ def test_layers_that_share_the_keys_of_an_earlier_layer_are_refused(fields: dict
     ],
     ids=str,
 )
-def test_relative_positions_that_config_and_tensors_disagree_about_are_refused(
+def test_relative_positions_on_which_config_and_tensors_disagree_are_refused(
     layers: httpx.Client, model: str, config: dict[str, Any], at: str
 ) -> None:
     refused = put(layers, model, 0, **config)
@@ -450,7 +441,7 @@ NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
         "xlnet",
     ],
 )
-def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> None:
+def test_wrong_types_in_a_config_raise_no_other_error_than_a_refusal(model: str) -> None:
     """Every field, also inside of others, with every wrong value."""
     case, config = MODELS[model]["cases"][0], MODELS[model]["config"]
     for path in _paths(config):
@@ -462,7 +453,7 @@ def test_a_config_of_wrong_types_is_refused_and_breaks_nothing(model: str) -> No
 
 
 @pytest.mark.parametrize("model", ["deberta", "deberta-v2", "deberta_v2_own", "swinv2", "wav2vec2-bert", "squeezebert", "deepseek_v32"])
-def test_a_tensor_that_is_missing_or_too_short_breaks_nothing(model: str) -> None:
+def test_missing_and_short_tensors_raise_no_other_error_than_a_refusal(model: str) -> None:
     """It is refused, or left out as a bias may be; those which are multiplied into others, too."""
     case, config = MODELS[model]["cases"][0], MODELS[model]["config"]
     tensors = tensors_of(case)
@@ -473,7 +464,7 @@ def test_a_tensor_that_is_missing_or_too_short_breaks_nothing(model: str) -> Non
                 read_model_layer(given, config, case["layer"], case["part"])
 
 
-def test_the_length_of_training_may_be_among_the_settings_of_rope() -> None:
+def test_the_trained_length_may_be_inside_or_beside_rope_parameters() -> None:
     """As transformers 5 saves it; if it is beside them too, that one counts, as in transformers."""
     case, config = MODELS["phi3_longrope"]["cases"][0], MODELS["phi3_longrope"]["config"]
     name = "original_max_position_embeddings"
@@ -492,7 +483,7 @@ def _paths(fields: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
             yield from _paths(value, *above, name)
 
 
-def test_tensors_that_the_config_does_not_explain_are_refused(layers: httpx.Client) -> None:
+def test_tensors_that_contradict_the_config_are_refused(layers: httpx.Client) -> None:
     """A missing matrix, one too many, norms in a family without them, and another layer's tensors."""
     tensors = tensors_of(MODELS["llama"]["cases"][0])
     norms = {f"layers.0.self_attn.{name}_norm.weight": np.ones(8, np.float32) for name in "qk"}
@@ -506,7 +497,7 @@ def test_tensors_that_the_config_does_not_explain_are_refused(layers: httpx.Clie
         assert refused.status_code == 422 and words in refused.json()["detail"], refused.text
 
 
-def test_a_layer_needs_its_number(layers: httpx.Client) -> None:
+def test_a_config_without_a_layer_number_is_refused(layers: httpx.Client) -> None:
     body = save(tensors_of(MODELS["llama"]["cases"][0]), {"config": json.dumps(MODELS["llama"]["config"])})
     refused = layers.put("/layers/model", content=body, headers=SAFETENSORS)
     assert refused.status_code == 422 and refused.json()["errors"][0]["at"] == "/__metadata__/layer"
@@ -517,7 +508,7 @@ async def _put(url: str, folder: Path, number: int) -> str:
         return (await client.put_layer_from("folder", folder, number)).fingerprint
 
 
-def test_a_folder_by_the_client(server: Server, tmp_path: Path) -> None:
+def test_the_client_loads_a_layer_from_a_folder(server: Server, tmp_path: Path) -> None:
     """Whole or in shards, by either client, to the same layer; other fields of the spec may be added, but none contradicted."""
     number = write_folder(tmp_path, "smollm3", 1)
     with Client(server.url) as client:
@@ -572,7 +563,7 @@ def test_a_tensor_of_a_datatype_that_numpy_lacks_is_refused(tmp_path: Path) -> N
         ModelFolder(tmp_path).read(["x"])
 
 
-def test_a_folder_with_a_broken_file_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_folder_with_a_broken_file_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path, "llama", 0)
     deep = '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"
     _with_header(tmp_path, deep)
@@ -584,7 +575,7 @@ def test_a_folder_with_a_broken_file_is_refused_by_its_name(tmp_path: Path) -> N
             ModelFolder(tmp_path)
 
 
-def test_a_folder_by_the_command(tmp_path: Path) -> None:
+def test_the_command_lists_and_loads_layers_of_a_folder(tmp_path: Path) -> None:
     """`layers inspect` says which layers there are and which are refused; `layers add` loads one."""
     number = write_folder(tmp_path, "qwen2_sliding", 1)
     listed = run_attend("layers", "inspect", str(tmp_path))
@@ -599,7 +590,7 @@ def test_a_folder_by_the_command(tmp_path: Path) -> None:
         assert run_attend("layers", "add", "one", str(tmp_path), *wrong, *kept).returncode == 2
 
 
-def test_fields_added_later_leave_fingerprints_as_they_were(layers: httpx.Client) -> None:
+def test_fields_added_later_do_not_change_fingerprints(layers: httpx.Client) -> None:
     """Computed by 0.1.0's code, so that layers stored by it are accepted."""
     tensors = tensors_of(MODELS["llama"]["cases"][0])
     norms = {f"layers.0.self_attn.{name}_norm.weight": np.ones(8, np.float32) for name in "qk"}
@@ -608,7 +599,7 @@ def test_fields_added_later_leave_fingerprints_as_they_were(layers: httpx.Client
     assert made.json()["fingerprint"] == "ad759485a0ddaa01290c537b28b5364b8a2137bf11d765fee1ffa09218c02a18", made.text
 
 
-def test_a_call_beyond_a_ropes_length_is_refused(layers: httpx.Client) -> None:
+def test_a_call_beyond_the_max_length_of_rope_is_refused(layers: httpx.Client) -> None:
     """In keys or in positions of queries."""
     rope = {"max_length": 3, "frequencies": [0.5, 0.25], "attention_factor": 1.5}
     assert layers.put("/layers/model", json={"spec": {"d_model": 4, "num_heads": 1, "rope": rope}}).is_success
@@ -624,7 +615,7 @@ def test_a_call_beyond_a_ropes_length_is_refused(layers: httpx.Client) -> None:
         assert layers.post("/attend", json={"layer": "model", **body}).status_code == status, body
 
 
-def test_the_reply_says_what_was_assumed(layers: httpx.Client) -> None:
+def test_the_reply_lists_assumed_fields(layers: httpx.Client) -> None:
     """Without a config: all that changes results and that neither tensors nor spec gave. With one, nothing."""
     tensors = tensors_of(MODELS["llama"]["cases"][0])
     rope = {"theta": 500.0, "interleaved": False}

@@ -62,8 +62,8 @@ REFUSALS = {
     "unknown layout": (bert(), {"layout": "berd"}, "/layout", "attend, bart, bert, bloom"),
     "nothing that is known": ({"fc.weight": draw(1, 3, 3)}, {}, "/layout", "got tensors fc.weight"),
     "nothing at all": ({}, {}, "/layout", "got tensors none"),
-    "only a part, of no told layout": ({"dense.weight": draw(1, 3, 3)}, {}, "/layout", "nearest"),
-    "another layout than said": (bert(), {"layout": "gpt2"}, "/layout", "got bert at encoder.layer.0.attention"),
+    "only a part, without a layout": ({"dense.weight": draw(1, 3, 3)}, {}, "/layout", "nearest"),
+    "another layout than given": (bert(), {"layout": "gpt2"}, "/layout", "got bert at encoder.layer.0.attention"),
     "several layers": (bert(12), {}, "/prefix", "encoder.layer.7.attention and 4 more, got none"),
     "several layers below a prefix": (bert(2), {"prefix": "encoder"}, "/prefix", 'encoder.layer.1.attention, got "encoder"'),
     "no such prefix": (bert(2), {"prefix": "encoder.layer.7"}, "/prefix", "encoder.layer.0.attention"),
@@ -75,7 +75,7 @@ REFUSALS = {
     # tensors that are missing, too many, or not understood
     "missing weight": (bert(self__key__weight=None), {"spec": NUM_HEADS}, f"{A0}.self.key.weight", "got nothing"),
     "missing bias": (bert(self__value__bias=None), {"spec": NUM_HEADS}, f"{A0}.self.value.bias", "got nothing"),
-    "missing of the layout said": (llama(o_proj__weight=None), {"layout": "llama"}, f"{L0}.o_proj.weight", "got nothing"),
+    "missing of the given layout": (llama(o_proj__weight=None), {"layout": "llama"}, f"{L0}.o_proj.weight", "got nothing"),
     "a bias without the others": (
         llama(k_proj__bias=draw(1, 12)),
         {"spec": ROPE},
@@ -161,21 +161,21 @@ REFUSALS = {
     "sinks that are not there": (llama(), {"spec": ROPE | {"sinks": True}}, "/spec/sinks", "none"),
     "sinks denied": (llama(sinks=draw(1, 4)), {"spec": ROPE | {"sinks": False}}, "/spec/sinks", "one"),
     "a table that is not there": (bert(), {"spec": NUM_HEADS | {"relative_bias": {}}}, "/spec/relative_bias", "none"),
-    "norms of no told kind": (ours(query_norm__weight=(5,), key_norm__weight=(5,)), {"spec": NUM_HEADS}, "/spec/qk_norm", "the kind"),
-    "a table of no told kind": (ours(relative_bias=(8, 3)), {"spec": NUM_HEADS}, "/spec/relative_bias", "the kind"),
-    "no projections, yet there they are": (
+    "norms of an unknown kind": (ours(query_norm__weight=(5,), key_norm__weight=(5,)), {"spec": NUM_HEADS}, "/spec/qk_norm", "the kind"),
+    "a table of an unknown kind": (ours(relative_bias=(8, 3)), {"spec": NUM_HEADS}, "/spec/relative_bias", "the kind"),
+    "projections denied": (
         bert(),
         {"layout": "bert", "spec": NUM_HEADS | {"projections": False}},
         "/spec/projections",
         "true",
     ),
-    "no rope said": (llama(), {"spec": {"num_heads": 4}}, "/spec/rope", '{"theta": 10000, "interleaved": false} as Llama'),
+    "no rope given": (llama(), {"spec": {"num_heads": 4}}, "/spec/rope", '{"theta": 10000, "interleaved": false} as Llama'),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refused_by_name(name):
-    """One problem or more, the first at the place to blame, in words that help."""
+def test_invalid_checkpoints_are_refused_at_their_cause(name):
+    """The first problem points to the cause, and says what is expected."""
     checkpoint, how, at, words = REFUSALS[name]
     with pytest.raises(InvalidRequest) as refusal:
         read_layer(checkpoint, **how)
@@ -189,7 +189,7 @@ def test_every_missing_tensor_is_named():
     assert [problem.at for problem in refusal.value.problems] == [f"{A0}.self.key.weight", f"{A0}.output.dense.bias"]
 
 
-def test_many_surplus_tensors_are_counted():
+def test_many_unknown_tensors_are_counted():
     """The first eight, and how many more."""
     strange = {f"strange{i}": draw(i, 2) for i in range(20)}
     with pytest.raises(InvalidRequest) as refusal:
@@ -198,11 +198,11 @@ def test_many_surplus_tensors_are_counted():
     assert refusal.value.problems[-1].got == "12 more"
 
 
-def test_every_layout_has_forms_and_every_form_a_layout():
+def test_every_layout_has_a_spelling_and_a_description():
     assert {spelling.name for spelling in ALL_LAYOUTS} == set(LAYOUTS)
 
 
-def test_nothing_but_refusals_comes_of_senseless_checkpoints():
+def test_random_checkpoints_are_read_or_refused():
     """Names of any layout with random shapes, dtypes and specs: read or refused, never an accident."""
     stream = np.random.RandomState(0)
     values = [None, 0, 1, 2, 3, 4, -1, 2.5, "3", True, False, {}, [], {"dims": 2}, {"theta": 1e4}, {"buckets": 4}]

@@ -162,6 +162,7 @@ def test_the_list_has_the_sessions_of_all_workers(both: list[httpx.Client]) -> N
         listed = [document["id"] for document in caller.get("/sessions").json()["sessions"]]
         assert len(listed) == len(set(listed))
         assert set(listed) == before | own
+        assert caller.head("/sessions").status_code == 200
     for session in own:
         assert both[0].delete(f"/sessions/{session}").status_code == 204
     assert {document["id"] for document in both[1].get("/sessions").json()["sessions"]} == before

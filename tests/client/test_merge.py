@@ -65,12 +65,6 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 CUTS = {"two": (7, 11), "three": (2, 13, 3)}
 
 
-@pytest.fixture(scope="module")
-def client(server: Any) -> Any:
-    with Client(server.url) as one:
-        yield one
-
-
 def shard(request: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     """The call over the keys from start to stop alone, renumbered from 0."""
     keys = np.shape(request["key"])[-2]

@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from service.client import Client
-from service.client.notebook import MAPS, ROWS, SIDE, _png
+from service.client.notebook import MAX_CELLS, MAX_MAPS, MAX_ROWS, _png
 
 RNG = np.random.default_rng(0)
 QUERY = RNG.standard_normal((2, 5, 64)).astype(np.float32)
 TOKENS = {"query": [["the", "<b>cat</b>", "sat", "&", "a very long token"], list("abcde")]}
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with Client(server.url) as client:
-        yield client
 
 
 class Elements(HTMLParser):
@@ -112,8 +105,8 @@ def test_the_html_of_a_large_result_is_bounded(client):
     result = client.attend(RNG.standard_normal((700, 64)), layer="wide", tokens={"query": ["word"] * 700})
     client.delete_layer("wide")
     elements = shown(result)
-    assert len(elements.loads) == MAPS and "16 more heads are not shown" in elements.texts[-1]
-    assert len(result._repr_html_()) < 16 * 4 * SIDE**2 and "word" not in elements.texts
+    assert len(elements.loads) == MAX_MAPS and "16 more heads are not shown" in elements.texts[-1]
+    assert len(result._repr_html_()) < 16 * 4 * MAX_CELLS**2 and "word" not in elements.texts
 
 
 def test_a_picture_has_the_colours_of_its_weights():
@@ -132,9 +125,9 @@ def test_metrics_of_heads_are_a_table(client):
     assert client.analysis(QUERY, metrics=["entropy_per_query"])._repr_html_() is None
     client.put_layer("many", {"d_model": 64, "num_heads": 64})
     client.put_layer("more", {"d_model": 65, "num_heads": 65})
-    assert shown(client.analysis(QUERY, layer="many")).found.count("tr") == ROWS + 1
+    assert shown(client.analysis(QUERY, layer="many")).found.count("tr") == MAX_ROWS + 1
     more = shown(client.analysis(RNG.standard_normal((3, 65)), layer="more"))
-    assert more.found.count("tr") == ROWS + 1 and "1 more heads are not shown" in more.texts[-1]
+    assert more.found.count("tr") == MAX_ROWS + 1 and "1 more heads are not shown" in more.texts[-1]
     for name in ("many", "more"):
         client.delete_layer(name)
 
@@ -165,7 +158,7 @@ def test_words_are_a_table_of_tokens_and_vectors(client):
         assert ", ".join(f"{x:.3f}" for x in vector[:4]) + " …" in elements.texts
     assert elements.texts[-1] == f"layer 'default'; {words.note}"
     long = shown(client.words("word " * 100))
-    assert long.found.count("tr") == ROWS + 1 and long.texts[-1].startswith("36 more tokens are not shown; ")
+    assert long.found.count("tr") == MAX_ROWS + 1 and long.texts[-1].startswith("36 more tokens are not shown; ")
 
 
 @pytest.mark.parametrize("file_format", ["png", "svg", "html"])

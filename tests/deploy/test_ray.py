@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import pytest
+from support.waiting import until
 
 from service import errors
 from service.client import Client, Retries
@@ -62,7 +63,7 @@ def url(cluster):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
-    serve.run(build(Settings(**SETTINGS, max_memory_bytes=LIMIT)), name="attend")
+    serve.run(build(Settings(**SETTINGS, max_memory_bytes=LIMIT, session_memory=8 << 20)), name="attend")
     return f"http://127.0.0.1:{port}"
 
 
@@ -124,6 +125,60 @@ def test_a_call_too_large_for_one_process_is_computed_by_several(client, embedde
 def test_a_call_too_large_for_all_processes_is_413(client):
     with pytest.raises(errors.TooLarge, match="max_memory_bytes"):
         client.attend(np.zeros((1, 9001, 64), np.float32), outputs=["output"])
+
+
+def begin(url):
+    return httpx.post(f"{url}/sessions", json={}, timeout=PATIENCE).json()["id"]
+
+
+def step(url, session, expected_length):
+    body = {"query": SHORT[0, :1].tolist(), "causal": True, "expected_length": expected_length}
+    return httpx.post(f"{url}/sessions/{session}/attend", json=body, timeout=PATIENCE)
+
+
+def of_two_replicas(url):
+    """A session of each replica."""
+    found = {}
+    until(lambda: found.update({(session := begin(url)).split(".")[1]: session}) or len(found) == 2, "sessions of two replicas")
+    return list(found.values())
+
+
+def test_requests_of_a_session_reach_its_replica(url):
+    sessions = of_two_replicas(url)
+    for i in range(7):
+        for session in sessions:
+            assert step(url, session, i).json()["session"] == {"id": session, "length": i + 1}
+    for session in sessions:
+        fork = httpx.post(f"{url}/sessions/{session}/fork", json={}, timeout=PATIENCE).json()["id"]
+        assert fork.split(".")[1] == session.split(".")[1]
+        file = httpx.get(f"{url}/sessions/{session}/cache", timeout=PATIENCE)
+        put = httpx.put(f"{url}/sessions/{fork}/cache", content=file.content, headers={"content-type": file.headers["content-type"]})
+        assert put.json()["length"] == 7
+        look = {"query": SHORT[0].tolist(), "session": session}
+        for _ in range(3):
+            plan = httpx.post(f"{url}/attend/plan", json=look, headers={"X-Attend-Session": session}, timeout=PATIENCE)
+            assert plan.status_code == 200, plan.text
+        assert httpx.delete(f"{url}/sessions/{session}", timeout=PATIENCE).status_code == 204
+
+
+def test_requests_of_a_sequence_reach_one_replica(url):
+    for sequence in range(1, 7):
+        query = {"name": "query", "shape": [1, 1, 64], "datatype": "FP32", "data": SHORT[0, 0].tolist()}
+        for i in range(4):
+            body = {"inputs": [query], "parameters": {"sequence_id": sequence, "sequence_start": i == 0, "sequence_end": i == 3}}
+            headers = {"X-Attend-Session": str(sequence)}
+            reply = httpx.post(f"{url}/v2/models/default/infer", json=body, headers=headers, timeout=PATIENCE)
+            assert reply.status_code == 200, reply.text
+
+
+def test_a_killed_replica_takes_its_sessions_alone(url):
+    gone, stays = of_two_replicas(url)
+    (victim,) = (name for name in replicas("Attend") if gone.split(".")[1] in name)
+    ray.kill(ray.get_actor(victim, namespace="serve"))
+    until(lambda: step(url, gone, 0).status_code == 421, "no replica of that name")
+    assert step(url, stays, 0).status_code == 200
+    until(lambda: len(replicas("Attend")) == 2, "another replica")
+    assert step(url, stays, 1).status_code == 200
 
 
 def under_load(client, embedded, happens):

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
+from support.cases import weights_of
 from support.plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 
 from service.attention.call import Call, Result
 from service.attention.compare.random_cases import FEATURES, Case, random_case
-from service.attention.initialization import draw_weights, in_dtype
 from service.attention.layer import MultiHeadAttention
 from service.attention.metrics.compute import OF_WEIGHTS, MetricsOperation
 from service.attention.reference.forward import Layer
@@ -31,18 +31,12 @@ from service.serving.requests import RawRequest
 from service.serving.service import open_service
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
-from service.wire.schemas.analysis import METRICS, SHAPES, AnalysisReply, AnalysisRequest
+from service.wire.schemas.analysis import METRIC_SHAPES, METRICS, AnalysisReply, AnalysisRequest
 
 WORDS = ["duplicate_token_score", "induction_score"]
 WORDLESS = [name for name in METRICS if name not in (*WORDS, "single_head")]
 MEASURED = sorted(set(FEATURES) - {"dropout"})
 WINDOW, LINKS, MASS = 1, 3, 0.8
-
-
-@pytest.fixture(scope="module")
-def client(server: Any) -> Any:
-    with Client(server.url) as one:
-        yield one
 
 
 def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
@@ -75,7 +69,7 @@ def test_metrics_agree_with_plain_numpy_on_random_layers_and_masks(client: Clien
     case = random_case(rng, features=MEASURED, rate=0.3, dtype="float64")
     if case.request.get("key") is not None and case.request.get("query_offset") is None:
         case.request["query_offset"] = int(rng.integers(-2, 3))
-    weights = draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)
+    weights = weights_of(case)
     if 0 in np.shape(case.request["query"]) or 0 in np.shape(case.request.get("key", [[1]])):
         return
     client.put_layer("analysed", case.spec, case.weights)
@@ -257,7 +251,7 @@ def test_every_metric_has_the_planned_shape(http: httpx.Client, client: Client) 
     tokens = {"query": list("abcab")}
     fields: dict[str, Any] = {"metrics": list(METRICS), "analysis": {"top_links": 4}, "tokens": tokens, "valid_lens": [5, 2, 3]}
     query = rng.standard_normal((3, 5, 64))
-    shapes = {f"metrics.{name}{'.' if part else ''}{part}": s for name, parts in SHAPES.items() for part, s in parts.items()}
+    shapes = {f"metrics.{name}{'.' if part else ''}{part}": s for name, parts in METRIC_SHAPES.items() for part, s in parts.items()}
 
     result = client.analysis(query, **fields)
     plan = client.plan(query, **fields)
@@ -266,7 +260,7 @@ def test_every_metric_has_the_planned_shape(http: httpx.Client, client: Client) 
 
     assert plan.admitted
     assert {name: tensor.shape for name, tensor in plan.outputs.items()} == {n: [lengths[x] for x in s] for n, s in shapes.items()}
-    for name, parts in SHAPES.items():
+    for name, parts in METRIC_SHAPES.items():
         for part in parts:
             array = result[name][part] if part else result[name]
             listed = np.array(nested[name][part] if part else nested[name], np.float64)
@@ -337,7 +331,7 @@ def test_padding_does_not_change_metrics(client: Client) -> None:
     words = list("abcab")
     behind = np.concatenate((real, 100 * rng.standard_normal((3, 64))))
     before = np.concatenate((100 * rng.standard_normal((3, 64)), real))
-    names = [name for name in METRICS if "per_query" not in name and SHAPES[name].get("", "") in ("b", "bh", "bhh")]
+    names = [name for name in METRICS if "per_query" not in name and METRIC_SHAPES[name].get("", "") in ("b", "bh", "bhh")]
 
     alone = client.analysis(real, metrics=names, tokens={"query": words})
     padded = client.analysis(behind, metrics=names, tokens={"query": [*words, *"abc"]}, valid_lens=n)
@@ -507,7 +501,7 @@ def test_a_fully_masked_head_is_null_and_contributes_zero(http: httpx.Client) ->
             here = metrics[name]
             got = {part: array[5] for part, array in here.items()} if isinstance(here, dict) else here[5]
             assert got == of_output[name], name
-        elif name != "pruning_order" and name not in OF_KEYS and SHAPES[name].get("", "bh").startswith("bh"):
+        elif name != "pruning_order" and name not in OF_KEYS and METRIC_SHAPES[name].get("", "bh").startswith("bh"):
             for part in numbers(metrics[name]):
                 assert np.isnan(part[5]).all() and not np.isnan(part[0]).all(), name
     assert metrics["pruning_order"]["heads"][0] == 5 and metrics["pruning_order"]["errors"][0] == 0
@@ -557,7 +551,7 @@ def test_overflow_in_blocked_keys_and_uncounted_queries_is_allowed(client: Clien
     plain = client.analysis(query[:2], key[:3], layer="analysed", metrics=names, query_offset=0)
 
     for name in names:
-        if SHAPES[name].get("", "bh") in ("b", "bh", "bhh"):
+        if METRIC_SHAPES[name].get("", "bh") in ("b", "bh", "bhh"):
             theirs = plain[name] if isinstance(plain[name], dict) else {"": plain[name]}
             ours = spoilt[name] if isinstance(spoilt[name], dict) else {"": spoilt[name]}
             for part, array in theirs.items():

@@ -10,10 +10,10 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from support.decoding import Gate
 from support.scheduler import Clock, run
 from support.waiting import PATIENCE
 
-from service.attention import decoding
 from service.errors import (
     CallerGone,
     DeadlinePassed,
@@ -303,20 +303,6 @@ async def test_work_ends_at_the_deadline_and_with_its_caller() -> None:
     service.close()
 
 
-class Gate:
-    """Lets steps wait before they are computed."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.entered, self.gate, real = threading.Semaphore(0), threading.Event(), decoding.forward_steps
-
-        def forward_steps(*args: Any) -> Any:
-            self.entered.release()
-            assert self.gate.wait(PATIENCE)
-            return real(*args)
-
-        patch.setattr(decoding, "forward_steps", forward_steps)
-
-
 def service_of(sessions: Sessions) -> Service:
     service = open_service("cpu", WireLimits(), ServingLimits(), QueueLimits(delay=1e-4))
     service.registry.put(sessions.layers.find("default"))
@@ -337,12 +323,12 @@ async def test_a_cancelled_step_ends_before_the_next_one_begins() -> None:
         service, session = service_of(sessions), sessions.create()
         rows = np.random.default_rng(0).standard_normal((3, 1, 6))
         first, second, third = (asyncio.create_task(step(service, session, row)) for row in rows)
-        assert await asyncio.to_thread(gate.entered.acquire, timeout=PATIENCE)
+        await asyncio.to_thread(gate.wait)
         first.cancel()
         third.cancel()
         await asyncio.sleep(0)
         assert session.turn.locked() and not first.done()
-        gate.gate.set()
+        gate.opened.set()
         await asyncio.wait([first, second, third])
         assert first.cancelled() and third.cancelled() and second.exception() is None
         assert session.length == 1 and session.calls == 0

@@ -22,11 +22,11 @@ def chromium() -> Iterator[Browser]:
 
 @dataclass
 class Visit:
-    """One visit to the page of a server. `refused` are the statuses of replies that were refusals, which Chromium also complains of."""
+    """One visit to the page of a server. `refused` are the statuses of refusals, which Chromium also writes to its console."""
 
     page: Page
     url: str
-    complaints: list[str] = field(default_factory=list)
+    console_errors: list[str] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     fetched: list[str] = field(default_factory=list)
 
@@ -34,8 +34,8 @@ class Visit:
         """Opens the page."""
         page = self.page
         page.add_init_script(BREACHES)
-        page.on("console", lambda message: self.complaints.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", lambda message: self.console_errors.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.console_errors.append(str(error)))
         page.on("request", lambda request: self.fetched.append(request.url))
         page.on("response", lambda response: self.refused.append(response.status) if response.status >= 400 else None)
         page.goto(self.url + "/")
@@ -46,11 +46,11 @@ class Visit:
         page = self.page
         page.locator("#result[aria-busy=false] #heads button").first.wait_for()
         if page.locator("#layer").input_value() != layer:
-            self.asking(lambda: page.select_option("#layer", layer))
+            self.request_sent_by(lambda: page.select_option("#layer", layer))
         return self
 
-    def asking(self, act: Any) -> dict[str, Any]:
-        """Does something that makes the page ask /attend, and waits until the answer is shown; what was asked."""
+    def request_sent_by(self, act: Any) -> dict[str, Any]:
+        """The body of the request to /attend that `act` makes the page send. Waits until the reply is shown."""
         with self.page.expect_response("**/attend") as caught:
             act()
         self.page.locator("#result[aria-busy=false]").wait_for()
@@ -58,15 +58,15 @@ class Visit:
         return body
 
     def refusal(self, act: Any, path: str = "**/attend") -> None:
-        """Does something that the service refuses."""
+        """Runs `act`, which makes the page send a request that the service refuses, and waits until the refusal is shown."""
         with self.page.expect_response(path) as caught:
             act()
         assert caught.value.status >= 400
         self.page.locator("#result[aria-busy=false]").wait_for()
 
     def end(self) -> None:
-        """Nothing was complained of but refusals, and nothing came from elsewhere."""
-        ours = [text for text in self.complaints if not text.startswith("Failed to load resource")]
-        assert ours == [] and len(self.complaints) - len(ours) == len(self.refused)
+        """Asserts that the console has no errors but refusals, and that every file is from this server. Closes the page."""
+        ours = [text for text in self.console_errors if not text.startswith("Failed to load resource")]
+        assert ours == [] and len(self.console_errors) - len(ours) == len(self.refused)
         assert self.fetched and [url for url in self.fetched if not url.startswith((self.url, "blob:" + self.url))] == []
         self.page.context.close()

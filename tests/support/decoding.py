@@ -1,13 +1,15 @@
 """One sequence with a KV cache, without a server: steps are bound as the service binds them, and compared with the reference."""
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from service.attention import cache
+from service.attention import cache, decoding
 from service.attention.cache import KeyValueCache, PagePool, caches_latent
 from service.attention.call import Result
 from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, Case, draw_options, random_case
@@ -26,6 +28,7 @@ from service.serving.sessions.steps import bind_step
 from service.tensors import Array
 from service.wire.codec import Decoded
 from support.cases import weights_of
+from support.waiting import PATIENCE
 
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 LIMITS = Admission(ServingLimits())
@@ -196,3 +199,21 @@ def small_pages_of(size: int, first_rows: int = 2) -> Iterator[None]:
 def rows_of(one: KeyValueCache) -> dict[str, Array]:
     """The rows that a cache has not freed."""
     return {name: numpy_of(tensor).copy() for name, tensor in one.joined(one.first).items()}
+
+
+class Gate:
+    """Steps that are computed alone wait until `opened` is set."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.entered, self.opened, real = threading.Semaphore(0), threading.Event(), decoding.forward_steps
+
+        def forward_steps(*args: Any) -> Any:
+            self.entered.release()
+            assert self.opened.wait(PATIENCE)
+            return real(*args)
+
+        patch.setattr(decoding, "forward_steps", forward_steps)
+
+    def wait(self) -> None:
+        """Returns once a step waits."""
+        assert self.entered.acquire(timeout=PATIENCE)

@@ -28,10 +28,10 @@ def several_workers(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.slow(pytest.mark.skipif(usable_cores() < 2, reason="rule 11 allows one worker on one core")(test))
 
 
-def ask(url: str, method: str = "GET", path: str = "/health/ready", **knobs: Any) -> httpx.Response:
+def ask(url: str, method: str = "GET", path: str = "/health/ready", **keywords: Any) -> httpx.Response:
     """One request on a connection of its own."""
     with httpx.Client(base_url=url, timeout=PATIENCE, headers={"Connection": "close"}) as client:
-        return client.request(method, path, **knobs)
+        return client.request(method, path, **keywords)
 
 
 def attend(url: str) -> httpx.Response:
@@ -116,7 +116,7 @@ def events(server: Server, name: str) -> list[dict[str, Any]]:
 
 
 def counted(url: str, name: str) -> float:
-    """A metric, summed over its labels, as whoever answers tells it."""
+    """A metric, summed over its labels, of the worker that answers."""
     lines = ask(url, path="/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))
 

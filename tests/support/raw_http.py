@@ -38,6 +38,12 @@ def requests(server: Server, endpoint: str, status: int) -> float:
     return sum(float(line.removeprefix(counter)) for line in text.splitlines() if line.startswith(counter))
 
 
+def held_bytes(server: Server) -> float:
+    """The gauge of the bytes that count against the memory budget."""
+    text, gauge = httpx.get(f"{server.url}/metrics").text, "attend_held_body_bytes "
+    return next(float(line.removeprefix(gauge)) for line in text.splitlines() if line.startswith(gauge))
+
+
 def refusal(answer: bytes) -> dict[str, Any]:
     """The problem document of a refusal that closes the connection."""
     head, _, body = answer.partition(b"\r\n\r\n")

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Reply:
-    """What came back from infer: the JSON, and the arrays, whether they stood in it or after it."""
+    """A reply of infer: the JSON, and the arrays, of numbers in the JSON or of the bytes after it."""
 
     document: dict[str, Any]
     arrays: dict[str, Array]

@@ -34,7 +34,7 @@ def layers(http: httpx.Client) -> Iterator[dict[str, dict[str, Any]]]:
 
 
 @pytest.fixture(scope="session")
-def answers_well(http: httpx.Client, layers: dict[str, Any]) -> Callable[[], None]:
+def assert_still_answers(http: httpx.Client, layers: dict[str, Any]) -> Callable[[], None]:
     """Asserts that the server answers a good request as it should: two heads of identity weights, so that all is plain arithmetic."""
     query = np.array([[0.5, -1.0, 2.0, 0.25], [1.5, 0.0, -0.5, 1.0], [-1.0, 0.75, 1.25, -2.0]])
     heads = query.reshape(3, 2, 2).transpose(1, 0, 2)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import trustme
 import uvicorn
-from support.raw_http import BODY, HEAD, connect, failures, read_to_end, refusal, requests
+from support.raw_http import BODY, HEAD, connect, failures, held_bytes, read_to_end, refusal, requests
 from support.server import Server
 from support.waiting import PATIENCE, until
 from uvicorn.loops.auto import auto_loop_factory
@@ -87,8 +87,8 @@ def test_a_client_that_does_not_read_its_reply_is_disconnected(impatient_server:
         connection.sendall(HEAD % len(body) + body)
         until(lambda: failures(impatient_server, "slow_reply") > before, "it is counted")
         with suppress(ConnectionError):
-            head, _, came = read_to_end(connection).partition(b"\r\n\r\n")
-            assert len(came) < int(head.partition(b"content-length: ")[2].split()[0])
+            head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+            assert len(body) < int(head.partition(b"content-length: ")[2].split()[0])
 
 
 def test_a_client_that_disconnects_during_its_body_is_counted(impatient_server: Server) -> None:
@@ -136,11 +136,6 @@ def test_a_disconnect_during_the_body_is_not_an_error_of_the_server(server: Serv
         connection.sendall(f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{{".encode())
     until(lambda: failures(server, "CallerGone") > gone, "it is counted")
     assert (requests(server, endpoint, 0), requests(server, endpoint, 500)) == (before + 1, 0)
-
-
-def held_bytes(server: Server) -> float:
-    text, gauge = httpx.get(f"{server.url}/metrics").text, "attend_held_body_bytes "
-    return next(float(line.removeprefix(gauge)) for line in text.splitlines() if line.startswith(gauge))
 
 
 def test_the_gauge_counts_a_reply_until_it_is_read(server: Server) -> None:
@@ -309,9 +304,9 @@ def test_an_exception_in_one_check_does_not_stop_the_others() -> None:
 def test_the_transport_buffers_one_piece_of_a_long_reply(tls: bool) -> None:
     """However slowly it is read. All of it arrives."""
     authority, size = trustme.CA(), 40 << 20
-    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
-    authority.issue_cert("127.0.0.1").configure_cert(ours)
-    authority.configure_trust(theirs)
+    server_context, client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(server_context)
+    authority.configure_trust(client_context)
     most, left, is_sent = [0], [-1], asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -330,7 +325,7 @@ def test_the_transport_buffers_one_piece_of_a_long_reply(tls: bool) -> None:
 
     def get_index(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as plain:
-            connection = theirs.wrap_socket(plain, server_hostname="127.0.0.1") if tls else plain
+            connection = client_context.wrap_socket(plain, server_hostname="127.0.0.1") if tls else plain
             connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             answer = read_to_end(connection)
             connection.close()
@@ -339,7 +334,7 @@ def test_the_transport_buffers_one_piece_of_a_long_reply(tls: bool) -> None:
     async def test() -> None:
         loop, config = asyncio.get_running_loop(), uvicorn.Config(app, lifespan="off", log_config=None)
         make = lambda: Connection(config, ServerState(), {}, loop)  # noqa: E731  # as a server creates connections
-        async with await loop.create_server(make, "127.0.0.1", 0, ssl=ours if tls else None) as listening:
+        async with await loop.create_server(make, "127.0.0.1", 0, ssl=server_context if tls else None) as listening:
             answer = await asyncio.to_thread(get_index, listening.sockets[0].getsockname()[1])
             await asyncio.wait_for(is_sent.wait(), PATIENCE)  # with TLS, the client may have closed first
         assert len(answer.partition(b"\r\n\r\n")[2]) == size

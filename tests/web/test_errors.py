@@ -20,7 +20,7 @@ PLACES: list[tuple[str, str, Any, Any, str]] = [  # of each a request, and what 
     ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Engine, "decode"),
     ("POST", "/attend/plan", QUERY, Engine, "decode"),
     ("POST", "/attend/figure", {**QUERY, "figure": {}}, Engine, "decode"),
-    ("POST", "/words", {"text": "a cat"}, documents, "_members"),
+    ("POST", "/words", {"text": "a cat"}, documents, "_decode_members"),
     ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, LayerRegistry, "make"),
     ("GET", "/layers/default/weights", None, documents, "write_layer_file"),
     ("POST", "/v2/models/default/infer", V2, Engine, "decode"),
@@ -34,7 +34,7 @@ def test_unexpected_errors_are_500_and_out_of_memory_507_in_the_endpoints_format
 ) -> None:
     """A 500 does not reveal the exception."""
 
-    def fail(*args: Any, **knobs: Any) -> Any:
+    def fail(*args: Any, **keywords: Any) -> Any:
         raise error
 
     async def test() -> None:

@@ -15,8 +15,8 @@ def test_the_readmes_example_can_be_executed_on_the_page(server: Server) -> None
     with sync_playwright() as driver:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
-        page, complaints, fetched = browser.new_page(), [], []
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page, console_errors, fetched = browser.new_page(), [], []
+        page.on("console", lambda message: console_errors.append(message.text) if message.type == "error" else None)
         page.on("request", lambda request: fetched.append(request.url))
         page.goto(server.url + "/docs")
         statuses = []
@@ -33,6 +33,6 @@ def test_the_readmes_example_can_be_executed_on_the_page(server: Server) -> None
 
     assert statuses[0] in ("200", "201")
     assert statuses[1] == "200"
-    assert complaints == []
+    assert console_errors == []
     assert fetched
     assert [url for url in fetched if not url.startswith(server.url)] == []

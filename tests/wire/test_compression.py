@@ -119,9 +119,9 @@ def test_an_unknown_coding_is_refused(coding: str) -> None:
 @given(st.binary(max_size=300), st.sampled_from(["gzip", "deflate"]), st.integers(0, 300))
 def test_random_bytes_are_decompressed_or_refused(body: bytes, coding: str, limit: int) -> None:
     """As they are, and after a valid beginning."""
-    for came in (body, PACKED[coding](body), PACKED[coding](b"x") + body, PACKED[coding](body * 3)[: len(body)]):
+    for packed in (body, PACKED[coding](body), PACKED[coding](b"x") + body, PACKED[coding](body * 3)[: len(body)]):
         try:
-            assert len(unpack(came, coding, limit)) <= limit or not came
+            assert len(unpack(packed, coding, limit)) <= limit or not packed
         except AttendError as error:
             assert isinstance(error, RequestError)
 
@@ -194,7 +194,7 @@ def test_many_members_take_linear_time(spy: type[Spy], size: int, members: int) 
         with suppress(AttendError):  # so many members may as well be refused
             unpack(member * count, "gzip", 10**9)
         work.append(spy.fed)
-    assert work[1] <= 2.5 * work[0], f"{work[0]:,} bytes were looked at for {members * len(member):,}, and {work[1]:,} for twice as many"
+    assert work[1] <= 2.5 * work[0], f"{work[0]:,} bytes were read for {members * len(member):,}, and {work[1]:,} for twice as many"
 
 
 # Out
@@ -215,7 +215,7 @@ def test_compression_reduces_the_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accept", "asked", "always"),
+    ("accept", "by_default", "always"),
     [
         ("", "", ""),
         ("gzip", "gzip", "gzip"),
@@ -248,6 +248,6 @@ def test_compression_reduces_the_size() -> None:
         ("not-gzip", "", ""),
     ],
 )
-def test_the_coding_of_a_reply(accept: str, asked: str, always: str) -> None:
+def test_the_coding_of_a_reply(accept: str, by_default: str, always: str) -> None:
     """By default only if the client names one coding alone; with `always`, the accepted one of highest quality."""
-    assert (coding_of_reply(accept, False), coding_of_reply(accept, True)) == (asked, always)
+    assert (coding_of_reply(accept, False), coding_of_reply(accept, True)) == (by_default, always)

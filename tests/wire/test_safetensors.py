@@ -31,7 +31,7 @@ RNG = np.random.default_rng(8)
 
 
 def body(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """A body with this header: a document, or the very text of it."""
+    """A body with this header, given as a document or as text."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -40,7 +40,7 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-def some(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+def random_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Numbers that the dtype holds, its edges among them."""
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
@@ -54,11 +54,11 @@ def some(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     return array
 
 
-def theirs(came: bytes) -> dict[str, Array]:
+def read_by_library(content: bytes) -> dict[str, Array]:
     """The tensors as the library reads them. Its NumPy interface lacks bfloat16, which is read from the raw bytes."""
-    if '"BF16"' not in came[8 : 8 + struct.unpack("<Q", came[:8])[0]].decode():
-        return load(came)
-    parts = dict(deserialize(came))
+    if '"BF16"' not in content[8 : 8 + struct.unpack("<Q", content[:8])[0]].decode():
+        return load(content)
+    parts = dict(deserialize(content))
     dtypes = {row.safetensors: row.numpy for row in DATATYPES.values()}
     return {name: np.frombuffer(part["data"], dtypes[part["dtype"]]).reshape(part["shape"]) for name, part in parts.items()}
 
@@ -81,7 +81,7 @@ def joined(pieces: list[Any]) -> bytes:
 @pytest.mark.parametrize("name", DATATYPES)
 def test_tensors_written_by_the_library_are_read_exactly(name: str, shape: tuple[int, ...]) -> None:
     """Every dtype, scalars and empty tensors."""
-    array = some(DATATYPES[name].numpy, shape)
+    array = random_array(DATATYPES[name].numpy, shape)
     tensors, metadata = read_tensors(save({"x": array}))
     assert_equal(tensors["x"], array)
     assert not metadata
@@ -91,29 +91,29 @@ def test_tensors_written_by_the_library_are_read_exactly(name: str, shape: tuple
 @pytest.mark.parametrize("name", DATATYPES)
 def test_the_library_reads_tensors_exactly(name: str, shape: tuple[int, ...]) -> None:
     """Every dtype, scalars and empty tensors."""
-    array = some(DATATYPES[name].numpy, shape)
-    assert_equal(theirs(joined(write_tensors({"x": array}, {})))["x"], array)
+    array = random_array(DATATYPES[name].numpy, shape)
+    assert_equal(read_by_library(joined(write_tensors({"x": array}, {})))["x"], array)
 
 
 def everything() -> dict[str, Array]:
     """A tensor of every dtype, of sizes that leave the ones behind them unaligned."""
-    return {f"tensor.{name}": some(row.numpy, (3, 1 + i % 3)) for i, (name, row) in enumerate(DATATYPES.items())}
+    return {f"tensor.{name}": random_array(row.numpy, (3, 1 + i % 3)) for i, (name, row) in enumerate(DATATYPES.items())}
 
 
 def test_the_library_opens_a_file_of_many_tensors(tmp_path: Path) -> None:
     """Names, dtypes, shapes, numbers, and metadata in any script."""
     metadata = {"reply": '{"layer": "größe ✓ \\u0000"}', "": "nothing", "format": "np"}
-    tensors = {**everything(), "größe/~1": some(np.dtype(np.float32), (2,)), "": some(np.dtype(np.int8), (1,))}
+    tensors = {**everything(), "größe/~1": random_array(np.dtype(np.float32), (2,)), "": random_array(np.dtype(np.int8), (1,))}
     path = tmp_path / "all.safetensors"
     path.write_bytes(joined(write_tensors(tensors, metadata)))
 
     with safe_open(path, "numpy") as opened:
         assert opened.metadata() == metadata
         assert set(opened.keys()) == set(tensors)
-    for name, array in theirs(path.read_bytes()).items():
+    for name, array in read_by_library(path.read_bytes()).items():
         assert_equal(array, tensors[name])
-    again, told = read_tensors(path.read_bytes())
-    assert told == metadata
+    again, read_metadata = read_tensors(path.read_bytes())
+    assert read_metadata == metadata
     assert again.keys() == tensors.keys()
     for name, array in again.items():
         assert_equal(array, tensors[name])
@@ -161,14 +161,14 @@ def test_random_tensors_survive_a_round_trip_with_the_library(
     what: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]
 ) -> None:
     """In both directions."""
-    tensors = {name: some(DATATYPES[dtype].numpy, shape) for name, (dtype, shape) in what.items()}
+    tensors = {name: random_array(DATATYPES[dtype].numpy, shape) for name, (dtype, shape) in what.items()}
     written = joined(write_tensors(tensors, metadata))
-    back, (ours, told) = theirs(written), read_tensors(save(tensors, metadata or None))
-    assert back.keys() == ours.keys() == tensors.keys()
-    assert told == metadata == read_tensors(written)[1]
+    by_library, (by_service, read_metadata) = read_by_library(written), read_tensors(save(tensors, metadata or None))
+    assert by_library.keys() == by_service.keys() == tensors.keys()
+    assert read_metadata == metadata == read_tensors(written)[1]
     for name, array in tensors.items():
-        assert_equal(back[name], array)
-        assert_equal(ours[name], array)
+        assert_equal(by_library[name], array)
+        assert_equal(by_service[name], array)
 
 
 # Memory
@@ -176,10 +176,14 @@ def test_random_tensors_survive_a_round_trip_with_the_library(
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_arrays_are_views_of_the_body(kind: Callable[[bytes], Any]) -> None:
-    tensors = {"a": some(np.dtype(np.float32), (3, 4)), "b": some(np.dtype(np.float64), (5,)), "c": some(np.dtype(np.bool_), (7,))}
-    came = kind(save(tensors))
-    whole = np.frombuffer(came, np.uint8)
-    for name, array in read_tensors(came)[0].items():
+    tensors = {
+        "a": random_array(np.dtype(np.float32), (3, 4)),
+        "b": random_array(np.dtype(np.float64), (5,)),
+        "c": random_array(np.dtype(np.bool_), (7,)),
+    }
+    content = kind(save(tensors))
+    whole = np.frombuffer(content, np.uint8)
+    for name, array in read_tensors(content)[0].items():
         assert np.shares_memory(array, whole), name
         assert_equal(array, tensors[name])
 
@@ -197,7 +201,7 @@ def test_an_unaligned_tensor_is_copied() -> None:
 
 def test_pieces_of_a_reply_are_views_of_the_arrays() -> None:
     """Only an array that is not contiguous is copied."""
-    output, weights = some(np.dtype(np.float32), (2, 3)), some(np.dtype(np.float64), (4, 4))
+    output, weights = random_array(np.dtype(np.float32), (2, 3)), random_array(np.dtype(np.float64), (4, 4))
     pieces = write_tensors({"output": output, "weights": weights, "turned": weights.T}, {"reply": "{}"})
     assert [len(piece) for piece in pieces[1:]] == [output.nbytes, weights.nbytes, weights.nbytes]
     assert np.shares_memory(np.frombuffer(pieces[1], np.uint8), output)
@@ -296,11 +300,11 @@ ATTACKS: list[tuple[str, bytes, type[AttendError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("came", "kind", "at"), [attack[1:] for attack in ATTACKS], ids=[attack[0] for attack in ATTACKS])
-def test_invalid_bodies_are_refused(came: bytes, kind: type[AttendError], at: str) -> None:
+@pytest.mark.parametrize(("content", "kind", "at"), [attack[1:] for attack in ATTACKS], ids=[attack[0] for attack in ATTACKS])
+def test_invalid_bodies_are_refused(content: bytes, kind: type[AttendError], at: str) -> None:
     """With the right class and the tensor's name, briefly, and without allocating the announced memory."""
     with pytest.raises(AttendError) as refusal:
-        read_tensors(came)
+        read_tensors(content)
     assert type(refusal.value) is kind, refusal.value
     (problem,) = refusal.value.problems
     if at:  # it is named, by its place or, where no place could tell two of the same name apart, in words
@@ -310,9 +314,9 @@ def test_invalid_bodies_are_refused(came: bytes, kind: type[AttendError], at: st
     assert problem.got
 
 
-def test_what_is_refused_here_is_mostly_refused_by_the_library() -> None:
+def test_the_library_refuses_the_same_bodies_but_for_some_valid_ones() -> None:
     """The others are valid safetensors that this service does not accept."""
-    stricter = {name for name, came, _, _ in ATTACKS if _loads(came)}
+    stricter = {name for name, content, _, _ in ATTACKS if _library_reads(content)}
     assert stricter <= {
         "an entry of the metadata in other case",
         "too many axes",
@@ -329,10 +333,10 @@ def test_what_is_refused_here_is_mostly_refused_by_the_library() -> None:
     }
 
 
-def _loads(came: bytes) -> bool:
-    """Whether the library takes it. Its own decoding into numpy fails on dtypes that numpy has not."""
+def _library_reads(content: bytes) -> bool:
+    """Whether the library reads it. Its conversion to numpy fails for dtypes that numpy lacks."""
     try:
-        load(came)
+        load(content)
     except (SafetensorError, KeyError, ValueError, TypeError):
         return False
     return True
@@ -340,7 +344,7 @@ def _loads(came: bytes) -> bool:
 
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_every_prefix_of_a_body_is_refused(n: int) -> None:
-    whole = save({f"x{i}": some(np.dtype(np.float32), (2, 3)) for i in range(n)}, {"request": '{"causal": true}'})
+    whole = save({f"x{i}": random_array(np.dtype(np.float32), (2, 3)) for i in range(n)}, {"request": '{"causal": true}'})
     assert len(read_tensors(whole)[0]) == n
     for length in range(len(whole)):
         with pytest.raises(MalformedBody):
@@ -351,7 +355,7 @@ def test_every_prefix_of_a_body_is_refused(n: int) -> None:
 
 def test_bytes_after_the_last_tensor_are_refused() -> None:
     with pytest.raises(MalformedBody):
-        read_tensors(save({"x": some(np.dtype(np.float32), (2, 3))}) + b"\0")
+        read_tensors(save({"x": random_array(np.dtype(np.float32), (2, 3))}) + b"\0")
 
 
 def test_a_header_beyond_the_limit_is_refused_before_it_is_read() -> None:
@@ -366,7 +370,7 @@ def test_a_header_beyond_the_limit_is_refused_before_it_is_read() -> None:
 
 def test_a_request_of_tensors_and_metadata() -> None:
     """Tensors by their names, the other fields from the entry `request`; other entries are ignored."""
-    query, mask = some(np.dtype(np.float16), (2, 3, 4)), some(np.dtype(np.bool_), (3, 3))
+    query, mask = random_array(np.dtype(np.float16), (2, 3, 4)), random_array(np.dtype(np.bool_), (3, 3))
     text = '{"causal": true, "select": {"heads": [1]}, "key": [[[1, 2, 3, 4]], [[5, 6, 7, 8]]]}'
     members = parse(save({"query": query, "attend_mask": mask}, {"request": text, "format": "pt", "note": "no { json"}), KINDS, LIMITS)
     assert set(members) == {"query", "attend_mask", "causal", "select", "key"}
@@ -431,7 +435,7 @@ def test_a_reply_has_tensors_and_metadata() -> None:
     reply = Reply({"name": "größe", "fingerprint": "f" * 64}, 7, "BF16", tensors)
     pieces = encode(reply, ReplyOptions())
 
-    got = theirs(joined(pieces))
+    got = read_by_library(joined(pieces))
     _, metadata = read_tensors(joined(pieces))
 
     assert set(got) == {"output", "attention_weights.keys", "attention_weights.values", "empty"}
@@ -448,7 +452,7 @@ def test_a_reply_in_each_datatype(datatype: str) -> None:
     """Numbers are rounded once, to the nearest."""
     numbers = RNG.standard_normal((5, 7))
     pieces = encode(Reply({"name": "x", "fingerprint": "y"}, 0, datatype, {"output": numbers}), ReplyOptions())
-    got = theirs(joined(pieces))["output"]
+    got = read_by_library(joined(pieces))["output"]
     assert datatype_of(got).name == datatype
     assert_equal(got, numbers.astype(DATATYPES[datatype].numpy))
 
@@ -477,25 +481,25 @@ def test_nonfinite_numbers_in_replies() -> None:
 # Fuzz
 
 
-def refused_or_read(came: bytes) -> None:
-    """Read, or refused by one of ours; read is what covers the whole body."""
+def assert_refused_or_read(content: bytes) -> None:
+    """Asserts that the content is refused with a RequestError, or that its tensors are all of it."""
     try:
-        tensors, metadata = read_tensors(came)
+        tensors, metadata = read_tensors(content)
     except AttendError as error:
         assert isinstance(error, RequestError)
         assert error.problems
         return
-    size = struct.unpack("<Q", came[:8])[0]
-    assert 8 + size + sum(array.nbytes for array in tensors.values()) == len(came)
+    size = struct.unpack("<Q", content[:8])[0]
+    assert 8 + size + sum(array.nbytes for array in tensors.values()) == len(content)
     assert all(type(text) is str for text in metadata.values())
 
 
 @given(st.binary(max_size=200))
 @example(b"\x02\0\0\0\0\0\0\0{}")
-def test_random_bytes_are_read_or_refused(came: bytes) -> None:
+def test_random_bytes_are_read_or_refused(content: bytes) -> None:
     """As they are, and after a header length that fits."""
-    refused_or_read(came)
-    refused_or_read(body(came))
+    assert_refused_or_read(content)
+    assert_refused_or_read(body(content))
 
 
 VALID = save(
@@ -506,19 +510,19 @@ VALID = save(
 @given(st.data())
 def test_bodies_with_changed_bytes_are_read_or_refused(data: st.DataObject) -> None:
     """Bytes of a valid body changed, removed and added anywhere."""
-    came = bytearray(VALID)
+    content = bytearray(VALID)
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(came) - 1))
+        at = data.draw(st.integers(0, len(content) - 1))
         what = data.draw(st.sampled_from(["change", "change", "remove", "insert"]))
         if what == "remove":
-            del came[at : at + data.draw(st.integers(1, 9))]
+            del content[at : at + data.draw(st.integers(1, 9))]
         elif what == "insert":
-            came[at:at] = data.draw(st.binary(min_size=1, max_size=9))
+            content[at:at] = data.draw(st.binary(min_size=1, max_size=9))
         else:
-            came[at] = data.draw(st.integers(0, 255))
-        if not came:
+            content[at] = data.draw(st.integers(0, 255))
+        if not content:
             break
-    refused_or_read(bytes(came))
+    assert_refused_or_read(bytes(content))
 
 
 json_values = st.recursive(
@@ -552,10 +556,10 @@ entries = st.fixed_dictionaries(
 )
 def test_random_json_headers_are_read_or_refused(header: dict[str, Any], data: bytes, metadata: dict[str, str]) -> None:
     """Entries of many shapes and sizes around the valid ones, and requests in the metadata."""
-    refused_or_read(body(header, data))
-    came = body({**header, "__metadata__": metadata}, data)
-    refused_or_read(came)
+    assert_refused_or_read(body(header, data))
+    content = body({**header, "__metadata__": metadata}, data)
+    assert_refused_or_read(content)
     try:
-        parse(came, KINDS, LIMITS)
+        parse(content, KINDS, LIMITS)
     except AttendError as error:
         assert isinstance(error, RequestError)

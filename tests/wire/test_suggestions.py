@@ -17,13 +17,13 @@ FIELDS = {*AttendRequest.model_fields, *AnalysisRequest.model_fields, *FigureReq
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
-def test_a_name_of_another_library_is_no_field_and_is_answered_with_one(name: str) -> None:
+def test_a_name_of_another_library_in_a_request_is_answered_with_a_field(name: str) -> None:
     assert name not in FIELDS
     assert re.match("|".join(FIELDS), OTHER_NAMES[name])
 
 
 @pytest.mark.parametrize(("name", "meaning"), LayerSpec.expected_instead.items())
-def test_so_is_a_name_in_a_spec(name: str, meaning: str) -> None:
+def test_a_name_of_another_library_in_a_spec_is_answered_with_a_field(name: str, meaning: str) -> None:
     assert name not in LayerSpec.model_fields
     assert meaning.partition(" ")[0] in {*LayerSpec.model_fields, "no"}
     with pytest.raises(InvalidRequest, match=re.escape(f'expected {meaning}, got a field "{name}", at /spec/{name}')):
@@ -42,7 +42,7 @@ def test_the_closest_name_is_suggested() -> None:
     assert did_you_mean("xyz", known) == did_you_mean(5, known) == did_you_mean("q", []) == ""
 
 
-def test_the_comparison_is_bounded() -> None:
+def test_a_bounded_number_of_names_is_compared() -> None:
     """A server may have a thousand layers, and a name any length. Names with the same beginning come first."""
     assert did_you_mean("layer", [*("xlayer" for _ in range(COMPARED)), "slayer"]) == " (did you mean xlayer?)"
     assert did_you_mean("layer", [*("xxlayer" for _ in range(COMPARED)), "layers"]) == " (did you mean layers?)"

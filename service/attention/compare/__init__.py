@@ -9,8 +9,16 @@
     print(compare(MyRotaryAttention, spec=LayerSpec(d_model=12, num_heads=3, rope={}), causal=True))
 
 A candidate is a `torch.nn.Module` or NumPy class, or an instance of one, whose weights are read and given to the reference; or a function
-of query, key and value that are split into heads already. `convention.py` has the options, `names.py` the names that are known,
-`cases.py` the inputs, `mistakes.py` the explanations. Torch is used only if it is already imported.
+of query, key and value that are split into heads already. Torch is used only if it is already imported.
+
+In the order in which to read it:
+
+    comparison.py            `compare`: calls the candidate on every case, and finds the first wrong number
+    convention.py            the options, for what cannot be read off a candidate; names.py: the names that can
+    candidate.py, weights.py constructs a candidate and reads its weights; adapter.py: calls it
+    cases.py, tolerance.py   the inputs; the largest error that rounding explains
+    mistakes.py              the known mistakes, made of changes.py and wrong_steps.py, and the search for those that explain a result
+    random_cases.py          random requests, and random_layers.py, for comparison with any oracle
 """
 
 from service.attention.compare.comparison import CaseResult, Comparison, Disagreement, assert_agrees, compare

@@ -36,9 +36,10 @@ class WeightReduction:
         """The block with the keys that are read."""
         if self.keys is None:
             return block
-        rows, weights, visible = block
-        keys = list(self.keys)
-        return rows, weights[..., keys], None if visible is None else visible.expand(*visible.shape[:-1], weights.shape[-1])[..., keys]
+        keys, visible = list(self.keys), block.visible
+        if visible is not None:
+            visible = visible.expand(*visible.shape[:-1], block.weights.shape[-1])[..., keys]
+        return WeightBlock(block.rows, block.weights[..., keys], visible)
 
     def to(self, device: torch.device) -> "WeightReduction":
         return self
@@ -68,10 +69,10 @@ class Pooling:
     pool: Pool = "mean"
     across: Callable[[Tensor], Tensor] | None = None  # reduces the heads to one before pooling
 
-    def __call__(self, rows: Iterable[WeightBlock]) -> dict[str, Tensor]:
+    def __call__(self, blocks: Iterable[WeightBlock]) -> dict[str, Tensor]:
         pooled = counts = torch.empty(0)
         cells = -(-self.shape[0] // self.query_step), -(-self.shape[1] // self.key_step)
-        for block, weights, visible in rows:
+        for rows, weights, visible in blocks:
             values, attended = _of_item(weights, visible, self.item)
             if self.across is not None:
                 values, attended = self.across(values), attended.any(0, keepdim=True)
@@ -79,8 +80,8 @@ class Pooling:
                 pooled = torch.zeros(values.shape[0], *cells, dtype=torch.float64, device=values.device)
                 counts = torch.zeros(attended.shape[0], *cells, dtype=torch.float64, device=values.device)
             values, number = self._pool_keys(values.double(), self.pool), self._pool_keys(attended.double(), "mean")
-            for cell in range(block.start // self.query_step, (block.stop - 1) // self.query_step + 1):
-                part = slice(max(cell * self.query_step - block.start, 0), (cell + 1) * self.query_step - block.start)
+            for cell in range(rows.start // self.query_step, (rows.stop - 1) // self.query_step + 1):
+                part = slice(max(cell * self.query_step - rows.start, 0), (cell + 1) * self.query_step - rows.start)
                 counts[:, cell] += number[:, part].sum(1)
                 if self.pool == "max":
                     pooled[:, cell] = torch.maximum(pooled[:, cell], values[:, part].amax(1))
@@ -104,9 +105,9 @@ class Similarity:
 
     item: int
 
-    def __call__(self, rows: Iterable[WeightBlock]) -> dict[str, Tensor]:
+    def __call__(self, blocks: Iterable[WeightBlock]) -> dict[str, Tensor]:
         products = torch.zeros(())
-        for _, weights, visible in rows:
+        for _, weights, visible in blocks:
             flat = _of_item(weights, visible, self.item)[0].double().flatten(1)
             products = products.to(flat.device) + flat @ flat.T
         return {"similarity": cosines(_nan_to_infinity(products))}
@@ -116,7 +117,7 @@ def pool_array(values: Tensor, row_step: int, column_step: int, pool: Pool) -> T
     """[rows, columns] -> cells: the mean or the maximum of each; values may be negative."""
     pooling = Pooling(0, (values.shape[0], values.shape[1]), row_step, column_step, pool)
     shift = values.min() if pool == "max" else values.new_zeros(())  # maxima start at 0
-    return pooling(iter([(slice(0, values.shape[0]), (values - shift)[None, None], None)]))["pooled"][0] + shift
+    return pooling([WeightBlock(slice(0, values.shape[0]), (values - shift)[None, None], None)])["pooled"][0] + shift
 
 
 def _nan_to_infinity(numbers: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from service.attention.reference.positions import grid_bias, position_bias, query_factors, relative_terms, rotate
-from service.attention.reference.projections import Projections
+from service.attention.reference.projections import ProjectionSteps
 from service.attention.reference.request import Request
 from service.spec import LAMBDAS, LayerSpec
 from service.spec_parts import OutputGate, QKNorm
@@ -67,7 +67,7 @@ def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> O
     return outputs if request.batched else Outputs(**{field.name: getattr(outputs, field.name)[0] for field in fields(Outputs)})
 
 
-class Layer(Projections):
+class Layer(ProjectionSteps):
     """A layer; each method is a step of its computation. `compare/wrong_steps.py` replaces steps in subclasses to make mistakes."""
 
     @np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf

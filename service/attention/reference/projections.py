@@ -10,8 +10,8 @@ from service.spec_parts import QKNorm
 from service.tensors import Array
 
 
-class Projections:
-    """The spec and the weights of a layer, and its steps without positions. x is [b, n, in], heads are [b, heads, n, d]."""
+class ProjectionSteps:
+    """The spec and weights of a layer, and the steps of `Layer` that do not depend on positions. x: [b, n, in]; heads: [b, heads, n, d]."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Array]) -> None:
         self.spec = spec

@@ -143,7 +143,7 @@ DECODERS: dict[str, Family] = {
         only("use_bidirectional_attention", None, "vision"),  # vision: among tokens of images
     ),
     "llama4_text": decoder(chunks, decoder_traits.llama4, rotary=INTERLEAVED, layer_type=decoder_traits.llama4_type),
-    "ministral3": decoder(window_everywhere, decoder_traits.ministral3, bias=NO_BIASES, rotary=Rotary(others=GROWTH)),
+    "ministral3": decoder(window_everywhere, decoder_traits.ministral3, bias=NO_BIASES, rotary=Rotary(trait_fields=GROWTH)),
     "mimo_v2_flash": decoder(decoder_traits.mimo, window, bias=biased("attention_bias", "qkv"), rotary=Rotary(partial=0.334)),
     "minimax_m3_vl_text": decoder(
         normed(), bias=NO_BIASES, layout="separate, norms less 1", rotary=Rotary(partial=1.0), irrelevant="^index_|^rotary_dim$"
@@ -197,7 +197,7 @@ DECODERS: dict[str, Family] = {
     "mistral4": latent_decoder(
         decoder_traits.mistral4,
         decoder_traits.ministral3,
-        rotary=Rotary(interleaved_field="rope_interleave", dims_field="qk_rope_head_dim", partial=1.0, others=GROWTH),
+        rotary=Rotary(interleaved_field="rope_interleave", dims_field="qk_rope_head_dim", partial=1.0, trait_fields=GROWTH),
     ),
     "hrm_text": {"low": HRM_TEXT, "high": replace(HRM_TEXT, path="H_module.layers.{n}.attn")},
     "gpt_neox": family("decoder", NEOX, bias=biased("attention_bias", default=True)),

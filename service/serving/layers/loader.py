@@ -203,14 +203,14 @@ class LayerLoader:
                     self.registry.remove(name)
                     self._drop_statistics(name)
             changed = [name for name, file in files.items() if self._files.get(name) != file]
-            late = []
+            too_large = []
             for name in sorted(changed, key=lambda name: files[name].kind != UNLOADED):  # unloading makes room
                 before, self._files[name] = self._files.get(name), files[name]
                 if name in self._configured:
                     log.warning("layer file ignored", layer=name, reason="a layer of that name is configured")
                 elif not await self._apply_file(store, name, before):
-                    late.append(name)
-            for name in late:  # loading the others may have made room, if one became smaller
+                    too_large.append(name)
+            for name in too_large:  # loading the others may have made room, if one became smaller
                 await self._apply_file(store, name, None, last=True)
             store.coordinator.acknowledge(changes)
 

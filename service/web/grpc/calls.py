@@ -32,7 +32,7 @@ from service.web.grpc.methods import GrpcRecord, Method, Methods
 from service.web.keys import Keyring
 from service.web.middleware.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
 from service.web.middleware.telemetry import OpenSpan, Telemetry
-from service.web.records import request_id
+from service.web.records import valid_request_id
 
 SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY_SCOPE
     "ServerLive": frozenset[str](),
@@ -205,7 +205,7 @@ class CallHandlers:
 
 def _record_of(context: Any, key: str = "") -> GrpcRecord:
     metadata = dict(context.invocation_metadata())
-    identity = request_id(metadata.get("x-request-id"))
+    identity = valid_request_id(metadata.get("x-request-id"))
     trailing = [("x-request-id", identity)]
     seconds, from_worker = context.time_remaining(), context.peer().startswith("unix:")
     return GrpcRecord(identity, key=key, from_worker=from_worker, metadata=metadata, seconds_left=seconds, trailing=trailing)

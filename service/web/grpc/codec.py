@@ -7,6 +7,7 @@ replies have them raw. Decoded arrays are views of the message where possible.
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from service.wire.limits import WireLimits
 from service.wire.problems import describe_value, validate
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
-from service.wire.v2.error_paths import InputPath, V2ErrorPaths
+from service.wire.v2.error_paths import InputPath, translate_problem
 from service.wire.v2.header import V2ReplyFormat
 from service.wire.v2.members import (
     VERSION,
@@ -90,7 +91,8 @@ class GrpcCodec(Codec):
         refuse_decimals(members)
         marks_final = self.stream and options.triton_enable_empty_final_response
         reply_format = V2ReplyFormat(request.model_name, request.id, outputs, marks_final=marks_final)
-        return Decoded(members, reply_format, options.seconds, options.sequence, V2ErrorPaths(tuple(paths), "/model_name").translate)
+        translate = partial(translate_problem, inputs=tuple(paths), model="/model_name")
+        return Decoded(members, reply_format, options.seconds, options.sequence, translate)
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
         """The reply as one message. The tensors are appended without the protobuf library, which would copy them once more."""

@@ -42,7 +42,6 @@ class GrpcForwarder:
                 raise
             if refused.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlinePassed(TOO_LATE) from None
-            await self._channels.pop(path).close()
             raise error.if_ended from refused
         return reply, await call.trailing_metadata()
 

@@ -4,7 +4,7 @@ import re
 from datetime import datetime, timedelta
 from typing import Annotated
 
-from fastapi import FastAPI, Path, Request, Response
+from fastapi import Depends, FastAPI, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Send
 
@@ -12,6 +12,7 @@ from service.serving.documents import read_document
 from service.serving.engine import ATTEND
 from service.serving.requests import RawRequest
 from service.serving.service import Service
+from service.serving.sessions.registry import SessionRegistry
 from service.serving.sessions.transfer import export_cache, import_cache
 from service.web.forwarding import Forwarder
 from service.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
@@ -27,6 +28,15 @@ ATTEND_PATH = re.compile(rf"{SESSIONS}([^/]+)/attend")
 MAX_BODY_BYTES = 1 << 16  # bytes of a body without tensors
 DOCUMENT_BYTES = 400  # of the description of a session, roughly
 SessionIdPath = Annotated[str, Path(description="The id of the session.")]
+
+
+async def _registry(request: Request) -> SessionRegistry:
+    """The sessions of this server. Raises SessionNotFound if it keeps none."""
+    service: Service = request.app.state.service
+    return service.engine.require_sessions()
+
+
+Registry = Annotated[SessionRegistry, Depends(_registry)]
 
 
 async def attend_step(service: Service, session_id: str, record: HttpRecord, receive: Receive, send: Send) -> None:
@@ -51,21 +61,20 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         status_code=201,
         response_model=SessionDocument,
         responses=session_error_responses(*BODY_ERRORS),
-        openapi_extra=request_body_doc("PostSession", ({"layer": "default"}, "A session of the layer `default`.")),
+        openapi_extra=request_body_doc("PostSession", ({"layer": "default"}, "A session of the layer `default`."), required=False),
     )
-    async def post_session(request: Request, response: Response) -> SessionDocument:
+    async def post_session(request: Request, response: Response, sessions: Registry) -> SessionDocument:
         """Starts a session: a sequence whose keys and values the server keeps."""
         require_started(service)
-        sessions = service.engine.require_sessions()
         raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         session = sessions.create(await read_document(service, raw, PostSession), request.scope["attend"].key)
         response.headers["Location"] = f"{request.scope.get('root_path', '')}{SESSIONS}{session.id}"
         return sessions.document(session)
 
     @app.get("/sessions", tags=["sessions"], response_model=Sessions, responses=session_error_responses(404))
-    async def get_sessions(request: Request) -> Response:
+    async def get_sessions(request: Request, sessions: Registry) -> Response:
         """The caller's sessions, least recently used first."""
-        sessions, key = service.engine.require_sessions(), request.scope["attend"].key
+        key = request.scope["attend"].key
         others = await forwarder.replies_of_others(request.scope, request.scope["attend"])
         found = sessions.of_owner(key)
 
@@ -82,15 +91,13 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         return Response(await service.engine.codecs.run(document, size, key), media_type=JSON)
 
     @app.get("/sessions/{id}", tags=["sessions"], response_model=SessionDocument, responses=session_error_responses(404, 410, 421))
-    async def get_session(id: SessionIdPath, request: Request) -> SessionDocument:
+    async def get_session(id: SessionIdPath, request: Request, sessions: Registry) -> SessionDocument:
         """One session."""
-        sessions = service.engine.require_sessions()
         return sessions.document(sessions.find(id, request.scope["attend"].key))
 
     @app.delete("/sessions/{id}", tags=["sessions"], status_code=204, responses=session_error_responses(404, 410, 421, 422, 504))
-    async def delete_session(id: SessionIdPath, request: Request) -> None:
+    async def delete_session(id: SessionIdPath, request: Request, sessions: Registry) -> None:
         """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
-        sessions = service.engine.require_sessions()
         record = request.scope["attend"]
         async with sessions.turn(id, record.key, RawRequest(b"", deadline=deadline_of(record, service))) as session:
             sessions.end(session, "deleted")
@@ -102,9 +109,8 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         responses=session_error_responses(*BODY_ERRORS, 410, 421),
         openapi_extra=request_body_doc("PatchSession", ({"length": 3}, "Keeps the first three rows.")),
     )
-    async def patch_session(id: SessionIdPath, request: Request) -> SessionDocument:
+    async def patch_session(id: SessionIdPath, request: Request, sessions: Registry) -> SessionDocument:
         """Rolls a session back to a shorter length."""
-        sessions = service.engine.require_sessions()
         sessions.find(id, request.scope["attend"].key)
         raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         document = await read_document(service, raw, PatchSession)
@@ -118,11 +124,10 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         status_code=201,
         response_model=SessionDocument,
         responses=session_error_responses(*BODY_ERRORS, 410, 421),
-        openapi_extra=request_body_doc("PostFork", ({"length": None}, "A copy of the whole session.")),
+        openapi_extra=request_body_doc("PostFork", ({"length": None}, "A copy of the whole session."), required=False),
     )
-    async def fork_session(id: SessionIdPath, request: Request, response: Response) -> SessionDocument:
+    async def fork_session(id: SessionIdPath, request: Request, response: Response, sessions: Registry) -> SessionDocument:
         """Starts a session with the first rows of another. Both share pages until one of them writes to them."""
-        sessions = service.engine.require_sessions()
         sessions.find(id, request.scope["attend"].key)
         raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         document = await read_document(service, raw, PostFork)
@@ -154,12 +159,12 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
             **session_error_responses(404, 410, 421, 422, 429, 504, 507),
         },
     )
-    async def get_cache(id: SessionIdPath, request: Request) -> StreamingResponse:
+    async def get_cache(id: SessionIdPath, request: Request, sessions: Registry) -> StreamingResponse:
         """The rows of a session as a safetensors file that PUT accepts: `key` and `value` [kv heads, n, d], or `latent` and `rope_key`; and
         `index_key` of an indexer."""
         record = request.scope["attend"]
         raw = RawRequest(b"", deadline=deadline_of(record, service), caller=record.key)
-        pieces = await export_cache(service, service.engine.require_sessions(), id, record.key, raw)
+        pieces = await export_cache(service, sessions, id, record.key, raw)
         return send_file(pieces, "cache", record, service)
 
     @app.put(
@@ -169,10 +174,9 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         responses=session_error_responses(*BODY_ERRORS, 410, 421),
         openapi_extra={"requestBody": {"required": True, "content": {SAFETENSORS: {"schema": BINARY}}}},
     )
-    async def put_cache(id: SessionIdPath, request: Request) -> SessionDocument:
+    async def put_cache(id: SessionIdPath, request: Request, sessions: Registry) -> SessionDocument:
         """Replaces the rows of a session by those of an exported file. The layers must have the same fingerprint."""
         require_started(service)
-        sessions = service.engine.require_sessions()
         sessions.find(id, request.scope["attend"].key)
         raw = await read_request(request.scope["attend"], request.receive, service, layer=True)
         return sessions.document(await import_cache(service, sessions, id, request.scope["attend"].key, raw))

@@ -17,7 +17,7 @@ from service.wire.schemas.tensors import ReplyTensor, Sequences
 
 PER_HEAD = {"": "bh"}
 # Each metric's parts, with the letters of their shapes: b items, h heads, q queries, k keys, n links
-SHAPES: dict[str, dict[str, str]] = {
+METRIC_SHAPES: dict[str, dict[str, str]] = {
     "entropy": PER_HEAD,
     "entropy_per_query": {"": "bhq"},
     "normalised_entropy": PER_HEAD,
@@ -48,13 +48,20 @@ SHAPES: dict[str, dict[str, str]] = {
     "mean_ablation": {"relative_change": "bh", "cosine": "bh"},
     "pruning_order": {"heads": "bh", "errors": "bh"},
 }
-METRICS = tuple(SHAPES)
+METRICS = tuple(METRIC_SHAPES)
 Metric: Any = Literal[METRICS]
 Metrics = Annotated[list[Metric], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("metric")]
 INDEX_PARTS = {"queries", "keys", "heads"}  # parts that are indices; -1, in JSON null, where there is none
-POSITIONAL: tuple[str, ...] = ("self_share", "local_share", "global_share", "mean_distance", "previous_token_score", "induction_score")
+POSITIONAL_METRICS: tuple[str, ...] = (
+    "self_share",
+    "local_share",
+    "global_share",
+    "mean_distance",
+    "previous_token_score",
+    "induction_score",
+)
 TOKEN_METRICS: tuple[str, ...] = ("duplicate_token_score", "induction_score")
-DEFAULT: tuple[str, ...] = (
+DEFAULT_METRICS: tuple[str, ...] = (
     "entropy",
     "normalised_entropy",
     "confidence",
@@ -66,8 +73,8 @@ DEFAULT: tuple[str, ...] = (
     "mean_distance",
     "previous_token_score",
 )
-DEFAULT_OF_OUTPUTS = ("output_disagreement", "contribution", "zero_ablation")  # of layers with differential attention
-REFUSED = {  # fields of /attend
+DEFAULT_OUTPUT_METRICS = ("output_disagreement", "contribution", "zero_ablation")  # of layers with differential attention
+REFUSED_FIELDS = {  # fields of /attend
     "dropout": "no dropout, since metrics are of the weights before it",
     "output_gradient": "`direction` in its place",
 }
@@ -93,16 +100,16 @@ class AnalysisOptions(Document):
     )
 
 
-def _without_refused(schema: dict[str, Any]) -> None:
+def _without_refused_fields(schema: dict[str, Any]) -> None:
     """Removes the fields that are refused from the JSON schema."""
-    for name in REFUSED:
+    for name in REFUSED_FIELDS:
         del schema["properties"][name]
 
 
 class AnalysisRequest(AttendRequest):
     """The body of POST /attend, and the metrics to compute. `outputs` and `select` have no effect here."""
 
-    model_config = ConfigDict(json_schema_extra=_without_refused)
+    model_config = ConfigDict(json_schema_extra=_without_refused_fields)
     session: str | None = Field(default=None, description=SESSION_DESCRIPTION)
     metrics: Metrics | None = Field(
         default=None,
@@ -116,7 +123,7 @@ class AnalysisRequest(AttendRequest):
 
     @model_validator(mode="after")
     def _check_metrics(self) -> Self:
-        for name, expected in REFUSED.items():
+        for name, expected in REFUSED_FIELDS.items():
             if getattr(self, name) is not None:
                 raise field_error(f"/{name}", expected, name)
         for name in self.metrics or ():
@@ -149,8 +156,8 @@ class AnalysisRequest(AttendRequest):
         if self.metrics is not None:
             return tuple(self.metrics)
         if spec.differential:
-            return DEFAULT_OF_OUTPUTS
-        return tuple(name for name in DEFAULT if name not in POSITIONAL or self.has_positions(bool(spec.positional)))
+            return DEFAULT_OUTPUT_METRICS
+        return tuple(name for name in DEFAULT_METRICS if name not in POSITIONAL_METRICS or self.has_positions(bool(spec.positional)))
 
 
 class AnalysisReply(Document):

@@ -91,9 +91,9 @@ class ReplyTensor(RootModel[Number | Vector | Matrix | Tensor3 | Tensor4 | FlatT
 
 @dataclass(frozen=True)
 class Tensor:
-    """Annotation: a numpy array of one of `ranks` with elements of `kind`, a count of what `counted` says.
+    """The annotation of a field that is a numpy array of one of `ranks`, with elements of `kind`.
 
-    `name` is its name in the OpenAPI document.
+    `name`: of its type in the OpenAPI document; `counted`: what a refused count is a number of.
     """
 
     name: str
@@ -102,13 +102,13 @@ class Tensor:
     counted: str = "keys"
 
     def __call__(self, value: Any) -> Array:
-        array = self._array(value)
+        array = self._checked(value)
         if array.ndim not in self.ranks:
             wanted = " or ".join(map(str, self.ranks))
             raise field_error("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
         return array if self.kind in ("number", "bias") else self._as_integers(array)
 
-    def _array(self, value: Any) -> Array:
+    def _checked(self, value: Any) -> Array:
         if isinstance(value, str | bool | dict) or value is None:
             raise field_error("", "a tensor", describe_value(value))
         try:
@@ -140,6 +140,8 @@ class Tensor:
             least, expected = -1, f"the number of a segment, a whole number below {MAX_COUNT}, or -1 for padding"
         if (wrong := ~(array >= least) | (array >= MAX_COUNT) | (array != np.floor(array))).any():
             at, got = first_element(array, wrong)
+            if self.kind == "count" and array[wrong].flat[0] >= MAX_COUNT:
+                expected = expected.replace("at least 0", f"at most {MAX_COUNT - 1}")
             raise field_error(at, expected, got)
         return array.astype(np.int64)
 

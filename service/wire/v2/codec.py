@@ -18,14 +18,14 @@ from service.tensors import datatype_of, raw
 from service.wire.arrays import Kind, array_of_bytes
 from service.wire.codec import Codec, Decoded, Encoded, Headers
 from service.wire.json.lists import NumberList
-from service.wire.json.reader import MAX_STRICT_BYTES, Reader, array_of_data, split_json
+from service.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, split_json
 from service.wire.json.strict import parse_strictly
 from service.wire.json.writer import json_text_of, write_json
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
-from service.wire.v2.header import ListSlot, V2Header, V2Input, V2ReplyFormat, parse_header
+from service.wire.v2.header import ListSlot, V2Input, V2ReplyFormat, parse_header
 from service.wire.v2.members import VERSION, requested_arrays, squeeze_per_item
 
 MAX_CACHED_HEADER = 4096  # bytes of a header template that is cached; longer ones rarely repeat
@@ -42,9 +42,7 @@ class V2Codec(Codec):
     ) -> Decoded:
         size = _header_size(parameters["header_length"], len(body))
         text, binary = body if size == len(body) else body[:size], memoryview(body)[size:]
-        header, members = _read(text, binary, parameters["model"], limits)
-        squeeze_per_item(members)
-        return Decoded(members, header.reply_format, header.timeout, header.sequence, header.error_paths.translate)
+        return _decode(text, binary, parameters["model"], limits)
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
         """The JSON, then the bytes of the binary outputs."""
@@ -72,38 +70,38 @@ class V2Codec(Codec):
         return Encoded(((b"content-type", b"application/octet-stream"), (HEADER_LENGTH, length)), [*header, *pieces])
 
 
-def _parse_template(template: bytes, nested: tuple[bool, ...], binary_size: int, model: str, limits: WireLimits) -> V2Header:
+def _parse_template(template: bytes, nested: tuple[bool, ...], binary_size: int, model: str, limits: WireLimits) -> Decoded:
     """Parses a header template. `nested`: for each `data` list, whether it contains lists; `binary_size`: bytes after the JSON.
 
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
     document = parse_strictly(template, replacements=[ListSlot(i, is_nested) for i, is_nested in enumerate(nested)])
-    return parse_header(Reader(limits).members(document, {}), binary_size, model)
+    return parse_header(DocumentReader(limits).members(document, {}), binary_size, model)
 
 
 _parse_cached_template = lru_cache(256)(_parse_template)
 
 
-def _read(text: bytes, binary: memoryview, model: str, limits: WireLimits) -> tuple[V2Header, dict[str, Any]]:
-    """(header, members of the request with their arrays). Raises MalformedBody, InvalidRequest or TooLarge."""
+def _decode(text: bytes, binary: memoryview, model: str, limits: WireLimits) -> Decoded:
+    """The request of a JSON header and the bytes after it. Raises MalformedBody, InvalidRequest or TooLarge."""
     try:
         parts = split_json(text, limits, BEFORE_DATA)
         lists = [value for value in parts.values if isinstance(value, NumberList)]
         parse = _parse_cached_template if len(parts.template) <= MAX_CACHED_HEADER else _parse_template
         header = parse(parts.template, tuple(value.nested for value in lists), len(binary), model, limits)
-        return header, _members(header, lists, binary)
+        return _with_arrays(header, lists, binary)
     except TooLarge:
         raise
     except RequestError:
         if len(text) > MAX_STRICT_BYTES:
             split_json(text, limits, BEFORE_DATA).document()  # raises if the JSON is malformed, with the place in the text
             raise
-    header = parse_header(Reader(limits).members(parse_strictly(text), {}), len(binary), model)
-    return header, _members(header, (), binary)
+    header = parse_header(DocumentReader(limits).members(parse_strictly(text), {}), len(binary), model)
+    return _with_arrays(header, (), binary)
 
 
-def _members(header: V2Header, lists: Sequence[NumberList], binary: memoryview) -> dict[str, Any]:
-    """The members of the request, with arrays: of `lists` in place of the slots, or of the bytes after the JSON."""
+def _with_arrays(header: Decoded, lists: Sequence[NumberList], binary: memoryview) -> Decoded:
+    """The request with arrays in place of each `V2Input`: of `lists`, which the slots number, or of the bytes after the JSON."""
     members = dict(header.members)
     for name, tensor in header.members.items():
         if type(tensor) is not V2Input:
@@ -114,7 +112,8 @@ def _members(header: V2Header, lists: Sequence[NumberList], binary: memoryview) 
         else:
             numbers = lists[data.number] if isinstance(data, ListSlot) else data
             members[name] = array_of_data(numbers, kind, shape, datatype.numpy, f"{at}/data")
-    return members
+    squeeze_per_item(members)
+    return Decoded(members, *header[1:])
 
 
 def _header_size(length: str, received: int) -> int:

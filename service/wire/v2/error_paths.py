@@ -5,7 +5,7 @@ the V2 request already. This module is independent of JSON and protobuf.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from service.errors import Problem
@@ -21,24 +21,18 @@ class InputPath(NamedTuple):
     nested: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class V2ErrorPaths:
-    """The inputs of one request, in order. `model`: the pointer to the model's name, "" if the name is in the URL."""
-
-    inputs: Sequence[InputPath] = ()
-    model: str = ""
-
-    def translate(self, problem: Problem) -> Problem:
-        """The same problem, with a pointer into the V2 request."""
-        name, *index = problem.at.split("/")[1:] or [""]
-        if name == "layer":
-            return replace(problem, at=self.model)
-        for i, input_path in enumerate(self.inputs):
-            if input_path.name == name:
-                return _in_input(problem, f"/inputs/{i}", input_path, index)
-        if name in PARAMETER_FIELDS:
-            return replace(problem, at=f"/parameters{problem.at}")
-        return replace(problem, at="/inputs") if name in INPUT_FIELDS else problem
+def translate_problem(problem: Problem, inputs: Sequence[InputPath], model: str = "") -> Problem:
+    """The same problem, with a pointer into the V2 request that has these inputs. `model`: the pointer to the model's name, "" if the name
+    is in the URL."""
+    name, *index = problem.at.split("/")[1:] or [""]
+    if name == "layer":
+        return replace(problem, at=model)
+    for i, input_path in enumerate(inputs):
+        if input_path.name == name:
+            return _in_input(problem, f"/inputs/{i}", input_path, index)
+    if name in PARAMETER_FIELDS:
+        return replace(problem, at=f"/parameters{problem.at}")
+    return replace(problem, at="/inputs") if name in INPUT_FIELDS else problem
 
 
 def _in_input(problem: Problem, at: str, input_path: InputPath, parts: Sequence[str]) -> Problem:

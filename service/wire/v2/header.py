@@ -1,17 +1,18 @@
-"""Validates the JSON header of a V2 request into a `V2Header`, without the numbers of tensors."""
+"""Validates the JSON header of a V2 request, without the numbers of tensors."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import Datatype
 from service.wire.arrays import Kind
-from service.wire.codec import SequencePart
+from service.wire.codec import Decoded
 from service.wire.json.reader import shape_of
 from service.wire.problems import describe_value, validate
-from service.wire.v2.error_paths import InputPath, V2ErrorPaths
+from service.wire.v2.error_paths import InputPath, translate_problem
 from service.wire.v2.members import (
     DEFAULT_OUTPUTS,
     TOP_K_KEYS,
@@ -63,19 +64,11 @@ class V2ReplyFormat:
         return not self.binary_outputs.get(name, self.binary_outputs.get(name.partition(".")[0], self.binary))
 
 
-@dataclass(frozen=True, slots=True)
-class V2Header:
-    """A parsed header. `members`: those of an AttendRequest, with a `V2Input` for each array."""
+def parse_header(document: Mapping[str, Any], binary_size: int, model: str) -> Decoded:
+    """The request to `model` with this header and `binary_size` bytes after the JSON. Its members have a `V2Input` for each array.
 
-    members: Mapping[str, Any]
-    timeout: float | None  # seconds
-    reply_format: V2ReplyFormat
-    error_paths: V2ErrorPaths
-    sequence: SequencePart | None = None
-
-
-def parse_header(document: Mapping[str, Any], binary_size: int, model: str) -> V2Header:
-    """Parses the header of a request to `model`, with `binary_size` bytes after the JSON. Raises MalformedBody or InvalidRequest."""
+    Raises MalformedBody or InvalidRequest.
+    """
     request = validate(InferenceRequest, document)
     for name, got, value in (("model_name", request.model_name, model), ("model_version", request.model_version, VERSION)):
         if got not in (None, value):
@@ -101,7 +94,7 @@ def parse_header(document: Mapping[str, Any], binary_size: int, model: str) -> V
     reply_format = V2ReplyFormat(model, request.id, outputs, parameters.binary_data_output, binary_outputs)
     if not any(reply_format.in_text(name) for name in outputs or DEFAULT_OUTPUTS if name != TOP_K_KEYS):
         refuse_decimals(members)
-    return V2Header(members, parameters.seconds, reply_format, V2ErrorPaths(tuple(paths)), parameters.sequence)
+    return Decoded(members, reply_format, parameters.seconds, parameters.sequence, partial(translate_problem, inputs=tuple(paths)))
 
 
 def _input(entry: InferenceInput, at: str, position: int, binary_size: int) -> tuple[InputPath, V2Input]:

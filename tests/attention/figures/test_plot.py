@@ -14,6 +14,7 @@ import pytest
 import torch
 from matplotlib.text import Text
 
+from service.attention.call import WeightBlock
 from service.attention.figures import FigureSpec, Picture, compose, draw
 from service.attention.figures.layout import column_ticks, cut, printable, row_ticks, width, wrapped
 from service.attention.figures.plot import THEMES, Plot, colour_map, ink_on, settings
@@ -50,7 +51,8 @@ def blocks_of(weights, visible, block):
     """The weights as a layer yields them: `block` query rows at a time."""
     for start in range(0, weights.shape[2], block):
         rows = slice(start, min(start + block, weights.shape[2]))
-        yield rows, weights[:, :, rows], None if visible is None else visible[:, :, rows] if visible.shape[2] > 1 else visible
+        some = visible[:, :, rows] if visible is not None and visible.shape[2] > 1 else visible
+        yield WeightBlock(rows, weights[:, :, rows], some)
 
 
 def pooled_by_hand(weights, visible, steps, pool):

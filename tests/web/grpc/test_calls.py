@@ -61,10 +61,10 @@ def test_metadata_and_config_equal_those_over_http(client: Any, v2: httpx.Client
 
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 def test_outputs_equal_those_over_http(client: Any, want: dict[str, Array], compression: str | None) -> None:
-    asked = [triton.InferRequestedOutput(name) for name in want]
+    outputs = [triton.InferRequestedOutput(name) for name in want]
     inputs = [tensor("query", QUERY), tensor("key", KEY)]
 
-    reply = client.infer("tiny", inputs, outputs=asked, request_id="x", compression_algorithm=compression)
+    reply = client.infer("tiny", inputs, outputs=outputs, request_id="x", compression_algorithm=compression)
 
     assert (reply.get_response().id, reply.get_response().model_version) == ("x", "1")
     assert reply.get_response().parameters["fully_masked_rows"].int64_param == 0
@@ -410,9 +410,9 @@ def test_message_definitions_equal_those_of_tritons_client() -> None:
 
     def compare(message: dict[str, Any], package: str) -> None:
         nonlocal compared
-        theirs = pool.FindMessageTypeByName(f"{package}.{message['name']}")
+        published_message = pool.FindMessageTypeByName(f"{package}.{message['name']}")
         for field in message.get("field", []):
-            published = theirs.fields_by_name[field["name"]]
+            published = published_message.fields_by_name[field["name"]]
             assert published.number == field["number"], field
             assert f"TYPE_{grpc_type(published)}" == field["type"], field
             compared += 1

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import queue
-import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.grpc_calls import GOOD, INVALID, SERVICE, address_of, entry, request
+from support.raw_http import held_bytes
 from support.server import Server, fork_server
 from support.waiting import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -126,19 +125,16 @@ def test_the_number_of_streams_of_one_caller_is_limited(impatient: Impatient) ->
             one.put(None)
 
 
-def test_an_unread_reply_counts_against_the_budget(v2_server: Server, v2: httpx.Client) -> None:
+def test_an_unread_reply_counts_against_the_budget(v2_server: Server) -> None:
     """The connection takes 64 KiB of half a megabyte. The rest is counted until the client disconnects."""
     body = request("tiny", entry("query", [1, 200, 6]), raw_input_contents=[bytes(200 * 6 * 4)]).SerializeToString()
     host, port = address_of(v2_server).rsplit(":", 1)
 
-    def held_bytes() -> float:
-        return float(re.findall(r"^attend_held_body_bytes (\S+)$", v2.get("/metrics").text, re.MULTILINE)[0])
-
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(opening(address_of(v2_server), f"/{SERVICE}/ModelInfer"))
         connection.sendall(frame(DATA, END_STREAM, 1, b"\0" + struct.pack(">I", len(body)) + body))
-        until(lambda: held_bytes() >= 3 * 200 * 200 * 4, "the reply is counted")
-    until(lambda: held_bytes() == 0, "the reply is no longer counted")
+        until(lambda: held_bytes(v2_server) >= 3 * 200 * 200 * 4, "the reply is counted")
+    until(lambda: held_bytes(v2_server) == 0, "the reply is no longer counted")
 
 
 def test_messages_of_methods_without_tensors_are_limited_to_a_megabyte(impatient: Impatient) -> None:

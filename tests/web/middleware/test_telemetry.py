@@ -167,14 +167,14 @@ def test_a_log_line_has_id_layer_shapes_cost_phases_and_outcome(http: httpx.Clie
 
 
 def traced_calls(server: Server) -> dict[str, tuple[str, str]]:
-    """The caller's span of two gRPC calls, a good one and one for a layer that is not there -> the code and `traceresponse` that came."""
+    """The caller's span of two gRPC calls, a good one and one for an unknown layer -> code and `traceresponse` of the reply."""
     called = {}
     with grpc.insecure_channel(address_of(server)) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         for span, layer in (("c7ad6b7169203332", "default"), ("d7ad6b7169203333", "none")):
-            asked = request(layer, entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
+            message = request(layer, entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
             metadata = (("traceparent", f"00-{TRACE}-{span}-01"), ("x-request-id", span))
-            call = stub.ModelInfer.future(asked, metadata=metadata)
+            call = stub.ModelInfer.future(message, metadata=metadata)
             code = call.code().name
             called[span] = code, str(dict(call.trailing_metadata())["traceresponse"])
     return called

@@ -55,8 +55,8 @@ def test_each_step_shows_a_row_with_one_key_more(
     from axe_playwright_python.sync_playwright import Axe
 
     page = visit(viewport={"width": width, "height": 900})
-    asked = page.asking(lambda: page.page.check("#causal"))
-    weights = weights_of(http, asked)
+    requested = page.request_sent_by(lambda: page.page.check("#causal"))
+    weights = weights_of(http, requested)
     for count in range(1, len(WORDS) + 1):
         body = step(page)
         assert body["query"]["shape"] == [1, 64] and body["expected_length"] == count - 1
@@ -81,8 +81,8 @@ def test_each_step_shows_a_row_with_one_key_more(
 
 def test_a_window_and_separate_keys_and_values_are_those_of_the_request(visit: Visitor, http: httpx.Client, layers: None) -> None:
     page = visit("odd")
-    page.asking(lambda: page.page.check("#causal"))
-    weights = weights_of(http, page.asking(lambda: page.page.fill("#left", "1")))
+    page.request_sent_by(lambda: page.page.check("#causal"))
+    weights = weights_of(http, page.request_sent_by(lambda: page.page.fill("#left", "1")))
     for count in (1, 2, 3):
         body = step(page)
         assert [body[name]["shape"] for name in ("query", "key", "value")] == [[1, 6], [1, 5], [1, 7]]
@@ -93,7 +93,7 @@ def test_another_sentence_begins_anew(visit: Visitor, kept: Callable[[], list[di
     page = visit()
     step(page)
     with page.page.expect_response(lambda response: response.request.method == "DELETE"):
-        page.asking(lambda: page.page.fill("#text", "one two"))
+        page.request_sent_by(lambda: page.page.fill("#text", "one two"))
     assert page.page.locator("#decoding .wide").is_hidden() and kept() == []
     step(page)
     assert shown(page)[0] == ["Head", "one"]
@@ -119,10 +119,10 @@ def test_after_a_refused_step_nothing_of_the_session_is_shown(
 def test_only_a_sentence_that_attends_to_itself_is_decoded(visit: Visitor) -> None:
     page = visit()
     assert page.page.locator("#decoding").is_visible()
-    page.asking(lambda: page.page.check("#cross"))
+    page.request_sent_by(lambda: page.page.check("#cross"))
     assert page.page.locator("#decoding").is_hidden()
-    page.asking(lambda: page.page.uncheck("#cross"))
-    page.asking(lambda: page.page.check("input[value=request]", force=True))
+    page.request_sent_by(lambda: page.page.uncheck("#cross"))
+    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
     assert page.page.locator("#decoding").is_hidden()
 
 

@@ -21,49 +21,49 @@ def test_each_mask_control_changes_the_request_and_the_weights(visit: Visitor, h
     """Causal, window, lengths, single cells: the request of the page, and its tooltip."""
     page = visit()
     grid = Grid(page, 10, 10)
-    assert page.asking(lambda: page.page.check("#causal"))["causal"] is True
+    assert page.request_sent_by(lambda: page.page.check("#causal"))["causal"] is True
     grid.hover(2, 3)
     assert tip(page)[0] == 0
-    assert page.asking(lambda: page.page.fill("#left", "2"))["window"] == {"left": 2, "right": None}
+    assert page.request_sent_by(lambda: page.page.fill("#left", "2"))["window"] == {"left": 2, "right": None}
     grid.hover(5, 2)
     assert tip(page)[0] == 0
-    assert page.asking(lambda: page.page.fill("#length", "4"))["valid_lens"] == 4
+    assert page.request_sent_by(lambda: page.page.fill("#length", "4"))["valid_lens"] == 4
     grid.hover(4, 4)
     assert tip(page)[0] == 0
-    asked = page.asking(lambda: page.page.uncheck("#causal"))
-    assert "causal" not in asked
+    requested = page.request_sent_by(lambda: page.page.uncheck("#causal"))
+    assert "causal" not in requested
     for field in ("#left", "#length"):
-        asked = page.asking(lambda field=field: page.page.fill(field, ""))
-    assert set(asked) == {"layer", "query", "tokens", "outputs", "reply"}
+        requested = page.request_sent_by(lambda field=field: page.page.fill(field, ""))
+    assert set(requested) == {"layer", "query", "tokens", "outputs", "reply"}
 
     page.page.click("#block")
-    asked = page.asking(lambda: grid.click(8, 7))
-    assert [(q, k) for q, row in enumerate(asked["block_mask"]) for k, one in enumerate(row) if one] == [(8, 7)]
+    requested = page.request_sent_by(lambda: grid.click(8, 7))
+    assert [(q, k) for q, row in enumerate(requested["block_mask"]) for k, one in enumerate(row) if one] == [(8, 7)]
     grid.hover(8, 7)
-    assert tip(page)[0] == 0 and weights_of(http, asked)[:, 8, 7].max() == 0
+    assert tip(page)[0] == 0 and weights_of(http, requested)[:, 8, 7].max() == 0
     assert page.page.inner_text("#blocked") == "1 single cell blocked"
-    page.asking(lambda: grid.click(0, 1))
+    page.request_sent_by(lambda: grid.click(0, 1))
     assert page.page.inner_text("#blocked") == "2 single cells blocked"
-    page.asking(lambda: grid.click(0, 1))
-    assert "block_mask" not in page.asking(lambda: page.page.click("#unblock"))
+    page.request_sent_by(lambda: grid.click(0, 1))
+    assert "block_mask" not in page.request_sent_by(lambda: page.page.click("#unblock"))
 
 
 def test_two_sentences_are_queries_and_keys(visit: Visitor, http: httpx.Client, layers: None) -> None:
     """Cross-attention, on a layer whose keys and values have other widths than its queries."""
     page = visit("odd")
-    page.asking(lambda: page.page.check("#cross"))
-    asked = page.asking(lambda: page.page.fill("#keys", "one two three"))
-    assert [asked[name]["shape"] for name in ("query", "key", "value")] == [[10, 6], [3, 5], [3, 7]]
+    page.request_sent_by(lambda: page.page.check("#cross"))
+    requested = page.request_sent_by(lambda: page.page.fill("#keys", "one two three"))
+    assert [requested[name]["shape"] for name in ("query", "key", "value")] == [[10, 6], [3, 5], [3, 7]]
     assert side(page, "q").all_inner_texts() == WORDS and side(page, "k").all_inner_texts() == ["one", "two", "three"]
     grid = Grid(page, 10, 3)
     grid.hover(9, 1)
-    assert tip(page)[1] == "tired → two" and tip(page)[0] == pytest.approx(weights_of(http, asked).mean(0)[9, 1], abs=6e-5)
+    assert tip(page)[1] == "tired → two" and tip(page)[0] == pytest.approx(weights_of(http, requested).mean(0)[9, 1], abs=6e-5)
 
     page.refusal(lambda: page.page.check("#causal"))
     assert "Expected an offset" in page.page.inner_text("#offset-error")
-    assert page.asking(lambda: page.page.fill("#offset", "end"))["query_offset"] == "end"
+    assert page.request_sent_by(lambda: page.page.fill("#offset", "end"))["query_offset"] == "end"
     assert page.page.locator("#offset-error").inner_text() == ""
-    assert page.asking(lambda: page.page.uncheck("#cross"))["tokens"]["key"] == WORDS
+    assert page.request_sent_by(lambda: page.page.uncheck("#cross"))["tokens"]["key"] == WORDS
 
 
 def test_a_pasted_request_is_sent_and_shown(visit: Visitor, http: httpx.Client) -> None:
@@ -81,19 +81,19 @@ def test_a_pasted_request_is_sent_and_shown(visit: Visitor, http: httpx.Client) 
     }
     body["tokens"] = {"query": [["a", "b", "c"], ["x", "y", "z"]]}
     page = visit()
-    page.asking(lambda: page.page.check("input[value=request]", force=True))
-    asked = page.asking(lambda: page.page.fill("#request", json.dumps(body)))
+    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
+    requested = page.request_sent_by(lambda: page.page.fill("#request", json.dumps(body)))
     weights = weights_of(http, {name: body[name] for name in body if name not in ("outputs", "reply")})
 
     assert page.page.is_checked("#causal") and page.page.input_value("#offset") == "2" and page.page.is_disabled("#length")
-    assert asked["valid_lens"] == [5, 4] and asked["outputs"] == ["attention_weights"]
+    assert requested["valid_lens"] == [5, 4] and requested["outputs"] == ["attention_weights"]
     assert side(page, "q").all_inner_texts() == ["a", "b", "c"] and side(page, "k").all_inner_texts() == ["0", "1", "2", "3", "4"]
     page.page.select_option("#item", "1")
     assert side(page, "q").all_inner_texts() == ["x", "y", "z"]
     Grid(page, 3, 5).hover(2, 3)
     assert tip(page) == (pytest.approx(weights[1].mean(0)[2, 3], abs=6e-5), "z → 3")
-    assert "causal" not in page.asking(lambda: page.page.uncheck("#causal"))
-    page.asking(lambda: page.page.check("input[value=sentence]", force=True))
+    assert "causal" not in page.request_sent_by(lambda: page.page.uncheck("#causal"))
+    page.request_sent_by(lambda: page.page.check("input[value=sentence]", force=True))
     assert side(page, "q").all_inner_texts() == WORDS
 
 
@@ -110,7 +110,7 @@ def test_a_pasted_request_is_sent_and_shown(visit: Visitor, http: httpx.Client) 
 )
 def test_the_refusal_of_a_pasted_request_is_shown_below_it(visit: Visitor, text: str, message: str) -> None:
     page = visit()
-    page.asking(lambda: page.page.check("input[value=request]", force=True))
+    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
     with page.page.expect_response("**/attend"):
         page.page.fill("#request", text)
     page.page.locator("#result[aria-busy=false]").wait_for()
@@ -128,7 +128,7 @@ def test_a_refusal_is_shown_at_its_field(visit: Visitor) -> None:
     ):
         page.refusal(lambda field=field, value=value: page.page.fill(field, value))
         assert message in page.page.inner_text(place) and page.page.get_attribute(field, "aria-invalid") == "true"
-        page.asking(lambda field=field: page.page.fill(field, ""))
+        page.request_sent_by(lambda field=field: page.page.fill(field, ""))
         assert page.page.inner_text(place) == "" and page.page.get_attribute(field, "aria-invalid") is None
     page.refusal(lambda: page.page.fill("#text", " "), "**/words")
     assert "at least one word" in page.page.inner_text("#text-error")
@@ -144,15 +144,15 @@ def test_after_a_refusal_the_earlier_result_is_inert(visit: Visitor) -> None:
     page.page.locator("#heads [data-head='2']").click(force=True)
     assert page.page.inner_text("#matrix-title") == "Mean of 8 heads"
 
-    page.asking(lambda: page.page.fill("#length", "4"))
+    page.request_sent_by(lambda: page.page.fill("#length", "4"))
     assert page.page.locator("[inert]").count() == 0 and page.page.locator("#problem").is_hidden()
     assert page.page.locator("#code").is_hidden() and page.page.inner_text("#taken") == ""
 
 
 def test_a_click_on_an_example_sends_it(visit: Visitor) -> None:
     page = visit()
-    asked = page.asking(lambda: page.page.get_by_role("button", name="Trophy").click())
-    assert page.page.input_value("#text").startswith("The trophy") and asked["tokens"]["query"][:2] == ["The", "trophy"]
+    requested = page.request_sent_by(lambda: page.page.get_by_role("button", name="Trophy").click())
+    assert page.page.input_value("#text").startswith("The trophy") and requested["tokens"]["query"][:2] == ["The", "trophy"]
 
 
 def test_fields_of_lengths_and_offsets_have_hints(visit: Visitor) -> None:
@@ -166,10 +166,10 @@ def test_the_address_restores_the_state(visit: Visitor, layers: None) -> None:
     """A link in another tab shows the same, as does a reload; it has only what differs from the page's first state."""
     page = visit("wide")
     assert page.page.url.endswith("/#layer=wide")
-    page.asking(lambda: page.page.fill("#text", "a dog & a bird"))
-    page.asking(lambda: page.page.check("#causal"))
+    page.request_sent_by(lambda: page.page.fill("#text", "a dog & a bird"))
+    page.request_sent_by(lambda: page.page.check("#causal"))
     page.page.click("#block")
-    page.asking(lambda: Grid(page, 5, 5).click(4, 1))
+    page.request_sent_by(lambda: Grid(page, 5, 5).click(4, 1))
     page.page.locator("#heads [data-head='3']").click()
     page.page.locator("#heads input").nth(7).uncheck()
     page.page.select_option("#scale", "row")
@@ -178,36 +178,36 @@ def test_the_address_restores_the_state(visit: Visitor, layers: None) -> None:
     link = page.page.input_value("#code")
 
     other = visit()
-    asked = other.asking(lambda: other.page.goto(link))
+    requested = other.request_sent_by(lambda: other.page.goto(link))
     for _ in range(2):
-        assert asked["layer"] == "wide" and asked["causal"] is True and asked["block_mask"][4][1] == 1
+        assert requested["layer"] == "wide" and requested["causal"] is True and requested["block_mask"][4][1] == 1
         assert side(other, "q").all_inner_texts() == ["a", "dog", "&", "a", "bird"]
         assert other.page.inner_text("#matrix-title") == "Head 3" and other.page.input_value("#scale") == "row"
         assert other.page.locator("#heads input").nth(7).is_checked() is False
         assert side(other, "q").nth(2).get_attribute("aria-pressed") == "true"
         assert other.page.url == link
-        asked = other.asking(lambda: other.page.reload())
+        requested = other.request_sent_by(lambda: other.page.reload())
 
 
 def test_the_address_restores_a_pasted_request_and_its_masks(visit: Visitor) -> None:
     """Masks that the controls cannot show stay unchanged in the request; one that the user cleared stays cleared."""
     body = {"query": np.eye(4, 64).reshape(2, 2, 64).tolist(), "valid_lens": [1, 2], "causal": True, "window": {"left": 1, "right": 0}}
     page = visit()
-    page.asking(lambda: page.page.check("input[value=request]", force=True))
-    page.asking(lambda: page.page.fill("#request", json.dumps(body)))
-    page.asking(lambda: page.page.uncheck("#causal"))
+    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
+    page.request_sent_by(lambda: page.page.fill("#request", json.dumps(body)))
+    page.request_sent_by(lambda: page.page.uncheck("#causal"))
     page.page.select_option("#item", "1")
     page.page.uncheck("#heads input[aria-label='Head 1 on']")
-    asked = page.asking(lambda: page.page.reload())
-    assert asked["valid_lens"] == [1, 2] and asked["window"] == {"left": 1, "right": 0} and "causal" not in asked
+    requested = page.request_sent_by(lambda: page.page.reload())
+    assert requested["valid_lens"] == [1, 2] and requested["window"] == {"left": 1, "right": 0} and "causal" not in requested
     assert page.page.input_value("#item") == "1" and page.page.inner_text("#matrix-title") == "Mean of 7 heads"
-    page.asking(lambda: page.page.goto(page.url + "/#layer=default"))
+    page.request_sent_by(lambda: page.page.goto(page.url + "/#layer=default"))
     assert side(page, "q").all_inner_texts() == WORDS and page.page.is_enabled("#length")
 
 
 def test_an_invalid_address_is_ignored(visit: Visitor) -> None:
     page = visit()
-    page.asking(lambda: page.page.goto(page.url + "/#head=99&off=x&cell=7,a&blocked=1,b&item=5&layer=default&more=1"))
+    page.request_sent_by(lambda: page.page.goto(page.url + "/#head=99&off=x&cell=7,a&blocked=1,b&item=5&layer=default&more=1"))
     assert page.page.inner_text("#matrix-title") == "Mean of 8 heads" and page.page.url.endswith("/#layer=default")
 
 
@@ -223,10 +223,10 @@ def test_a_server_that_does_not_answer_is_reported(browser: Any, start: Callable
 def test_words_are_not_interpreted_as_html(visit: Visitor) -> None:
     """In labels, tooltip, words, announcements, errors, names of layers, clipboard."""
     page = visit()
-    page.asking(lambda: page.page.check("input[value=request]", force=True))
+    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
     tokens = {"query": [HOSTILE, "<script>alert(2)</script>"]}
     body = {"query": np.eye(2, 64).tolist(), "tokens": tokens}
-    page.asking(lambda: page.page.fill("#request", json.dumps(body)))
+    page.request_sent_by(lambda: page.page.fill("#request", json.dumps(body)))
     assert side(page, "q").all_inner_texts() == tokens["query"]
     Grid(page, 2, 2).hover(0, 1)
     assert tip(page)[1] == f"{HOSTILE} → {tokens['query'][1]}"
@@ -241,15 +241,15 @@ def test_copied_code_reproduces_the_shown_numbers(browser: Any, visit: Visitor, 
     """The curl command in a shell, the program in an interpreter and the posted body give the same weights."""
     page = visit(permissions=["clipboard-read", "clipboard-write"])
     page.page.evaluate("document.getElementById('special').checked = true")  # hidden without special tokens
-    page.asking(lambda: page.page.fill("#text", "it's the cat's \"mat\" $HOME `x` \\n"))
-    asked = page.asking(lambda: page.page.check("#causal"))
+    page.request_sent_by(lambda: page.page.fill("#text", "it's the cat's \"mat\" $HOME `x` \\n"))
+    requested = page.request_sent_by(lambda: page.page.check("#causal"))
     copied = {}
     for kind in ("json", "curl", "python"):
         page.page.click(f"[data-copy={kind}]")
         page.page.locator("#taken", has_text="Copied").wait_for()
         copied[kind] = page.page.evaluate("navigator.clipboard.readText()")
         assert copied[kind] == page.page.input_value("#code")
-    weights = weights_of(http, asked)
+    weights = weights_of(http, requested)
 
     assert len(copied["curl"]) < 600 and len(copied["python"]) < 600
     np.testing.assert_array_equal(weights_of(http, json.loads(copied["json"])), weights)
@@ -290,7 +290,7 @@ def test_the_refusal_of_a_picture_is_shown_beside_its_button(visit: Visitor) -> 
 def test_the_page_is_operable_by_keyboard(visit: Visitor, http: httpx.Client) -> None:
     """The cursor of the heat map announces its cell; letters lock a row or column and block a cell; words announce their links."""
     page = visit()
-    weights = weights_of(http, page.asking(lambda: page.page.click("#go"))).mean(0)
+    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go"))).mean(0)
     keyboard, live = page.page.keyboard, page.page.locator("#live")
     page.page.locator("#smaller").focus()
     keyboard.press("Tab")
@@ -305,8 +305,8 @@ def test_the_page_is_operable_by_keyboard(visit: Visitor, http: httpx.Client) ->
     assert side(page, "k").nth(1).get_attribute("aria-pressed") == "true"
     keyboard.press("Escape")
     assert page.page.locator("#words [aria-pressed=true]").count() == 0
-    asked = page.asking(lambda: keyboard.press("b"))
-    assert asked["block_mask"][2][1] == 1
+    requested = page.request_sent_by(lambda: keyboard.press("b"))
+    assert requested["block_mask"][2][1] == 1
     keyboard.press("End")
     keyboard.press("PageDown")
     assert live.inner_text().startswith("Mean of 8 heads: tired to tired")
@@ -332,7 +332,7 @@ def test_axe_finds_no_accessibility_violations(visit: Visitor, layers: None, sch
     assert page.page.get_attribute("html", "data-theme") == scheme
     page.page.uncheck("#heads input[aria-label='Head 1 on']")
     page.page.locator("#heads [data-head='0']").click()
-    page.asking(lambda: page.page.check("#cross"))
+    page.request_sent_by(lambda: page.page.check("#cross"))
     Grid(page, 10, 7).click(1, 2)
     page.page.locator("#steps li", has_text="Softmax").wait_for()
     for summary in page.page.locator("summary").all():

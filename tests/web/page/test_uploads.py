@@ -76,8 +76,8 @@ def test_the_attention_layers_of_a_models_folder_are_added(
         drop(page, folder)
     page.page.locator("#upload-parts").wait_for()
     assert page.page.input_value("#upload-name") == model
-    asked = page.asking(lambda: page.page.click("#upload-parts .main"))
-    assert asked["layer"] == f"{model}-0" and page.page.inner_text("#upload-status") == f"Added {model}-0 to {model}-1"
+    requested = page.request_sent_by(lambda: page.page.click("#upload-parts .main"))
+    assert requested["layer"] == f"{model}-0" and page.page.inner_text("#upload-status") == f"Added {model}-0 to {model}-1"
     assert page.page.locator("#model li").all_text_contents() == [f"{model}-0", f"{model}-1"]
     every = load_file(folder / "model.safetensors")
     sent = [[name for name in every if f".{number}.{of_attention}." in name] for number in range(2)]
@@ -143,7 +143,7 @@ def test_a_layer_file_is_added_or_refused(visit: Visitor, http: httpx.Client, tm
     page.page.locator("#upload-error", has_text="Expected").wait_for()
     page.page.fill("#upload-prefix", "encoder.layer.1")
     page.page.fill("#upload-spec", '{"num_heads": 2}')
-    assert page.asking(lambda: page.page.click("#upload-parts .main"))["layer"] == "dropped"
+    assert page.request_sent_by(lambda: page.page.click("#upload-parts .main"))["layer"] == "dropped"
     assert page.page.locator("#upload-error").inner_text() == ""
     http.delete("/layers/dropped")
 

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.browser
 def test_the_shown_weights_are_those_of_the_service(visit: Visitor, http: httpx.Client) -> None:
     """Summary, words, and the strongest cell of every thumbnail, compared with the reply to the body that the page sent."""
     page = visit()
-    asked = page.asking(lambda: page.page.fill("#text", "a dog saw one bird"))
-    weights = weights_of(http, asked)
+    requested = page.request_sent_by(lambda: page.page.fill("#text", "a dog saw one bird"))
+    weights = weights_of(http, requested)
 
-    assert asked["tokens"] == {"query": ["a", "dog", "saw", "one", "bird"]}
+    assert requested["tokens"] == {"query": ["a", "dog", "saw", "one", "bird"]}
     assert "8 heads, 5 queries \N{MULTIPLICATION SIGN} 5 keys" in page.page.inner_text("#summary")
     assert "means nothing" in page.page.inner_text("#note")
-    assert side(page, "q").all_inner_texts() == side(page, "k").all_inner_texts() == asked["tokens"]["query"]
+    assert side(page, "q").all_inner_texts() == side(page, "k").all_inner_texts() == requested["tokens"]["query"]
     darkness = """canvas => { const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
         return Array.from({ length: data.length / 4 }, (_, i) => 765 - data[4 * i] - data[4 * i + 1] - data[4 * i + 2]); }"""
     pictures = [np.array(canvas.evaluate(darkness)) for canvas in page.page.locator("#heads canvas").all()]
@@ -34,7 +34,7 @@ def test_the_shown_weights_are_those_of_the_service(visit: Visitor, http: httpx.
 
 def test_pointing_at_a_cell_of_an_enlarged_head_shows_its_number(visit: Visitor, http: httpx.Client) -> None:
     page = visit()
-    weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
+    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go")))
     grid = Grid(page, 10, 10)
     for name, square in (("mean", weights.mean(0)), ("3", weights[3])):
         page.page.locator(f"#heads [data-head='{name}']").click()
@@ -49,7 +49,7 @@ def test_pointing_at_a_cell_of_an_enlarged_head_shows_its_number(visit: Visitor,
 def test_pointing_at_a_word_isolates_its_row_or_column_and_a_click_locks_it(visit: Visitor, http: httpx.Client) -> None:
     """From the words and from the heat map's labels; the lock stays when the pointer goes, and Escape ends it."""
     page = visit()
-    weights = weights_of(http, page.asking(lambda: page.page.click("#go")))[5]
+    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go")))[5]
     page.page.locator("#heads [data-head='5']").click()
 
     side(page, "q").nth(8).hover()
@@ -79,7 +79,7 @@ def test_pointing_at_a_word_isolates_its_row_or_column_and_a_click_locks_it(visi
 
 def test_heads_can_be_left_out_of_the_mean(visit: Visitor, http: httpx.Client) -> None:
     page = visit()
-    weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
+    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go")))
     grid = Grid(page, 10, 10)
     for head in (0, 1, 2, 3, 4, 6):
         page.page.uncheck(f"#heads input[aria-label='Head {head} on']")
@@ -95,10 +95,10 @@ def test_heads_can_be_left_out_of_the_mean(visit: Visitor, http: httpx.Client) -
 def test_switching_off_a_head_shows_the_change_of_the_output(visit: Visitor, http: httpx.Client) -> None:
     """The length of the difference, computed here from two replies; copied code has the head off, too."""
     page = visit()
-    asked = page.asking(lambda: page.page.click("#go"))
-    page.asking(lambda: page.page.uncheck("#heads input[aria-label='Head 2 on']"))
+    requested = page.request_sent_by(lambda: page.page.click("#go"))
+    page.request_sent_by(lambda: page.page.uncheck("#heads input[aria-label='Head 2 on']"))
     page.page.locator("#change tbody tr").nth(9).wait_for()
-    body = {**asked, "outputs": ["output"], "reply": {"datatype": "FP64"}}
+    body = {**requested, "outputs": ["output"], "reply": {"datatype": "FP64"}}
     whole, less = (
         np.array(http.post("/attend", json={**body, "head_scale": scale}).json()["output"]) for scale in ([1] * 8, [1, 1, 0, 1, 1, 1, 1, 1])
     )
@@ -129,12 +129,12 @@ def numbers_in(text: str) -> list[float]:
 def test_a_locked_cell_shows_how_its_weight_is_computed(visit: Visitor, http: httpx.Client, layers: None, layer: str) -> None:
     """With the service's own projections and scores; `grouped` has fewer heads of keys, a soft cap and ALiBi."""
     page = visit(layer)
-    asked = page.asking(lambda: page.page.click("#go"))
+    requested = page.request_sent_by(lambda: page.page.click("#go"))
     outputs = ["query_projection", "key_projection", "scores", "attention_weights"]
-    reply = http.post("/attend", json={**asked, "outputs": outputs, "reply": {"datatype": "FP64"}}).json()
+    reply = http.post("/attend", json={**requested, "outputs": outputs, "reply": {"datatype": "FP64"}}).json()
     query, key, scores, weights = (np.array(reply[name]) for name in outputs)
     page.page.locator("#heads [data-head='3']").click()
-    page.asking(lambda: Grid(page, 10, 10).click(8, 7))
+    page.request_sent_by(lambda: Grid(page, 10, 10).click(8, 7))
     steps = steps_of(page)
 
     dot = query[3, 8] @ key[3 * len(key) // len(query), 7]
@@ -148,7 +148,7 @@ def test_a_locked_cell_shows_how_its_weight_is_computed(visit: Visitor, http: ht
     rows = [line.locator("td").all_inner_texts() for line in page.page.locator("#steps tbody").last.locator("tr").all()]
     assert [row[0] for row in rows] == WORDS and [numbers_in(row[2])[0] for row in rows] == pytest.approx(weights[3, 8], rel=1e-3)
 
-    page.asking(lambda: page.page.check("#causal"))
+    page.request_sent_by(lambda: page.page.check("#causal"))
     Grid(page, 10, 10).click(2, 5)
     page.page.locator("#steps li", has_text="A mask keeps").wait_for()
     assert numbers_in(steps_of(page)["Softmax"])[-1] == 0
@@ -158,7 +158,7 @@ def test_a_locked_cell_shows_how_its_weight_is_computed(visit: Visitor, http: ht
 
 def test_a_cell_of_the_mean_links_to_its_heads(visit: Visitor, http: httpx.Client) -> None:
     page = visit()
-    weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
+    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go")))
     Grid(page, 10, 10).click(1, 2)
     assert numbers_in(steps_of(page)["Mean"])[1] == pytest.approx(weights[:, 1, 2].mean(), rel=1e-3)
     page.page.get_by_role("button", name=f"Head 6: {float(f'{weights[6, 1, 2]:.4g}')}").click()
@@ -170,7 +170,7 @@ def test_all_layers_of_a_model_are_shown_in_one_view(visit: Visitor, http: httpx
     """Layers whose names differ in their last number; a click on a head opens it. `default` belongs to no model."""
     page = visit()
     assert page.page.locator("#model").is_hidden()
-    page.asking(lambda: page.page.select_option("#layer", "tiny-2"))
+    page.request_sent_by(lambda: page.page.select_option("#layer", "tiny-2"))
     page.page.locator("#model summary").click()
     page.page.locator("#model canvas[width='100']").nth(2).wait_for()
     page.page.locator("#result[aria-busy=false]").wait_for()
@@ -178,14 +178,14 @@ def test_all_layers_of_a_model_are_shown_in_one_view(visit: Visitor, http: httpx
     assert page.page.locator("#model [aria-current=true]").inner_text() == "tiny-2"
 
     picture = page.page.locator("#model canvas").nth(2)
-    asked = page.asking(lambda: picture.click(position={"x": picture.bounding_box()["width"] * 0.75, "y": 20}))
-    assert asked["layer"] == "tiny-10" and page.page.inner_text("#matrix-title") == "Head 1"
+    requested = page.request_sent_by(lambda: picture.click(position={"x": picture.bounding_box()["width"] * 0.75, "y": 20}))
+    assert requested["layer"] == "tiny-10" and page.page.inner_text("#matrix-title") == "Head 1"
     darkness = """canvas => { const { data, width } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
         return [width, Array.from({ length: data.length / 4 }, (_, i) => 765 - data[4 * i] - data[4 * i + 1] - data[4 * i + 2])]; }"""
     page.page.locator("#result[aria-busy=false]").wait_for()
     width, dark = picture.evaluate(darkness)
     heads = np.array(dark).reshape(-1, width)
-    for square, tile in zip(weights_of(http, asked), (heads[:, :48], heads[:, 52:]), strict=True):
+    for square, tile in zip(weights_of(http, requested), (heads[:, :48], heads[:, 52:]), strict=True):
         q, k = np.unravel_index(square.argmax(), square.shape)
         assert tile[int((q + 0.5) * 4.8), int((k + 0.5) * 4.8)] == tile.max()
 
@@ -193,7 +193,7 @@ def test_all_layers_of_a_model_are_shown_in_one_view(visit: Visitor, http: httpx
 def test_the_table_has_the_statistics_of_the_service(visit: Visitor, http: httpx.Client) -> None:
     """Entropy, confidence and the strongest link, computed here from the weights; a click on a row opens its head."""
     page = visit()
-    weights = weights_of(http, page.asking(lambda: page.page.click("#go")))
+    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go")))
     rows = [line.locator("th, td").all_inner_texts() for line in page.page.locator("#numbers tbody tr").all()]
     titles = page.page.locator("#numbers thead th").all_inner_texts()
     assert titles[:3] == ["Head", "Entropy", "Confidence"] and titles[-1] == "Strongest link"
@@ -211,9 +211,9 @@ def test_the_table_has_the_statistics_of_the_service(visit: Visitor, http: httpx
 def test_undefined_statistics_are_explained(visit: Visitor) -> None:
     """With dropout the weights are shown, and the reason in place of statistics."""
     page = visit()
-    page.asking(lambda: page.page.check("input[value=request]", force=True))
+    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
     body = {"query": np.eye(3, 64).tolist(), "dropout": {"p": 0.5, "seed": 1}}
-    page.asking(lambda: page.page.fill("#request", json.dumps(body)))
+    page.request_sent_by(lambda: page.page.fill("#request", json.dumps(body)))
     assert side(page, "q").count() == 3 and page.page.locator("#numbers tbody tr").count() == 0
     assert "Expected no dropout" in page.page.inner_text("#numbers-error")
 
@@ -222,19 +222,19 @@ def test_a_switch_hides_special_tokens(visit: Visitor, http: httpx.Client) -> No
     """In pictures, words and numbers. A cell blocked then is addressed by its place in the whole matrix."""
     page = visit()
     assert page.page.locator("#special").is_hidden()
-    page.asking(lambda: page.page.check("input[value=request]", force=True))
+    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
     body = {"query": np.eye(4, 64).tolist(), "tokens": {"query": ["[CLS]", "a", "b", "[SEP]"]}}
-    weights = weights_of(http, page.asking(lambda: page.page.fill("#request", json.dumps(body)))).mean(0)
+    weights = weights_of(http, page.request_sent_by(lambda: page.page.fill("#request", json.dumps(body)))).mean(0)
     assert side(page, "k").count() == 4
-    assert page.asking(lambda: page.page.check("#special"))["tokens"]["omit"] == "special"
+    assert page.request_sent_by(lambda: page.page.check("#special"))["tokens"]["omit"] == "special"
     assert side(page, "q").all_inner_texts() == side(page, "k").all_inner_texts() == ["a", "b"]
     assert page.page.locator("#heads canvas").first.evaluate("canvas => [canvas.width, canvas.height]") == [2, 2]
     grid = Grid(page, 2, 2)
     grid.hover(0, 1)
     assert tip(page) == (pytest.approx(weights[1, 2], abs=6e-5), "a → b")
     page.page.click("#block")
-    asked = page.asking(lambda: grid.click(0, 1))
-    assert [(q, k) for q, row in enumerate(asked["block_mask"]) for k, one in enumerate(row) if one] == [(1, 2)]
+    requested = page.request_sent_by(lambda: grid.click(0, 1))
+    assert [(q, k) for q, row in enumerate(requested["block_mask"]) for k, one in enumerate(row) if one] == [(1, 2)]
 
 
 def test_the_page_and_the_service_agree_on_special_tokens(visit: Visitor) -> None:
@@ -255,7 +255,7 @@ def test_512_by_512_weights_of_12_heads_are_shown(visit: Visitor, layers: None) 
     """With all views of a short sentence. The milliseconds from reply to paint are printed (pytest -rP), not asserted."""
     page = visit("wide")
     words = [f"w{i}" for i in range(512)]
-    page.asking(lambda: page.page.fill("#text", " ".join(words)))
+    page.request_sent_by(lambda: page.page.fill("#text", " ".join(words)))
     assert "12 heads, 512 queries \N{MULTIPLICATION SIGN} 512 keys" in page.page.inner_text("#summary")
     assert side(page, "k").count() == 512
     page.page.wait_for_function("performance.getEntriesByName('attend:paint').length >= 2")
@@ -273,8 +273,8 @@ def test_512_by_512_weights_of_12_heads_are_shown(visit: Visitor, layers: None) 
     box = page.page.locator("#matrix canvas").bounding_box()
     page.page.mouse.move(box["x"] + box["width"] - 3, box["y"] + box["height"] - 3)
     assert tip(page)[1] == "w511 → w511"
-    asked = page.asking(lambda: (page.page.locator("#matrix").focus(), page.page.keyboard.press("b")))
-    assert asked["block_mask"]["shape"] == [512, 512]
+    requested = page.request_sent_by(lambda: (page.page.locator("#matrix").focus(), page.page.keyboard.press("b")))
+    assert requested["block_mask"]["shape"] == [512, 512]
 
 
 def test_a_layer_of_negative_weights_has_numbers_of_its_heads_without_their_weights(
@@ -283,7 +283,7 @@ def test_a_layer_of_negative_weights_has_numbers_of_its_heads_without_their_weig
     """The relative change of the output without each head, as the service has it for the request that the page sent."""
     page = visit("negative")
     with page.page.expect_response("**/attend/analysis") as caught:
-        page.asking(lambda: page.page.check("#causal"))
+        page.request_sent_by(lambda: page.page.check("#causal"))
     expected = caught.value.json()["metrics"]["zero_ablation"]["relative_change"]
     table = page.page.locator("#numbers table")
     assert table.locator("thead th").all_inner_texts() == ["Head", "Ablation"]

@@ -152,10 +152,10 @@ def test_json_and_safetensors_give_the_same_numbers(
         assert rest == {"layer": document["layer"], "fully_masked_rows": document["fully_masked_rows"]}
         assert set(tensors_out) == set(OUTPUTS)
         for name in OUTPUTS:
-            theirs = np.array(document[name], np.float64)
+            from_json = np.array(document[name], np.float64)
             assert tensors_out[name].dtype == np.float32
-            np.testing.assert_allclose(tensors_out[name], theirs, rtol=0, atol=1e-6, strict=False)
-            np.testing.assert_allclose(np.array(from_binary.json()[name], np.float64), theirs, rtol=0, atol=1e-6)
+            np.testing.assert_allclose(tensors_out[name], from_json, rtol=0, atol=1e-6, strict=False)
+            np.testing.assert_allclose(np.array(from_binary.json()[name], np.float64), from_json, rtol=0, atol=1e-6)
     assert list(from_binary.json()) == list(document)
 
 
@@ -413,13 +413,13 @@ MALFORMED: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize(("body", "status"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_bodies_are_refused(post: Post, answers_well: Callable[[], None], body: bytes, status: int) -> None:
+def test_malformed_bodies_are_refused(post: Post, assert_still_answers: Callable[[], None], body: bytes, status: int) -> None:
     """With a problem document, whatever `Accept` is; the server answers the next request."""
     refused(post(body), status)
-    answers_well()
+    assert_still_answers()
 
 
-def test_randomly_changed_bodies_never_give_a_5xx(post: Post, answers_well: Callable[[], None]) -> None:
+def test_randomly_changed_bodies_never_give_a_5xx(post: Post, assert_still_answers: Callable[[], None]) -> None:
     whole = packed({**CROSS, "valid_lens": np.array([2, 1], np.int32)}, {"layer": "cross", "causal": True, "query_offset": 0})
     rng, statuses = np.random.default_rng(4), set()
     header = 8 + struct.unpack("<Q", whole[:8])[0]
@@ -431,7 +431,7 @@ def test_randomly_changed_bodies_never_give_a_5xx(post: Post, answers_well: Call
         assert answer.status_code < 500, bytes(body)
         statuses.add(answer.status_code)
     assert {200, 400, 422} <= statuses
-    answers_well()
+    assert_still_answers()
 
 
 def test_unaligned_tensors_are_read(post: Post) -> None:
@@ -520,11 +520,11 @@ def test_bodies_may_be_compressed(post: Post, coding: str, media: str) -> None:
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_a_decompression_bomb_is_refused(post: Post, answers_well: Callable[[], None], coding: str) -> None:
+def test_a_decompression_bomb_is_refused(post: Post, assert_still_answers: Callable[[], None], coding: str) -> None:
     """A hundred megabytes of spaces in a hundred kilobytes, with a limit of four: 413 with the setting."""
     bomb = PACKERS[coding](b" " * 100_000_000)
     assert "max_body_bytes" in refused(post(bomb, media=JSON, Content_Encoding=coding), 413)
-    answers_well()
+    assert_still_answers()
 
 
 def test_invalid_compressed_bodies_are_400_and_unknown_codings_415(post: Post) -> None:
@@ -537,7 +537,7 @@ def test_invalid_compressed_bodies_are_400_and_unknown_codings_415(post: Post) -
 
 
 def raw_reply(client: httpx.Client, accept_encoding: str | None, accept: str = JSON, **headers: str) -> tuple[httpx.Response, bytes]:
-    """A reply and the bytes that really came."""
+    """A reply, and its bytes as they were sent, before decompression."""
     request = client.build_request("POST", "/attend", json={"query": [[0.5] * 64] * 8}, headers={"Accept": accept, **headers})
     del request.headers["Accept-Encoding"]
     if accept_encoding is not None:
@@ -549,12 +549,12 @@ def raw_reply(client: httpx.Client, accept_encoding: str | None, accept: str = J
         answer.close()
 
 
-def opened(answer: httpx.Response, came: bytes) -> bytes:
+def opened(answer: httpx.Response, content: bytes) -> bytes:
     """The reply as it was before it was compressed, if it was."""
     assert answer.status_code == 200
-    assert int(answer.headers["content-length"]) == len(came)
+    assert int(answer.headers["content-length"]) == len(content)
     coding = answer.headers.get("content-encoding", "")
-    return {"gzip": gzip.decompress, "deflate": zlib.decompress, "": bytes}[coding](came)
+    return {"gzip": gzip.decompress, "deflate": zlib.decompress, "": bytes}[coding](content)
 
 
 @pytest.mark.parametrize("accept", [JSON, SAFETENSORS])
@@ -578,12 +578,12 @@ def test_replies_are_compressed_if_accept_encoding_names_one_coding(
     http: httpx.Client, layers: dict[str, Any], accept: str, accept_encoding: str | None, coding: str
 ) -> None:
     """HTTP libraries name several by default."""
-    plain, came = raw_reply(http, None, accept)
+    plain, content = raw_reply(http, None, accept)
     answer, other = raw_reply(http, accept_encoding, accept)
     assert answer.headers.get("content-encoding", "") == coding
-    assert len(opened(answer, other)) == len(opened(plain, came))
+    assert len(opened(answer, other)) == len(opened(plain, content))
     assert answer.headers["content-type"] == accept
-    assert (len(other) < len(came)) == bool(coding)
+    assert (len(other) < len(content)) == bool(coding)
 
 
 def test_errors_are_not_compressed(http: httpx.Client, layers: dict[str, Any]) -> None:
@@ -596,13 +596,13 @@ def test_errors_are_not_compressed(http: httpx.Client, layers: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("timeout", ["1e-9", "0.000000001"])
-def test_a_passed_deadline_is_504(post: Post, answers_well: Callable[[], None], timeout: str) -> None:
+def test_a_passed_deadline_is_504(post: Post, assert_still_answers: Callable[[], None], timeout: str) -> None:
     """The detail names the header."""
     assert "X-Request-Timeout" in refused(post(packed(CROSS, {"layer": "cross"}), X_Request_Timeout=timeout), 504)
     assert "X-Request-Timeout" in refused(
         post(json.dumps({"layer": "cross", **nested(CROSS)}).encode(), media=JSON, X_Request_Timeout=timeout), 504
     )
-    answers_well()
+    assert_still_answers()
 
 
 @pytest.mark.parametrize("timeout", ["60", "60.5", "1e3", "0.5e2", "+60"])
@@ -625,7 +625,7 @@ def test_settings_compress_replies_and_set_a_default_deadline(start_here: Callab
     """`--compress-replies` and `--request-timeout`."""
     with httpx.Client(base_url=start_here(compress_replies=True, request_timeout=1e-9), timeout=60) as client:
         patient = {"X-Request-Timeout": "60"}
-        _, came = raw_reply(client, None, **patient)
+        _, content = raw_reply(client, None, **patient)
         for accept_encoding, coding in (
             (None, ""),
             ("identity", ""),
@@ -640,7 +640,7 @@ def test_settings_compress_replies_and_set_a_default_deadline(start_here: Callab
                 assert answer.headers.get("content-encoding", "") == coding, accept_encoding
                 whole = opened(answer, other)
                 if accept == JSON:
-                    assert json.loads(whole) == json.loads(came)
+                    assert json.loads(whole) == json.loads(content)
                 else:
                     assert set(dict(deserialize(whole))) == {"output", "attention_weights"}
 

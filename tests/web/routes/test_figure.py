@@ -396,8 +396,8 @@ def test_a_passed_deadline_is_504(http, layers):
 
 @pytest.mark.parametrize(("file_format", "coding"), [("png", None), ("svg", "gzip"), ("html", "gzip")])
 def test_svg_and_html_are_compressed_if_accepted(http, layers, file_format, coding):
-    asked = {**BODY, "figure": {"format": file_format}}
-    answer = http.post("/attend/figure", json=asked, headers={"Accept-Encoding": "gzip"})
+    body = {**BODY, "figure": {"format": file_format}}
+    answer = http.post("/attend/figure", json=body, headers={"Accept-Encoding": "gzip"})
 
     assert answer.headers.get("content-encoding") == coding
     assert answer.content == picture(http, {"format": file_format}).content
@@ -405,19 +405,19 @@ def test_svg_and_html_are_compressed_if_accepted(http, layers, file_format, codi
 
 def test_concurrent_pictures_equal_those_drawn_alone(http, layers, server):
     """/attend is answered meanwhile."""
-    asked = [
+    figures = [
         {"kind": kind, "format": file_format, "theme": theme}
         for kind in ("heads", "mean", "concatenation")
         for file_format in ("png", "svg", "html")
         for theme in ("light", "dark")
     ]
-    alone = [picture(http, figure).content for figure in asked]
+    alone = [picture(http, figure).content for figure in figures]
     expected = http.post("/attend", json=BODY).content
 
     with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor(12) as pool:
-        drawn = [pool.submit(picture, client, figure) for figure in asked]
+        drawn = [pool.submit(picture, client, figure) for figure in figures]
         replies = [pool.submit(client.post, "/attend", json=BODY) for _ in range(40)]
 
     assert [future.result().content for future in drawn] == alone
     assert {future.result().content for future in replies} == {expected}
-    assert len(set(alone)) == len(asked)
+    assert len(set(alone)) == len(figures)

@@ -105,8 +105,8 @@ def test_words_gives_vectors_that_attend_accepts(http: httpx.Client) -> None:
     assert reply.json()["tokens"] == SENTENCE.split()
     np.testing.assert_array_equal(vectors(reply), np.stack([hash_vector(word, 64) for word in SENTENCE.split()]))
     assert reply.json()["meaningful"] is False and "means nothing" in reply.json()["note"]
-    asked = http.post("/attend", json={"query": reply.json()["vectors"], "tokens": {"query": reply.json()["tokens"]}})
-    assert asked.status_code == 200 and asked.json()["layer"] == reply.json()["layer"]
+    answer = http.post("/attend", json={"query": reply.json()["vectors"], "tokens": {"query": reply.json()["tokens"]}})
+    assert answer.status_code == 200 and answer.json()["layer"] == reply.json()["layer"]
 
 
 def test_vectors_have_the_width_of_the_requested_part(http: httpx.Client, layers: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 import json
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +12,11 @@ import httpx
 import numpy as np
 import pytest
 from support.app import collecting_server, serve_service
+from support.decoding import Gate
 from support.processes import LONG, ask
 from support.server import Server
 from support.waiting import PATIENCE, until
 
-from service.attention import decoding
 from service.serving.service import Service
 from service.settings import Settings
 from service.web.keys import make_key, write_keys
@@ -50,23 +49,6 @@ class Caller:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))
 
 
-class Gate:
-    """Steps that are computed alone wait until the door is open."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.entered, self.door, real = threading.Semaphore(0), threading.Event(), decoding.forward_steps
-
-        def forward_steps(*args: Any) -> Any:
-            self.entered.release()
-            assert self.door.wait(PATIENCE)
-            return real(*args)
-
-        patch.setattr(decoding, "forward_steps", forward_steps)
-
-    def wait(self) -> None:
-        assert self.entered.acquire(timeout=PATIENCE)
-
-
 @pytest.fixture
 def connect() -> Iterator[Callable[..., Caller]]:
     """Makes callers."""
@@ -87,7 +69,7 @@ def gated(monkeypatch: pytest.MonkeyPatch, connect: Callable[..., Caller]) -> It
     gate = Gate(monkeypatch)
     with serve_service(Settings(batch_delay=0.0001, **MEMORY)) as (url, service):
         yield connect(url), service, gate
-        gate.door.set()
+        gate.opened.set()
 
 
 def calls_of(service: Service, session: str) -> int:
@@ -111,7 +93,7 @@ def test_a_deadline_that_passes_while_a_step_is_computed(gated: tuple[Caller, Se
         behind = threads.submit(caller.step, session, expected_length=1)
         until(lambda: service.clock() > started + 0.2 and calls_of(service, session) == 2, "the deadline and another call")
         assert not first.done()
-        gate.door.set()
+        gate.opened.set()
         replies = first.result(), behind.result()
     assert [reply.status_code for reply in replies] == [200, 200]
     assert [reply.json()["session"]["length"] for reply in replies] == [1, 2]
@@ -132,7 +114,7 @@ def test_a_caller_that_is_gone_learns_whether_its_step_was_appended(gated: tuple
     gate.wait()
     for connection in connections:
         connection.close()
-    gate.door.set()
+    gate.opened.set()
     reply = caller.step(session, expected_length=0)
     assert reply.status_code == 412 and "expected 1, the length of the session" in reply.json()["detail"]
     assert caller.step(session, expected_length=1).json()["session"]["length"] == 2
@@ -276,3 +258,35 @@ def test_a_cache_outlives_its_server(start: Callable[..., Server], connect: Call
     new = after.begin()
     assert after.http.put(f"/sessions/{new}/cache", content=file, headers={"content-type": SAFETENSORS}).json()["length"] == 7
     assert after.step(new, rows[7:]).json()["output"] == expected
+
+
+def test_a_layer_that_is_removed_while_steps_run_and_wait(gated: tuple[Caller, Service, Gate]) -> None:
+    """The step that is being computed is answered, and the one that waits is refused. The memory is free afterwards."""
+    caller, service, gate = gated
+    caller.http.put("/layers/fleeting", json={"spec": {"d_model": 64, "num_heads": 8, "seed": 5}}).raise_for_status()
+    row = RNG.standard_normal((1, 64))
+    expected = caller.http.post("/attend", json={"layer": "fleeting", "query": row.tolist(), "outputs": ["output"]}).json()["output"]
+    session = caller.begin(layer="fleeting")
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(caller.step, session, row)
+        gate.wait()
+        waiting = threads.submit(caller.step, session, row)
+        until(lambda: calls_of(service, session) == 2, "a call that waits")
+        assert caller.http.delete("/layers/fleeting").status_code == 204
+        gate.opened.set()
+    np.testing.assert_allclose(running.result().json()["output"], expected, rtol=0, atol=1e-6)
+    assert waiting.result().status_code == 410 and "its layer was removed" in waiting.result().json()["detail"]
+    assert caller.metric("attend_session_bytes") == caller.metric("attend_sessions") == 0
+
+
+def test_abandoned_sessions_end_by_themselves(connect: Callable[..., Caller]) -> None:
+    """Without any request to the server."""
+    with serve_service(Settings(**MEMORY)) as (url, service):
+        caller = connect(url)
+        abandoned = [caller.begin(idle_seconds=0.01) for _ in range(50)]
+        kept = caller.begin()
+        assert service.engine.sessions is not None
+        until(lambda: len(service.engine.sessions) == 1, "the end of idle sessions")
+        ended = caller.http.get(f"/sessions/{abandoned[7]}")
+        assert ended.status_code == 410 and "idle for longer than its idle_seconds" in ended.json()["detail"]
+        assert caller.step(kept).status_code == 200 and caller.metric("attend_session_bytes") == FIRST_PAGE

@@ -204,3 +204,20 @@ def test_forks_do_not_end_each_other_for_pages_that_they_share(start: Callable[.
         forks = [http.post(f"/sessions/{parent}/fork", json={}).json()["id"] for _ in range(3)]
         assert "session_memory" in refusal(step(http, forks[0], sequence[:1]), 507)
         assert len(http.get("/sessions").json()["sessions"]) == 4
+
+
+def test_sessions_and_forks_need_no_body(http: httpx.Client) -> None:
+    created = http.post("/sessions")
+    assert created.status_code == 201 and created.json()["layer"]["name"] == "default"
+    path = f"/sessions/{created.json()['id']}"
+    assert http.post(f"{path}/fork").status_code == 201
+    assert "/length" in refusal(http.patch(path), 422)
+
+
+@pytest.mark.parametrize("path", ["/attend/analysis", "/attend/figure", "/attend/plan"])
+def test_a_session_in_a_body_that_is_not_there_is_refused_with_its_place(http: httpx.Client, session: str, path: str) -> None:
+    http.delete(f"/sessions/{session}")
+    for name, status, words in ((session, 410, "it was deleted"), ("nonsense", 404, "the id of a session")):
+        reply = http.post(path, json={"query": rows(1).tolist(), "session": name})
+        assert words in refusal(reply, status)
+        assert [error["at"] for error in reply.json()["errors"]] == ["/session"]

@@ -6,10 +6,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from support.v2 import in_json, read, refused
+from support.v2 import in_bytes, in_json, read, refused
 
 INFER = "/v2/models/tiny/infer"
-BODY = {"inputs": in_json(query=np.ones((1, 2, 6), np.float32))}
+QUERY = np.ones((1, 2, 6), np.float32)
+BODY = {"inputs": in_json(query=QUERY)}
 MEDIA = ["text/xml", "application/vnd.safetensors", "text/html", "application/json;q=0", "multipart/form-data; boundary=x", ";;q=,", "\xff"]
 ANSWERED: list[tuple[str, str, Any]] = [
     ("GET", "/v2", None),
@@ -20,6 +21,7 @@ ANSWERED: list[tuple[str, str, Any]] = [
     ("POST", "/v2/repository/index", {"ready": True}),
     ("POST", "/v2/repository/index", None),
     ("POST", INFER, BODY),
+    ("POST", INFER, in_bytes(None, query=QUERY)),
     ("POST", "/v2/repository/models/default/load", {}),
 ]
 REFUSED: list[tuple[str, str, Any, int]] = [
@@ -36,9 +38,11 @@ REFUSED: list[tuple[str, str, Any, int]] = [
 
 
 def send(v2: httpx.Client, method: str, path: str, body: Any, media: str) -> httpx.Response:
-    content = b"" if body is None else body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    """Sends a body: None, text, a document, or bytes and the headers that describe them."""
+    content, more = body if isinstance(body, tuple) else (b"" if body is None else body if isinstance(body, str) else json.dumps(body), {})
     value = media.encode("latin-1")
-    return v2.request(method, path, content=content, headers=[(b"Content-Type", value), (b"Accept", value)])
+    described = [(name.encode(), value.encode()) for name, value in more.items()]
+    return v2.request(method, path, content=content, headers=[*described, (b"Content-Type", value), (b"Accept", value)])
 
 
 @pytest.mark.parametrize("media", MEDIA)

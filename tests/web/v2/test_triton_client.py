@@ -62,9 +62,9 @@ def test_default_options(client: Any, want: dict[str, Array]) -> None:
 def test_inputs_and_outputs_in_bytes_and_json_can_be_mixed(
     client: Any, want: dict[str, Array], inputs: tuple[bool, ...], outputs: tuple[bool, ...] | None
 ) -> None:
-    asked = outputs and [triton.InferRequestedOutput(name, binary_data=binary) for name, binary in zip(want, outputs, strict=True)]
+    requested = outputs and [triton.InferRequestedOutput(name, binary_data=binary) for name, binary in zip(want, outputs, strict=True)]
 
-    reply = client.infer("tiny", [tensor("query", QUERY, binary=inputs[0]), tensor("key", KEY, binary=inputs[1])], outputs=asked)
+    reply = client.infer("tiny", [tensor("query", QUERY, binary=inputs[0]), tensor("key", KEY, binary=inputs[1])], outputs=requested)
 
     for i, (name, array) in enumerate(want.items()):
         np.testing.assert_allclose(reply.as_numpy(name), array, rtol=0, atol=1e-6)

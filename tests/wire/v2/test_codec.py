@@ -59,11 +59,11 @@ def test_every_prefix_of_a_valid_body_is_refused() -> None:
 
 def test_bodies_with_equal_headers_have_their_own_numbers() -> None:
     """The parsed header is cached; the numbers are not."""
-    told = {"parameters": {"select": '{"heads": [1]}'}}
+    options = {"parameters": {"select": '{"heads": [1]}'}}
     for seed in range(3):
         rng = np.random.default_rng(seed)
         query, lengths = rng.standard_normal((2, 3, 6)).astype(np.float32), rng.integers(1, 4, (2, 1))
-        body, headers = in_bytes(told, query=query, valid_lens=lengths)
+        body, headers = in_bytes(options, query=query, valid_lens=lengths)
         size = headers["Inference-Header-Content-Length"]
         request = parsed(body, size)
         np.testing.assert_array_equal(request.query, query)

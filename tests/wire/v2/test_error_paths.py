@@ -225,13 +225,6 @@ def test_a_repeated_key_is_refused_with_its_name(v2: httpx.Client) -> None:
         assert refused(v2.post(INFER, content=text)).endswith(f'each key once, got "{at.split("/")[-1]}" twice, at {at}')
 
 
-@pytest.mark.parametrize(("given", "back"), [({}, False), ({"id": ""}, True), ({"id": "é"}, True)])
-def test_a_given_id_is_returned(v2: httpx.Client, given: dict[str, Any], back: bool) -> None:
-    reply = v2.post(INFER, json={**given, "inputs": [number("FP32", [0.5] * 6)]}).json()
-    assert reply.get("id") == given.get("id")
-    assert ("id" in reply) == back
-
-
 @pytest.mark.parametrize(
     ("datatype", "value", "words"),
     [
@@ -260,7 +253,7 @@ def test_a_number_outside_of_its_datatype_is_refused_with_its_place(
 
 @pytest.mark.parametrize("value", [2**53 + 1, 2**63 - 1, -(2**63) + 1])
 @pytest.mark.parametrize("name", ["valid_lens", "query_offset"])
-def test_integers_of_64_bits_are_read_exactly(v2: httpx.Client, name: str, value: int) -> None:
+def test_a_refused_integer_of_64_bits_is_shown_exactly(v2: httpx.Client, name: str, value: int) -> None:
     """float64 would round them."""
     inputs = [*in_json(query=QUERY), number("INT64", [1, value], name, [2])]
 

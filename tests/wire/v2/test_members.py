@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from support.grpc_calls import address_of
 from support.server import Server
 from support.v2 import in_json, read, refused
 from tritonclient.utils import InferenceServerException
@@ -81,21 +82,17 @@ def test_outputs_that_need_parameters_are_not_in_the_metadata(v2: httpx.Client) 
     assert "attention_weights" in names and not {KEYS, VALUES, "query_gradient", "key_gradient", "value_gradient"} & names
 
 
-def address_of(server: Server) -> str:
-    return str(next(event["address"] for event in server.events if event["event"] == "listening for gRPC"))
-
-
 def test_outputs_and_options_over_grpc(v2_server: Server, want: dict[str, Any]) -> None:
     query = triton.InferInput("query", QUERY.shape, "FP32")
     query.set_data_from_numpy(QUERY)
     with triton.InferenceServerClient(address_of(v2_server)) as client:
-        asked = [triton.InferRequestedOutput(name) for name in (VALUES, KEYS)]
-        reply = client.infer("tiny", [query], outputs=asked, parameters={"select": '{"top_k": 2}'})
+        outputs = [triton.InferRequestedOutput(name) for name in (VALUES, KEYS)]
+        reply = client.infer("tiny", [query], outputs=outputs, parameters={"select": '{"top_k": 2}'})
         assert [output.name for output in reply.get_response().outputs] == [VALUES, KEYS]
         np.testing.assert_array_equal(reply.as_numpy(KEYS), want[KEYS])
         np.testing.assert_allclose(reply.as_numpy(VALUES), want[VALUES], rtol=0, atol=1e-6)
         with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*select\.top_k") as caught:
-            client.infer("tiny", [query], outputs=asked)
+            client.infer("tiny", [query], outputs=outputs)
         assert caught.value.status() == str(grpc.StatusCode.INVALID_ARGUMENT)
         for parameters, words in (
             ({"reply": '{"decimals": 2}'}, "text to round.*/parameters/reply/decimals"),
