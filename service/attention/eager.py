@@ -18,7 +18,7 @@ from torch import Tensor
 from service.attention.call import Call
 from service.attention.dropout import Dropout
 from service.attention.masks import Masks
-from service.attention.positions import alibi, alibi_slopes, decomposed_bias, grid_bias, relative_bias
+from service.attention.position_biases import alibi, alibi_slopes, decomposed_bias, grid_bias, relative_bias
 from service.attention.precision import at_least_float32, torch_dtype
 from service.attention.relative_scores import CallTerms, RelativeTerms
 from service.attention.row_blocks import Assembly, row_slices

@@ -4,13 +4,14 @@ For protocols that deliver only complete messages: how many bytes of a message h
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem
 from service.serving.byte_budget import ByteBudget, Lease
-from service.serving.service import ShutdownGate
+from service.serving.shutdown import ShutdownGate
 
 MAX_READING = 64  # most messages that are read at once
 Receive = Callable[[], Awaitable[Any]]  # returns the next message; a value that is not bytes ends the stream
@@ -59,7 +60,7 @@ def message_reader(budget: ByteBudget, largest: int, seconds: float) -> MessageR
     return MessageReader(max(1, min(MAX_READING, budget.capacity // 2 // largest)), largest, seconds)
 
 
-async def in_time(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
+async def with_time_limit(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
     """Yield the same messages. Raises DeadlinePassed if the next one takes more than `seconds`."""
     while True:
         try:
@@ -73,7 +74,7 @@ async def in_time(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator
 
 
 async def answer_stream(
-    receive: Receive, answer: Callable[[bytes, PreviousSent], Awaitable[None]], gate: ShutdownGate, most: int, seconds: float
+    receive: Receive, answer: Callable[[bytes, PreviousSent], Coroutine[Any, Any, None]], gate: ShutdownGate, most: int, seconds: float
 ) -> None:
     """Answer the messages of a stream until it ends or the gate closes. While `most` are being answered, no more are read.
 
@@ -82,23 +83,22 @@ async def answer_stream(
     ExceptionGroup.
     """
     in_flight: set[asyncio.Task[None]] = set()
-    last: asyncio.Task[None] | None = None
-
-    async def one(message: bytes, previous: asyncio.Task[None] | None) -> None:
-        async def previous_sent() -> None:
-            if previous is not None:
-                await asyncio.wait((previous,))
-
-        await answer(message, previous_sent)
-
+    previous: asyncio.Task[None] | None = None
     async with asyncio.TaskGroup() as tasks:
         async for message in gate.until_closed(_messages(receive, in_flight, most, seconds)):
-            last = tasks.create_task(one(message, last))
-            in_flight.add(last)
-            last.add_done_callback(in_flight.discard)
+            previous = tasks.create_task(answer(message, partial(_wait_for, previous)))
+            in_flight.add(previous)
+            previous.add_done_callback(in_flight.discard)
+
+
+async def _wait_for(task: "asyncio.Task[None] | None") -> None:
+    """Wait until the task has ended, in whatever way."""
+    if task is not None:
+        await asyncio.wait((task,))
 
 
 async def _messages(receive: Receive, in_flight: set[asyncio.Task[None]], most: int, seconds: float) -> AsyncIterator[bytes]:
+    """Yield the messages of a stream. The next one is read once fewer than `most` are being answered."""
     while True:
         while len(in_flight) >= most:
             await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)

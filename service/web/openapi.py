@@ -18,9 +18,9 @@ from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.attend_reply import ProblemDocument
 from service.wire.schemas.figure import FigureRequest
+from service.wire.schemas.json_schemas import json_schemas
 from service.wire.schemas.layers import PutLayer
 from service.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendRequest
-from service.wire.schemas.tensors import json_schemas
 from service.wire.schemas.text import WordsRequest
 from service.wire.v2 import model_schemas, schemas
 

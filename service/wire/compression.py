@@ -8,7 +8,7 @@ from service.wire.negotiation import name_and_quality
 from service.wire.reply import Buffer
 
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes fed to a stream at once
+FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes chunk to a stream at once
 MAX_MEMBERS = 4096  # in one gzip body
 LEVEL = 1  # higher levels cost several times as much, and hardly shrink numbers in text
 
@@ -21,19 +21,19 @@ def unpack(body: bytes, coding: str, limit: int) -> bytes:
     if coding not in WINDOWS:
         raise UnsupportedMediaType.where("", "a Content-Encoding of gzip or deflate", f'"{coding[:40]}"')
     pieces: list[bytes] = []
-    position, room, members = 0, limit, 0
+    position, left, members = 0, limit, 0
     while position < len(body):  # gzip may have several members
         members += 1
         if members > MAX_MEMBERS:
             raise TooLarge.where("", f"a {coding} body of at most {MAX_MEMBERS} members", "more")
-        position, room = _unpack_member(body, position, room, coding, pieces)
-        if room < 0:
+        position, left = _unpack_member(body, position, left, coding, pieces)
+        if left < 0:
             raise TooLarge.where("", f"a body that unpacks to at most {limit} bytes (max_body_bytes)", f"more than {limit}")
     return b"".join(pieces)
 
 
-def _unpack_member(body: bytes, position: int, room: int, coding: str, pieces: list[bytes]) -> tuple[int, int]:
-    """Unpacks the member at `position` into `pieces`. Returns (start of the next member, bytes left; negative if exceeded).
+def _unpack_member(body: bytes, position: int, left: int, coding: str, pieces: list[bytes]) -> tuple[int, int]:
+    """Unpacks the member at `position` into `pieces`. Returns (start of the next one, bytes left of the limit, or less than 0).
 
     The input is passed in growing pieces, since zlib copies the input that a stream does not use.
     """
@@ -41,19 +41,19 @@ def _unpack_member(body: bytes, position: int, room: int, coding: str, pieces: l
     while not stream.eof:
         if position >= len(body) and not stream.unconsumed_tail:
             raise MalformedBody.where("", f"{coding} to its end", "a body that ends before")
-        fed = stream.unconsumed_tail
-        if not fed:
-            fed = body[position : position + size]
-            position, size = position + len(fed), min(2 * size, LARGEST_PIECE)
+        chunk = stream.unconsumed_tail
+        if not chunk:
+            chunk = body[position : position + size]
+            position, size = position + len(chunk), min(2 * size, LARGEST_PIECE)
         try:
-            piece = stream.decompress(fed, room + 1)
+            piece = stream.decompress(chunk, left + 1)
         except zlib.error as error:
             raise MalformedBody.where("", coding, f"something else ({error})") from None
         pieces.append(piece)
-        room -= len(piece)
-        if room < 0:
+        left -= len(piece)
+        if left < 0:
             break
-    return position - len(stream.unused_data), room
+    return position - len(stream.unused_data), left
 
 
 def pack(pieces: Sequence[Buffer], coding: str) -> list[Buffer]:

@@ -41,7 +41,8 @@ def test_the_rules_match_faults_of_both_protocols() -> None:
     statuses, reasons = matched(alert("AttendFaults"), "status"), matched(alert("AttendFaults"), "reason")
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AttendError)]
     for kind in kinds:
-        error = kind(1) if kind is errors.Overloaded else kind()
+        arguments = {errors.Overloaded: (1,), errors.WrongWorker: (Path("socket"), errors.SessionEnded())}
+        error = kind(*arguments.get(kind, ()))
         status, code = str(status_of(error)), grpc_code_of(error)
         ours = status in ("500", "507")
         assert (status in statuses or kind.__name__ in reasons) == ours, kind
@@ -55,14 +56,14 @@ def test_rules_and_panels_name_existing_metrics(http: httpx.Client, expressions:
     """With their labels."""
     http.post("/attend", json={"query": [[0.5] * 64]})
     http.post("/attend", content=b"{")
-    told: dict[str, set[str]] = {}
+    found_labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(http.get("/metrics").text):
         for sample in family.samples:
-            told.setdefault(sample.name, set()).update(sample.labels)
+            found_labels.setdefault(sample.name, set()).update(sample.labels)
     assert len(expressions) >= 7
     for expression in expressions:
         named = re.findall(r"(attend_\w+)(?:\{([^}]*)\})?", expression)
         assert named, expression
         for name, labels in named:
-            assert name in told, expression
-            assert set(re.findall(r"(\w+)=", labels)) <= told[name] | {"instance"}, expression
+            assert name in found_labels, expression
+            assert set(re.findall(r"(\w+)=", labels)) <= found_labels[name] | {"instance"}, expression

@@ -17,8 +17,9 @@ from grpc_reflection.v1alpha import reflection
 
 from service.errors import AttendError, MalformedBody
 from service.serving.byte_budget import ByteBudget, CallLimit
-from service.serving.service import Service, ShutdownGate
-from service.serving.streams import MessageReader, in_time
+from service.serving.service import Service
+from service.serving.shutdown import ShutdownGate
+from service.serving.streams import MessageReader, with_time_limit
 from service.web.errors import grpc_code_of
 from service.web.grpc.calls import address_of
 from service.web.grpc.messages import POOL, SERVICE
@@ -101,7 +102,7 @@ class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # th
         """Answers each request, until the client ends the stream or the gate closes."""
         try:
             with self._streams.slot(address_of(context.peer())):
-                requests = self.gate.until_closed(in_time(request_iterator, self.seconds))
+                requests = self.gate.until_closed(with_time_limit(request_iterator, self.seconds))
                 async for reply in super().ServerReflectionInfo(requests, context):
                     yield reply
         except AttendError as refusal:

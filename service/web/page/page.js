@@ -6,8 +6,8 @@ import { compose, fieldsOf, specOf, specs } from "./compose.js";
 import { $ } from "./dom.js";
 import { copyRequest, downloadFigure, figureOf } from "./export.js";
 import * as form from "./form.js";
-import { LINKS } from "./numbers.js";
 import { lengths, withoutHeads } from "./request.js";
+import { LINKS } from "./statistics.js";
 import { followTheme } from "./theme.js";
 import { followFiles } from "./upload.js";
 import { Views } from "./views.js";
@@ -96,11 +96,11 @@ async function analyse(signal) {
   const body = { ...composed.request, analysis: { top_links: LINKS } };
   const compute = async () => ({ metrics } = await (await post("attend/analysis", body, { signal })).json());
   if (await form.attempt("numbers", compute)) showMetrics();
-  else views.numbers.clear();
+  else views.statistics.clear();
 }
 
 function showMetrics() {
-  if (metrics) views.numbers.show(metrics, views.item, lengths(composed.request).batch !== null);
+  if (metrics) views.statistics.show(metrics, views.item, lengths(composed.request).batch !== null);
 }
 
 /** Shows all layers of the model, if the user has opened that view: each gets the same sentence or request. */

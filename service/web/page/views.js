@@ -8,11 +8,11 @@ import { Heads } from "./heads.js";
 import { NOTHING } from "./heatmap.js";
 import { Matrix } from "./matrix.js";
 import { layersOfModel, Model } from "./model.js";
-import { Numbers } from "./numbers.js";
 import { OutputChange } from "./output_change.js";
 import { Pattern, Weights, largest } from "./pattern.js";
 import { Pointing } from "./pointing.js";
 import { isSpecial, omits } from "./request.js";
+import { HeadStatistics } from "./statistics.js";
 import { Steps } from "./steps.js";
 import { Words } from "./words.js";
 
@@ -31,7 +31,7 @@ export class Views {
     this.words = this.pointing.words = new Words($("words"), this.pointing);
     const enlarge = (name) => this.enlarge(name);
     this.heads = new Heads($("heads"), enlarge, () => this.switched());
-    this.numbers = new Numbers($("numbers"), enlarge);
+    this.statistics = new HeadStatistics($("numbers"), enlarge);
     this.steps = new Steps($("steps"), enlarge);
     this.change = new OutputChange($("change"));
     this.decoding = new Decoding($("decoding"));
@@ -53,7 +53,7 @@ export class Views {
   showReply(composed, reply, wanted) {
     Object.assign(this, { composed, reply });
     this.showItems(wanted.item);
-    this.numbers.wait();
+    this.statistics.wait();
     this.decoding.offer(composed);
     this.model.offer(layersOfModel(reply.layer.name, layerNames()), reply.layer.name);
     this.heads.build(reply.shape[1]);
@@ -136,7 +136,7 @@ export class Views {
     $("matrix-title").textContent = name;
     $("matrix").setAttribute("aria-label", `Attention weights, ${name}, ${pattern.queries} queries by ${pattern.keys} keys`);
     $("most").textContent = scale === "one" ? "1" : scale === "row" ? "row's largest" : largest(weights.data, 0, weights.data.length).toFixed(3);
-    this.numbers.mark(shown);
+    this.statistics.mark(shown);
     this.showSteps();
   }
 

@@ -138,7 +138,7 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     `kinds` maps names of members to the kind of their tensor; "weights/*" names every member of the object `weights`. With `shapes_alone` a
     tensor may be given by its shape: zeros that take no memory. Raises MalformedBody, InvalidRequest or TooLarge.
     """
-    reader = Reader(limits, shapes_alone)
+    reader = DocumentReader(limits, shapes_alone)
     try:
         return reader.members(split_json(body, limits).document(), kinds)
     except TooLarge:
@@ -146,10 +146,10 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     except RequestError:
         if len(body) > MAX_STRICT_BYTES:
             raise
-    return Reader(limits, shapes_alone).members(parse_strictly(body), kinds)
+    return DocumentReader(limits, shapes_alone).members(parse_strictly(body), kinds)
 
 
-class Reader:
+class DocumentReader:
     """Converts the members of one document, and limits their depth and number."""
 
     def __init__(self, limits: WireLimits, shapes_alone: bool = False) -> None:

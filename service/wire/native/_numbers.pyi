@@ -7,9 +7,12 @@ HAS_BOOLEANS: int
 HAS_MINUS_INFINITY: int
 """A list contains "-inf"."""
 
-def read(text: bytes, start: int, stop: int, most_lists: int, narrow: bool) -> tuple[bytearray, tuple[int, ...], int] | None:
-    """The nested list of numbers text[start:stop], as the memory of a float64 (float32 if `narrow`) array, its shape, and which literals it
-    contains: HAS_BOOLEANS, HAS_MINUS_INFINITY. None for anything else, and for more than `most_lists` lists. Releases the GIL."""
+def read(text: bytes, start: int, stop: int, max_lists: int, is_float32: bool) -> tuple[bytearray, tuple[int, ...], int] | None:
+    """The nested list of numbers text[start:stop]: the memory of an array of float64, or of float32 if `is_float32`, its shape, and which
+    literals it contains: HAS_BOOLEANS, HAS_MINUS_INFINITY. None for anything else, or for more than `max_lists` lists.
+
+    Releases the GIL.
+    """
 
 def write(array: Any, decimals: int) -> bytes | None:
     """A contiguous float32 array as nested lists, with at most `decimals` digits after the point (-1: as many as needed). None for other

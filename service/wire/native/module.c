@@ -68,23 +68,24 @@ static PyObject *read_numbers(PyObject *self, PyObject *arguments)
 {
     (void)self;
     PyObject *body;
-    Py_ssize_t start, stop, most_lists, size;
+    Py_ssize_t start, stop, max_lists, size;
     list_of_numbers list;
     char *text;
-    if (!PyArg_ParseTuple(arguments, "Snnnp", &body, &start, &stop, &most_lists, &list.narrow)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "Snnnp", &body, &start, &stop, &max_lists, &list.is_float32)) return NULL;
     if (PyBytes_AsStringAndSize(body, &text, &size)) return NULL;
-    if (start < 0 || stop < start || stop > size || most_lists < 0) return PyErr_Format(PyExc_ValueError, "no such part of the text");
-    list.most_lists = (size_t)most_lists;
+    if (start < 0 || stop < start || stop > size || max_lists < 0) return PyErr_Format(PyExc_ValueError, "no such part of the text");
+    list.max_lists = (size_t)max_lists;
     PyThreadState *state = release_lock(stop - start);
-    list.room = count_numbers(text + start, (size_t)(stop - start));
+    list.capacity = count_numbers(text + start, (size_t)(stop - start));
     take_lock(state);
-    PyObject *memory = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(list.room * (list.narrow ? sizeof(float) : sizeof(double))));
+    size_t bytes = list.capacity * (list.is_float32 ? sizeof(float) : sizeof(double));
+    PyObject *memory = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)bytes);
     if (!memory) return NULL;
     list.numbers = PyByteArray_AsString(memory);
     state = release_lock(stop - start);
     const char *end = read_list(text, text + start, text + size, &list);
     take_lock(state);
-    PyObject *result = end == text + stop && list.count == list.room ? result_of(memory, &list) : Py_NewRef(Py_None);
+    PyObject *result = end == text + stop && list.count == list.capacity ? result_of(memory, &list) : Py_NewRef(Py_None);
     Py_DECREF(memory);
     return result;
 }
@@ -94,7 +95,7 @@ static PyObject *write_view(const Py_buffer *view, int decimals)
     size_t shape[MAX_RANK];
     if (view->ndim < 1 || view->ndim > MAX_RANK || !view->format || strcmp(view->format, "f") || !view->len) Py_RETURN_NONE;
     for (int i = 0; i < view->ndim; i++) shape[i] = (size_t)view->shape[i];
-    char *out = malloc(text_room(view->ndim, shape));
+    char *out = malloc(text_capacity(view->ndim, shape));
     if (!out) return PyErr_NoMemory();
     PyThreadState *state = release_lock(view->len);
     size_t size = write_list(view->buf, view->ndim, shape, decimals, out);

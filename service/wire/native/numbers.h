@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #define MAX_RANK 4
-#define AT_ONCE 64 /* numbers that are converted together */
+#define BLOCK 64 /* numbers that are converted together */
 #define INLINE static inline __attribute__((always_inline))
 
 #if defined(__x86_64__)
@@ -49,9 +49,9 @@ static inline double nearest_double(uint64_t digits, int64_t exponent)
 
 /* read.c */
 typedef struct {
-    void *numbers; /* room for `room` of them */
-    size_t room, count, lists, most_lists, shape[MAX_RANK];
-    int rank, narrow; /* narrow: float32, not float64 */
+    void *numbers; /* memory for `capacity` of them */
+    size_t capacity, count, lists, max_lists, shape[MAX_RANK];
+    int rank, is_float32; /* the numbers are float32, else float64 */
     int literals;     /* which were read: HAS_BOOLEANS, HAS_MINUS_INFINITY */
 } list_of_numbers;
 enum { HAS_BOOLEANS = 1, HAS_MINUS_INFINITY = 2 }; /* true or false, read as 1 and 0; "-inf" */
@@ -70,10 +70,10 @@ const char *read_row_avx2(const char *text, const char *position, const char *en
 #endif
 
 /* write.c: writes float32 as nested lists of that shape, in the fewest digits that are read back as the same float32; infinities and NaN
- * as null. `decimals`: the most digits after the point, or NO_LIMIT. `out` has room for text_room() bytes. Returns the bytes written. */
+ * as null. `decimals`: the most digits after the point, or NO_LIMIT. `out` has text_capacity() bytes. Returns how many were written. */
 #define NO_LIMIT (-1)
 void prepare_writing(void);
-size_t text_room(int rank, const size_t *shape);
+size_t text_capacity(int rank, const size_t *shape);
 size_t write_list(const float *numbers, int rank, const size_t *shape, int decimals, char *out);
 
 #endif

@@ -46,10 +46,10 @@ def use(name: str) -> None:
     _variant = name
 
 
-def read(text: bytes, start: int, stop: int, most_lists: int, dtype: np.dtype[Any] = FLOAT64) -> tuple[Array, int] | None:
+def read(text: bytes, start: int, stop: int, max_lists: int, dtype: np.dtype[Any] = FLOAT64) -> tuple[Array, int] | None:
     """(the nested list of numbers text[start:stop] as an array, which literals it contains). The array is float32 if `dtype` is, else
-    float64; true, false and "-inf" are 1, 0 and -inf in it. None if the list is not that, or has more than `most_lists` lists."""
-    if _variant == PYTHON or (found := _numbers.read(text, start, stop, most_lists, dtype == FLOAT32)) is None:
+    float64; true, false and "-inf" are 1, 0 and -inf in it. None if the list is not that, or has more than `max_lists` lists."""
+    if _variant == PYTHON or (found := _numbers.read(text, start, stop, max_lists, dtype == FLOAT32)) is None:
         return None
     memory, shape, literals = found
     return np.frombuffer(memory, FLOAT32 if dtype == FLOAT32 else FLOAT64).reshape(shape), literals
@@ -72,9 +72,9 @@ def _works() -> bool:
         found = read(text, 0, len(text) - 64, 3, dtype)
         if found is None or found[0].tobytes() != expected.astype(dtype).tobytes():
             return False
-    narrow = expected.astype(FLOAT32)
-    rounded = np.round(narrow.astype(FLOAT64), 3).astype(FLOAT32)
-    for array, written in ((narrow, write(narrow)), (rounded, write(narrow, 3))):
+    as_float32 = expected.astype(FLOAT32)
+    rounded = np.round(as_float32.astype(FLOAT64), 3).astype(FLOAT32)
+    for array, written in ((as_float32, write(as_float32)), (rounded, write(as_float32, 3))):
         if written is None or np.array(json.loads(written)).astype(FLOAT32).tolist() != array.tolist():
             return False
     return True

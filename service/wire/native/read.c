@@ -1,13 +1,13 @@
 /* Reads nested lists of numbers. The grammar is RFC 8259; a number becomes the nearest float64, as Python's float() does it, and then, in a
- * narrow list, the float32 nearest to that.
+ * list of float32, the float32 nearest to that.
  *
  * The text ends in a NUL, which is no character of a list, so a check of each character is a check for the end of the text. */
 #include "numbers.h"
 #include <math.h>
 #include <string.h>
 
-#define MOST_DIGITS 19       /* that fit into 64 bits */
-#define MOST_EXPONENT 100000 /* further digits cannot change the number: it is 0 or infinite */
+#define MAX_DIGITS 19       /* that fit into 64 bits */
+#define MAX_EXPONENT 100000 /* further digits cannot change the number: it is 0 or infinite */
 
 static inline int is_digit(char c) { return (unsigned char)(c - '0') < 10; }
 
@@ -68,7 +68,7 @@ static inline const char *read_exponent(const char *p, int64_t *exponent)
     p += *p == '-' || *p == '+';
     if (!is_digit(*p)) return NULL;
     for (; is_digit(*p); p++)
-        if (value < MOST_EXPONENT) value = value * 10 + (*p - '0');
+        if (value < MAX_EXPONENT) value = value * 10 + (*p - '0');
     *exponent += negative ? -value : value;
     return p;
 }
@@ -76,10 +76,10 @@ static inline const char *read_exponent(const char *p, int64_t *exponent)
 /* Whether more digits count than fit into 64 bits. Zeros at the beginning do not count. */
 static int too_many_digits(const char *first, const char *end)
 {
-    if (end - first <= MOST_DIGITS) return 0;
+    if (end - first <= MAX_DIGITS) return 0;
     const char *point = memchr(first, '.', (size_t)(end - first));
     while (*first == '0' || *first == '.') first++;
-    return end - first - (point && point >= first) > MOST_DIGITS;
+    return end - first - (point && point >= first) > MAX_DIGITS;
 }
 
 /* The number at p. Returns what follows it; NULL if there is no number, or one of too many digits. */
@@ -128,9 +128,9 @@ static const char *read_literal(const char *p, double *result, int *literals)
 /* Appends a number. Returns whether there was room and it is finite in the datatype, or negative infinity that was read as a literal. */
 static inline int append(list_of_numbers *into, double value, int is_literal)
 {
-    double stored = into->narrow ? (float)value : value;
-    if (into->count == into->room || (isinf(stored) && !is_literal)) return 0;
-    if (into->narrow)
+    double stored = into->is_float32 ? (float)value : value;
+    if (into->count == into->capacity || (isinf(stored) && !is_literal)) return 0;
+    if (into->is_float32)
         ((float *)into->numbers)[into->count++] = (float)value;
     else
         ((double *)into->numbers)[into->count++] = value;
@@ -176,7 +176,7 @@ const char *read_list(const char *text, const char *p, const char *end, list_of_
     into->count = into->lists = 0;
     do { /* a list or a row of numbers begins here */
         while (*p == '[') {
-            if (depth == MAX_RANK || (into->rank && depth == into->rank) || into->lists++ == into->most_lists) return NULL;
+            if (depth == MAX_RANK || (into->rank && depth == into->rank) || into->lists++ == into->max_lists) return NULL;
             lengths[depth++] = 0;
             p = skip_blanks(p + 1);
         }

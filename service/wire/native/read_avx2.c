@@ -18,8 +18,8 @@
 enum { IRREGULAR = 1, FIRST_DIGIT_NOT_ZERO = 2 };
 
 typedef struct {
-    uint32_t digits[AT_ONCE][4], minus[AT_ONCE]; /* eight digits each, the first ones first */
-    int32_t point[AT_ONCE], exponent[AT_ONCE];
+    uint32_t digits[BLOCK][4], minus[BLOCK]; /* eight digits each, the first ones first */
+    int32_t point[BLOCK], exponent[BLOCK];
 } block_of_decimals;
 
 static uint8_t MASKS[3 * WINDOW + 1];
@@ -49,7 +49,7 @@ TARGET_AVX2 static inline int find_ends(const char *p, const char *close, const 
     int count = 0;
     const __m256i comma = _mm256_set1_epi8(','), exponent = _mm256_set1_epi8('e'), small = _mm256_set1_epi8('a' - 'A');
     __m256i exponents = _mm256_setzero_si256();
-    for (; p < close && count < AT_ONCE; p += 64) {
+    for (; p < close && count < BLOCK; p += 64) {
         __m256i first = _mm256_loadu_si256((const __m256i *)p), second = _mm256_loadu_si256((const __m256i *)(p + 32));
         uint64_t found = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(second, comma));
         found = found << 32 | (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(first, comma));
@@ -62,7 +62,7 @@ TARGET_AVX2 static inline int find_ends(const char *p, const char *close, const 
         count = (int)(last - ends);
     }
     *has_exponents = (uint32_t)_mm256_movemask_epi8(exponents);
-    if (count >= AT_ONCE) return AT_ONCE;
+    if (count >= BLOCK) return BLOCK;
     ends[count++] = close;
     return count;
 }
@@ -151,7 +151,7 @@ TARGET_AVX2 INLINE uint64_t read_numbers(const char *start, const char **ends, i
 /* Reads up to 64 numbers, and moves *p to the comma or bracket after the last one. Returns how many; 0 if one is not simple. */
 TARGET_AVX2 static int read_block(const char **p, const char *close, double *values)
 {
-    const char *ends[2 * AT_ONCE + 8], *start = *p;
+    const char *ends[2 * BLOCK + 8], *start = *p;
     block_of_decimals found;
     uint32_t has_exponents;
     int count = find_ends(start, close, ends, &has_exponents);
@@ -164,8 +164,8 @@ TARGET_AVX2 static int read_block(const char **p, const char *close, double *val
 TARGET_AVX2 static int append_block(const double *values, int count, list_of_numbers *into)
 {
     int infinite = 0;
-    if (into->room - into->count < (size_t)count) return 0;
-    if (into->narrow) {
+    if (into->capacity - into->count < (size_t)count) return 0;
+    if (into->is_float32) {
         float *numbers = (float *)into->numbers + into->count;
         for (int i = 0; i < count; i++) {
             numbers[i] = (float)values[i];
@@ -182,7 +182,7 @@ TARGET_AVX2 static int append_block(const double *values, int count, list_of_num
 TARGET_AVX2 const char *read_row_avx2(const char *text, const char *p, const char *end, list_of_numbers *into)
 {
     const char *close = memchr(p, ']', (size_t)(end - p));
-    double values[AT_ONCE];
+    double values[BLOCK];
     if (!close || end - close < MARGIN || p - text < MARGIN) return read_row(p, end, into);
     for (;;) {
         const char *start = p;

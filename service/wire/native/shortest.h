@@ -31,9 +31,9 @@ static double SCALES[256]; /* 10^-unit, by the exponent of a float32 */
 static int32_t UNITS[256];
 
 typedef struct {
-    int32_t point[AT_ONCE];        /* how many digits are before the point, or SPECIAL */
-    uint32_t minus[AT_ONCE];       /* 1 for a minus sign */
-    uint32_t text[AT_ONCE + 1][4]; /* 16 characters: three zeros, nine digits, "000."; one more, since copies of 8 reach beyond */
+    int32_t point[BLOCK];        /* how many digits are before the point, or SPECIAL */
+    uint32_t minus[BLOCK];       /* 1 for a minus sign */
+    uint32_t text[BLOCK + 1][4]; /* 16 characters: three zeros, nine digits, "000."; one more, since copies of 8 reach beyond */
 } block_of_text;
 
 INLINE uint32_t bits_of(float value)
@@ -91,21 +91,21 @@ INLINE uint32_t characters_of_4(uint32_t value)
 /* Finds digits and units of a block in float64. In `doubtful`, 1 where it does not decide. `limit` is 10^decimals, or infinite. */
 INLINE void find_digits(const float *numbers, double limit, int32_t lowest_unit, int32_t *digits, int32_t *units, int32_t *doubtful)
 {
-    double scale[AT_ONCE], value[AT_ONCE], half[AT_ONCE];
-    for (int i = 0; i < AT_ONCE; i++) scale[i] = SCALES[exponent_of(numbers[i])];
-    for (int i = 0; i < AT_ONCE; i++) units[i] = UNITS[exponent_of(numbers[i])];
-    for (int i = 0; i < AT_ONCE; i++) {
+    double scale[BLOCK], value[BLOCK], half[BLOCK];
+    for (int i = 0; i < BLOCK; i++) scale[i] = SCALES[exponent_of(numbers[i])];
+    for (int i = 0; i < BLOCK; i++) units[i] = UNITS[exponent_of(numbers[i])];
+    for (int i = 0; i < BLOCK; i++) {
         uint32_t bits = exponent_of(numbers[i]) == 255 ? 0 : bits_of(numbers[i]) & MAGNITUDE;
         float magnitude;
         memcpy(&magnitude, &bits, 4);
         value[i] = (double)magnitude * (scale[i] > limit ? limit : scale[i]);
     }
-    for (int i = 0; i < AT_ONCE; i++) { /* half of the distance to the next float, 2^(exponent - 151) */
+    for (int i = 0; i < BLOCK; i++) { /* half of the distance to the next float, 2^(exponent - 151) */
         uint64_t bits = (uint64_t)(exponent_of(numbers[i]) + 1023 - 151) << 52;
         memcpy(&half[i], &bits, 8);
         half[i] *= scale[i];
     }
-    for (int i = 0; i < AT_ONCE; i++) {
+    for (int i = 0; i < BLOCK; i++) {
         double high = value[i] + half[i], ten = (double)(int32_t)(high * 0.1) * 10.0, over = high - ten, below = over - 2 * half[i];
         double up = value[i] + 0.5, nearest = (double)(int32_t)up, part = up - nearest;
         digits[i] = (int32_t)(below <= 0 ? ten : nearest);
@@ -113,19 +113,19 @@ INLINE void find_digits(const float *numbers, double limit, int32_t lowest_unit,
         doubtful[i] = edge | (part < NEAR) | (part > 1 - NEAR) | !(bits_of(numbers[i]) & FRACTION);
     }
     if (limit == INFINITY) return;
-    for (int i = 0; i < AT_ONCE; i++) {
+    for (int i = 0; i < BLOCK; i++) {
         int limited = scale[i] > limit;
         int32_t rounded = (int32_t)(value[i] + ROUNDING - ROUNDING);
         digits[i] = limited ? rounded : digits[i];
         units[i] = limited ? lowest_unit : units[i];
         doubtful[i] &= !limited;
     }
-    for (int i = 0; i < AT_ONCE; i++) { /* at least five digits, */
+    for (int i = 0; i < BLOCK; i++) { /* at least five digits, */
         int few = (digits[i] < 100000) & (digits[i] > 0);
         digits[i] *= few ? 10000 : 1;
         units[i] -= few ? 4 : 0;
     }
-    for (int i = 0; i < AT_ONCE; i++) { /* at least seven */
+    for (int i = 0; i < BLOCK; i++) { /* at least seven */
         int few = (digits[i] < 10000000) & (digits[i] > 0);
         digits[i] *= few ? 100 : 1;
         units[i] -= few ? 2 : 0;
@@ -135,12 +135,12 @@ INLINE void find_digits(const float *numbers, double limit, int32_t lowest_unit,
 /* Gives all numbers nine digits, and writes them. Those of a normal float are seven to nine. */
 INLINE void write_digits(int32_t *digits, const int32_t *units, block_of_text *out)
 {
-    for (int i = 0; i < AT_ONCE; i++) {
+    for (int i = 0; i < BLOCK; i++) {
         int32_t below_9 = digits[i] < 100000000, below_8 = digits[i] < 10000000;
         digits[i] *= below_8 ? 100 : below_9 ? 10 : 1;
         out->point[i] = units[i] + 9 - below_9 - below_8;
     }
-    for (int i = 0; i < AT_ONCE; i++) {
+    for (int i = 0; i < BLOCK; i++) {
         uint32_t all = (uint32_t)digits[i], upper = (uint32_t)((uint64_t)all * 3518437209u >> 45); /* all / 10000 */
         uint32_t first = (uint32_t)((uint64_t)upper * 3518437209u >> 45);
         out->text[i][0] = 0x30000000u | first << 24;
@@ -152,16 +152,16 @@ INLINE void write_digits(int32_t *digits, const int32_t *units, block_of_text *o
 
 INLINE void convert_block(const float *restrict numbers, int decimals, block_of_text *restrict out)
 {
-    int32_t digits[AT_ONCE], units[AT_ONCE], doubtful[AT_ONCE], any = 0;
+    int32_t digits[BLOCK], units[BLOCK], doubtful[BLOCK], any = 0;
     find_digits(numbers, decimals == NO_LIMIT ? INFINITY : nearest_double(1, decimals), -decimals, digits, units, doubtful);
-    for (int i = 0; i < AT_ONCE; i++) any |= doubtful[i] | is_special(numbers[i]);
+    for (int i = 0; i < BLOCK; i++) any |= doubtful[i] | is_special(numbers[i]);
     if (__builtin_expect(any, 0)) {
-        for (int i = 0; i < AT_ONCE; i++)
+        for (int i = 0; i < BLOCK; i++)
             if (doubtful[i] && !is_special(numbers[i])) digits[i] = (int32_t)shortest_digits(bits_of(numbers[i]) & MAGNITUDE, &units[i]);
     }
-    for (int i = 0; i < AT_ONCE; i++) out->minus[i] = bits_of(numbers[i]) >> 31 & (uint32_t)(decimals == NO_LIMIT || digits[i]);
+    for (int i = 0; i < BLOCK; i++) out->minus[i] = bits_of(numbers[i]) >> 31 & (uint32_t)(decimals == NO_LIMIT || digits[i]);
     write_digits(digits, units, out);
-    for (int i = 0; i < AT_ONCE; i++) out->point[i] = is_special(numbers[i]) ? SPECIAL : digits[i] ? out->point[i] : 1;
+    for (int i = 0; i < BLOCK; i++) out->point[i] = is_special(numbers[i]) ? SPECIAL : digits[i] ? out->point[i] : 1;
 }
 
 #endif

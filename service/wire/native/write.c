@@ -70,7 +70,7 @@ static char *write_special(float number, int decimals, char *out)
 }
 
 /* Puts characters of `text` in order. Vector instructions exist for that. */
-INLINE void put_in_order(const uint32_t *text, const uint8_t *shuffle, char *out, int use_vpshufb)
+INLINE void shuffle_characters(const uint32_t *text, const uint8_t *shuffle, char *out, int use_vpshufb)
 {
 #if defined(X86)
     if (use_vpshufb) { /* as assembly, since intrinsics cannot be inlined into functions for several targets */
@@ -93,7 +93,7 @@ INLINE char *write_plain(const uint32_t *text, int point, char *out, int use_vps
     last8 ^= 0x3030303030303030u;
     int count = 9 - (__builtin_clzll(last8 | 1) >> 3) - !last8; /* digits, without the zeros at their end */
     int zeros = point < 1 ? 1 - point : 0, written = count > point + 1 ? count : point + 1;
-    put_in_order(text, SHUFFLES[point - FIRST_PLAIN], out, use_vpshufb);
+    shuffle_characters(text, SHUFFLES[point - FIRST_PLAIN], out, use_vpshufb);
     return out + zeros + 1 + written;
 }
 
@@ -138,12 +138,12 @@ INLINE size_t write_as(const float *numbers, int rank, const size_t *shape, int 
     size_t lists_written[MAX_RANK] = {0}, left = shape[rank - 1], total = 1;
     char *start = out;
     block_of_text texts;
-    float last[AT_ONCE] = {0};
+    float last[BLOCK] = {0};
     for (int i = 0; i < rank; i++) total *= shape[i];
     for (int i = 0; i < rank; i++) *out++ = '[';
-    for (; total; total -= total < AT_ONCE ? total : AT_ONCE, numbers += AT_ONCE) {
-        int count = total < AT_ONCE ? (int)total : AT_ONCE;
-        const float *block = count < AT_ONCE ? memcpy(last, numbers, (size_t)count * sizeof(float)) : numbers;
+    for (; total; total -= total < BLOCK ? total : BLOCK, numbers += BLOCK) {
+        int count = total < BLOCK ? (int)total : BLOCK;
+        const float *block = count < BLOCK ? memcpy(last, numbers, (size_t)count * sizeof(float)) : numbers;
         convert_block(block, decimals, &texts);
         for (int i = 0; i < count;) {
             int some = left < (size_t)(count - i) ? (int)left : count - i;
@@ -179,12 +179,12 @@ size_t write_list(const float *numbers, int rank, const size_t *shape, int decim
     return write_as(numbers, rank, shape, decimals, out, 0);
 }
 
-size_t text_room(int rank, const size_t *shape)
+size_t text_capacity(int rank, const size_t *shape)
 {
-    size_t lists = 1, room = OVERHANG;
+    size_t lists = 1, capacity = OVERHANG;
     for (int i = 0; i < rank; i++) {
-        room += 3 * lists;
+        capacity += 3 * lists;
         lists *= shape[i];
     }
-    return room + lists * LONGEST;
+    return capacity + lists * LONGEST;
 }

@@ -1,46 +1,22 @@
-"""Tensors as fields of pydantic models: what each field accepts, and how the OpenAPI document describes it.
+"""Tensors as fields of pydantic models: what each field of a request accepts, and the forms of a tensor in a reply.
 
 Decoders give arrays of any dtype, Python callers may give nested lists. A field that validates is an array whose dtype suits its kind.
 `shapes.py` checks the shapes of fields against each other. Whether numbers are finite is checked when they are cast to the layer's dtype.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_args, get_origin
 
 import numpy as np
 import pybase64
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, RootModel
-from pydantic.json_schema import models_json_schema
 from pydantic_core import CoreSchema, core_schema
 
 from service.spec_parts import field_error
-from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of, raw
+from service.tensors import BY_NUMPY, Array, datatype_of, raw
 from service.wire.arrays import Kind, first_element, without_broadcast
 from service.wire.problems import describe_value
-
-MAX_COUNT = 2**53
-MAX_AXIS = 2**31 - 1
-NAME_KEY = "x-name"  # in a JSON schema: title and description of the definition that it becomes
-ITEMS: dict[Kind, dict[str, Any]] = {
-    "number": {"type": "number"},
-    "bias": {
-        "anyOf": [{"type": "number"}, {"type": "string", "enum": ["-inf"]}],
-        NAME_KEY: {"title": "BiasElement", "description": 'A number that is added to a score. "-inf" blocks the pair of query and key.'},
-    },
-    "mask": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 1}, {"type": "boolean"}]},
-    "count": {"type": "integer", "minimum": 0, "maximum": MAX_COUNT - 1},
-    "segment": {"type": "integer", "minimum": -1, "maximum": MAX_COUNT - 1},
-}
-DESCRIPTIONS: dict[Kind, str] = {
-    "number": "numbers",
-    "bias": 'numbers or "-inf"',
-    "mask": "0, 1, true or false",
-    "count": "whole numbers",
-    "segment": "numbers of segments, -1 for padding",
-}
-REFERENCE = "#/components/schemas/{model}"  # where the OpenAPI document has a definition
-NULL = {"type": "null"}
+from service.wire.schemas.json_schemas import MAX_COUNT, tensor_schema
 
 
 class Number(RootModel[float | str | None]):
@@ -91,9 +67,9 @@ class ReplyTensor(RootModel[Number | Vector | Matrix | Tensor3 | Tensor4 | FlatT
 
 @dataclass(frozen=True)
 class Tensor:
-    """Annotation: a numpy array of one of `ranks` with elements of `kind`, a count of what `counted` says.
+    """The annotation of a field that is a numpy array of one of `ranks`, with elements of `kind`.
 
-    `name` is its name in the OpenAPI document.
+    `name`: of its type in the OpenAPI document; `counted`: what a refused count is a number of.
     """
 
     name: str
@@ -102,13 +78,13 @@ class Tensor:
     counted: str = "keys"
 
     def __call__(self, value: Any) -> Array:
-        array = self._array(value)
+        array = self._checked(value)
         if array.ndim not in self.ranks:
             wanted = " or ".join(map(str, self.ranks))
             raise field_error("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
         return array if self.kind in ("number", "bias") else self._as_integers(array)
 
-    def _array(self, value: Any) -> Array:
+    def _checked(self, value: Any) -> Array:
         if isinstance(value, str | bool | dict) or value is None:
             raise field_error("", "a tensor", describe_value(value))
         try:
@@ -149,61 +125,7 @@ class Tensor:
         return core_schema.no_info_plain_validator_function(self)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        ranks = " or ".join(map(str, self.ranks))
-        return {
-            "anyOf": self._json_schemas(),
-            NAME_KEY: {"title": self.name, "description": f"Rank {ranks}, of {DESCRIPTIONS[self.kind]}."},
-        }
-
-    def _json_schemas(self) -> list[dict[str, Any]]:
-        """JSON schemas of what it may be: nested lists, shape and data, shape and base64."""
-        lists = [_nested_lists(self.kind, rank) for rank in self.ranks]
-        axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_AXIS}}
-        axes |= {"minItems": min(self.ranks), "maxItems": max(self.ranks), "description": "Lengths of the axes. 0 is allowed."}
-        names = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool"]
-        about = {"title": "Datatype", "description": "Datatype of numbers, by its name in the Open Inference Protocol."}
-        datatype: dict[str, Any] = {"type": "string", "enum": names, NAME_KEY: about}
-        if self.kind == "mask":
-            datatype = {"anyOf": [datatype, {"type": "string", "enum": ["BOOL"]}]}
-        flat = {"type": "array", "items": ITEMS[self.kind]}
-        data: dict[str, Any] = {"anyOf": [flat, *(nested for nested, rank in zip(lists, self.ranks, strict=True) if rank > 1), NULL]}
-        data["description"] = "Row-major values, in one list or nested to the shape; optional only for POST /attend/plan."
-        text = {"type": "string", "contentEncoding": "base64", "description": "Little-endian bytes of the row-major values."}
-        numbers = _object_schema({"shape": axes, "datatype": {"anyOf": [datatype, NULL]}, "data": data}, "shape")
-        numbers[NAME_KEY] = {"title": f"Flat{self.name}", "description": "A shape, and values in row-major order."}
-        bytes_ = _object_schema({"shape": axes, "datatype": datatype, "base64": text}, "shape", "datatype", "base64")
-        bytes_[NAME_KEY] = {"title": f"Base64{self.name}", "description": "A shape, and the base64 of the values' bytes."}
-        return [*lists, numbers, bytes_]
-
-
-def _nested_lists(kind: Kind, rank: int) -> dict[str, Any]:
-    """The schema of nested lists of that rank. An empty list is not allowed, since its shape is unknown."""
-    return ITEMS[kind] if not rank else {"type": "array", "items": _nested_lists(kind, rank - 1), "minItems": 1}
-
-
-def _object_schema(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
-
-def json_schemas(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
-    """Name -> JSON schema of the models, and of each type of tensor, which the others reference."""
-    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REFERENCE)
-    found: dict[str, Any] = {}
-
-    def with_references(node: Any) -> Any:
-        if isinstance(node, list):
-            return [with_references(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        if NAME_KEY not in node:
-            return {key: with_references(value) for key, value in node.items()}
-        name = node[NAME_KEY]["title"]
-        schema = {key: with_references(value) for key, value in node.items() if key not in (NAME_KEY, "description")}
-        found[name] = {**node[NAME_KEY], **schema}
-        description = {"description": node["description"]} if "description" in node else {}
-        return {"$ref": REFERENCE.format(model=name), **description}
-
-    return {**with_references(schemas["$defs"]), **found}
+        return tensor_schema(self.name, self.kind, self.ranks)
 
 
 def find_tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:

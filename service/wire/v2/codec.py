@@ -18,7 +18,7 @@ from service.tensors import datatype_of, raw
 from service.wire.arrays import Kind, array_of_bytes
 from service.wire.codec import Codec, Decoded, Encoded, Headers
 from service.wire.json.lists import NumberList
-from service.wire.json.reader import MAX_STRICT_BYTES, Reader, array_of_data, split_json
+from service.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, split_json
 from service.wire.json.strict import parse_strictly
 from service.wire.json.writer import json_text_of, write_json
 from service.wire.limits import WireLimits
@@ -76,7 +76,7 @@ def _parse_template(template: bytes, nested: tuple[bool, ...], binary_size: int,
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
     document = parse_strictly(template, replacements=[ListSlot(i, is_nested) for i, is_nested in enumerate(nested)])
-    return parse_header(Reader(limits).members(document, {}), binary_size, model)
+    return parse_header(DocumentReader(limits).members(document, {}), binary_size, model)
 
 
 _parse_cached_template = lru_cache(256)(_parse_template)
@@ -96,7 +96,7 @@ def _decode(text: bytes, binary: memoryview, model: str, limits: WireLimits) -> 
         if len(text) > MAX_STRICT_BYTES:
             split_json(text, limits, BEFORE_DATA).document()  # raises if the JSON is malformed, with the place in the text
             raise
-    header = parse_header(Reader(limits).members(parse_strictly(text), {}), len(binary), model)
+    header = parse_header(DocumentReader(limits).members(parse_strictly(text), {}), len(binary), model)
     return _with_arrays(header, (), binary)
 
 

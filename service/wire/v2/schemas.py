@@ -12,7 +12,7 @@ from service.wire.codec import SequencePart
 from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
 from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.document import without_default
-from service.wire.schemas.tensors import MAX_AXIS, REFERENCE
+from service.wire.schemas.json_schemas import MAX_AXIS, REFERENCE
 from service.wire.v2.members import INPUT_NAMES, JSON_TEXT_FIELDS, OUTPUTS, PARAMETER_FIELDS, TOP_K_OUTPUTS
 
 MAX_INPUTS = 64  # of one request; there are fewer names of inputs

@@ -33,7 +33,7 @@ def outcome(body: bytes, strict: int | None, limits: WireLimits = LIMITS) -> Any
     whole after a refusal; None leaves the body to the strict reader from the beginning."""
     try:
         if strict is None:
-            return json_reader.Reader(limits).members(parse_strictly(body), AttendRequest.tensor_kinds)
+            return json_reader.DocumentReader(limits).members(parse_strictly(body), AttendRequest.tensor_kinds)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(json_reader, "MAX_STRICT_BYTES", strict)
             return json_reader.parse(body, AttendRequest.tensor_kinds, limits)

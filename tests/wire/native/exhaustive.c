@@ -35,11 +35,11 @@ int main(int count, char **arguments)
     prepare_numbers();
     prepare_scales();
     block_of_text texts;
-    for (uint32_t bits = first; bits < last; bits += AT_ONCE) {
-        float numbers[AT_ONCE];
-        for (uint32_t i = 0; i < AT_ONCE; i++) memcpy(&numbers[i], &(uint32_t){bits + i}, 4);
+    for (uint32_t bits = first; bits < last; bits += BLOCK) {
+        float numbers[BLOCK];
+        for (uint32_t i = 0; i < BLOCK; i++) memcpy(&numbers[i], &(uint32_t){bits + i}, 4);
         CONVERT[variant](numbers, &texts);
-        for (int i = 0; i < AT_ONCE; i++) wrong += !is_special(numbers[i]) && !is_exact(bits + (uint32_t)i, &texts, i);
+        for (int i = 0; i < BLOCK; i++) wrong += !is_special(numbers[i]) && !is_exact(bits + (uint32_t)i, &texts, i);
     }
     printf("%s, %08x to %08x: %u wrong\n", arguments[1], first, last, wrong);
     return wrong != 0;

@@ -81,7 +81,7 @@ static void compare(const char *text, const list_of_numbers *list)
         double expected = *p == 't' ? 1 : *p == 'f' ? 0 : *p == '"' ? -HUGE_VAL : strtod(p, &end);
         if (end == p) end += strcspn(p, "], ");
         if (!strcspn(p, "-") && end == p + 2 && p[1] == '0') expected = 0; /* -0 is an integer */
-        if (list->narrow ? memcmp((float *)list->numbers + count, &(float){(float)expected}, 4)
+        if (list->is_float32 ? memcmp((float *)list->numbers + count, &(float){(float)expected}, 4)
                          : memcmp((double *)list->numbers + count, &expected, 8))
             fail("another number", p);
         p = end;
@@ -95,14 +95,15 @@ static void read_with_all(const char *source, size_t size)
     char *text = malloc(size + 1);
     memcpy(text, source, size);
     text[size] = 0;
-    size_t room = 1;
-    for (size_t i = 0; i < size; i++) room += text[i] == ',';
-    for (int narrow = 0; narrow < 2; narrow++) {
+    size_t capacity = 1;
+    for (size_t i = 0; i < size; i++) capacity += text[i] == ',';
+    for (int is_float32 = 0; is_float32 < 2; is_float32++) {
         const char *first_end = NULL;
         int is_first = 1;
         for (variant = 0; variant < VARIANTS; variant++) {
             if (!can_run(variant)) continue;
-            list_of_numbers list = {.numbers = malloc(room * (narrow ? 4 : 8)), .room = room, .most_lists = 1000, .narrow = narrow};
+            void *numbers = malloc(capacity * (is_float32 ? 4 : 8));
+            list_of_numbers list = {.numbers = numbers, .capacity = capacity, .max_lists = 1000, .is_float32 = is_float32};
             const char *end = read_list(text, text, text + size, &list);
             if (is_first) first_end = end;
             is_first = 0;
@@ -128,7 +129,7 @@ static void write_with_all(int rank, const size_t *shape)
     char *first = NULL;
     for (variant = 0; variant < VARIANTS; variant++) {
         if (!can_run(variant)) continue;
-        char *out = malloc(text_room(rank, shape));
+        char *out = malloc(text_capacity(rank, shape));
         size_t size = write_list(numbers, rank, shape, decimals, out);
         if (first && (size != first_size || memcmp(first, out, size))) fail("variants write differently", out);
         if (!first) first = malloc(size), first_size = size, memcpy(first, out, size);
@@ -138,7 +139,7 @@ static void write_with_all(int rank, const size_t *shape)
     if (finite && decimals == NO_LIMIT) {
         char *text = calloc(first_size + 1, 1);
         memcpy(text, first, first_size);
-        list_of_numbers list = {.numbers = malloc(count * 4), .room = count, .most_lists = count * 4 + 4, .narrow = 1};
+        list_of_numbers list = {.numbers = malloc(count * 4), .capacity = count, .max_lists = count * 4 + 4, .is_float32 = 1};
         variant = PORTABLE;
         if (!read_list(text, text, text + first_size, &list) || memcmp(list.numbers, numbers, count * 4)) fail("not read back", text);
         free(list.numbers);

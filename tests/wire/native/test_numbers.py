@@ -45,12 +45,12 @@ def assert_read(rows: list[list[str]], separator: str = ",") -> None:
         assert found is not None, text
         assert found.shape == expected.shape and found.tobytes() == expected.tobytes(), text
     with np.errstate(over="ignore"):
-        narrow = expected.astype(np.float32)
+        as_float32 = expected.astype(np.float32)
     found = read(text, np.float32)
-    if np.isinf(narrow).any():
+    if np.isinf(as_float32).any():
         assert found is None
     else:
-        assert found.tobytes() == narrow.tobytes(), text
+        assert found.tobytes() == as_float32.tobytes(), text
 
 
 def decimal(rng: random.Random) -> str:

@@ -14,7 +14,7 @@ const COLUMNS = [ // name, title, digits, what it is
 ];
 export const LINKS = 30; // requested, so that some are between words after those with [CLS] and [SEP]
 
-export class Numbers {
+export class HeadStatistics {
   /** Calls `enlarge(head)` on clicks on a head. */
   constructor(section, enlarge) {
     Object.assign(this, { section, enlarge, table: section.querySelector("table"), rows: [], shown: "mean" });
@@ -24,11 +24,11 @@ export class Numbers {
 
   /** Fills the table with `metrics`, [h] each, or [b, h] with a batch, of which `item` is shown. */
   show(metrics, item, batched) {
-    const of = (numbers) => (batched ? numbers?.[item] : numbers);
-    const numbers = (name) => of(metrics[name]?.relative_change ?? metrics[name]);
+    const ofItem = (numbers) => (batched ? numbers?.[item] : numbers);
+    const numbers = (name) => ofItem(metrics[name]?.relative_change ?? metrics[name]);
     const known = COLUMNS.filter(([name]) => Array.isArray(numbers(name)));
     const links = metrics.strongest_links ?? {};
-    const [from, to, weights] = [links.query_words ?? links.queries, links.key_words ?? links.keys, links.weights].map(of);
+    const [from, to, weights] = [links.query_words ?? links.queries, links.key_words ?? links.keys, links.weights].map(ofItem);
     const titles = ["Head", ...known.map(([, title]) => title), ...(weights ? ["Strongest link"] : [])];
     const columns = known.map(([name, , digits]) => bars(numbers(name), (number) => number.toFixed(digits)));
     if (weights) columns.push(weights.map((_, h) => make("td", { className: "link", textContent: strongest(from[h], to[h], weights[h]) })));
