@@ -307,7 +307,7 @@ UNLIKE_REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def batch_key(**fields: Any) -> Any:
-    """What the call may be stacked by."""
+    """The batch key of a call with these fields."""
     return batch_key_of(LAYER, bound(LAYER, **{**base(), **fields})[0])
 
 
@@ -411,7 +411,7 @@ def test_masks_that_are_equal_in_all_calls_are_stacked_once() -> None:
     assert differing.masks.attend_mask[:, 0].sum((1, 2)).tolist() == [10] * 4 + [16] * 2
 
 
-# Together as alone
+# Results of batches
 
 
 def similar_request(case: Any, rng: np.random.Generator) -> dict[str, Any]:
