@@ -5,8 +5,8 @@ In the order in which to read it:
     call.py, masks.py        the input of a layer and its result; which keys each query may attend to
     layer.py                 the computation: project, attend, project back; it chooses between the kernels
     projections.py           with linear.py (products), rope.py and precision.py (datatypes)
-    eager.py                 scores, softmax and weighted values in blocks of rows, with row_blocks.py, position_biases.py,
-                             relative_scores.py and dropout.py
+    eager.py                 scores, softmax, dropout and weighted values in blocks of rows, with position_biases.py and
+                             relative_scores.py
     normalizers.py           eager attention whose weights are not one softmax
     sdpa.py, short.py        torch's fused kernels; short calls in C (native/)
     indexer.py, selection.py the keys that a query attends to by index scores; the attention weights that are returned

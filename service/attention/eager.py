@@ -4,28 +4,69 @@
     A = softmax(S)                        a masked key has exactly no influence
     O = A V                               [batch, heads, rows, value_head_dim]
 
-[queries, keys] is stored only if it is a requested output. An attention sink is an extra score in the softmax of each row; it has no value
-vector. T are the terms of `relative_scores`. Other kinds of weights are computed by subclasses, in `normalizers.py`.
+A block has at most MAX_BLOCK_SCORES scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink
+is an extra score in the softmax of each row; it has no value vector. T are the terms of `relative_scores`. Other kinds of weights are
+computed by subclasses, in `normalizers.py`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from service.attention.call import Call
-from service.attention.dropout import Dropout
 from service.attention.masks import Masks
 from service.attention.position_biases import alibi, alibi_slopes, decomposed_bias, grid_bias, relative_bias
 from service.attention.precision import at_least_float32, torch_dtype
 from service.attention.relative_scores import CallTerms, RelativeTerms
-from service.attention.row_blocks import Assembly, row_slices
 from service.attention.selection import of_heads, reduce_weights
 from service.spec import LayerSpec
 
 FROM_HEADS = frozenset({"output", "concatenated", "head_outputs"})  # outputs computed from the heads' outputs
+MAX_BLOCK_SCORES = 1 << 20  # 4 MB in float32, which fits into caches
+SAVED_ROWS = 256  # rows between two saved states of the random generator (2.5 KB each)
+
+
+class Dropout:
+    """Dropout of one call: keeps the weights whose random number is at least p, and divides them by 1 - p.
+
+    The numbers are `numpy.random.RandomState(seed).random_sample((b, h, q, k))` for all heads, queries and keys of the call. Each block of
+    rows is drawn again from a saved state, so [b, h, q, k] is never stored.
+    """
+
+    def __init__(self, call: Call, num_heads: int) -> None:
+        assert call.dropout is not None
+        self.p, seed = call.dropout
+        self.batch, self.num_queries, self.num_keys = call.query.shape[0], call.query.shape[1], call.key.shape[1]
+        self.heads, self.queries = call.heads or range(num_heads), call.queries or range(self.num_queries)
+        self._states: dict[tuple[int, int, int], Any] = {}  # by item, head, and index of a run of SAVED_ROWS rows
+        self._stream = np.random.RandomState(seed)
+        for item in range(self.batch):
+            for head in range(num_heads):
+                for start in range(0, self.num_queries, SAVED_ROWS):
+                    self._states[item, head, start // SAVED_ROWS] = self._stream.get_state()
+                    self._stream.random_sample((min(SAVED_ROWS, self.num_queries - start), self.num_keys))
+
+    def apply(self, weights: Tensor, rows: slice) -> Tensor:
+        """Drop out weights [b, heads, rows, k] of these rows of the call's selected heads and queries."""
+        return weights * self._kept(rows).to(weights.device) / (1 - self.p)
+
+    def _kept(self, rows: slice) -> Tensor:
+        """Which weights are kept: bool [b, heads, rows, k]."""
+        queries = np.asarray(self.queries[rows], np.int64)
+        kept = np.empty((self.batch, len(self.heads), len(queries), self.num_keys), np.bool_)
+        for run in np.unique(queries // SAVED_ROWS):
+            start = int(run) * SAVED_ROWS
+            here = np.flatnonzero(queries // SAVED_ROWS == run)
+            for item in range(self.batch):
+                for i, head in enumerate(self.heads):
+                    self._stream.set_state(self._states[item, head, int(run)])
+                    drawn = self._stream.random_sample((min(SAVED_ROWS, self.num_queries - start), self.num_keys))
+                    kept[item, i, here] = drawn[queries[here] - start] >= self.p
+        return torch.from_numpy(kept)
 
 
 class RowBlock(NamedTuple):
@@ -196,3 +237,30 @@ def apply_weights(weights: Tensor, value: Tensor, masks: Masks) -> Tensor:
     else:
         summed = torch.bmm(shared, value)
     return summed.view(batch, heads, rows, value.shape[2])
+
+
+def row_slices(scores_per_row: int, rows: int) -> Iterator[slice]:
+    """The rows of each block; one empty block if there are no rows."""
+    step = max(1, MAX_BLOCK_SCORES // max(1, scores_per_row))
+    for start in range(0, max(rows, 1), step):
+        yield slice(start, min(start + step, rows))
+
+
+class Assembly:
+    """Assembles tensors from blocks of rows. A block with all rows is stored without a copy."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.tensors: dict[str, Tensor] = {}
+
+    def put(self, name: str, rows: slice, part: Tensor) -> None:
+        """Add these rows of a tensor. Rows are its last axis but one; the last, for `log_sum_exp`."""
+        axis = -1 if name == "log_sum_exp" else -2
+        if part.shape[axis] == self.num_rows:
+            self.tensors[name] = part
+            return
+        if name not in self.tensors:
+            shape = list(part.shape)
+            shape[axis] = self.num_rows
+            self.tensors[name] = part.new_empty(shape)
+        self.tensors[name].narrow(axis, rows.start, rows.stop - rows.start).copy_(part)

@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
 from service.attention.call import Call
+from service.attention.eager import row_slices
 from service.attention.rope import rotate
-from service.attention.row_blocks import row_slices
 from service.attention.selection import top_k
 from service.spec import LayerSpec
 

@@ -10,10 +10,9 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
 from service.attention.call import Call
-from service.attention.eager import Eager
+from service.attention.eager import Assembly, Eager, row_slices
 from service.attention.masks import Masks
 from service.attention.precision import at_least_float32
-from service.attention.row_blocks import Assembly, row_slices
 
 
 def sdpa(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call, Result
+from service.attention.eager import row_slices
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import real_keys
 from service.attention.metrics import importance
@@ -25,7 +26,6 @@ from service.attention.metrics.heads import (
     head_products,
 )
 from service.attention.metrics.rows import ROW_METRICS, Block, MetricsQuery, StrongestLinks, make_block
-from service.attention.row_blocks import row_slices
 
 PER_QUERY = "_per_query"
 OF_WEIGHTS = {"strongest_links", "cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads", "single_head"}
