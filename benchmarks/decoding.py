@@ -87,10 +87,12 @@ def copy() -> None:
 
 
 def timed(contenders: dict[str, Callable[[], object]], turns: int, repeats: int) -> dict[str, float]:
-    """Median microseconds of each, with interleaved turns."""
+    """Median microseconds of each, with interleaved turns. Each begins a turn as often as the others: the first loads what they share."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders.items())
     for turn in range(turns + 1):
-        for name, run in contenders.items():
+        order.append(order.pop(0))
+        for name, run in order:
             started = time.perf_counter()
             for _ in range(repeats):
                 run()
@@ -112,7 +114,7 @@ def in_process(keys: list[int], turns: int, with_onnxruntime: bool) -> None:
                     contenders["onnxruntime"] = made.onnxruntime()
                 wanted = made.torch()
                 assert all((run() - wanted).abs().max() <= TOLERANCE * wanted.abs().max() for run in contenders.values())
-                found = timed({**contenders, "copy": copy}, turns, max(1, 4096 // n))
+                found = timed(contenders, turns, max(2, 8192 // n)) | timed({"copy": copy}, 3, 1)
                 rate = 2 * kv_heads * (n + 1) * HEAD_DIM * 4 * sessions / found["ours"] / 1e3
                 copied = 2 * STREAM[0].nbytes / found["copy"] / 1e3
                 times = [f"{found[name] / sessions:.0f}" if name in found else "" for name in ("ours", "torch", "onnxruntime")]
@@ -121,13 +123,13 @@ def in_process(keys: list[int], turns: int, with_onnxruntime: bool) -> None:
                 print(f"| {case} | {ratio:.2f} | {rate:.1f} | {rate / copied:.0%} |", flush=True)
 
 
-def over_http(keys: list[int], turns: int) -> None:
+def over_http(keys: list[int], turns: int, port: int) -> None:
     from load import SAFETENSORS, encode, serve_attend
 
     fields = {"causal": True, "outputs": ["output"]}
     print("\n| keys | session, µs a step | whole past, µs | ratio |")
     print("|---|---|---|---|")
-    with serve_attend(8101, WIDTH, HEADS, f"attend serve --session-memory {1 << 30}") as server:
+    with serve_attend(port, WIDTH, HEADS, f"attend serve --session-memory {1 << 30}") as server:
         connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=600)
 
         def post(path: str, body: bytes, media_type: str = SAFETENSORS) -> bytes:
@@ -153,12 +155,13 @@ def main() -> None:
     parser.add_argument("--keys", default="1024,8192,32768")
     parser.add_argument("--onnxruntime", action="store_true", help="ONNX Runtime as well")
     parser.add_argument("--http", action="store_true", help="over HTTP as well")
+    parser.add_argument("--port", type=int, default=8101)
     given = parser.parse_args()
     keys = [int(n) for n in given.keys.split(",")]
     torch.manual_seed(0)
     in_process(keys, given.turns, given.onnxruntime)
     if given.http:
-        over_http(keys, given.turns)
+        over_http(keys, given.turns, given.port)
 
 
 if __name__ == "__main__":

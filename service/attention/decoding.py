@@ -106,10 +106,10 @@ def forward_steps(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, C
         step.cache.write(step.start, {name: tensor[i] for name, tensor in appended.items()})
         results.append(_attend(layer, call, projected[0][i : i + 1], step.cache))
     concatenated = [tensors["concatenated"] for (_, call), (tensors, _) in zip(steps, results, strict=True) if "output" in call.outputs]
-    outputs = iter(layer.project_back(torch.cat(concatenated)).unbind() if concatenated else ())
+    outputs = iter(layer.project_back(_stacked(concatenated)).chunk(len(concatenated)) if concatenated else ())
     for (_, call), (tensors, _) in zip(steps, results, strict=True):
         if "output" in call.outputs:
-            tensors["output"] = next(outputs)[None]
+            tensors["output"] = next(outputs)
     return [result_of(call, *result) for (_, call), result in zip(steps, results, strict=True)]
 
 

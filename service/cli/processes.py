@@ -32,6 +32,8 @@ from service.wire.native import numbers
 
 log = structlog.get_logger("attend")
 SHARED_MEMORY = "/dev/shm"
+FOLDER_PREFIX = "attend-"  # of the folder that workers share
+MAX_FOLDER_NAME = 80  # characters of its path; that of a Unix socket in it has at most 103
 ANSWER_SECONDS = 60  # in which a worker must answer, or it is replaced: it may be importing torch, or encoding a long reply
 LONGEST_PAUSE = 60.0  # seconds between two attempts to start a worker; 1 s after the second failure, then doubled
 WITHOUT_EXTENSION = (
@@ -76,10 +78,12 @@ def serve_processes(settings: Settings, threads: int, listening: socket.socket) 
             raise typer.Exit(1)
         return
     try:
-        folder = tempfile.TemporaryDirectory(prefix="attend-", dir=shared_folder())  # for this user only
+        folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=shared_folder())  # for this user only
     except OSError:
         fail("serve", f"several workers need a folder that they share, and neither $TMPDIR, /tmp nor {SHARED_MEMORY} is writable")
     with folder as shared:
+        if settings.session_memory and len(shared) > MAX_FOLDER_NAME:
+            fail("serve", f"sessions of several workers need a $TMPDIR of at most {MAX_FOLDER_NAME - len(FOLDER_PREFIX) - 9} characters")
         os.environ[MULTIPROCESS] = shared
         supervisor = Supervisor(config, [listening], exit_timeout_of(settings), Path(shared))
         supervisor.run()

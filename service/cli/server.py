@@ -187,7 +187,7 @@ def application(settings: Settings, threads: int, pages: Mapping[str, str], priv
     service.logged_when_ready = pages
     Connection.timer = SlowPeerTimer(settings.client_timeout, settings.min_client_rate)
     Connection.metrics, Connection.log_requests = service.metrics, settings.access_log
-    Connection.private_socket = str(private_socket or "")
+    Connection.private_socket = "" if private_socket is None or service.engine.sessions is None else str(private_socket)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:

@@ -26,8 +26,10 @@ from service.client import Client
 from service.spec import Init, LayerSpec
 
 INITS = get_args(Init)
-FIRST = "output", "attention_weights", "scores", "log_sum_exp", "query_projection", "key_projection", "value_projection"
-OUTPUTS = (*FIRST, "head_outputs", "concatenated")
+OUTPUTS = (
+    *("output", "attention_weights", "scores", "log_sum_exp", "query_projection", "key_projection", "value_projection"),
+    *("head_outputs", "concatenated"),
+)
 NUMPY = {"FP32": np.float32, "FP64": np.float64, "INT64": np.int64}
 SEEDS = st.integers(0, 2**32 - 1)
 Weights = dict[str, np.ndarray[Any, Any]]
@@ -96,13 +98,13 @@ def unpack(value: Any) -> Any:
     return np.frombuffer(base64.b64decode(value["base64"]), NUMPY[value["datatype"]]).reshape(value["shape"])
 
 
-def largest_sum(case: Case, forward: Outputs) -> float:
+def largest_sum(case: Case, exact_outputs: Outputs) -> float:
     """max of the sum over |query_i key_i|, times the scale: the largest possible score without cancellation."""
-    sizes = replace(forward, query_projection=abs(forward.query_projection), key_projection=abs(forward.key_projection))
+    sizes = replace(exact_outputs, query_projection=abs(exact_outputs.query_projection), key_projection=abs(exact_outputs.key_projection))
     return largest_score(case, sizes)
 
 
-def assert_close(name: str, ours: Any, exact: Any, case: Case, forward: Outputs) -> None:
+def assert_close(name: str, ours: Any, exact: Any, case: Case, exact_outputs: Outputs) -> None:
     """Asserts errors of at most 1e-10 in float64, and 1e-5 * max(1, max|scores|) in float32, each times max|output|.
 
     max|scores| is taken before caps and masks, since rounding happens there. The terms of a score may cancel out, so the errors of scores
@@ -114,9 +116,9 @@ def assert_close(name: str, ours: Any, exact: Any, case: Case, forward: Outputs)
     there = np.isfinite(exact)
     largest = np.abs(exact[there]).max(initial=0.0)
     if name in ("scores", "log_sum_exp"):
-        largest = max(largest, largest_sum(case, forward))
-    exact_dtype = case.spec.dtype == "float64"
-    tolerance = 1e-10 * max(1.0, largest) if exact_dtype else 1e-5 * max(1.0, largest_score(case, forward)) * largest
+        largest = max(largest, largest_sum(case, exact_outputs))
+    is_float64 = case.spec.dtype == "float64"
+    tolerance = 1e-10 * max(1.0, largest) if is_float64 else 1e-5 * max(1.0, largest_score(case, exact_outputs)) * largest
     np.testing.assert_allclose(ours[there], exact[there], rtol=0, atol=tolerance, err_msg=f"{name} of {case.spec!r}")
 
 

@@ -5,6 +5,8 @@ A connection belongs to the worker that accepted it, so each caller here keeps t
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -330,6 +332,17 @@ def test_sessions_of_a_worker_that_is_replaced_can_be_exported(start: Start) -> 
     server.process.kill()  # its drain would take too long
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
+
+
+@several_workers
+def test_a_temporary_folder_whose_name_is_too_long_is_refused(tmp_path: Path) -> None:
+    """No Unix socket could be made in it. Without sessions it will do."""
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", *FLAGS]
+    done = subprocess.run(command, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert "attend serve: sessions of several workers need a $TMPDIR of at most" in done.stderr
 
 
 @several_workers

@@ -1,4 +1,4 @@
-"""Layers that the tests over HTTP call, and one good request whose reply is computed here."""
+"""Layers that the tests over HTTP call, and a valid request whose reply is computed here."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +22,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def layers(http: httpx.Client) -> Iterator[dict[str, dict[str, Any]]]:
-    """Name -> what PUT answered. All of them are gone again afterwards."""
+    """Name -> reply of PUT. They are removed afterwards."""
     made = {}
     for name, document in LAYERS.items():
         answer = http.put(f"/layers/{name}", json=document)
@@ -35,7 +35,7 @@ def layers(http: httpx.Client) -> Iterator[dict[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def assert_still_answers(http: httpx.Client, layers: dict[str, Any]) -> Callable[[], None]:
-    """Asserts that the server answers a good request as it should: two heads of identity weights, so that all is plain arithmetic."""
+    """Asserts that the server answers a valid request correctly. Weights are the identity: the reply is computed here."""
     query = np.array([[0.5, -1.0, 2.0, 0.25], [1.5, 0.0, -0.5, 1.0], [-1.0, 0.75, 1.25, -2.0]])
     heads = query.reshape(3, 2, 2).transpose(1, 0, 2)
     exponentials = np.exp(heads @ heads.transpose(0, 2, 1) / np.sqrt(2))
@@ -54,8 +54,8 @@ def assert_still_answers(http: httpx.Client, layers: dict[str, Any]) -> Callable
 
 
 @pytest.fixture(scope="session")
-def impatient_server() -> Iterator[Server]:
-    """A server with a client timeout of half a second. It exits at once although a connection is idle."""
+def short_timeout_server() -> Iterator[Server]:
+    """A server with a client timeout of half a second. At the end it exits at once, although a connection is idle."""
     server = fork_server("--client-timeout", "0.5")
     yield server
     with connect(server) as idle:

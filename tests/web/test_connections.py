@@ -36,33 +36,33 @@ MANY = 1000
     [(b"POST /att", "headers"), (HEAD % len(BODY), "body"), (HEAD % len(BODY) + BODY[:-1], "body"), (b"\r\n", "headers")],
     ids=["half a line", "no body", "half a body", "an empty line"],
 )
-def test_a_client_that_stops_sending_gets_408(impatient_server: Server, sent: bytes, due: str) -> None:
+def test_a_client_that_stops_sending_gets_408(short_timeout_server: Server, sent: bytes, due: str) -> None:
     """With the setting; the metric is labelled with what was missing."""
     endpoint = "/attend" if due == "body" else "other"
     before, refused, nothing = (
-        failures(impatient_server, f"slow_{due}"),
-        requests(impatient_server, endpoint, 408),
-        requests(impatient_server, endpoint, 0),
+        failures(short_timeout_server, f"slow_{due}"),
+        requests(short_timeout_server, endpoint, 408),
+        requests(short_timeout_server, endpoint, 0),
     )
-    with connect(impatient_server) as connection:
+    with connect(short_timeout_server) as connection:
         connection.sendall(sent)
         document = refusal(read_to_end(connection))
     assert document["status"] == 408
     assert "client_timeout" in document["detail"]
     assert due in document["detail"]
-    assert failures(impatient_server, f"slow_{due}") == before + 1
-    until(lambda: requests(impatient_server, endpoint, 408) > refused, "the refusal is counted")
-    assert requests(impatient_server, endpoint, 408) == refused + 1 and requests(impatient_server, endpoint, 0) == nothing
+    assert failures(short_timeout_server, f"slow_{due}") == before + 1
+    until(lambda: requests(short_timeout_server, endpoint, 408) > refused, "the refusal is counted")
+    assert requests(short_timeout_server, endpoint, 408) == refused + 1 and requests(short_timeout_server, endpoint, 0) == nothing
 
 
-def test_a_connection_without_a_request_is_closed_without_a_reply(impatient_server: Server) -> None:
-    with connect(impatient_server) as connection:
+def test_a_connection_without_a_request_is_closed_without_a_reply(short_timeout_server: Server) -> None:
+    with connect(short_timeout_server) as connection:
         assert read_to_end(connection) == b""
 
 
-def test_a_client_that_sends_single_bytes_gets_408(impatient_server: Server) -> None:
+def test_a_client_that_sends_single_bytes_gets_408(short_timeout_server: Server) -> None:
     """Each byte is progress, but too little."""
-    connection = connect(impatient_server)
+    connection = connect(short_timeout_server)
     connection.settimeout(0.05)
     answer, drops, end = b"", iter(HEAD % 10**6 + b" " * 10**6), time.monotonic() + PATIENCE
     while not answer:
@@ -76,28 +76,28 @@ def test_a_client_that_sends_single_bytes_gets_408(impatient_server: Server) -> 
     assert refusal(answer)["status"] == 408
 
 
-def test_a_client_that_does_not_read_its_reply_is_disconnected(impatient_server: Server) -> None:
+def test_a_client_that_does_not_read_its_reply_is_disconnected(short_timeout_server: Server) -> None:
     """A reply of megabytes does not stay in memory."""
-    before = failures(impatient_server, "slow_reply")
+    before = failures(short_timeout_server, "slow_reply")
     body = json.dumps({"query": [[0.5] * 64] * 400}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(PATIENCE)
-        connection.connect(("127.0.0.1", int(impatient_server.url.rpartition(":")[2])))
+        connection.connect(("127.0.0.1", int(short_timeout_server.url.rpartition(":")[2])))
         connection.sendall(HEAD % len(body) + body)
-        until(lambda: failures(impatient_server, "slow_reply") > before, "it is counted")
+        until(lambda: failures(short_timeout_server, "slow_reply") > before, "it is counted")
         with suppress(ConnectionError):
             head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
             assert len(body) < int(head.partition(b"content-length: ")[2].split()[0])
 
 
-def test_a_client_that_disconnects_during_its_body_is_counted(impatient_server: Server) -> None:
+def test_a_client_that_disconnects_during_its_body_is_counted(short_timeout_server: Server) -> None:
     """No reply is sent and no memory is kept."""
-    before = failures(impatient_server, "CallerGone")
-    with connect(impatient_server) as connection:
+    before = failures(short_timeout_server, "CallerGone")
+    with connect(short_timeout_server) as connection:
         connection.sendall(HEAD % len(BODY) + BODY[:-1])
-    until(lambda: failures(impatient_server, "CallerGone") > before, "it is counted")
-    assert "attend_held_body_bytes 0.0" in httpx.get(f"{impatient_server.url}/metrics").text
+    until(lambda: failures(short_timeout_server, "CallerGone") > before, "it is counted")
+    assert "attend_held_body_bytes 0.0" in httpx.get(f"{short_timeout_server.url}/metrics").text
 
 
 def test_a_deadline_that_passes_while_the_body_arrives_is_504(server: Server) -> None:
@@ -207,7 +207,7 @@ class Transport:
 
 
 class Loop:
-    """A clock, and the one call that the timer schedules."""
+    """An event loop with a clock that the test sets, and the last scheduled call."""
 
     def __init__(self) -> None:
         self.now, self.due = 0.0, lambda: None
@@ -219,7 +219,7 @@ class Loop:
         self.due = lambda: callback(*arguments)
 
     def pass_time(self, seconds: float) -> None:
-        """So much time at once, and then the timer."""
+        """Advances the clock, and calls what is scheduled."""
         self.now += seconds
         self.due()
 
@@ -231,15 +231,15 @@ class Loop:
         return asyncio.get_running_loop().create_future()
 
 
-def watched(patience: float = 10.0) -> tuple[Connection, Transport, Loop]:
-    """A connection without a socket, its clock at 0."""
+def connection_without_socket(timeout: float = 10.0) -> tuple[Connection, Transport, Loop]:
+    """A connection, its transport, and its event loop, whose clock is at 0."""
     loop, transport = Loop(), Transport()
-    kind = type("Watched", (Connection,), {"timer": SlowPeerTimer(patience)})
-    return joined(kind, ServerState(), loop, transport), transport, loop
+    kind = type("Watched", (Connection,), {"timer": SlowPeerTimer(timeout)})
+    return add_connection(kind, ServerState(), loop, transport), transport, loop
 
 
-def joined(kind: type[Connection], state: ServerState, loop: Loop, transport: Transport) -> Connection:
-    """One more connection of a server."""
+def add_connection(kind: type[Connection], state: ServerState, loop: Loop, transport: Transport) -> Connection:
+    """Another connection of the same server."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
@@ -252,7 +252,7 @@ def test_a_slow_but_steady_body_is_accepted() -> None:
     """For any total time, as long as enough bytes arrive per interval."""
 
     async def test() -> None:
-        connection, transport, loop = watched()
+        connection, transport, loop = connection_without_socket()
         connection.data_received(HEAD % 10**9)
         for _ in range(100):
             connection.data_received(b" " * int(connection.timer.min_bytes))
@@ -271,7 +271,7 @@ def test_a_client_that_reads_slowly_but_steadily_is_not_disconnected() -> None:
     """Progress is what leaves the write buffer."""
 
     async def test() -> None:
-        connection, transport, loop = watched()
+        connection, transport, loop = connection_without_socket()
         least = int(connection.timer.min_bytes)
         transport.unsent = 100 * least
         while transport.unsent > least:
@@ -289,8 +289,8 @@ def test_a_client_that_reads_slowly_but_steadily_is_not_disconnected() -> None:
 
 def test_an_exception_in_one_check_does_not_stop_the_others() -> None:
     async def test() -> None:
-        connection, transport, loop = watched()
-        faulty = joined(type(connection), connection.server_state, loop, Transport())
+        connection, transport, loop = connection_without_socket()
+        faulty = add_connection(type(connection), connection.server_state, loop, Transport())
         faulty.check_progress = None  # type: ignore[assignment,method-assign]
         connection.data_received(b"POST /att")
         for _ in range(12):
@@ -349,7 +349,7 @@ def test_time_in_which_the_server_did_not_run_is_not_counted() -> None:
     """A stopped process, or a blocked event loop."""
 
     async def test() -> None:
-        connection, transport, loop = watched()
+        connection, transport, loop = connection_without_socket()
         connection.data_received(b"POST /att")
         for _ in range(4):
             loop.pass_time(3600.0)
@@ -363,7 +363,7 @@ def test_time_in_which_the_server_did_not_run_is_not_counted() -> None:
 
 def test_a_client_is_not_slow_while_reading_is_paused() -> None:
     async def test() -> None:
-        connection, transport, loop = watched()
+        connection, transport, loop = connection_without_socket()
         connection.data_received(HEAD % 10**6)
         connection.flow.read_paused = True
         for _ in range(100):
@@ -375,7 +375,7 @@ def test_a_client_is_not_slow_while_reading_is_paused() -> None:
 
 def test_trailers_do_not_change_the_headers() -> None:
     async def test() -> None:
-        connection, _, _ = watched()
+        connection, _, _ = connection_without_socket()
         connection.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Api-Key: b\r\n\r\n")
         assert connection.scope["headers"] == [(b"host", b"a"), (b"transfer-encoding", b"chunked")]
 

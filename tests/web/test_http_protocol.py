@@ -21,29 +21,29 @@ from support.waiting import until
         b"GET http://[ HTTP/1.1\r\n\r\n",
     ],
 )
-def test_malformed_http_gets_a_problem_document(impatient_server: Server, sent: bytes) -> None:
-    before, refused = failures(impatient_server, "malformed_http"), requests(impatient_server, "other", 400)
-    with connect(impatient_server) as connection:
+def test_malformed_http_gets_a_problem_document(short_timeout_server: Server, sent: bytes) -> None:
+    before, refused = failures(short_timeout_server, "malformed_http"), requests(short_timeout_server, "other", 400)
+    with connect(short_timeout_server) as connection:
         connection.sendall(sent)
         document = refusal(read_to_end(connection))
     assert document["status"] == 400
     assert "HTTP/1.1" in document["detail"]
-    assert failures(impatient_server, "malformed_http") == before + 1 and requests(impatient_server, "other", 400) == refused + 1
-    assert impatient_server.access_line(document["request_id"])["reason"] == "malformed_http"
+    assert failures(short_timeout_server, "malformed_http") == before + 1 and requests(short_timeout_server, "other", 400) == refused + 1
+    assert short_timeout_server.access_line(document["request_id"])["reason"] == "malformed_http"
 
 
 @pytest.mark.parametrize("version", ["0.9", "2.0"])
 @pytest.mark.parametrize("before", [b"", HEAD % len(BODY) + BODY], ids=["first", "behind another"])
-def test_unsupported_http_versions_are_refused(impatient_server: Server, version: str, before: bytes) -> None:
+def test_unsupported_http_versions_are_refused(short_timeout_server: Server, version: str, before: bytes) -> None:
     """In HTTP/1.1."""
-    counts = failures(impatient_server, "unsupported_version")
-    with connect(impatient_server) as connection:
+    counts = failures(short_timeout_server, "unsupported_version")
+    with connect(short_timeout_server) as connection:
         connection.sendall(before + f"GET /health/live HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
         _, start, rest = read_to_end(connection).rpartition(b"HTTP/1.1 505")
     document = refusal(start + rest)
     assert document["status"] == 505
     assert f"HTTP/{version}" in document["detail"]
-    assert failures(impatient_server, "unsupported_version") == counts + 1
+    assert failures(short_timeout_server, "unsupported_version") == counts + 1
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_a_refused_client_that_sends_chunks_receives_the_refusal(server: Server)
     [b"garbage\r\n\r\n", b"POST /attend HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n"],
     ids=["no request", "a broken body"],
 )
-def test_requests_before_a_malformed_one_are_answered(impatient_server: Server, rest: bytes, count: int) -> None:
+def test_requests_before_a_malformed_one_are_answered(short_timeout_server: Server, rest: bytes, count: int) -> None:
     """In one packet: every complete request gets its reply, then the malformed one a refusal, then the connection ends."""
-    with connect(impatient_server) as connection:
+    with connect(short_timeout_server) as connection:
         connection.sendall((HEAD % len(BODY) + BODY) * count + rest)
         left = read_to_end(connection)
     for _ in range(count):

@@ -96,20 +96,20 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **o
     prepared = prepare(load_candidate(candidate) if isinstance(candidate, str) else candidate, spec, convention, seed)
     results: list[CaseResult] = []
     disagreements: list[Disagreement] = []
-    found: set[str] = set()
+    earlier_mistakes: set[str] = set()
     with prepared.evaluating():
         for case in prepared.draw_cases(seed):
             if reason := prepared.adapter.skip_reason(case):
                 results.append(CaseResult(case.name, skipped=reason))
                 continue
             unexplained = any(x.hint == UNEXPLAINED for x in disagreements)  # then later ones are too
-            result, disagreement = _compare_case(prepared, case, None if unexplained else found)
+            result, disagreement = _compare_case(prepared, case, None if unexplained else earlier_mistakes)
             results.append(result)
             if disagreement is not None:
                 another_kind = disagreement.index is None and all(x.index is not None for x in disagreements)
-                if not disagreements or another_kind or {*disagreement.mistakes} - found:
+                if not disagreements or another_kind or {*disagreement.mistakes} - earlier_mistakes:
                     disagreements.append(disagreement)
-                found |= {*disagreement.mistakes}
+                earlier_mistakes |= {*disagreement.mistakes}
     return Comparison(tuple(results), tuple(disagreements))
 
 
@@ -138,8 +138,10 @@ class _ComparedOutput:
         return float("inf") if np.isnan(error) else error
 
 
-def _compare_case(candidate: Candidate, case: CheckCase, found: Collection[str] | None) -> tuple[CaseResult, Disagreement | None]:
-    """`found`: mistakes of earlier cases; None: an explanation is not searched."""
+def _compare_case(
+    candidate: Candidate, case: CheckCase, earlier_mistakes: Collection[str] | None
+) -> tuple[CaseResult, Disagreement | None]:
+    """`earlier_mistakes`: those of earlier cases; None: no explanation is searched."""
     adapter = candidate.adapter
     try:
         result = adapter.call(case)
@@ -155,18 +157,20 @@ def _compare_case(candidate: Candidate, case: CheckCase, found: Collection[str] 
     ]
     worst = max(outputs, key=lambda x: x.error / x.tolerance)
     wrong = next((x for x in outputs if x.error > x.tolerance), None)
-    return CaseResult(case.name, worst.error, worst.tolerance), None if wrong is None else _disagreement(right, wrong, outputs, found)
+    return CaseResult(case.name, worst.error, worst.tolerance), None if wrong is None else _disagreement(
+        right, wrong, outputs, earlier_mistakes
+    )
 
 
 def _disagreement(
-    right: Computation, wrong: _ComparedOutput, outputs: Sequence[_ComparedOutput], found: Collection[str] | None
+    right: Computation, wrong: _ComparedOutput, outputs: Sequence[_ComparedOutput], earlier_mistakes: Collection[str] | None
 ) -> Disagreement:
     if wrong.got.shape != wrong.expected.shape:
         shapes = f"shape {list(wrong.expected.shape)}", f"shape {list(wrong.got.shape)}"
         return Disagreement(right.case.name, wrong.name, *shapes, hint=_explain_shape(wrong))
     index = tuple(np.argwhere(~(np.abs(wrong.got - wrong.expected) <= wrong.tolerance))[0].tolist())
     results = {x.name: x.got for x in outputs if x.got.shape == x.expected.shape}
-    mistakes = () if found is None else explain(right, results, found)
+    mistakes = () if earlier_mistakes is None else explain(right, results, earlier_mistakes)
     hint = f"this is what comes out when {', and when '.join(mistakes)}" if mistakes else UNEXPLAINED
     expected, got = (f"{x[index]:.{17 if right.dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
     return Disagreement(right.case.name, wrong.name, expected, got, index, hint, mistakes)

@@ -230,12 +230,12 @@ MISTAKES: dict[str, dict[str, Change]] = {
 }
 
 
-def explain(right: Computation, results: Mapping[str, Array], found: Collection[str] = ()) -> tuple[str, ...]:
+def explain(right: Computation, results: Mapping[str, Array], earlier: Collection[str] = ()) -> tuple[str, ...]:
     """The mistakes whose numbers these are; empty if no known mistake gives them, nor any two together.
 
-    `results` has "output" and possibly "attention_weights". Mistakes that were `found` in another case are tried first.
+    `results` has "output" and possibly "attention_weights". The mistakes of `earlier` cases are tried first.
     """
-    for mistakes in sorted(_combinations(right), key=lambda tried: -len({*found}.intersection(hint for hint, _ in tried))):
+    for mistakes in sorted(_combinations(right), key=lambda tried: -len({*earlier}.intersection(hint for hint, _ in tried))):
         try:
             wrong = all_of(*(change for _, change in mistakes))(right).run()
         except ValueError:  # shapes for which these mistakes cannot be made

@@ -374,12 +374,12 @@ def test_cancelled_and_expired_calls_are_not_computed_and_a_drain_answers_the_re
     with grpc.insecure_channel(address_of(server)) as channel, httpx.Client(base_url=server.url) as http:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         inputs = entry("query", [1, 1, 64], fp32_contents=[0.5] * 64)
-        good, impatient = request("default", inputs), request("default", inputs, parameters={"timeout": {"int64_param": 200_000}})
+        good, with_timeout = request("default", inputs), request("default", inputs, parameters={"timeout": {"int64_param": 200_000}})
 
         def expire() -> None:
             """A call that the server gives up; it has then heard of all that were sent before on this connection."""
             with pytest.raises(grpc.RpcError, match="the caller's deadline"):
-                stub.ModelInfer(impatient)
+                stub.ModelInfer(with_timeout)
 
         leaving, staying = stub.ModelInfer.future(good), stub.ModelInfer.future(good)
         expire()

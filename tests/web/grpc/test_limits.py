@@ -31,8 +31,8 @@ DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6  # HTTP/2's frames
 END_STREAM, ACK = 1, 1
 
 
-class Impatient:
-    """A server whose callers have a second for each message. `metadata` has a key."""
+class GuardedServer:
+    """A gRPC server that requires a key, which `metadata` has, and admits a second for each message."""
 
     def __init__(self, folder: Path) -> None:
         secret, key = make_key("caller", ("infer", "admin"))
@@ -43,10 +43,10 @@ class Impatient:
 
 
 @pytest.fixture(scope="module")
-def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Impatient]:
-    one = Impatient(tmp_path_factory.mktemp("keys"))
-    yield one
-    one.server.stop()
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedServer]:
+    server = GuardedServer(tmp_path_factory.mktemp("keys"))
+    yield server
+    server.server.stop()
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -86,37 +86,37 @@ def end_of_half_a_message(address: str, method: str, *metadata: tuple[str, str])
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "RepositoryModelLoad", "ModelMetadata"])
-def test_a_call_without_a_key_is_refused_before_its_message_is_read(impatient: Impatient, method: str) -> None:
-    assert b"a key as" in end_of_half_a_message(impatient.address, f"/{SERVICE}/{method}")
+def test_a_call_without_a_key_is_refused_before_its_message_is_read(guarded: GuardedServer, method: str) -> None:
+    assert b"a key as" in end_of_half_a_message(guarded.address, f"/{SERVICE}/{method}")
 
 
-def test_methods_without_a_key_do_not_read_their_message(impatient: Impatient) -> None:
-    assert b"grpc-status\x010" in end_of_half_a_message(impatient.address, f"/{SERVICE}/ServerLive")
+def test_methods_without_a_key_do_not_read_their_message(guarded: GuardedServer) -> None:
+    assert b"grpc-status\x010" in end_of_half_a_message(guarded.address, f"/{SERVICE}/ServerLive")
 
 
 @pytest.mark.parametrize(
     "method", [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer", f"{SERVICE}/ModelMetadata", "grpc.health.v1.Health/Check"]
 )
-def test_an_incomplete_message_ends_the_call_after_client_timeout(impatient: Impatient, method: str) -> None:
-    assert b"client_timeout" in end_of_half_a_message(impatient.address, f"/{method}", *impatient.metadata)
+def test_an_incomplete_message_ends_the_call_after_client_timeout(guarded: GuardedServer, method: str) -> None:
+    assert b"client_timeout" in end_of_half_a_message(guarded.address, f"/{method}", *guarded.metadata)
 
 
-def test_an_idle_reflection_stream_is_ended(impatient: Impatient) -> None:
+def test_an_idle_reflection_stream_is_ended(guarded: GuardedServer) -> None:
     method = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
-    assert b"client_timeout" in end_of_half_a_message(impatient.address, f"/{method}")
+    assert b"client_timeout" in end_of_half_a_message(guarded.address, f"/{method}")
 
 
-def test_the_number_of_streams_of_one_caller_is_limited(impatient: Impatient) -> None:
+def test_the_number_of_streams_of_one_caller_is_limited(guarded: GuardedServer) -> None:
     good = request("default", entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
-    with grpc.insecure_channel(impatient.address) as channel:
+    with grpc.insecure_channel(guarded.address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         coming: list[queue.Queue[Any]] = [queue.Queue() for _ in range(MAX_STREAMS // 2 + 1)]
         for one in coming:
             one.put(good)
-        streams = [stub.ModelStreamInfer(iter(one.get, None), metadata=impatient.metadata) for one in coming[:-1]]
+        streams = [stub.ModelStreamInfer(iter(one.get, None), metadata=guarded.metadata) for one in coming[:-1]]
         assert all(not next(stream).error_message for stream in streams)
-        refused = stub.ModelStreamInfer(iter(coming[-1].get, None), metadata=impatient.metadata)
+        refused = stub.ModelStreamInfer(iter(coming[-1].get, None), metadata=guarded.metadata)
         with pytest.raises(grpc.RpcError) as caught:
             next(refused)
         assert caught.value.code() is EXHAUSTED
@@ -137,8 +137,8 @@ def test_an_unread_reply_counts_against_the_budget(v2_server: Server) -> None:
     until(lambda: held_bytes(v2_server) == 0, "the reply is no longer counted")
 
 
-def test_messages_of_methods_without_tensors_are_limited_to_a_megabyte(impatient: Impatient) -> None:
-    with grpc.insecure_channel(impatient.address) as channel:
+def test_messages_of_methods_without_tensors_are_limited_to_a_megabyte(guarded: GuardedServer) -> None:
+    with grpc.insecure_channel(guarded.address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         config = {"config": {"string_param": f"[{'[],' * 500_000}[]]"}}
         for call, message in (
@@ -146,11 +146,11 @@ def test_messages_of_methods_without_tensors_are_limited_to_a_megabyte(impatient
             (stub.RepositoryModelLoad, service_pb2.RepositoryModelLoadRequest(model_name="z", parameters=config)),
         ):
             with pytest.raises(grpc.RpcError, match="at most 1048576 bytes") as caught:
-                call(message, metadata=impatient.metadata)
+                call(message, metadata=guarded.metadata)
             assert caught.value.code() is INVALID
         tokens = {"tokens": {"string_param": json.dumps({"query": ["a" * (2 << 20)]})}}
         with pytest.raises(grpc.RpcError, match="besides the tensors"):
-            stub.ModelInfer(request("default", GOOD, parameters=tokens), metadata=impatient.metadata)
+            stub.ModelInfer(request("default", GOOD, parameters=tokens), metadata=guarded.metadata)
 
 
 def test_the_number_of_health_watches_is_limited(v2_server: Server) -> None:

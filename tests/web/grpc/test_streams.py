@@ -80,7 +80,7 @@ def test_a_stream_is_read_only_as_fast_as_it_is_answered_and_ends_with_its_clien
     """Calls wait for further calls for up to a second, enough for all of them. An open stream does not delay the server's exit."""
     server = start("--grpc-port", "0", "--batch-delay", "1")
     good = request("default", entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
-    impatient = request("default", good.inputs[0], parameters={"timeout": {"int64_param": 100_000}})
+    with_timeout = request("default", good.inputs[0], parameters={"timeout": {"int64_param": 100_000}})
     with grpc.insecure_channel(address_of(server)) as channel, httpx.Client(base_url=server.url) as http:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         assert len(list(stub.ModelStreamInfer(iter([good] * 40), timeout=60))) == 40
@@ -89,7 +89,7 @@ def test_a_stream_is_read_only_as_fast_as_it_is_answered_and_ends_with_its_clien
 
         leaving = stub.ModelStreamInfer(iter([good] * 3))
         with pytest.raises(grpc.RpcError, match="deadline"):
-            stub.ModelInfer(impatient)  # by now the server has heard of the stream
+            stub.ModelInfer(with_timeout)  # by now the server has heard of the stream
         staying, before = stub.ModelInfer.future(good), counted(http, "attend_abandoned_calls_total")
         leaving.cancel()
         assert len(staying.result(60).outputs) == 2
