@@ -62,7 +62,9 @@ class Settings(BaseModel):
     layers: dict[Annotated[str, Field(pattern=LAYER_NAME)], LayerSpec] = Field(
         default={}, description="More layers by name: tables [layers.NAME] in the file, JSON in a flag or variable."
     )
-    layers_dir: Path | None = Field(default=None, description="Folder that stores layers put over HTTP; memory only if not set.")
+    layers_dir: Path | None = Field(
+        default=None, description="Folder that stores layers added over HTTP; if not set, they are in memory only."
+    )
 
     # limits of layers
     max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file of a layer, in bytes.")
@@ -88,7 +90,7 @@ class Settings(BaseModel):
     max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work of all waiting calls, in operations.")
     max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Bytes of waiting calls; also of all bodies and replies.")
     max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one.")
-    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls; of use on a GPU only.")
+    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls; useful only on a GPU.")
     session_memory: int = Field(default=0, ge=0, description="Bytes of keys and values of sessions, divided among workers; 0: no sessions.")
     replica_name: str = Field(
         default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?$", description="Name of this server in the ids of sessions, for balancers."
@@ -108,7 +110,9 @@ class Settings(BaseModel):
     )
     tls_cert: Path | None = Field(default=None, description="Certificate chain (PEM); with --tls-key, the server uses TLS.")
     tls_key: Path | None = Field(default=None, description="Private key (PEM) of that certificate.")
-    trusted_proxies: str = Field(default="", description="Proxies whose X-Forwarded-… are used: addresses or networks, with commas, or *.")
+    trusted_proxies: str = Field(
+        default="", description="Proxies whose X-Forwarded-… are used: addresses or networks, separated by commas, or *."
+    )
 
     # connections and replies
     client_timeout: float = Field(default=20.0, gt=0, description="Seconds in which the headers of a request must arrive.")
@@ -118,7 +122,9 @@ class Settings(BaseModel):
 
     # start, readiness and end
     ready_timeout: float = Field(default=2.0, gt=0, description="Seconds in which an idle device must answer a probe for readiness.")
-    drain_seconds: float = Field(default=5.0, ge=0, description="Seconds after SIGTERM in which calls are taken, but readiness is off.")
+    drain_seconds: float = Field(
+        default=5.0, ge=0, description="Seconds after SIGTERM in which calls are accepted, but the server is not ready."
+    )
     shutdown_seconds: int = Field(default=25, ge=1, description="Seconds that accepted calls may take to finish after that.")
 
     # logs and telemetry

@@ -65,7 +65,7 @@ async def read_request(
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
     connection = record.connection
-    gone = _never if connection is None else lambda: connection.lost  # under another ASGI server, a disconnect is not visible
+    gone = (lambda: False) if connection is None else lambda: connection.lost  # under another ASGI server, a disconnect is not visible
     return RawRequest(body, codec, coding, reply_codec, reply_coding, parameters, deadline, gone, lease.caller, record.key, lease=lease)
 
 
@@ -106,10 +106,6 @@ def deadline_of(record: HttpRecord, service: Service) -> float | None:
     if not (0 < seconds < 1e9):
         raise InvalidRequest.where("", "an X-Request-Timeout of a positive number of seconds, less than 1e9", f'"{timeout[:40]}"')
     return service.clock() + seconds
-
-
-def _never() -> bool:
-    return False
 
 
 async def _pieces(record: HttpRecord, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:

@@ -52,15 +52,8 @@ METRICS = tuple(METRIC_SHAPES)
 Metric: Any = Literal[METRICS]
 Metrics = Annotated[list[Metric], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("metric")]
 INDEX_PARTS = {"queries", "keys", "heads"}  # parts that are indices; -1, in JSON null, where there is none
-POSITIONAL_METRICS: tuple[str, ...] = (
-    "self_share",
-    "local_share",
-    "global_share",
-    "mean_distance",
-    "previous_token_score",
-    "induction_score",
-)
-TOKEN_METRICS: tuple[str, ...] = ("duplicate_token_score", "induction_score")
+POSITIONAL_METRICS = ("self_share", "local_share", "global_share", "mean_distance", "previous_token_score", "induction_score")
+TOKEN_METRICS = ("duplicate_token_score", "induction_score")
 DEFAULT_METRICS: tuple[str, ...] = (
     "entropy",
     "normalised_entropy",

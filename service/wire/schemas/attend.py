@@ -14,17 +14,7 @@ from service.spec_parts import Finite, Window, field_error
 from service.wire import shapes
 from service.wire.problems import describe_value
 from service.wire.schemas.document import LAYER_NAME, Document, Indices, PositiveInt, StrictBool, unique
-from service.wire.schemas.tensors import (
-    Bias,
-    HeadScale,
-    KeyMask,
-    Lengths,
-    Mask,
-    Positions,
-    RowCounts,
-    Segments,
-    Sequences,
-)
+from service.wire.schemas.tensors import Bias, HeadScale, KeyMask, Lengths, Mask, Positions, RowCounts, Segments, Sequences
 from service.wire.schemas.tokens import Tokens
 from service.wire.suggestions import OTHER_NAMES
 
