@@ -229,16 +229,19 @@ class Engine:
 
     async def plan(self, raw: RawRequest) -> Plan:
         """POST /attend/plan: the reply's shapes and the cost of a request, without computing it."""
-        return await self.run(raw, raw.size, self._plan, raw)
+        size = raw.size
+        decoded = await self.run(raw, size, self.decode, raw, AnalysisRequest, True)
+        has_session = decoded.members.get("session") is not None
+        session = self._session_in_body(decoded, raw.key) if has_session else None  # here, since sessions belong to the event loop
+        return await self.run(raw, size, self._plan, decoded, session)
 
-    def _plan(self, raw: RawRequest) -> Plan:
-        decoded = self.decode(raw, AnalysisRequest, shapes_alone=True)
+    def _plan(self, decoded: Decoded, session: Session | None) -> Plan:
         document = AnalysisRequest if "metrics" in decoded.members else AttendRequest
-        if decoded.members.get("session") is not None:
-            session = self._session_in_body(decoded, raw.key)
-            return plan_of(validate(document, members_of_look(session, decoded.members)), session.layer, self.admission)
-        layer = self.find(decoded.members, document)
-        return plan_of(validate(document, decoded.members), layer, self.admission)
+        if session is None:
+            layer, members = self.find(decoded.members, document), decoded.members
+        else:
+            layer, members = session.layer, members_of_look(session, decoded.members)
+        return plan_of(validate(document, members), layer, self.admission)
 
     async def run(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads or writes `size` bytes in a thread of the codec pool, and return its result.

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from service.attention import row_blocks
+from service.attention import eager
 from service.attention.call import Call
 from service.attention.initialization import draw_weights
 from service.attention.layer import MultiHeadAttention
@@ -179,7 +179,7 @@ def test_metrics_do_not_depend_on_the_size_of_blocks(monkeypatch: pytest.MonkeyP
     metrics_query = MetricsQuery(names, query_tokens=WORDS, key_tokens=WORDS)
     whole = MetricsOperation(metrics_query)(layer, call).tensors
 
-    monkeypatch.setattr(row_blocks, "MAX_BLOCK_SCORES", 1)
+    monkeypatch.setattr(eager, "MAX_BLOCK_SCORES", 1)
     pieces = MetricsOperation(metrics_query)(layer, call).tensors
 
     assert set(whole) == set(pieces)
