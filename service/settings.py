@@ -93,7 +93,9 @@ class Settings(BaseModel):
     batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls; useful only on a GPU.")
     session_memory: int = Field(default=0, ge=0, description="Bytes of keys and values of sessions, divided among workers; 0: no sessions.")
     replica_name: str = Field(
-        default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?$", description="Name of this server in the ids of sessions, for balancers."
+        default="",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?$",
+        description="Name of this server in ids of sessions, for balancers: up to 63 letters, digits, - and _.",
     )
 
     # who may call

@@ -19,7 +19,7 @@ from service.settings import BadSettings
 HINTS: dict[type[AttendError], str] = {
     TimedOut: "The server took too long; send smaller requests, or read its log.",
     Untrusted: "Name the CA bundle with --ca, or in ATTEND_CA.",
-    Unreachable: "Start a server with `attend serve`, or leave --url out: then no server is needed.",
+    Unreachable: "Start a server with `attend serve`, or leave --url out where it is optional.",
     BadReply: "Is the server at --url an attend of this version?",
     LayerNotFound: "`attend layers list` with the same --url or layer flags shows which layers there are.",
     Unauthenticated: "Set the variable ATTEND_API_KEY to a key of that server.",

@@ -314,6 +314,8 @@ def request_fields(model: type[AttendRequest], **fields: Any) -> dict[str, Any]:
     unknown = [unknown_field(pointer([name]), name, model) for name in fields if name not in model.model_fields]
     if unknown:
         raise InvalidRequest(problems=unknown)
+    if not isinstance(session := fields.get("session"), str | None):
+        raise InvalidRequest.where("/session", "a string, the `id` of a session", type(session).__name__)
     query, key, value = (fields.get(name) for name in ("query", "key", "value"))
     if value is key:
         fields["value"] = None

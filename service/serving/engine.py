@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from service.attention.call import Result
-from service.errors import Problem, RequestError, SessionEnded, SessionNotFound, TooLarge, WrongReplica, WrongWorker
+from service.errors import InvalidRequest, Problem, RequestError, SessionEnded, SessionNotFound, TooLarge, WrongReplica, WrongWorker
 from service.serving.admission import Admission, ServingLimits
 from service.serving.analysis import bind_analysis
 from service.serving.binding import bind_attend
@@ -116,7 +116,9 @@ class Engine:
 
     def _session_in_body(self, decoded: Decoded, owner: str) -> Session:
         """The session that the body names. Raises what `SessionRegistry.find` raises, with the place in the body."""
-        name = str(decoded.members["session"])
+        name = decoded.members["session"]
+        if not isinstance(name, str):
+            raise InvalidRequest.where("/session", "a string, the id of a session", describe_value(name))
         try:
             return self.require_sessions().find(name, owner)
         except (SessionNotFound, SessionEnded, WrongReplica) as error:
@@ -193,8 +195,8 @@ class Engine:
             try:
                 if decoded.sequence is not None:
                     self.sessions.workers.require_sequence(raw.key, decoded.members["layer"], decoded.sequence.id)
-                elif "session" in document.model_fields and decoded.members.get("session") is not None:
-                    self.sessions.require_here(str(decoded.members["session"]))
+                elif "session" in document.model_fields and isinstance(decoded.members.get("session"), str):
+                    self.sessions.require_here(decoded.members["session"])
             except WrongWorker as error:
                 raw.body, error.raw = received, raw
                 raise
@@ -238,7 +240,8 @@ class Engine:
     def _plan(self, decoded: Decoded, session: Session | None) -> Plan:
         document = AnalysisRequest if "metrics" in decoded.members else AttendRequest
         if session is None:
-            layer, members = self.find(decoded.members, document), decoded.members
+            members = {name: value for name, value in decoded.members.items() if name != "session"}
+            layer = self.find(members, document)
         else:
             layer, members = session.layer, members_of_look(session, decoded.members)
         return plan_of(validate(document, members), layer, self.admission)

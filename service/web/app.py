@@ -142,7 +142,7 @@ def create_service(settings: Settings, private_socket: Path | None = None) -> Se
     if settings.session_memory:
         workers = None if private_socket is None else Workers(private_socket, settings.workers)
         worker, epoch = (0, int(1000 * time.time()) % 2**32) if workers is None else workers.number_and_epoch
-        place = Place(settings.replica_name or default_replica(socket.gethostname()), worker, epoch)
+        place = Place(settings.replica_name or default_replica(f"{socket.gethostname()}:{settings.port}"), worker, epoch)
         share = settings.session_memory if workers is None else settings.session_memory // settings.workers
         several = settings.keys_file is not None
         service.engine.sessions = SessionRegistry(service.registry, service.metrics, share, place, several, workers=workers)

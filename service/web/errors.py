@@ -138,6 +138,7 @@ def _similar_path(path: str, routes: Sequence[BaseRoute]) -> str:
     parts, similar = path[:MOST_COMPARED].split("/"), []
     for known in (route.path.split("/") for route in routes if isinstance(route, APIRoute) and route.include_in_schema):
         pairs = [(part, own) for part, own in zip(known, parts, strict=False) if not part.startswith("{")]
-        if len(known) == len(parts) and all(part == own or did_you_mean(own, [part]) for part, own in pairs):
+        names = [own for part, own in zip(known, parts, strict=False) if part.startswith("{")]
+        if len(known) == len(parts) and all(names) and all(part == own or did_you_mean(own, [part]) for part, own in pairs):
             similar.append("/".join(own if part.startswith("{") else part for part, own in zip(known, parts, strict=True)))
     return did_you_mean(path, similar)

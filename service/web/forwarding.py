@@ -20,6 +20,7 @@ from service.web.request_reader import deadline_of
 TIMEOUT = b"x-request-timeout"
 NOT_FORWARDED = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", TIMEOUT, CALLER))
 NOT_RETURNED = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"date"))  # this process sends its own
+GRACE_SECONDS = 1.0  # after a deadline, in which the owner says whether the call was computed in time
 IDLE_SECONDS = 5.0  # until an idle connection to another worker is closed
 ENDED = "the process that has the session ended before it replied"
 log = structlog.get_logger("attend")
@@ -90,9 +91,10 @@ class Forwarder:
         query = scope["query_string"]
         target = scope["raw_path"].removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
         request = httpx.Request(scope["method"], "http://localhost", headers=headers, content=content, extensions={"target": target})
+        latest = None if deadline is None else deadline + GRACE_SECONDS
         disconnected = None if record.connection is None else record.connection.disconnected
         try:
-            return await self.service.in_time(self._transports[socket].handle_async_request(request), deadline, disconnected)
+            return await self.service.in_time(self._transports[socket].handle_async_request(request), latest, disconnected)
         except httpx.TransportError as broken:
             if isinstance(broken, httpx.ConnectError) and _refused(broken):
                 raise error.if_ended from None

@@ -53,7 +53,7 @@ def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, 
     if size > MAX_HEADER_BYTES:
         raise TooLarge.where("", f"a safetensors header of at most {MAX_HEADER_BYTES} bytes", str(size))
     if 8 + size > len(body):
-        raise MalformedBody.where("", f"a safetensors header of {size} bytes", f"{len(body) - 8} bytes in all")
+        raise MalformedBody.where("", f"a safetensors header of {size} bytes", f"{len(body) - 8} bytes after its length")
     buffer = memoryview(body)[8 + size :]
     read = _read_header if size > MAX_CACHED_BYTES else _read_cached_header
     entries, metadata = read(bytes(body[8 : 8 + size]), len(buffer))

@@ -28,9 +28,9 @@ class Place(NamedTuple):
     epoch: int
 
 
-def default_replica(host: str) -> str:
-    """The name of a replica that was given none: eight digits that the name of its machine determines."""
-    return blake2b(host.encode(), digest_size=4).hexdigest()
+def default_replica(address: str) -> str:
+    """The name of a replica that was given none: eight digits that its machine's name and its port determine."""
+    return blake2b(address.encode(), digest_size=4).hexdigest()
 
 
 def make_id(place: Place) -> str:

@@ -39,7 +39,7 @@ MEANINGS: dict[str, str] = {
     "idle": "it was idle for longer than its idle_seconds",
     "memory": "a session of the same owner needed its memory",
     "layer_replaced": "its layer was replaced",
-    "layer_removed": "its layer was removed",
+    "layer_removed": "its layer was removed or unloaded",
     "deleted": "it was deleted",
 }
 SHARE_OF_FREE = 2  # with API keys, an owner may use at most SHARE_OF_FREE times the bytes that stay free

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from service.attention.cache import WITHOUT_HEADS, KeyValueCache, cached_tensors
-from service.errors import InvalidRequest, MalformedBody, SessionConflict, TooLarge
+from service.errors import InvalidRequest, MalformedBody, SessionConflict, TooLarge, UnsupportedMediaType
 from service.serving.casting import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import RawRequest
@@ -16,7 +16,7 @@ from service.serving.sessions.registry import SessionRegistry
 from service.serving.sessions.session import Session
 from service.wire.codec import CODECS
 from service.wire.compression import unpack
-from service.wire.negotiation import JSON, SAFETENSORS
+from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import describe_value
 from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
@@ -32,7 +32,7 @@ async def export_cache(service: Service, sessions: SessionRegistry, session_id: 
 async def import_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> Session:
     """Replace the session's rows by those of an exported file. If that fails, the session keeps its rows.
 
-    Raises MalformedBody, InvalidRequest, SessionConflict, TooLarge or OutOfMemory.
+    Raises UnsupportedMediaType, MalformedBody, InvalidRequest, SessionConflict, TooLarge or OutOfMemory.
     """
     async with sessions.turn(session_id, owner, raw) as session:
         first, length, rows = await service.engine.run(raw, raw.size, _rows_of, raw, session.layer, service.wire_limits.layer_bytes)
@@ -60,7 +60,8 @@ def _file_of(session: Session) -> list[Buffer]:
 def _rows_of(raw: RawRequest, layer: LoadedLayer, limit: int) -> tuple[int, int, dict[str, torch.Tensor]]:
     """The first row of a file, the length of its cache, and its tensors [heads, rows, width]."""
     if raw.codec is not CODECS[SAFETENSORS]:
-        raise InvalidRequest.where("", f"a body of type {SAFETENSORS}, as GET of the cache returns it", JSON)
+        expected = f"a body of type {SAFETENSORS}, as GET of the cache returns it"
+        raise UnsupportedMediaType.where("", expected, "another Content-Type, or none")
     arrays, metadata = read_tensors(unpack(raw.take_body(), raw.coding, limit))
     if (fingerprint := metadata.get("fingerprint")) != layer.fingerprint:
         expected = f'the cache of a layer with the fingerprint of "{layer.name}", {layer.fingerprint}'
@@ -68,8 +69,10 @@ def _rows_of(raw: RawRequest, layer: LoadedLayer, limit: int) -> tuple[int, int,
     length, first = _number(metadata, "length"), _number(metadata, "first")
     if first > length:
         raise MalformedBody.where("/__metadata__/first", f"at most {length}, the length", str(first))
-    tensors = {}
-    for name, (heads, width, dtype) in cached_tensors(layer.spec).items():
+    expected_tensors, tensors = cached_tensors(layer.spec), {}
+    for name in arrays.keys() - expected_tensors.keys():
+        raise InvalidRequest.where(f"/{name}", f"no tensors but {', '.join(expected_tensors)}", name)
+    for name, (heads, width, dtype) in expected_tensors.items():
         if name not in arrays:
             raise InvalidRequest.where(f"/{name}", "a tensor", "nothing")
         shape = (length - first, width) if name in WITHOUT_HEADS else (heads, length - first, width)

@@ -71,7 +71,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         response.headers["Location"] = f"{request.scope.get('root_path', '')}{SESSIONS}{session.id}"
         return sessions.document(session)
 
-    @app.get("/sessions", tags=["sessions"], response_model=Sessions, responses=session_error_responses(404))
+    @app.get("/sessions", tags=["sessions"], response_model=Sessions, responses=session_error_responses(404, 503, 504))
     async def get_sessions(request: Request, sessions: Registry) -> Response:
         """The caller's sessions, least recently used first."""
         key = request.scope["attend"].key
@@ -90,12 +90,14 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         size = DOCUMENT_BYTES * len(found) + sum(map(len, others))
         return Response(await service.engine.codecs.run(document, size, key), media_type=JSON)
 
-    @app.get("/sessions/{id}", tags=["sessions"], response_model=SessionDocument, responses=session_error_responses(404, 410, 421))
+    @app.get(
+        "/sessions/{id}", tags=["sessions"], response_model=SessionDocument, responses=session_error_responses(404, 410, 421, 503, 504)
+    )
     async def get_session(id: SessionIdPath, request: Request, sessions: Registry) -> SessionDocument:
         """One session."""
         return sessions.document(sessions.find(id, request.scope["attend"].key))
 
-    @app.delete("/sessions/{id}", tags=["sessions"], status_code=204, responses=session_error_responses(404, 410, 421, 422, 504))
+    @app.delete("/sessions/{id}", tags=["sessions"], status_code=204, responses=session_error_responses(404, 410, 421, 422, 503, 504))
     async def delete_session(id: SessionIdPath, request: Request, sessions: Registry) -> None:
         """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
         record = request.scope["attend"]
@@ -156,7 +158,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         response_class=StreamingResponse,
         responses={
             200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The rows."},
-            **session_error_responses(404, 410, 421, 422, 429, 504, 507),
+            **session_error_responses(404, 410, 421, 422, 429, 503, 504, 507),
         },
     )
     async def get_cache(id: SessionIdPath, request: Request, sessions: Registry) -> StreamingResponse:

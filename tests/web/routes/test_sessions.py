@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.server import Server
 
-from service.wire.safetensors import write_tensors
+from service.wire.safetensors import read_tensors, write_tensors
 
 RNG = np.random.default_rng(0)
 SAFETENSORS = "application/vnd.safetensors"
@@ -95,6 +95,10 @@ def test_a_cache_of_another_layer_is_refused(http: httpx.Client, session: str) -
     http.put("/layers/other", json={"spec": {"d_model": 64, "num_heads": 8, "seed": 1}})
     other = http.post("/sessions", json={"layer": "other"}).json()["id"]
 
+    assert "a body of type application/vnd.safetensors" in refusal(http.put(f"/sessions/{session}/cache", content=content), 415)
+    extended = write_tensors({**read_tensors(content)[0], "latent": np.zeros((3, 2))}, read_tensors(content)[1])
+    put = http.put(f"/sessions/{session}/cache", content=b"".join(map(bytes, extended)), headers={"content-type": SAFETENSORS})
+    assert "no tensors but key, value" in refusal(put, 422)
     assert "fingerprint" in refusal(http.put(f"/sessions/{other}/cache", content=content, headers={"content-type": SAFETENSORS}), 409)
     http.delete("/layers/other")
     assert "its layer was removed" in refusal(http.get(f"/sessions/{other}"), 410)
@@ -217,7 +221,13 @@ def test_sessions_and_forks_need_no_body(http: httpx.Client) -> None:
 @pytest.mark.parametrize("path", ["/attend/analysis", "/attend/figure", "/attend/plan"])
 def test_a_session_in_a_body_that_is_not_there_is_refused_with_its_place(http: httpx.Client, session: str, path: str) -> None:
     http.delete(f"/sessions/{session}")
-    for name, status, words in ((session, 410, "it was deleted"), ("nonsense", 404, "the id of a session")):
+    cases = ((session, 410, "it was deleted"), ("nonsense", 404, "the id of a session"), (7, 422, "a string"))
+    for name, status, words in cases:
         reply = http.post(path, json={"query": rows(1).tolist(), "session": name})
         assert words in refusal(reply, status)
         assert [error["at"] for error in reply.json()["errors"]] == ["/session"]
+
+
+def test_a_plan_takes_null_for_a_session_as_analysis_does(http: httpx.Client) -> None:
+    for path in ("/attend/plan", "/attend/analysis"):
+        assert http.post(path, json={"query": rows(1).tolist(), "session": None}).status_code == 200
