@@ -90,7 +90,7 @@ def test_several_workers_without_a_folder_refuse_changes_of_layers(two_workers: 
 
 
 @several_workers
-def test_law_11_the_plan_of_threads_is_printed(two_workers: Server) -> None:
+def test_rule_11_the_plan_of_threads_is_printed(two_workers: Server) -> None:
     """The log says at the start how many threads each worker gets, the index says the same; together they do not exceed the cores."""
     index = ask(two_workers.url, path="/").json()
     (listening,) = events(two_workers, "listening")
@@ -139,7 +139,7 @@ def test_a_signalled_supervisor_does_not_wait_for_an_unresponsive_worker() -> No
 
 
 @several_workers
-def test_law_10_a_stopped_worker_does_not_delay_the_shutdown(start: Start) -> None:
+def test_rule_10_a_stopped_worker_does_not_delay_the_shutdown(start: Start) -> None:
     """The other workers exit as usual, and the supervisor kills it in the end."""
     server = start("--workers", "2", "--drain-seconds", "0", "--shutdown-seconds", "1")
     until(lambda: len(events(server, "ready")) == 2, "both ready")
@@ -192,7 +192,7 @@ print(pieces)
 
 
 @several_workers
-def test_law_10_several_workers_drain_on_sigterm(start: Start) -> None:
+def test_rule_10_several_workers_drain_on_sigterm(start: Start) -> None:
     """SIGTERM to the parent is SIGTERM to all: each turns unready and still takes work; the door closes; what was begun is answered."""
     server = start("--workers", "2", "--drain-seconds", LONG, "--shutdown-seconds", "4")
     parent = server.process.pid
@@ -228,7 +228,7 @@ def test_law_10_several_workers_drain_on_sigterm(start: Start) -> None:
     ],
     ids=["workers", "threads", "their product"],
 )
-def test_law_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> None:
+def test_rule_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> None:
     """Before a socket is opened, in one line that says how many there are, with the exit code of a command that makes no sense."""
     command = [sys.executable, "-m", "service", "serve", "--port", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
@@ -240,7 +240,7 @@ def test_law_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> N
 
 
 @several_workers
-def test_law_10_no_connection_is_reset_when_workers_exit(start: Start) -> None:
+def test_rule_10_no_connection_is_reset_when_workers_exit(start: Start) -> None:
     """Callers open a connection for each call, without pause, and ignore readiness: each is answered, or finds the port closed."""
     server, callers = start("--workers", "2", "--drain-seconds", "1"), 6
     busy = threading.Barrier(callers + 1)

@@ -30,7 +30,7 @@ LATE = 10  # calls that are still sent after readiness has said no
 # 10. SIGTERM: ready turns 503 while work is still taken, then the door closes, accepted work is answered, exit.
 
 
-def test_law_10_sigterm_drains_in_the_stated_order(start: Start) -> None:
+def test_rule_10_sigterm_drains_in_the_stated_order(start: Start) -> None:
     """Ready says no while /attend still says yes; live stays alive; then the door is shut, what was begun is answered; then the end."""
     server = start("--drain-seconds", LONG)
     assert ask(server.url).status_code == 200
@@ -61,7 +61,7 @@ def test_law_10_sigterm_drains_in_the_stated_order(start: Start) -> None:
     assert "exceeded" not in log
 
 
-def test_law_10_without_a_drain_delay_requests_are_refused_at_once(start: Start) -> None:
+def test_rule_10_without_a_drain_delay_requests_are_refused_at_once(start: Start) -> None:
     """Drain 0: the first SIGTERM closes the door; what was begun is answered all the same."""
     server = start("--drain-seconds", "0")
     begun = HalfSent(server.url)
@@ -71,7 +71,7 @@ def test_law_10_without_a_drain_delay_requests_are_refused_at_once(start: Start)
     assert server.process.wait(PATIENCE) == 0
 
 
-def test_law_10_sigint_does_not_wait(start: Start) -> None:
+def test_rule_10_sigint_does_not_wait(start: Start) -> None:
     """Ctrl-C in a terminal is somebody waiting: no drain, but what was begun is answered."""
     server = start("--drain-seconds", LONG)
     begun = HalfSent(server.url)
@@ -82,7 +82,7 @@ def test_law_10_sigint_does_not_wait(start: Start) -> None:
     assert "Traceback" not in "".join(server.log)
 
 
-def test_law_10_a_call_that_never_ends_is_abandoned(start: Start) -> None:
+def test_rule_10_a_call_that_never_ends_is_abandoned(start: Start) -> None:
     """A request whose rest never comes does not keep the server for ever: `shutdown_seconds` after the door closed it goes."""
     server = start("--drain-seconds", "0", "--shutdown-seconds", "1")
     begun = HalfSent(server.url)
@@ -91,7 +91,7 @@ def test_law_10_a_call_that_never_ends_is_abandoned(start: Start) -> None:
     begun.connection.close()
 
 
-def test_law_10_a_draining_server_ends_its_connections(start: Start) -> None:
+def test_rule_10_a_draining_server_ends_its_connections(start: Start) -> None:
     """Every reply after SIGTERM says that its connection is the last: nobody is cut off between two requests."""
     server = start("--drain-seconds", LONG)
     with httpx.Client(base_url=server.url) as client:
@@ -103,7 +103,7 @@ def test_law_10_a_draining_server_ends_its_connections(start: Start) -> None:
     server.process.wait(PATIENCE)
 
 
-def test_law_10_nothing_is_lost_under_load(start: Start) -> None:
+def test_rule_10_nothing_is_lost_under_load(start: Start) -> None:
     """Callers come without pause, and look at readiness as a load balancer does, a little late: each is answered, to the last."""
     server, callers = start("--drain-seconds", "2"), 6
     answered: list[int] = []

@@ -131,7 +131,7 @@ def test_a_batch_stays_within_each_limit(limits: BatchLimits, sizes: list[int]) 
     assert not waiting
 
 
-def test_law_4_a_call_beyond_a_limit_runs_alone() -> None:
+def test_rule_4_a_call_beyond_a_limit_runs_alone() -> None:
     """Too many operations or too much memory: no other call joins it, and it joins no other batch."""
     for knobs in ({"operations": 1000}, {"memory": 1000}):
         small, big, after = entry(), entry(**knobs), entry()
@@ -144,7 +144,7 @@ def test_law_4_a_call_beyond_a_limit_runs_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [2, 3])
-def test_law_4_a_large_call_runs_after_the_calls_that_arrived_before_it(kind: int) -> None:
+def test_rule_4_a_large_call_runs_after_the_calls_that_arrived_before_it(kind: int) -> None:
     """However many small calls keep arriving, with equal or other batch keys."""
     limits = BatchLimits(calls=2, operations=100)
     big = entry(kind, operations=1000)
@@ -498,7 +498,7 @@ def stackable_requests(seed: int, count: int, init: str | None = None, dtype: st
     return layer, calls
 
 
-def assert_law_7(layer: LoadedLayer, calls: list[Call], note: str, limits: BatchLimits = UNLIMITED) -> list[int]:
+def assert_rule_7(layer: LoadedLayer, calls: list[Call], note: str, limits: BatchLimits = UNLIMITED) -> list[int]:
     """Calls computed in batches from a queue get the results that they get alone. Returns the sizes of the batches."""
     alone = {id(call): layer.attention.forward(call) for call in calls}
     waiting, sizes = deque(Entry(layer, call, Cost({}, 1, 0, 1, 0), 0.0) for call in calls), []
@@ -533,14 +533,14 @@ def score_kinds(spec: LayerSpec) -> set[str]:
 
 
 @pytest.mark.parametrize("init", MODERATE_INITS)
-def test_law_7_a_stacked_call_equals_the_call_alone(init: str) -> None:
+def test_rule_7_a_stacked_call_equals_the_call_alone(init: str) -> None:
     """Random layers and requests with every kind of mask, stacked and split. Layers of every kind are stacked."""
     sizes, empty, batches, stacked = set(), 0, Counter[str](), Counter[str]()
     for seed in range(100):
         layer, calls = stackable_requests(seed, 2 + seed % 4, init)
         kinds = score_kinds(layer.spec)
         batches.update(kinds)
-        if assert_law_7(layer, calls, f"seed {seed}") == [len(calls)]:
+        if assert_rule_7(layer, calls, f"seed {seed}") == [len(calls)]:
             stacked.update(kinds)
         sizes |= {call.query.shape[0] for call in calls}
         empty += sum(layer.attention.forward(call).fully_masked_rows for call in calls)
@@ -563,7 +563,7 @@ ORDINARY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("what", ORDINARY.values(), ids=ORDINARY)
-def test_law_7_holds_for_large_scores(what: dict[str, Any], dtype: str, threads: Callable[[int], None]) -> None:
+def test_rule_7_holds_for_large_scores(what: dict[str, Any], dtype: str, threads: Callable[[int], None]) -> None:
     """Softmax turns their absolute error into a relative one, whether weights, inputs or scale made them large."""
     threads(2)  # how a product is shared out among threads, and so the order of its sums, depends on the size of the batch
     spec = LayerSpec.model_validate({"d_model": 64, "num_heads": 8, "dtype": dtype, "init": what.get("init", "xavier_uniform")})
@@ -571,7 +571,7 @@ def test_law_7_holds_for_large_scores(what: dict[str, Any], dtype: str, threads:
     fields = {"outputs": ["output", "attention_weights", "scores"], "scale": what.get("scale")}
     for _ in range(3):
         calls = [bound(layer, query=what.get("size", 1.0) * rng.standard_normal((b, 9, 64)), **fields)[0] for b in (1, 2, 1, 3)]
-        assert_law_7(layer, calls, "")
+        assert_rule_7(layer, calls, "")
 
 
 @pytest.mark.parametrize(
@@ -627,7 +627,7 @@ def test_a_call_with_zero_batch_items_can_be_stacked(sizes: tuple[int, ...]) -> 
         assert_same(got, LAYER.attention.forward(call), "float32", f"{call.query.shape[0]} items")
 
 
-def test_law_7_holds_for_a_mixed_queue() -> None:
+def test_rule_7_holds_for_a_mixed_queue() -> None:
     """Calls of many lengths, masks and layers, shuffled, some of which run alone."""
     rng = np.random.default_rng(99)
     entries: list[Entry] = []

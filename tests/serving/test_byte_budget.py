@@ -95,7 +95,7 @@ def test_check_room_takes_no_bytes_and_release_returns_all() -> None:
     assert fill(budget, "a") > CAPACITY // 2
 
 
-def test_law_14_retry_after_is_estimated_from_the_rate_of_released_bytes() -> None:
+def test_rule_14_retry_after_is_estimated_from_the_rate_of_released_bytes() -> None:
     """Where nothing is released, it is the largest value."""
     now = [100.0]
     budget, size = ByteBudget(1000, lambda: now[0]), 100
@@ -170,7 +170,7 @@ async def serving(**settings: Any) -> AsyncIterator[Any]:
         yield app
 
 
-def test_law_5_bodies_that_are_being_read_count_against_the_budget() -> None:
+def test_rule_5_bodies_that_are_being_read_count_against_the_budget() -> None:
     """By the bytes received, not by those declared. Too many are refused, and the reply frees them."""
     size = 700_000  # of a room of 1 MiB
     body = b'{"query": [[1, 2, 3, 4]]}'.ljust(size)
@@ -208,7 +208,7 @@ def test_law_5_bodies_that_are_being_read_count_against_the_budget() -> None:
 
 
 @pytest.mark.parametrize("path", ["/attend", "/attend/analysis", "/attend/figure", "/v2/models/default/infer"])
-def test_law_5_replies_count_against_the_budget_until_they_are_sent(path: str) -> None:
+def test_rule_5_replies_count_against_the_budget_until_they_are_sent(path: str) -> None:
     """A caller that does not read a long reply gets no second one, and nothing is computed for a refused request."""
     n = 300
     query = {"query": [[[0.5] * 4] * n]}

@@ -57,7 +57,7 @@ class FailsOnce:
 
 
 @pytest.mark.parametrize("stage", ["sizing", "counting", "stacking", "computing", "splitting"])
-def test_law_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it happens. The next batch is computed."""
 
     async def test() -> None:
@@ -89,7 +89,7 @@ def test_law_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatch
     run(test())
 
 
-def test_law_3_a_failure_of_a_light_call_affects_no_other_call() -> None:
+def test_rule_3_a_failure_of_a_light_call_affects_no_other_call() -> None:
     async def test() -> None:
         harness = Harness()
         harness.attention.forward = FailsOnce(harness.attention.forward)  # type: ignore[method-assign]
@@ -103,7 +103,7 @@ def test_law_3_a_failure_of_a_light_call_affects_no_other_call() -> None:
     run(test())
 
 
-def test_law_3_a_failure_does_not_affect_other_batches() -> None:
+def test_rule_3_a_failure_does_not_affect_other_batches() -> None:
     """Waiting calls to another layer are computed."""
 
     async def test() -> None:
@@ -129,7 +129,7 @@ def test_law_3_a_failure_does_not_affect_other_batches() -> None:
 # 7. A batched reply equals the reply alone; bit for bit with `reproducible`.
 
 
-def test_law_7_a_batched_result_equals_the_result_alone() -> None:
+def test_rule_7_a_batched_result_equals_the_result_alone() -> None:
     """Calls with different masks and sizes; those of one shape are computed together."""
 
     async def test() -> None:
@@ -158,7 +158,7 @@ def test_law_7_a_batched_result_equals_the_result_alone() -> None:
     run(test())
 
 
-def test_law_7_reproducible_calls_are_bit_for_bit_equal_at_any_load() -> None:
+def test_rule_7_reproducible_calls_are_bit_for_bit_equal_at_any_load() -> None:
     """They are computed alone, on one thread. Other calls keep their number of threads, also those that start at the same time."""
 
     async def test() -> None:
@@ -227,7 +227,7 @@ SHORTAGES = [
 
 
 @pytest.mark.parametrize("error", SHORTAGES)
-def test_law_9_a_batch_that_runs_out_of_memory_is_split(error: Callable[[], BaseException]) -> None:
+def test_rule_9_a_batch_that_runs_out_of_memory_is_split(error: Callable[[], BaseException]) -> None:
     """Memory for three items: calls of one to three items are answered, the one of five gets OutOfMemory."""
 
     async def test() -> None:
@@ -254,7 +254,7 @@ def test_law_9_a_batch_that_runs_out_of_memory_is_split(error: Callable[[], Base
     run(test())
 
 
-def test_law_9_running_out_of_memory_while_stacking_splits_the_batch() -> None:
+def test_rule_9_running_out_of_memory_while_stacking_splits_the_batch() -> None:
     async def test() -> None:
         harness = Harness()
         busy = await harness.occupy()
@@ -276,7 +276,7 @@ def test_law_9_running_out_of_memory_while_stacking_splits_the_batch() -> None:
     run(test())
 
 
-def test_law_9_memory_of_the_failed_batch_is_freed_before_the_halves_run() -> None:
+def test_rule_9_memory_of_the_failed_batch_is_freed_before_the_halves_run() -> None:
     class Intermediate:
         """Stands for the scores of a batch that ran out of memory half way."""
 
@@ -302,7 +302,7 @@ def test_law_9_memory_of_the_failed_batch_is_freed_before_the_halves_run() -> No
     run(test())
 
 
-def test_law_9_readiness_falls_after_repeated_out_of_memory_and_recovers() -> None:
+def test_rule_9_readiness_falls_after_repeated_out_of_memory_and_recovers() -> None:
     """One call that does not fit changes nothing; several in a row do. The first that fits restores readiness."""
 
     async def test() -> None:
@@ -339,7 +339,7 @@ def test_law_9_readiness_falls_after_repeated_out_of_memory_and_recovers() -> No
     run(test())
 
 
-def test_law_9_other_failures_do_not_split_the_batch() -> None:
+def test_rule_9_other_failures_do_not_split_the_batch() -> None:
     async def test() -> None:
         harness = Harness()
         harness.attention.fault = lambda call: (_ for _ in ()).throw(RuntimeError("illegal memory access"))
@@ -351,7 +351,7 @@ def test_law_9_other_failures_do_not_split_the_batch() -> None:
     run(test())
 
 
-def test_law_9_readiness_recovers_without_calls() -> None:
+def test_rule_9_readiness_recovers_without_calls() -> None:
     """An unready server gets no calls. When there is memory again, /health/ready and the gauge say so."""
 
     async def test() -> None:

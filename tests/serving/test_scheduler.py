@@ -77,7 +77,7 @@ def no_light_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["malformed", "too narrow", "no such layer", "beyond float32", "a mask that does not fit"],
 )
-def test_law_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) -> None:
+def test_rule_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) -> None:
     """While the device is busy. It is neither in the queue nor in a batch."""
 
     async def test() -> None:
@@ -109,7 +109,7 @@ def test_law_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) ->
 # 2. A future is settled only if it is not done; a call whose client has disconnected is dropped before it is computed, and counted.
 
 
-def test_law_2_a_cancelled_call_is_not_computed_and_is_counted() -> None:
+def test_rule_2_a_cancelled_call_is_not_computed_and_is_counted() -> None:
     """Other waiting calls are not affected."""
 
     async def test() -> None:
@@ -134,7 +134,7 @@ def test_law_2_a_cancelled_call_is_not_computed_and_is_counted() -> None:
     run(test())
 
 
-def test_law_2_a_call_of_a_disconnected_caller_is_not_computed_and_is_counted() -> None:
+def test_rule_2_a_call_of_a_disconnected_caller_is_not_computed_and_is_counted() -> None:
     """`gone` returns True; nothing cancels the call."""
 
     async def test() -> None:
@@ -159,7 +159,7 @@ def test_law_2_a_call_of_a_disconnected_caller_is_not_computed_and_is_counted() 
 
 @pytest.mark.usefixtures("no_light_calls")
 @pytest.mark.parametrize("size", [0, 1 << 20], ids=["small", "so large that reading was paused"])
-def test_law_2_closing_the_connection_drops_the_waiting_call(size: int) -> None:
+def test_rule_2_closing_the_connection_drops_the_waiting_call(size: int) -> None:
     """Through a real server with a busy device."""
 
     async def test() -> None:
@@ -199,7 +199,7 @@ def test_law_2_closing_the_connection_drops_the_waiting_call(size: int) -> None:
 
 
 @pytest.mark.parametrize("hung_up", [False, True], ids=["cancelled", "hung up"])
-def test_law_2_a_disconnect_during_computation_does_not_affect_the_batch(hung_up: bool) -> None:
+def test_rule_2_a_disconnect_during_computation_does_not_affect_the_batch(hung_up: bool) -> None:
     """The other calls of the batch get their results."""
 
     async def test() -> None:
@@ -226,7 +226,7 @@ def test_law_2_a_disconnect_during_computation_does_not_affect_the_batch(hung_up
     run(test())
 
 
-def test_law_2_a_settled_future_is_not_set_again() -> None:
+def test_rule_2_a_settled_future_is_not_set_again() -> None:
     """Deadline, cancellation and result in any order: the first counts, the others are dropped."""
 
     async def test() -> None:
@@ -259,7 +259,7 @@ def test_law_2_a_settled_future_is_not_set_again() -> None:
 
 
 @pytest.mark.parametrize("knobs", [{"operations": 10**15}, {"memory": 10**12}], ids=["work", "memory"])
-def test_law_4_a_call_beyond_the_batch_limit_runs_alone_in_its_turn(knobs: dict[str, int]) -> None:
+def test_rule_4_a_call_beyond_the_batch_limit_runs_alone_in_its_turn(knobs: dict[str, int]) -> None:
     """Small calls wait before and behind it, and new ones keep arriving."""
 
     async def test() -> None:
@@ -289,7 +289,7 @@ def test_law_4_a_call_beyond_the_batch_limit_runs_alone_in_its_turn(knobs: dict[
 
 
 @pytest.mark.parametrize("limit", ["operations", "memory"])
-def test_law_5_a_call_that_exceeds_the_queue_is_refused_at_once(limit: str) -> None:
+def test_rule_5_a_call_that_exceeds_the_queue_is_refused_at_once(limit: str) -> None:
     """With Retry-After. The waiting calls are computed; then there is room."""
 
     async def test() -> None:
@@ -317,7 +317,7 @@ def test_law_5_a_call_that_exceeds_the_queue_is_refused_at_once(limit: str) -> N
     run(test())
 
 
-def test_law_5_an_empty_queue_accepts_any_call() -> None:
+def test_rule_5_an_empty_queue_accepts_any_call() -> None:
     """Even one larger than the bound: it was admitted, and could otherwise never be computed."""
 
     async def test() -> None:
@@ -329,7 +329,7 @@ def test_law_5_an_empty_queue_accepts_any_call() -> None:
 
 
 @pytest.mark.usefixtures("no_light_calls")
-def test_law_5_the_queue_is_bounded_by_cost_not_by_number() -> None:
+def test_rule_5_the_queue_is_bounded_by_cost_not_by_number() -> None:
     """Thousands of small calls may wait where two large ones may not."""
 
     async def test() -> None:
@@ -352,7 +352,7 @@ def test_law_5_the_queue_is_bounded_by_cost_not_by_number() -> None:
 
 
 @pytest.mark.usefixtures("no_light_calls")
-def test_law_5_abandoned_calls_free_their_room_in_the_queue() -> None:
+def test_rule_5_abandoned_calls_free_their_room_in_the_queue() -> None:
     async def test() -> None:
         harness = Harness(operations=1000)
         busy = await harness.occupy()
@@ -373,7 +373,7 @@ def test_law_5_abandoned_calls_free_their_room_in_the_queue() -> None:
     run(test())
 
 
-def test_law_5_retry_after_grows_with_the_queue() -> None:
+def test_rule_5_retry_after_grows_with_the_queue() -> None:
     """It falls when the device is measured to be faster."""
 
     async def test() -> None:
@@ -397,7 +397,7 @@ def test_law_5_retry_after_grows_with_the_queue() -> None:
 
 
 @pytest.mark.parametrize("operations", [0, 1000], ids=["no work", "hardly any work"])
-def test_law_5_small_calls_do_not_distort_retry_after(operations: int) -> None:
+def test_rule_5_small_calls_do_not_distort_retry_after(operations: int) -> None:
     """Thousands of calls with few operations take a moment each, which does not show the speed for large ones: the estimate stays within a
     few times of what it was."""
 
@@ -425,7 +425,7 @@ def test_law_5_small_calls_do_not_distort_retry_after(operations: int) -> None:
 # 6. The batch is what is queued when the device becomes free; no delay by default.
 
 
-def test_law_6_the_batch_is_what_waits_when_the_device_becomes_free() -> None:
+def test_rule_6_the_batch_is_what_waits_when_the_device_becomes_free() -> None:
     """A single call that finds the device idle is a batch too."""
 
     async def test() -> None:
@@ -452,7 +452,7 @@ def test_law_6_the_batch_is_what_waits_when_the_device_becomes_free() -> None:
     run(test())
 
 
-def test_law_6_without_a_delay_no_timer_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_6_without_a_delay_no_timer_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that arrive in the same iteration of the event loop are computed together, at once."""
 
     async def test() -> None:
@@ -470,7 +470,7 @@ def test_law_6_without_a_delay_no_timer_is_set(monkeypatch: pytest.MonkeyPatch) 
     run(test())
 
 
-def test_law_6_a_delay_sets_one_timer_for_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_6_a_delay_sets_one_timer_for_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call sets the timer; calls that arrive before it ends join the batch."""
 
     async def test() -> None:
@@ -494,7 +494,7 @@ def test_law_6_a_delay_sets_one_timer_for_one_batch(monkeypatch: pytest.MonkeyPa
     run(test())
 
 
-def test_law_6_a_delay_applies_only_to_an_idle_device() -> None:
+def test_rule_6_a_delay_applies_only_to_an_idle_device() -> None:
     """Several batches wait; only the first call found the device idle."""
 
     async def test() -> None:
@@ -522,7 +522,7 @@ def test_law_6_a_delay_applies_only_to_an_idle_device() -> None:
 # 8. The clock is monotonic and injected.
 
 
-def test_law_8_only_the_injected_clock_is_read() -> None:
+def test_rule_8_only_the_injected_clock_is_read() -> None:
     """Hours pass between arrival and computation if the clock says so; queue and compute times come from it alone."""
 
     async def test() -> None:
@@ -665,7 +665,7 @@ def test_a_settled_call_leaves_no_timer() -> None:
         pytest.param(False, {"query": np.ones((1, 800, 6)), "dropout": {"p": 0.5, "seed": 1}}, id="millions of random numbers"),
     ],
 )
-def test_law_12_only_light_calls_are_computed_on_the_event_loop(small: bool, fields: dict[str, Any]) -> None:
+def test_rule_12_only_light_calls_are_computed_on_the_event_loop(small: bool, fields: dict[str, Any]) -> None:
     """All others are computed on the device's thread."""
 
     async def test() -> None:
@@ -679,7 +679,7 @@ def test_law_12_only_light_calls_are_computed_on_the_event_loop(small: bool, fie
     run(test())
 
 
-def test_law_12_a_compressed_body_is_decoded_in_a_thread() -> None:
+def test_rule_12_a_compressed_body_is_decoded_in_a_thread() -> None:
     """Its size is that after decompression."""
     threads: list[int] = []
 
@@ -707,7 +707,7 @@ def test_law_12_a_compressed_body_is_decoded_in_a_thread() -> None:
 # 14. No caller, however heavy, delays light callers by more than a few of the longest single calls.
 
 
-def test_law_14_light_calls_do_not_wait_for_the_device() -> None:
+def test_rule_14_light_calls_do_not_wait_for_the_device() -> None:
     """On a CPU they are computed on the event loop on arrival, while the device's thread computes another call."""
 
     async def test() -> None:
@@ -752,7 +752,7 @@ def test_a_light_reproducible_call_does_not_block_the_event_loop() -> None:
     run(test())
 
 
-def test_law_14_light_calls_do_not_make_a_hung_device_ready() -> None:
+def test_rule_14_light_calls_do_not_make_a_hung_device_ready() -> None:
     """They are computed on the event loop and do not show that the device's thread works."""
 
     async def test() -> None:
@@ -769,7 +769,7 @@ def test_law_14_light_calls_do_not_make_a_hung_device_ready() -> None:
     run(test())
 
 
-def test_law_14_a_call_waits_for_at_most_one_call_of_each_other_caller() -> None:
+def test_rule_14_a_call_waits_for_at_most_one_call_of_each_other_caller() -> None:
     """Ten heavy calls of each of three callers wait; the one call of a fourth is among the next four."""
 
     async def test() -> None:
@@ -788,7 +788,7 @@ def test_law_14_a_call_waits_for_at_most_one_call_of_each_other_caller() -> None
 
 
 @pytest.mark.usefixtures("no_light_calls")
-def test_law_14_small_calls_do_not_wait_for_heavy_calls_of_the_same_caller() -> None:
+def test_rule_14_small_calls_do_not_wait_for_heavy_calls_of_the_same_caller() -> None:
     """Calls of another size class are another flow: two programs may share an address."""
 
     async def test() -> None:
@@ -806,7 +806,7 @@ def test_law_14_small_calls_do_not_wait_for_heavy_calls_of_the_same_caller() -> 
     run(test())
 
 
-def test_law_14_one_caller_can_use_half_of_the_queue() -> None:
+def test_rule_14_one_caller_can_use_half_of_the_queue() -> None:
     """Calls of others, and its own of another size class, are still accepted."""
 
     async def test() -> None:
@@ -825,7 +825,7 @@ def test_law_14_one_caller_can_use_half_of_the_queue() -> None:
     run(test())
 
 
-def test_law_14_retry_after_uses_the_speed_of_each_size_class() -> None:
+def test_rule_14_retry_after_uses_the_speed_of_each_size_class() -> None:
     """A heavy call takes 10 s; four wait behind one that has run for 4 s: 46 s remain. Small calls, ten times slower per operation, do not
     change that."""
 

@@ -359,7 +359,7 @@ async def test_a_step_whose_reply_is_an_error_appends_nothing() -> None:
 
 
 @loop
-async def test_law_12_a_large_step_is_bound_in_another_thread() -> None:
+async def test_rule_12_a_large_step_is_bound_in_another_thread() -> None:
     """Its body has been decoded by then, and its numbers are still to be checked and cast."""
     sessions, on_loop = Sessions(pages=1000), []
     service, session = service_of(sessions), sessions.create()

@@ -61,7 +61,7 @@ def version_2(quota: str, period: str = "100000") -> dict[str, str]:
         ("1000", "100000", 1),
     ],
 )
-def test_law_11_a_quota_bounds_the_cores(
+def test_rule_11_a_quota_bounds_the_cores(
     cgroup: Limit, affinity: Callable[[int], None], write: Callable[[str, str], dict[str, str]], quota: str, period: str, cores: int
 ) -> None:
     """On eight cores: the quota rounded down to whole cores, but at least one."""
@@ -84,7 +84,7 @@ def test_law_11_a_quota_bounds_the_cores(
         pytest.param({"cpu/cpu.cfs_quota_us": "\n", "cpu/cpu.cfs_period_us": "\n"}, id="version 1, empty"),
     ],
 )
-def test_law_11_without_a_quota_the_affinity_counts(
+def test_rule_11_without_a_quota_the_affinity_counts(
     cgroup: Limit, affinity: Callable[[int], None], files: dict[str, str], cores: int
 ) -> None:
     """No limit, or an unreadable one."""
@@ -92,18 +92,18 @@ def test_law_11_without_a_quota_the_affinity_counts(
     assert usable_cores(cgroup(files)) == cores
 
 
-def test_law_11_the_lesser_of_quota_and_affinity_counts(cgroup: Limit, affinity: Callable[[int], None]) -> None:
+def test_rule_11_the_lesser_of_quota_and_affinity_counts(cgroup: Limit, affinity: Callable[[int], None]) -> None:
     affinity(2)
     assert usable_cores(cgroup(version_2("600000"))) == 2
 
 
-def test_law_11_cgroup_version_2_takes_precedence(cgroup: Limit, affinity: Callable[[int], None]) -> None:
+def test_rule_11_cgroup_version_2_takes_precedence(cgroup: Limit, affinity: Callable[[int], None]) -> None:
     """Where both are mounted."""
     affinity(8)
     assert usable_cores(cgroup({**version_1("700000"), **version_2("200000")})) == 2
 
 
-def test_law_11_without_affinity_the_number_of_processors_counts(cgroup: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_11_without_affinity_the_number_of_processors_counts(cgroup: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS; one core where even that is unknown."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
@@ -112,7 +112,7 @@ def test_law_11_without_affinity_the_number_of_processors_counts(cgroup: Limit, 
     assert usable_cores(cgroup({})) == 1
 
 
-def test_law_11_usable_cores_of_this_machine() -> None:
+def test_rule_11_usable_cores_of_this_machine() -> None:
     """Not more than the kernel reports."""
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
 
@@ -134,20 +134,20 @@ def test_law_11_usable_cores_of_this_machine() -> None:
         (1, None, 1, 1),
     ],
 )
-def test_law_11_workers_get_equal_shares_of_the_cores(workers: int, threads: int | None, cores: int, planned: int) -> None:
+def test_rule_11_workers_get_equal_shares_of_the_cores(workers: int, threads: int | None, cores: int, planned: int) -> None:
     """One worker gets all cores. A requested number is used if it fits."""
     assert plan_threads(workers, threads, cores) == planned
 
 
 @pytest.mark.parametrize(("workers", "threads", "cores"), [(9, None, 8), (2, None, 1), (2, 5, 8), (1, 9, 8), (9, 1, 8), (3, 3, 8)])
-def test_law_11_a_plan_beyond_the_cores_is_refused(workers: int, threads: int | None, cores: int) -> None:
+def test_rule_11_a_plan_beyond_the_cores_is_refused(workers: int, threads: int | None, cores: int) -> None:
     """Before anything starts, with the numbers."""
     with pytest.raises(ValueError, match=rf"{workers} workers .* the {cores} cores"):
         plan_threads(workers, threads, cores)
 
 
 @given(st.integers(1, 64), st.none() | st.integers(1, 64), st.integers(1, 64))
-def test_law_11_no_plan_exceeds_the_cores(workers: int, threads: int | None, cores: int) -> None:
+def test_rule_11_no_plan_exceeds_the_cores(workers: int, threads: int | None, cores: int) -> None:
     try:
         planned = plan_threads(workers, threads, cores)
     except ValueError:
@@ -160,7 +160,7 @@ def test_law_11_no_plan_exceeds_the_cores(workers: int, threads: int | None, cor
 # Before torch
 
 
-def test_law_11_threads_are_planned_before_torch_is_imported() -> None:
+def test_rule_11_threads_are_planned_before_torch_is_imported() -> None:
     """torch's pool takes the size that it finds when it starts."""
     script = """
 import os, sys
@@ -181,7 +181,7 @@ service.cli.main()
     assert done.returncode == 2
 
 
-def test_law_11_torch_uses_the_planned_number_of_threads() -> None:
+def test_rule_11_torch_uses_the_planned_number_of_threads() -> None:
     """On any thread of the serving process, also where it is not torch's default."""
     script = """
 import concurrent.futures, os, sys
