@@ -122,8 +122,8 @@ class Engine:
         try:
             return self.require_sessions().find(name, owner)
         except (SessionNotFound, SessionEnded, WrongReplica) as error:
-            problem = Problem("/session", "the id of a session that this server keeps", describe_value(name))
-            raise type(error)(error.detail, [problem]) from None
+            expected = error.problems[0].expected if error.problems else "the id of a session that this server keeps"
+            raise type(error)(error.detail, [Problem("/session", expected, describe_value(name))]) from None
 
     async def _complete(self, raw: RawRequest, decoded: Decoded, bound: BoundCall, started: float) -> EncodedReply:
         """Compute and encode a bound call that arrived at `started`."""

@@ -20,7 +20,7 @@ def safetensors(ctx: schemathesis.SerializationContext, value: Any) -> Any:
 REASONS = {
     "the layer is not there": ["a loaded layer .*"],
     "the session is not there, or does not fit": [
-        r"the id of a session, as POST /sessions returns it",
+        r"the id of a session(, as POST /sessions returns it| that this server keeps)",
         r"query_segments and key_segments, since the keys are those of all calls",
         r"sequence_start, or the id of a sequence of this model that has begun|a sequence_id in addition",
         r"no \w+(, since .*| beside session)|no gradients, .*|one sequence.*",
