@@ -22,9 +22,9 @@ from service.client import Client
 from service.wire.native import numbers
 
 os.environ["PYTHONSAFEPATH"] = "1"  # processes that tests start import the installed package, not the checkout beside it
-# Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 200, other ones in each run.
+# Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 150, other ones in each run.
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
-settings.register_profile("thorough", max_examples=200, deadline=None)
+settings.register_profile("thorough", max_examples=150, deadline=None)
 settings.load_profile("quick")
 # Exceptions are logged as `attend serve` logs them: structlog's own default adds the local variables of every frame, for seconds each.
 renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
