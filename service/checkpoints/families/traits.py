@@ -274,7 +274,7 @@ def from_layer(field: str, condition: str) -> LayerType:
     return lambda config: SLIDING if config.get(condition) is not None and config.layer >= config.number(field, default=0) else FULL
 
 
-def listed(field: str, other: str, default: bool = False) -> LayerType:
+def listed_layers(field: str, other: str, default: bool = False) -> LayerType:
     """Attention in the layers whose numbers are listed, another kind of layer elsewhere; without a list, in all if `default`."""
     return lambda config: FULL if (default if config.get(field) is None else config.layer in config.get(field)) else other
 
