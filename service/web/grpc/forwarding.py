@@ -7,7 +7,7 @@ import grpc
 from service.errors import DeadlinePassed, WrongWorker
 from service.serving.requests import TOO_LATE
 from service.serving.service import Service
-from service.serving.sessions.workers import GRPC
+from service.serving.sessions.placement import GRPC
 from service.web.grpc.messages import SERVICE
 from service.web.records import CALLER, Record
 

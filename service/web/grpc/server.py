@@ -10,7 +10,7 @@ import structlog
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from service.serving.service import Service
-from service.serving.sessions.workers import GRPC
+from service.serving.sessions.placement import GRPC
 from service.web.grpc.calls import MAX_CALLS, CallHandlers, GrpcOptions
 from service.web.grpc.methods import Methods
 from service.web.grpc.standard_services import Health, Reflection

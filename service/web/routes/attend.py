@@ -11,6 +11,7 @@ from starlette.types import Receive, Send
 
 from service.errors import NotReady
 from service.serving.engine import ANALYSIS, ATTEND, FIGURE, CallKind
+from service.serving.plan import plan_call
 from service.serving.requests import EncodedReply
 from service.serving.service import Service
 from service.web.middleware.access import Endpoint
@@ -123,7 +124,7 @@ def install(app: FastAPI, service: Service) -> None:
         The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
         """
         require_started(service)
-        return await service.engine.plan(await read_request(request.scope["attend"], request.receive, service))
+        return await plan_call(service.engine, await read_request(request.scope["attend"], request.receive, service))
 
     @app.post(
         "/attend/figure",
