@@ -17,9 +17,8 @@ from service.spec import LayerSpec
 from service.tensors import DATATYPES
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.attend_reply import Plan, PlannedTensor, Refusal
-from service.wire.schemas.document import LayerReference
+from service.wire.schemas.attend import AttendRequest, Plan, PlannedTensor
+from service.wire.schemas.document import LayerReference, Refusal
 
 
 def refuse_fully_masked(bound: BoundCall, result: Result) -> None:
