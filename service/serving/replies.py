@@ -9,9 +9,8 @@ from service.serving import analysis
 from service.serving.admission import Admission
 from service.serving.binding import check_against_layer
 from service.serving.casting import numpy_of
-from service.serving.cost import predict
+from service.serving.cost import predict, wire_datatype
 from service.serving.layers.registry import LoadedLayer
-from service.serving.outputs import wire_datatype
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import DATATYPES

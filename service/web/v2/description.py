@@ -13,8 +13,8 @@ from typing import Any
 
 from service import __version__
 from service.serving.admission import largest_batch
+from service.serving.cost import output_shapes
 from service.serving.layers.registry import LoadedLayer
-from service.serving.outputs import output_shapes
 from service.serving.service import Service
 from service.serving.sessions.registry import MAX_SESSIONS
 from service.serving.statistics import Statistics as Counted
