@@ -2,7 +2,7 @@
 
 Workers reach each other on private Unix sockets (`serving/sessions/workers.py`), on which they serve the same application. So the request
 passes the owner's checks of key, size and deadline, and appears in its log and metrics alone. Bodies and replies are streamed.
-`web/grpc/forwarding.py` does the same for gRPC.
+`GrpcForwarder` in `web/grpc/methods.py` does the same for gRPC.
 """
 
 from collections.abc import AsyncIterator
