@@ -34,6 +34,7 @@ from service.wire.v2.model_schemas import LoadParameters, UnloadParameters
 CALLER_KEY = CALLER.decode()
 REQUEST_ID_KEY = "x-request-id"  # in the metadata of each reply of a worker, also of refusals
 NOT_FORWARDED = ("user-agent", REQUEST_ID_KEY, CALLER_KEY)
+LAST_REPLY_SECONDS = 1.0  # until a connection to a worker that has ended is closed while replies of that worker are being read
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,13 +149,16 @@ class GrpcForwarder:
 
         Raises NotReady if that worker has ended, DeadlinePassed, or AioRpcError with that worker's refusal.
         """
-        path, raw = error.socket.with_suffix(GRPC), error.raw
-        if path not in self._channels:
-            self._channels[path] = grpc.aio.insecure_channel(f"unix:{path}", [("grpc.max_receive_message_length", -1)])
+        socket, raw = error.socket, error.raw
+        if socket not in self._channels:
+            await self._close_ended()
+        if socket not in self._channels:  # no other request has opened it meanwhile
+            path = socket.with_suffix(GRPC)
+            self._channels[socket] = grpc.aio.insecure_channel(f"unix:{path}", [("grpc.max_receive_message_length", -1)])
         pairs = [(name, value) for name, value in metadata.items() if name not in NOT_FORWARDED]
         pairs += [(REQUEST_ID_KEY, record.request_id), (CALLER_KEY, raw.caller)]
         timeout = None if raw.deadline is None else max(0.0, raw.deadline - self.service.clock())
-        call = self._channels[path].unary_unary(f"/{SERVICE.full_name}/{method}")(raw.body, metadata=pairs, timeout=timeout)
+        call = self._channels[socket].unary_unary(f"/{SERVICE.full_name}/{method}")(raw.body, metadata=pairs, timeout=timeout)
         try:
             reply = await call
         except grpc.aio.AioRpcError as refused:
@@ -164,6 +168,11 @@ class GrpcForwarder:
                 raise DeadlinePassed(TOO_LATE) from None
             raise error.if_ended from refused
         return reply, await call.trailing_metadata()
+
+    async def _close_ended(self) -> None:
+        """Closes the connections to workers that have ended."""
+        for ended in [socket for socket in self._channels if not socket.exists()]:
+            await self._channels.pop(ended).close(LAST_REPLY_SECONDS)
 
     async def close(self) -> None:
         """Closes the connections to other workers."""
