@@ -24,10 +24,10 @@ from service.wire.limits import WireLimits
 from service.wire.problems import describe_value, validate
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
-from service.wire.v2.error_paths import InputPath, translate_problem
-from service.wire.v2.header import V2ReplyFormat
 from service.wire.v2.members import (
     VERSION,
+    InputPath,
+    V2ReplyFormat,
     datatype_named,
     kind_of,
     members_of,
@@ -36,6 +36,7 @@ from service.wire.v2.members import (
     require_input,
     require_version,
     squeeze_per_item,
+    translate_problem,
 )
 from service.wire.v2.schemas import CodecParameters, InferenceParameters, InputParameters, OutputParameters
 
@@ -90,7 +91,7 @@ class GrpcCodec(Codec):
         squeeze_per_item(members)
         refuse_decimals(members)
         marks_final = self.stream and options.triton_enable_empty_final_response
-        reply_format = V2ReplyFormat(request.model_name, request.id, outputs, marks_final=marks_final)
+        reply_format = V2ReplyFormat(request.id, outputs, marks_final=marks_final)
         translate = partial(translate_problem, inputs=tuple(paths), model="/model_name")
         return Decoded(members, reply_format, options.seconds, options.sequence, translate)
 

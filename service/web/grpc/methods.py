@@ -26,7 +26,7 @@ from service.web.v2.repository import load_layer, unload_layer
 from service.wire.codec import Codec
 from service.wire.problems import validate
 from service.wire.v2.members import require_version
-from service.wire.v2.model_schemas import LoadParameters, UnloadParameters
+from service.wire.v2.schemas import LoadParameters, UnloadParameters
 
 
 @dataclass(slots=True, kw_only=True)

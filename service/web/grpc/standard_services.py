@@ -17,8 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from service.errors import AttendError, MalformedBody
 from service.serving.byte_budget import ByteBudget, CallLimit
-from service.serving.service import Service
-from service.serving.shutdown import ShutdownGate
+from service.serving.service import Service, ShutdownGate
 from service.serving.streams import MessageReader, with_time_limit
 from service.web.errors import grpc_code_of
 from service.web.grpc.calls import address_of
