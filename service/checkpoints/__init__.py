@@ -6,23 +6,22 @@
     read_model_layer(tensors, config, layer=3)  ->  the same as read_layer, of a model's layer 3 by its own config.json
     ModelFolder(path).layer(3)  ->  the description and the tensors of a layer in a folder that save_pretrained wrote
 
-Pure functions of names and arrays, without torch. A new layout is a row in `layouts.py`, and at most one function.
-If names or shapes are ambiguous, `read_layer` raises InvalidRequest with both readings; it does not guess.
+Functions of names and arrays, without torch; only `folder.py` reads files. If names or shapes are ambiguous, `read_layer` raises
+InvalidRequest with both readings; it does not guess. A new layout is a row in `framework_layouts.py`, and at most one function.
 
 In the order in which to read it:
 
-    layout.py                what a layout is: names of tensors, and their conversion
-    layouts.py               the layouts that names identify; conversions.py: how packed and transposed matrices are converted
-    detection.py, reader.py  finds layers by their names; reads one of them
-    spec_inference.py        its spec, from the shapes of its weights
-    config.py, model.py      a model's config.json, and the layers that it describes, with layouts of their own in model_layouts.py
-    families/, rope.py       how the config of each family becomes a spec
-    folder.py, refusals.py   files that save_pretrained writes; parts of error messages
+    layout.py                    what a layout is: names of tensors, and their conversion to canonical weights
+    framework_layouts.py         the layouts that names identify
+    detection.py, reader.py      finds layers by their names and selects one; reads it, and infers its spec from the shapes of its weights
+    config.py, model.py          a model's config.json, and the layers that it describes, with layouts of their own in model_layouts.py
+    families/, rope.py           how the config of each family becomes a spec
+    folder.py                    files that save_pretrained writes
 """
 
 from service.checkpoints.detection import detect, layers_in
 from service.checkpoints.folder import ModelFolder, described_layers, layers_of_file
-from service.checkpoints.layouts import LAYOUTS
+from service.checkpoints.framework_layouts import LAYOUTS
 from service.checkpoints.model import parse_config, read_model_layer
 from service.checkpoints.reader import read_layer
 

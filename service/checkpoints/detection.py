@@ -1,15 +1,21 @@
-"""Finds layers in a checkpoint by the names of its tensors.
+"""Finds layers in a checkpoint by the names of its tensors, and selects one of them.
 
 A name is split into segments at `.` (torch) or `/` (Keras, Flax), without TensorFlow's suffix `:0`. The last few segments are looked up in
 an index of all layouts; the segments before them are the stem, the name of the layer.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
+from service.checkpoints.framework_layouts import ALL_LAYOUTS, LAYOUTS
 from service.checkpoints.layout import Layout
-from service.checkpoints.layouts import ALL_LAYOUTS
+from service.errors import InvalidRequest, Problem, pointer
+from service.tensors import Array
+
+MIN_SHARE = 0.5  # of the required tensors, for a layer to count as incomplete
+MAX_LISTED = 8  # items in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +29,14 @@ class Match:
     identified: bool  # whether the names alone identify the layout
 
     @property
-    def required(self) -> dict[str, str]:
-        """Required names below the stem -> their parts."""
-        return {name: part for name, part in self.layout.names.items() if part in self.layout.required}
+    def required(self) -> list[str]:
+        """Required names below the stem."""
+        return [name for name, part in self.layout.names.items() if part in self.layout.required]
 
     @property
     def missing(self) -> list[str]:
         """Required names below the stem that the checkpoint does not have."""
-        return [name for name, part in self.required.items() if part not in self.names]
+        return [name for name in self.required if self.layout.names[name] not in self.names]
 
     @property
     def share(self) -> float:
@@ -49,6 +55,21 @@ class Match:
 
     def __str__(self) -> str:
         return f"{self.layout.name} at {self.prefix or 'its root'}"
+
+
+def listed(items: Iterable[str]) -> str:
+    """The first MAX_LISTED items and the number of the others, for an error: "a, b, c and 9 more"."""
+    every = list(dict.fromkeys(items))
+    more = f" and {len(every) - MAX_LISTED} more" if len(every) > MAX_LISTED else ""
+    return ", ".join(every[:MAX_LISTED]) + more or "none"
+
+
+def refuse_weights(problems: Sequence[tuple[str, str, str]]) -> InvalidRequest:
+    """One error for several tensors, (name, expected, got) each: the first MAX_LISTED and the number of the others."""
+    shown = [Problem(pointer(["weights", name]), expected, got) for name, expected, got in problems[:MAX_LISTED]]
+    if (more := len(problems) - MAX_LISTED) > 0:
+        shown.append(Problem("/weights", "no more such tensors", f"{more} more"))
+    return InvalidRequest(problems=shown)
 
 
 def normalised(name: str) -> str:
@@ -141,3 +162,71 @@ def layers_in(names: Iterable[str]) -> list[tuple[str, str]]:
     A prefix occurs several times if its names fit several layouts; `read_layer` then needs the layout.
     """
     return [(match.layout.name, match.prefix) for match in readable_matches(find_matches(names))]
+
+
+def select(tensors: Mapping[str, Array], layout: str | None, prefix: str) -> Match:
+    """The only layer below the prefix, in `layout` if given. Raises InvalidRequest with the choices if there is not exactly one."""
+    if layout is not None and layout not in LAYOUTS:
+        raise InvalidRequest.where("/layout", "one of " + ", ".join(sorted(LAYOUTS)), f'"{layout[:60]}"')
+    below = _below(find_matches(tensors), prefix)
+    of_layout = [match for match in below if layout in (None, match.layout.name)]
+    candidates = readable_matches(below) if layout is None else complete_matches(of_layout)
+    if not candidates:
+        raise _no_layer(of_layout, below, layout, tensors)
+    stems = {match.stem: match.prefix for match in candidates}
+    if len(stems) > 1:
+        expected = "a prefix that selects one layer: " + listed(stems.values())
+        raise InvalidRequest.where("/prefix", expected, f'"{prefix}"' if prefix else "none")
+    if len(candidates) > 1 or not (candidates[0].identified or layout):
+        raise _ambiguous(candidates)
+    return candidates[0]
+
+
+def _below(matches: Sequence[Match], prefix: str) -> Sequence[Match]:
+    """Matches whose stem is the prefix or below it; layer.1 does not select layer.10. Raises InvalidRequest if there are none."""
+    wanted = normalised(prefix).strip(".")
+    if not wanted:
+        return matches
+    below = [match for match in matches if f"{match.stem}.".startswith(f"{wanted}.")]
+    every = readable_matches(matches)
+    is_inside = any(wanted.startswith(f"{match.stem}.") for match in every)
+    if every and (not below or (is_inside and not readable_matches(below))):
+        prefixes = [match.prefix for match in every]
+        near = [match.prefix for match in every if match.stem.endswith(f".{wanted}")] + get_close_matches(prefix, prefixes, n=1, cutoff=0)
+        raise InvalidRequest.where("/prefix", f"one of {listed(near + prefixes)}", f'"{prefix}"')
+    return below
+
+
+def _no_layer(partial: Sequence[Match], below: Sequence[Match], layout: str | None, tensors: Mapping[str, Array]) -> InvalidRequest:
+    """The error if no layer is complete: the missing tensors of the nearest layout, or the layouts that the names fit."""
+    nearest = max(partial, key=_closeness, default=None)
+    if nearest is not None and (other := complementary_match(nearest, below)) is not None:
+        return _mixed(nearest, other)
+    if nearest is not None and nearest.share >= MIN_SHARE and (layout or nearest.identified):
+        return refuse_weights([(nearest.full_name(name), f"a tensor, as {nearest} has it", "nothing") for name in nearest.missing])
+    wanted = f"a layer of layout {layout}" if layout else f"the names of a known layout ({', '.join(sorted(LAYOUTS))})"
+    if others := readable_matches(below):
+        return InvalidRequest.where("/layout", wanted, listed(map(str, others)))
+    if below:
+        nearest = max(below, key=_closeness)
+        missing = listed(nearest.full_name(name) for name in nearest.missing)
+        return InvalidRequest.where("/layout", wanted, f"nearest {nearest}, without {missing}")
+    return InvalidRequest.where("/layout", wanted, f"tensors {listed(sorted(tensors, key=natural))}")
+
+
+def _closeness(match: Match) -> tuple[float, bool, int]:
+    return match.share, match.identified, len(match.names)
+
+
+def _mixed(match: Match, other: Match) -> InvalidRequest:
+    """The refusal of a layer whose tensors have names of two layouts."""
+    expected = " or ".join(f"{one.layout.name} ({listed(map(one.full_name, one.required))})" for one in (match, other))
+    got = " and ".join(listed(sorted(one.names.values())) for one in (match, other))
+    return InvalidRequest.where("/weights", f"the names of one layout: {expected}", f"{got} together")
+
+
+def _ambiguous(candidates: Sequence[Match]) -> InvalidRequest:
+    """The refusal of names that several layouts share."""
+    choices = "; ".join(f"{name} ({LAYOUTS[name]})" for name in sorted({match.layout.name for match in candidates}))
+    at = candidates[0].prefix or "the root"
+    return InvalidRequest.where("/layout", f"a layout, since the names at {at} fit several: {choices}", "none")

@@ -12,11 +12,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from service.checkpoints.config import MAX_SHOWN
-from service.checkpoints.detection import layers_in
+from service.checkpoints.detection import layers_in, listed
 from service.checkpoints.families import number_of_layers
 from service.checkpoints.layout import Fields
 from service.checkpoints.model import ModelLayer, describe, parse_config, parts_of
-from service.checkpoints.refusals import listed
 from service.errors import InvalidRequest
 from service.tensors import Array
 

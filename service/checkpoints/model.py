@@ -15,13 +15,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from service.checkpoints.config import MAX_SHOWN, Config
-from service.checkpoints.detection import Match, complete_matches, find_matches, normalised
+from service.checkpoints.detection import Match, complete_matches, find_matches, listed, normalised
 from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, AttentionRow, Family, fields_of, place_of
 from service.checkpoints.families.traits import CONVERSION
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
 from service.checkpoints.reader import read_match
-from service.checkpoints.refusals import field_pointer, listed
 from service.errors import InvalidRequest
 from service.tensors import Array
 
@@ -160,7 +159,5 @@ def read_model_layer(
     described = describe(fields, layer, part)
     for name, value in (spec or {}).items():
         if name in described.fields and value != described.fields[name]:
-            raise InvalidRequest.where(
-                field_pointer(name), f"{json.dumps(described.fields[name])}, as the config has it", json.dumps(value)
-            )
+            raise InvalidRequest.where(f"/spec/{name}", f"{json.dumps(described.fields[name])}, as the config has it", json.dumps(value))
     return read_match(described.find(tensors), tensors, {**(spec or {}), **described.fields}, described.conversion)

@@ -13,8 +13,21 @@ from functools import partial
 
 import numpy as np
 
-from service.checkpoints.conversions import RowOrder, RowOrderOf, codegen, convert, gated_stack, grouped, split_rows, stacked
-from service.checkpoints.layout import Converted, Fields, LayerTensors, Layout, Weights
+from service.checkpoints.layout import (
+    Converted,
+    Fields,
+    LayerTensors,
+    Layout,
+    RowOrder,
+    RowOrderOf,
+    Weights,
+    codegen,
+    convert,
+    gated_stack,
+    grouped,
+    split_rows,
+    stacked,
+)
 from service.spec import LAMBDAS
 from service.spec_parts import PROJECTIONS
 from service.tensors import Array

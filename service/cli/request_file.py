@@ -36,10 +36,10 @@ from service.client.responses import read_analysis, read_attend
 from service.client.sessions import SESSIONS, session_path
 from service.errors import LayerNotFound
 from service.tensors import Array
+from service.wire.problems import did_you_mean
 from service.wire.schemas.analysis import METRICS
+from service.wire.schemas.attend import is_special
 from service.wire.schemas.figure import Figure
-from service.wire.schemas.tokens import is_special
-from service.wire.suggestions import did_you_mean
 
 INFER_EPILOG = """Examples: attend infer request.json --d-model 4 --num-heads 2
 

@@ -26,7 +26,7 @@ from service.serving.requests import BoundCall, EncodedReply, RawRequest
 from service.serving.scheduler import Scheduler
 from service.serving.sessions.registry import SessionRegistry
 from service.serving.sessions.session import Session
-from service.serving.sessions.steps import Bind, bind_look, bind_step, members_of_look
+from service.serving.sessions.steps import Bind, bind_look, bind_step, members_of_look, refuse_outputs_of_inputs
 from service.serving.shards import Shards, compute_in_shards
 from service.serving.statistics import LayerStatistics
 from service.serving.threads import usable_cores
@@ -35,8 +35,7 @@ from service.wire.compression import pack, unpack
 from service.wire.limits import WireLimits
 from service.wire.problems import describe_value, validate
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.attend_reply import Plan
+from service.wire.schemas.attend import AttendRequest, Plan
 from service.wire.schemas.figure import FigureRequest
 
 T = TypeVar("T")
@@ -244,7 +243,10 @@ class Engine:
             layer = self.find(members, document)
         else:
             layer, members = session.layer, members_of_look(session, decoded.members)
-        return plan_of(validate(document, members), layer, self.admission)
+        request = validate(document, members)
+        if session is not None and document is AttendRequest:
+            refuse_outputs_of_inputs(request, layer.spec)
+        return plan_of(request, layer, self.admission)
 
     async def run(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads or writes `size` bytes in a thread of the codec pool, and return its result.

@@ -3,8 +3,18 @@
 import math
 
 from service.checkpoints.config import Config
-from service.checkpoints.families.layer_types import CHUNKED, FULL, SLIDING
-from service.checkpoints.families.traits import CONVERSION, NO_ROPE, WIDEST_HEAD, no_rope_layers, normed, require_present, with_options
+from service.checkpoints.families.traits import (
+    CHUNKED,
+    CONVERSION,
+    FULL,
+    NO_ROPE,
+    SLIDING,
+    WIDEST_HEAD,
+    no_rope_layers,
+    normed,
+    require_present,
+    with_options,
+)
 from service.checkpoints.layout import Fields
 
 
@@ -193,12 +203,12 @@ def key_multiplier(config: Config) -> Fields:
 def rope_if_any(config: Config) -> Fields:
     """OLMo Hybrid: no RoPE where rope_parameters are null."""
     require_present(config, "rope_parameters")
-    return {} if config.get("rope_parameters") is not None else {"rope": NO_ROPE}
+    return {} if config.get("rope_parameters") is not None else NO_ROPE
 
 
 def rope_if_named(config: Config) -> Fields:
     """Granite 4: RoPE only with `position_embedding_type` rope."""
-    return {} if config.get("position_embedding_type") == "rope" else {"rope": NO_ROPE}
+    return {} if config.get("position_embedding_type") == "rope" else NO_ROPE
 
 
 def recurrent_gemma_window(config: Config) -> Fields:

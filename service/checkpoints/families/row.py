@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from service.checkpoints.config import Config
-from service.checkpoints.families.layer_types import CHUNKED, FULL, LINEAR, OTHER_NAMES, SLIDING, LayerType
-from service.checkpoints.families.traits import NO_ROPE, STAGE, WIDEST_HEAD, WINDOWED, Trait, chunks
+from service.checkpoints.families.traits import CHUNKED, FULL, LINEAR, SLIDING, STAGE, WIDEST_HEAD, WINDOWED, LayerType, Trait, chunks
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary, rope_fields
 from service.errors import InvalidRequest
 
 MOST_STAGES, MOST_LAYERS = 64, 1 << 12  # of a model, of a stage
+TYPES_LIKE_FULL = ("attention", "hybrid", "indexed_attention")  # other names of FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,14 @@ def fields_of(row: AttentionRow, config: Config) -> Fields:
     fields |= {"output_gate": None, "latent": None, "grid_bias": None, "differential": None, "relative_scores": None, "indexer": None}
     if row.kv_heads and config.get(*row.kv_heads) is not None:
         fields["num_kv_heads"] = config.count(*row.kv_heads)
+    by_traits: Fields = {}
     for trait in row.traits:
-        fields |= trait(config)
+        by_traits |= trait(config)
+    fields |= by_traits
     if row.rotary:
         rotated = fields["latent"]["rope_key_dim"] if fields["latent"] else fields["head_dim"] // (2 if fields["differential"] else 1)
         rope = rope_fields(config, row.rotary, layer_type, rotated)
-        fields["rope"] = fields["rope"] if fields["rope"] == NO_ROPE else rope
-    fields["rope"] = None if fields["rope"] == NO_ROPE else fields["rope"]
+        fields["rope"] = None if "rope" in by_traits else rope  # NO_ROPE
     return fields | (row.bias(config) if row.bias else {})
 
 
@@ -119,7 +120,7 @@ def type_of_layer(row: AttentionRow, config: Config) -> str:
     if listed is None and ruled is None and _is_windowed(row):
         raise config.refusal(row.types_field, "the type of each layer", None)
     layer_type = str(listed or ruled or FULL)
-    return OTHER_NAMES.get(layer_type, layer_type)
+    return FULL if layer_type in TYPES_LIKE_FULL else layer_type
 
 
 def _is_windowed(row: AttentionRow) -> bool:

@@ -1,26 +1,27 @@
 """Traits: what a row of the table says beyond its fields, each a function of a layer's config that gives fields of LayerSpec.
 
 A trait reads every field that it depends on, or marks it as ignored, since `Config.require_all_read` refuses the others. Traits that only
-one decoder needs are in `decoder_traits.py`.
+one decoder needs are in `decoder_traits.py`. Rules for the types of layers are at the end.
 """
 
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
 from service.checkpoints.config import Config
-from service.checkpoints.families.layer_types import CHUNKED, SLIDING
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import score_mscale
 from service.spec_parts import PROJECTIONS
 
 P = ParamSpec("P")
 Trait = Callable[[Config], Fields]  # config of a layer -> fields of LayerSpec
+LayerType = Callable[[Config], str]  # config of a layer -> its type
+FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 WIDEST_HEAD = 1 << 16
 # Among the fields that traits give: how tensors are converted. `factors`: projection or norm -> factor of its weights; `groups`: projection
 # -> groups of its convolution of width 1; `table_eps`: of the layer norm of a table of distances; `projects_table`: if it is projected.
 CONVERSION = "conversion"
 STAGE = "stage"  # among the fields of a config: the number of a layer's stage, in families with stages
-NO_ROPE: Fields = {"dims": 0}  # marks a layer without RoPE in a model with it
+NO_ROPE: Fields = {"rope": None}  # of a layer without RoPE in a model with it
 
 
 def with_options(trait: Callable[Concatenate[Config, P], Fields]) -> Callable[P, Trait]:
@@ -175,18 +176,18 @@ def latent(config: Config) -> Fields:
 def no_rope_layers(config: Config) -> Fields:
     """`no_rope_layers`: 1 where a layer has RoPE, 0 where it has none; by default every fourth has none."""
     flag, every = config.of_layer("no_rope_layers"), config.get("no_rope_layer_interval", default=4)
-    return {} if (flag if flag is not None else (config.layer + 1) % every) else {"rope": NO_ROPE}
+    return {} if (flag if flag is not None else (config.layer + 1) % every) else NO_ROPE
 
 
 def rope_if_sliding(config: Config) -> Fields:
     """Where some layers have a window, only those have RoPE."""
     require_present(config, "sliding_window")
-    return {} if config.layer_type == SLIDING or config.get("sliding_window") is None else {"rope": NO_ROPE}
+    return {} if config.layer_type == SLIDING or config.get("sliding_window") is None else NO_ROPE
 
 
 def rope_only_if_sliding(config: Config) -> Fields:
     """Layers with full attention have no RoPE."""
-    return {} if config.layer_type == SLIDING else {"rope": NO_ROPE}
+    return {} if config.layer_type == SLIDING else NO_ROPE
 
 
 def layer_thetas(config: Config) -> Fields:
@@ -194,7 +195,7 @@ def layer_thetas(config: Config) -> Fields:
     own, shared = config.of_layer("layer_rope_theta"), (config.section("rope_parameters") or config).get("rope_theta")
     if own and own != shared:
         raise config.refusal("layer_rope_theta", f"{shared} in layer {config.layer}, as rope_parameters has it", own)
-    return {} if own is None or own else {"rope": NO_ROPE}
+    return {} if own is None or own else NO_ROPE
 
 
 # --- scores by content and distance ---
@@ -251,3 +252,62 @@ def deberta(config: Config) -> Fields:
         raise config.refusal("layer_norm_eps", "a number from 0 to 1", eps)
     conversion = {"table_eps": eps, "projects_table": not config.flag("share_att_key", default=False)}
     return {"scale": (width * (1 + len(terms))) ** -0.5, "relative_scores": scores, CONVERSION: conversion}
+
+
+# --- types of layers, for configs without a list such as `layer_types` ---
+
+
+def sliding(config: Config) -> str:
+    return SLIDING
+
+
+def alternating(config: Config) -> str:
+    return FULL if config.layer % 2 else SLIDING
+
+
+def every_nth_full(field: str, default: int, other: str = SLIDING) -> LayerType:
+    return lambda config: FULL if (config.layer + 1) % int(config.number(field, default=default)) == 0 else other
+
+
+def from_layer(field: str, condition: str) -> LayerType:
+    """Layers from that number on have a window, if `condition` is there."""
+    return lambda config: SLIDING if config.get(condition) is not None and config.layer >= config.number(field, default=0) else FULL
+
+
+def listed_layers(field: str, other: str, default: bool = False) -> LayerType:
+    """Attention in the layers whose numbers are listed, another kind of layer elsewhere; without a list, in all if `default`."""
+    return lambda config: FULL if (default if config.get(field) is None else config.layer in config.get(field)) else other
+
+
+def qwen_type(config: Config) -> str:
+    config.ignore("max_window_layers", "sliding_window")
+    sliding = config.flag("use_sliding_window", default=False) and config.get("sliding_window") is not None
+    return SLIDING if sliding and config.layer >= config.number("max_window_layers", default=28) else FULL
+
+
+def modernbert_type(config: Config) -> str:
+    return SLIDING if config.layer % int(config.number("global_attn_every_n_layers", default=3)) else FULL
+
+
+def jamba_type(config: Config) -> str:
+    period, offset = config.count("attn_layer_period", default=8), int(config.number("attn_layer_offset", default=4))
+    return FULL if config.layer % period == offset else "mamba"
+
+
+def recurrent_gemma_type(config: Config) -> str:
+    blocks = config.get("block_types", default=["recurrent", "recurrent", "attention"])
+    return str(blocks[config.layer % len(blocks)])
+
+
+def kimi_linear_type(config: Config) -> str:
+    """By lists of layers that count from 1, or every fourth layer has full attention but the first."""
+    settings = config.section("linear_attn_config")
+    if settings is not None and isinstance(layers := settings.get("full_attn_layers"), list):
+        return FULL if config.layer + 1 in layers else LINEAR
+    return FULL if config.layer and config.layer % 4 == 0 else LINEAR
+
+
+def repmixer(config: Config) -> str:
+    """MobileCLIP's text encoder: its first and last layers are convolutions."""
+    ends = config.flag("use_repmixer_blocks", default=True) and config.layer in (0, config.count("num_hidden_layers") - 1)
+    return "conv" if ends else FULL

@@ -10,9 +10,10 @@ import torch
 from service.attention.cache import caches_latent
 from service.attention.call import Call
 from service.attention.decoding import CachedOperation, CachedStep
-from service.errors import InvalidRequest, SessionConflict, TooLarge
+from service.errors import InvalidRequest, SessionConflict, TooLarge, pointer
 from service.serving.admission import Admission
-from service.serving.binding import check_against_layer, finite_arrays, make_call, rotary_positions, shape_fields, tensors_of
+from service.serving.binding import check_against_layer, shape_fields
+from service.serving.casting import finite_arrays, make_call, rotary_positions, tensors_of
 from service.serving.cost import predict_step
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
@@ -20,10 +21,10 @@ from service.serving.sessions.session import Session
 from service.serving.validation_cache import cache_key
 from service.spec import LayerSpec
 from service.wire.codec import Decoded
-from service.wire.problems import validate
+from service.wire.problems import unknown_field, validate
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.sessions import StepOptions
+from service.wire.schemas.sessions import SessionAttendRequest, StepOptions
 
 OF_ONE_LENGTH = ("query_offset", "tokens")  # fields whose validity depends on the session's length
 Bind = Callable[[Decoded, LoadedLayer, Admission], BoundCall]
@@ -132,14 +133,21 @@ def _new_rows(members: Mapping[str, Any], layer: LoadedLayer, append: bool) -> A
 
 def _whole_request(members: Mapping[str, Any], rows: AttendRequest, session: Session, stop: int) -> AttendRequest:
     """The request with all `stop` keys instead of the new ones."""
+    if unknown := [name for name in members if name not in SessionAttendRequest.model_fields]:
+        raise InvalidRequest(problems=[unknown_field(pointer([name]), name, SessionAttendRequest) for name in unknown])
     request = validate(AttendRequest, _with_all_keys(members, rows, session, stop))
     check_against_layer(request, session.layer.spec)
+    refuse_outputs_of_inputs(request, session.layer.spec)
+    return request
+
+
+def refuse_outputs_of_inputs(request: AttendRequest, spec: LayerSpec) -> None:
+    """Raises InvalidRequest for outputs that depend on the inputs of earlier calls, which a session does not keep."""
     for i, name in enumerate(request.outputs):
         if name.endswith("_gradient"):
             raise InvalidRequest.where(f"/outputs/{i}", "no gradients, since a session does not keep the inputs of earlier calls", name)
-        if name == "latent" and not caches_latent(session.layer.spec):
+        if name == "latent" and not caches_latent(spec):
             raise InvalidRequest.where(f"/outputs/{i}", "no latent vectors, since sessions of this layer keep its keys and values", name)
-    return request
 
 
 def _require_rows(session: Session, call: Call, layer: LoadedLayer) -> None:

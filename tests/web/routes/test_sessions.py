@@ -231,3 +231,16 @@ def test_a_session_in_a_body_that_is_not_there_is_refused_with_its_place(http: h
 def test_a_plan_takes_null_for_a_session_as_analysis_does(http: httpx.Client) -> None:
     for path in ("/attend/plan", "/attend/analysis"):
         assert http.post(path, json={"query": rows(1).tolist(), "session": None}).status_code == 200
+
+
+def test_a_plan_refuses_what_a_step_refuses(http: httpx.Client, session: str) -> None:
+    body = {"query": rows(1).tolist(), "outputs": ["output", "query_gradient"], "output_gradient": rows(1).tolist()}
+    for path, more in ((f"/sessions/{session}/attend", {"append": False}), ("/attend/plan", {"session": session})):
+        reply = http.post(path, json={**body, **more})
+        assert "no gradients, since a session does not keep" in refusal(reply, 422)
+        assert [error["at"] for error in reply.json()["errors"]] == ["/outputs/1"]
+
+
+def test_a_misspelt_field_of_a_step_alone_gets_a_suggestion(http: httpx.Client, session: str) -> None:
+    for name, meant in (("apend", "append"), ("expected_lenght", "expected_length"), ("causl", "causal")):
+        assert f"did you mean {meant}?" in refusal(http.post(f"/sessions/{session}/attend", json={"query": rows(1).tolist(), name: 1}), 422)

@@ -23,10 +23,8 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
-from service.checkpoints.conversions import QKV_BIASES, convert, convert_by_head, grouped
-from service.checkpoints.layout import AXES, Converted, Fields, LayerTensors, Layout
-from service.checkpoints.refusals import field_pointer, shape_of, weight_pointer
-from service.errors import InvalidRequest
+from service.checkpoints.layout import AXES, QKV_BIASES, Converted, Fields, LayerTensors, Layout, convert, convert_by_head, grouped
+from service.errors import InvalidRequest, pointer
 from service.spec_parts import PROJECTIONS
 from service.tensors import Array
 
@@ -70,7 +68,7 @@ def fused(tensors: LayerTensors) -> Converted:
             f"{heads} or 1: with other numbers of kv heads, rows under query_key_value may be grouped by kv head (Falcon-40B, Falcon 2)"
         )
         expected += ", which layout neox reads. If they are [q; k; v], name the tensors qkv_proj and o_proj"
-        raise InvalidRequest.where(field_pointer("num_kv_heads"), expected, str(kv_heads))
+        raise InvalidRequest.where("/spec/num_kv_heads", expected, str(kv_heads))
     return convert(tensors)
 
 
@@ -81,7 +79,7 @@ def t5(tensors: LayerTensors) -> Converted:
     if tensors.stem.endswith(CROSS) or no_table:
         return Converted(converted.weights, known)
     if table is None:
-        raise InvalidRequest.where(weight_pointer(name), "the stack's table of position biases, [buckets, heads]", "nothing")
+        raise InvalidRequest.where(pointer(["weights", name]), "the stack's table of position biases, [buckets, heads]", "nothing")
     assumed = {"relative_bias": {"max_distance": 128, "bidirectional": _bidirectional(tensors)}}
     return Converted(converted.weights | {"relative_bias": table}, known, assumed)
 
@@ -94,7 +92,7 @@ def _table(tensors: LayerTensors) -> tuple[str, Array | None]:
     name = f"{stack}.{TABLE}".lstrip(".")
     array = tensors.find(name)
     if array is not None and array.ndim != 2:
-        raise InvalidRequest.where(weight_pointer(name), "shape [buckets, heads]", shape_of(array))
+        raise InvalidRequest.where(pointer(["weights", name]), "shape [buckets, heads]", f"shape {list(array.shape)}")
     return name, array
 
 
@@ -104,7 +102,7 @@ def _bidirectional(tensors: LayerTensors) -> bool:
         return stacks[-1] == "encoder"
     given = tensors.given.get("relative_bias")
     if not isinstance(given, Mapping) or type(given.get("bidirectional")) is not bool:
-        raise InvalidRequest.where(field_pointer("relative_bias", "bidirectional"), "true for an encoder, false for a decoder", "nothing")
+        raise InvalidRequest.where("/spec/relative_bias/bidirectional", "true for an encoder, false for a decoder", "nothing")
     return bool(given["bidirectional"])
 
 
