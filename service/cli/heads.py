@@ -15,8 +15,8 @@ from service.cli.request_file import Document, File, print_reply, send_file, wit
 from service.cli.terminal import fail, report_errors
 from service.client.responses import read_analysis
 from service.tensors import Array
+from service.wire.problems import did_you_mean
 from service.wire.schemas.analysis import METRIC_SHAPES, METRICS
-from service.wire.suggestions import did_you_mean
 
 EPILOG = """Examples: attend heads request.json --d-model 4 --num-heads 2
 

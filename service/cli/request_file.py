@@ -17,7 +17,7 @@ from service.client import Client
 from service.client.operations import post
 from service.client.sessions import SESSIONS
 from service.errors import LayerNotFound
-from service.wire.schemas.tokens import is_special
+from service.wire.schemas.attend import is_special
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /attend; - reads standard input.", show_default=False)]
 Document = dict[str, Any]

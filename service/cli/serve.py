@@ -35,7 +35,7 @@ def serve(config: Config = None, **flags: Any) -> None:
     _check_files(settings)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch creates its thread pool
     from service.cli.processes import serve_processes
-    from service.serving.device import find_device
+    from service.serving.service import find_device
 
     try:
         find_device(settings.device)

@@ -12,12 +12,11 @@ from service.attention.masks import real_keys
 from service.attention.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOperation
 from service.attention.metrics.rows import MetricsQuery
 from service.errors import InvalidRequest
-from service.serving import binding
 from service.serving.admission import Admission
-from service.serving.casting import cast, numpy_of
-from service.serving.cost import Cost, predict
+from service.serving.binding import check_against_layer, refuse_packed, require_masks_of_all_heads, shape_fields
+from service.serving.casting import cast, make_call, numpy_of
+from service.serving.cost import Cost, predict, reply_sizes
 from service.serving.layers.registry import LoadedLayer
-from service.serving.outputs import reply_sizes
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
@@ -36,13 +35,13 @@ BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a do
 def bind_analysis(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
     """The bound call of a request for metrics. Raises InvalidRequest, or TooLarge for a cost beyond the limits."""
     request = validate(AnalysisRequest, decoded.members)
-    binding.check_against_layer(request, layer.spec)
+    check_against_layer(request, layer.spec)
     check_metrics(request, layer.spec)
     cost = predict_analysis(request, layer.spec)
     admission.require(request, layer.spec, cost)
-    call = binding.make_call(request, layer.spec)
+    call = make_call(request, layer.spec)
     log_fields = {
-        **binding.shape_fields(request, call),
+        **shape_fields(request, call),
         "outputs": request.wanted(layer.spec),
         "operations": cost.operations,
     }
@@ -51,7 +50,7 @@ def bind_analysis(decoded: Decoded, layer: LoadedLayer, admission: Admission) ->
 
 def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
     """Raises InvalidRequest if a requested metric is not defined for the request, or the request does not fit the layer."""
-    binding.refuse_packed(request)
+    refuse_packed(request)
     layer = f'for layer "{request.layer}"'
     key = request.query if request.key is None else request.key
     if not request.query.size or not key.size:
@@ -85,7 +84,7 @@ def _check_single_head(request: AnalysisRequest, spec: LayerSpec, layer: str) ->
     for name in PER_HEAD_FIELDS:
         if getattr(spec, name):
             raise InvalidRequest.where(at, f"a metric other than single_head {layer}, since one head has no {name} of many", "single_head")
-    binding.require_masks_of_all_heads(request, "since single_head is among the metrics")
+    require_masks_of_all_heads(request, "since single_head is among the metrics")
 
 
 def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> MetricsOperation:

@@ -35,8 +35,7 @@ from service.wire.compression import pack, unpack
 from service.wire.limits import WireLimits
 from service.wire.problems import describe_value, validate
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.attend_reply import Plan
+from service.wire.schemas.attend import AttendRequest, Plan
 from service.wire.schemas.figure import FigureRequest
 
 T = TypeVar("T")

@@ -5,8 +5,9 @@ If the computation raises, every call of the batch gets the error. A batch that 
 
 import errno
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -15,8 +16,8 @@ from service.attention.decoding import CachedStep, forward_steps
 from service.attention.operations import Operation
 from service.errors import AttendError, OutOfMemory, ServiceFault
 from service.serving.batching import Entry, stack
-from service.serving.device import one_core
 from service.serving.layers.registry import LoadedLayer
+from service.serving.threads import lower_priority
 
 OUT_OF_MEMORY_MESSAGES = (
     "can't allocate memory",
@@ -100,6 +101,26 @@ def _run(layer: LoadedLayer, call: Call, operation: Operation | None) -> Result:
     forward = attention.forward if operation is None else partial(operation, attention)
     result = one_core().submit(forward, call).result() if call.reproducible else forward(call)
     return result if is_cpu else _on_cpu(result)
+
+
+@cache
+def one_core() -> ThreadPoolExecutor:
+    """An executor whose one thread computes on one core. Created by the first call, which must precede computation in other threads.
+
+    `torch.set_num_threads` sets the number for the calling thread and the default for all threads that start to compute later. So it is
+    called once in the new thread, and the default is then restored. If it were called around each reproducible call, a thread that starts
+    to compute at that moment would keep one core for ever.
+    """
+    default = torch.get_num_threads()
+    thread = ThreadPoolExecutor(1, "one-core", lower_priority)
+    thread.submit(_use_one_core).result()
+    torch.set_num_threads(default)
+    return thread
+
+
+def _use_one_core() -> None:
+    torch.get_num_threads()  # a thread reads the default on first use, which would otherwise undo the next line
+    torch.set_num_threads(1)
 
 
 def _on_cpu(result: Result) -> Result:

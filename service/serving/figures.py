@@ -21,7 +21,8 @@ from service.attention.call import Result
 from service.attention.figures import FigureSpec, Format, compose, draw, operation_for
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
 from service.serving.admission import Admission
-from service.serving.binding import check_against_layer, make_call, refuse_packed, shape_fields
+from service.serving.binding import check_against_layer, refuse_packed, shape_fields
+from service.serving.casting import make_call
 from service.serving.cost import predict
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall, RawRequest

@@ -9,17 +9,15 @@ from service.serving import analysis
 from service.serving.admission import Admission
 from service.serving.binding import check_against_layer
 from service.serving.casting import numpy_of
-from service.serving.cost import predict
+from service.serving.cost import predict, wire_datatype
 from service.serving.layers.registry import LoadedLayer
-from service.serving.outputs import wire_datatype
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import DATATYPES
 from service.wire.reply import Reply
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.attend_reply import Plan, PlannedTensor, Refusal
-from service.wire.schemas.document import LayerReference
+from service.wire.schemas.attend import AttendRequest, Plan, PlannedTensor
+from service.wire.schemas.document import LayerReference, Refusal
 
 
 def refuse_fully_masked(bound: BoundCall, result: Result) -> None:

@@ -1,8 +1,10 @@
-"""Builds the service of one process from its parts, starts it, reports readiness, drains it and closes it."""
+"""The service of one process: builds it from its parts, starts it, reports readiness, and shuts it down."""
 
 import asyncio
 import gc
-from collections.abc import Coroutine, Mapping
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +15,8 @@ from service.errors import CallerGone, DeadlinePassed
 from service.serving.admission import ServingLimits
 from service.serving.batching import limits_on
 from service.serving.byte_budget import ByteBudget
-from service.serving.device import find_device, memory_in_use, one_core
 from service.serving.engine import Engine
+from service.serving.executor import one_core
 from service.serving.layers.loader import LayerLoader
 from service.serving.layers.registry import LayerRegistry
 from service.serving.layers.store import LayerStore
@@ -22,12 +24,13 @@ from service.serving.metrics import Metrics
 from service.serving.probe import Probe
 from service.serving.requests import TOO_LATE
 from service.serving.scheduler import QueueLimits, Scheduler
-from service.serving.shutdown import ShutdownGate
 from service.serving.statistics import LayerStatistics
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 
 T = TypeVar("T")
+Close = Callable[[], Coroutine[Any, Any, Any]]
+STATM = Path("/proc/self/statm")
 log = structlog.get_logger("attend")
 
 
@@ -173,3 +176,74 @@ def open_service(
     metrics = Metrics()
     store = None if layers_dir is None else LayerStore(layers_dir, wire_limits.layer_bytes)
     return Service(Scheduler(where, metrics, queue, limits_on(where, batch_calls)), metrics, wire_limits, limits, store)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; for "auto", the first GPU, or the CPU if there is none. Raises ValueError for a missing CUDA device."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(("cuda" if count else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        available = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+        built = "" if torch.version.cuda else " (it is built without CUDA)"
+        raise ValueError(f"cannot compute on {name}: the devices of torch here are {available}{built}")
+    return device
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes of the device's memory; for a CPU, the resident memory of this process, 0 if the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+class ShutdownGate:
+    """Makes other servers (gRPC) close at the same time as the HTTP server, not after it. Open until `close`."""
+
+    def __init__(self) -> None:
+        self._closing = asyncio.Event()
+        self._servers: list[Close] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    @property
+    def open(self) -> bool:
+        return not self._closing.is_set()
+
+    def add(self, close: Close) -> None:
+        """Registers a server to be closed with this gate; its `close` returns when the calls that it had accepted are answered."""
+        self._servers.append(close)
+
+    def close(self) -> None:
+        """Close the gate and start to close the registered servers. Returns at once. Idempotent."""
+        if self.open:
+            self._closing.set()
+            self._tasks = [asyncio.get_running_loop().create_task(close()) for close in self._servers]
+
+    async def closed(self) -> None:
+        """Wait until the registered servers have closed."""
+        await asyncio.gather(*self._tasks)
+
+    async def closes_within(self, seconds: float) -> None:
+        """Wait until the gate closes, at most `seconds`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+
+    async def until_closed(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Yield the items until they end or the gate closes."""
+        closing = asyncio.create_task(self._closing.wait())
+        try:
+            while True:
+                item = asyncio.ensure_future(anext(items))
+                await asyncio.wait((item, closing), return_when=asyncio.FIRST_COMPLETED)
+                if not item.done():
+                    item.cancel()
+                    return
+                try:
+                    yield item.result()
+                except StopAsyncIteration:
+                    return
+        finally:
+            closing.cancel()

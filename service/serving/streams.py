@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from service.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem
 from service.serving.byte_budget import ByteBudget, Lease
-from service.serving.shutdown import ShutdownGate
+from service.serving.service import ShutdownGate
 
 MAX_READING = 64  # most messages that are read at once
 Receive = Callable[[], Awaitable[Any]]  # returns the next message; a value that is not bytes ends the stream

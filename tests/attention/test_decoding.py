@@ -17,8 +17,7 @@ from service.attention.compare.random_layers import LAYER_FEATURES
 from service.attention.decoding import HEAD_MULTIPLE, WIDEST_HEAD, forward_steps
 from service.attention.native.extension import extension
 from service.errors import InvalidRequest, SessionConflict
-from service.serving.binding import make_call
-from service.serving.casting import numpy_of
+from service.serving.casting import make_call, numpy_of
 from service.spec import LayerSpec
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest

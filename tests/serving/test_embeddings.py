@@ -1,19 +1,22 @@
-"""Tokens and vectors of a sentence, from hashes and from all-MiniLM-L6-v2; and the strongest links of a head."""
+"""Tokens and vectors of a sentence, from hashes and from all-MiniLM-L6-v2; the strongest links of a head; BERT in NumPy."""
 
 import hashlib
+import json
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.framework_cases import FOLDER, array
 
 from service.attention.reference.forward import attend
-from service.serving.embeddings import PACKAGE, ModelNotInstalled, hash_vector, hash_words, read_minilm
+from service.serving.embeddings import PACKAGE, Bert, ModelNotInstalled, hash_vector, hash_words, read_minilm
 from service.spec import LayerSpec
 
 SPEC = LayerSpec(d_model=8, num_heads=2)
 SENTENCE = "The cat sat on the mat because it was tired"
+IDS = [3, 1, 4, 1, 5, 9, 2]  # the first of the two sequences in tests/golden/generate_transformers.py, the one without padding
 
 
 def test_a_hashed_vector_depends_only_on_the_word():
@@ -117,3 +120,18 @@ def test_a_head_of_the_model_links_each_word_to_the_one_before():
 def test_empty_and_too_long_sentences_are_refused(sentence, message):
     with pytest.raises(ValueError, match=message):
         read_minilm(sentence)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_hidden_states_equal_those_of_transformers(layer):
+    """Of a small random model. Layer 0: the embeddings; layer 1: after one whole layer with its feed-forward part."""
+    document = json.loads((FOLDER / "transformers_bert.json").read_text())
+    weights = {name: array(tensor) for name, tensor in document["weights"].items()}
+    case = next(case for case in document["cases"] if case["load"]["prefix"] == f"encoder.layer.{layer}.attention")
+
+    bert = Bert(weights.__getitem__, LayerSpec(d_model=15, num_heads=3), epsilon=1e-12)
+
+    np.testing.assert_allclose(bert.hidden_states(IDS, layer), array(case["request"]["query"])[0], rtol=0, atol=2e-6)
+    for name in ("query", "key", "value"):
+        own = weights[f"encoder.layer.{layer}.attention.self.{name}.weight"]
+        np.testing.assert_array_equal(bert.attention_weights(layer)[f"{name}.weight"], own)

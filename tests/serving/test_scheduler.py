@@ -38,7 +38,8 @@ from service.errors import AttendError, DeadlinePassed, InvalidRequest, Overload
 from service.serving import scheduler
 from service.serving.admission import ServingLimits
 from service.serving.batching import Entry
-from service.serving.binding import check_against_layer, make_call
+from service.serving.binding import check_against_layer
+from service.serving.casting import make_call
 from service.serving.cost import Cost, predict
 from service.serving.engine import ATTEND
 from service.serving.executor import Execution, Outcome

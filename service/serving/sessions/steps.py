@@ -12,7 +12,8 @@ from service.attention.call import Call
 from service.attention.decoding import CachedOperation, CachedStep
 from service.errors import InvalidRequest, SessionConflict, TooLarge, pointer
 from service.serving.admission import Admission
-from service.serving.binding import check_against_layer, finite_arrays, make_call, rotary_positions, shape_fields, tensors_of
+from service.serving.binding import check_against_layer, shape_fields
+from service.serving.casting import finite_arrays, make_call, rotary_positions, tensors_of
 from service.serving.cost import predict_step
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall

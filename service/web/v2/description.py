@@ -13,8 +13,8 @@ from typing import Any
 
 from service import __version__
 from service.serving.admission import largest_batch
+from service.serving.cost import output_shapes
 from service.serving.layers.registry import LoadedLayer
-from service.serving.outputs import output_shapes
 from service.serving.service import Service
 from service.serving.sessions.registry import MAX_SESSIONS
 from service.serving.statistics import Statistics as Counted
@@ -24,7 +24,7 @@ from service.tensors import BY_TORCH
 from service.wire.schemas.layers import LayerDocument
 from service.wire.schemas.sessions import PostSession
 from service.wire.v2.members import DEFAULT_OUTPUTS, VERSION
-from service.wire.v2.model_schemas import (
+from service.wire.v2.schemas import (
     BatchStatistics,
     ConfigTensor,
     Duration,
