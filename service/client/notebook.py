@@ -14,7 +14,7 @@ import numpy as np
 
 from service.tensors import Array
 from service.wire.schemas.analysis import METRIC_SHAPES
-from service.wire.schemas.tokens import Tokens
+from service.wire.schemas.attend import Tokens
 
 MAX_MAPS = 16  # most heat maps
 MAX_CELLS = 48  # most cells along an axis; the weights that share a cell are pooled by their maximum

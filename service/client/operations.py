@@ -36,8 +36,7 @@ from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.problems import unknown_field
 from service.wire.safetensors import read_tensors, write_tensors
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.attend_reply import Plan
+from service.wire.schemas.attend import AttendRequest, Plan
 from service.wire.schemas.document import require_layer_name
 from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.layers import LayerDocument, Layers, PutLayer

@@ -28,11 +28,9 @@ from service.errors import (
 from service.tensors import Array
 from service.wire.client_codec import decode_binary_reply, decode_document, decode_json_reply, decode_tensor
 from service.wire.negotiation import SAFETENSORS
-from service.wire.problems import validate
-from service.wire.schemas.attend_reply import ProblemDocument
-from service.wire.schemas.document import Document, LayerReference
+from service.wire.problems import did_you_mean, validate
+from service.wire.schemas.document import Document, LayerReference, ProblemDocument
 from service.wire.schemas.text import Words
-from service.wire.suggestions import did_you_mean
 
 Model = TypeVar("Model", bound=Document)
 EXCERPT = 200  # characters of a response that is no problem document

@@ -14,9 +14,8 @@ from service.tensors import DATATYPES
 from service.wire.codec import Decoded
 from service.wire.problems import validate
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.attend_reply import Plan, PlannedTensor, Refusal
-from service.wire.schemas.document import LayerReference
+from service.wire.schemas.attend import AttendRequest, Plan, PlannedTensor
+from service.wire.schemas.document import LayerReference, Refusal
 
 
 async def plan_call(engine: Engine, raw: RawRequest) -> Plan:

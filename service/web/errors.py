@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Match
 
 from service import errors
 from service.wire.negotiation import JSON, PROBLEM_JSON
-from service.wire.suggestions import did_you_mean
+from service.wire.problems import did_you_mean
 
 STATUSES: dict[type[errors.AttendError], tuple[int, str]] = {  # HTTP status, gRPC code
     errors.AttendError: (500, "INTERNAL"),

@@ -16,13 +16,13 @@ from service import __version__
 from service.wire.negotiation import JSON, PROBLEM_JSON, SAFETENSORS
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.attend_reply import ProblemDocument
+from service.wire.schemas.document import ProblemDocument
 from service.wire.schemas.figure import FigureRequest
-from service.wire.schemas.json_schemas import json_schemas
 from service.wire.schemas.layers import PutLayer
 from service.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendRequest
+from service.wire.schemas.tensors import json_schemas
 from service.wire.schemas.text import WordsRequest
-from service.wire.v2 import model_schemas, schemas
+from service.wire.v2 import schemas
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
@@ -46,7 +46,7 @@ DOCUMENTS = (  # documents that routes read or write without FastAPI
     *(AttendRequest, AnalysisRequest, FigureRequest, PutLayer, WordsRequest, ProblemDocument),
     *(PostSession, PatchSession, PostFork, SessionAttendRequest),
     *(schemas.InferenceRequest, schemas.InferenceReply, schemas.V2Error),
-    *(model_schemas.LoadRequest, model_schemas.UnloadRequest, model_schemas.IndexRequest),
+    *(schemas.LoadRequest, schemas.UnloadRequest, schemas.IndexRequest),
 )
 BINARY = {"type": "string", "format": "binary"}
 STATUSES = {  # what the statuses of refusals mean

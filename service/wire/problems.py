@@ -1,8 +1,11 @@
-"""Converts Pydantic's errors to `Problem`s: where, what was expected, what was received (shortened)."""
+"""Converts pydantic's errors to `Problem`s: where, what was expected, what was received (shortened), which known name may be meant."""
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from heapq import nlargest
+from os.path import commonprefix
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -10,11 +13,11 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from service.errors import InvalidRequest, Problem, pointer
-from service.wire.suggestions import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_SHOWN = 60  # characters of a received value in a message
 MAX_PROBLEMS = 16  # of one refusal
+COMPARED = 64  # most known names that an unknown one is compared with, which takes milliseconds
 HALF_SURROGATE = "half of a surrogate pair"
 
 EXPECTED = {
@@ -68,6 +71,16 @@ def one_of(names: Iterable[str]) -> str:
     """The expectation of one of these names, in alphabetical order; "none" if there are none."""
     every = sorted(names)
     return f"one of {', '.join(every)}" if every else "none"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A question after the most similar known name: " (did you mean NAME?)"; "" if none is similar, or if `name` is no string."""
+    if not isinstance(name, str):
+        return ""
+    text = name[:64]
+    compared = nlargest(COMPARED, known, key=lambda other: len(commonprefix((text, other))))  # noqa: RUF071  # characters are meant
+    near = get_close_matches(text, compared, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def unknown_field(at: str, name: str, model: type[BaseModel]) -> Problem:

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 from service.spec_parts import field_error
 from service.wire.arrays import first_element, without_broadcast
-from service.wire.problems import describe_value
-from service.wire.suggestions import did_you_mean
+from service.wire.problems import describe_value, did_you_mean
 
 MASK_FIELDS = ("attend_mask", "block_mask", "attend_keys", "block_keys", "valid_lens", "segments", "query_segments", "key_segments")
 NOT_WITH_QUERY_LENGTHS = (*MASK_FIELDS, "bias", "dropout")  # fields that a request with sequences one after the other cannot have

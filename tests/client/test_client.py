@@ -31,10 +31,9 @@ from service.spec import LayerSpec
 from service.spec_parts import Window
 from service.web.errors import STATUSES, problem_document
 from service.wire.schemas.analysis import AnalysisOptions, AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, Dropout, ReplyOptions, Select
+from service.wire.schemas.attend import AttendRequest, Dropout, ReplyOptions, Select, Tokens
 from service.wire.schemas.document import LayerReference
 from service.wire.schemas.figure import Figure, FigureRequest
-from service.wire.schemas.tokens import Tokens
 
 SHAPE = {"d_model": 6, "num_heads": 2}
 SPEC = {**SHAPE, "seed": 3}

@@ -14,9 +14,8 @@ from service.serving.rounding import score_deviation
 from service.serving.validation_cache import ValidationCache
 from service.spec import LayerSpec, fingerprint
 from service.tensors import Array
-from service.wire.problems import describe_value, one_of
+from service.wire.problems import describe_value, did_you_mean, one_of
 from service.wire.schemas.layers import LayerDocument
-from service.wire.suggestions import did_you_mean
 
 MAX_NAMES_IN_ERROR = 8  # most layer names in an error
 MAX_UNLOADED_LAYERS = 1000  # bounds the memory that callers can fill by creating and unloading layers

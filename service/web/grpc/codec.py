@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from service.errors import InvalidRequest, MalformedBody, RequestError
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import messages
-from service.web.grpc.wire_format import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split_request, varints
+from service.web.grpc.messages import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split_request, varints
 from service.wire.arrays import Kind, array_of_bytes, require_exact
 from service.wire.codec import Codec, Decoded, Encoded
 from service.wire.json.reader import shape_of
@@ -24,10 +24,10 @@ from service.wire.limits import WireLimits
 from service.wire.problems import describe_value, validate
 from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
-from service.wire.v2.error_paths import InputPath, translate_problem
-from service.wire.v2.header import V2ReplyFormat
 from service.wire.v2.members import (
     VERSION,
+    InputPath,
+    V2ReplyFormat,
     datatype_named,
     kind_of,
     members_of,
@@ -36,6 +36,7 @@ from service.wire.v2.members import (
     require_input,
     require_version,
     squeeze_per_item,
+    translate_problem,
 )
 from service.wire.v2.schemas import CodecParameters, InferenceParameters, InputParameters, OutputParameters
 
@@ -49,10 +50,7 @@ CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "FP64": "fp64_contents",
 }
 FIELDS = {field.number: field.name for field in messages.DESCRIPTOR.message_types_by_name["InferTensorContents"].fields}
-SHARED_FIELD_TYPES = {
-    "int_contents": np.dtype("<i4"),
-    "uint_contents": np.dtype("<u4"),
-}  # element types of the fields that several datatypes share
+SHARED_FIELD_TYPES = {"int_contents": np.dtype("<i4"), "uint_contents": np.dtype("<u4")}  # of the fields that several datatypes share
 FINAL_RESPONSE_FLAG = "triton_final_response"
 INFER_RESPONSE = 2  # field number in ModelStreamInferResponse
 
@@ -90,7 +88,7 @@ class GrpcCodec(Codec):
         squeeze_per_item(members)
         refuse_decimals(members)
         marks_final = self.stream and options.triton_enable_empty_final_response
-        reply_format = V2ReplyFormat(request.model_name, request.id, outputs, marks_final=marks_final)
+        reply_format = V2ReplyFormat(request.id, outputs, marks_final=marks_final)
         translate = partial(translate_problem, inputs=tuple(paths), model="/model_name")
         return Decoded(members, reply_format, options.seconds, options.sequence, translate)
 
@@ -168,20 +166,13 @@ def _typed(contents: Mapping[int, bytes | memoryview], datatype: Datatype, shape
     packed = {FIELDS.get(number, str(number)): numbers for number, numbers in contents.items()}
     if other := packed.keys() - {field}:
         raise InvalidRequest.where(f"{at}/{min(other)}", f"{field} alone for {datatype.name}", "another field")
+    numbers, field_type = packed.get(field, b""), SHARED_FIELD_TYPES.get(field, datatype.numpy)
     try:
-        wide = _numbers(packed.get(field, b""), datatype, SHARED_FIELD_TYPES.get(field, datatype.numpy))
+        wide = np.frombuffer(numbers, field_type) if datatype.kind == "float" else varints(numbers, field_type)
     except (DecodeError, ValueError):  # NumPy raises ValueError for an incomplete number
         raise MalformedBody.where(f"{at}/{field}", "packed numbers", "something else") from None
     if len(wide) != math.prod(shape):
         raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(len(wide)))
-    array: Array = wide.astype(datatype.numpy, copy=False)
+    array: Array = wide.astype(datatype.numpy, copy=not wide.flags.aligned)  # a view of the message may not be
     require_exact(array, wide, datatype, f"{at}/{field}")
     return array.reshape(shape)
-
-
-def _numbers(packed: bytes | memoryview, datatype: Datatype, wide: np.dtype[Any]) -> Array:
-    """The numbers of a packed field, as dtype `wide`: floats are stored in IEEE format, others as varints."""
-    if datatype.kind != "float":
-        return varints(packed, wide)
-    array: Array = np.frombuffer(packed, wide)
-    return array if array.flags.aligned else array.copy()

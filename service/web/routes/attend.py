@@ -31,7 +31,7 @@ from service.web.request_reader import read_request
 from service.wire.codec import CODECS
 from service.wire.negotiation import PICTURES, accepted_type, media_type_of_body
 from service.wire.schemas.analysis import AnalysisReply
-from service.wire.schemas.attend_reply import AttendReply, Plan
+from service.wire.schemas.attend import AttendReply, Plan
 
 PICTURE_POLICY = (
     b"content-security-policy",

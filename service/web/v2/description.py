@@ -24,7 +24,7 @@ from service.tensors import BY_TORCH
 from service.wire.schemas.layers import LayerDocument
 from service.wire.schemas.sessions import PostSession
 from service.wire.v2.members import DEFAULT_OUTPUTS, VERSION
-from service.wire.v2.model_schemas import (
+from service.wire.v2.schemas import (
     BatchStatistics,
     ConfigTensor,
     Duration,

@@ -19,8 +19,7 @@ from service.wire.json.strict import parse_nested
 from service.wire.negotiation import JSON
 from service.wire.problems import validate
 from service.wire.schemas.document import require_layer_name
-from service.wire.v2.model_schemas import IndexRequest, LoadParameters, LoadRequest, RepositoryModel, UnloadRequest
-from service.wire.v2.schemas import StrictModel
+from service.wire.v2.schemas import IndexRequest, LoadParameters, LoadRequest, RepositoryModel, StrictModel, UnloadRequest
 
 MAX_BODY_BYTES = 1 << 16  # bytes of a body, before and after decompression; a spec has some hundreds
 MODEL_PATH = "/v2/repository/models/{name}"

@@ -18,7 +18,7 @@ from service.web.v2.description import ProtocolExtensions, config_of, metadata_o
 from service.wire.negotiation import JSON
 from service.wire.v2.codec import HEADER_LENGTH, V2Codec
 from service.wire.v2.members import require_version
-from service.wire.v2.model_schemas import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
+from service.wire.v2.schemas import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
 
 MODEL_PATH = "/v2/models/{name}"
 VERSIONED_PATH = re.compile(rf"({MODEL_PATH.format(name='[^/]+')})/versions/([^/]+)(/.*)?")

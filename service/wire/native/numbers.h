@@ -17,23 +17,21 @@
 #define TARGET_AVX512 __attribute__((target("avx2,bmi,avx512f,avx512vl,avx512dq,avx512bw")))
 #endif
 
-/* variants.c */
+/* numbers.c */
 enum { AVX512, AVX2, PORTABLE, VARIANTS }; /* instruction sets, the fastest first */
 extern const char *const VARIANT_NAMES[VARIANTS];
 extern int variant; /* in use; the others run only if can_run() */
 int can_run(int which);
 void prepare_numbers(void); /* must be called before anything else */
 
-/* powers.c: 10^q for LOWEST_POWER <= q <= HIGHEST_POWER, as the first 128 bits of its binary digits. */
+/* 10^q for LOWEST_POWER <= q <= HIGHEST_POWER, as the first 128 bits of its binary digits. */
 #define LOWEST_POWER (-342)
 #define HIGHEST_POWER 324
 typedef struct {
     uint64_t high, low;
 } power_of_ten;
 extern power_of_ten POWERS[HIGHEST_POWER - LOWEST_POWER + 1];
-void prepare_powers(void);
 
-/* decimal.c */
 #define EXACT_DIGITS ((uint64_t)1 << 53) /* a float64 represents every integer up to here, */
 #define EXACT_POWER 22                   /* and the powers of ten up to here: one product or quotient of the two is rounded once */
 extern const double POWERS_EXACT[EXACT_POWER + 1];

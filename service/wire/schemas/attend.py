@@ -1,25 +1,81 @@
-"""The body of POST /attend as pydantic models, from which the OpenAPI document is made, too.
+"""The body and the replies of POST /attend and /attend/plan as pydantic models, from which the OpenAPI document is made, too.
 
 Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
 """
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from service.spec import LayerSpec
 from service.spec_parts import Finite, Window, field_error
 from service.wire import shapes
-from service.wire.problems import describe_value
-from service.wire.schemas.document import LAYER_NAME, Document, Indices, PositiveInt, StrictBool, unique
-from service.wire.schemas.tensors import Bias, HeadScale, KeyMask, Lengths, Mask, Positions, RowCounts, Segments, Sequences
-from service.wire.schemas.tokens import Tokens
-from service.wire.suggestions import OTHER_NAMES
+from service.wire.problems import HALF_SURROGATE, describe_value, is_unicode
+from service.wire.schemas.document import (
+    LAYER_NAME,
+    Document,
+    Indices,
+    LayerReference,
+    PositiveInt,
+    Refusal,
+    StrictBool,
+    unique,
+    without_default,
+)
+from service.wire.schemas.tensors import (
+    Bias,
+    HeadScale,
+    KeyMask,
+    Lengths,
+    Mask,
+    Positions,
+    ReplyTensor,
+    RowCounts,
+    Segments,
+    Sequences,
+)
 
 SESSION_DESCRIPTION = "Id of a session, whose layer and rows take the place of `layer`, `key` and `value`; nothing is appended."
 SPEC_NAMES = (*LayerSpec.model_fields, *LayerSpec.expected_instead)  # fields of a layer's spec, and their names in other libraries
+SPECIAL_TOKEN = re.compile(
+    r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
+)
+# The field of a request to use -> arguments in torch, Keras, Flax, transformers, flash-attention or a textbook that have its meaning.
+ADVICE = {
+    "query, which is also the key and the value if those are left out": "q Q queries hidden_states inputs_q",
+    "key, which is also the value if that is left out": "k K keys inputs_k inputs_kv",
+    "value": "v V values inputs_v",
+    "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias, since libraries disagree on what 1 means in a mask": "mask",
+    "attend_keys (1 = a real key) or attend_mask (1 = may attend), as in transformers and Keras; bias for numbers that are added to the "
+    "scores": "attention_mask",
+    "block_mask for the booleans of torch's MultiheadAttention (True = blocked), attend_mask for those of scaled_dot_product_attention "
+    "(True = may attend), bias for numbers that are added to the scores": "attn_mask memory_mask src_mask tgt_mask",
+    "block_keys (1 = blocked, as True is in torch's key_padding_mask), or attend_keys, which means the opposite": (
+        "key_padding_mask memory_key_padding_mask src_key_padding_mask tgt_key_padding_mask"
+    ),
+    "attend_keys (1 = a real key, as True is in Keras)": "key_mask value_mask",
+    "valid_lens (only the first n keys are real)": "lengths valid_len valid_length",
+    "bias (added to the scores)": "attn_bias position_bias",
+    "causal (key j is visible to query i if j <= i + query_offset)": "causal_mask is_causal use_causal_mask",
+    'window {"left", "right"}, numbers of keys on each side of the position of a query, null for no bound': "sliding_window window_size",
+    "scale (a factor on query·key)": "softmax_scale",
+    'dropout {"p", "seed"}, without which nothing is dropped': "deterministic dropout_p dropout_rate training",
+    "head_scale (a factor on each head's output)": "head_mask",
+    'outputs with attention_weights, which are among them by default; ["output"] for none': (
+        "need_weights output_attentions return_attention_scores"
+    ),
+    'select {"average": true} for the mean over the heads; without it the weights are of each head': "average_attn_weights",
+    "segments (a query attends only to keys of its own segment), or query_segments and key_segments": (
+        "decoder_segment_ids document_ids segment_ids"
+    ),
+    "query_lengths and key_lengths (the rows of each sequence, not their sums)": "cu_seqlens cu_seqlens_k cu_seqlens_q",
+}
+OTHER_NAMES = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 
 Output = Literal[
     "output",
@@ -92,6 +148,51 @@ class ReplyOptions(Document):
         default="error",
         description="How NaN and overflow are returned: error, null or string. -inf in scores and log_sum_exp is allowed.",
     )
+
+
+def _valid_tokens(value: Any) -> Any:
+    nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
+    for i, row in enumerate(value if nested else [value]):
+        if not isinstance(row, list) or not all(isinstance(word, str) for word in row):
+            raise field_error("", "a list of tokens, or one such list per batch item", "something else")
+        for j, word in enumerate(row):
+            if not is_unicode(word):  # replies and pictures cannot hold it
+                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF_SURROGATE)
+    return value
+
+
+def _valid_omission(value: Any) -> Any:
+    if value != "special" and not (isinstance(value, list) and all(isinstance(token, str) for token in value)):
+        raise field_error("", '"special" or a list of tokens', describe_value(value))
+    return value
+
+
+TokenLists = Annotated[list[str] | list[list[str]], BeforeValidator(_valid_tokens)]
+
+
+class Tokens(Document):
+    """Tokens of the queries and keys, as labels and for the metrics that need them: one list, or one for each batch item."""
+
+    query: TokenLists | None = Field(default=None, examples=[["the", "cat"]], description="A token for each query.")
+    key: TokenLists | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
+    omit: Annotated[Literal["special"] | list[str], BeforeValidator(_valid_omission)] | None = Field(
+        default=None,
+        description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
+        "other marks of a sequence. Weights stay as they are: as keys, these tokens count in all other metrics.",
+    )
+
+    def omits(self, token: str) -> bool:
+        """Whether `omit` leaves this token out."""
+        return is_special(token) if self.omit == "special" else token in self._listed
+
+    @cached_property
+    def _listed(self) -> frozenset[str]:
+        return frozenset(self.omit or ())
+
+
+def is_special(token: str) -> bool:
+    """Whether the token marks the beginning, the end or the padding of a sequence, or a turn in it. Unknown and masked words do not."""
+    return SPECIAL_TOKEN.fullmatch(token) is not None
 
 
 class AttendRequest(Document):
@@ -172,3 +273,70 @@ class AttendRequest(Document):
         if self.tokens is None:
             return []
         return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
+
+
+def _output(description: str) -> Any:
+    """The field of an output. An output that is not requested is absent, not null."""
+    return Field(default=None, description=description, json_schema_extra=without_default)
+
+
+class Selection(Document):
+    """The `top_k` largest attention weights of each row."""
+
+    keys: ReplyTensor = Field(description="[b,h,q,top_k]. Indices of the keys.")
+    values: ReplyTensor = Field(description="[b,h,q,top_k]. The weights.")
+
+
+BySequence: TypeAlias = dict[str, ReplyTensor]  # with `query_lengths`: number of the sequence, "0", "1", … -> its tensor
+OptionalTensor: TypeAlias = ReplyTensor | SkipJsonSchema[None]
+
+
+class AttendReply(Document):
+    """The requested outputs, and no others. Shapes are without b if the request has none."""
+
+    layer: LayerReference
+    fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
+    output: OptionalTensor = _output("[b,q,output_dim].")
+    attention_weights: OptionalTensor | Selection | BySequence = _output(
+        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, and "
+        "rows sum to 1, except after dropout, with sinks, in fully masked rows and in layers with sigmoid weights. In layers with "
+        "`differential` they may be negative, with any sum."
+    )
+    scores: OptionalTensor | BySequence = _output(
+        "[b,h,q,k]. Before softmax or sigmoid, after scale, softcap, biases, ln n and masks; -inf as text. Layers with `differential` have "
+        "none."
+    )
+    log_sum_exp: OptionalTensor = _output("[b,h,q]. ln of the sum of exp(scores). Layers with `differential` or sigmoid weights have none.")
+    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
+    key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
+    value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's norm and output gate.")
+    concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
+    indexer_mask: OptionalTensor | BySequence = _output(
+        "[b,q,k], of datatype BOOL. Whether the layer's indexer selects the key for the query."
+    )
+    latent: OptionalTensor = _output("[b,k,key_value_rank]. The latent vectors of the key after their norm, in layers with `latent`.")
+    rope_key: OptionalTensor = _output(
+        "[b,k,rope_key_dim]. The numbers that the keys of all heads share in layers with `latent`, after rotation."
+    )
+    query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
+    key_gradient: OptionalTensor = _output("Shape of the key.")
+    value_gradient: OptionalTensor = _output("Shape of the value.")
+
+
+class PlannedTensor(Document):
+    shape: list[int]
+    datatype: str
+    bytes: int
+
+
+class Plan(Document):
+    """What POST /attend would do with this body: outputs, predicted cost, and whether it is admitted."""
+
+    layer: LayerReference
+    outputs: dict[str, PlannedTensor]
+    operations: int = Field(description="Predicted floating-point operations.")
+    memory_bytes: int = Field(description="Predicted peak memory of the computation.")
+    reply_bytes: int = Field(description="Size of the reply: exact for base64 tensors, an estimate for numbers in text.")
+    admitted: bool = Field(description="Whether the limits of this server admit the request.")
+    refusals: list[Refusal] = Field(description="Why it is not admitted.")

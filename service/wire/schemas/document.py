@@ -1,4 +1,4 @@
-"""`Document`, the base class of bodies and replies, and the types of fields that several of them have."""
+"""`Document`, the base class of bodies and replies, the document of a refusal, and the types of fields that several documents have."""
 
 import re
 from collections.abc import Mapping
@@ -34,6 +34,23 @@ class Document(BaseModel):
 class LayerReference(Document):
     name: str
     fingerprint: str
+
+
+class Refusal(Document):
+    at: str
+    expected: str
+    got: str
+
+
+class ProblemDocument(BaseModel):
+    """A refusal, as RFC 9457 problem details."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    request_id: str
+    errors: list[Refusal]
 
 
 def unique(noun: str) -> AfterValidator:

@@ -5,8 +5,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from service.wire.arrays import Kind
-from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.attend_reply import AttendReply
+from service.wire.schemas.attend import AttendReply, AttendRequest
 from service.wire.schemas.document import LAYER_NAME, Document, LayerReference, StrictBool
 
 MAX_IDLE_SECONDS = 7 * 24 * 3600

@@ -1,22 +1,45 @@
-"""Tensors as fields of pydantic models: what each field of a request accepts, and the forms of a tensor in a reply.
+"""Tensors as fields of pydantic models: what each field of a request accepts, the forms of a tensor in a reply, and their JSON schemas.
 
 Decoders give arrays of any dtype, Python callers may give nested lists. A field that validates is an array whose dtype suits its kind.
 `shapes.py` checks the shapes of fields against each other. Whether numbers are finite is checked when they are cast to the layer's dtype.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_args, get_origin
 
 import numpy as np
 import pybase64
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, RootModel
+from pydantic.json_schema import models_json_schema
 from pydantic_core import CoreSchema, core_schema
 
 from service.spec_parts import field_error
-from service.tensors import BY_NUMPY, Array, datatype_of, raw
-from service.wire.arrays import Kind, first_element, without_broadcast
+from service.tensors import BY_NUMPY, DATATYPES, Array, datatype_of, raw
+from service.wire.arrays import MAX_EXACT_INTEGER, Kind, first_element, without_broadcast
 from service.wire.problems import describe_value
-from service.wire.schemas.json_schemas import MAX_COUNT, tensor_schema
+
+MAX_AXIS = 2**31 - 1
+NAME_KEY = "x-name"  # in a JSON schema: title and description of the definition that it becomes
+ITEMS: dict[Kind, dict[str, Any]] = {
+    "number": {"type": "number"},
+    "bias": {
+        "anyOf": [{"type": "number"}, {"type": "string", "enum": ["-inf"]}],
+        NAME_KEY: {"title": "BiasElement", "description": 'A number that is added to a score. "-inf" blocks the pair of query and key.'},
+    },
+    "mask": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 1}, {"type": "boolean"}]},
+    "count": {"type": "integer", "minimum": 0, "maximum": MAX_EXACT_INTEGER - 1},
+    "segment": {"type": "integer", "minimum": -1, "maximum": MAX_EXACT_INTEGER - 1},
+}
+DESCRIPTIONS: dict[Kind, str] = {
+    "number": "numbers",
+    "bias": 'numbers or "-inf"',
+    "mask": "0, 1, true or false",
+    "count": "whole numbers",
+    "segment": "numbers of segments, -1 for padding",
+}
+REFERENCE = "#/components/schemas/{model}"  # where the OpenAPI document has a definition
+NULL = {"type": "null"}
 
 
 class Number(RootModel[float | str | None]):
@@ -113,11 +136,11 @@ class Tensor:
         if self.kind == "count":
             least, expected = 0, f"a number of {self.counted}: a whole number of at least 0"
         else:  # from 2^53 on, float64 has not every whole number: two segments might become one
-            least, expected = -1, f"the number of a segment, a whole number below {MAX_COUNT}, or -1 for padding"
-        if (wrong := ~(array >= least) | (array >= MAX_COUNT) | (array != np.floor(array))).any():
+            least, expected = -1, f"the number of a segment, a whole number below {MAX_EXACT_INTEGER}, or -1 for padding"
+        if (wrong := ~(array >= least) | (array >= MAX_EXACT_INTEGER) | (array != np.floor(array))).any():
             at, got = first_element(array, wrong)
-            if self.kind == "count" and array[wrong].flat[0] >= MAX_COUNT:
-                expected = expected.replace("at least 0", f"at most {MAX_COUNT - 1}")
+            if self.kind == "count" and array[wrong].flat[0] >= MAX_EXACT_INTEGER:
+                expected = expected.replace("at least 0", f"at most {MAX_EXACT_INTEGER - 1}")
             raise field_error(at, expected, got)
         return array.astype(np.int64)
 
@@ -148,3 +171,55 @@ Bias = Annotated[Array, Tensor("Bias", "bias", (2, 3, 4))]
 Positions = Annotated[Array, Tensor("Positions", "number", (1, 2, 3))]
 HeadScale = Annotated[Array, Tensor("HeadScale", "number", (1, 2))]
 Weight = Annotated[Array, Tensor("Weight", "number", (1, 2))]
+
+
+def tensor_schema(name: str, kind: Kind, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """The JSON schema of a tensor of a request: nested lists, shape and data, or shape and base64."""
+    lists = [_nested_lists(kind, rank) for rank in ranks]
+    axes: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_AXIS}}
+    axes |= {"minItems": min(ranks), "maxItems": max(ranks), "description": "Lengths of the axes. 0 is allowed."}
+    names = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool"]
+    about = {"title": "Datatype", "description": "Datatype of numbers, by its name in the Open Inference Protocol."}
+    datatype: dict[str, Any] = {"type": "string", "enum": names, NAME_KEY: about}
+    if kind == "mask":
+        datatype = {"anyOf": [datatype, {"type": "string", "enum": ["BOOL"]}]}
+    flat = {"type": "array", "items": ITEMS[kind]}
+    data: dict[str, Any] = {"anyOf": [flat, *(nested for nested, rank in zip(lists, ranks, strict=True) if rank > 1), NULL]}
+    data["description"] = "Row-major values, in one list or nested to the shape; optional only for POST /attend/plan."
+    text = {"type": "string", "contentEncoding": "base64", "description": "Little-endian bytes of the row-major values."}
+    numbers = _object_schema({"shape": axes, "datatype": {"anyOf": [datatype, NULL]}, "data": data}, "shape")
+    numbers[NAME_KEY] = {"title": f"Flat{name}", "description": "A shape, and values in row-major order."}
+    bytes_ = _object_schema({"shape": axes, "datatype": datatype, "base64": text}, "shape", "datatype", "base64")
+    bytes_[NAME_KEY] = {"title": f"Base64{name}", "description": "A shape, and the base64 of the values' bytes."}
+    about_tensor = {"title": name, "description": f"Rank {' or '.join(map(str, ranks))}, of {DESCRIPTIONS[kind]}."}
+    return {"anyOf": [*lists, numbers, bytes_], NAME_KEY: about_tensor}
+
+
+def _nested_lists(kind: Kind, rank: int) -> dict[str, Any]:
+    """The schema of nested lists of that rank. An empty list is not allowed, since its shape is unknown."""
+    return ITEMS[kind] if not rank else {"type": "array", "items": _nested_lists(kind, rank - 1), "minItems": 1}
+
+
+def _object_schema(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def json_schemas(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    """Name -> JSON schema of the models, and of each type of tensor, which the others reference."""
+    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REFERENCE)
+    found: dict[str, Any] = {}
+
+    def with_references(node: Any) -> Any:
+        if isinstance(node, list):
+            return [with_references(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if NAME_KEY not in node:
+            return {key: with_references(value) for key, value in node.items()}
+        name = node[NAME_KEY]["title"]
+        schema = {key: with_references(value) for key, value in node.items() if key not in (NAME_KEY, "description")}
+        found[name] = {**node[NAME_KEY], **schema}
+        description = {"description": node["description"]} if "description" in node else {}
+        return {"$ref": REFERENCE.format(model=name), **description}
+
+    return {**with_references(schemas["$defs"]), **found}

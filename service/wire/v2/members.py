@@ -1,23 +1,26 @@
-"""Converts the tensors and parameters of a V2 request to the members of an AttendRequest. Independent of JSON and protobuf.
+"""Converts the inputs and parameters of a V2 request to the members of an AttendRequest, and pointers to these members back.
 
 Tensors have their field names. A field that is no tensor is a request parameter; parameters are strings, numbers and booleans, so a nested
-field (`select`, `window`, …) is JSON text. Unknown names are refused.
+field (`select`, `window`, …) is JSON text. Unknown names are refused. This module is independent of JSON and protobuf.
+
+Errors found during decoding point into the V2 request. Later ones point into the AttendRequest: `translate_problem` turns a tensor field
+into an input, by its index, every other field into a parameter, and the layer into the model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from service.errors import InvalidRequest, LayerNotFound, MalformedBody, pointer
+from service.errors import InvalidRequest, LayerNotFound, MalformedBody, Problem, pointer
 from service.tensors import DATATYPES, Array, Datatype
 from service.wire.arrays import Kind
 from service.wire.json.strict import parse_nested
-from service.wire.problems import describe_value, one_of
+from service.wire.problems import describe_value, did_you_mean, one_of
 from service.wire.reply import Reply
 from service.wire.safetensors import LIST_FIELDS
 from service.wire.schemas.attend import AttendRequest, Output
-from service.wire.suggestions import did_you_mean
 
 VERSION = "1"  # of every model
 INPUT_FIELDS = {*AttendRequest.tensor_kinds, *LIST_FIELDS}
@@ -25,10 +28,10 @@ INPUT_NAMES = [name for name in AttendRequest.model_fields if name in INPUT_FIEL
 PARAMETER_FIELDS = {*AttendRequest.model_fields} - INPUT_FIELDS - {"layer", "outputs"} | LIST_FIELDS
 JSON_TEXT_FIELDS = {"window", "dropout", "select", "reply", "tokens"}
 PER_ITEM_FIELDS = ("valid_lens", "query_offset")  # one number per batch item
-OUTPUTS = get_args(Output)
 DEFAULT_OUTPUTS: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_default(call_default_factory=True))
 TOP_K_KEYS = "attention_weights.keys"
 TOP_K_OUTPUTS = (TOP_K_KEYS, "attention_weights.values")  # outputs that replace the weights if `select.top_k` is set
+OUTPUT_NAMES = (*get_args(Output), *TOP_K_OUTPUTS)
 
 
 def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
@@ -57,20 +60,22 @@ def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mappi
     return members
 
 
-def requested_arrays(reply: Reply, names: Sequence[str]) -> Iterator[tuple[str, Array]]:
-    """The reply's arrays with these names, in this order; all arrays if `names` is empty."""
-    arrays = dict(reply.arrays())
-    for name in names or reply.tensors:
-        yield from ((part, array) for part, array in arrays.items() if name in (part, part.partition(".")[0]))
-
-
-def refuse_decimals(members: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest if `reply.decimals` is set, for a reply whose outputs are all bytes, which are not rounded."""
-    reply = members.get("reply")
-    if isinstance(reply, dict) and reply.get("decimals") is not None:
-        raise InvalidRequest.where(
-            "/parameters/reply/decimals", "an output in JSON, whose numbers are text to round", "outputs in bytes alone"
-        )
+def _option(name: str, value: Any, at: str) -> Any:
+    """The value of an option; JSON text is parsed. AttendRequest validates the value later."""
+    if not isinstance(value, str | int | float | bool):
+        raise InvalidRequest.where(at, "a string, a number or a boolean", describe_value(value))
+    if name in JSON_TEXT_FIELDS:
+        if not isinstance(value, str):
+            raise InvalidRequest.where(at, "JSON text", describe_value(value))
+        nested = parse_nested(value, at)
+        if name == "reply" and isinstance(nested, dict) and "form" in nested:
+            raise InvalidRequest.where(
+                f"{at}/form", "no field of that name, since the protocol defines the form of outputs", describe_value(nested["form"])
+            )
+        return nested
+    if name in LIST_FIELDS and isinstance(value, str) and value.startswith("["):
+        return parse_nested(value, at)
+    return value
 
 
 def _outputs(names: Sequence[str], select: Any) -> list[str]:
@@ -78,10 +83,8 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
     outputs: list[str] = []
     for i, name in enumerate(names):
         at, output = f"/outputs/{i}", name.partition(".")[0]
-        if name not in (*OUTPUTS, *TOP_K_OUTPUTS):
-            raise InvalidRequest.where(
-                at, one_of((*OUTPUTS, *TOP_K_OUTPUTS)), describe_value(name) + did_you_mean(name, (*OUTPUTS, *TOP_K_OUTPUTS))
-            )
+        if name not in OUTPUT_NAMES:
+            raise InvalidRequest.where(at, one_of(OUTPUT_NAMES), describe_value(name) + did_you_mean(name, OUTPUT_NAMES))
         if name in names[:i] or (name in TOP_K_OUTPUTS and output in names):
             raise InvalidRequest.where(at, "each output once", f'"{name}" twice')
         if name in TOP_K_OUTPUTS and not (isinstance(select, dict) and select.get("top_k") is not None):
@@ -97,6 +100,15 @@ def squeeze_per_item(members: dict[str, Any]) -> None:
         array, query = members.get(name), members.get("query")
         if isinstance(array, np.ndarray) and isinstance(query, np.ndarray) and query.ndim == 3 and array.shape == (query.shape[0], 1):
             members[name] = array[:, 0]
+
+
+def refuse_decimals(members: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest if `reply.decimals` is set, for a reply whose outputs are all bytes, which are not rounded."""
+    reply = members.get("reply")
+    if isinstance(reply, dict) and reply.get("decimals") is not None:
+        raise InvalidRequest.where(
+            "/parameters/reply/decimals", "an output in JSON, whose numbers are text to round", "outputs in bytes alone"
+        )
 
 
 def require_version(version: str | None) -> None:
@@ -120,6 +132,10 @@ def _unknown(name: str, at: str, known: Iterable[str], got: str) -> InvalidReque
     return InvalidRequest.where(at, instead or one_of(known), got + ("" if instead else did_you_mean(name, known)))
 
 
+def kind_of(name: str) -> Kind:
+    return AttendRequest.tensor_kinds.get(name, "number")
+
+
 def datatype_named(name: Any, kind: Kind, at: str) -> Datatype:
     """The datatype of that name. Raises InvalidRequest if this kind of tensor may not have it."""
     known = [datatype.name for datatype in DATATYPES.values() if datatype.kind != "bool" or kind == "mask"]
@@ -128,23 +144,67 @@ def datatype_named(name: Any, kind: Kind, at: str) -> Datatype:
     return DATATYPES[name]
 
 
-def kind_of(name: str) -> Kind:
-    return AttendRequest.tensor_kinds.get(name, "number")
+@dataclass(frozen=True, slots=True)
+class V2ReplyFormat:
+    """What the reply repeats or needs of its request. Over gRPC all outputs are bytes."""
+
+    id: str | None  # the reply repeats it
+    outputs: Sequence[str] = ()  # the requested names; empty for the default outputs
+    binary: bool = False  # whether outputs are sent as bytes; `binary_outputs` overrides it by name
+    binary_outputs: Mapping[str, bool] | None = None
+    marks_final: bool = False  # in a stream: whether the reply has the flag `triton_final_response`
+
+    def in_text(self, name: str) -> bool:
+        """Whether an output is sent in the JSON."""
+        if not self.binary_outputs:
+            return not self.binary
+        return not self.binary_outputs.get(name, self.binary_outputs.get(name.partition(".")[0], self.binary))
 
 
-def _option(name: str, value: Any, at: str) -> Any:
-    """The value of an option; JSON text is parsed. AttendRequest validates the value later."""
-    if not isinstance(value, str | int | float | bool):
-        raise InvalidRequest.where(at, "a string, a number or a boolean", describe_value(value))
-    if name in JSON_TEXT_FIELDS:
-        if not isinstance(value, str):
-            raise InvalidRequest.where(at, "JSON text", describe_value(value))
-        nested = parse_nested(value, at)
-        if name == "reply" and isinstance(nested, dict) and "form" in nested:
-            raise InvalidRequest.where(
-                f"{at}/form", "no field of that name, since the protocol defines the form of outputs", describe_value(nested["form"])
-            )
-        return nested
-    if name in LIST_FIELDS and isinstance(value, str) and value.startswith("["):
-        return parse_nested(value, at)
-    return value
+def requested_arrays(reply: Reply, names: Sequence[str]) -> Iterator[tuple[str, Array]]:
+    """The reply's arrays with these names, in this order; all arrays if `names` is empty."""
+    arrays = dict(reply.arrays())
+    for name in names or reply.tensors:
+        yield from ((part, array) for part, array in arrays.items() if name in (part, part.partition(".")[0]))
+
+
+class InputPath(NamedTuple):
+    """An input of the V2 request. `numbers`: the pointer from the input to its elements, "" if they are bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    numbers: str = ""
+    nested: bool = False
+
+
+def translate_problem(problem: Problem, inputs: Sequence[InputPath], model: str = "") -> Problem:
+    """The same problem, with a pointer into the V2 request that has these inputs. `model`: the pointer to the model's name, "" if the name
+    is in the URL."""
+    name, *index = problem.at.split("/")[1:] or [""]
+    if name == "layer":
+        return replace(problem, at=model)
+    for i, input_path in enumerate(inputs):
+        if input_path.name == name:
+            return _in_input(problem, f"/inputs/{i}", input_path, index)
+    if name in PARAMETER_FIELDS:
+        return replace(problem, at=f"/parameters{problem.at}")
+    return replace(problem, at="/inputs") if name in INPUT_FIELDS else problem
+
+
+def _in_input(problem: Problem, at: str, input_path: InputPath, parts: Sequence[str]) -> Problem:
+    """Translates a problem of an input or its element `parts`. The pointer loses the input's name, so the message names it."""
+    index = [int(part) for part in parts if part.isdigit()]
+    shape = input_path.shape
+    got = problem.got if input_path.name in problem.expected else f"{problem.got} in {input_path.name}"
+    if not index:
+        return replace(problem, at=at, got=got)
+    if len(index) == len(shape) - 1 and shape[-1] == 1:
+        index.append(0)  # [b, 1] is read as [b]
+    if not input_path.numbers or len(index) != len(shape):
+        return replace(problem, at=at, got=f"{problem.got} as element {index} of {input_path.name}")
+    if input_path.nested:
+        return replace(problem, at=at + input_path.numbers + "".join(f"/{i}" for i in index), got=got)
+    flat = 0
+    for i, length in zip(index, shape, strict=True):
+        flat = flat * length + i
+    return replace(problem, at=f"{at}{input_path.numbers}/{flat}", got=got)

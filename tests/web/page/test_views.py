@@ -9,7 +9,7 @@ import pytest
 from support.browser import Visit
 from support.page import WORDS, Grid, Visitor, numbers_beside, side, tip, weights_of
 
-from service.wire.schemas.tokens import is_special
+from service.wire.schemas.attend import is_special
 
 pytestmark = pytest.mark.browser
 

@@ -6,12 +6,11 @@ import pytest
 
 from service.errors import InvalidRequest
 from service.spec import LayerSpec
-from service.wire.problems import validate
+from service.wire.problems import COMPARED, did_you_mean, validate
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.attend import ADVICE, OTHER_NAMES, AttendRequest
 from service.wire.schemas.figure import FigureRequest
 from service.wire.schemas.layers import PutLayer
-from service.wire.suggestions import ADVICE, COMPARED, OTHER_NAMES, did_you_mean
 
 FIELDS = {*AttendRequest.model_fields, *AnalysisRequest.model_fields, *FigureRequest.model_fields}
 
