@@ -135,7 +135,7 @@ def test_there_are_no_import_cycles() -> None:
         ("wire/json/reader.py", "from service.attention.layer import MultiHeadAttention"),
         ("attention/layer.py", "from service.wire.schemas.attend import AttendRequest"),
         ("attention/layer.py", "from service.attention.metrics.query import MetricsQuery"),
-        ("attention/metrics/compute.py", "from service.attention.figures.reductions import Pooling"),
+        ("attention/metrics/compute.py", "from service.attention.figures.kinds import Pooling"),
         ("attention/layer.py", "import asyncio"),
         ("serving/engine.py", "def late():\n    from fastapi import Request"),
         ("serving/engine.py", "from service.settings import Settings"),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from service.attention.precision import torch_dtype
+from service.attention.numerics import torch_dtype
 from service.errors import InvalidRequest
 from service.spec import LayerSpec
 

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-from service.attention.call import Call
+from service.attention.call import Call, top_k
 from service.attention.eager import row_slices
-from service.attention.rope import rotate
-from service.attention.selection import top_k
+from service.attention.positions import rotate
 from service.spec import LayerSpec
 
 

@@ -14,14 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from service.attention.call import Call, Result, WeightBlock
-from service.attention.eager import FROM_HEADS, row_slices
+from service.attention.call import Call, Result, WeightBlock, select_heads_and_queries
+from service.attention.eager import FROM_HEADS, make_eager, row_slices
 from service.attention.indexer import KeyIndexer
-from service.attention.normalizers import make_eager
-from service.attention.precision import set_precision, torch_dtype
+from service.attention.numerics import set_precision, torch_dtype
 from service.attention.projections import Projected, Projections
 from service.attention.sdpa import sdpa
-from service.attention.selection import select_heads_and_queries
 from service.attention.short import Short
 from service.spec import LayerSpec
 

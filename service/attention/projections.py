@@ -7,9 +7,8 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
 from service.attention.call import Call
-from service.attention.linear import Linear
-from service.attention.precision import at_least_float32, torch_dtype
-from service.attention.rope import rotate, rotate_halves, scale_queries
+from service.attention.numerics import Linear, at_least_float32, torch_dtype
+from service.attention.positions import rotate, rotate_halves, scale_queries
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS, Latent, QKNorm
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from service.attention.call import Call
 from service.attention.eager import Assembly, Eager, row_slices
 from service.attention.masks import Masks
-from service.attention.precision import at_least_float32
+from service.attention.numerics import at_least_float32
 
 
 def sdpa(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor | None:

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.attention.call import Call, Result
+from service.attention.call import Call, Result, reduce_weights, select_weights
 from service.attention.native.extension import extension
-from service.attention.selection import reduce_weights, select_weights
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS
 from service.tensors import Array

@@ -17,7 +17,7 @@ from service.tensors import BY_TORCH, DATATYPES
 from service.wire.schemas.attend import AttendRequest
 
 KEY_PROJECTIONS = tuple(f"{name}.weight" for name in ("key", "value", "key_value_down", "rope_key", "index_key"))  # applied to each key
-MAX_BLOCK_ROWS = 1 << 11  # most rows of a block of `attention/relative_scores.py`, roughly
+MAX_BLOCK_ROWS = 1 << 11  # most rows of a block of `attention/positions.py`, roughly
 OPERATIONS_PER_SEQUENCE = 1 << 16  # that take as long as the overhead of a sequence among several in one query
 ADDED = ("operations", "scores", "memory_bytes", "reply_bytes", "pairs", "tensor_bytes", "items")  # of Cost: sums over sequences
 TEXT_BYTES = {1: 6, 2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates

@@ -15,10 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from service.attention.call import Call, Result
+from service.attention.call import Call, Result, reduce_weights
 from service.attention.layer import PROJECTED, MultiHeadAttention
 from service.attention.masks import Masks
-from service.attention.selection import reduce_weights
 from service.errors import DeadlinePassed, LayerConflict
 from service.serving.admission import cost_of_part
 from service.serving.codec_pool import CodecPool

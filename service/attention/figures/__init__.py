@@ -1,6 +1,6 @@
 """Draws figures of heads from arrays and labels, as a PNG, an SVG or a standalone HTML page.
 
-    weights --reductions--> cells --kinds--> Picture --layout, plot--> png | svg --html--> html
+    weights --kinds--> Picture --layout, plot--> png | svg | html
 
 matplotlib is loaded by the first figure. Only one thread at a time may call `draw`.
 """
@@ -16,8 +16,7 @@ def draw(picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda:
 
     Raises TooLarge for a PNG of too many pixels, InvalidRequest if panels or values do not fit.
     """
-    from service.attention.figures.html import write_html
-    from service.attention.figures.plot import Plot, settings
+    from service.attention.figures.plot import Plot, settings, write_html
 
     check()
     with settings(spec.theme):

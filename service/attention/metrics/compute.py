@@ -15,15 +15,20 @@ from service.attention.call import Call, Result
 from service.attention.eager import row_slices
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import real_keys
-from service.attention.metrics import importance
 from service.attention.metrics.heads import (
     CosineSimilarity,
     JensenShannon,
     SingleHead,
     as_single_head,
+    contribution_products,
     deviation,
     disagreement,
+    gradient_importance,
     head_products,
+    mean_ablation,
+    pruning_order,
+    value_norms,
+    zero_ablation,
 )
 from service.attention.metrics.rows import ROW_METRICS, Block, MetricsQuery, StrongestLinks, make_block
 
@@ -80,7 +85,7 @@ class _Computation:
     @cached_property
     def value_norms(self) -> Tensor:
         groups = self.layer.spec.num_heads // self.layer.spec.num_kv_heads
-        norms = importance.value_norms(self.projected[2], self.output_weight, groups, self.real)
+        norms = value_norms(self.projected[2], self.output_weight, groups, self.real)
         return norms if self.call.head_scale is None else norms * self.call.head_scale[..., 0].abs()
 
     def of_weights(self) -> dict[str, Tensor]:
@@ -150,11 +155,11 @@ class _Computation:
             metrics["output_disagreement"] = disagreement(head_products(heads, counts))
         if self.query.includes(*OF_CONTRIBUTIONS):
             bias = self.layer.weights.get("output.bias")
-            products = importance.contribution_products(heads, counts, self.output_weight, bias, self.query.direction)
+            products = contribution_products(heads, counts, self.output_weight, bias, self.query.direction)
             contribution = products.to_direction
-            metrics |= {"contribution": contribution, "gradient_importance": importance.gradient_importance(contribution)}
-            metrics |= importance.zero_ablation(products) | importance.mean_ablation(products)
-            metrics |= importance.pruning_order(products) if self.query.includes("pruning_order") else {}
+            metrics |= {"contribution": contribution, "gradient_importance": gradient_importance(contribution)}
+            metrics |= zero_ablation(products) | mean_ablation(products)
+            metrics |= pruning_order(products) if self.query.includes("pruning_order") else {}
         return metrics
 
     def _counts(self, fully_masked: Tensor | None, heads: int) -> Tensor:

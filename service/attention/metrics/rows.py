@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-from service.attention.selection import top_k
+from service.attention.call import top_k
 
 ROUNDING = 1e-6  # tolerance when a sum of weights is compared with `mass`
 

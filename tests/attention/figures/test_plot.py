@@ -16,9 +16,9 @@ from matplotlib.text import Text
 
 from service.attention.call import WeightBlock
 from service.attention.figures import FigureSpec, Picture, compose, draw
+from service.attention.figures.kinds import Pooling, Similarity, mean_across, pool_array, std_across
 from service.attention.figures.layout import column_ticks, cut, printable, row_ticks, width, wrapped
 from service.attention.figures.plot import THEMES, Plot, colour_map, ink_on, settings
-from service.attention.figures.reductions import Pooling, Similarity, mean_across, pool_array, std_across
 from service.attention.figures.spec import Axis, Panel, Scale
 from service.errors import DeadlinePassed, InvalidRequest, TooLarge
 

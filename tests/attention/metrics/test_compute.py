@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.attention import eager
-from service.attention.call import Call
+from service.attention.call import Call, top_k
 from service.attention.initialization import draw_weights
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.metrics.compute import OF_WEIGHTS, MetricsOperation
 from service.attention.metrics.rows import MetricsQuery, StrongestLinks
-from service.attention.selection import top_k
 from service.spec import LayerSpec
 
 N = 7

@@ -9,12 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.gradients import gradients
 
-from service.attention import relative_scores
+from service.attention import positions
 from service.attention.compare.random_cases import FEATURES, Case, random_case
 from service.attention.initialization import in_dtype
 from service.attention.masks import Masks
+from service.attention.positions import RelativeTerms
 from service.attention.reference.forward import Outputs, attend
-from service.attention.relative_scores import RelativeTerms
 from service.client import Client
 from service.spec import LayerSpec
 
@@ -125,7 +125,7 @@ def test_blocks_of_rows_are_bounded_and_do_not_change_the_scores(
     everything = slice(0, len(rows))
     whole = terms.of_rows(query, everything)
     for most in (12 * 40, 12 * 8, 1):
-        monkeypatch.setattr(relative_scores, "MAX_PRODUCTS", most)
+        monkeypatch.setattr(positions, "MAX_PRODUCTS", most)
         parts = list(terms._split(everything, most // 12))
         spans = [max(terms.highest[part]) - min(terms.lowest[part]) + 3 for part in parts]
         assert len(parts) > 1

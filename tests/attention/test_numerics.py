@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from service.attention import linear
-from service.attention.linear import MIN_INPUTS, Linear, has_onednn, suits_onednn
+from service.attention import numerics
+from service.attention.numerics import MIN_INPUTS, Linear, has_onednn, suits_onednn
 
 
 @pytest.fixture(params=["F.linear", "oneDNN"])
@@ -15,9 +15,9 @@ def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Both products for every weight; a substitute for oneDNN's if this torch has none."""
     name: str = request.param
     if name == "oneDNN" and not has_onednn():
-        monkeypatch.setattr(linear, "_reorder", lambda weight: weight if weight.numel() > linear.MAX_REORDERED else weight.clone())
-        monkeypatch.setattr(linear, "_onednn", torch.nn.functional.linear)
-    monkeypatch.setattr(linear, "has_onednn", lambda: name == "oneDNN")
+        monkeypatch.setattr(numerics, "_reorder", lambda weight: weight if weight.numel() > numerics.MAX_REORDERED else weight.clone())
+        monkeypatch.setattr(numerics, "_onednn", torch.nn.functional.linear)
+    monkeypatch.setattr(numerics, "has_onednn", lambda: name == "oneDNN")
     return name
 
 
@@ -50,9 +50,9 @@ def onednn_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(len(x))
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(linear, "has_onednn", lambda: True)
-    monkeypatch.setattr(linear, "_reorder", lambda weight: weight)
-    monkeypatch.setattr(linear, "_onednn", product)
+    monkeypatch.setattr(numerics, "has_onednn", lambda: True)
+    monkeypatch.setattr(numerics, "_reorder", lambda weight: weight)
+    monkeypatch.setattr(numerics, "_onednn", product)
     return rows
 
 
@@ -89,9 +89,9 @@ def test_torch_computes_other_datatypes_and_narrow_inputs(dtype: torch.dtype, in
 
 @torch.inference_mode()
 def test_large_weights_are_not_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "has_onednn", lambda: True)
+    monkeypatch.setattr(numerics, "has_onednn", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: weight.clone(), raising=False)
-    monkeypatch.setattr(linear, "MAX_REORDERED", 300 * 769)
+    monkeypatch.setattr(numerics, "MAX_REORDERED", 300 * 769)
     for outputs, is_light in ((300, True), (301, False)):
         weight = weight_of(outputs, 769)
         assert (Linear(weight, None)._reordered is weight) is not is_light
@@ -110,16 +110,16 @@ def refusing(*_: Any) -> Any:
 def test_without_the_onednn_operation_torch_computes_the_product(
     name: str, operation: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, name, operation)
+    monkeypatch.setattr(numerics, name, operation)
     assert not has_onednn.__wrapped__()
-    monkeypatch.setattr(linear, "has_onednn", has_onednn.__wrapped__)
+    monkeypatch.setattr(numerics, "has_onednn", has_onednn.__wrapped__)
     weight, x = weight_of(200, 200), weight_of(3, 200)
     assert torch.equal(Linear(weight, None)(x), torch.nn.functional.linear(x, weight))
 
 
 @pytest.mark.parametrize(("capability", "fast"), [("DEFAULT", False), ("AVX2", True), ("AVX512", True), ("SVE256", False)])
 def test_onednn_is_used_on_processors_with_avx2_or_avx512(capability: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_reorder", lambda weight: weight)
-    monkeypatch.setattr(linear, "_onednn", torch.nn.functional.linear)
+    monkeypatch.setattr(numerics, "_reorder", lambda weight: weight)
+    monkeypatch.setattr(numerics, "_onednn", torch.nn.functional.linear)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert has_onednn.__wrapped__() is fast
