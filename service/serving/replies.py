@@ -8,9 +8,8 @@ from service.serving import analysis
 from service.serving.casting import numpy_of
 from service.serving.cost import wire_datatype
 from service.serving.requests import BoundCall, RawRequest
-from service.wire.codec import Decoded, Encoded
+from service.wire.codec import Decoded, Encoded, Reply
 from service.wire.compression import pack
-from service.wire.reply import Reply
 from service.wire.schemas.analysis import AnalysisRequest
 
 
