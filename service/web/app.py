@@ -32,7 +32,7 @@ from service.web.middleware.access import Access, Endpoint
 from service.web.middleware.guard import Guard
 from service.web.middleware.telemetry import Telemetry, endpoint_labels, start_telemetry
 from service.web.routes import attend, health, layers, page, sessions, text
-from service.web.v2 import repository, routes
+from service.web.v2 import routes
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
 from service.wire.native import numbers
@@ -102,7 +102,6 @@ def create_app(settings: Settings, private_socket: Path | None = None) -> FastAP
     sessions.install(app, service, forwarder)
     text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, extensions)
-    repository.install(app, service, extensions)
     page.install(app, service, _index_members(settings, service))
     health.install(app, service)
     app.state.service = service
