@@ -1,6 +1,6 @@
 """POST /attend, POST /attend/analysis, POST /attend/plan and POST /attend/figure.
 
-All but the plan are called by `web/middleware/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
+All but the plan are called by `web/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
 Python object per number. The routes declared for them here are never called; OpenAPI is generated from them.
 """
 
@@ -12,7 +12,6 @@ from starlette.types import Receive, Send
 from service.serving.engine import ANALYSIS, ATTEND, FIGURE, CallKind
 from service.serving.requests import EncodedReply
 from service.serving.service import Service
-from service.web.middleware.access import Endpoint
 from service.web.openapi import (
     ANALYSIS_EXAMPLE,
     ATTEND_EXAMPLE,
@@ -24,7 +23,7 @@ from service.web.openapi import (
     error_responses,
     request_body_doc,
 )
-from service.web.records import HttpRecord
+from service.web.records import Endpoint, HttpRecord
 from service.web.request_reader import read_request
 from service.wire.codec import CODECS
 from service.wire.negotiation import PICTURES, accepted_type, media_type_of_body
