@@ -2,7 +2,6 @@
 // matrices scroll smoothly and labels stay visible.
 
 import { inkOn, paint } from "./colours.js";
-import { colourFactors } from "./pattern.js";
 
 const LABEL = 12; // pixels of a label's line
 const FONT = `${LABEL}px system-ui, sans-serif`;
@@ -27,8 +26,8 @@ export class Matrix {
   show(weights, words, scale) {
     const isOther = !this.weights || this.weights.queries !== weights.queries || this.weights.keys !== weights.keys || this.words !== words;
     Object.assign(this, { weights, words });
-    this.factors = colourFactors(weights, scale);
-    paint(this.bitmap, weights, this.factors);
+    this.factors = weights.factors(scale);
+    paint(this.bitmap, weights, scale);
     if (isOther) this.zoom = 1;
     this.layOut();
   }

@@ -1,12 +1,81 @@
-// The body of POST /attend from the values of the controls, and the labels of its axes.
+// The request from the controls: of a sentence with vectors from /words, or a pasted one with the masks and the layer of the controls.
 
-import { Refusal } from "./wire.js";
+import { $ } from "./dom.js";
+import * as form from "./form.js";
+import { get, post, Refusal } from "./wire.js";
 
 const SPECIAL = /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>)$/i;
 const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
+const MAX_CACHED = 32; // replies of /words
+
+const cache = new Map(); // body of a request to /words -> its reply
+export const specs = new Map(); // layer -> spec
+
+/**
+ * {request, tokens, texts, note, cross}: the body for /attend to `layer`, and tokens(item, queries, keys) -> labels of the axes. For a sentence
+ * also texts, the bodies for /words by input of the layer; note, the reply to the first; cross, whether there is a second sentence.
+ */
+export async function compose(layer, blocked, signal) {
+  return form.mode() === "request" ? composePasted(layer, blocked) : await composeSentence(layer, blocked, signal);
+}
+
+async function composeSentence(layer, blocked, signal) {
+  const [texts, sides, cross] = [{}, {}, $("cross").checked];
+  const read = async (part, field) => {
+    texts[part] = { layer, text: $(field).value, part };
+    try {
+      sides[part] = await readWords(texts[part], signal);
+    } catch (error) {
+      if (error instanceof Refusal) error.fields = { text: field };
+      throw error;
+    }
+  };
+  await read("query", "text");
+  const { d_model, key_dim, value_dim } = await specOf(layer, signal);
+  const others = cross ? "keys" : "text";
+  if (cross || key_dim !== d_model || value_dim !== key_dim) await read("key", others);
+  if (value_dim !== key_dim) await read("value", others);
+  const { query, key, value } = sides;
+  const tokens = { query: query.tokens, key: (key ?? query).tokens };
+  const body = { layer, query: query.vectors, ...(key && { key: key.vectors }), ...(value && { value: value.vectors }) };
+  const whole = withOmitted({ ...body, tokens: key ? tokens : { query: query.tokens } }, $("special").checked);
+  const request = withMasks(whole, form.masks(blocked), tokens.query.length, tokens.key.length);
+  return { request, tokens: () => tokens, texts, note: query, cross };
+}
+
+function composePasted(layer, blocked) {
+  const text = $("request").value;
+  let body = null;
+  try {
+    body = JSON.parse(text);
+  } catch {
+    // the service says where the error is
+  }
+  if (body === null || typeof body !== "object" || Array.isArray(body)) return { request: text };
+  const { select, outputs, reply, ...rest } = body; // the page needs its own outputs
+  const { queries, keys } = lengths(rest);
+  const whole = withOmitted({ ...rest, layer }, $("special").checked);
+  const request = withMasks(whole, form.masks(blocked), queries, keys);
+  return { request, tokens: (item, q, k) => tokensOf(request, item, q, k) };
+}
+
+async function readWords(text, signal) {
+  const body = JSON.stringify(text);
+  if (!cache.has(body)) {
+    if (cache.size >= MAX_CACHED) cache.clear();
+    cache.set(body, await (await post("words", body, { signal })).json());
+  }
+  return cache.get(body);
+}
+
+/** The spec of a layer. */
+export async function specOf(name, signal) {
+  if (!specs.has(name)) specs.set(name, (await get(`layers/${encodeURIComponent(name)}`, signal)).spec);
+  return specs.get(name);
+}
 
 /** The body with the masks of the controls instead of its own; fields that the controls cannot show are unchanged. */
-export function withMasks(body, masks, queries, keys) {
+function withMasks(body, masks, queries, keys) {
   const request = { ...body };
   const set = (name, value) => {
     if (value === null || value === false) delete request[name];
@@ -50,7 +119,7 @@ function nestedShape(list) {
 }
 
 /** Labels of the axes of one batch item: the request's tokens, or numbers. */
-export function tokensOf(request, item, queries, keys) {
+function tokensOf(request, item, queries, keys) {
   const given = (words) => (Array.isArray(words?.[0]) ? words[item] : words);
   const numbers = (count) => Array.from({ length: count }, (_, i) => String(i));
   const query = given(request.tokens?.query) ?? numbers(queries);
@@ -59,7 +128,7 @@ export function tokensOf(request, item, queries, keys) {
 }
 
 /** The body with special tokens left out of pictures and statistics, or not; a list of other tokens to leave out is unchanged. */
-export function withOmitted(body, special) {
+function withOmitted(body, special) {
   if (!body.tokens || (!special && body.tokens.omit !== "special")) return body;
   const { omit, ...tokens } = body.tokens;
   return { ...body, tokens: special ? { ...tokens, omit: "special" } : tokens };

@@ -3,7 +3,7 @@
 const JSON_TYPE = "application/json";
 const TENSORS = "application/vnd.safetensors";
 const cached = new WeakMap(); // request -> {outputs: promise of the reply}
-let authorization = {}; // header with the API key, if there is one
+export let apiKey = ""; // sent with every request; "" for none
 
 /** A refusal of the service: `problems` are its {at, expected, got}, `at` a JSON pointer. */
 export class Refusal extends Error {
@@ -14,9 +14,8 @@ export class Refusal extends Error {
   }
 }
 
-/** Sets the API key of all requests; "" for none. */
-export function setKey(key) {
-  authorization = key ? { Authorization: `Bearer ${key}` } : {};
+export function setApiKey(key) {
+  apiKey = key;
 }
 
 /** Sends `body`, an object or text, and returns the response. Throws Refusal, or AbortError. */
@@ -74,10 +73,11 @@ export function readTensors(buffer) {
 }
 
 async function send(path, options) {
-  if (/[^\x20-\x7e]/.test(authorization.Authorization ?? "")) throw new Refusal(401, "unknown key", ""); // not allowed in a header
+  if (/[^\x20-\x7e]/.test(apiKey)) throw new Refusal(401, "unknown key", ""); // not allowed in a header
+  const headers = { ...options.headers, ...(apiKey && { Authorization: `Bearer ${apiKey}` }) };
   let response;
   try {
-    response = await fetch(path, { ...options, headers: { ...options.headers, ...authorization } });
+    response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refusal(0, "no answer", "The service does not answer. Is it still running?");

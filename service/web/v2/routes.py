@@ -18,9 +18,8 @@ from service.web.request_reader import read_request
 from service.web.routes.attend import send_reply
 from service.web.routes.layers import NewName
 from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
-from service.wire.codec import CODECS
 from service.wire.json.strict import parse_nested
-from service.wire.negotiation import JSON
+from service.wire.negotiation import CODECS, JSON
 from service.wire.problems import validate
 from service.wire.schemas.document import require_layer_name
 from service.wire.v2.codec import HEADER_LENGTH, V2Codec
