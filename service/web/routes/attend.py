@@ -27,8 +27,7 @@ from service.web.openapi import (
 )
 from service.web.records import HttpRecord
 from service.web.request_reader import read_request
-from service.wire.codec import CODECS
-from service.wire.negotiation import PICTURES, accepted_type, media_type_of_body
+from service.wire.negotiation import CODECS, PICTURES, accepted_type, media_type_of_body
 from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 

@@ -14,9 +14,9 @@ from service.web.openapi import BINARY, PUT_LAYER_EXAMPLE, error_responses, requ
 from service.web.records import HttpRecord
 from service.web.request_reader import deadline_of, lease_of, read_request
 from service.web.routes.attend import require_started
+from service.wire.codec import Buffer
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import MAX_PROBLEMS, describe_value
-from service.wire.reply import Buffer
 from service.wire.schemas.document import LAYER_NAME, require_layer_name
 from service.wire.schemas.layers import LayerDocument, Layers
 

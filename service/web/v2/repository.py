@@ -14,9 +14,8 @@ from service.web.request_reader import read_request
 from service.web.routes.attend import require_started
 from service.web.routes.layers import NewName
 from service.web.v2.description import ProtocolExtensions, index_of
-from service.wire.codec import CODECS
 from service.wire.json.strict import parse_nested
-from service.wire.negotiation import JSON
+from service.wire.negotiation import CODECS, JSON
 from service.wire.problems import validate
 from service.wire.schemas.document import require_layer_name
 from service.wire.v2.schemas import IndexRequest, LoadParameters, LoadRequest, RepositoryModel, StrictModel, UnloadRequest
