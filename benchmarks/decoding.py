@@ -6,17 +6,18 @@ The step of `torch` has the same projections; it writes its row into preallocate
 That of ONNX Runtime (packages onnx and onnxruntime) does the same with GroupQueryAttention. Both compute one session after the other; the
 layer computes the sessions as one batch. Outputs are compared, and turns of all contenders are interleaved. The table has medians, and the
 bytes of keys and values that the layer's step reads per second, as a share of the bytes that a copy of 256 MB reads and writes on the same
-threads. With `--http`, steps over HTTP in safetensors, of a session and of `POST /attend` with the whole past; the server has one thread.
+threads. With `--http`, the rate of steps over HTTP in safetensors, of sessions and of `POST /attend` with the whole past; the server has
+one thread.
 """
 
 import argparse
-import http.client
 import json
 import time
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from statistics import median
-from urllib.parse import urlsplit
+from tempfile import TemporaryDirectory
+from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ WIDTH, HEADS, HEAD_DIM = 512, 8, 64
 CPU = torch.device("cpu")
 STREAM = torch.randn(2, 1 << 26)
 TOLERANCE = 1e-5  # of an output from torch's
+SESSIONS = 16  # at once, in every second row
+SECONDS = 1  # of a row over HTTP in a turn; in more, the session would grow too much
 
 
 class Contenders:
@@ -107,7 +110,7 @@ def in_process(keys: list[int], turns: int, with_onnxruntime: bool) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for kv_heads in (HEADS, 2):
         for n in keys:
-            for sessions in (1, 16) if n <= 8192 else (1,):
+            for sessions in (1, SESSIONS) if n <= 8192 else (1,):
                 made = Contenders(kv_heads, n, sessions)
                 contenders = {"ours": made.ours, "torch": made.torch}
                 if with_onnxruntime:
@@ -124,29 +127,44 @@ def in_process(keys: list[int], turns: int, with_onnxruntime: bool) -> None:
 
 
 def over_http(keys: list[int], turns: int, port: int) -> None:
-    from load import SAFETENSORS, encode, serve_attend
+    """Steps per second of one caller and of SESSIONS at once, each with a session, and with the whole past in each request."""
+    from load import SAFETENSORS, Payload, encode, serve_attend, wrk
 
     fields = {"causal": True, "outputs": ["output"]}
-    print("\n| keys | session, µs a step | whole past, µs | ratio |")
-    print("|---|---|---|---|")
-    with serve_attend(port, WIDTH, HEADS, f"attend serve --session-memory {1 << 30}") as server:
-        connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=600)
+    print("\n| keys | callers | session, steps/s | whole past, steps/s | ratio |")
+    print("|---|---|---|---|---|")
+    with serve_attend(port, WIDTH, HEADS, f"attend serve --session-memory {1 << 32}") as server, TemporaryDirectory() as folder:
 
         def post(path: str, body: bytes, media_type: str = SAFETENSORS) -> bytes:
-            connection.request("POST", path, body, {"Content-Type": media_type, "Accept": media_type})
-            response = connection.getresponse()
-            content = response.read()
-            assert response.status < 300, content
-            return content
+            sent = {"Content-Type": media_type, "Accept": media_type}
+            with urlopen(Request(f"{server.url}{path}", body, sent), timeout=600) as reply:
+                return bytes(reply.read())
+
+        def payload(name: str, body: bytes, headers: dict[str, str]) -> Payload:
+            path = Path(folder, name)
+            path.write_bytes(body)
+            return Payload([path], headers)
 
         for n in keys:
             past = np.random.default_rng(0).standard_normal((n, WIDTH)).astype(np.float32)
-            path = f"/sessions/{json.loads(post('/sessions', b'{}', 'application/json'))['id']}/attend"
-            post(path, encode("st", {"query": past}, fields)[0])
-            step = encode("st", {"query": past[:1]}, fields)[0]
-            whole = encode("st", {"query": past[:1], "key": past}, {**fields, "query_offset": "end"})[0]
-            found = timed({"session": partial(post, path, step), "whole": partial(post, "/attend", whole)}, turns, 10)
-            print(f"| {n} | {found['session']:.0f} | {found['whole']:.0f} | {found['whole'] / found['session']:.1f} |", flush=True)
+            step = payload("step", *encode("st", {"query": past[:1]}, fields))
+            whole = payload("whole", *encode("st", {"query": past[:1], "key": past}, {**fields, "query_offset": "end"}))
+            for callers in (1, SESSIONS) if n <= 8192 else (1,):
+                rates: dict[str, list[float]] = {"session": [], "whole": []}
+                for _ in range(turns):  # with new sessions, since they grow
+                    ids = [json.loads(post("/sessions", b"{}", "application/json"))["id"] for _ in range(callers)]
+                    paths = [f"/sessions/{id}/attend" for id in ids]
+                    for path in paths:
+                        post(path, encode("st", {"query": past}, fields)[0])
+                    for name, sent, to in (("session", step, paths), ("whole", whole, ["/attend"])):
+                        figures = wrk(server.url, sent, callers, SECONDS, to)
+                        assert not figures.bad, f"{figures.bad} requests of {name} failed"
+                        rates[name].append(figures.rate)
+                    for id in ids:
+                        with urlopen(Request(f"{server.url}/sessions/{id}", method="DELETE"), timeout=600):
+                            pass
+                session, sent_whole = median(rates["session"]), median(rates["whole"])
+                print(f"| {n} | {callers} | {session:.0f} | {sent_whole:.1f} | {session / sent_whole:.1f} |", flush=True)
 
 
 def main() -> None:
@@ -154,7 +172,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--keys", default="1024,8192,32768")
     parser.add_argument("--onnxruntime", action="store_true", help="ONNX Runtime as well")
-    parser.add_argument("--http", action="store_true", help="over HTTP as well")
+    parser.add_argument("--http", action="store_true", help="over HTTP as well, which needs wrk")
     parser.add_argument("--port", type=int, default=8101)
     given = parser.parse_args()
     keys = [int(n) for n in given.keys.split(",")]

@@ -171,9 +171,10 @@ def wait_until_ready(server: Server) -> None:
     raise server.failure("it did not get ready")
 
 
-def wrk(url: str, payload: Payload, connections: int, seconds: float) -> Figures:
-    """Post the bodies in turn from LOAD_CORE. Raises SystemExit where wrk prints no result."""
-    env = {"BODIES": "\n".join(map(str, payload.paths)), "HEADERS": "\n".join(f"{k}: {v}" for k, v in payload.headers.items())}
+def wrk(url: str, payload: Payload, connections: int, seconds: float, paths: Sequence[str] = ()) -> Figures:
+    """Post the bodies in turn from LOAD_CORE, to these paths of the server in turn. Raises SystemExit where wrk prints no result."""
+    env = {"PATHS": "\n".join(paths)} if paths else {}
+    env |= {"BODIES": "\n".join(map(str, payload.paths)), "HEADERS": "\n".join(f"{k}: {v}" for k, v in payload.headers.items())}
     duration = max(1, round(seconds))
     command = ["taskset", "-c", LOAD_CORE, "wrk", "-t1", f"-c{connections}", f"-d{duration}s", "--timeout", "60s", "-s", str(POST), url]
     printed = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)

@@ -1,4 +1,5 @@
--- wrk script: post the files named in BODIES (one path a line) in turn, with the lines of HEADERS; print one line of figures.
+-- wrk script: post the files named in BODIES (one path a line) in turn, with the lines of HEADERS, to the paths of the URL in PATHS in turn, or
+-- to that of the URL; print one line of figures.
 local bodies = {}
 for path in os.getenv("BODIES"):gmatch("[^\n]+") do
   local file = assert(io.open(path, "rb"))
@@ -13,8 +14,10 @@ end
 local requests, turn = {}, 0
 
 function init(args)
-  for i, body in ipairs(bodies) do
-    requests[i] = wrk.format(nil, nil, nil, body)
+  for path in (os.getenv("PATHS") or wrk.path):gmatch("[^\n]+") do
+    for _, body in ipairs(bodies) do
+      requests[#requests + 1] = wrk.format(nil, path, nil, body)
+    end
   end
 end
 

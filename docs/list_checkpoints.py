@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.checkpoints.families import FAMILIES, REASONS
-from service.checkpoints.rope import KINDS
+from service.checkpoints.rope import ROPE_TYPES
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "docs"))
@@ -121,7 +121,7 @@ def pages() -> dict[Path, str]:
     """Every page that this script writes."""
     cases = cases_by_row()
     refused = "".join(f"| {reason} | {' '.join(sorted(names.split()))} |\n" for reason, names in REASONS.items())
-    head = HEAD.format(families=len(FAMILIES), claim=claim(), kinds=", ".join(f"`{kind}`" for kind in KINDS))
+    head = HEAD.format(families=len(FAMILIES), claim=claim(), kinds=", ".join(f"`{kind}`" for kind in ROPE_TYPES))
     tail = "\n\nRefused, since the layer has no such operation:\n\n| needs | `model_type` |\n|---|---|\n"
     return {PAGE: head + "\n".join(rows(cases)) + tail + refused} | {
         FOLDER / f"{names[0]}.md": page(names, cases[names]) for names in cases

@@ -127,7 +127,7 @@ def test_every_command_of_the_documentation_exists(command: str) -> None:
 
 def test_the_commands_on_a_request_work_as_pasted(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this order, in an empty folder."""
-    commands = [line for block in blocks("sh", page("pictures.md")) for line in block.splitlines() if "request.json" in line]
+    commands = [line for block in blocks("sh", page("heads.md")) for line in block.splitlines() if "request.json" in line]
     assert [shlex.split(command)[1] for command in commands] == ["demo", "heads", "figure"]
     monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
     for command in commands:
@@ -173,7 +173,7 @@ def test_the_figures_have_been_filled_in() -> None:
 
 def test_the_table_of_figures_has_every_field() -> None:
     """Those a picture may be told, and the kinds there are."""
-    table = page("pictures.md").partition("| field of `figure` |")[2].partition("\n\n")[0]
+    table = page("heads.md").partition("| field of `figure` |")[2].partition("\n\n")[0]
     fields = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")}
 
     assert fields == set(Figure.model_fields)
@@ -188,7 +188,7 @@ def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
     runpy.run_path(str(ROOT / "docs" / "draw_pictures.py"))["draw_pictures"](tmp_path)
 
     drawn = sorted(path.name for path in tmp_path.iterdir())
-    assert drawn == ["heads.png", "similarity.png"]  # page.png is a photograph of a browser
+    assert drawn == ["heads.png", "similarity.png"]  # not page.png, whose text depends on the browser and its fonts
     for name in drawn:
         ours, committed = imread(tmp_path / name), imread(ROOT / "docs" / name)
         assert ours.shape == committed.shape

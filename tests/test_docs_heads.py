@@ -13,7 +13,7 @@ from support.server import Server
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "heads.md").read_text()
-EXAMPLES = re.findall(r"## ([^\n]*)\n.*?```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLES = re.findall(r"### ([^\n]*)\n.*?```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_every_example_has_its_output() -> None:

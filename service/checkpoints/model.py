@@ -92,7 +92,7 @@ def parse_config(text: str | bytes) -> Mapping[str, Any]:
 
 def parts_of(fields: Mapping[str, Any]) -> dict[str, tuple[Config, AttentionRow]]:
     """Part -> the config or its section about it, and its row of the table. Raises InvalidRequest if there is none."""
-    sections = _sections(fields)
+    sections = _sections(fields)  # reversed, since the first section with a part determines it
     known = [section for section in reversed(sections) if str(section.get("model_type")) in FAMILIES] or sections[:1]
     return {part: (section, row) for section in known for part, row in _family(section).items()}
 

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from service.checkpoints.layout import (
+    INPUTS,
     Converted,
     Fields,
     LayerTensors,
@@ -166,7 +167,7 @@ def cosine(tensors: LayerTensors) -> Converted:
 def differential(tensors: LayerTensors) -> Converted:
     """As `separate`, for rows [halves, heads, width] of queries, keys and values; the halves go into each head (DiffLlama)."""
     converted, width = separate(tensors), tensors.given["head_dim"] // 2
-    for part in (f"{name}.{kind}" for name in PROJECTIONS[:3] for kind in KINDS):
+    for part in (f"{name}.{kind}" for name in INPUTS for kind in KINDS):
         if (rows := converted.weights.get(part)) is not None:
             if len(rows) % (2 * width):
                 raise tensors.misfit(part, f"a multiple of {2 * width} rows, two halves of heads of {width} numbers")
@@ -263,18 +264,17 @@ CONV_CROSS = {
 }
 XLNET = {"q": "query.weight", "k": "key.weight", "v": "value.weight", "o": "output.weight", "r": "position_key.weight"}
 XLNET |= {"r_w_bias": "content_bias", "r_r_bias": "position_bias"}
-MATRICES = PROJECTIONS[:3]
 LATENT_OPTIONS = (("query_down.bias",), ("down.bias",), ("output.bias",))
 
 MODEL_LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        _layout("separate", separate, *MATRICES),
-        _layout("separate, norms less 1", partial(separate, norms_less_one=True), *MATRICES),
-        _layout("convolutions", convolutions, *MATRICES),
-        _layout("cosine", cosine, *MATRICES, more=COSINE),
-        _layout("differential", differential, *MATRICES, more={name: name for name in LAMBDAS}),
-        _layout("gated queries, norms less 1", gated_queries, *MATRICES),
+        _layout("separate", separate, *INPUTS),
+        _layout("separate, norms less 1", partial(separate, norms_less_one=True), *INPUTS),
+        _layout("convolutions", convolutions, *INPUTS),
+        _layout("cosine", cosine, *INPUTS, more=COSINE),
+        _layout("differential", differential, *INPUTS, more={name: name for name in LAMBDAS}),
+        _layout("gated queries, norms less 1", gated_queries, *INPUTS),
         _layout("stacked", separate, "qkv"),
         _layout("gated stack", partial(separate, rows=gated_stack), "qkv"),
         _layout("grouped", partial(separate, rows=grouped), "qkv"),

@@ -42,7 +42,7 @@ def read_layer(
     `tensors`: name -> array, a checkpoint or part of one. `layout`: one of `LAYOUTS`; needed only if the names fit several.
     `prefix`: the layer's name in the checkpoint, or enough of its beginning to select one (`encoder.layer.3`), with `.` or `/`. `spec`: the
     fields that tensors do not determine (num_heads, rope, window, scale, …); other fields must agree with the tensors. The default dtype is
-    that of the tensors; if they differ, float64 if any has it, else float32. The modules of layouts document other defaults.
+    that of the tensors; if they differ, float64 if any has it, else float32. `framework_layouts.py` documents other defaults.
 
     Raises InvalidRequest: an unknown layout, none or several that match, none or several layers below the prefix, tensors that are missing,
     unknown, or of a wrong shape or dtype, a spec that contradicts the tensors or lacks a field.
@@ -58,7 +58,8 @@ def read_match(match: Match, tensors: Mapping[str, Array], given: Fields, conver
 
     `conversion`: what a model's config says about the conversion. `given` then has all fields; without it the layout has defaults.
     """
-    _check_names(match, tensors)
+    if problems := list(_incomplete_groups(match)) or list(_unknown_tensors(match, tensors)):
+        raise refuse_weights(problems)
     arrays = {part: tensors[name] for part, name in match.names.items()}
     plain = {normalised(name): name for name in tensors}
     dtype = _dtype(arrays, match.names)
@@ -71,7 +72,7 @@ def read_match(match: Match, tensors: Mapping[str, Array], given: Fields, conver
     else:
         _require_fields(match, converted, given)
         converted = replace(converted, assumed=overlaid(match.layout.assumed, converted.assumed))
-    return infer_spec(converted, layer, dtype), converted.weights
+    return _infer_spec(converted, layer, dtype), converted.weights
 
 
 def _require_fields(match: Match, converted: Converted, given: Mapping[str, Any]) -> None:
@@ -80,46 +81,36 @@ def _require_fields(match: Match, converted: Converted, given: Mapping[str, Any]
     for path, expected in {**required, **match.layout.required_fields}.items():
         name, _, inner = path.partition(".")
         fields, known = given.get(name), converted.known.get(name, {})
-        if isinstance(fields, Mapping) and inner not in known and fields.get(inner) is None if inner else name not in given:
+        is_absent = name not in given
+        if inner:  # required only within a section that is given
+            is_absent = isinstance(fields, Mapping) and inner not in known and fields.get(inner) is None
+        if is_absent:
             raise InvalidRequest.where(f"/spec/{path.replace('.', '/')}", expected, "nothing")
 
 
-def _check_names(match: Match, tensors: Mapping[str, Array]) -> None:
-    """Raises InvalidRequest for refused or unknown tensors below the stem, and for incomplete groups of optional tensors."""
-    problems = list(_incomplete_groups(match)) or list(_unknown_tensors(match, tensors))
-    if problems:
-        raise refuse_weights(problems)
-
-
 def _incomplete_groups(match: Match) -> Iterator[tuple[str, str, str]]:
+    """(name, expected, got) of each missing tensor of a group of optional tensors that is there in part."""
     by_part = {part: name for name, part in match.layout.names.items()}
     for group in match.layout.optional:
-        there = [part for part in group if part in match.names]
-        if there and len(there) < len(group):
-            beside = listed(match.names[part] for part in there)
-            for part in group:
-                if part not in there:
-                    yield match.full_name(by_part[part]), f"a tensor, as beside {beside}", "nothing"
+        present = [part for part in group if part in match.names]
+        if present and len(present) < len(group):
+            expected = f"a tensor, as beside {listed(match.names[part] for part in present)}"
+            yield from ((match.full_name(by_part[part]), expected, "nothing") for part in group if part not in present)
 
 
 def _unknown_tensors(match: Match, tensors: Mapping[str, Array]) -> Iterator[tuple[str, str, str]]:
+    """(name, expected, got) of each tensor below the stem that the layout refuses, or neither has nor ignores."""
     start = f"{match.stem}." if match.stem else ""
     known = set(match.names.values())
     for name in tensors:
-        plain = normalised(name)
-        if name in known or not plain.startswith(start):
+        below = normalised(name).removeprefix(start)
+        if name in known or not normalised(name).startswith(start):
             continue
-        below = plain.removeprefix(start)
+        ranks = [rank for pattern, rank in match.layout.ignored.items() if fnmatchcase(below, pattern)]
         if below in match.layout.refused:
             yield name, match.layout.refused[below], f'"{name}"'
-        elif not _is_ignored(match, below, tensors, name):
+        elif None not in ranks and tensors[name].ndim not in ranks:
             yield name, f"only what a layer of layout {match.layout.name} has ({listed(match.layout.names)})", f'"{name}"'
-
-
-def _is_ignored(match: Match, below: str, tensors: Mapping[str, Array], name: str) -> bool:
-    """Whether the tensor is a buffer that the layout ignores, by name and rank."""
-    ranks = [rank for pattern, rank in match.layout.ignored.items() if fnmatchcase(below, pattern)]
-    return any(rank is None or tensors[name].ndim == rank for rank in ranks)
 
 
 def _dtype(arrays: Mapping[str, Array], names: Mapping[str, str]) -> str:
@@ -135,9 +126,7 @@ def _dtype(arrays: Mapping[str, Array], names: Mapping[str, str]) -> str:
         if kind not in FLOATS:
             raise refuse_weights([(names[part], "floating-point numbers: " + ", ".join(FLOATS), kind)])
         kinds.add(kind)
-    if len(kinds) == 1:
-        return kinds.pop()
-    return "float64" if "float64" in kinds else "float32"
+    return kinds.pop() if len(kinds) == 1 else "float64" if "float64" in kinds else "float32"
 
 
 def _without_projections(tensors: Mapping[str, Array], prefix: str, given: Fields) -> tuple[Fields, Weights]:
@@ -153,7 +142,7 @@ def _without_projections(tensors: Mapping[str, Array], prefix: str, given: Field
     return given, weights
 
 
-def infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Fields:
+def _infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Fields:
     """Fields for LayerSpec. Raises InvalidRequest."""
     weights = converted.weights
     known: Fields = _widths(weights, tensors, converted.known) | converted.known
@@ -163,37 +152,13 @@ def infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Field
     _check_features(tensors, assumed, absent)
     inferred = assumed | known
     given = {name: x for name, x in tensors.given.items() if x is not None or isinstance(inferred.get(name, {}), Mapping)}
+    # `known` has one bias where all projections have the same
     if isinstance(bias := given.get("bias"), Mapping) and set(bias) == set(PROJECTIONS) and len(set(map(str, bias.values()))) == 1:
         given["bias"] = bias["query"]
     _check_agreement(known, given)
     fields = overlaid(overlaid(assumed, given), known)
     _check_shapes(weights, tensors, fields)
     return fields
-
-
-def _check_shapes(weights: Weights, tensors: LayerTensors, fields: Fields) -> None:
-    """Raises InvalidRequest for a weight that a layer of these fields does not have, or has in another shape."""
-    try:
-        shapes = LayerSpec.model_validate(fields).weight_shapes()
-    except ValueError:  # pydantic's: the caller's spec has another error, which is found where it is read
-        return
-    for name, array in weights.items():
-        if array.shape != shapes.get(name):
-            raise tensors.misfit(name, f"shape {list(shapes[name])}" if name in shapes else "none, by the other tensors and the spec")
-
-
-def _check_features(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> None:
-    """Raises InvalidRequest if the spec and the tensors disagree on norms, table or sinks, or if the spec lacks the kind of a tensor."""
-    for field, weight in WITH_WEIGHTS.items():
-        present, value = field not in absent, tensors.given.get(field)
-        if isinstance(value, Mapping) and value.get("weights") == "none" and not present:
-            continue
-        if field in tensors.given and (value is not None and value is not False) != present:
-            raise InvalidRequest.where(
-                f"/spec/{field}", f"one, as the tensor {weight} is there" if present else "none, as no tensor is there", brief(value)
-            )
-        if present and field not in assumed and field not in tensors.given and field != "sinks":
-            raise InvalidRequest.where(f"/spec/{field}", f"the kind of the tensor {weight}", "nothing")
 
 
 def _widths(weights: Weights, tensors: LayerTensors, known: Mapping[str, Any]) -> Fields:
@@ -219,22 +184,24 @@ def _widths(weights: Weights, tensors: LayerTensors, known: Mapping[str, Any]) -
     if "relative_bias" in weights:
         fields["relative_bias"] = {"buckets": len(weights["relative_bias"])}
     if latent:
-        (_, of_queries), (_, of_keys) = (
-            weights.get(f"{name}_down.weight", weights["query.weight"]).shape for name in ("query", "key_value")
-        )
-        fields |= {"latent": latent, "d_model": of_queries, "key_dim": of_keys, "value_dim": of_keys}
+        query_width = weights.get("query_down.weight", weights["query.weight"]).shape[1]
+        key_width = weights["key_value_down.weight"].shape[1]
+        fields |= {"latent": latent, "d_model": query_width, "key_dim": key_width, "value_dim": key_width}
     return fields
 
 
 def _latent(weights: Weights, tensors: LayerTensors, head_dim: int) -> Fields:
-    """What the tensors of multi-head latent attention show of it; {} for other layers. Raises InvalidRequest for shapes that do not fit."""
+    """The ranks and widths of multi-head latent attention; {} for other layers. Raises InvalidRequest for shapes that do not fit."""
     if "key_value_down.weight" not in weights:
         return {}
     if (shared := weights.get("rope_key.weight")) is None or not 0 < len(shared) < head_dim:
         raise tensors.misfit("rope_key.weight", f"1 to {head_dim - 1} rows, for heads of {head_dim} numbers")
-    rank = len(weights["query_down.weight"]) if "query_down.weight" in weights else None
-    ranks = {"query_rank": rank, "key_value_rank": len(weights["key_value_down.weight"])}
-    return ranks | {"rope_key_dim": len(shared), "bias": "key_value_down.bias" in weights}
+    return {
+        "query_rank": len(weights["query_down.weight"]) if "query_down.weight" in weights else None,
+        "key_value_rank": len(weights["key_value_down.weight"]),
+        "rope_key_dim": len(shared),
+        "bias": "key_value_down.bias" in weights,
+    }
 
 
 def _heads(weights: Weights, tensors: LayerTensors, known: Mapping[str, Any], rows: int) -> int:
@@ -260,12 +227,37 @@ def _heads(weights: Weights, tensors: LayerTensors, known: Mapping[str, Any], ro
     field, divisor = ("head_dim", head_dim) if heads is None else ("num_heads", heads)
     if not rows or not divisor or rows % divisor:
         raise InvalidRequest.where(f"/spec/{field}", f"a divisor of {rows}, the queries' rows", str(divisor))
-    return divisor if field == "num_heads" else rows // divisor
+    return heads or rows // divisor
 
 
 def _biases(weights: Weights) -> bool | dict[str, bool]:
     has = {name: f"{name}.bias" in weights for name in PROJECTIONS}
     return has["query"] if len(set(has.values())) == 1 else has
+
+
+def _check_shapes(weights: Weights, tensors: LayerTensors, fields: Fields) -> None:
+    """Raises InvalidRequest for a weight that a layer of these fields does not have, or has in another shape."""
+    try:
+        shapes = LayerSpec.model_validate(fields).weight_shapes()
+    except ValueError:  # pydantic's: the caller's spec has another error, which is found where it is read
+        return
+    for name, array in weights.items():
+        if array.shape != shapes.get(name):
+            raise tensors.misfit(name, f"shape {list(shapes[name])}" if name in shapes else "none, by the other tensors and the spec")
+
+
+def _check_features(tensors: LayerTensors, assumed: Fields, absent: list[str]) -> None:
+    """Raises InvalidRequest if the spec and the tensors disagree on norms, table or sinks, or if the spec lacks the kind of a tensor."""
+    for field, weight in WITH_WEIGHTS.items():
+        present, value = field not in absent, tensors.given.get(field)
+        if isinstance(value, Mapping) and value.get("weights") == "none" and not present:
+            continue
+        if field in tensors.given and (value is not None and value is not False) != present:
+            raise InvalidRequest.where(
+                f"/spec/{field}", f"one, as the tensor {weight} is there" if present else "none, as no tensor is there", brief(value)
+            )
+        if present and field not in assumed and field not in tensors.given and field != "sinks":
+            raise InvalidRequest.where(f"/spec/{field}", f"the kind of the tensor {weight}", "nothing")
 
 
 def _check_agreement(known: Mapping[str, Any], given: Mapping[str, Any], *path: str) -> None:

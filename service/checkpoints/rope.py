@@ -7,7 +7,7 @@ are taken, and `max_length` refuses longer ones.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from service.checkpoints.layout import Fields
 from service.tensors import Array
 
 LENGTH = "original_max_position_embeddings"
-KINDS: dict[str, tuple[str, ...]] = {  # rope_type -> its fields
+ROPE_TYPES: dict[str, tuple[str, ...]] = {  # rope_type -> its fields
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -39,7 +39,7 @@ class Rotary:
     interleaved: bool = False
     interleaved_field: str = ""  # flag of the config that decides it, by default true
     negate_angles: bool = False  # rotates by the opposite angles
-    theta_fields: Mapping[str, tuple[str, float]] | None = None  # layer type -> field with its theta in transformers 4, and default
+    theta_fields: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # layer type -> its field in transformers 4, default
     scaled_layer_types: tuple[str, ...] | None = None  # layer types to which rope_scaling of transformers 4 applies; None: all
     dims_field: str = ""  # field with the number of rotated dims
     sections: Literal["", "blocks", "thirds"] = ""  # which pairs mrope_section gives each axis: blocks (Qwen2-VL), every third (Qwen3-VL)
@@ -58,16 +58,14 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
         return image_fields(config, settings, rotary, head_dim)
     kind = settings.get("rope_type", "type", default="default")
     kind = ALIASES.get(kind, kind)
-    if kind not in KINDS:
-        raise settings.refusal("rope_type", f"one of {', '.join(KINDS)}", kind)
-    for name, value in settings.fields.items():
-        if name not in (*EVERY_KIND, *KINDS[kind], *rotary.trait_fields) and value is not None:
-            raise settings.refusal(name, f"only fields that rope_type {kind} has", value)
+    if kind not in ROPE_TYPES:
+        raise settings.refusal("rope_type", f"one of {', '.join(ROPE_TYPES)}", kind)
+    _require_known_fields(settings, kind, (*EVERY_KIND, *ROPE_TYPES[kind], *rotary.trait_fields))
     partial = _rotated_share(config, settings, rotary)
     if partial != 1 and rotary.partial is None and kind != "proportional":
         raise config.refusal("partial_rotary_factor", "1, since this family rotates whole heads", partial)
-    field, default = (rotary.theta_fields or {}).get(layer_type, ("rope_theta", rotary.theta or -1.0))
-    theta = settings.number("rope_theta", default=config.number(field, "rotary_emb_base", default=default))
+    theta_field, default = rotary.theta_fields.get(layer_type, ("rope_theta", rotary.theta or -1.0))
+    theta = settings.number("rope_theta", default=config.number(theta_field, "rotary_emb_base", default=default))
     if theta <= 0:
         raise config.refusal("rope_theta", "a positive number", None)
     dims = int(head_dim * partial) if kind != "proportional" else head_dim
@@ -100,9 +98,7 @@ def section_axes(settings: Config, rotary: Rotary, pairs: int) -> list[int]:
 def image_fields(config: Config, settings: Config, rotary: Rotary, head_dim: int) -> Fields:
     """RoPE of an image: half of the pairs turn by the row of a patch, the others by its column. Raises InvalidRequest."""
     settings.expect("rope_type", "axial")
-    for name, value in settings.fields.items():
-        if name not in ("rope_type", "rope_theta") and value is not None:
-            raise settings.refusal(name, "only fields that rope_type axial has", value)
+    _require_known_fields(settings, "axial", ("rope_type", "rope_theta"))
     if head_dim % 4:
         raise config.refusal("head_dim", "a multiple of 4", head_dim)
     theta = settings.number("rope_theta", default=config.number("rope_theta", default=rotary.theta))
@@ -120,9 +116,15 @@ def image_fields(config: Config, settings: Config, rotary: Rotary, head_dim: int
     }
 
 
+def _require_known_fields(settings: Config, kind: str, known: tuple[str, ...]) -> None:
+    for name, value in settings.fields.items():
+        if name not in known and value is not None:
+            raise settings.refusal(name, f"only fields that rope_type {kind} has", value)
+
+
 def _settings(config: Config, rotary: Rotary, layer_type: str) -> Config:
     """The entry of the config for this layer type."""
-    config.ignore("rope_theta", "rope_scaling", LENGTH, *(field for field, _ in (rotary.theta_fields or {}).values()))
+    config.ignore("rope_theta", "rope_scaling", LENGTH, *(field for field, _ in rotary.theta_fields.values()))
     name, given = "rope_parameters", config.get("rope_parameters", default={})
     if given and config.get("rope_scaling") is not None:
         raise config.refusal("rope_scaling", "rope_parameters or rope_scaling", "both")
@@ -175,7 +177,7 @@ def linear(inputs: RopeInputs) -> Fields:
 
 
 def llama3(inputs: RopeInputs) -> Fields:
-    numbers = {name: inputs.settings.number(name) for name in KINDS["llama3"][:3]}
+    numbers = {name: inputs.settings.number(name) for name in ROPE_TYPES["llama3"][:3]}
     return {"scaling": {"type": "llama3", **numbers, "original_max_position": inputs.trained_length}}
 
 

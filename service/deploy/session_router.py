@@ -1,5 +1,5 @@
 """Routes requests of Ray's proxy to the replica that has their session, as a gateway does: see "Several replicas with sessions" in
-`docs/gateways.md`."""
+`docs/deployment.md`."""
 
 import pickle
 import random

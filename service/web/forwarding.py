@@ -2,10 +2,12 @@
 
 Workers reach each other on private Unix sockets (`serving/sessions/workers.py`), on which they serve the same application. So the request
 passes the owner's checks of key, size and deadline, and appears in its log and metrics alone. Bodies and replies are streamed.
-`web/grpc/forwarding.py` does the same for gRPC.
+`GrpcForwarder` in `web/grpc/methods.py` does the same for gRPC.
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -33,6 +35,7 @@ class Forwarder:
         self.service = service
         self._limits = httpx.Limits(keepalive_expiry=min(IDLE_SECONDS, keepalive_timeout / 2))
         self._transports: dict[Path, httpx.AsyncHTTPTransport] = {}
+        self._in_use: Counter[Path] = Counter()  # socket -> requests whose reply is not complete
 
     async def forward(self, error: WrongWorker, scope: Scope, record: HttpRecord, receive: Receive, send: Send) -> None:
         """Answers a request with the reply of the worker that `error` names.
@@ -46,20 +49,19 @@ class Forwarder:
             deadline = deadline_of(record, self.service)
             if b"content-length" in record.headers or b"transfer-encoding" in record.headers:
                 content = _body(record, receive)
-        response = await self._response(error, scope, record, content, deadline)
-        record.forwarded = True
-        try:
+        async with self._response(error, scope, record, content, deadline) as response:
+            record.forwarded = True
             headers = [(name, value) for name, value in response.headers.raw if name.lower() not in NOT_RETURNED]
             await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-            async for piece in response.aiter_raw():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                if record.connection is not None and record.connection.lost:
-                    raise CallerGone
-            await send({"type": "http.response.body", "body": b""})
-        except httpx.TransportError:  # uvicorn closes the caller's connection, since the reply has no end
-            log.warning("forwarded reply is incomplete", request_id=record.request_id, path=record.path)
-        finally:
-            await response.aclose()
+            try:
+                async for piece in response.aiter_raw():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    if record.connection is not None and record.connection.lost:
+                        raise CallerGone
+            except httpx.TransportError:  # uvicorn closes the caller's connection, since the reply has no end
+                log.warning("forwarded reply is incomplete", request_id=record.request_id, path=record.path)
+            else:
+                await send({"type": "http.response.body", "body": b""})
 
     async def replies_of_others(self, scope: Scope, record: HttpRecord) -> list[bytes]:
         """The bodies with which the other workers answer a request without a body. Workers that have ended are left out.
@@ -69,21 +71,19 @@ class Forwarder:
         workers, deadline, found = self.service.engine.require_sessions().workers, deadline_of(record, self.service), []
         for error in [] if workers is None or record.from_worker else workers.others():
             try:
-                response = await self._response(error, scope, record, None, deadline)
-                found.append(await response.aread())
+                async with self._response(error, scope, record, None, deadline) as response:
+                    found.append(await response.aread())
             except SessionEnded:
                 continue
             except httpx.TransportError as broken:
                 raise NotReady(ENDED) from broken
         return found
 
+    @asynccontextmanager
     async def _response(
         self, error: WrongWorker, scope: Scope, record: HttpRecord, content: AsyncIterator[bytes] | bytes | None, deadline: float | None
-    ) -> httpx.Response:
+    ) -> AsyncIterator[httpx.Response]:
         """The reply of another worker, whose body is not read yet."""
-        socket = error.socket
-        if socket not in self._transports:
-            self._transports[socket] = httpx.AsyncHTTPTransport(uds=str(socket), limits=self._limits)
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_FORWARDED]
         headers.append((CALLER, record.address.encode()))
         if deadline is not None:
@@ -93,12 +93,28 @@ class Forwarder:
         request = httpx.Request(scope["method"], "http://localhost", headers=headers, content=content, extensions={"target": target})
         latest = None if deadline is None else deadline + GRACE_SECONDS
         disconnected = None if record.connection is None else record.connection.disconnected
+        self._in_use[error.socket] += 1
         try:
-            return await self.service.in_time(self._transports[socket].handle_async_request(request), latest, disconnected)
-        except httpx.TransportError as broken:
-            if isinstance(broken, httpx.ConnectError) and _refused(broken):
-                raise error.if_ended from None
-            raise NotReady(ENDED) from broken
+            transport = await self._transport(error.socket)
+            try:
+                response = await self.service.in_time(transport.handle_async_request(request), latest, disconnected)
+            except httpx.TransportError as broken:
+                if isinstance(broken, httpx.ConnectError) and _refused(broken):
+                    raise error.if_ended from None
+                raise NotReady(ENDED) from broken
+            async with aclosing(response):
+                yield response
+        finally:
+            self._in_use[error.socket] -= 1
+
+    async def _transport(self, socket: Path) -> httpx.AsyncHTTPTransport:
+        """The connections to a worker. If the worker is new, closes those to workers that have ended and are sending no reply."""
+        if socket not in self._transports:
+            self._transports[socket] = httpx.AsyncHTTPTransport(uds=str(socket), limits=self._limits)
+            for ended in [known for known in self._transports if not self._in_use[known] and not known.exists()]:
+                del self._in_use[ended]
+                await self._transports.pop(ended).aclose()
+        return self._transports[socket]
 
     async def close(self) -> None:
         """Closes the connections to other workers."""

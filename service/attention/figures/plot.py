@@ -274,12 +274,12 @@ def _number(value: float) -> str:
 def write_html(plot: Plot, svg: str) -> bytes:
     """The page of a plot whose SVG is given."""
     picture = plot.picture
-    script = _asset("assets/heatmap.js") + _asset("attention/figures/page.js")
-    page = Template(_asset("attention/figures/page.html")).substitute(
+    script = _asset("assets/heatmap.js") + _asset("attention/figures/figure.js")
+    page = Template(_asset("attention/figures/figure.html")).substitute(
         script_hash=b64encode(sha256(script.encode()).digest()).decode(),
         meta="\n".join(f'<meta name="{escape(name)}" content="{escape(printable(text))}">' for name, text in picture.about.items()),
         title=escape(printable(picture.title)),
-        style=_asset("assets/heatmap.css") + _asset("attention/figures/page.css"),
+        tip_style=_asset("assets/heatmap.css"),
         theme=plot.spec.theme,
         svg=svg,
         data=_data(plot),

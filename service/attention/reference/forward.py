@@ -68,7 +68,7 @@ def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> O
 
 
 class Layer:
-    """A layer; each method is a step of its computation. `compare/wrong_steps.py` replaces steps in subclasses to make mistakes."""
+    """A layer; each method is a step of its computation. `compare/changes.py` replaces steps in subclasses to make mistakes."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Array]) -> None:
         self.spec = spec

@@ -34,9 +34,9 @@ def bigcode(config: Config) -> Fields:
 def gpt_neo(config: Config) -> Fields:
     """`attention_layers` is global or local for each layer; a local one has a window."""
     config.ignore("attention_types", "window_size")
-    if (own := config.of_layer("attention_layers")) not in ("global", "local"):
-        raise config.refusal("attention_layers", "global or local", own)
-    return {"window": {"left": int(config.number("window_size", default=256)) - 1}} if own == "local" else {}
+    if (layer_type := config.of_layer("attention_layers")) not in ("global", "local"):
+        raise config.refusal("attention_layers", "global or local", layer_type)
+    return {"window": {"left": int(config.number("window_size", default=256)) - 1}} if layer_type == "local" else {}
 
 
 def falcon(config: Config) -> Fields:
@@ -44,14 +44,13 @@ def falcon(config: Config) -> Fields:
     new, several = config.flag("new_decoder_architecture", default=False), not config.flag("multi_query", default=True)
     config.ignore("num_kv_heads", "parallel_attn")
     heads = config.count("num_attention_heads")
-    alibi = config.flag("alibi", default=False)
-    if alibi:  # Falcon rounds these biases to bfloat16 and divides them by sqrt(head_dim) along with the scores
+    if config.flag("alibi", default=False):  # it rounds these biases to bfloat16 and divides them by sqrt(head_dim) along with the scores
         raise config.refusal("alibi", "false", True)
     return {"num_kv_heads": config.get("num_kv_heads", default=heads) if new else heads if several else 1}
 
 
 def mpt(config: Config) -> Fields:
-    """Settings stand in a section of their own."""
+    """The settings of attention are in the section attn_config."""
     settings = config.section("attn_config") or Config({})
     for name, value in {"clip_qkv": None, "qk_ln": False, "prefix_lm": False, "attn_uses_sequence_id": False, "alibi_bias_max": 8}.items():
         settings.expect(name, value)
@@ -60,8 +59,8 @@ def mpt(config: Config) -> Fields:
     settings.ignore("attn_impl", "softmax_scale", "attn_pdrop", "model_type")
     settings.require_all_read("^_|attn_config")
     config.ignore("no_bias", "learned_pos_emb")
-    own = {} if settings.get("softmax_scale") is None else {"scale": settings.number("softmax_scale")}
-    return {"alibi": True, **own}
+    scale = {} if settings.get("softmax_scale") is None else {"scale": settings.number("softmax_scale")}
+    return {"alibi": True, **scale}
 
 
 def gemma_values(config: Config) -> Fields:
@@ -106,7 +105,7 @@ def ministral3(config: Config) -> Fields:
 
 
 def mistral4(config: Config) -> Fields:
-    """The width of a head, and the share of it that is rotated, also have fields of their own."""
+    """head_dim and partial_rotary_factor, which repeat what other fields say, must agree with them."""
     shared = config.count("qk_rope_head_dim")
     width = config.count("qk_nope_head_dim") + shared
     config.expect("head_dim", width)
@@ -191,8 +190,8 @@ def laguna(config: Config) -> Fields:
     heads = config.of_layer(name)
     config.expect("gating", True, "per-head", "per-element")
     granularity = "elementwise" if config.get("gating") == "per-element" else "headwise"
-    own = {} if heads is None else {"num_heads": Config({name: heads}, config.at).count(name)}
-    return own | {"output_gate": {"granularity": granularity, "activation": "softplus", "bias": False}}
+    num_heads = {} if heads is None else {"num_heads": Config({name: heads}, config.at).count(name)}
+    return num_heads | {"output_gate": {"granularity": granularity, "activation": "softplus", "bias": False}}
 
 
 def key_multiplier(config: Config) -> Fields:
@@ -222,8 +221,7 @@ def _head_dim(config: Config) -> int:
 
 def diffllama(config: Config) -> Fields:
     """Differential attention: two heads of the config, one of each half of them, are one here."""
-    heads, width = config.count("num_attention_heads"), config.count("head_dim", default=config.count("hidden_size"))
-    width = width if config.get("head_dim") is not None else width // heads
+    heads, width = config.count("num_attention_heads"), _head_dim(config)
     kv_heads = config.count("num_key_value_heads", default=heads)
     if kv_heads % 2:
         raise config.refusal("num_key_value_heads", "an even number", kv_heads)

@@ -25,7 +25,7 @@ NO_ROPE: Fields = {"rope": None}  # of a layer without RoPE in a model with it
 
 
 def with_options(trait: Callable[Concatenate[Config, P], Fields]) -> Callable[P, Trait]:
-    """Makes a function of the trait's further arguments, which returns the trait with these."""
+    """A decorator for traits with options: `scale("field")` is then a trait, a function of the config alone."""
     return lambda *args, **options: lambda config: trait(config, *args, **options)
 
 
@@ -53,8 +53,8 @@ def require_present(config: Config, field: str) -> None:
 @with_options
 def biased(config: Config, flag: str | None = None, letters: str = "qkvo", *, always: str = "", default: bool = False) -> Fields:
     """Biases of the projections in `letters` if the field `flag` is true, or in any case if it is None; and of those in `always`."""
-    there = always + (letters if flag is None or config.flag(flag, default=default) else "")
-    return {"bias": {name: letter in there for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
+    with_bias = always + (letters if flag is None or config.flag(flag, default=default) else "")
+    return {"bias": {name: letter in with_bias for name, letter in zip(PROJECTIONS, "qkvo", strict=True)}}
 
 
 def biased_apart(config: Config) -> Fields:
@@ -82,7 +82,7 @@ def window_everywhere(config: Config) -> Fields:
 
 
 def window_around(config: Config) -> Fields:
-    """A window to both sides in layers of type sliding_attention, with both ends."""
+    """A window of sliding_window keys to both sides in layers of type sliding_attention."""
     reach = config.count("sliding_window")
     return {"window": {"left": reach, "right": reach}} if config.layer_type == SLIDING else {}
 
@@ -94,14 +94,14 @@ def window_if_used(config: Config) -> Fields:
 
 
 def modernbert_window(config: Config) -> Fields:
-    """Half of local_attention to both sides."""
+    """A window of half of local_attention to both sides."""
     config.ignore("decoder_bias", "deterministic_flash_attn", "sliding_window", "reference_compile")
     reach = config.number("local_attention", default=128) // 2
     return {"window": {"left": int(reach), "right": int(reach)}} if config.layer_type == SLIDING else {}
 
 
 def modernbert_decoder_window(config: Config) -> Fields:
-    """Half of local_attention, with the query itself, behind it; unless sliding_window is there."""
+    """The last keys up to the query itself: sliding_window of them, or else half of local_attention."""
     reach = config.number("sliding_window", default=config.number("local_attention", default=128) // 2)
     config.ignore("decoder_bias", "deterministic_flash_attn")
     return {"window": {"left": int(reach) - 1}} if config.layer_type == SLIDING else {}
@@ -126,6 +126,7 @@ def scale(config: Config, field: str, power: float = 1.0, default: float | None 
 
 
 def capped(config: Config) -> Fields:
+    """A softcap, unless the field is null or left out."""
     cap = config.get("attn_logit_softcapping")
     return {"softcap": None if cap is None else config.number("attn_logit_softcapping")}
 
@@ -144,8 +145,8 @@ def normed(
     config: Config, /, flag: str | None = None, *, eps: str = "rms_norm_eps", default: float = 1e-6, on: bool = False, **norm: Any
 ) -> Fields:
     """A norm of queries and keys; if `flag` is given, only where that field is true (by default `on`)."""
-    there = flag is None or config.flag(flag, default=on)
-    return {"qk_norm": {"kind": "rms", **norm, "eps": config.number(eps, default=default)} if there else None}
+    has_norm = flag is None or config.flag(flag, default=on)
+    return {"qk_norm": {"kind": "rms", **norm, "eps": config.number(eps, default=default)} if has_norm else None}
 
 
 @with_options
@@ -161,13 +162,13 @@ def gated(config: Config, granularity: str = "elementwise", *, bias: str = "", f
 
 def latent(config: Config) -> Fields:
     """DeepSeek's multi-head latent attention. The norms of its latents have eps 1e-6 regardless of the config."""
-    own, shared = (config.count(f"qk_{kind}_head_dim", most=WIDEST_HEAD) for kind in ("nope", "rope"))
-    config.expect("qk_head_dim", own + shared)
+    nope, rope = (config.count(f"qk_{kind}_head_dim", most=WIDEST_HEAD) for kind in ("nope", "rope"))
+    config.expect("qk_head_dim", nope + rope)
     config.expect("num_key_value_heads", config.count("num_attention_heads"))
     ranks = {"query_rank": config.get("q_lora_rank") and config.count("q_lora_rank"), "key_value_rank": config.count("kv_lora_rank")}
-    section = ranks | {"rope_key_dim": shared, "eps": 1e-6, "bias": config.flag("attention_bias", default=False)}
-    scale = (own + shared) ** -0.5 * score_mscale(config, config.layer_type)
-    return {"head_dim": own + shared, "value_head_dim": config.count("v_head_dim", most=WIDEST_HEAD), "scale": scale, "latent": section}
+    section = ranks | {"rope_key_dim": rope, "eps": 1e-6, "bias": config.flag("attention_bias", default=False)}
+    scale = (nope + rope) ** -0.5 * score_mscale(config, config.layer_type)
+    return {"head_dim": nope + rope, "value_head_dim": config.count("v_head_dim", most=WIDEST_HEAD), "scale": scale, "latent": section}
 
 
 # --- which layers have RoPE ---
@@ -192,10 +193,10 @@ def rope_only_if_sliding(config: Config) -> Fields:
 
 def layer_thetas(config: Config) -> Fields:
     """A theta for each layer; 0 is no RoPE. Others than that of rope_parameters are refused."""
-    own, shared = config.of_layer("layer_rope_theta"), (config.section("rope_parameters") or config).get("rope_theta")
-    if own and own != shared:
-        raise config.refusal("layer_rope_theta", f"{shared} in layer {config.layer}, as rope_parameters has it", own)
-    return {} if own is None or own else NO_ROPE
+    theta, shared = config.of_layer("layer_rope_theta"), (config.section("rope_parameters") or config).get("rope_theta")
+    if theta and theta != shared:
+        raise config.refusal("layer_rope_theta", f"{shared} in layer {config.layer}, as rope_parameters has it", theta)
+    return {} if theta is None or theta else NO_ROPE
 
 
 # --- scores by content and distance ---

@@ -1,1 +1,1 @@
-"""The layers of one process: their registry, files and loading, and the coordination of processes that share a folder of layers."""
+"""The layers of one process: their registry, files and loading, and the folder of layers, which several processes may share."""

@@ -15,7 +15,7 @@ import structlog
 from service.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
 from service.serving.layers.files import ParsedLayer, require_storable, require_storable_spec
 from service.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedLayer
-from service.serving.layers.store import SUFFIX, UNLOADED, LayerFile, LayerStore, storage_faults
+from service.serving.layers.store import SUFFIX, UNLOADED, Claim, LayerFile, LayerStore, storage_faults
 from service.serving.metrics import Metrics
 from service.serving.probe import Probe
 from service.serving.statistics import LayerStatistics
@@ -156,7 +156,7 @@ class LayerLoader:
         if self.store is None:
             yield
             return
-        claim = self.store.claim()
+        claim = Claim(self.store.path)
         busy = "nothing has changed: other processes that share the folder are changing layers"
         try:
             with storage_faults():

@@ -6,9 +6,15 @@ and before removing the second; the first is valid.
 A file is written under a temporary name, flushed and renamed, then the folder is flushed, so after a crash there is the old layer or the
 new one, never a part. Disk space to announce the change is reserved before the rename, so that a full disk changes nothing. Names are
 checked before they become paths, and links are not followed, so nothing outside the folder is read or written. All methods may block.
+
+Processes that share the folder are coordinated with files and kernel locks (flock). Each holds a lock on a file .peer-…, in which it writes
+the number of the last change that it applied. The kernel releases the lock when the process dies, so other processes do not wait for it.
+The length of the file CHANGES is the number of changes: each appends a byte, which is atomic and needs no lock. To add a layer, a process
+locks CHANGES while it reads the folder and then writes to it.
 """
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -21,7 +27,6 @@ from typing import NamedTuple
 import structlog
 
 from service.errors import InvalidRequest, ServiceFault, StorageFull, TooLarge
-from service.serving.layers.coordination import Claim, Coordinator, create_locked, remove_unlocked
 from service.serving.layers.files import ParsedLayer, read_stored, stored_pieces
 from service.serving.layers.registry import LoadedLayer
 from service.wire.problems import describe_value
@@ -30,6 +35,8 @@ from service.wire.schemas.document import LAYER_NAME, require_layer_name
 log = structlog.get_logger("attend")
 NAME = re.compile(LAYER_NAME)
 SUFFIX, UNLOADED, PART = ".safetensors", ".unloaded", ".part"
+CHANGES, LOCK_PREFIX = ".changes", ".peer-"
+BLOCK_BYTES = 4096  # file systems allocate at least in multiples of this
 DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 UNANNOUNCED = "the folder has changed, but the change could not be announced to the other processes"
 
@@ -54,14 +61,10 @@ class LayerStore:
         self.path.mkdir(parents=True, exist_ok=True)
         self.coordinator.join()
         for path in self.path.glob(f".*{PART}"):
-            remove_unlocked(path)
+            _remove_unlocked(path)
 
     def close(self) -> None:
         self.coordinator.leave()
-
-    def claim(self) -> Claim:
-        """A lock to acquire before checking that there is room for a layer, and to release after writing it."""
-        return Claim(self.path)
 
     def scan(self) -> tuple[int, dict[str, LayerFile]]:
         """The number of changes, and the files by the name of their layer, which include at least those changes.
@@ -146,7 +149,7 @@ class LayerStore:
 
 def _write(part: Path, target: Path, layer: LoadedLayer, reserve: Callable[[], None]) -> tuple[int, int, int]:
     """Write the file as `part`, and rename it to `target`. `reserve` is the last step that a full disk can make fail."""
-    file = create_locked(part)  # locked, since unlocked ones are removed as left over from dead processes
+    file = _create_locked(part)  # locked, since unlocked ones are removed as left over from dead processes
     try:
         for piece in stored_pieces(layer):
             rest = memoryview(piece)
@@ -183,3 +186,118 @@ def storage_faults(state: str = "the layers are as they were") -> Iterator[None]
         if error.errno in DISK_FULL_ERRORS:
             raise StorageFull(f"there is no room to store the layer (layers_dir); {state}") from error
         raise ServiceFault(f"the folder of layers (layers_dir) cannot be written to; {state}") from error
+
+
+class Coordinator:
+    """The file of this process, and the number of changes. No method waits for another process's lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / f"{LOCK_PREFIX}{token_hex(8)}"
+        self._file: int | None = None
+
+    def join(self) -> None:
+        """Make other processes wait until this one has applied their changes. Must be called before the first scan of the folder."""
+        self._file = _create_locked(self._path)
+        self.acknowledge(0)
+
+    def leave(self) -> None:
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = None
+
+    def reserve(self) -> None:
+        """Allocate disk space for the announcement of a change. If this raises OSError, the change must not be made.
+
+        Announces an empty change, so that the next byte does not start a new block.
+        """
+        if self.announce() % BLOCK_BYTES == 0:
+            self.announce()
+
+    def announce(self) -> int:
+        """Append a byte to CHANGES after a change. Returns the number of the change, or a higher one."""
+        file = os.open(self.folder / CHANGES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(file, b".")
+            return os.fstat(file).st_size
+        finally:
+            os.close(file)
+
+    @property
+    def changes(self) -> int:
+        """The number of changes. A later scan of the folder includes all of them."""
+        try:
+            return (self.folder / CHANGES).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def acknowledge(self, change: int) -> None:
+        """Record that this process has applied all changes up to `change`."""
+        if self._file is not None:
+            os.pwrite(self._file, b"%020d" % change, 0)
+
+    def behind(self, change: int) -> int:
+        """The number of other living processes that have not applied `change` yet. Removes the files of dead processes."""
+        return sum(
+            _applied(path) < change for path in self.folder.glob(f"{LOCK_PREFIX}*") if path != self._path and not _remove_unlocked(path)
+        )
+
+
+class Claim:
+    """An exclusive lock for adding layers to the folder, between threads and processes. The kernel releases it when the process dies.
+
+    It is acquired before the check that there is room for a layer, and released after the layer is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / CHANGES
+        self._file: int | None = None
+
+    def acquire(self) -> bool:
+        """Try to acquire the lock without waiting; returns whether it succeeded. Raises OSError."""
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _applied(path: Path) -> int:
+    try:
+        return int(path.read_bytes() or b"0")
+    except FileNotFoundError:  # the process has ended meanwhile
+        return 1 << 62
+
+
+def _create_locked(path: Path) -> int:
+    """Create, open and lock a file; its descriptor. Retries if another process removes the file before it is locked."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return file
+        os.close(file)
+
+
+def _remove_unlocked(path: Path) -> bool:
+    """Remove a file unless a living process has locked it. Returns whether the file no longer exists."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True

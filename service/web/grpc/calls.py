@@ -26,13 +26,12 @@ from service.serving.service import Service
 from service.serving.streams import PreviousSent, answer_stream, message_reader
 from service.web.errors import UNEXPECTED_ERROR, grpc_code_of, retry_after
 from service.web.grpc.codec import refusal_in_stream
-from service.web.grpc.forwarding import CALLER_KEY
 from service.web.grpc.messages import SERVICE
-from service.web.grpc.methods import GrpcRecord, Method, Methods
+from service.web.grpc.methods import CALLER_KEY, REQUEST_ID_KEY, GrpcRecord, Method, Methods
+from service.web.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
 from service.web.keys import Keyring
-from service.web.middleware.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
-from service.web.middleware.telemetry import OpenSpan, Telemetry
 from service.web.records import valid_request_id
+from service.web.telemetry import OpenSpan, Telemetry
 
 SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY_SCOPE
     "ServerLive": frozenset[str](),
@@ -205,8 +204,8 @@ class CallHandlers:
 
 def _record_of(context: Any, key: str = "") -> GrpcRecord:
     metadata = dict(context.invocation_metadata())
-    identity = valid_request_id(metadata.get("x-request-id"))
-    trailing = [("x-request-id", identity)]
+    identity = valid_request_id(metadata.get(REQUEST_ID_KEY))
+    trailing = [(REQUEST_ID_KEY, identity)]
     seconds, from_worker = context.time_remaining(), context.peer().startswith("unix:")
     return GrpcRecord(identity, key=key, from_worker=from_worker, metadata=metadata, seconds_left=seconds, trailing=trailing)
 

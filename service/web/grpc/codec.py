@@ -16,13 +16,12 @@ from google.protobuf.message import DecodeError
 from service.errors import InvalidRequest, MalformedBody, RequestError
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import messages
-from service.web.grpc.wire_format import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split_request, varints
-from service.wire.arrays import Kind, array_of_bytes, require_exact
-from service.wire.codec import Codec, Decoded, Encoded
+from service.web.grpc.messages import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split_request, varints
+from service.wire.arrays import Kind, array_of_bytes, require_exact, wire_array
+from service.wire.codec import Buffer, Codec, Decoded, Encoded, Reply
 from service.wire.json.reader import shape_of
 from service.wire.limits import WireLimits
 from service.wire.problems import describe_value, validate
-from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.members import (
     VERSION,
@@ -50,10 +49,7 @@ CONTENTS = {  # the field for each datatype; FP16 and BF16 have none
     "FP64": "fp64_contents",
 }
 FIELDS = {field.number: field.name for field in messages.DESCRIPTOR.message_types_by_name["InferTensorContents"].fields}
-SHARED_FIELD_TYPES = {
-    "int_contents": np.dtype("<i4"),
-    "uint_contents": np.dtype("<u4"),
-}  # element types of the fields that several datatypes share
+SHARED_FIELD_TYPES = {"int_contents": np.dtype("<i4"), "uint_contents": np.dtype("<u4")}  # of the fields that several datatypes share
 FINAL_RESPONSE_FLAG = "triton_final_response"
 INFER_RESPONSE = 2  # field number in ModelStreamInferResponse
 
@@ -104,7 +100,7 @@ class GrpcCodec(Codec):
             response.parameters[FINAL_RESPONSE_FLAG].bool_param = True
         pieces: list[Buffer] = []
         for name, array in requested_arrays(reply, reply_format.outputs):
-            array, _ = wire_array(name, array, reply.datatype, options)
+            array, _ = wire_array(name, array, reply.datatype, options.nonfinite)
             response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
             pieces += [length_prefixed(RAW_OUTPUTS_FIELD, array.nbytes), raw(array)]
         pieces.insert(0, response.SerializeToString())
@@ -169,20 +165,13 @@ def _typed(contents: Mapping[int, bytes | memoryview], datatype: Datatype, shape
     packed = {FIELDS.get(number, str(number)): numbers for number, numbers in contents.items()}
     if other := packed.keys() - {field}:
         raise InvalidRequest.where(f"{at}/{min(other)}", f"{field} alone for {datatype.name}", "another field")
+    numbers, field_type = packed.get(field, b""), SHARED_FIELD_TYPES.get(field, datatype.numpy)
     try:
-        wide = _numbers(packed.get(field, b""), datatype, SHARED_FIELD_TYPES.get(field, datatype.numpy))
+        wide = np.frombuffer(numbers, field_type) if datatype.kind == "float" else varints(numbers, field_type)
     except (DecodeError, ValueError):  # NumPy raises ValueError for an incomplete number
         raise MalformedBody.where(f"{at}/{field}", "packed numbers", "something else") from None
     if len(wide) != math.prod(shape):
         raise InvalidRequest.where(at, f"{math.prod(shape)} values for shape {list(shape)}", str(len(wide)))
-    array: Array = wide.astype(datatype.numpy, copy=False)
+    array: Array = wide.astype(datatype.numpy, copy=not wide.flags.aligned)  # a view of the message may not be
     require_exact(array, wide, datatype, f"{at}/{field}")
     return array.reshape(shape)
-
-
-def _numbers(packed: bytes | memoryview, datatype: Datatype, wide: np.dtype[Any]) -> Array:
-    """The numbers of a packed field, as dtype `wide`: floats are stored in IEEE format, others as varints."""
-    if datatype.kind != "float":
-        return varints(packed, wide)
-    array: Array = np.frombuffer(packed, wide)
-    return array if array.flags.aligned else array.copy()

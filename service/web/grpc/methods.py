@@ -1,32 +1,39 @@
 """The methods of GRPCInferenceService. The engine answers calls, as over HTTP; `web/v2` describes models.
 
-ModelInfer takes and returns bytes: the engine decodes and encodes them, large ones outside the event loop.
+ModelInfer takes and returns bytes: the engine decodes and encodes them, large ones outside the event loop. `GrpcForwarder` sends messages
+of sequences that another worker has to that worker, as `web/forwarding.py` does over HTTP.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from service.errors import LayerNotFound, LayerUnloaded, WrongWorker
+from service.errors import DeadlinePassed, LayerNotFound, LayerUnloaded, WrongWorker
 from service.serving.byte_budget import Lease
 from service.serving.engine import ATTEND
-from service.serving.requests import RawRequest
+from service.serving.requests import TOO_LATE, RawRequest
 from service.serving.service import Service
+from service.serving.sessions.workers import GRPC
 from service.web.grpc import messages
 from service.web.grpc.codec import GrpcCodec, values_of
-from service.web.grpc.forwarding import GrpcForwarder
-from service.web.records import Record
-from service.web.routes.attend import require_started
+from service.web.grpc.messages import SERVICE
+from service.web.records import CALLER, Record
 from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
-from service.web.v2.repository import load_layer, unload_layer
+from service.web.v2.routes import load_layer, unload_layer
 from service.wire.codec import Codec
 from service.wire.problems import validate
 from service.wire.v2.members import require_version
 from service.wire.v2.schemas import LoadParameters, UnloadParameters
+
+CALLER_KEY = CALLER.decode()
+REQUEST_ID_KEY = "x-request-id"  # in the metadata of each reply of a worker, also of refusals
+NOT_FORWARDED = ("user-agent", REQUEST_ID_KEY, CALLER_KEY)
+LAST_REPLY_SECONDS = 1.0  # until a connection to a worker that has ended is closed while replies of that worker are being read
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,7 +106,7 @@ class Methods:
 
     async def model_infer(self, body: bytes, record: GrpcRecord, codec: Codec | None = None) -> bytes:
         """If the caller cancels or disconnects, gRPC cancels this coroutine, and the scheduler drops the call."""
-        require_started(self.service)
+        self.service.require_started()
         codec = codec or self.codec
         timeouts = [seconds for seconds in (record.seconds_left, self.service.timeout) if seconds is not None]
         deadline = self.service.clock() + min(timeouts) if timeouts else None
@@ -127,3 +134,46 @@ class Methods:
 def _filled(message: Message, document: Any) -> Message:
     """Fills `message` from a Pydantic model with the same members. The message has no `response_stats`, which is always empty."""
     return ParseDict(document.model_dump(exclude_none=True, exclude={"model_stats": {"__all__": {"response_stats"}}}), message)
+
+
+class GrpcForwarder:
+    """Sends messages to other workers."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._channels: dict[Path, grpc.aio.Channel] = {}
+
+    async def forward(self, method: str, error: WrongWorker, record: Record, metadata: dict[str, str]) -> tuple[bytes, grpc.aio.Metadata]:
+        """The reply of the worker that `error` names, and its metadata.
+
+        Raises NotReady if that worker has ended, DeadlinePassed, or AioRpcError with that worker's refusal.
+        """
+        socket, raw = error.socket, error.raw
+        if socket not in self._channels:
+            await self._close_ended()
+        if socket not in self._channels:  # no other request has opened it meanwhile
+            path = socket.with_suffix(GRPC)
+            self._channels[socket] = grpc.aio.insecure_channel(f"unix:{path}", [("grpc.max_receive_message_length", -1)])
+        pairs = [(name, value) for name, value in metadata.items() if name not in NOT_FORWARDED]
+        pairs += [(REQUEST_ID_KEY, record.request_id), (CALLER_KEY, raw.caller)]
+        timeout = None if raw.deadline is None else max(0.0, raw.deadline - self.service.clock())
+        call = self._channels[socket].unary_unary(f"/{SERVICE.full_name}/{method}")(raw.body, metadata=pairs, timeout=timeout)
+        try:
+            reply = await call
+        except grpc.aio.AioRpcError as refused:
+            if REQUEST_ID_KEY in refused.trailing_metadata():
+                raise
+            if refused.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlinePassed(TOO_LATE) from None
+            raise error.if_ended from refused
+        return reply, await call.trailing_metadata()
+
+    async def _close_ended(self) -> None:
+        """Closes the connections to workers that have ended."""
+        for ended in [socket for socket in self._channels if not socket.exists()]:
+            await self._channels.pop(ended).close(LAST_REPLY_SECONDS)
+
+    async def close(self) -> None:
+        """Closes the connections to other workers."""
+        for channel in self._channels.values():
+            await channel.close()

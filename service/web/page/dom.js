@@ -17,16 +17,6 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** A table cell for each number or null, with a bar of its size relative to the largest. `text` writes a number. */
-export function bars(numbers, text) {
-  const most = Math.max(...numbers.map(Math.abs)) || 1; // null counts as 0
-  return numbers.map((number) => {
-    const cell = make("td", { textContent: number === null ? "–" : text(number) });
-    cell.style.setProperty("--share", `${(100 * Math.abs(number)) / most}%`);
-    return cell;
-  });
-}
-
 /** The result of `act` on window[name], localStorage or sessionStorage; undefined if the browser blocks it. */
 export function inStorage(name, act) {
   try {

@@ -1,14 +1,11 @@
 // The page: controls -> request -> service -> views.
 
-import { followKey, showKeyRefusal } from "./access.js";
-import { readAddress, writeAddress } from "./address.js";
-import { compose, fieldsOf, specOf, specs } from "./compose.js";
+import { followTheme } from "./colours.js";
 import { $ } from "./dom.js";
 import { copyRequest, downloadFigure, figureOf } from "./export.js";
 import * as form from "./form.js";
-import { lengths, withoutHeads } from "./request.js";
+import { compose, specOf, specs, withoutHeads } from "./request.js";
 import { LINKS } from "./statistics.js";
-import { followTheme } from "./theme.js";
 import { followFiles } from "./upload.js";
 import { Views } from "./views.js";
 import { attend, get, post, Refusal } from "./wire.js";
@@ -16,9 +13,9 @@ import { attend, get, post, Refusal } from "./wire.js";
 const PAUSE = 300; // ms after the last key until the request is sent
 
 const blocked = new Set(); // "q,k", counted with special tokens
-const views = new Views(blocked, block, saveState, openHead);
-let [composed, reply, metrics] = [null, null, null]; // of the last request
-let [running, waiting, advice] = [null, 0, null]; // advice: which trained layer to choose or install
+const views = new Views(blocked, block, saveState, openHead); // has the last request and its reply
+let [running, waiting] = [null, 0]; // AbortController of the running request, timer of the next
+let advice = null; // which trained layer to choose or install; null until the layers are loaded
 let savedState = {}; // state from the address, for the next reply
 
 async function run() {
@@ -27,14 +24,13 @@ async function run() {
   $("result").setAttribute("aria-busy", "true");
   try {
     form.clearErrors();
-    const next = await compose($("layer").value, blocked, signal);
-    const answer = await weightsOf(next.request, signal);
+    const composed = await compose($("layer").value, blocked, signal);
+    const reply = await weightsOf(composed.request, signal);
     performance.mark("attend:reply");
-    [composed, reply, metrics] = [next, answer, null];
-    showReply();
+    showReply(composed, reply);
     requestAnimationFrame(() => setTimeout(() => performance.measure("attend:paint", "attend:reply")));
-    await analyse(signal);
-    await showModel(signal);
+    await analyse(composed.request, signal);
+    await showModel(reply, signal);
   } catch (error) {
     if (error.name !== "AbortError") showRefusal(error);
   } finally {
@@ -54,7 +50,7 @@ function restart() {
 async function weightsOf(request, signal) {
   const { tensors, layer, timing } = await attend(request, ["attention_weights"], signal);
   const { shape, data } = tensors.attention_weights;
-  if (!data.length) throw new Refusal(422, "", "There is nothing to show: no queries, or no keys");
+  if (!data.length) throw new Refusal(422, "There is nothing to show: no queries, or no keys");
   return { weights: data, shape: shape.length === 3 ? [1, ...shape] : shape, layer, spec: await specOf(layer.name, signal), timing };
 }
 
@@ -63,23 +59,21 @@ function showRefusal(error) {
   if (!(error instanceof Refusal)) throw error;
   $("shown").inert = true;
   $("summary").textContent = $("layer-about").textContent = "";
-  if (showKeyRefusal(error)) return;
-  const ours = error.status === 0 || error.status === 429 || error.status >= 500; // not the fault of a field
-  form.showErrors(error.problems, ours ? { "*": "", "": "" } : fieldsOf(error));
+  form.showRefusal(error);
 }
 
-/** Shows the last reply in place of what was shown. */
-function showReply() {
+/** Shows a reply in place of the last one. */
+function showReply(composed, reply) {
   $("shown").inert = false;
   $("code").hidden = true;
   $("taken").textContent = "";
   views.showReply(composed, reply, savedState);
   savedState = {};
-  showSummary();
+  showSummary(composed, reply);
   saveState();
 }
 
-function showSummary() {
+function showSummary(composed, reply) {
   const { shape: [, count, queries, keys], spec, layer, timing } = reply;
   const compute = /compute;dur=([\d.]+)/.exec(timing)?.[1];
   $("summary").textContent = `${count} heads, ${queries} queries × ${keys} keys${compute ? `, computed in ${Number(compute).toFixed(1)} ms` : ""}`;
@@ -92,19 +86,14 @@ function showSummary() {
 }
 
 /** Head statistics, or the service's reason why they are not defined for this request. */
-async function analyse(signal) {
-  const body = { ...composed.request, analysis: { top_links: LINKS } };
-  const compute = async () => ({ metrics } = await (await post("attend/analysis", body, { signal })).json());
-  if (await form.attempt("numbers", compute)) showMetrics();
-  else views.statistics.clear();
-}
-
-function showMetrics() {
-  if (metrics) views.statistics.show(metrics, views.item, lengths(composed.request).batch !== null);
+async function analyse(request, signal) {
+  const body = { ...request, analysis: { top_links: LINKS } };
+  const compute = async () => views.showMetrics((await (await post("attend/analysis", body, { signal })).json()).metrics);
+  if (!(await form.attempt("numbers", compute))) views.showMetrics(null);
 }
 
 /** Shows all layers of the model, if the user has opened that view: each gets the same sentence or request. */
-async function showModel(signal) {
+async function showModel(reply, signal) {
   for (const name of views.model.isOpen ? views.model.rows.keys() : []) {
     try {
       const answer = name === reply.layer.name ? reply : await weightsOf((await compose(name, blocked, signal)).request, signal);
@@ -124,12 +113,12 @@ function openHead(layer, head = views.shown) {
 
 /** Writes the state of the page into its address. */
 function saveState() {
-  if (reply) writeAddress({ ...views.state(), blocked: [...blocked].join(" ") });
+  if (views.reply) form.writeAddress({ ...views.state(), blocked: [...blocked].join(" ") });
 }
 
 /** Sets the page to the state in its address. */
 function restoreState() {
-  savedState = readAddress();
+  savedState = form.readAddress();
   blocked.clear();
   for (const [cell] of (savedState.blocked ?? "").matchAll(/\d+,\d+/g)) blocked.add(cell);
   showBlocked();
@@ -162,14 +151,14 @@ function unblock() {
 
 /** The request for the weights and the output of the heads that are on. */
 function requestOfHeads() {
-  const { off, chosen, count } = views.heads;
+  const { composed, heads: { off, chosen, count } } = views;
   if (!off.length) return composed.request;
   const request = withoutHeads(composed.request, off, count);
   return chosen.length ? { ...request, select: { heads: chosen } } : request;
 }
 
 async function attemptExport(act) {
-  const succeeded = await form.attempt("take", async () => composed && ($("taken").textContent = await act()));
+  const succeeded = await form.attempt("take", async () => views.reply && ($("taken").textContent = await act()));
   if (!succeeded) $("taken").textContent = "";
 }
 
@@ -177,7 +166,7 @@ async function exportFigure(format) {
   $("taken").textContent = "Drawing…";
   const figure = figureOf($("kind").value, views.shown, views.heads.chosen);
   const name = `attention-${figure.kind}.${format}`;
-  await downloadFigure(composed.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: views.item }, name);
+  await downloadFigure(views.composed.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: views.item }, name);
   return `Downloaded ${name}`;
 }
 
@@ -196,17 +185,17 @@ function listen() {
   for (const id of ["left", "right", "length", "offset"]) on(id, "input", runSoon);
   for (const id of ["causal", "layer", "special"]) on(id, "change", run);
   on("cross", "change", () => (unblock(), form.showMode(), run()));
-  on("item", "change", () => (views.show(), showMetrics(), saveState()));
+  on("item", "change", () => (views.show(), saveState()));
   on("unblock", "click", () => (unblock(), run()));
   on("scale", "change", () => (views.redraw(), saveState()));
   on("all", "click", () => views.switchAllOn());
-  on("larger", "click", () => reply && views.matrix.magnify(1.5));
-  on("smaller", "click", () => reply && views.matrix.magnify(1 / 1.5));
+  on("larger", "click", () => views.reply && views.matrix.magnify(1.5));
+  on("smaller", "click", () => views.reply && views.matrix.magnify(1 / 1.5));
   on("block", "click", () => $("block").setAttribute("aria-pressed", String((views.pointing.blocking = !views.pointing.blocking))));
   onEach("input[name=input]", "change", switchMode);
-  onEach("[data-copy]", "click", ({ dataset }) => attemptExport(() => copyRequest(dataset.copy, requestOfHeads(), composed.texts, $("code"))));
+  onEach("[data-copy]", "click", ({ dataset }) => attemptExport(() => copyRequest(dataset.copy, requestOfHeads(), views.composed.texts, $("code"))));
   onEach("[data-figure]", "click", ({ dataset }) => attemptExport(() => exportFigure(dataset.figure)));
-  views.model.details.addEventListener("toggle", () => reply && run());
+  views.model.details.addEventListener("toggle", () => views.reply && run());
   window.addEventListener("hashchange", () => (restoreState(), run()));
 }
 
@@ -215,7 +204,7 @@ function switchMode() {
   form.showMode();
   unblock();
   if (form.mode() === "request") {
-    if (!$("request").value && typeof composed?.request === "object") $("request").value = JSON.stringify(composed.request);
+    if (!$("request").value && views.composed) $("request").value = JSON.stringify(views.composed.request);
     form.showPasted();
   } else form.showMasks({});
   run();
@@ -244,6 +233,6 @@ async function load() {
 followTheme($("theme"), () => views.redraw());
 restoreState();
 listen();
-followKey(load);
+form.followApiKey(load);
 followFiles((name) => (form.showLayer(name), load()));
 load();

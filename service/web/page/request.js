@@ -1,12 +1,81 @@
-// The body of POST /attend from the values of the controls, and the labels of its axes.
+// The request from the controls: of a sentence with vectors from /words, or a pasted one with the masks and the layer of the controls.
 
-import { Refusal } from "./wire.js";
+import { $ } from "./dom.js";
+import * as form from "./form.js";
+import { get, post, Refusal } from "./wire.js";
 
 const SPECIAL = /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>)$/i;
 const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
+const MAX_CACHED = 32; // replies of /words
+
+const cache = new Map(); // body of a request to /words -> its reply
+export const specs = new Map(); // layer -> spec
+
+/**
+ * {request, tokens, texts, note, cross}: the body for /attend to `layer`, and tokens(item, queries, keys) -> labels of the axes. For a sentence
+ * also texts, the bodies for /words by input of the layer; note, the reply to the first; cross, whether there is a second sentence.
+ */
+export async function compose(layer, blocked, signal) {
+  return form.mode() === "request" ? composePasted(layer, blocked) : await composeSentence(layer, blocked, signal);
+}
+
+async function composeSentence(layer, blocked, signal) {
+  const [texts, sides, cross] = [{}, {}, $("cross").checked];
+  const read = async (part, field) => {
+    texts[part] = { layer, text: $(field).value, part };
+    try {
+      sides[part] = await readWords(texts[part], signal);
+    } catch (error) {
+      if (error instanceof Refusal) error.fields = { text: field };
+      throw error;
+    }
+  };
+  await read("query", "text");
+  const { d_model, key_dim, value_dim } = await specOf(layer, signal);
+  const others = cross ? "keys" : "text";
+  if (cross || key_dim !== d_model || value_dim !== key_dim) await read("key", others);
+  if (value_dim !== key_dim) await read("value", others);
+  const { query, key, value } = sides;
+  const tokens = { query: query.tokens, key: (key ?? query).tokens };
+  const body = { layer, query: query.vectors, ...(key && { key: key.vectors }), ...(value && { value: value.vectors }) };
+  const whole = withOmitted({ ...body, tokens: key ? tokens : { query: query.tokens } }, $("special").checked);
+  const request = withMasks(whole, form.masks(blocked), tokens.query.length, tokens.key.length);
+  return { request, tokens: () => tokens, texts, note: query, cross };
+}
+
+function composePasted(layer, blocked) {
+  const text = $("request").value;
+  let body = null;
+  try {
+    body = JSON.parse(text);
+  } catch {
+    // the service says where the error is
+  }
+  if (body === null || typeof body !== "object" || Array.isArray(body)) return { request: text };
+  const { select, outputs, reply, ...rest } = body; // the page needs its own outputs
+  const { queries, keys } = lengths(rest);
+  const whole = withOmitted({ ...rest, layer }, $("special").checked);
+  const request = withMasks(whole, form.masks(blocked), queries, keys);
+  return { request, tokens: (item, q, k) => tokensOf(request, item, q, k) };
+}
+
+async function readWords(text, signal) {
+  const body = JSON.stringify(text);
+  if (!cache.has(body)) {
+    if (cache.size >= MAX_CACHED) cache.clear();
+    cache.set(body, await (await post("words", body, { signal })).json());
+  }
+  return cache.get(body);
+}
+
+/** The spec of a layer. */
+export async function specOf(name, signal) {
+  if (!specs.has(name)) specs.set(name, (await get(`layers/${encodeURIComponent(name)}`, signal)).spec);
+  return specs.get(name);
+}
 
 /** The body with the masks of the controls instead of its own; fields that the controls cannot show are unchanged. */
-export function withMasks(body, masks, queries, keys) {
+function withMasks(body, masks, queries, keys) {
   const request = { ...body };
   const set = (name, value) => {
     if (value === null || value === false) delete request[name];
@@ -23,7 +92,7 @@ export function withMasks(body, masks, queries, keys) {
 /** Rows of 0 and 1 (1 = blocked), or base64 for large masks; added to an existing mask of the same shape. */
 function blockMask(before, blocked, queries, keys) {
   const rows = Array.isArray(before) && before.length === queries && before[0]?.length === keys && typeof before[0][0] !== "object" ? before : null;
-  if (before && !rows) throw new Refusal(422, "", "", [{ at: "/block_mask", text: "Expected a block_mask of [queries, keys] rows to add cells to, got another" }]);
+  if (before && !rows) throw refusalAt("/block_mask", "Expected a block_mask of [queries, keys] rows to add cells to, got another");
   const mask = Array.from({ length: queries }, (_, q) => Array.from({ length: keys }, (_, k) => (blocked.has(`${q},${k}`) || rows?.[q][k] ? 1 : 0)));
   if (queries * keys <= READABLE) return mask;
   const bytes = mask.map((row) => String.fromCharCode(...row)).join("");
@@ -33,10 +102,12 @@ function blockMask(before, blocked, queries, keys) {
 /** The body with the outputs of the heads `off`, of `count`, multiplied by 0. */
 export function withoutHeads(body, off, count) {
   const { head_scale: given } = body;
-  if (given && !Array.isArray(given)) throw new Refusal(422, "", "", [{ at: "/head_scale", text: "Expected a list, to switch heads off, got another form" }]);
+  if (given && !Array.isArray(given)) throw refusalAt("/head_scale", "Expected a list, to switch heads off, got another form");
   const scaled = (factors) => Array.from({ length: count }, (_, head) => (off.includes(head) ? 0 : (factors?.[head] ?? 1)));
   return { ...body, head_scale: Array.isArray(given?.[0]) ? given.map(scaled) : scaled(given) };
 }
+
+const refusalAt = (at, text) => new Refusal(422, text, [{ at, text }]);
 
 /** {batch, queries, keys} from the shapes of query and key; batch is null without that axis. */
 export function lengths({ query, key }) {
@@ -50,7 +121,7 @@ function nestedShape(list) {
 }
 
 /** Labels of the axes of one batch item: the request's tokens, or numbers. */
-export function tokensOf(request, item, queries, keys) {
+function tokensOf(request, item, queries, keys) {
   const given = (words) => (Array.isArray(words?.[0]) ? words[item] : words);
   const numbers = (count) => Array.from({ length: count }, (_, i) => String(i));
   const query = given(request.tokens?.query) ?? numbers(queries);
@@ -59,7 +130,7 @@ export function tokensOf(request, item, queries, keys) {
 }
 
 /** The body with special tokens left out of pictures and statistics, or not; a list of other tokens to leave out is unchanged. */
-export function withOmitted(body, special) {
+function withOmitted(body, special) {
   if (!body.tokens || (!special && body.tokens.omit !== "special")) return body;
   const { omit, ...tokens } = body.tokens;
   return { ...body, tokens: special ? { ...tokens, omit: "special" } : tokens };

@@ -1,7 +1,10 @@
-// Head statistics: a table with a row for each head, from the reply of POST /attend/analysis. For formulas see docs/heads.md.
+// Tables about heads. `HeadStatistics`: a row for each head, from the reply of POST /attend/analysis; for formulas see docs/heads.md.
+// `OutputChange`: how the output changes by the heads that are off.
 
-import { bars, make, markCut } from "./dom.js";
-import { isSpecial } from "./request.js";
+import { make, markCut } from "./dom.js";
+import { attempt } from "./form.js";
+import { isSpecial, withoutHeads } from "./request.js";
+import { cachedTensors } from "./wire.js";
 
 const COLUMNS = [ // name, title, digits, what it is
   ["entropy", "Entropy", 2, "−Σ a ln a over the keys, in nats, mean over queries: small where a head looks at few words"],
@@ -75,3 +78,57 @@ function strongest(from, to, weights) {
 const row = (cells) => make("tr", {}, ...cells);
 
 const cell = (tag, textContent, scope) => make(tag, { textContent, ...(scope && { scope }) });
+
+export class OutputChange {
+  constructor(section) {
+    Object.assign(this, { section, table: section.querySelector("table"), summary: section.querySelector(".hint") });
+  }
+
+  /** Compares the outputs of a batch item with and without the heads `off`, of `count`. `queries`: [index, word] of each row that is shown. */
+  async show(request, off, count, item, queries) {
+    const shown = (this.shown = {});
+    this.section.hidden = !off.length;
+    this.table.replaceChildren();
+    this.summary.textContent = "";
+    if (!off.length) return;
+    const compare = async () => {
+      const [all, some] = await Promise.all([request, withoutHeads(request, off, count)].map((body) => cachedTensors(body, ["output"])));
+      const [rows, width] = all.output.shape.slice(-2);
+      const changes = relativeChange(all.output.data, some.output.data, width).slice(item * rows, (item + 1) * rows);
+      if (this.shown === shown) this.fill(off, queries.map(([, word]) => word), queries.map(([index]) => changes[index]));
+    };
+    await attempt("change", compare, () => this.shown === shown);
+  }
+
+  fill(off, words, changes) {
+    const defined = changes.filter((change) => change !== null);
+    const mean = defined.reduce((sum, change) => sum + change, 0) / (defined.length || 1);
+    this.summary.textContent = `without ${off.length === 1 ? "head" : "heads"} ${off.join(", ")}: ${percent(mean)} different`;
+    const rows = bars(changes, percent).map((cell, i) => make("tr", {}, make("th", { scope: "row", textContent: words[i] }), cell));
+    this.table.replaceChildren(make("tbody", {}, ...rows));
+  }
+}
+
+/** ‖a − b‖ / ‖a‖ of rows of `width` numbers; null where a is zero. */
+function relativeChange(a, b, width) {
+  return Array.from({ length: a.length / width }, (_, i) => {
+    let [difference, size] = [0, 0];
+    for (let j = i * width; j < (i + 1) * width; j++) {
+      difference += (a[j] - b[j]) ** 2;
+      size += a[j] ** 2;
+    }
+    return size ? Math.sqrt(difference / size) : null;
+  });
+}
+
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
+
+/** A table cell for each number or null, with a bar of its size relative to the largest. `text` writes a number. */
+function bars(numbers, text) {
+  const most = Math.max(...numbers.map(Math.abs)) || 1; // null counts as 0
+  return numbers.map((number) => {
+    const cell = make("td", { textContent: number === null ? "–" : text(number) });
+    cell.style.setProperty("--share", `${(100 * Math.abs(number)) / most}%`);
+    return cell;
+  });
+}

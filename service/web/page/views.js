@@ -4,16 +4,14 @@ import { paint } from "./colours.js";
 import { Decoding } from "./decoding.js";
 import { $ } from "./dom.js";
 import { layerNames } from "./form.js";
-import { Heads } from "./heads.js";
+import { Heads, layersOfModel, Model } from "./heads.js";
 import { NOTHING } from "./heatmap.js";
 import { Matrix } from "./matrix.js";
-import { layersOfModel, Model } from "./model.js";
-import { OutputChange } from "./output_change.js";
-import { Pattern, Weights, largest } from "./pattern.js";
 import { Pointing } from "./pointing.js";
-import { isSpecial, omits } from "./request.js";
-import { HeadStatistics } from "./statistics.js";
+import { isSpecial, lengths, omits } from "./request.js";
+import { HeadStatistics, OutputChange } from "./statistics.js";
 import { Steps } from "./steps.js";
+import { Pattern, Weights } from "./weights.js";
 import { Words } from "./words.js";
 
 const RAMP = new Weights(Float32Array.from({ length: 128 }, (_, i) => (i + 1) / 128), 1, 128); // the colours of the legend
@@ -49,9 +47,9 @@ export class Views {
     return this.composed.tokens(this.item, queries, keys);
   }
 
-  /** Shows a reply; `wanted` is a state as `state` returns it, or has none of its names. */
+  /** Shows a reply, without its statistics yet; `wanted` is a state as `state` returns it, or has none of its names. */
   showReply(composed, reply, wanted) {
-    Object.assign(this, { composed, reply });
+    Object.assign(this, { composed, reply, metrics: null });
     this.showItems(wanted.item);
     this.statistics.wait();
     this.decoding.offer(composed);
@@ -66,6 +64,14 @@ export class Views {
     }
   }
 
+  /** Shows the head statistics of the reply, or none for null. */
+  showMetrics(metrics) {
+    this.metrics = metrics;
+    if (metrics) this.statistics.show(metrics, this.item, lengths(this.composed.request).batch !== null);
+    else this.statistics.clear();
+  }
+
+  /** Offers the batch items, and selects the wanted one, or else the one that was shown. */
   showItems(wanted) {
     const [count] = this.reply.shape;
     const item = Math.min(wanted ?? ($("item").value || 0), count - 1);
@@ -101,10 +107,11 @@ export class Views {
     this.axes = { query: visible(labels.query), key: visible(labels.key) }; // indices of the words that are shown
     this.pattern = this.patternOf(this.reply);
     const shownLabels = { query: this.axes.query.map((q) => labels.query[q]), key: this.axes.key.map((k) => labels.key[k]) };
-    if (JSON.stringify(shownLabels) !== JSON.stringify(this.shownLabels)) this.shownLabels = shownLabels;
+    if (JSON.stringify(shownLabels) !== JSON.stringify(this.shownLabels)) this.shownLabels = shownLabels; // else the same object: locks and zoom stay
     if (!this.pattern.heads[this.shown]) this.shown = "mean";
     this.redraw();
     this.showChange();
+    if (this.metrics) this.showMetrics(this.metrics);
   }
 
   /** What is shown of the weights of a reply to the same words. */
@@ -120,7 +127,7 @@ export class Views {
     $("all").hidden = !this.heads.off.length;
     this.model.redraw(scale);
     this.decoding.draw();
-    paint($("ramp"), RAMP, () => 1);
+    paint($("ramp"), RAMP, "one");
     this.drawShown();
   }
 
@@ -135,7 +142,7 @@ export class Views {
     this.pointing.show(weights, shownLabels, name);
     $("matrix-title").textContent = name;
     $("matrix").setAttribute("aria-label", `Attention weights, ${name}, ${pattern.queries} queries by ${pattern.keys} keys`);
-    $("most").textContent = scale === "one" ? "1" : scale === "row" ? "row's largest" : largest(weights.data, 0, weights.data.length).toFixed(3);
+    $("most").textContent = scale === "one" ? "1" : scale === "row" ? "row's largest" : weights.largest().toFixed(3);
     this.statistics.mark(shown);
     this.showSteps();
   }

@@ -3,7 +3,6 @@
 
 import { css, inkOn } from "./colours.js";
 import { make } from "./dom.js";
-import { colourFactors } from "./pattern.js";
 
 const ROW = 28; // pixels; page.css has the same
 const LINES = 4; // per word, if none is isolated
@@ -36,10 +35,11 @@ export class Words {
     return { list, words: null, buttons: [], touched: [] };
   }
 
-  show(weights, words, scale) {
-    Object.assign(this, { weights, factors: colourFactors(weights, scale), strongest: null });
-    this.fill(this.sides.q, words.query);
-    this.fill(this.sides.k, words.key);
+  /** Shows a matrix of weights with the labels of its axes. */
+  show(weights, labels, scale) {
+    Object.assign(this, { weights, factors: weights.factors(scale), strongest: null });
+    this.fill(this.sides.q, labels.query);
+    this.fill(this.sides.k, labels.key);
     this.draw();
   }
 

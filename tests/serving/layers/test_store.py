@@ -22,8 +22,7 @@ from support.app import serve_here
 from support.processes import several_workers
 from support.server import Server
 
-from service.serving.layers.coordination import Claim
-from service.serving.layers.store import LayerStore
+from service.serving.layers.store import Claim, LayerStore
 from service.settings import Settings
 
 Start = Callable[..., Server]

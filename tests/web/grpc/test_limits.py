@@ -23,7 +23,7 @@ from service.serving.byte_budget import ByteBudget, CallLimit
 from service.serving.streams import MessageReader, message_reader
 from service.web.grpc.calls import MAX_STREAMS
 from service.web.grpc.calls import address_of as address_of_peer
-from service.web.grpc.standard_services import MAX_WATCHES
+from service.web.grpc.server import MAX_WATCHES
 from service.web.keys import make_key, write_keys
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -91,7 +91,7 @@ def test_the_attention_layers_of_a_models_folder_are_added(
 
 def test_the_page_sends_every_tensor_that_any_model_needs() -> None:
     """Of the models of every family: their names have what the page looks for, and, without stages, the number of the layer first."""
-    script = (Path(__file__).parents[3] / "service/web/page/checkpoint.js").read_text()
+    script = (Path(__file__).parents[3] / "service/web/page/upload.js").read_text()
     attention, shared = re.search(r"ATTENTION = /(.*)/i;", script), re.search(r"SHARED = /(.*)/;", script)
     assert attention is not None and shared is not None
     needed = 0

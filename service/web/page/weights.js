@@ -1,23 +1,4 @@
-// The attention weights of one batch item: matrices of heads, the mean of some heads, the strongest links.
-
-/** A function from the index of a weight to its factor, which makes colours of weights: 1 / largest for the `scale` "head", 1 / largest of the
- * row for "row", 1 for "one". */
-export function colourFactors(weights, scale) {
-  if (scale === "one") return () => 1;
-  if (scale === "head") {
-    const factor = 1 / (largest(weights.data, 0, weights.data.length) || 1);
-    return () => factor;
-  }
-  const factors = Array.from({ length: weights.queries }, (_, q) => 1 / (largest(weights.data, q * weights.keys, (q + 1) * weights.keys) || 1));
-  return (i) => factors[Math.floor(i / weights.keys)];
-}
-
-/** The largest of numbers[from..to). */
-export function largest(numbers, from, to) {
-  let most = 0;
-  for (let i = from; i < to; i++) if (numbers[i] > most) most = numbers[i];
-  return most;
-}
+// The attention weights of one batch item: a matrix for each head, their mean, the strongest links.
 
 /** Weights [queries, keys] of one head, or the mean of several. Rows are queries. */
 export class Weights {
@@ -33,6 +14,25 @@ export class Weights {
   along(axis, index) {
     if (axis === "query") return this.data.subarray(index * this.keys, (index + 1) * this.keys);
     return Float32Array.from({ length: this.queries }, (_, q) => this.at(q, index));
+  }
+
+  /** A function from the index of a weight to its factor: weight times factor is the strength, 0..1, that colours show. The `scale` is "head"
+   * (1 / largest weight), "row" (1 / largest of the row) or "one" (1). */
+  factors(scale) {
+    if (scale === "one") return () => 1;
+    if (scale === "head") {
+      const factor = 1 / (this.largest() || 1);
+      return () => factor;
+    }
+    const factors = Array.from({ length: this.queries }, (_, q) => 1 / (this.largest(q * this.keys, (q + 1) * this.keys) || 1));
+    return (i) => factors[Math.floor(i / this.keys)];
+  }
+
+  /** The largest of data[from..to). */
+  largest(from = 0, to = this.data.length) {
+    let most = 0;
+    for (let i = from; i < to; i++) if (this.data[i] > most) most = this.data[i];
+    return most;
   }
 
   /** At most `count` links [q, k, weight], the strongest first. */

@@ -52,15 +52,15 @@ def visit(browser: Any, guarded: Guarded) -> Iterator[Visit]:
 
 def error(visit: Visit) -> str:
     """The message at the field, once there is one."""
-    message: str = visit.page.locator("#access-error:not(:empty)").inner_text()
+    message: str = visit.page.locator("#api-key-error:not(:empty)").inner_text()
     return message
 
 
 def enter(visit: Visit, key: str) -> None:
     """Types a key; returns after the first reply, or, if the key is accepted, after the following one."""
     with visit.page.expect_response("**/layers"):
-        visit.page.fill("#access", key)
-        visit.page.press("#access", "Enter")
+        visit.page.fill("#api-key", key)
+        visit.page.press("#api-key", "Enter")
 
 
 def shown(visit: Visit) -> None:
@@ -73,20 +73,20 @@ def test_the_page_requests_a_key_and_shows_why_one_is_refused(visit: Visit, guar
     page = visit.page
     visit.open()
     assert "requires a key" in error(visit)
-    assert page.locator("#access").get_attribute("aria-invalid") == "true" and page.locator("#access").get_attribute("type") == "password"
+    assert page.locator("#api-key").get_attribute("aria-invalid") == "true" and page.locator("#api-key").get_attribute("type") == "password"
     assert page.locator("#heads button").count() == 0 and page.locator("#problem").is_hidden()
 
     enter(visit, "attend-nobody-has-this")
-    page.locator("#access-error", has_text="does not know the key").wait_for()
+    page.locator("#api-key-error", has_text="does not know the key").wait_for()
     enter(visit, guarded.other)
-    page.locator("#access-error", has_text='a key with the scope infer, got "watcher" with metrics').wait_for()
-    page.fill("#access", "schlüssel €")
-    page.press("#access", "Enter")
-    page.locator("#access-error", has_text="does not know the key").wait_for()
+    page.locator("#api-key-error", has_text='a key with the scope infer, got "watcher" with metrics').wait_for()
+    page.fill("#api-key", "schlüssel €")
+    page.press("#api-key", "Enter")
+    page.locator("#api-key-error", has_text="does not know the key").wait_for()
 
     enter(visit, guarded.secret)
     shown(visit)
-    assert page.locator("#access-error").inner_text() == "" and page.locator("#access").get_attribute("aria-invalid") is None
+    assert page.locator("#api-key-error").inner_text() == "" and page.locator("#api-key").get_attribute("aria-invalid") is None
     assert set(visit.refused) == {401, 403}
 
 
@@ -107,12 +107,12 @@ def test_the_key_is_stored_in_the_tab_alone(visit: Visit, guarded: Guarded) -> N
 
     visit.page.reload()
     shown(visit)
-    assert page.locator("#access").is_visible()
+    assert page.locator("#api-key").is_visible()
     assert page.context.cookies() == [] and page.evaluate("JSON.stringify(localStorage)") == "{}"
     assert not any(guarded.secret in url for url in visit.fetched)
     beside = page.context.new_page()
     beside.goto(guarded.server.url + "/")
-    beside.locator("#access-error", has_text="requires a key").wait_for()
+    beside.locator("#api-key-error", has_text="requires a key").wait_for()
 
 
 def test_after_a_key_is_removed_the_page_requests_another(visit: Visit, guarded: Guarded) -> None:
@@ -156,5 +156,5 @@ def test_without_keys_the_page_requests_none(browser: Any, server: Server) -> No
     sent: list[str | None] = []
     page.on("request", lambda request: sent.append(request.headers.get("authorization")))
     visit = Visit(page, server.url).begin()
-    assert page.locator("#access").is_hidden() and set(sent) == {None}
+    assert page.locator("#api-key").is_hidden() and set(sent) == {None}
     visit.end()

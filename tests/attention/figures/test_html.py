@@ -1,7 +1,6 @@
 """The HTML page of POST /attend/figure in a real browser, opened from a file, without a network."""
 
 import json
-import shutil
 
 import httpx
 import numpy as np
@@ -17,17 +16,6 @@ BODY = {
     "block_mask": [[int(i == 4)] * 7 for i in range(7)],
     "tokens": {"query": WORDS},
 }
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-        opened = driver.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(params=["light", "dark"])
