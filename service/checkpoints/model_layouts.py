@@ -240,27 +240,19 @@ def _layout(name: str, convert: Callable[[LayerTensors], Converted], *projection
     return Layout(name, names, convert, optional=tuple((role,) for role in {*names.values()} - required), ignored=IGNORED)
 
 
-LATENT = {
+LATENT = packed_names(query_down="q_a_proj", down="kv_a_proj_with_mqa", output="o_proj") | {
     "q_proj.weight": "query.weight",
     "q_b_proj.weight": "query.weight",
-    "q_a_proj.weight": "query_down.weight",
-    "q_a_proj.bias": "query_down.bias",
     "q_a_layernorm.weight": "query_down_norm.weight",
-    "kv_a_proj_with_mqa.weight": "down.weight",
-    "kv_a_proj_with_mqa.bias": "down.bias",
     "kv_a_layernorm.weight": "key_value_down_norm.weight",
     "kv_b_proj.weight": "up.weight",
-    "o_proj.weight": "output.weight",
-    "o_proj.bias": "output.bias",
 }
 NETWORK = "self.continuous_position_bias_mlp"
 COSINE = {"self.logit_scale": "logit_scale", f"{NETWORK}.2.weight": "network_out.weight"}
 COSINE |= {f"{NETWORK}.0.{kind}": f"network.{kind}" for kind in KINDS}
-INDEXER = {
+INDEXER = packed_names(index_key_norm="indexer.k_norm") | {
     "indexer.wq_b.weight": "index_query.weight",
     "indexer.wk.weight": "index_key.weight",
-    "indexer.k_norm.weight": "index_key_norm.weight",
-    "indexer.k_norm.bias": "index_key_norm.bias",
     "indexer.weights_proj.weight": "index_head_weights.weight",
 }
 GATED = {"linear_gate.weight": "gate.weight", "learnable_sink_param": "sinks"}
