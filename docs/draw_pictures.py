@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from service.cli.child import child_server
+
 from service.cli.clients import in_process
 from service.cli.demo import SENTENCE
 from service.serving.embeddings import read_minilm

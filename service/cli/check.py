@@ -18,9 +18,8 @@ from rich.table import Table
 from service.attention.compare import Comparison, compare
 from service.attention.compare.convention import option_table
 from service.cli.clients import open_client
-from service.cli.flags import AsJson, Ca, Config, Url, with_settings
 from service.cli.server_check import ServerReport, check_server
-from service.cli.terminal import fail, report_errors
+from service.cli.terminal import AsJson, Ca, Config, Url, fail, report_errors, with_settings
 from service.errors import InvalidRequest
 from service.spec import LayerSpec
 from service.wire.problems import validate

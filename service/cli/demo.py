@@ -15,12 +15,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from service.cli.child import NotStarted, child_server
-from service.cli.flags import AsJson
-from service.cli.heads import metric_tables
-from service.cli.infer import headline
-from service.cli.request_file import without_special
-from service.cli.terminal import fail, report_errors
+from service.cli.clients import NotStarted, child_server
+from service.cli.metric_tables import metric_tables
+from service.cli.request_file import headline, without_special
+from service.cli.terminal import AsJson, fail, report_errors
 from service.client import AttendResult, Client, operations
 from service.client.responses import read_attend
 from service.serving.embeddings import ModelNotInstalled, Sentence, hash_words, read_minilm

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli.flags import AsJson
-from service.cli.terminal import fail, print_result
+from service.cli.terminal import AsJson, fail, print_result
 from service.web.keys import SCOPES, BadKeys, Key, make_key, read_keys, write_keys
 
 EPILOG = """Examples: attend keys add gateway --scope infer --file keys.txt

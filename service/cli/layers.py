@@ -18,8 +18,7 @@ from rich.table import Table
 from service.checkpoints import ModelFolder, described_layers, layers_of_file
 from service.checkpoints.families import PARTS
 from service.cli.clients import open_client
-from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
-from service.cli.terminal import print_result, report_errors, write_file
+from service.cli.terminal import ENGINE_FIELDS, AsJson, Ca, Config, Url, print_result, report_errors, with_settings, write_file
 from service.client import Client
 from service.wire.schemas.layers import LayerDocument, Layers
 

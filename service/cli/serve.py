@@ -13,8 +13,7 @@ from typing import Any
 
 import typer
 
-from service.cli.flags import Config, with_settings
-from service.cli.terminal import fail, report_errors
+from service.cli.terminal import Config, fail, report_errors, with_settings
 from service.serving.threads import plan_threads, usable_cores
 from service.settings import Settings, injected_variables, read_settings
 

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from service.cli.clients import open_client
-from service.cli.flags import AsJson, Ca
-from service.cli.terminal import print_result, report_errors, write_file
+from service.cli.terminal import AsJson, Ca, print_result, report_errors, write_file
 from service.client import Client, Session
 from service.wire.schemas.sessions import SessionDocument, Sessions
 

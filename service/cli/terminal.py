@@ -1,20 +1,34 @@
-"""What commands read and print, and their exit codes.
+"""What commands share: flags, also those generated from the fields of Settings and of other models; what is printed; exit codes.
 
-0 success; 1 refused, failed, or a difference found; 2 invalid arguments (typer's code).
+Exit codes: 0 success; 1 refused, failed, or a difference found; 2 invalid arguments (typer's code).
 """
 
+import inspect
 import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
 
 import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from rich.markup import escape
 
 from service.client import BadReply, TimedOut, Unreachable, Untrusted
+from service.client.connection import CA
 from service.errors import AttendError, CapacityError, Forbidden, LayerNotFound, NotReady, ServiceFault, TooLarge, Unauthenticated
-from service.settings import BadSettings
+from service.settings import LAYER_FIELDS, BadSettings, Settings
+
+Url = Annotated[str | None, typer.Option(help="URL of a running server; without it, this process computes.", show_default=False)]
+Ca = Annotated[
+    Path | None,
+    typer.Option(envvar=CA, help="CA bundle used to verify the server, a file or a folder.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.", show_default=False)]
+
+ENGINE_FIELDS = (*LAYER_FIELDS, "layers", "layers_dir", "device", "threads")
 
 HINTS: dict[type[AttendError], str] = {
     TimedOut: "The server took too long; send smaller requests, or read its log.",
@@ -29,6 +43,38 @@ HINTS: dict[type[AttendError], str] = {
     TooLarge: "Send a smaller request, or raise the named limit of the server.",
     ServiceFault: "This is a fault of the server; its log has the cause under the request id.",
 }
+
+
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a command: adds a flag for each of these settings, passed as keyword arguments, None if not given."""
+    return with_fields(Settings, *names)
+
+
+def with_fields(model: type[BaseModel], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The same for the fields of any model."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        flags = [_flag(name, model.model_fields[name]) for name in names]
+        cast(Any, command).__signature__ = signature.replace(parameters=[*own, *flags])  # typeshed has no such attribute
+        return command
+
+    return decorate
+
+
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    """The option for a field of a model. Its default is None, so that the environment and the file can set the field."""
+    choices = get_args(field.annotation) or (field.annotation,)
+    choices = tuple(get_args(choice)[0] if get_origin(choice) is Annotated else choice for choice in choices)
+    kinds = [kind for kind in choices if kind in (int, float, bool)]
+    names = [name for choice in choices for name in (choice, *get_args(choice)) if isinstance(name, str)]  # of a Literal
+    text = str(field.description).replace("if null", "if not set")
+    notes = [", ".join(names)] * (not all(name in text for name in names))
+    notes += [] if field.default in (None, {}) else [f"default {field.default}"]
+    option = typer.Option(help=escape(f"{text} ({'; '.join(notes)})" if notes else text), show_default=False)  # brackets would be markup
+    annotation = Annotated[(kinds[0] if kinds else str) | None, option]  # type: ignore[valid-type]  # built at run time
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 @contextmanager
@@ -53,15 +99,6 @@ def fail(command: str, message: str, *hints: str, code: int = 1) -> NoReturn:
 def print_result(document: Mapping[str, Any], text: str, as_json: bool) -> None:
     """Prints the document as JSON, or the text."""
     typer.echo(json.dumps(document) if as_json else text)
-
-
-def read_file(command: str, file: str) -> bytes:
-    """The bytes of a file, or of standard input for -. Raises typer.Exit if the file cannot be read."""
-    try:
-        return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        hint = "Give the file of a JSON body of POST /attend, or - for standard input."
-        fail(command, f"cannot read {file}: {error.strerror}", hint)
 
 
 def write_file(command: str, path: Path, content: bytes) -> None:

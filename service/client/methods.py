@@ -4,8 +4,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast, get_args
 
-from service.client.operations import Operation, refuse_other_names
+from service.client.operations import Operation, put_layer
+from service.errors import InvalidRequest, pointer
+from service.wire.problems import unknown_field
 from service.wire.schemas.analysis import AnalysisRequest
+from service.wire.schemas.attend import AttendRequest
+from service.wire.schemas.layers import PutLayer
 from service.wire.schemas.sessions import StepOptions
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -22,7 +26,9 @@ def make_operation(operation: Callable[P, Operation[T]], *args: P.args, **kwargs
     try:
         return operation(*args, **kwargs)
     except TypeError:
-        refuse_other_names(operation, kwargs)
+        model = PutLayer if operation is put_layer else AttendRequest
+        if problems := [unknown_field(pointer([name]), name, model) for name in kwargs if name in model.expected_instead]:
+            raise InvalidRequest(problems=problems) from None
         raise
 
 

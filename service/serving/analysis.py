@@ -20,9 +20,8 @@ from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
-from service.wire.codec import Decoded
+from service.wire.codec import Decoded, Reply
 from service.wire.problems import validate
-from service.wire.reply import Reply
 from service.wire.schemas.analysis import INDEX_PARTS, METRIC_SHAPES, POSITIONAL_METRICS, TOKEN_METRICS, AnalysisRequest
 
 PER_HEAD_FIELDS = ("alibi", "relative_bias", "relative_scores", "grid_bias", "sinks", "output_gate")  # with parameters of each head

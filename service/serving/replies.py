@@ -14,7 +14,7 @@ from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import DATATYPES
-from service.wire.reply import Reply
+from service.wire.codec import Reply
 from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest, Plan, PlannedTensor
 from service.wire.schemas.document import LayerReference, Refusal

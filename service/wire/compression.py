@@ -4,8 +4,8 @@ import zlib
 from collections.abc import Sequence
 
 from service.errors import MalformedBody, TooLarge, UnsupportedMediaType
+from service.wire.codec import Buffer
 from service.wire.negotiation import name_and_quality
-from service.wire.reply import Buffer
 
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes chunk to a stream at once

@@ -12,8 +12,7 @@ from support.decoding import Sequence, random_sequence, random_step, small_pages
 
 from service.attention import decoding
 from service.attention.cache import KeyValueCache, PagePool
-from service.attention.compare.random_cases import FEATURES, Case, random_case
-from service.attention.compare.random_layers import LAYER_FEATURES
+from service.attention.compare.random_cases import FEATURES, LAYER_FEATURES, Case, random_case
 from service.attention.decoding import HEAD_MULTIPLE, WIDEST_HEAD, forward_steps
 from service.attention.native.extension import extension
 from service.errors import InvalidRequest, SessionConflict

@@ -14,7 +14,7 @@ import pytest
 import typer
 from support.command import run_attend
 
-from service.cli.child import NotStarted, child_server
+from service.cli.clients import NotStarted, child_server
 from service.cli.demo import Vectors, read_sentence
 
 SENTENCE = "The cat sat on the mat because it was tired"
@@ -186,7 +186,7 @@ def test_a_sentence_that_cannot_be_read_is_refused(arguments, code, message):
 
 
 def test_if_the_server_does_not_start_its_log_is_shown(monkeypatch):
-    monkeypatch.setattr("service.cli.child.COMMAND", ["-m", "service", "serve", "--port", "-1"])
+    monkeypatch.setattr("service.cli.clients.COMMAND", ["-m", "service", "serve", "--port", "-1"])
     with pytest.raises(NotStarted, match="its log ends"), child_server():
         raise AssertionError("not reached")
 
@@ -204,7 +204,7 @@ def test_an_interrupted_demo_stops_its_server():
     """Ctrl-C ends both; the child's socket closes with it."""
     code = """if True:
         import os, signal
-        from service.cli.child import child_server
+        from service.cli.clients import child_server
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background is born deaf to it
         try:
             with child_server() as url:

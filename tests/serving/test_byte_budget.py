@@ -18,10 +18,10 @@ from service.settings import Settings
 from service.web.app import create_app
 from service.web.errors import retry_after
 from service.web.request_reader import network_of
-from service.wire.codec import Encoded, NativeCodec
+from service.wire.codec import Encoded
 from service.wire.json.reader import parse
 from service.wire.json.writer import encode_json
-from service.wire.negotiation import JSON
+from service.wire.negotiation import JSON, NativeCodec
 
 CAPACITY = 1 << 20
 PIECE = CAPACITY // 4096

@@ -41,9 +41,8 @@ from service.serving.sessions.workers import Workers, new_socket
 from service.settings import Settings
 from service.spec import LayerSpec
 from service.web.app import create_service
-from service.wire.codec import CODECS
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON
+from service.wire.negotiation import CODECS, JSON
 from service.wire.schemas.sessions import PostSession
 
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)

@@ -24,7 +24,7 @@ def run_attend(*arguments: str, stdin: bytes = b"", env: dict[str, str] | None =
         code: object = 0
         try:
             with mock.patch("sys.argv", ["attend", *arguments]):
-                main() if len(app.registered_commands) == 1 else app(prog_name="attend")  # main adds the commands, which is done once
+                app(prog_name="attend") if app.registered_commands else main()  # main adds the commands, which is done once
         except SystemExit as end:
             code = end.code
         sys.stdout.flush()

@@ -12,8 +12,7 @@ import torch
 from service.attention import cache, decoding
 from service.attention.cache import KeyValueCache, PagePool, caches_latent
 from service.attention.call import Result
-from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, Case, draw_options, random_case
-from service.attention.compare.random_layers import Draw, Sizes, rounded
+from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, Case, Draw, Sizes, draw_options, random_case, rounded
 from service.attention.decoding import CachedStep, forward_steps
 from service.attention.reference import forward
 from service.attention.reference.forward import Outputs

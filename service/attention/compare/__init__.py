@@ -14,15 +14,16 @@ of query, key and value that are split into heads already. Torch is used only if
 In the order in which to read it:
 
     comparison.py            `compare`: calls the candidate on every case, and finds the first wrong number
-    convention.py            the options, for what cannot be read off a candidate; names.py: the names that can
-    candidate.py, weights.py constructs a candidate and reads its weights; adapter.py: calls it
-    cases.py, tolerance.py   the inputs; the largest error that rounding explains
-    mistakes.py              the known mistakes, made of changes.py and wrong_steps.py, and the search for those that explain a result
-    random_cases.py          random requests, and random_layers.py, for comparison with any oracle
+    candidate.py, weights.py constructs a candidate and reads its weights
+    adapter.py               calls a candidate
+    mistakes.py, changes.py  the known mistakes, and the search for those that explain a result; the changes that mistakes are made of
+    cases.py                 the inputs, what the reference computes for them, and the largest error that rounding explains
+    convention.py            what parameters and weights mean: by their usual names, or by the options
+    random_cases.py          random layers and requests, for comparison with any oracle
 """
 
+from service.attention.compare.cases import tolerance
 from service.attention.compare.comparison import CaseResult, Comparison, Disagreement, assert_agrees, compare
 from service.attention.compare.convention import Convention
-from service.attention.compare.tolerance import tolerance
 
 __all__ = ["CaseResult", "Comparison", "Convention", "Disagreement", "assert_agrees", "compare", "tolerance"]

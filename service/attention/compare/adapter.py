@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from service.attention.compare.cases import CheckCase
-from service.attention.compare.convention import Convention, Polarity
-from service.attention.compare.names import find_roles, mask_polarity
+from service.attention.compare.convention import Convention, Polarity, find_roles, mask_polarity
 from service.attention.compare.weights import is_matrix
 from service.attention.reference.projections import merge_heads, split_heads
 from service.tensors import Array

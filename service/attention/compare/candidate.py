@@ -21,8 +21,7 @@ import numpy as np
 
 from service.attention.compare.adapter import Adapter, CallFailed, is_module, make_adapter
 from service.attention.compare.cases import BATCH, POSITIONAL_QUERIES, QUERIES, CaseKind, CheckCase, draw_check_cases
-from service.attention.compare.convention import Convention
-from service.attention.compare.names import CALL, HEADS, constructor_arguments
+from service.attention.compare.convention import CALL, HEADS, Convention, constructor_arguments
 from service.attention.compare.weights import complete_weights, is_matrix, multi_head, plain_spec, read_weights
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS

@@ -1,7 +1,8 @@
-"""The cases a candidate is called on, in order of difficulty; each is made so that one kind of mistake shows.
+"""The cases a candidate is called on, in order of difficulty, and what the reference computes for them, with tolerances.
 
-Inputs are scaled until the largest score is near 3, so that the softmax is neither flat nor one-hot whatever the weights are; a norm of
-queries and keys makes scores independent of that. Batch, heads, queries, keys and widths all differ.
+Each case is made so that one kind of mistake shows. Inputs are scaled until the largest score is near 3, so that the softmax is neither
+flat nor one-hot whatever the weights are; a norm of queries and keys makes scores independent of that. Batch, heads, queries, keys and
+widths all differ. docs/check.md says what tolerances are made of, and what correct implementations need of them.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -10,13 +11,17 @@ from typing import Literal
 
 import numpy as np
 
-from service.attention.reference.forward import Outputs, attend
+from service.attention.reference.forward import Layer, Outputs, attend
+from service.attention.reference.request import Request
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, Array
 
 BATCH, QUERIES, KEYS = 2, 5, 7
 POSITIONAL_QUERIES = 31  # where results depend on positions, so that windows and scaled frequencies show
 CaseKind = Literal["plain", "mask", "causal", "padding", "segments"]
+# In multiples of the distance of 1 to the next number of the dtype.
+RELATIVE = {"float64": 16 * 2.0**-52, "float32": 16 * 2.0**-23, "float16": 5 * 2.0**-10, "bfloat16": 2.5 * 2.0**-7}
+MAGNIFIED = RELATIVE | {"float64": 80 * 2.0**-52, "float32": 80 * 2.0**-23}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +112,73 @@ def _scaled(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array], dtyp
         case = scaled
     query, key, value = (x.astype(BY_TORCH[dtype].numpy).astype(np.float64) for x in (case.query, case.key, case.value))
     return replace(case, query=query, key=key, value=value)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The output and the weights of a computation, and how far a candidate's may be from them."""
+
+    outputs: Mapping[str, Array]
+    tolerances: Mapping[str, float]
+    rows: Array  # [b, q], those that have a key: libraries differ in the others
+
+    def agrees(self, name: str, got: Array) -> bool:
+        """Whether an output of a candidate has these numbers, in rows that have a key."""
+        expected = self.outputs[name]
+        if got.shape != expected.shape:
+            return False
+        if not self.rows.all():  # [b, q, d], or [b, h, q, k] -> [b, q, h, k]
+            got, expected = (np.moveaxis(x, -2, 1)[self.rows] for x in (got, expected))
+        return np.allclose(got, expected, rtol=0, atol=self.tolerances[name], equal_nan=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """A call of the reference."""
+
+    spec: LayerSpec
+    weights: Mapping[str, Array]
+    case: CheckCase
+    dtype: str = "float64"  # of the candidate: it decides where exp overflows, and the tolerance
+    tolerance: float | None = None  # relative; None: by dtype
+    average_weights: bool = False  # whether the weights are averaged over the heads
+    added: Array | None = None  # [b, q, k], added to the scores
+    layer: type[Layer] = Layer  # a subclass replaces steps
+    residual: bool = False
+    returned: str = "attention_weights"  # which output is compared with the weights
+
+    @np.errstate(all="ignore")
+    def run(self) -> Expected:
+        """ValueError: shapes for which a change is impossible."""
+        case = self.case
+        mask = None if case.visible.all() else case.visible
+        request = Request(query=case.query, key=case.key, value=case.value, attend_mask=mask, bias=self.added)
+        result = self.layer(self.spec, self.weights).attend(request)
+        weights = getattr(result, self.returned)
+        outputs = {
+            "output": result.output + case.query if self.residual else result.output,
+            "attention_weights": weights.mean(axis=1) if self.average_weights else weights,
+        }
+        rows = np.ones(case.query.shape[:2], bool) if mask is None else np.logical_not(result.fully_masked.any(axis=1))
+        norm, relative = self.spec.qk_norm is not None, self.tolerance
+        tolerances = {name: tolerance(x, self.dtype, result.scores, norm=norm, relative=relative) for name, x in outputs.items()}
+        return Expected(outputs, tolerances, rows)
+
+
+def tolerance(
+    expected: Array, dtype: str, scores: Array | float, *, norm: bool = False, relative: float | None = None, logarithmic: bool = False
+) -> float:
+    """r · max(1, max|scores|) · max|x|, without the last factor for outputs that are `logarithmic` in the weights.
+
+    An error of e in a score is a relative error of e in its weight, and scores of size s are rounded by s · r. r is `relative`, or by
+    dtype; larger after a `norm` of queries and keys, which may divide by little, and for logarithmic outputs, which may contain biases that
+    are larger than the scores.
+    """
+    by_dtype = MAGNIFIED if norm or logarithmic else RELATIVE
+    unit = by_dtype.get(dtype, RELATIVE["float64"]) if relative is None else relative
+    return max(unit * max(1.0, _largest(scores)) * (1.0 if logarithmic else _largest(expected)), 1e-30)
+
+
+def _largest(x: Array | float) -> float:
+    """max|x| of the finite numbers, 0 if there are none."""
+    return float(np.abs(x, where=np.isfinite(x), out=np.zeros(np.shape(x))).max(initial=0.0))

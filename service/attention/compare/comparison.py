@@ -8,11 +8,9 @@ import numpy as np
 
 from service.attention.compare.adapter import CallFailed
 from service.attention.compare.candidate import Candidate, load_candidate, prepare
-from service.attention.compare.cases import CheckCase
-from service.attention.compare.changes import Computation
+from service.attention.compare.cases import RELATIVE, CheckCase, Computation
 from service.attention.compare.convention import make_convention
 from service.attention.compare.mistakes import explain
-from service.attention.compare.tolerance import RELATIVE
 from service.spec import LayerSpec
 from service.tensors import Array
 

@@ -11,25 +11,36 @@ from itertools import combinations, permutations
 
 import numpy as np
 
-from service.attention.compare import wrong_steps
+from service.attention.compare.cases import Computation
 from service.attention.compare.changes import (
+    ANY_HEAD_COUNT,
+    MERGE,
+    SPLIT,
     Change,
-    Computation,
     Function,
     add_mask,
     all_of,
+    block_after_softmax,
     change_mask,
     change_part,
     change_spec,
+    exp_without_maximum,
+    fill_blocked_with_zero,
     map_weights,
     only_if,
     repack,
     replace_steps,
     replace_weights,
+    rotate_with_angles_of_other_pairs,
+    share_by_reshape,
+    share_by_reshape_after_rope,
+    share_with_first_head,
+    softmax_over_axis,
+    split_and_merge,
     swap_weights,
+    tile_kv_heads,
 )
 from service.attention.compare.weights import QKV, QUERY_GATE
-from service.attention.compare.wrong_steps import ANY_HEAD_COUNT, MERGE, SPLIT, softmax_over_axis, split_and_merge
 from service.attention.reference.forward import Layer
 from service.spec import LayerSpec
 from service.spec_parts import Rope, Window
@@ -106,10 +117,10 @@ MISTAKES: dict[str, dict[str, Change]] = {
             lambda _, visible: _with_next_key(visible)
         ),
     },
-    "exp": {"exp overflows, because the largest score of the row is not subtracted first": wrong_steps.exp_without_maximum},
+    "exp": {"exp overflows, because the largest score of the row is not subtracted first": exp_without_maximum},
     "blocked": {
-        "blocked scores are set to about 0 and not to -inf": wrong_steps.fill_blocked_with_zero,
-        "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": wrong_steps.block_after_softmax,
+        "blocked scores are set to about 0 and not to -inf": fill_blocked_with_zero,
+        "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": block_after_softmax,
         "the mask's ones (1 = attend) are added to the scores": add_mask(lambda visible: visible),
         "the mask's ones (1 = blocked) are added to the scores": add_mask(lambda visible: ~visible),
     },
@@ -139,7 +150,7 @@ MISTAKES: dict[str, dict[str, Change]] = {
             ANY_HEAD_COUNT, replace_steps(split_heads=lambda layer, x, h: x[:, None]), change_spec(scale=lambda spec: spec.d_model**-0.5)
         )
     },
-    "groups": {"query head i uses head i mod num_kv_heads of the keys": replace_steps(repeat_kv_heads=wrong_steps.tile_kv_heads)},
+    "groups": {"query head i uses head i mod num_kv_heads of the keys": replace_steps(repeat_kv_heads=tile_kv_heads)},
     "weights": {
         "every matrix is applied the other way round (x @ W against x @ W.T, see orientation)": map_weights(
             ("query.weight", "key.weight", "value.weight", "output.weight"), np.transpose
@@ -195,7 +206,7 @@ MISTAKES: dict[str, dict[str, Change]] = {
             rotate=lambda layer, x, name, positions: Layer.rotate(layer, x, name, positions) if name == "query" else x
         ),
         "RoPE's angles are repeated as for neighbours and applied to halves (repeat_interleave for cat), or the reverse": replace_steps(
-            rotate=wrong_steps.rotate_with_angles_of_other_pairs
+            rotate=rotate_with_angles_of_other_pairs
         ),
     },
     "norm order": {
@@ -222,9 +233,9 @@ MISTAKES: dict[str, dict[str, Change]] = {
     "rotary part": {
         f"the rotary part of the keys is not shared across heads, but {words}": only_if(lambda c: c.spec.latent, change)
         for words, change in (
-            ("in the first head alone", replace_steps(share=wrong_steps.share_with_first_head)),
-            ("spread by a reshape without a transpose", replace_steps(share=wrong_steps.share_by_reshape)),
-            ("spread by a reshape without a transpose, after RoPE", replace_steps(rotate=wrong_steps.share_by_reshape_after_rope)),
+            ("in the first head alone", replace_steps(share=share_with_first_head)),
+            ("spread by a reshape without a transpose", replace_steps(share=share_by_reshape)),
+            ("spread by a reshape without a transpose, after RoPE", replace_steps(rotate=share_by_reshape_after_rope)),
         )
     },
 }

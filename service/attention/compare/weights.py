@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from service.attention.compare.convention import Convention
-from service.attention.compare.names import BARE, UNTYPED, WEIGHT_ROLES, parse_weight_name
+from service.attention.compare.convention import BARE, UNTYPED, WEIGHT_ROLES, Convention, parse_weight_name
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS
 from service.tensors import Array

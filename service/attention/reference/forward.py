@@ -68,7 +68,7 @@ def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> O
 
 
 class Layer(ProjectionSteps):
-    """A layer; each method is a step of its computation. `compare/wrong_steps.py` replaces steps in subclasses to make mistakes."""
+    """A layer; each method is a step of its computation. `compare/changes.py` replaces steps in subclasses to make mistakes."""
 
     @np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf
     def attend(self, request: Request) -> Outputs:

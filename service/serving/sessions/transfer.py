@@ -14,11 +14,10 @@ from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.serving.sessions.registry import SessionRegistry
 from service.serving.sessions.session import Session
-from service.wire.codec import CODECS
+from service.wire.codec import Buffer
 from service.wire.compression import unpack
-from service.wire.negotiation import SAFETENSORS
+from service.wire.negotiation import CODECS, SAFETENSORS
 from service.wire.problems import describe_value
-from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
 

@@ -50,7 +50,7 @@ function restart() {
 async function weightsOf(request, signal) {
   const { tensors, layer, timing } = await attend(request, ["attention_weights"], signal);
   const { shape, data } = tensors.attention_weights;
-  if (!data.length) throw new Refusal(422, "", "There is nothing to show: no queries, or no keys");
+  if (!data.length) throw new Refusal(422, "There is nothing to show: no queries, or no keys");
   return { weights: data, shape: shape.length === 3 ? [1, ...shape] : shape, layer, spec: await specOf(layer.name, signal), timing };
 }
 

@@ -108,7 +108,7 @@ function requests(name) {
 /** Shows the refusal of the service, or the error of reading a file. */
 async function attemptUpload(act) {
   $("upload-status").textContent = "";
-  const refused = (error) => Promise.reject(error instanceof Refusal ? error : new Refusal(0, "", error.message));
+  const refused = (error) => Promise.reject(error instanceof Refusal ? error : new Refusal(0, error.message));
   if (await attempt("upload", () => act().catch(refused))) return;
   $("upload").querySelector("details").open = true;
   $("upload-status").textContent = "";

@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from service.attention.compare import assert_agrees, compare, tolerance
-from service.attention.compare.cases import draw_check_cases
-from service.attention.compare.changes import Computation
+from service.attention.compare.cases import Computation, draw_check_cases
 from service.attention.compare.mistakes import MISTAKES, explain
-from service.attention.compare.random_layers import Draw, draw_weights
+from service.attention.compare.random_cases import Draw, draw_weights
 from service.spec import LayerSpec
 
 # --- correct candidates, in the conventions of books and libraries ----------------------------------------------------------------------

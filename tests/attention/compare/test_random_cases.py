@@ -7,8 +7,7 @@ import pytest
 from support.cases import weights_of
 from support.layers import json_body
 
-from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, random_case
-from service.attention.compare.random_layers import LAYER_FEATURES, drop_conflicts
+from service.attention.compare.random_cases import FEATURES, LAYER_FEATURES, REQUEST_FEATURES, drop_conflicts, random_case
 from service.attention.reference.forward import attend
 from service.spec import LayerSpec
 from service.spec_parts import PROJECTIONS, Biases

@@ -1,88 +1,19 @@
-"""`attend heads`: metrics of each head for a request in a file, as tables that fit the terminal."""
+"""Tables of the metrics of heads that fit the terminal, for `attend heads` and `attend demo`."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from service.cli.flags import ENGINE_FIELDS, AsJson, Ca, Config, Url, with_settings
-from service.cli.request_file import Document, File, print_reply, send_file, without_special
-from service.cli.terminal import fail, report_errors
-from service.client.responses import read_analysis
 from service.tensors import Array
-from service.wire.problems import did_you_mean
-from service.wire.schemas.analysis import METRIC_SHAPES, METRICS
+from service.wire.schemas.analysis import METRIC_SHAPES
 
-EPILOG = """Examples: attend heads request.json --d-model 4 --num-heads 2
-
-attend heads request.json --metrics entropy,strongest_links,pruning_order
-
-attend heads request.json --url http://127.0.0.1:8000 --json"""
-Names = Annotated[str | None, typer.Option("--metrics", help="Names of metrics, separated by commas; or all.", show_default=False)]
-Special = Annotated[bool, typer.Option("--special", help="Count special tokens ([CLS], [SEP], <s>, …) in the tables too.")]
-NOT_IN_ALL = {"duplicate_token_score", "induction_score", "single_head", "value_norm_weights"}  # need tokens or equal heads, or are large
 MAX_COLUMN = 12  # characters of a metric's name
 CELL = 6  # characters of a column for a head
 MAX_ROWS = 40  # of a table by position
 MAX_ITEMS = 8  # of a batch
-
-
-@with_settings(*ENGINE_FIELDS)
-def heads(
-    file: File,
-    metrics: Names = None,
-    special: Special = False,
-    url: Url = None,
-    ca: Ca = None,
-    as_json: AsJson = False,
-    config: Config = None,
-    **flags: Any,
-) -> None:
-    """Show metrics of each head for one request.
-
-    Without --metrics they are those in the file, or the cheap ones that it suffices for. Without --url the layers are those that
-    `attend serve` would have with the same flags, environment and file, and that in NAME.safetensors beside FILE, if the request is for
-    the layer NAME. The tables leave special tokens out, as queries and in links, unless `tokens` in the file has `omit`.
-    """
-    wanted = None if metrics is None else _metrics(metrics)
-    omitted = False
-
-    def change(document: Document) -> Document:
-        nonlocal omitted
-        document = document if wanted is None else {**document, "metrics": wanted}
-        shown = document if special or as_json else without_special(document)
-        omitted = shown != document
-        return shown
-
-    with report_errors("heads"):
-        response = send_file("heads", "/attend/analysis", file, change, url, ca, config, flags)
-        result = None if as_json else read_analysis(response)
-    if result is None:
-        print_reply(response)
-        return
-    console = Console(highlight=False, markup=False)
-    console.print(f"layer {result.layer.name}, fingerprint {result.layer.fingerprint[:12]}")
-    if omitted:
-        console.print("special tokens are left out; --special counts them")
-    if result.fully_masked_rows:
-        console.print(f"{result.fully_masked_rows} fully masked rows, which no metric counts")
-    for table in metric_tables(result.metrics, console.width):
-        console.print(Text(table) if isinstance(table, str) else table)
-
-
-def _metrics(names: str) -> list[str]:
-    """The names of metrics. Raises typer.Exit for an unknown one."""
-    if names == "all":
-        return [name for name in METRICS if name not in NOT_IN_ALL]
-    wanted = [name.strip() for name in names.split(",")]
-    if unknown := [name for name in wanted if name not in METRICS]:
-        fail("heads", f"no metric is called {unknown[0]!r}{did_you_mean(unknown[0], METRICS)}", f"There are {', '.join(METRICS)}.", code=2)
-    return wanted
 
 
 def metric_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
