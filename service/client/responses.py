@@ -229,13 +229,15 @@ def refusal(response: httpx.Response) -> AttendError:
         document = validate(ProblemDocument, decode_document(response.content))
     except (MalformedBody, InvalidRequest):
         text = " ".join(response.text.split())[:EXCERPT]
-        error = _class_of(response.status_code)(f"HTTP {response.status_code} {response.reason_phrase}: {text}")
+        error: AttendError = _class_of(response.status_code)(f"HTTP {response.status_code} {response.reason_phrase}: {text}")
     else:
         kind = CLASSES.get(document.title) or _class_of(document.status)
         problems = [Problem(item.at, item.expected, item.got) for item in document.errors]
-        wait = response.headers.get("retry-after", "")
-        overloaded = Overloaded(int(wait) if wait.isdigit() else 1, document.detail, problems) if kind is Overloaded else None
-        error = overloaded or kind(document.detail, problems)
+        if kind is Overloaded:
+            wait = response.headers.get("retry-after", "")
+            error = Overloaded(int(wait) if wait.isdigit() else 1, document.detail, problems)
+        else:
+            error = kind(document.detail, problems)
     error.add_note(f"HTTP {response.status_code}, request id {response.headers.get('x-request-id', 'unknown')}")
     return error
 
