@@ -77,7 +77,7 @@ def _codecs(content_type: bytes, accept: bytes) -> tuple[Codec, Codec]:
 
 
 def lease_of(record: HttpRecord, service: Service) -> Lease:
-    """The request's share of the memory budget. `web/middleware/access.py` releases it once the reply is sent."""
+    """The request's share of the memory budget. `web/access.py` releases it once the reply is sent."""
     if record.lease is None:
         record.lease = Lease(service.budget, record.key or network_of(record.address))
     return record.lease

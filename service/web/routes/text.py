@@ -7,7 +7,6 @@ from service.serving.service import Service
 from service.serving.text import TextEncoder
 from service.web.openapi import BODY_ERRORS, WORDS_EXAMPLE, error_responses, request_body_doc
 from service.web.request_reader import read_request
-from service.web.routes.attend import require_started
 from service.wire.negotiation import JSON
 from service.wire.schemas.text import Vocabulary, Words
 
@@ -32,6 +31,6 @@ def install(app: FastAPI, service: Service, model: bool) -> None:
     )
     async def post_words(request: Request) -> Response:
         """Tokens and vectors of a sentence for a layer: from the real model for its own layers, from hashes of the words for others."""
-        require_started(service)
+        service.require_started()
         words = await encoder.read(await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES))
         return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer
