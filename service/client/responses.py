@@ -65,15 +65,15 @@ class AttendResult(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.tensors:
-            raise AttributeError(self._without(name))
+            raise AttributeError(self._missing(name))
         return self.tensors[name]
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.tensors:
-            raise KeyError(self._without(name))
+            raise KeyError(self._missing(name))
         return self.tensors[name]
 
-    def _without(self, name: str) -> str:
+    def _missing(self, name: str) -> str:
         return f"no {name!r} among the outputs {', '.join(self.tensors)}{did_you_mean(name, self.tensors)}; request it in outputs=[…]"
 
     def __iter__(self) -> Iterator[str]:
