@@ -16,9 +16,8 @@ from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.admission import ServingLimits
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
-from service.serving.sessions.ids import Place, default_replica
+from service.serving.sessions.placement import Place, Workers, default_replica
 from service.serving.sessions.registry import SessionRegistry
-from service.serving.sessions.workers import Workers
 from service.settings import Settings
 from service.web import openapi
 from service.web.access import Access, Application
