@@ -35,15 +35,11 @@ class MultiHeadAttention:
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
-        self.projections = Projections(spec, weights)
-        self.eager = make_eager(spec, self.projections.weights, device)
-        self.indexer = None if spec.indexer is None else KeyIndexer(spec, self.projections.weights)
-        self.short = Short(spec, self.projections.weights) if Short.suits_layer(spec, device) else None
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The weights by canonical name."""
-        return self.projections.weights
+        self.weights = dict(weights)  # by canonical name
+        self.projections = Projections(spec, self.weights)
+        self.eager = make_eager(spec, self.weights, device)
+        self.indexer = None if spec.indexer is None else KeyIndexer(spec, self.weights)
+        self.short = Short(spec, self.weights) if Short.suits_layer(spec, device) else None
 
     def forward(self, call: Call) -> Result:
         """Compute the outputs named in `call.outputs`, in the layer's dtype; scores and weights of half-precision layers are float32."""

@@ -10,7 +10,7 @@ import torch
 from service.attention.call import Call, Result
 from service.attention.masks import real_keys
 from service.attention.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOperation
-from service.attention.metrics.rows import MetricsQuery
+from service.attention.metrics.rows import MetricsOptions
 from service.errors import InvalidRequest
 from service.serving.admission import Admission
 from service.serving.binding import check_against_layer, refuse_packed, require_masks_of_all_heads, shape_fields
@@ -100,18 +100,19 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
     if request.direction is not None:
         direction = cast("direction", request.direction, spec.dtype)
         direction = direction if request.batched else direction[None]
-    query = MetricsQuery(
-        metrics,
-        options.local_window,
-        options.top_links,
-        options.mass,
-        _counted_queries(request, call),
-        query_ids,
-        key_ids,
-        direction,
-        _kept(request, "key"),
+    return MetricsOperation(
+        MetricsOptions(
+            metrics,
+            options.local_window,
+            options.top_links,
+            options.mass,
+            _counted_queries(request, call),
+            query_ids,
+            key_ids,
+            direction,
+            _kept(request, "key"),
+        )
     )
-    return MetricsOperation(query)
 
 
 def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
