@@ -1,4 +1,12 @@
-// The page: controls -> request -> service -> views.
+// The page: controls -> request -> service -> views. This file connects:
+//
+//   form.js        the controls, the address, refusals beside the controls, the API key
+//   request.js     the body of POST /attend from the controls
+//   wire.js        HTTP: requests, replies, refusals
+//   views.js       connects the views of one reply: heads.js, matrix.js and words.js (with pointing.js), statistics.js, steps.js, decoding.js;
+//                  weights.js has what they draw, colours.js the colours
+//   export.js      copies the request, downloads figures
+//   upload.js      adds layers from files
 
 import { followTheme } from "./colours.js";
 import { $ } from "./dom.js";

@@ -61,7 +61,7 @@ export async function cachedTensors(request, outputs) {
 }
 
 /** safetensors: eight bytes of length, a JSON header, the tensors. Only F32 tensors are returned, as views of the buffer. */
-export function readTensors(buffer) {
+function readTensors(buffer) {
   const size = Number(new DataView(buffer).getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, size)));
   const { __metadata__: metadata = {}, ...entries } = header;
