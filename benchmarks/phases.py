@@ -70,9 +70,8 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     from service.serving.requests import RawRequest
     from service.serving.service import open_service
     from service.spec import LayerSpec
-    from service.wire.codec import CODECS
     from service.wire.limits import WireLimits
-    from service.wire.negotiation import JSON, SAFETENSORS
+    from service.wire.negotiation import CODECS, JSON, SAFETENSORS
 
     torch.set_num_threads(1)
     service = open_service("cpu", WireLimits(), ServingLimits())

@@ -49,11 +49,6 @@ ADDED_FIELDS: dict[str, dict[str, Any]] = {  # fields added after 0.1.0, with de
     "qk_norm": {"over": "head", "weights": "shared", "bias": False, "after_rope": False, "values": False},
 }
 
-NULLABLE = {  # fields in which null has a meaning of its own
-    *("softcap", "window", "chunk_size", "rope", "query_scale", "relative_bias", "qk_norm", "output_gate", "latent", "init"),
-    *("relative_scores", "grid_bias", "differential", "indexer"),
-}
-
 
 def _admit_null(schema: dict[str, Any]) -> None:
     """Adds null to the JSON schema of every field that may be left out, and removes defaults that are derived from other fields."""
@@ -150,7 +145,7 @@ class LayerSpec(BaseModel):
     def _fill_in(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        filled = {k: v for k, v in data.items() if v is not None or k in NULLABLE}
+        filled = {k: v for k, v in data.items() if v is not None or k == "init"}  # elsewhere null means the default
         d_model, heads = filled.get("d_model"), filled.get("num_heads")
         if type(d_model) is int and type(heads) is int and heads > 0 and d_model > 0:
             filled.setdefault("num_kv_heads", heads)
@@ -274,12 +269,12 @@ class LayerSpec(BaseModel):
     @property
     def query_dim(self) -> int:
         """Width of the queries in requests."""
-        return self.d_model if self.projections else self._projected_widths()["query"]
+        return self.d_model if self.projections else self.num_heads * self.head_dim
 
     @property
     def concatenated_dim(self) -> int:
         """Width of the concatenated heads."""
-        return self._projected_widths()["output"]
+        return self.num_heads * self.value_head_dim
 
     @property
     def gate_dim(self) -> int:

@@ -134,7 +134,7 @@ def test_there_are_no_import_cycles() -> None:
         ("wire/json/reader.py", "import torch"),
         ("wire/json/reader.py", "from service.attention.layer import MultiHeadAttention"),
         ("attention/layer.py", "from service.wire.schemas.attend import AttendRequest"),
-        ("attention/layer.py", "from service.attention.metrics.query import MetricsQuery"),
+        ("attention/layer.py", "from service.attention.metrics.rows import MetricsOptions"),
         ("attention/metrics/compute.py", "from service.attention.figures.kinds import Pooling"),
         ("attention/layer.py", "import asyncio"),
         ("serving/engine.py", "def late():\n    from fastapi import Request"),

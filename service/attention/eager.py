@@ -23,7 +23,6 @@ from service.attention.numerics import at_least_float32, torch_dtype
 from service.attention.positions import CallTerms, RelativeTerms, alibi, alibi_slopes, decomposed_bias, grid_bias, relative_bias
 from service.spec import LAMBDAS, LayerSpec
 
-FROM_HEADS = frozenset({"output", "concatenated", "head_outputs"})  # outputs computed from the heads' outputs
 MAX_BLOCK_SCORES = 1 << 20  # 4 MB in float32, which fits into caches
 SAVED_ROWS = 256  # rows between two saved states of the random generator (2.5 KB each)
 
@@ -90,7 +89,8 @@ class Eager:
         self._relative = None if relative is None else RelativeTerms(spec, relative, weights, self.dtype)
         self.has_bias = bool(spec.alibi or spec.relative_bias or spec.grid_bias)
         # whether torch's fused kernels compute such weights, and whether they do if sinks are added afterwards
-        self.is_fusible_with_sinks = type(self) is Eager and not (relative or spec.indexer)
+        is_softmax = spec.normalizer == "softmax" and not spec.differential
+        self.is_fusible_with_sinks = is_softmax and not (relative or spec.indexer)
         self.is_fusible = self.is_fusible_with_sinks and not spec.sinks
         self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores
 
@@ -152,7 +152,12 @@ class Eager:
             scores = torch.tanh(scores / call.softcap) * call.softcap
         if (bias := self.bias(query, call.masks, rows, slice(0, num_keys), call.heads)) is not None:
             scores = scores + bias
+        scores = self._adjust(scores, call, rows, visible)
         return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+
+    def _adjust(self, scores: Tensor, call: Call, rows: slice, visible: Tensor | None) -> Tensor:
+        """The scores [b, h, rows, k] as the normalizer needs them, before masked keys are set to -inf; unchanged for softmax."""
+        return scores
 
     def attention_weights(self, call: Call, block: RowBlock) -> Tensor:
         """The weights of a block after dropout: [b, h, rows, k]."""
@@ -217,9 +222,8 @@ class Eager:
 class ScalableSoftmax(Eager):
     """Softmax of the scores times ln n, for a row that may attend to n keys (Nakanishi 2025, equation 3, with s in the scale)."""
 
-    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, terms: CallTerms | None) -> Tensor:
-        scores = super()._scores(call, query, key, rows, None, terms) * self._log_count(call.masks, visible)
-        return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+    def _adjust(self, scores: Tensor, call: Call, rows: slice, visible: Tensor | None) -> Tensor:
+        return scores * self._log_count(call.masks, visible)
 
     def alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
         shift = super().alibi_shift(masks, rows, heads)
@@ -237,12 +241,10 @@ class ScalableSoftmax(Eager):
 class Sigmoid(Eager):
     """The sigmoid of each score less ln n, for n keys in the query's sequence (Ramapuram et al. 2024, equation 3)."""
 
-    def _scores(self, call: Call, query: Tensor, key: Tensor, rows: slice, visible: Tensor | None, terms: CallTerms | None) -> Tensor:
-        scores = super()._scores(call, query, key, rows, None, terms)
+    def _adjust(self, scores: Tensor, call: Call, rows: slice, visible: Tensor | None) -> Tensor:
         if (shift := super().alibi_shift(call.masks, rows, call.heads)) is not None:
             scores = scores + shift[..., None].to(self.dtype)
-        scores = scores - self._log_count(call.masks, rows, query.shape[0])
-        return scores if visible is None else scores.masked_fill_(~visible, -torch.inf)
+        return scores - self._log_count(call.masks, rows, scores.shape[0])
 
     def _normalise(self, block: RowBlock, sinks: Tensor | None) -> Tensor:
         """The sigmoid of the scores, [b, h, rows, k]; 0 for -inf. There are no sinks."""

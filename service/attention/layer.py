@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from service.attention.call import Call, Result, WeightBlock, select_heads_and_queries
-from service.attention.eager import FROM_HEADS, make_eager, row_slices
+from service.attention.call import FROM_HEADS, GRADIENTS, PROJECTED, SCORED, TOP_K, Call, Result, WeightBlock, select_heads_and_queries
+from service.attention.eager import make_eager, row_slices
 from service.attention.indexer import KeyIndexer
 from service.attention.numerics import set_precision, torch_dtype
 from service.attention.projections import Projected, Projections
@@ -23,27 +23,17 @@ from service.attention.sdpa import sdpa
 from service.attention.short import Short
 from service.spec import LayerSpec
 
-# Names of outputs, by what computes them
-PROJECTED = frozenset({"query_projection", "key_projection", "value_projection", "latent", "rope_key"})
-GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
-SCORED = frozenset({"scores", "log_sum_exp", "attention_weights"})
-TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
-
 
 class MultiHeadAttention:
     """One layer on one device. Immutable; calls may run in any thread, but only one at a time."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
-        self.projections = Projections(spec, weights)
-        self.eager = make_eager(spec, self.projections.weights, device)
-        self.indexer = None if spec.indexer is None else KeyIndexer(spec, self.projections.weights)
-        self.short = Short(spec, self.projections.weights) if Short.suits_layer(spec, device) else None
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The weights by canonical name."""
-        return self.projections.weights
+        self.weights = dict(weights)  # by canonical name
+        self.projections = Projections(spec, self.weights)
+        self.eager = make_eager(spec, self.weights, device)
+        self.indexer = None if spec.indexer is None else KeyIndexer(spec, self.weights)
+        self.short = Short(spec, self.weights) if Short.suits_layer(spec, device) else None
 
     def forward(self, call: Call) -> Result:
         """Compute the outputs named in `call.outputs`, in the layer's dtype; scores and weights of half-precision layers are float32."""

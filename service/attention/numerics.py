@@ -2,8 +2,8 @@
 
 torch's float32 `F.linear` uses MKL or OpenBLAS, which on AMD takes slow kernels. oneDNN's product with a reordered weight, which torch's
 compiler uses, is two to three times as fast there and about as fast elsewhere. It is an internal operation of torch: if it is missing, or
-the processor has no instructions that it is fast with, `F.linear` is used. So it is for a single row, which takes as long as reading the
-weight; oneDNN takes twice as long. The choice depends on machine, weight and number of rows, so it is the same for every worker.
+the processor has no instructions that it is fast with, `F.linear` is used. A single row also goes to `F.linear`, which takes no longer than
+reading the weight; oneDNN takes twice as long. The choice depends on machine, weight and number of rows, so every worker makes the same.
 """
 
 from functools import cache

@@ -19,7 +19,7 @@ class Projections:
     """The weights of a layer on one device, by canonical name, and their products."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
-        self.spec, self.weights, self.dtype = spec, dict(weights), torch_dtype(spec.dtype)
+        self.spec, self.weights, self.dtype = spec, weights, torch_dtype(spec.dtype)
         self._rotate = rotate if spec.differential is None else rotate_halves
         self._products: dict[str, Linear] = {}  # created when first needed, since each may store its weight a second time
 

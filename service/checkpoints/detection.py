@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from service.checkpoints.framework_layouts import ALL_LAYOUTS, LAYOUTS
+from service.checkpoints.framework_layouts import FRAMEWORK_LAYOUTS, LAYOUTS
 from service.checkpoints.layout import Layout
 from service.errors import InvalidRequest, Problem, pointer
 from service.tensors import Array
@@ -25,13 +25,13 @@ class Match:
     layout: Layout
     stem: str  # normalised
     root: str  # the segments before the layout's names, as in the checkpoint
-    names: dict[str, str]  # part -> name in the checkpoint
+    names: dict[str, str]  # role -> name in the checkpoint
     identified: bool  # whether the names alone identify the layout
 
     @property
     def required(self) -> list[str]:
         """Required names below the stem."""
-        return [name for name, part in self.layout.names.items() if part in self.layout.required]
+        return [name for name, role in self.layout.names.items() if role in self.layout.required]
 
     @property
     def missing(self) -> list[str]:
@@ -79,12 +79,12 @@ def normalised(name: str) -> str:
 def _index(layouts: Iterable[Layout]) -> dict[str, list[tuple[Layout, str]]]:
     index: dict[str, list[tuple[Layout, str]]] = {}
     for layout in layouts:
-        for name, part in layout.names.items():
-            index.setdefault(name, []).append((layout, part))
+        for name, role in layout.names.items():
+            index.setdefault(name, []).append((layout, role))
     return index
 
 
-INDEX = _index(ALL_LAYOUTS)
+INDEX = _index(FRAMEWORK_LAYOUTS)
 
 
 def find_matches(names: Iterable[str], layouts: Sequence[Layout] | None = None) -> list[Match]:
@@ -100,14 +100,14 @@ def find_matches(names: Iterable[str], layouts: Sequence[Layout] | None = None) 
         segments = plain.split(".")
         for depth in range(1, min(depths, len(segments)) + 1):
             tail = ".".join(segments[-depth:])
-            for layout, part in index.get(tail, ()):
+            for layout, role in index.get(tail, ()):
                 stem = ".".join([*segments[:-depth], *filter(None, [layout.parent])])
                 root = name[: len(plain) - len(tail)].rstrip("./")
-                found.setdefault((stem, id(layout)), (layout, root, {}))[2][part] = name
+                found.setdefault((stem, id(layout)), (layout, root, {}))[2][role] = name
     matches = [
-        Match(layout, stem, root, parts, _is_identified(layout, stem, normal))
-        for (stem, _), (layout, root, parts) in found.items()
-        if not layout.required.isdisjoint(parts)
+        Match(layout, stem, root, roles, _is_identified(layout, stem, normal))
+        for (stem, _), (layout, root, roles) in found.items()
+        if not layout.required.isdisjoint(roles)
     ]
     return sorted(matches, key=lambda match: natural(match.stem))
 
@@ -134,7 +134,7 @@ def complete_matches(matches: Sequence[Match]) -> list[Match]:
 
 
 def complementary_match(match: Match, matches: Iterable[Match]) -> Match | None:
-    """Another layout's match at the same stem with the parts that an incomplete match lacks: the names of two layouts are mixed."""
+    """Another layout's match at the same stem with the roles that an incomplete match lacks: the names of two layouts are mixed."""
     missing = match.layout.required - match.names.keys()
     return next((other for other in matches if missing and other.stem == match.stem and missing <= other.names.keys()), None)
 

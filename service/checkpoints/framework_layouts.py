@@ -113,8 +113,9 @@ def _names(paths: str, weight: str = "{}.weight", bias: str = "{}.bias") -> dict
     return names | ({bias.format(path): f"{name}.bias" for name, path in named.items()} if bias else {})
 
 
-def _packed_names(**parts: str) -> dict[str, str]:
-    return {f"{name}.{kind}": f"{part}.{kind}" for part, name in parts.items() for kind in ("weight", "bias")}
+def packed_names(**projections: str) -> dict[str, str]:
+    """Names of matrices and their biases -> roles, for `packed_names(qkv="c_attn", output="c_proj")`."""
+    return {f"{name}.{kind}": f"{projection}.{kind}" for projection, name in projections.items() for kind in ("weight", "bias")}
 
 
 ALL_BIASES = (*QKV_BIASES, "output.bias")
@@ -125,7 +126,7 @@ RMS_NORMS: Fields = {"qk_norm": {"kind": "rms", "eps": 1e-6}}
 INV_FREQ = {"rotary_emb.inv_freq": "inv_freq"}  # a buffer of old checkpoints: [dims / 2]
 
 QK_NORM = ("query_norm.weight", "key_norm.weight")
-ATTEND_OPTIONAL = (QK_NORM, *((part,) for part in AXES if part not in (*QK_NORM, *(f"{name}.weight" for name in PROJECTIONS))))
+ATTEND_OPTIONAL = (QK_NORM, *((role,) for role in AXES if role not in (*QK_NORM, *(f"{name}.weight" for name in PROJECTIONS))))
 
 PROJ_NAMES = _names("q_proj k_proj v_proj o_proj")
 NORMS = {"q_norm.weight": "query_norm.weight", "k_norm.weight": "key_norm.weight"}
@@ -155,16 +156,14 @@ TORCH_SEPARATE = {f"{name[0]}_proj_weight": f"{name}.weight" for name in PROJECT
 MASK_BUFFERS = {"bias": 4, "masked_bias": 0}  # buffers of old GPT-2 and NeoX checkpoints: the causal mask and its fill value
 GPT2 = partial(Layout, "gpt2", convert=partial(convert, transposed=True, square=True), ignored=MASK_BUFFERS)
 FUSED = "qkv proj", "query_key_value dense", "qkv_proj o_proj", "Wqkv out_proj", "in_proj out_proj", "c_attn c_proj"
-PACKED_BY_HEAD = partial(Layout, names=_packed_names(qkv="query_key_value", output="dense"), convert=partial(convert, rows=grouped))
+PACKED_BY_HEAD = partial(Layout, names=packed_names(qkv="query_key_value", output="dense"), convert=partial(convert, rows=grouped))
 HEAD_COUNT = {"num_heads": "the number of heads, which splits the rows"}
-ROPE_DIMS = {"rope.dims": "how many dims are rotated, rotary_pct x head_dim"}
 
 KERNELS = partial(convert, transposed=True)
 SEED_STATE = {"*seed_generator*": None}  # the state of a layer with dropout
 GLUON = (("attention_cell", "proj"), ("attention_cell_in", "proj_in"), ("attention_cell_inter", "proj_inter"))
-FLAX_NORMS = {"query_ln.scale": "query_norm.weight", "key_ln.scale": "key_norm.weight"}
 LENS_NAMES = _names("Q K V O", "W_{}", "b_{}") | {"rotary_sin": "rotary"}
-LENS_GROUPED = {f"_{name}" if name[-1] in "KV" else name: part for name, part in LENS_NAMES.items()}
+LENS_GROUPED = {f"_{name}" if name[-1] in "KV" else name: role for name, role in LENS_NAMES.items()}
 LENS = partial(
     Layout,
     "transformerlens",
@@ -173,8 +172,8 @@ LENS = partial(
     ignored={"mask": 2, "IGNORE": 0, "rotary_cos": 2},
 )
 
-ALL_LAYOUTS: tuple[Layout, ...] = (
-    Layout("attend", {part: part for part in AXES}, convert, optional=ATTEND_OPTIONAL),
+FRAMEWORK_LAYOUTS: tuple[Layout, ...] = (
+    Layout("attend", {role: role for role in AXES}, convert, optional=ATTEND_OPTIONAL),
     Layout("d2l", _names("q k v o", "W_{}.weight", "W_{}.bias"), convert, optional=(ALL_BIASES,)),
     Layout("d2l", _names("q k v o", "W_{}.kernel", "W_{}.bias"), KERNELS, optional=(ALL_BIASES,)),
     Layout("d2l", _names("q k v o", "W_{}.vars.0", "W_{}.vars.1"), KERNELS, optional=(ALL_BIASES,), ignored=SEED_STATE),
@@ -222,23 +221,23 @@ ALL_LAYOUTS: tuple[Layout, ...] = (
     Layout("t5", T5, t5, assumed=T5_SCALE, ignored={TABLE: 2}, identified_under=(CROSS,)),  # of old decoders, without effect
     TORCH({"in_proj_weight": "qkv.weight"} | TORCH_OUT),
     TORCH(TORCH_SEPARATE | TORCH_OUT),
-    GPT2(_packed_names(qkv="c_attn", output="c_proj")),
-    GPT2(_packed_names(query="q_attn", kv="c_attn", output="c_proj")),
-    Layout("vit", _packed_names(qkv="qkv", output="proj"), convert, optional=OPTIONAL_PACKED_BIASES),
+    GPT2(packed_names(qkv="c_attn", output="c_proj")),
+    GPT2(packed_names(query="q_attn", kv="c_attn", output="c_proj")),
+    Layout("vit", packed_names(qkv="qkv", output="proj"), convert, optional=OPTIONAL_PACKED_BIASES),
     PACKED_BY_HEAD("bloom", assumed={"alibi": True}, required_fields=HEAD_COUNT, identified_under=()),
     PACKED_BY_HEAD(
         "neox",
-        names=_packed_names(qkv="query_key_value", output="dense") | INV_FREQ,
+        names=packed_names(qkv="query_key_value", output="dense") | INV_FREQ,
         optional=(("qkv.bias", "output.bias"), ("inv_freq",)),
         ignored=MASK_BUFFERS,
         assumed=ROPE_ON_HALVES,
-        required_fields={"rope": ROPE, **ROPE_DIMS, **HEAD_COUNT},
+        required_fields={"rope": ROPE, "rope.dims": "how many dims are rotated, rotary_pct x head_dim", **HEAD_COUNT},
         identified_under=(),
     ),
     *(
         Layout(
             "fused",
-            _packed_names(qkv=spelled.split()[0], output=spelled.split()[1]) | INV_FREQ,
+            packed_names(qkv=spelled.split()[0], output=spelled.split()[1]) | INV_FREQ,
             fused,
             optional=(*OPTIONAL_PACKED_BIASES, ("inv_freq",)),
             ignored=MASK_BUFFERS,
@@ -255,7 +254,7 @@ ALL_LAYOUTS: tuple[Layout, ...] = (
     ),
     Layout(
         "flax",
-        _names("query key value out", "{}.kernel") | FLAX_NORMS,
+        _names("query key value out", "{}.kernel") | {"query_ln.scale": "query_norm.weight", "key_ln.scale": "key_norm.weight"},
         convert_by_head,
         optional=(ALL_BIASES, QK_NORM),
         assumed={"qk_norm": {"kind": "layer", "eps": 1e-6}},  # norms of normalize_qk

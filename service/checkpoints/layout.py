@@ -1,8 +1,8 @@
 """A layout: the names and shapes of a layer's tensors in one framework, and their conversion to canonical weights.
 
 A layout with several spellings (Keras has variable paths and file names) has several `Layout`s of the same name. The *stem* is the name of
-the layer in its checkpoint (`encoder.layer.3.attention`); a *part* is the role of a tensor below the stem (`query.weight`, `qkv.bias`),
-canonical if possible.
+the layer in its checkpoint (`encoder.layer.3.attention`); a *role* is what a tensor below the stem is (`query.weight`, `qkv.bias`),
+the canonical name if there is one.
 
 `convert` passes on tensors that have canonical roles, and cuts a matrix of several projections. The layout decides how it is cut; the shape
 does not show it. `convert_by_head` is for kernels with an axis for the heads. Matrices that need no transposing stay views of the
@@ -46,29 +46,29 @@ AXES: dict[str, tuple[str, ...]] = {  # canonical weight -> its axes
 class LayerTensors:
     """The tensors of one layer, and the caller's spec."""
 
-    arrays: Mapping[str, Array]  # part -> tensor
-    names: Mapping[str, str]  # part -> its name in the checkpoint
+    arrays: Mapping[str, Array]  # role -> tensor
+    names: Mapping[str, str]  # role -> its name in the checkpoint
     stem: str  # normalised: "." between the segments
     given: Mapping[str, Any]  # fields of the caller's spec
     find: Callable[[str], Array | None]  # any tensor of the checkpoint, by normalised name
     conversion: Mapping[str, Any]  # what a model's config says about the conversion
 
-    def has(self, part: str) -> bool:
-        return part in self.arrays
+    def has(self, role: str) -> bool:
+        return role in self.arrays
 
-    def get(self, part: str, *shape: str) -> Array:
+    def get(self, role: str, *shape: str) -> Array:
         """The tensor with one axis per name: `get("query.weight", "out", "in")`. Raises InvalidRequest for another rank."""
-        array = self.arrays[part]
+        array = self.arrays[role]
         if array.ndim != len(shape):
-            raise self.misfit(part, f"shape [{', '.join(shape)}]")
+            raise self.misfit(role, f"shape [{', '.join(shape)}]")
         return array
 
-    def misfit(self, part: str, expected: str) -> InvalidRequest:
-        """The error about the checkpoint's tensor from which a part was made."""
-        kind = part.rpartition(".")[2]
-        source = next((x for x in (part, f"qkv.{kind}", f"kv.{kind}", f"up.{kind}", f"down.{kind}") if self.has(x)), None)
+    def misfit(self, role: str, expected: str) -> InvalidRequest:
+        """The error about the checkpoint's tensor from which the tensor of this role was made."""
+        kind = role.rpartition(".")[2]
+        source = next((x for x in (role, f"qkv.{kind}", f"kv.{kind}", f"up.{kind}", f"down.{kind}") if self.has(x)), None)
         if source is None:  # a tensor of another layer, or computed from several
-            return InvalidRequest.where(pointer(["weights", part]), expected, "another")
+            return InvalidRequest.where(pointer(["weights", role]), expected, "another")
         return InvalidRequest.where(pointer(["weights", self.names[source]]), expected, f"shape {list(self.arrays[source].shape)}")
 
     def number(self, name: str) -> int | None:
@@ -93,9 +93,9 @@ class Layout:
     """One spelling of a layout."""
 
     name: str
-    names: Mapping[str, str]  # name below the stem -> part
+    names: Mapping[str, str]  # name below the stem -> role
     convert: Callable[[LayerTensors], Converted]
-    optional: tuple[tuple[str, ...], ...] = ()  # groups of parts that may be missing, each group as a whole
+    optional: tuple[tuple[str, ...], ...] = ()  # groups of roles that may be missing, each group as a whole
     ignored: Mapping[str, int | None] = field(default_factory=dict)  # pattern of buffers -> their rank, None for any
     refused: Mapping[str, str] = field(default_factory=dict)  # name -> what is expected instead of that tensor
     assumed: Fields = field(default_factory=dict)  # defaults for fields of the spec
@@ -148,53 +148,53 @@ def convert(
     `transposed`: matrices are [in, out], applied as x @ W. `square`: the matrix qkv is three square ones. `norms_less_one`: the weights of
     norms on queries and keys are stored less 1, which is added in float32, as Gemma does.
     """
-    weights = {part: _matrix(tensors, part, transposed) for part in tensors.arrays if part in AXES and part not in QK_NORMS}
-    for part, order in (("qkv", rows), ("kv", halves)):
-        if tensors.has(f"{part}.weight"):
-            matrix = _matrix(tensors, f"{part}.weight", transposed)
-            if square and part == "qkv" and len(matrix) != 3 * matrix.shape[1]:
+    weights = {role: _matrix(tensors, role, transposed) for role in tensors.arrays if role in AXES and role not in QK_NORMS}
+    for packed, order in (("qkv", rows), ("kv", halves)):
+        if tensors.has(f"{packed}.weight"):
+            matrix = _matrix(tensors, f"{packed}.weight", transposed)
+            if square and packed == "qkv" and len(matrix) != 3 * matrix.shape[1]:
                 shape = [3 * matrix.shape[1], matrix.shape[1]][:: -1 if transposed else 1]
                 hint = ", as a Conv1D has it (a Linear is layout fused)" if transposed else ""
                 raise tensors.misfit("qkv.weight", f"shape {shape}, three square matrices{hint}")
-            weights |= split_rows(tensors, f"{part}.weight", matrix, order)
-        if tensors.has(f"{part}.bias"):
-            bias = tensors.get(f"{part}.bias", "n")
-            if tensors.has(f"{part}.weight") and len(bias) != len(matrix):
-                raise tensors.misfit(f"{part}.bias", f"shape [{len(matrix)}]")
-            weights |= split_rows(tensors, f"{part}.bias", bias, order)
-    for part in QK_NORMS:
-        if tensors.has(part):
-            norm = _norm(tensors, part)
-            weights[part] = norm.astype(np.float32) + np.float32(1) if norms_less_one and part.endswith("weight") else norm
+            weights |= split_rows(tensors, f"{packed}.weight", matrix, order)
+        if tensors.has(f"{packed}.bias"):
+            bias = tensors.get(f"{packed}.bias", "n")
+            if tensors.has(f"{packed}.weight") and len(bias) != len(matrix):
+                raise tensors.misfit(f"{packed}.bias", f"shape [{len(matrix)}]")
+            weights |= split_rows(tensors, f"{packed}.bias", bias, order)
+    for role in QK_NORMS:
+        if tensors.has(role):
+            norm = _norm(tensors, role)
+            weights[role] = norm.astype(np.float32) + np.float32(1) if norms_less_one and role.endswith("weight") else norm
     return Converted(weights, {"rope": {"dims": 2 * len(tensors.get("inv_freq", "n"))}} if tensors.has("inv_freq") else {})
 
 
-def _matrix(tensors: LayerTensors, part: str, transposed: bool) -> Array:
+def _matrix(tensors: LayerTensors, role: str, transposed: bool) -> Array:
     """The tensor with the axes of a canonical weight, [out, in] where it is a matrix."""
-    axes = AXES.get(part, ("out", "in"))
-    return tensors.get(part, "in", "out").T if transposed and axes == ("out", "in") else tensors.get(part, *axes)
+    axes = AXES.get(role, ("out", "in"))
+    return tensors.get(role, "in", "out").T if transposed and axes == ("out", "in") else tensors.get(role, *axes)
 
 
-def _norm(tensors: LayerTensors, part: str) -> Array:
+def _norm(tensors: LayerTensors, role: str) -> Array:
     """Weights or biases of a norm: [head_dim], or [heads, head_dim] where each head has its own."""
     section = tensors.given.get("qk_norm")
     if not isinstance(section, Mapping) or section.get("weights") != "own":
-        return tensors.get(part, "n")
-    head_dim = tensors.number("head_dim") or tensors.arrays[part].shape[-1]
-    if tensors.arrays[part].size % head_dim:
-        raise tensors.misfit(part, f"a multiple of head_dim {head_dim} numbers")
-    return tensors.arrays[part].reshape(-1, head_dim)
+        return tensors.get(role, "n")
+    head_dim = tensors.number("head_dim") or tensors.arrays[role].shape[-1]
+    if tensors.arrays[role].size % head_dim:
+        raise tensors.misfit(role, f"a multiple of head_dim {head_dim} numbers")
+    return tensors.arrays[role].reshape(-1, head_dim)
 
 
-def split_rows(tensors: LayerTensors, part: str, array: Array, rows: RowOrderOf) -> Weights:
+def split_rows(tensors: LayerTensors, role: str, array: Array, rows: RowOrderOf) -> Weights:
     """Canonical weights from the rows of a matrix [out, in], or a bias [out], of several projections."""
     heads = tensors.number("num_heads") or 1
     kv_heads = tensors.number("num_kv_heads") or heads
     axes, places = rows(heads, kv_heads)
     if len(array) % math.prod(axes) or heads % kv_heads:
         expected = f"a multiple of {math.prod(axes)} rows of {', '.join(places)}, for {heads} heads and {kv_heads} of keys and values"
-        raise tensors.misfit(part, expected)
-    split, kind = array.reshape(*axes, -1, *array.shape[1:]), part.rpartition(".")[2]
+        raise tensors.misfit(role, expected)
+    split, kind = array.reshape(*axes, -1, *array.shape[1:]), role.rpartition(".")[2]
     return {f"{name}.{kind}": split[place].reshape(-1, *array.shape[1:]) for name, place in places.items()}
 
 
@@ -222,5 +222,5 @@ def convert_by_head(tensors: LayerTensors, axes: Sequence[str] = ("in", "heads",
             if tensors.arrays[f"{name}.bias"].shape != kernel.shape[:2]:
                 raise tensors.misfit(f"{name}.bias", f"shape {list(kernel.shape[:2])}")
             weights[f"{name}.bias"] = tensors.arrays[f"{name}.bias"].reshape(-1)
-    weights |= {part: tensors.get(part, "n") for part in ("output.bias", *QK_NORMS) if tensors.has(part)}
+    weights |= {role: tensors.get(role, "n") for role in ("output.bias", *QK_NORMS) if tensors.has(role)}
     return Converted(weights, {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "value_head_dim": value_dim})

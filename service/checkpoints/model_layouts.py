@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from service.checkpoints.framework_layouts import packed_names
 from service.checkpoints.layout import (
     INPUTS,
     Converted,
@@ -79,15 +80,15 @@ def separate(tensors: LayerTensors, rows: RowOrderOf = stacked, **how: bool) -> 
 def _scaled(tensors: LayerTensors, converted: Converted) -> Converted:
     """With the projections that have a factor multiplied by it, in float32 or better."""
     for name, factor in tensors.conversion.get("factors", {}).items():
-        for part in (f"{name}.{kind}" for kind in KINDS):
-            if factor != 1 and part in converted.weights:
-                exact = _exact(converted.weights[part])
-                converted.weights[part] = exact * exact.dtype.type(factor)
+        for role in (f"{name}.{kind}" for kind in KINDS):
+            if factor != 1 and role in converted.weights:
+                exact = _exact(converted.weights[role])
+                converted.weights[role] = exact * exact.dtype.type(factor)
     return converted
 
 
 def _exact(array: Array) -> Array:
-    """The array in float64 if it is, else in float32."""
+    """The array in float32, or as it is in float64."""
     return array if array.dtype == np.float64 else array.astype(np.float32)
 
 
@@ -124,9 +125,9 @@ def _table(tensors: LayerTensors) -> Array:
     exact = _exact(table)
     centred = exact - exact.mean(-1, keepdims=True)
     normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + exact.dtype.type(eps))
-    for part in ("table_norm.weight", "table_norm.bias"):
-        if tensors.arrays[part].shape != table.shape[1:]:
-            raise tensors.misfit(part, f"shape {list(table.shape[1:])}")
+    for role in ("table_norm.weight", "table_norm.bias"):
+        if tensors.arrays[role].shape != table.shape[1:]:
+            raise tensors.misfit(role, f"shape {list(table.shape[1:])}")
     return np.asarray(normed * tensors.arrays["table_norm.weight"] + tensors.arrays["table_norm.bias"])
 
 
@@ -134,14 +135,14 @@ def convolutions(tensors: LayerTensors) -> Converted:
     """Projections that are convolutions [n, n / groups, 1] of width 1: their groups are blocks on a matrix's diagonal (SqueezeBERT)."""
     dense = {}
     for name, groups in tensors.conversion["groups"].items():
-        part = f"{name}.weight"
-        array = tensors.get(part, "n", "n / groups", "1")
+        role = f"{name}.weight"
+        array = tensors.get(role, "n", "n / groups", "1")
         n = len(array)
         if n % groups or array.shape != (n, n // groups, 1):
-            raise tensors.misfit(part, f"shape [n, n / {groups}, 1], for {groups} groups")
+            raise tensors.misfit(role, f"shape [n, n / {groups}, 1], for {groups} groups")
         matrix = np.zeros((groups, n // groups, groups, n // groups), array.dtype)
         matrix[np.arange(groups), :, np.arange(groups)] = array.reshape(groups, n // groups, n // groups)
-        dense[part] = matrix.reshape(n, n)
+        dense[role] = matrix.reshape(n, n)
     return separate(replace(tensors, arrays={**tensors.arrays, **dense}))
 
 
@@ -167,11 +168,11 @@ def cosine(tensors: LayerTensors) -> Converted:
 def differential(tensors: LayerTensors) -> Converted:
     """As `separate`, for rows [halves, heads, width] of queries, keys and values; the halves go into each head (DiffLlama)."""
     converted, width = separate(tensors), tensors.given["head_dim"] // 2
-    for part in (f"{name}.{kind}" for name in INPUTS for kind in KINDS):
-        if (rows := converted.weights.get(part)) is not None:
+    for role in (f"{name}.{kind}" for name in INPUTS for kind in KINDS):
+        if (rows := converted.weights.get(role)) is not None:
             if len(rows) % (2 * width):
-                raise tensors.misfit(part, f"a multiple of {2 * width} rows, two halves of heads of {width} numbers")
-            converted.weights[part] = np.moveaxis(rows.reshape(2, -1, width, *rows.shape[1:]), 0, 1).reshape(rows.shape)
+                raise tensors.misfit(role, f"a multiple of {2 * width} rows, two halves of heads of {width} numbers")
+            converted.weights[role] = np.moveaxis(rows.reshape(2, -1, width, *rows.shape[1:]), 0, 1).reshape(rows.shape)
     return converted
 
 
@@ -182,86 +183,80 @@ def gated_queries(tensors: LayerTensors) -> Converted:
         return (heads, 2), {"query": np.s_[:, 0], "gate": np.s_[:, 1]}
 
     converted = separate(tensors, norms_less_one=True)
-    for part in ("query.weight", "query.bias"):
-        if part in converted.weights:
-            converted.weights.update(split_rows(tensors, part, converted.weights[part], query_and_gate))
+    for role in ("query.weight", "query.bias"):
+        if role in converted.weights:
+            converted.weights.update(split_rows(tensors, role, converted.weights[role], query_and_gate))
     return converted
 
 
 def latent(tensors: LayerTensors, rotated_last: bool = False) -> Converted:
-    """DeepSeek's multi-head latent attention: the shared part of the keys goes from the end of each head to its beginning.
+    """DeepSeek's multi-head latent attention: the numbers that RoPE rotates go from the end of each head to its beginning.
 
-    `rotated_last`: so do as many numbers of the indexer's heads, which RoPE rotates (HYV4).
+    `rotated_last`: those of the indexer's heads are at the end too (HYV4).
 
-    Queries have rows [heads, (own, shared), in], keys and values [rank + shared, in] in the first step, and [heads, (key, value), rank] in
+    Queries have rows [heads, (nope, rope), in], keys and values [rank + rope, in] in the first step, and [heads, (key, value), rank] in
     the second.
     """
     heads, head_dim, value_dim = (tensors.given[name] for name in ("num_heads", "head_dim", "value_head_dim"))
-    rank, shared = (tensors.given["latent"][name] for name in ("key_value_rank", "rope_key_dim"))
-    own, weights = head_dim - shared, convert(tensors).weights
-    matrices = {part: tensors.get(f"{part}.weight", "out", "in") for part in ("query", "down", "up")}
-    for part, rows in (("query", heads * head_dim), ("down", rank + shared), ("up", heads * (own + value_dim))):
-        if len(matrices[part]) != rows:
-            raise tensors.misfit(f"{part}.weight", f"{rows} rows, as the config has them")
-    query = np.roll(matrices["query"].reshape(heads, head_dim, -1), shared, axis=1)
-    up = matrices["up"].reshape(heads, own + value_dim, -1)
+    rank, rope = (tensors.given["latent"][name] for name in ("key_value_rank", "rope_key_dim"))
+    nope, weights = head_dim - rope, convert(tensors).weights
+    matrices = {name: tensors.get(f"{name}.weight", "out", "in") for name in ("query", "down", "up")}
+    for name, rows in (("query", heads * head_dim), ("down", rank + rope), ("up", heads * (nope + value_dim))):
+        if len(matrices[name]) != rows:
+            raise tensors.misfit(f"{name}.weight", f"{rows} rows, as the config has them")
+    query = np.roll(matrices["query"].reshape(heads, head_dim, -1), rope, axis=1)
+    up = matrices["up"].reshape(heads, nope + value_dim, -1)
     weights["query.weight"] = query.reshape(heads * head_dim, -1)
-    weights |= {f"{name}.weight": rows.reshape(-1, up.shape[2]) for name, rows in (("key", up[:, :own]), ("value", up[:, own:]))}
+    weights |= {f"{name}.weight": rows.reshape(-1, up.shape[2]) for name, rows in (("key", up[:, :nope]), ("value", up[:, nope:]))}
     for kind in KINDS:
         if tensors.has(f"down.{kind}"):
             weights[f"key_value_down.{kind}"], weights[f"rope_key.{kind}"] = np.split(tensors.arrays[f"down.{kind}"], [rank])
-    for part in ("index_query.weight", "index_key.weight", "index_key_norm.weight", "index_key_norm.bias") if rotated_last else ():
-        rows, width = tensors.arrays[part], tensors.given["indexer"]["head_dim"]
+    for role in ("index_query.weight", "index_key.weight", "index_key_norm.weight", "index_key_norm.bias") if rotated_last else ():
+        rows, width = tensors.arrays[role], tensors.given["indexer"]["head_dim"]
         if len(rows) % width:
-            raise tensors.misfit(part, f"a multiple of {width} rows, the index_head_dim of the config")
-        weights[part] = np.roll(rows.reshape(-1, width, *rows.shape[1:]), shared, axis=1).reshape(rows.shape)
+            raise tensors.misfit(role, f"a multiple of {width} rows, the index_head_dim of the config")
+        weights[role] = np.roll(rows.reshape(-1, width, *rows.shape[1:]), rope, axis=1).reshape(rows.shape)
     return _scaled(tensors, Converted(weights))
 
 
 def xlnet(tensors: LayerTensors) -> Converted:
     """XLNet's matrices are [in, heads, head_dim], and that of the output [out, heads, head_dim]."""
-    matrices = {part: tensors.get(f"{part}.weight", "in", "heads", "n") for part in (*PROJECTIONS, "position_key")}
-    weights = {f"{part}.weight": matrix.reshape(len(matrix), -1).T for part, matrix in matrices.items()}
-    biases = {part: tensors.get(part, "heads", "n") for part in ("content_bias", "position_bias")}
+    matrices = {name: tensors.get(f"{name}.weight", "in", "heads", "n") for name in (*PROJECTIONS, "position_key")}
+    weights = {f"{name}.weight": matrix.reshape(len(matrix), -1).T for name, matrix in matrices.items()}
+    biases = {role: tensors.get(role, "heads", "n") for role in ("content_bias", "position_bias")}
     return Converted(weights | {"output.weight": weights["output.weight"].T} | biases)
 
 
-def _layout(name: str, convert: Callable[[LayerTensors], Converted], *parts: str, more: Mapping[str, str] | None = None) -> Layout:
-    """Biases, norms, gates, tables and sinks may be missing: the config says whether there are any. `more`: other names and parts."""
-    spelled = (*parts, "output", "query_norm", "key_norm", "gate", "position_key", "position_query")
-    names = {f"{spelling}.{kind}": f"{part}.{kind}" for part in spelled for spelling in SPELLINGS[part].split() for kind in KINDS}
-    names |= OTHER_NAMES | (PACKED_NAMES if "qkv" in parts else VIDEO_MAE_BIASES) | dict(more or {})
-    needed = {f"{part}.weight" for part in (*parts, "output")} | set((more or {}).values())
-    return Layout(name, names, convert, optional=tuple((part,) for part in {*names.values()} - needed), ignored=IGNORED)
+def _layout(name: str, convert: Callable[[LayerTensors], Converted], *projections: str, more: Mapping[str, str] | None = None) -> Layout:
+    """A layout with these matrices, that of the output, and `more`, other names and their roles.
+
+    Biases, norms, gates, tables and sinks may be missing: the config says whether there are any.
+    """
+    more = more or {}
+    modules = (*projections, "output", "query_norm", "key_norm", "gate", "position_key", "position_query")
+    names = {f"{spelling}.{kind}": f"{module}.{kind}" for module in modules for spelling in SPELLINGS[module].split() for kind in KINDS}
+    names |= {**OTHER_NAMES, **(PACKED_NAMES if "qkv" in projections else VIDEO_MAE_BIASES), **more}
+    required = {f"{matrix}.weight" for matrix in (*projections, "output")} | {*more.values()}
+    return Layout(name, names, convert, optional=tuple((role,) for role in {*names.values()} - required), ignored=IGNORED)
 
 
-LATENT = {
+LATENT = packed_names(query_down="q_a_proj", down="kv_a_proj_with_mqa", output="o_proj") | {
     "q_proj.weight": "query.weight",
     "q_b_proj.weight": "query.weight",
-    "q_a_proj.weight": "query_down.weight",
-    "q_a_proj.bias": "query_down.bias",
     "q_a_layernorm.weight": "query_down_norm.weight",
-    "kv_a_proj_with_mqa.weight": "down.weight",
-    "kv_a_proj_with_mqa.bias": "down.bias",
     "kv_a_layernorm.weight": "key_value_down_norm.weight",
     "kv_b_proj.weight": "up.weight",
-    "o_proj.weight": "output.weight",
-    "o_proj.bias": "output.bias",
 }
 NETWORK = "self.continuous_position_bias_mlp"
 COSINE = {"self.logit_scale": "logit_scale", f"{NETWORK}.2.weight": "network_out.weight"}
 COSINE |= {f"{NETWORK}.0.{kind}": f"network.{kind}" for kind in KINDS}
-INDEXER = {
+INDEXER = packed_names(index_key_norm="indexer.k_norm") | {
     "indexer.wq_b.weight": "index_query.weight",
     "indexer.wk.weight": "index_key.weight",
-    "indexer.k_norm.weight": "index_key_norm.weight",
-    "indexer.k_norm.bias": "index_key_norm.bias",
     "indexer.weights_proj.weight": "index_head_weights.weight",
 }
 GATED = {"linear_gate.weight": "gate.weight", "learnable_sink_param": "sinks"}
-CONV_CROSS = {
-    f"{name}.{kind}": f"{part}.{kind}" for name, part in (("q_attn", "query"), ("c_attn", "kv"), ("c_proj", "output")) for kind in KINDS
-}
+CONV_CROSS = packed_names(query="q_attn", kv="c_attn", output="c_proj")
 XLNET = {"q": "query.weight", "k": "key.weight", "v": "value.weight", "o": "output.weight", "r": "position_key.weight"}
 XLNET |= {"r_w_bias": "content_bias", "r_r_bias": "position_bias"}
 LATENT_OPTIONS = (("query_down.bias",), ("down.bias",), ("output.bias",))

@@ -60,7 +60,7 @@ def read_match(match: Match, tensors: Mapping[str, Array], given: Fields, conver
     """
     if problems := list(_incomplete_groups(match)) or list(_unknown_tensors(match, tensors)):
         raise refuse_weights(problems)
-    arrays = {part: tensors[name] for part, name in match.names.items()}
+    arrays = {role: tensors[name] for role, name in match.names.items()}
     plain = {normalised(name): name for name in tensors}
     dtype = _dtype(arrays, match.names)
     layer = LayerTensors(
@@ -90,12 +90,12 @@ def _require_fields(match: Match, converted: Converted, given: Mapping[str, Any]
 
 def _incomplete_groups(match: Match) -> Iterator[tuple[str, str, str]]:
     """(name, expected, got) of each missing tensor of a group of optional tensors that is there in part."""
-    by_part = {part: name for name, part in match.layout.names.items()}
+    by_role = {role: name for name, role in match.layout.names.items()}
     for group in match.layout.optional:
-        present = [part for part in group if part in match.names]
+        present = [role for role in group if role in match.names]
         if present and len(present) < len(group):
-            expected = f"a tensor, as beside {listed(match.names[part] for part in present)}"
-            yield from ((match.full_name(by_part[part]), expected, "nothing") for part in group if part not in present)
+            expected = f"a tensor, as beside {listed(match.names[role] for role in present)}"
+            yield from ((match.full_name(by_role[role]), expected, "nothing") for role in group if role not in present)
 
 
 def _unknown_tensors(match: Match, tensors: Mapping[str, Array]) -> Iterator[tuple[str, str, str]]:
@@ -116,15 +116,15 @@ def _unknown_tensors(match: Match, tensors: Mapping[str, Array]) -> Iterator[tup
 def _dtype(arrays: Mapping[str, Array], names: Mapping[str, str]) -> str:
     """The dtype of all tensors, or float32 or float64 if they differ. Raises InvalidRequest for integers and empty tensors."""
     kinds = set()
-    for part, array in arrays.items():
+    for role, array in arrays.items():
         if not array.size:
-            raise refuse_weights([(names[part], "numbers", f"shape {list(array.shape)}")])
+            raise refuse_weights([(names[role], "numbers", f"shape {list(array.shape)}")])
         try:
             kind = datatype_of(array).torch
         except KeyError:
             kind = str(array.dtype)
         if kind not in FLOATS:
-            raise refuse_weights([(names[part], "floating-point numbers: " + ", ".join(FLOATS), kind)])
+            raise refuse_weights([(names[role], "floating-point numbers: " + ", ".join(FLOATS), kind)])
         kinds.add(kind)
     return kinds.pop() if len(kinds) == 1 else "float64" if "float64" in kinds else "float32"
 

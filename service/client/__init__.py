@@ -10,9 +10,9 @@
 """
 
 from service.client.client import AsyncClient, Client
+from service.client.connection import Retries
 from service.client.merge import merge
 from service.client.responses import AnalysisResult, AttendResult, Picture, TopWeights, WordsResult
-from service.client.retries import Retries
 from service.client.sessions import AsyncSession, Session
 from service.errors import BadReply, LengthMismatch, ReplyLost, TimedOut, Unreachable, Untrusted
 

@@ -1,28 +1,30 @@
-"""The synchronous and the asynchronous client. Their methods, except those of the connection, are the functions of `operations.py`."""
+"""The synchronous and the asynchronous client.
+
+A method such as `client.attend(…)` makes the `Operation` of the function of its name in `operations.py`: an HTTP request, and the reader of
+its response (`responses.py`). `perform` sends the request and repeats it as `connection.py` decides.
+"""
 
 import asyncio
 import os
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
-from service import __version__
 from service.client import operations
-from service.client.connection import API_KEY, LIMITS, SECRET, USE_CLIENT_DEFAULT, Timeout, Verify, connection_error, ssl_context
+from service.client.connection import API_KEY, SECRET, Attempts, Connections, Outcome, connection_error
+from service.client.fields import USE_CLIENT_DEFAULT, Timeout
 from service.client.methods import make_operation, signed
 from service.client.operations import Operation
-from service.client.retries import Attempts, Outcome, Retries
 from service.client.sessions import AsyncSession, Session, StartingSession, start_or_resume
 from service.errors import CapacityError, NotAcceptable, Unreachable, UnsupportedMediaType
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Transport = TypeVar("Transport", httpx.BaseTransport, httpx.AsyncBaseTransport)
 
 
 def _method(operation: Callable[P, Operation[T]]) -> Callable[Concatenate["Client", P], T]:
@@ -42,53 +44,13 @@ def _async_method(
 
     @wraps(operation)
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        made = await asyncio.to_thread(operation, *args, **kwargs) if in_thread else make_operation(operation, *args, **kwargs)
-        return await self.perform(made)
+        make = partial(make_operation, operation, *args, **kwargs)
+        return await self.perform(await asyncio.to_thread(make) if in_thread else make())
 
     return signed(method)
 
 
-class _Connections(Generic[Transport]):
-    """The arguments of both clients."""
-
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8000",
-        *,
-        timeout: float | None = 60.0,
-        api_key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        retries: Retries | int | None = None,
-        verify: Verify = True,
-        transport: Transport | None = None,
-    ) -> None:
-        """`timeout` in seconds limits one response and all retries; None is no limit. Every method has its own `timeout`.
-
-        `api_key` is sent as a Bearer token, `headers` with every request. `Retries(times=0)` repeats nothing. `verify` is httpx's, or the
-        file or folder of a CA bundle (OSError without certificates there); `transport` is httpx's.
-        """
-        self.base_url, self.timeout, self.retries = base_url, timeout, Retries.of(retries)
-        self._api_key, self._headers, self._verify = api_key, dict(headers or {}), verify
-        self._transport: Transport | None = transport
-        self._binary = True  # until a server or proxy accepts only JSON
-        try:
-            self._open()
-        except httpx.InvalidURL as error:
-            raise connection_error(error, base_url) from None
-
-    def _open(self) -> None:
-        raise NotImplementedError
-
-    def _httpx_options(self) -> dict[str, Any]:
-        """Keyword arguments of an httpx client. Raises OSError if certificates cannot be read."""
-        headers = {"User-Agent": f"attend/{__version__}", **self._headers}
-        if self._api_key is not None:
-            headers["Authorization"] = f"Bearer {self._api_key.strip()}"  # a key from a file ends in a newline
-        options = {"base_url": self.base_url, "timeout": self.timeout, "headers": headers, "limits": LIMITS}
-        return {**options, "verify": ssl_context(self._verify), "transport": self._transport}
-
-
-class Client(_Connections[httpx.BaseTransport]):
+class Client(Connections[httpx.BaseTransport]):
     """One server, over connections that stay open. Threads and forked processes may share a client.
 
     A pickle has no API key: an unpickled client takes it from ATTEND_API_KEY. A deep copy is the client itself.
@@ -201,7 +163,7 @@ def _unpickle(base_url: str, arguments: dict[str, Any], had_key: bool) -> Client
     return Client(base_url, api_key=os.environ.get(API_KEY) if had_key else None, **arguments)
 
 
-class AsyncClient(_Connections[httpx.AsyncBaseTransport]):
+class AsyncClient(Connections[httpx.AsyncBaseTransport]):
     """The methods of `Client` with `await`, for one event loop. Raises and retries as `Client` does.
 
     Arrays are encoded and decoded on the event loop: copying megabytes takes less time than a switch of threads.

@@ -1,9 +1,10 @@
-"""Types of the operations' keyword arguments: the fields of their requests besides `layer`, `query`, `key` and `value`.
+"""Types of the operations' arguments: `timeout`, tensors, and the fields of their requests besides `layer`, `query`, `key` and `value`.
 
 The models of `service/wire/schemas/` describe the fields; `help(Client.attend)` shows the descriptions. None leaves a field out.
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 from service.wire.schemas.attend import Output
@@ -16,6 +17,19 @@ else:
 
     class TensorLike:
         """Anything that numpy converts to an array, or a torch tensor. numpy's own type would fill a signature with its parts."""
+
+
+class UseClientDefault(Enum):
+    """The type of a `timeout` argument that is left out."""
+
+    USE_CLIENT_DEFAULT = "the client's timeout"
+
+    def __repr__(self) -> str:
+        return f"<{self.value}>"
+
+
+USE_CLIENT_DEFAULT = UseClientDefault.USE_CLIENT_DEFAULT
+Timeout = float | Literal[UseClientDefault.USE_CLIENT_DEFAULT] | None
 
 
 class Window(TypedDict, total=False):

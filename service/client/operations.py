@@ -4,7 +4,7 @@ In every operation, `timeout` in seconds replaces that of the client; None is no
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,16 @@ import httpx
 import numpy as np
 
 from service.checkpoints import ModelFolder
-from service.client.connection import USE_CLIENT_DEFAULT, Timeout
-from service.client.fields import AnalysisFields, AttendFields, FigureFields, FigureOptions, PlanFields, TensorLike
+from service.client.fields import (
+    USE_CLIENT_DEFAULT,
+    AnalysisFields,
+    AttendFields,
+    FigureFields,
+    FigureOptions,
+    PlanFields,
+    TensorLike,
+    Timeout,
+)
 from service.client.responses import (
     AnalysisResult,
     AttendResult,
@@ -296,13 +304,6 @@ def layer_path(name: str) -> str:
     """/layers/{name}. Raises InvalidRequest for a name that no layer can have."""
     require_layer_name(name)
     return f"/layers/{name}"
-
-
-def refuse_other_names(operation: Callable[..., object], names: Iterable[str]) -> None:
-    """Raises InvalidRequest with what is meant by arguments of an operation that have names of other libraries or documents, if any."""
-    model = PutLayer if operation is put_layer else AttendRequest
-    if problems := [unknown_field(pointer([name]), name, model) for name in names if name in model.expected_instead]:
-        raise InvalidRequest(problems=problems)
 
 
 def request_fields(model: type[AttendRequest], **fields: Any) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 
-from service.client.connection import USE_CLIENT_DEFAULT, Timeout
-from service.client.fields import StepFields, TensorLike
+from service.client.fields import USE_CLIENT_DEFAULT, StepFields, TensorLike, Timeout
 from service.client.methods import make_operation, signed
 from service.client.operations import Operation, attend_at, request_fields
 from service.client.responses import AttendResult, raise_for_status, read_document
@@ -190,8 +189,8 @@ def _async_method(
 
     @wraps(operation)
     async def method(self: "AsyncSession", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        call = asyncio.to_thread(operation, self, *args, **kwargs) if in_thread else None
-        return await self._client.perform(make_operation(operation, self, *args, **kwargs) if call is None else await call)
+        make = partial(make_operation, operation, self, *args, **kwargs)
+        return await self._client.perform(await asyncio.to_thread(make) if in_thread else make())
 
     return signed(method)
 

@@ -10,7 +10,7 @@ import torch
 from service.attention.call import Call, Result
 from service.attention.masks import real_keys
 from service.attention.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOperation
-from service.attention.metrics.rows import MetricsQuery
+from service.attention.metrics.rows import MetricsOptions
 from service.errors import InvalidRequest
 from service.serving.admission import Admission
 from service.serving.binding import check_against_layer, refuse_packed, require_masks_of_all_heads, shape_fields
@@ -20,9 +20,8 @@ from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH, DATATYPES, Array
-from service.wire.codec import Decoded
+from service.wire.codec import Decoded, Reply
 from service.wire.problems import validate
-from service.wire.reply import Reply
 from service.wire.schemas.analysis import INDEX_PARTS, METRIC_SHAPES, POSITIONAL_METRICS, TOKEN_METRICS, AnalysisRequest
 
 PER_HEAD_FIELDS = ("alibi", "relative_bias", "relative_scores", "grid_bias", "sinks", "output_gate")  # with parameters of each head
@@ -101,18 +100,19 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
     if request.direction is not None:
         direction = cast("direction", request.direction, spec.dtype)
         direction = direction if request.batched else direction[None]
-    query = MetricsQuery(
-        metrics,
-        options.local_window,
-        options.top_links,
-        options.mass,
-        _counted_queries(request, call),
-        query_ids,
-        key_ids,
-        direction,
-        _kept(request, "key"),
+    return MetricsOperation(
+        MetricsOptions(
+            metrics,
+            options.local_window,
+            options.top_links,
+            options.mass,
+            _counted_queries(request, call),
+            query_ids,
+            key_ids,
+            direction,
+            _kept(request, "key"),
+        )
     )
-    return MetricsOperation(query)
 
 
 def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:

@@ -21,13 +21,12 @@ from service.serving.layers.files import (
 from service.serving.layers.loader import AddedLayer
 from service.serving.requests import RawRequest
 from service.serving.service import Service
-from service.wire.codec import CODECS
+from service.wire.codec import Buffer
 from service.wire.compression import unpack
 from service.wire.json.strict import parse_strictly
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON, SAFETENSORS
+from service.wire.negotiation import CODECS, JSON, SAFETENSORS
 from service.wire.problems import describe_value, validate
-from service.wire.reply import Buffer
 from service.wire.schemas.document import Document
 from service.wire.schemas.layers import PutLayer
 

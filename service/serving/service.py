@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
-from service.errors import CallerGone, DeadlinePassed
+from service.errors import CallerGone, DeadlinePassed, NotReady
 from service.serving.admission import ServingLimits
 from service.serving.batching import limits_on
 from service.serving.byte_budget import ByteBudget
@@ -64,6 +64,11 @@ class Service:
     def ready(self) -> bool:
         """Whether calls are answered: layers are loaded and warm, memory suffices, and the process is not draining."""
         return self.started and not self.draining and self.scheduler.healthy
+
+    def require_started(self) -> None:
+        """Raises NotReady before the configured layers are loaded and warm. A server that is shutting down still accepts calls."""
+        if not self.started:
+            raise NotReady("the layers are still being loaded; see /health/ready")
 
     async def is_answering(self) -> bool:
         """Whether calls are answered and the device responds to a probe of the first layer; without layers, the same as `ready`."""

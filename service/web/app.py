@@ -1,66 +1,35 @@
-"""Builds the application of one process from its settings: service, routes, middleware and gRPC server."""
+"""Builds the application of one process from its settings: service, routes, checks, telemetry and gRPC server."""
 
 import ipaddress
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import Forbidden, LayerConflict, NotReady
 from service.serving.admission import ServingLimits
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
-from service.serving.sessions.ids import Place, default_replica
+from service.serving.sessions.placement import Place, Workers, default_replica
 from service.serving.sessions.registry import SessionRegistry
-from service.serving.sessions.workers import Workers
 from service.settings import Settings
-from service.web import errors, openapi
+from service.web import openapi
+from service.web.access import Access, Application
 from service.web.forwarding import Forwarder
+from service.web.guard import Guard
 from service.web.keys import Keyring
-from service.web.middleware.access import Access, Endpoint
-from service.web.middleware.guard import Guard
-from service.web.middleware.telemetry import Telemetry, endpoint_labels, start_telemetry
-from service.web.routes import attend, health, layers, page, sessions, text
-from service.web.v2 import repository, routes
+from service.web.routes import attend, health, layers, page, sessions
+from service.web.telemetry import Telemetry, endpoint_labels, start_telemetry
+from service.web.v2 import routes
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
 from service.wire.native import numbers
-
-
-class Application(FastAPI):
-    """FastAPI behind `access`, which calls the most frequent endpoints without FastAPI's routing: see `web/middleware/access.py`."""
-
-    access: ASGIApp
-
-    def build_middleware_stack(self) -> ASGIApp:
-        """Only the routes, without FastAPI's exception handlers: `Access` turns exceptions into responses."""
-        return AsyncExitStackMiddleware(self.router)
-
-    async def call_route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Calls the route of a path. Clients send paths under /v2 with and without a trailing slash, and with and without a version."""
-        path = scope["attend"].path if "attend" in scope else ""
-        if path.startswith(f"{errors.V2_PREFIX}/"):
-            scope = {**scope, "path": scope.get("root_path", "") + routes.plain_path(path)}
-        elif path == "/openapi.json" and self.openapi_schema is None:
-            await run_in_threadpool(self.openapi)  # building the document takes a few hundred milliseconds; FastAPI keeps it
-        try:
-            await super().__call__(scope, receive, send)
-        except HTTPException as error:
-            await errors.routing_error(error, self.router.routes, scope)(scope, receive, send)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.access(scope, receive, send)
 
 
 def create_app(settings: Settings, private_socket: Path | None = None) -> FastAPI:
@@ -100,37 +69,18 @@ def create_app(settings: Settings, private_socket: Path | None = None) -> FastAP
     attend.install(app, service)
     layers.install(app, service, extensions.require_writable)
     sessions.install(app, service, forwarder)
-    text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
+    page.install_words(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, extensions)
-    repository.install(app, service, extensions)
     page.install(app, service, _index_members(settings, service))
     health.install(app, service)
     app.state.service = service
     openapi.install(app)
     label, guard = endpoint_labels(app.routes), _guard(settings, keyring)
-    app.access = Access(app.call_route, service, settings.access_log, _direct_endpoints(service), label, forwarder, guard, telemetry)
+    app.access = Access(app.call_route, service, settings.access_log, label, forwarder, guard, telemetry)
     if origins := _comma_separated(settings.cors_origins):
         exposed = ["X-Request-Id", "Server-Timing", "Retry-After"]
         app.access = CORSMiddleware(app.access, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return app
-
-
-def _direct_endpoints(service: Service) -> Callable[[str, str], Endpoint | None]:
-    """The endpoint of a method and a path, if it is one of those that bypass FastAPI."""
-    by_path = attend.endpoints(service)
-
-    def endpoint(method: str, path: str) -> Endpoint | None:
-        if method != "POST":
-            return None
-        if (direct := by_path.get(path)) is not None:
-            return direct
-        if (found := routes.INFER_PATH.fullmatch(path)) is not None:
-            return partial(routes.answer_infer, service, found[1], found[2])
-        if (found := sessions.ATTEND_PATH.fullmatch(path)) is not None:
-            return partial(sessions.attend_step, service, found[1])
-        return None
-
-    return endpoint
 
 
 def create_service(settings: Settings, private_socket: Path | None = None) -> Service:

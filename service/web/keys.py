@@ -1,4 +1,4 @@
-"""API keys with scopes: a file of digests, read again when it changes. `web/middleware/guard.py` defines what each scope allows.
+"""API keys with scopes: a file of digests, read again when it changes. `web/guard.py` defines what each scope allows.
 
 A line is `name scope,scope sha256-of-the-key`. Keys have 256 random bits, so a fast digest is safe. A key is compared with every line, in
 constant time.

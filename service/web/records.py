@@ -1,16 +1,16 @@
 """The record of one HTTP request or gRPC call: what its log line, its span and the metrics say about it.
 
-`web/middleware/access.py` makes the record of an HTTP request, and passes it to the endpoints that it calls itself. FastAPI's routes find
+`web/access.py` makes the record of an HTTP request, and passes it to the endpoints that it calls itself. FastAPI's routes find
 it in their scope, as `scope["attend"]`. `web/grpc/methods.py` has the record of a gRPC call.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import getrandbits
 from typing import Any
 
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from service.serving.byte_budget import Lease
 from service.serving.metrics import Phases
@@ -53,6 +53,9 @@ class HttpRecord(Record):
     def header(self, name: bytes) -> str:
         """The value of a header, "" if there is none."""
         return self.headers[name].decode("latin-1") if name in self.headers else ""
+
+
+Endpoint = Callable[[HttpRecord, Receive, Send], Awaitable[None]]  # one that `web/access.py` calls itself
 
 
 def record_of(scope: Scope) -> HttpRecord:

@@ -12,9 +12,9 @@ from service.serving.byte_budget import Lease
 from service.serving.requests import NO_PARAMETERS, RawRequest
 from service.serving.service import Service
 from service.web.records import HttpRecord
-from service.wire.codec import CODECS, Codec
+from service.wire.codec import Codec
 from service.wire.compression import coding_of_reply
-from service.wire.negotiation import SAFETENSORS, media_type_of_body, media_type_of_reply
+from service.wire.negotiation import CODECS, SAFETENSORS, media_type_of_body, media_type_of_reply
 
 Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
 UNCHECKED_BYTES = 64 * 1024  # a body of at most this many bytes is checked against the memory budget only as it is read
@@ -77,7 +77,7 @@ def _codecs(content_type: bytes, accept: bytes) -> tuple[Codec, Codec]:
 
 
 def lease_of(record: HttpRecord, service: Service) -> Lease:
-    """The request's share of the memory budget. `web/middleware/access.py` releases it once the reply is sent."""
+    """The request's share of the memory budget. `web/access.py` releases it once the reply is sent."""
     if record.lease is None:
         record.lease = Lease(service.budget, record.key or network_of(record.address))
     return record.lease

@@ -1,4 +1,7 @@
-"""Converts bytes, base64 and numbers to arrays of a datatype, and describes elements that the datatype cannot represent."""
+"""Converts bytes, base64 and numbers to arrays of a datatype, and an array of a reply to the requested one.
+
+Refusals describe the first element that the datatype cannot represent.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +11,13 @@ import numpy as np
 import pybase64
 
 from service.errors import InvalidRequest, pointer
-from service.tensors import BY_NUMPY, Array, Datatype
+from service.tensors import BY_NUMPY, DATATYPES, Array, Datatype
 from service.wire.problems import describe_value
 
 Kind = Literal["number", "bias", "mask", "count", "segment"]  # what the elements of a tensor of a request may be
 MAX_RANK = 4
 MAX_EXACT_INTEGER = 2**53  # float64 represents every integer up to here
+MINUS_INFINITY_IS_A_VALUE = frozenset({"scores", "log_sum_exp"})
 
 
 def array_of_bytes(piece: memoryview | bytes, datatype: Datatype, shape: Sequence[int], at: str) -> Array:
@@ -93,3 +97,32 @@ def first_element(array: Array, wrong: Array) -> tuple[str, str]:
 def without_broadcast(array: Array) -> Array:
     """The array with length 1 along every broadcast axis."""
     return array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
+
+
+def may_be_minus_infinity(name: str) -> bool:
+    """Whether -inf is a value of this output, or of a part of it such as `scores.0`."""
+    return name.partition(".")[0] in MINUS_INFINITY_IS_A_VALUE
+
+
+def wire_array(name: str, array: Array, datatype: str, nonfinite: str) -> tuple[Array, Array | None]:
+    """The array in its wire datatype, and a mask of its elements that are not finite (None: all are finite).
+
+    Raises InvalidRequest, with output and index, if an element is NaN or overflowed and `nonfinite` is "error".
+    """
+    if array.dtype.kind in "iub":
+        return array, None
+    if array.dtype != (wanted := DATATYPES[datatype].numpy):
+        with np.errstate(over="ignore", invalid="ignore"):
+            array = array.astype(wanted)
+    finite = np.isfinite(array)
+    if 0 not in finite.tobytes():  # for few numbers, `finite.all()` takes four times as long
+        return array, None
+    if nonfinite == "error":
+        wrong = ~finite
+        if may_be_minus_infinity(name):
+            wrong &= ~np.isneginf(array.astype(np.float64))
+        if wrong.any():
+            index = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), array.shape)]
+            got = f"{name}{index} = {float(array[tuple(index)])}"
+            raise InvalidRequest.where("/reply/nonfinite", f"finite numbers in {name} as {BY_NUMPY[array.dtype].name}", got)
+    return array, ~finite

@@ -1,25 +1,22 @@
-"""The interface of codecs: a codec decodes a body into the members of a request, and encodes a reply into headers and bytes.
+"""The interface of codecs: a codec decodes a body into the members of a request, and encodes a `Reply` into headers and bytes.
 
 Codecs keep no state between calls. `Decoded.reply_format` passes what the reply needs from `decode` to `encode` (an id, which outputs are
-sent as bytes). `CODECS` has the codecs of the service's own endpoints by media type; the others are in `wire/v2/codec.py` and
-`web/grpc/codec.py`.
+sent as bytes). The codecs of the service's own endpoints are in `negotiation.py`, the others in `wire/v2/codec.py` and `web/grpc/codec.py`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from service.errors import Problem, RequestError
-from service.wire import safetensors
+from service.tensors import Array
 from service.wire.arrays import Kind
-from service.wire.json import reader as json_reader
-from service.wire.json.writer import encode_json
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON, SAFETENSORS
-from service.wire.reply import Buffer, Reply
 from service.wire.schemas.attend import ReplyOptions
 
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
+Buffer: TypeAlias = bytes | memoryview  # a piece of an encoded reply; its len() is its bytes
 
 
 class SequencePart(NamedTuple):
@@ -40,10 +37,30 @@ class Decoded(NamedTuple):
     translate: Callable[[Problem], Problem] | None = None  # a problem of the members as one of the body; None: pointers are the same
 
     def in_body(self, error: RequestError) -> RequestError:
-        """The error with pointers into the body, of one with pointers into the members."""
+        """The same error with pointers into the body; those of `error` are into the members."""
         if self.translate is None or not error.problems:
             return error
         return type(error)(problems=[self.translate(problem) for problem in error.problems])
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply. A tensor is an array, or with `select.top_k` two arrays, `keys` and `values`."""
+
+    layer: dict[str, str]  # name, fingerprint
+    fully_masked_rows: int
+    datatype: str  # V2 name of the datatype in which numbers are sent
+    tensors: dict[str, Array | dict[str, Array]] = field(default_factory=dict)
+    metrics: dict[str, Any] | None = None  # of an analysis: name -> array, or parts by name; a part that is a list contains tokens
+    session: dict[str, Any] | None = None  # id and length, of a call to a session
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """Every array with its name; those of one tensor as `name.keys` and `name.values`."""
+        for name, tensor in self.tensors.items():
+            if isinstance(tensor, dict):
+                yield from ((f"{name}.{part}", array) for part, array in tensor.items())
+            else:
+                yield name, tensor
 
 
 class Encoded(NamedTuple):
@@ -71,25 +88,3 @@ class Codec(ABC):
     @abstractmethod
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any) -> Encoded:
         """Encodes a reply. Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error"."""
-
-
-class NativeCodec(Codec):
-    """The service's own format of that media type, which `parse` reads and `write` writes."""
-
-    def __init__(self, media_type: str, parse: Callable[..., dict[str, Any]], write: Callable[[Reply, ReplyOptions], list[Buffer]]) -> None:
-        self.parse, self.write, self.writes_text = parse, write, media_type == JSON
-        self.headers: Headers = ((b"content-type", media_type.encode()),)
-
-    def decode(
-        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
-    ) -> Decoded:
-        return Decoded(self.parse(body, kinds, limits, shapes_alone), parameters.get("picture_type"))
-
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
-        return Encoded(self.headers, self.write(reply, options))
-
-
-CODECS: dict[str, Codec] = {
-    JSON: NativeCodec(JSON, json_reader.parse, encode_json),
-    SAFETENSORS: NativeCodec(SAFETENSORS, safetensors.parse, safetensors.encode),
-}

@@ -1,17 +1,46 @@
-"""Content negotiation (RFC 9110, section 12): chooses the media types of body and reply from the request headers."""
+"""The codecs by media type, and content negotiation (RFC 9110, section 12): the media types of body and reply, from request headers."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from service.errors import NotAcceptable, UnsupportedMediaType
+from service.wire import safetensors
+from service.wire.arrays import Kind
+from service.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
+from service.wire.json import reader as json_reader
+from service.wire.json.writer import encode_json
+from service.wire.limits import WireLimits
+from service.wire.schemas.attend import ReplyOptions
 
 JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
 HTML = "text/html"
 PROBLEM_JSON = "application/problem+json"  # of refusals (RFC 9457)
-SUPPORTED = (JSON, SAFETENSORS)  # in order of preference
 # media type -> `figure.format`, in order of preference
 PICTURES: dict[str, Literal["png", "svg", "html"]] = {"image/png": "png", "image/svg+xml": "svg", "text/html": "html"}
+
+
+class NativeCodec(Codec):
+    """A format of the service's own endpoints, which `parse` reads and `write` writes."""
+
+    def __init__(self, media_type: str, parse: Callable[..., dict[str, Any]], write: Callable[[Reply, ReplyOptions], list[Buffer]]) -> None:
+        self.parse, self.write, self.writes_text = parse, write, media_type == JSON
+        self.headers: Headers = ((b"content-type", media_type.encode()),)
+
+    def decode(
+        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
+    ) -> Decoded:
+        return Decoded(self.parse(body, kinds, limits, shapes_alone), parameters.get("picture_type"))
+
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
+        return Encoded(self.headers, self.write(reply, options))
+
+
+CODECS: dict[str, Codec] = {  # in order of preference
+    JSON: NativeCodec(JSON, json_reader.parse, encode_json),
+    SAFETENSORS: NativeCodec(SAFETENSORS, safetensors.parse, safetensors.encode),
+}
+SUPPORTED = tuple(CODECS)
 
 
 def media_type_of_body(content_type: str) -> str:

@@ -15,11 +15,11 @@ import orjson
 
 from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge, pointer
 from service.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
-from service.wire.arrays import MAX_RANK, Kind, array_of_bytes
+from service.wire.arrays import MAX_RANK, Kind, array_of_bytes, wire_array
+from service.wire.codec import Buffer, Reply
 from service.wire.json import reader as json_reader
 from service.wire.json.strict import parse_strictly
 from service.wire.limits import JSON_TEXT_BYTES, WireLimits
-from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 
 MAX_HEADER_BYTES = 4 * 1024 * 1024  # about forty thousand tensors; parsing takes tens of milliseconds
@@ -153,16 +153,16 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
 
 def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """Encodes a reply: tensors by name, selections as `.keys` and `.values`, the other members in the metadata entry `reply`."""
-    arrays = {name: wire_array(name, array, reply.datatype, options)[0] for name, array in reply.arrays()}
+    arrays = {name: wire_array(name, array, reply.datatype, options.nonfinite)[0] for name, array in reply.arrays()}
     head: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
     if reply.session is not None:
         head["session"] = reply.session
     if reply.metrics is not None:
-        head["metrics"] = _metrics(reply, arrays, options.model_copy(update={"nonfinite": "null"}))
+        head["metrics"] = _metrics(reply, arrays)
     return write_tensors(arrays, {"reply": orjson.dumps(head).decode()})
 
 
-def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> dict[str, Any]:
+def _metrics(reply: Reply, arrays: dict[str, Array]) -> dict[str, Any]:
     """Adds the metrics to `arrays` as `metrics.name` or `metrics.name.part`, and returns their parts that are texts."""
     texts: dict[str, Any] = {}
     for name, value in (reply.metrics or {}).items():
@@ -170,7 +170,7 @@ def _metrics(reply: Reply, arrays: dict[str, Array], options: ReplyOptions) -> d
             if isinstance(inner, list):
                 texts.setdefault(name, {})[part] = inner
             else:
-                arrays[f"metrics.{name}{'.' if part else ''}{part}"] = wire_array("", inner, reply.datatype, options)[0]
+                arrays[f"metrics.{name}{'.' if part else ''}{part}"] = wire_array("", inner, reply.datatype, "null")[0]
     return texts
 
 

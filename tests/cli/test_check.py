@@ -19,8 +19,8 @@ from service.cli.server_check import OUTPUTS, compare_output, compare_reply, dra
 from service.spec import LayerSpec
 from service.tensors import datatype_of
 from service.wire.client_codec import decode_json_reply
+from service.wire.codec import Reply
 from service.wire.json.writer import encode_json
-from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
 
 

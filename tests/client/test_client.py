@@ -25,8 +25,8 @@ import trustme
 from service import errors
 from service.client import AsyncClient, BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, Untrusted, operations
 from service.client import fields as arguments
+from service.client.connection import Attempts
 from service.client.responses import CLASSES
-from service.client.retries import Attempts
 from service.spec import LayerSpec
 from service.spec_parts import Window
 from service.web.errors import STATUSES, problem_document

@@ -13,15 +13,16 @@ from service.errors import CallerGone, DeadlinePassed, Overloaded
 from service.serving.byte_budget import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
 from service.serving.documents import put_layer
 from service.serving.engine import ANALYSIS, ATTEND, FIGURE
+from service.serving.plan import plan_call
 from service.serving.requests import RawRequest
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.errors import retry_after
 from service.web.request_reader import network_of
-from service.wire.codec import Encoded, NativeCodec
+from service.wire.codec import Encoded
 from service.wire.json.reader import parse
 from service.wire.json.writer import encode_json
-from service.wire.negotiation import JSON
+from service.wire.negotiation import JSON, NativeCodec
 
 CAPACITY = 1 << 20
 PIECE = CAPACITY // 4096
@@ -270,7 +271,7 @@ def test_a_deadline_that_passes_while_the_body_is_read_is_504() -> None:
     "call",
     [
         *(lambda service, raw, kind=kind: service.engine.answer(raw, kind) for kind in (ATTEND, ANALYSIS, FIGURE)),
-        lambda service, raw: service.engine.plan(raw),
+        lambda service, raw: plan_call(service.engine, raw),
         lambda service, raw: put_layer(service, "new", raw),
     ],
     ids=["attend", "analysis", "figure", "plan", "put_layer"],

@@ -18,9 +18,8 @@ from service.serving.codec_pool import HEAVY_BYTES, Job
 from service.serving.engine import ATTEND
 from service.serving.requests import RawRequest
 from service.serving.service import open_service
-from service.wire.codec import CODECS
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON, SAFETENSORS
+from service.wire.negotiation import CODECS, JSON, SAFETENSORS
 
 KINDS = {
     "computed in a thread": (SAFETENSORS, {}, False),

@@ -48,11 +48,11 @@ from service.serving.service import open_service
 from service.settings import Settings
 from service.web.app import create_app
 from service.web.connections import Connection
-from service.wire.codec import Decoded, NativeCodec
+from service.wire.codec import Decoded
 from service.wire.json.reader import parse
 from service.wire.json.writer import encode_json
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON
+from service.wire.negotiation import JSON, NativeCodec
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest
 

@@ -25,7 +25,6 @@ from numpy.typing import ArrayLike
 
 from service.attention.reference.forward import Layer, Outputs, Positions, activate, average_values, dropout_multiplier, sigmoid
 from service.attention.reference.positions import grid_vectors, position_vectors, query_factors
-from service.attention.reference.projections import merge_heads, split_heads
 from service.attention.reference.request import Request
 from service.spec import LayerSpec
 from service.spec_parts import QKNorm
@@ -46,7 +45,7 @@ def gradients(spec: LayerSpec, weights: Mapping[str, Array], output_gradient: Ar
     back = request.as_batch(output_gradient)
     if spec.projections:
         back = back @ layer.weights["output.weight"]
-    back = split_heads(back, spec.num_heads)
+    back = Layer.split_heads(back, spec.num_heads)
     through_gate: ArrayLike = 0.0
     if spec.output_gate:
         through_gate, back = _through_gate(layer, request.query, forward.head_outputs, back)
@@ -82,7 +81,7 @@ def _through_gate(layer: Layer, query: Array, heads: Array, back: Array) -> tupl
     for_logits = back * heads * slope
     if gate.granularity == "headwise":
         for_logits = for_logits.sum(axis=-1, keepdims=True)
-    return merge_heads(for_logits) @ layer.weights["gate.weight"], back * activate(logits, gate)
+    return Layer.merge_heads(for_logits) @ layer.weights["gate.weight"], back * activate(logits, gate)
 
 
 def _through_attention(layer: Layer, request: Request, forward: Outputs, positions: Positions, back: Array) -> tuple[Array, ...]:
@@ -146,7 +145,7 @@ def _through_projection(layer: Layer, name: str, x: Array, back: Array) -> Array
         back = _through_norm(layer, name, norm, without_norm.project_heads(name, x), back)
     if spec.latent:
         return _through_latent(layer, name, x, back)
-    back = merge_heads(back)
+    back = Layer.merge_heads(back)
     return back @ layer.weights[f"{name}.weight"] if spec.projections else back
 
 
@@ -158,7 +157,7 @@ def _through_latent(layer: Layer, name: str, x: Array, back: Array) -> Array:
     if name == "key":
         shared, back = np.split(back, [latent.rope_key_dim], axis=-1)
         direct = shared.sum(axis=1) @ weights["rope_key.weight"]
-    back = merge_heads(back) @ weights[f"{name}.weight"]
+    back = Layer.merge_heads(back) @ weights[f"{name}.weight"]
     if name == "query" and latent.query_rank is None:
         return back
     down = "query_down" if name == "query" else "key_value_down"

@@ -14,13 +14,12 @@ from service.errors import DeadlinePassed, SessionEnded, WrongWorker
 from service.serving.admission import ServingLimits
 from service.serving.requests import RawRequest
 from service.serving.service import Service, open_service
-from service.serving.sessions.workers import GRPC, HTTP
+from service.serving.sessions.placement import GRPC, HTTP
 from service.web.forwarding import GRACE_SECONDS, Forwarder
 from service.web.grpc.methods import GrpcForwarder, GrpcRecord
 from service.web.records import record_of
-from service.wire.codec import CODECS
 from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON
+from service.wire.negotiation import CODECS, JSON
 
 REPLY = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n"
 Script = Callable[[asyncio.StreamWriter], Awaitable[None]]  # what a worker does after the head of a request

@@ -6,10 +6,10 @@ import pytest
 from service.errors import InvalidRequest, MalformedBody
 from service.tensors import DATATYPES, datatype_of
 from service.wire.client_codec import decode_json_reply, encode_json_request
+from service.wire.codec import Reply
 from service.wire.json.reader import parse
 from service.wire.json.writer import encode_json
 from service.wire.limits import WireLimits
-from service.wire.reply import Reply
 from service.wire.schemas.attend import AttendRequest, ReplyOptions
 from service.wire.schemas.layers import PutLayer
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import NotAcceptable, UnsupportedMediaType
-from service.wire.codec import CODECS
-from service.wire.negotiation import JSON, SAFETENSORS, SUPPORTED, media_type_of_body, media_type_of_reply
+from service.wire.negotiation import CODECS, JSON, SAFETENSORS, SUPPORTED, media_type_of_body, media_type_of_reply
 
 ST = SAFETENSORS
 

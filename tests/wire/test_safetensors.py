@@ -20,8 +20,8 @@ from safetensors.numpy import load, save
 
 from service.errors import AttendError, InvalidRequest, MalformedBody, RequestError, TooLarge
 from service.tensors import DATATYPES, Array, datatype_of
+from service.wire.codec import Reply
 from service.wire.limits import WireLimits
-from service.wire.reply import Reply
 from service.wire.safetensors import MAX_HEADER_BYTES, encode, parse, read_tensors, write_tensors
 from service.wire.schemas.attend import AttendRequest, ReplyOptions
 

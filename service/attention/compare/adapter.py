@@ -16,7 +16,7 @@ import numpy as np
 from service.attention.compare.cases import CheckCase
 from service.attention.compare.convention import Convention, Polarity, find_roles, mask_polarity
 from service.attention.compare.weights import is_matrix
-from service.attention.reference.projections import merge_heads, split_heads
+from service.attention.reference.forward import Layer
 from service.tensors import Array
 
 # kind of case -> roles of the parameters that may take its mask, and their description
@@ -130,7 +130,7 @@ class Adapter:
     def _laid_out(self, x: Array, heads: int) -> Array:
         """[b, n, width] in the layout of the candidate."""
         if self.heads_given and self.convention.layout != "b,n,d":
-            x = split_heads(x, heads)
+            x = Layer.split_heads(x, heads)
             x = x if self.convention.layout == "b,h,n,d" else x.swapaxes(1, 2)
         elif self.convention.batched and not self.batch_first:
             x = x.swapaxes(0, 1)
@@ -159,7 +159,7 @@ class Adapter:
     def _as_output(self, x: Array) -> Array:
         x = x if self.convention.batched else x[None]
         if self.heads_given and x.ndim == 4:
-            return merge_heads(x if self.convention.layout == "b,h,n,d" else x.swapaxes(1, 2))
+            return Layer.merge_heads(x if self.convention.layout == "b,h,n,d" else x.swapaxes(1, 2))
         return x.swapaxes(0, 1) if not self.batch_first and self.convention.batched and x.ndim == 3 else x
 
     def _as_weights(self, x: Array) -> Array:

@@ -30,7 +30,7 @@ from service.attention.metrics.heads import (
     value_norms,
     zero_ablation,
 )
-from service.attention.metrics.rows import ROW_METRICS, Block, MetricsQuery, StrongestLinks, make_block
+from service.attention.metrics.rows import ROW_METRICS, Block, MetricsOptions, StrongestLinks, make_block
 
 PER_QUERY = "_per_query"
 OF_WEIGHTS = {"strongest_links", "cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads", "single_head"}
@@ -43,7 +43,7 @@ OF_CONTRIBUTIONS = ("contribution", "gradient_importance", "zero_ablation", "mea
 class MetricsOperation:
     """The operation that computes metrics instead of outputs. It ignores the call's selection of weights."""
 
-    query: MetricsQuery
+    options: MetricsOptions
 
     @torch.inference_mode()
     def __call__(self, layer: MultiHeadAttention, call: Call) -> Result:
@@ -51,20 +51,20 @@ class MetricsOperation:
 
         The tensor `overflowed` is true if an input of the metrics is not finite, so that some numbers are missing or NaN.
         """
-        computation = _Computation(layer, replace(call, heads=None, queries=None), self.query)
+        computation = _Computation(layer, replace(call, heads=None, queries=None), self.options)
         metrics = computation.of_values() | computation.of_weights() | computation.of_outputs()
-        requested = {name: tensor for name, tensor in metrics.items() if name.partition(".")[0] in self.query.metrics}
+        requested = {name: tensor for name, tensor in metrics.items() if name.partition(".")[0] in self.options.metrics}
         return Result({**requested, OVERFLOWED: torch.stack(computation.overflowed).any()}, computation.fully_masked)
 
     def to(self, device: torch.device) -> "MetricsOperation":
-        return MetricsOperation(self.query.to(device))
+        return MetricsOperation(self.options.to(device))
 
 
 class _Computation:
     """The metrics of one call. Each method computes those of one kind that are requested; `overflowed` has a flag of each input."""
 
-    def __init__(self, layer: MultiHeadAttention, call: Call, query: MetricsQuery) -> None:
-        self.layer, self.call, self.query = layer, layer.select_keys(call), query
+    def __init__(self, layer: MultiHeadAttention, call: Call, options: MetricsOptions) -> None:
+        self.layer, self.call, self.options = layer, layer.select_keys(call), options
         self.projected: tuple[Tensor, ...] = layer.project(call)  # query, key, value: [b, heads, n, d]
         self.fully_masked = layer.fully_masked(call)
         self.real = real_keys(call.masks, call.key.shape[0])
@@ -74,11 +74,11 @@ class _Computation:
     def of_values(self) -> dict[str, Tensor]:
         metrics: dict[str, Tensor] = {}
         value = self.projected[2]
-        if self.query.includes("value_norms", "value_norm_weights", "subspace_disagreement"):
+        if self.options.includes("value_norms", "value_norm_weights", "subspace_disagreement"):
             self.overflowed.append((~torch.isfinite(value).all(-1) & self.real[:, None]).any())
-        if self.query.includes("value_norms"):
+        if self.options.includes("value_norms"):
             metrics["value_norms"] = self.value_norms
-        if self.query.includes("subspace_disagreement"):
+        if self.options.includes("subspace_disagreement"):
             metrics["subspace_disagreement"] = disagreement(head_products(value, self.real[:, None]))
         return metrics
 
@@ -90,18 +90,18 @@ class _Computation:
 
     def of_weights(self) -> dict[str, Tensor]:
         """All metrics of weights, in one pass over the query rows."""
-        query = self.query
-        if not OF_WEIGHTS & set(query.metrics):
+        options = self.options
+        if not OF_WEIGHTS & set(options.metrics):
             return {}
-        row_metrics = {name: function for name, function in ROW_METRICS.items() if query.includes(name, name + PER_QUERY)}
+        row_metrics = {name: function for name, function in ROW_METRICS.items() if options.includes(name, name + PER_QUERY)}
         accumulators: list[StrongestLinks | CosineSimilarity | JensenShannon] = []
-        if query.includes("strongest_links"):
-            accumulators.append(StrongestLinks(query.top_links, query.link_keys))
-        if query.includes("cosine_similarity", "position_disagreement"):
+        if options.includes("strongest_links"):
+            accumulators.append(StrongestLinks(options.top_links, options.link_keys))
+        if options.includes("cosine_similarity", "position_disagreement"):
             accumulators.append(CosineSimilarity())
-        if query.includes("jensen_shannon"):
+        if options.includes("jensen_shannon"):
             accumulators.append(JensenShannon())
-        norms = self.value_norms.nan_to_num(0)[:, :, None] if query.includes("value_norm_weights") else None
+        norms = self.value_norms.nan_to_num(0)[:, :, None] if options.includes("value_norm_weights") else None
         parts: dict[str, list[Tensor]] = {}  # name -> a tensor of each block, with its rows along the axis -1, or -2 of [b, h, rows, k]
         for block in self._blocks(self.call, self.projected, self.fully_masked):
             self.overflowed.append(block.overflowed.any())
@@ -109,7 +109,7 @@ class _Computation:
                 parts.setdefault(name + PER_QUERY, []).append(block.of_counted(function(block)))
             for accumulator in accumulators:
                 accumulator.add(block)
-            if query.includes("deviation_across_heads"):
+            if options.includes("deviation_across_heads"):
                 parts.setdefault("deviation_across_heads", []).append(deviation(block))
             if norms is not None:
                 scaled = (block.weights * norms.to(block.weights.dtype)).masked_fill(~block.counts[..., None], torch.nan)
@@ -118,15 +118,15 @@ class _Computation:
         metrics |= {name: metrics[name + PER_QUERY].nanmean(-1) for name in row_metrics}
         for accumulator in accumulators:
             metrics |= accumulator.tensors()
-        return metrics | (self._single_head() if query.includes("single_head") else {})
+        return metrics | (self._single_head() if options.includes("single_head") else {})
 
     def _blocks(
         self, call: Call, projected: tuple[Tensor, ...], fully_masked: Tensor | None, slices: Iterable[slice] | None = None
     ) -> Iterator[Block]:
         """The weights of a call block by block; `slices` are the rows of each block."""
         first_key = self.real.to(torch.int8).argmax(-1)  # the first that is not padding
-        for rows, weights, visible in self.layer.attention_weights(call, projected[0], projected[1], fully_masked, slices):
-            yield make_block(rows, weights, visible, call.masks.positions, fully_masked, first_key, self.query)
+        for block in self.layer.attention_weights(call, projected[0], projected[1], fully_masked, slices):
+            yield make_block(block, call.masks.positions, fully_masked, first_key, self.options)
 
     def _single_head(self) -> dict[str, Tensor]:
         """Compare the layer with a layer of one head, in blocks of the same rows."""
@@ -145,21 +145,21 @@ class _Computation:
 
     def of_outputs(self) -> dict[str, Tensor]:
         """All metrics of head outputs."""
-        if not self.query.includes("output_disagreement", *OF_CONTRIBUTIONS):
+        if not self.options.includes("output_disagreement", *OF_CONTRIBUTIONS):
             return {}
         heads = self.layer.forward(replace(self.call, outputs=frozenset({"head_outputs"}))).tensors["head_outputs"]
         counts = self._counts(self.fully_masked, heads.shape[1])
         self.overflowed.append((~torch.isfinite(heads).all(-1) & counts).any())
         metrics: dict[str, Tensor] = {}
-        if self.query.includes("output_disagreement"):
+        if self.options.includes("output_disagreement"):
             metrics["output_disagreement"] = disagreement(head_products(heads, counts))
-        if self.query.includes(*OF_CONTRIBUTIONS):
+        if self.options.includes(*OF_CONTRIBUTIONS):
             bias = self.layer.weights.get("output.bias")
-            products = contribution_products(heads, counts, self.output_weight, bias, self.query.direction)
+            products = contribution_products(heads, counts, self.output_weight, bias, self.options.direction)
             contribution = products.to_direction
             metrics |= {"contribution": contribution, "gradient_importance": gradient_importance(contribution)}
             metrics |= zero_ablation(products) | mean_ablation(products)
-            metrics |= pruning_order(products) if self.query.includes("pruning_order") else {}
+            metrics |= pruning_order(products) if self.options.includes("pruning_order") else {}
         return metrics
 
     def _counts(self, fully_masked: Tensor | None, heads: int) -> Tensor:
@@ -168,4 +168,4 @@ class _Computation:
         counts = torch.ones(b, heads, q, dtype=torch.bool, device=self.call.query.device)
         if fully_masked is not None:
             counts &= ~fully_masked
-        return counts if self.query.queries is None else counts & self.query.queries[:, None]
+        return counts if self.options.queries is None else counts & self.options.queries[:, None]

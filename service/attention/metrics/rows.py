@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-from service.attention.call import top_k
+from service.attention.call import WeightBlock, top_k
 
 ROUNDING = 1e-6  # tolerance when a sum of weights is compared with `mass`
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsQuery:
+class MetricsOptions:
     """The names of the requested metrics, and their parameters. Tensors are None if no requested metric needs them."""
 
     metrics: tuple[str, ...]
@@ -34,8 +34,8 @@ class MetricsQuery:
         """Whether any of these metrics is requested."""
         return any(name in self.metrics for name in names)
 
-    def to(self, device: torch.device) -> "MetricsQuery":
-        """The query with its tensors on `device`."""
+    def to(self, device: torch.device) -> "MetricsOptions":
+        """The options with their tensors on `device`."""
         names = ("queries", "query_tokens", "key_tokens", "direction", "link_keys")
         return replace(self, **{name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None})
 
@@ -44,7 +44,7 @@ class MetricsQuery:
 class Block:
     """A block of query rows of all heads."""
 
-    query: MetricsQuery
+    options: MetricsOptions
     rows: slice
     weights: Tensor  # [b, h, rows, k], from the layer
     shares: Tensor  # [b, h, rows, k]: weights over the row's sum; 0 in rows that do not count
@@ -63,27 +63,20 @@ class Block:
         return values.double().masked_fill(~self.counts, torch.nan)
 
 
-def make_block(
-    rows: slice,
-    weights: Tensor,
-    visible: Tensor | None,
-    positions: Tensor,
-    fully_masked: Tensor | None,
-    first_key: Tensor,
-    metrics_query: MetricsQuery,
-) -> Block:
-    """The block of these weights [b, h, rows, k] and visible keys; `positions` [b|1, q] and `fully_masked` [b, h, q] are of all queries."""
+def make_block(block: WeightBlock, positions: Tensor, fully_masked: Tensor | None, first_key: Tensor, options: MetricsOptions) -> Block:
+    """The block of a layer's weights; `positions` [b|1, q] and `fully_masked` [b, h, q] are of all queries."""
+    rows, weights, visible = block
     total = weights.sum(-1)
     counts, overflowed = total > 0, total.isnan()
     if fully_masked is not None:
         counts &= ~fully_masked[:, :, rows]
-    if metrics_query.queries is not None:
-        counts &= metrics_query.queries[:, None, rows]
-        overflowed &= metrics_query.queries[:, None, rows]
+    if options.queries is not None:
+        counts &= options.queries[:, None, rows]
+        overflowed &= options.queries[:, None, rows]
     shares = weights / total.masked_fill(~counts, 1)[..., None]
     if not counts.all():
         shares = shares.masked_fill(~counts[..., None], 0)
-    return Block(metrics_query, rows, weights, shares, counts, visible, positions[:, rows], first_key, overflowed)
+    return Block(options, rows, weights, shares, counts, visible, positions[:, rows], first_key, overflowed)
 
 
 def entropy(block: Block) -> Tensor:
@@ -105,7 +98,7 @@ def confidence(block: Block) -> Tensor:
 def keys_for_mass(block: Block) -> Tensor:
     """The smallest number of keys whose shares sum to `mass`."""
     cumulative = block.shares.sort(-1, descending=True).values.cumsum(-1)
-    return (cumulative < block.query.mass - ROUNDING).sum(-1) + 1
+    return (cumulative < block.options.mass - ROUNDING).sum(-1) + 1
 
 
 def first_key_mass(block: Block) -> Tensor:
@@ -121,12 +114,12 @@ def self_share(block: Block) -> Tensor:
 def local_share(block: Block) -> Tensor:
     """Mass on other positions, at most `local_window` away."""
     distance = _distance(block)
-    return _mass(block, (distance > 0) & (distance <= block.query.local_window))
+    return _mass(block, (distance > 0) & (distance <= block.options.local_window))
 
 
 def global_share(block: Block) -> Tensor:
     """Mass on positions more than `local_window` away."""
-    return _mass(block, _distance(block) > block.query.local_window)
+    return _mass(block, _distance(block) > block.options.local_window)
 
 
 def mean_distance(block: Block) -> Tensor:
@@ -174,8 +167,8 @@ def _distance(block: Block) -> Tensor:
 
 def _earlier_same_tokens(block: Block) -> Tensor:
     """bool [b|1, 1, rows, k]: keys before the query's position with the query's token."""
-    assert block.query.query_tokens is not None and block.query.key_tokens is not None
-    same = block.query.query_tokens[:, None, block.rows, None] == block.query.key_tokens[:, None, None, :]
+    assert block.options.query_tokens is not None and block.options.key_tokens is not None
+    same = block.options.query_tokens[:, None, block.rows, None] == block.options.key_tokens[:, None, None, :]
     return same & (block.keys < block.positions[:, None, :, None])
 
 

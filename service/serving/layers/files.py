@@ -14,10 +14,10 @@ from service.serving.layers.registry import LoadedLayer
 from service.spec import LayerSpec
 from service.spec_parts import Part
 from service.tensors import BY_TORCH, Array
+from service.wire.codec import Buffer
 from service.wire.json.strict import parse_nested
 from service.wire.limits import JSON_TEXT_BYTES
 from service.wire.problems import describe_value, validate
-from service.wire.reply import Buffer
 from service.wire.safetensors import read_tensors, write_tensors
 
 MAX_ORIGIN = 200  # characters

@@ -28,10 +28,10 @@ from service.web.errors import UNEXPECTED_ERROR, grpc_code_of, retry_after
 from service.web.grpc.codec import refusal_in_stream
 from service.web.grpc.messages import SERVICE
 from service.web.grpc.methods import CALLER_KEY, REQUEST_ID_KEY, GrpcRecord, Method, Methods
+from service.web.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
 from service.web.keys import Keyring
-from service.web.middleware.guard import ADMIN_SCOPE, ANY_SCOPE, require_key
-from service.web.middleware.telemetry import OpenSpan, Telemetry
 from service.web.records import valid_request_id
+from service.web.telemetry import OpenSpan, Telemetry
 
 SCOPES = {  # method -> scopes of which a key needs one; empty: no key needed; other methods accept ANY_SCOPE
     "ServerLive": frozenset[str](),

@@ -17,12 +17,11 @@ from service.errors import InvalidRequest, MalformedBody, RequestError
 from service.tensors import Array, Datatype, datatype_of, raw
 from service.web.grpc import messages
 from service.web.grpc.messages import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split_request, varints
-from service.wire.arrays import Kind, array_of_bytes, require_exact
-from service.wire.codec import Codec, Decoded, Encoded
+from service.wire.arrays import Kind, array_of_bytes, require_exact, wire_array
+from service.wire.codec import Buffer, Codec, Decoded, Encoded, Reply
 from service.wire.json.reader import shape_of
 from service.wire.limits import WireLimits
 from service.wire.problems import describe_value, validate
-from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.members import (
     VERSION,
@@ -101,7 +100,7 @@ class GrpcCodec(Codec):
             response.parameters[FINAL_RESPONSE_FLAG].bool_param = True
         pieces: list[Buffer] = []
         for name, array in requested_arrays(reply, reply_format.outputs):
-            array, _ = wire_array(name, array, reply.datatype, options)
+            array, _ = wire_array(name, array, reply.datatype, options.nonfinite)
             response.outputs.add(name=name, datatype=datatype_of(array).name, shape=array.shape)
             pieces += [length_prefixed(RAW_OUTPUTS_FIELD, array.nbytes), raw(array)]
         pieces.insert(0, response.SerializeToString())

@@ -18,14 +18,13 @@ from service.serving.byte_budget import Lease
 from service.serving.engine import ATTEND
 from service.serving.requests import TOO_LATE, RawRequest
 from service.serving.service import Service
-from service.serving.sessions.workers import GRPC
+from service.serving.sessions.placement import GRPC
 from service.web.grpc import messages
 from service.web.grpc.codec import GrpcCodec, values_of
 from service.web.grpc.messages import SERVICE
 from service.web.records import CALLER, Record
-from service.web.routes.attend import require_started
 from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
-from service.web.v2.repository import load_layer, unload_layer
+from service.web.v2.routes import load_layer, unload_layer
 from service.wire.codec import Codec
 from service.wire.problems import validate
 from service.wire.v2.members import require_version
@@ -107,7 +106,7 @@ class Methods:
 
     async def model_infer(self, body: bytes, record: GrpcRecord, codec: Codec | None = None) -> bytes:
         """If the caller cancels or disconnects, gRPC cancels this coroutine, and the scheduler drops the call."""
-        require_started(self.service)
+        self.service.require_started()
         codec = codec or self.codec
         timeouts = [seconds for seconds in (record.seconds_left, self.service.timeout) if seconds is not None]
         deadline = self.service.clock() + min(timeouts) if timeouts else None

@@ -31,7 +31,7 @@ export function followTheme(select, changed) {
 }
 
 /** [r, g, b] of a number in 0..1; exactly 0 has a separate colour. Negative numbers have that of the smallest positive ones. */
-export function colour(value) {
+function colour(value) {
   return value === 0 ? ZERO[theme] : table[Math.max(0, Math.min(STEPS - 1, Math.floor(value * STEPS)))];
 }
 

@@ -5,11 +5,12 @@ import { make } from "./dom.js";
 import { apiKey, post } from "./wire.js";
 
 const KEY = "ATTEND_API_KEY"; // environment variable with the API key, the same as for the commands
+const SERVICE = new URL(".", location.href).href;
 const TITLES = { curl: "curl command", python: "Python program", json: "JSON body", link: "link" };
 
 /** Copies the request, or the address of the page, to the clipboard and into `box`; returns a message. `texts`: see requestAsText. */
 export async function copyRequest(kind, request, texts, box) {
-  const text = kind === "link" ? location.href : requestAsText(kind, request, texts, new URL(".", location.href).href, Boolean(apiKey));
+  const text = kind === "link" ? location.href : requestAsText(kind, request, texts);
   box.value = text;
   box.hidden = false;
   box.ariaLabel = TITLES[kind];
@@ -38,54 +39,45 @@ export async function downloadFigure(request, figure, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-/**
- * The request as "curl", "python" or "json". `texts`: bodies for /words, by input of the layer, if the request is made of sentences. `keyed`:
- * whether the server needs an API key.
- */
-function requestAsText(kind, request, texts, url, keyed) {
+/** The request as "curl", "python" or "json". `texts`: bodies for /words, by input of the layer, if the request is made of sentences. */
+function requestAsText(kind, request, texts) {
   if (kind === "json") return JSON.stringify(request);
-  if (kind === "curl") return texts ? curlOfTexts(request, texts, url, keyed) : curlOfRequest(request, url, keyed);
-  const lines = texts ? attendTexts(request, texts) : attendRequest(request);
-  const imports = [...(texts ? [] : ["import json"]), ...(keyed ? ["import os"] : [])];
+  if (kind === "curl") return texts ? curlOfTexts(request, texts) : `${curl("attend")} --data-binary @- <<'REQUEST'\n${JSON.stringify(request)}\nREQUEST\n`;
+  const lines = texts ? attendTexts(request, texts) : [`request = json.loads(r'''${quotable(request)}''')`, "result = client.attend(**request)"];
+  const imports = [...(texts ? [] : ["import json"]), ...(apiKey ? ["import os"] : [])];
   return [
     ...imports,
     ...(imports.length ? [""] : []),
     "from service.client import Client",
     "",
-    `with Client(${literal(url)}${keyed ? `, api_key=os.environ["${KEY}"]` : ""}) as client:`,
+    `with Client(${literal(SERVICE)}${apiKey ? `, api_key=os.environ["${KEY}"]` : ""}) as client:`,
     ...lines.map((line) => `    ${line}`),
     "print(result.attention_weights.shape)",
     "",
   ].join("\n");
 }
 
-function curlOfRequest(request, url, keyed) {
-  return `${curl(url, "attend", keyed)} --data-binary @- <<'REQUEST'\n${JSON.stringify(request)}\nREQUEST\n`;
-}
-
-function curlOfTexts(request, texts, url, keyed) {
+/** A command that reads the vectors of the texts, puts them into the request with jq, and sends it. */
+function curlOfTexts(request, texts) {
   const { query, key, value, tokens, ...rest } = request;
   const parts = Object.keys(texts);
-  const words = parts.map((part) => `${curl(url, "words", keyed)} -d '${quotable({ ...texts[part], part: part === "query" ? undefined : part })}'`);
+  const words = parts.map((part) => `${curl("words")} -d '${quotable({ ...texts[part], part: part === "query" ? undefined : part })}'`);
   const vectors = parts.map((part, i) => `${part}: .[${i}].vectors`);
   const labels = parts.flatMap((part, i) => (part === "value" ? [] : [`${part}: .[${i}].tokens`]));
   if (tokens.omit) labels.push(`omit: "${tokens.omit}"`);
   return [
     words.length === 1 ? `${words[0]} |` : `{ ${words.join("\n  ")}; } |`,
     `  jq -s '${quotable(rest)} + {${vectors.join(", ")}, tokens: {${labels.join(", ")}}}' |`,
-    `  ${curl(url, "attend", keyed)} --data-binary @-`,
+    `  ${curl("attend")} --data-binary @-`,
     "",
   ].join("\n");
 }
 
-function curl(url, path, keyed) {
-  return `curl -sS ${url}${path}${keyed ? ` -H "Authorization: Bearer $${KEY}"` : ""} -H 'Content-Type: application/json'`;
+function curl(path) {
+  return `curl -sS ${SERVICE}${path}${apiKey ? ` -H "Authorization: Bearer $${KEY}"` : ""} -H 'Content-Type: application/json'`;
 }
 
-function attendRequest(request) {
-  return [`request = json.loads(r'''${quotable(request)}''')`, "result = client.attend(**request)"];
-}
-
+/** The lines of Python that read the vectors of the texts and attend. */
 function attendTexts(request, texts) {
   const { query, key, value, tokens, ...rest } = request;
   const [, ...others] = Object.keys(texts);

@@ -23,9 +23,9 @@ export class Matrix {
   }
 
   /** Shows a matrix of weights with the labels of its axes. */
-  show(weights, words, scale) {
-    const isOther = !this.weights || this.weights.queries !== weights.queries || this.weights.keys !== weights.keys || this.words !== words;
-    Object.assign(this, { weights, words });
+  show(weights, labels, scale) {
+    const isOther = !this.weights || this.weights.queries !== weights.queries || this.weights.keys !== weights.keys || this.labels !== labels;
+    Object.assign(this, { weights, labels });
     this.factors = weights.factors(scale);
     paint(this.bitmap, weights, scale);
     if (isOther) this.zoom = 1;
@@ -44,13 +44,12 @@ export class Matrix {
   }
 
   name({ q, k }) {
-    return `${this.words.query[q]} → ${this.words.key[k]}`;
+    return `${this.labels.query[q]} → ${this.labels.key[k]}`;
   }
 
   magnify(factor) {
-    const { queries, keys } = this.weights;
     const middle = (this.element.scrollTop + this.element.clientHeight / 2) / this.cell;
-    this.zoom = Math.min(Math.max(this.zoom * factor, 1), Math.max(1, 60 / this.fitting(queries, keys)));
+    this.zoom = Math.min(Math.max(this.zoom * factor, 1), Math.max(1, 60 / this.fitting()));
     this.layOut();
     this.element.scrollTop = middle * this.cell - this.element.clientHeight / 2;
   }
@@ -61,13 +60,13 @@ export class Matrix {
     const measure = this.canvas.getContext("2d");
     measure.font = FONT;
     const widest = (words) => Math.min(GUTTER, Math.ceil(words.reduce((most, word) => Math.max(most, measure.measureText(word).width), 0)) + 10);
-    [this.left, this.longest] = [widest(this.words.query), widest(this.words.key)];
-    const fitting = this.fitting(queries, keys);
+    [this.left, this.longest] = [widest(this.labels.query), widest(this.labels.key)];
+    const fitting = this.fitting();
     this.cell = fitting * this.zoom;
     this.labelsFit = this.cell >= this.longest; // else the labels of columns are vertical
     this.top = this.labelsFit ? LABEL + 10 : this.longest;
     const [width, height] = [this.left + keys * this.cell + 1, this.top + queries * this.cell + 1];
-    this.element.style.height = `${Math.min(height, Math.max(TALLEST, this.top + fitting * queries)) + (width > this.room ? 16 : 2)}px`;
+    this.element.style.height = `${Math.min(height, Math.max(TALLEST, this.top + fitting * queries)) + (width > this.element.clientWidth ? 16 : 2)}px`;
     this.content.style.width = `${width}px`;
     this.content.style.height = `${height}px`;
     const ratio = window.devicePixelRatio || 1;
@@ -77,13 +76,10 @@ export class Matrix {
     this.draw();
   }
 
-  get room() {
-    return this.element.clientWidth;
-  }
-
   /** The cell size at which the whole matrix is visible, in whole pixels if possible. */
-  fitting(queries, keys) {
-    const room = Math.min((this.room - this.left - 4) / keys, Math.max((TALLEST - this.longest) / queries, 1.2));
+  fitting() {
+    const { queries, keys } = this.weights;
+    const room = Math.min((this.element.clientWidth - this.left - 4) / keys, Math.max((TALLEST - this.longest) / queries, 1.2));
     return Math.min(LARGEST, room > 4 ? Math.floor(room) : Math.max(1, room));
   }
 
@@ -192,7 +188,7 @@ export class Matrix {
     const shown = (i, one) => i === one || (i % step === 0 && (one === null || Math.abs(i - one) >= step));
     [context.textAlign, context.textBaseline] = ["right", "middle"];
     for (let q = rows[0]; q < rows[1]; q++) {
-      if (shown(q, chosen.q)) this.label(context, this.words.query[q], q === chosen.q, this.left - 6, this.top + (q + 0.5) * cell - y, this.left - 8);
+      if (shown(q, chosen.q)) this.label(context, this.labels.query[q], q === chosen.q, this.left - 6, this.top + (q + 0.5) * cell - y, this.left - 8);
     }
     for (let k = columns[0]; k < columns[1]; k++) {
       if (!shown(k, chosen.k)) continue;
@@ -200,7 +196,7 @@ export class Matrix {
       context.translate(this.left + (k + 0.5) * cell - x, this.top - 6);
       if (!this.labelsFit) context.rotate(-Math.PI / 2);
       [context.textAlign, context.textBaseline] = this.labelsFit ? ["center", "alphabetic"] : ["left", "middle"];
-      this.label(context, this.words.key[k], k === chosen.k, 0, 0, this.longest - 8);
+      this.label(context, this.labels.key[k], k === chosen.k, 0, 0, this.longest - 8);
       context.restore();
     }
   }

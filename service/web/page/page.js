@@ -1,4 +1,12 @@
-// The page: controls -> request -> service -> views.
+// The page: controls -> request -> service -> views. This file connects:
+//
+//   form.js        the controls, the address, refusals beside the controls, the API key
+//   request.js     the body of POST /attend from the controls
+//   wire.js        HTTP: requests, replies, refusals
+//   views.js       connects the views of one reply: heads.js, matrix.js and words.js (with pointing.js), statistics.js, steps.js, decoding.js;
+//                  weights.js has what they draw, colours.js the colours
+//   export.js      copies the request, downloads figures
+//   upload.js      adds layers from files
 
 import { followTheme } from "./colours.js";
 import { $ } from "./dom.js";
@@ -50,7 +58,7 @@ function restart() {
 async function weightsOf(request, signal) {
   const { tensors, layer, timing } = await attend(request, ["attention_weights"], signal);
   const { shape, data } = tensors.attention_weights;
-  if (!data.length) throw new Refusal(422, "", "There is nothing to show: no queries, or no keys");
+  if (!data.length) throw new Refusal(422, "There is nothing to show: no queries, or no keys");
   return { weights: data, shape: shape.length === 3 ? [1, ...shape] : shape, layer, spec: await specOf(layer.name, signal), timing };
 }
 

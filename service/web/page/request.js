@@ -92,7 +92,7 @@ function withMasks(body, masks, queries, keys) {
 /** Rows of 0 and 1 (1 = blocked), or base64 for large masks; added to an existing mask of the same shape. */
 function blockMask(before, blocked, queries, keys) {
   const rows = Array.isArray(before) && before.length === queries && before[0]?.length === keys && typeof before[0][0] !== "object" ? before : null;
-  if (before && !rows) throw new Refusal(422, "", "", [{ at: "/block_mask", text: "Expected a block_mask of [queries, keys] rows to add cells to, got another" }]);
+  if (before && !rows) throw refusalAt("/block_mask", "Expected a block_mask of [queries, keys] rows to add cells to, got another");
   const mask = Array.from({ length: queries }, (_, q) => Array.from({ length: keys }, (_, k) => (blocked.has(`${q},${k}`) || rows?.[q][k] ? 1 : 0)));
   if (queries * keys <= READABLE) return mask;
   const bytes = mask.map((row) => String.fromCharCode(...row)).join("");
@@ -102,10 +102,12 @@ function blockMask(before, blocked, queries, keys) {
 /** The body with the outputs of the heads `off`, of `count`, multiplied by 0. */
 export function withoutHeads(body, off, count) {
   const { head_scale: given } = body;
-  if (given && !Array.isArray(given)) throw new Refusal(422, "", "", [{ at: "/head_scale", text: "Expected a list, to switch heads off, got another form" }]);
+  if (given && !Array.isArray(given)) throw refusalAt("/head_scale", "Expected a list, to switch heads off, got another form");
   const scaled = (factors) => Array.from({ length: count }, (_, head) => (off.includes(head) ? 0 : (factors?.[head] ?? 1)));
   return { ...body, head_scale: Array.isArray(given?.[0]) ? given.map(scaled) : scaled(given) };
 }
+
+const refusalAt = (at, text) => new Refusal(422, text, [{ at, text }]);
 
 /** {batch, queries, keys} from the shapes of query and key; batch is null without that axis. */
 export function lengths({ query, key }) {

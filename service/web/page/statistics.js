@@ -84,7 +84,7 @@ export class OutputChange {
     Object.assign(this, { section, table: section.querySelector("table"), summary: section.querySelector(".hint") });
   }
 
-  /** Compares the outputs of a batch item with and without the heads `off`, of `count`. `queries`: the indices and words of the rows. */
+  /** Compares the outputs of a batch item with and without the heads `off`, of `count`. `queries`: [index, word] of each row that is shown. */
   async show(request, off, count, item, queries) {
     const shown = (this.shown = {});
     this.section.hidden = !off.length;

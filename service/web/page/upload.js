@@ -16,16 +16,9 @@ export function followFiles(added) {
   document.addEventListener("drop", (event) => hasFiles(event) && (event.preventDefault(), attemptUpload(async () => offer(...(await dropped(event.dataTransfer))))));
   for (const id of ["file", "folder"]) {
     $(`choose-${id}`).addEventListener("click", () => $(id).click());
-    $(id).addEventListener("change", () => attemptUpload(() => offer(...chosen(takeFiles($(id))))));
+    $(id).addEventListener("change", () => attemptUpload(() => offer(...chosen($(id)))));
   }
   $("upload").addEventListener("submit", (event) => (event.preventDefault(), attemptUpload(() => add(added))));
-}
-
-/** The files of an input, which is emptied, so that the same files can be chosen again. */
-function takeFiles(input) {
-  const files = [...input.files];
-  input.value = "";
-  return files;
 }
 
 const hasFiles = ({ dataTransfer }) => dataTransfer.types.includes("Files");
@@ -48,10 +41,12 @@ async function entriesOf(reader) {
   }
 }
 
-/** [name, files] of a chosen folder, without what is in folders below it, or of a chosen file. */
-function chosen(files) {
+/** [name, files] of the folder that was chosen with an input, without what is in folders below it, or of a file. */
+function chosen(input) {
   const parts = (file) => file.webkitRelativePath.split("/");
-  return [files.length ? parts(files[0])[0] : "", files.filter((file) => parts(file).length <= 2)];
+  const files = [...input.files].filter((file) => parts(file).length <= 2);
+  input.value = ""; // so that the same files can be chosen again
+  return [files.length ? parts(files[0])[0] : "", files];
 }
 
 /** Shows what can be added of these files. */
@@ -108,7 +103,7 @@ function requests(name) {
 /** Shows the refusal of the service, or the error of reading a file. */
 async function attemptUpload(act) {
   $("upload-status").textContent = "";
-  const refused = (error) => Promise.reject(error instanceof Refusal ? error : new Refusal(0, "", error.message));
+  const refused = (error) => Promise.reject(error instanceof Refusal ? error : new Refusal(0, error.message));
   if (await attempt("upload", () => act().catch(refused))) return;
   $("upload").querySelector("details").open = true;
   $("upload-status").textContent = "";

@@ -107,7 +107,7 @@ export class Views {
     this.axes = { query: visible(labels.query), key: visible(labels.key) }; // indices of the words that are shown
     this.pattern = this.patternOf(this.reply);
     const shownLabels = { query: this.axes.query.map((q) => labels.query[q]), key: this.axes.key.map((k) => labels.key[k]) };
-    if (JSON.stringify(shownLabels) !== JSON.stringify(this.shownLabels)) this.shownLabels = shownLabels;
+    if (JSON.stringify(shownLabels) !== JSON.stringify(this.shownLabels)) this.shownLabels = shownLabels; // else the same object: locks and zoom stay
     if (!this.pattern.heads[this.shown]) this.shown = "mean";
     this.redraw();
     this.showChange();

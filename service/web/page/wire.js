@@ -5,12 +5,12 @@ const TENSORS = "application/vnd.safetensors";
 const cached = new WeakMap(); // request -> {outputs: promise of the reply}
 export let apiKey = ""; // sent with every request; "" for none
 
-/** A refusal of the service: `problems` are its {at, expected, got}, `at` a JSON pointer. */
+/** A refusal of the service, or of the page itself. `problems` are {at, text}, `at` a JSON pointer into the request; by default the message. */
 export class Refusal extends Error {
-  constructor(status, title, detail, problems = []) {
-    super(detail || title);
+  constructor(status, message, problems = []) {
+    super(message);
     this.status = status;
-    this.problems = problems.length ? problems : [{ at: "", text: this.message }];
+    this.problems = problems.length ? problems : [{ at: "", text: message }];
   }
 }
 
@@ -61,7 +61,7 @@ export async function cachedTensors(request, outputs) {
 }
 
 /** safetensors: eight bytes of length, a JSON header, the tensors. Only F32 tensors are returned, as views of the buffer. */
-export function readTensors(buffer) {
+function readTensors(buffer) {
   const size = Number(new DataView(buffer).getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, size)));
   const { __metadata__: metadata = {}, ...entries } = header;
@@ -73,19 +73,19 @@ export function readTensors(buffer) {
 }
 
 async function send(path, options) {
-  if (/[^\x20-\x7e]/.test(apiKey)) throw new Refusal(401, "unknown key", ""); // not allowed in a header
+  if (/[^\x20-\x7e]/.test(apiKey)) throw new Refusal(401, "unknown key"); // not allowed in a header
   const headers = { ...options.headers, ...(apiKey && { Authorization: `Bearer ${apiKey}` }) };
   let response;
   try {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refusal(0, "no answer", "The service does not answer. Is it still running?");
+    throw new Refusal(0, "The service does not answer. Is it still running?");
   }
   if (response.ok) return response;
   const document = await response.json().catch(() => ({}));
   const problems = (document.errors ?? []).map(({ at, expected, got }) => ({ at, text: `Expected ${expected}, got ${got}` }));
   const wait = response.headers.get("Retry-After");
-  const title = document.title ?? `status ${response.status}`;
-  throw new Refusal(response.status, title, (document.detail ?? title) + (wait ? `; try again in ${wait} s` : ""), problems);
+  const detail = document.detail || document.title || `status ${response.status}`;
+  throw new Refusal(response.status, detail + (wait ? `; try again in ${wait} s` : ""), problems);
 }

@@ -35,10 +35,11 @@ export class Words {
     return { list, words: null, buttons: [], touched: [] };
   }
 
-  show(weights, words, scale) {
+  /** Shows a matrix of weights with the labels of its axes. */
+  show(weights, labels, scale) {
     Object.assign(this, { weights, factors: weights.factors(scale), strongest: null });
-    this.fill(this.sides.q, words.query);
-    this.fill(this.sides.k, words.key);
+    this.fill(this.sides.q, labels.query);
+    this.fill(this.sides.k, labels.key);
     this.draw();
   }
 

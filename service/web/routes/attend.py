@@ -1,6 +1,6 @@
 """POST /attend, POST /attend/analysis, POST /attend/plan and POST /attend/figure.
 
-All but the plan are called by `web/middleware/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
+All but the plan are called by `web/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
 Python object per number. The routes declared for them here are never called; OpenAPI is generated from them.
 """
 
@@ -9,11 +9,10 @@ from functools import partial
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Send
 
-from service.errors import NotReady
 from service.serving.engine import ANALYSIS, ATTEND, FIGURE, CallKind
+from service.serving.plan import plan_call
 from service.serving.requests import EncodedReply
 from service.serving.service import Service
-from service.web.middleware.access import Endpoint
 from service.web.openapi import (
     ANALYSIS_EXAMPLE,
     ATTEND_EXAMPLE,
@@ -25,10 +24,9 @@ from service.web.openapi import (
     error_responses,
     request_body_doc,
 )
-from service.web.records import HttpRecord
+from service.web.records import Endpoint, HttpRecord
 from service.web.request_reader import read_request
-from service.wire.codec import CODECS
-from service.wire.negotiation import PICTURES, accepted_type, media_type_of_body
+from service.wire.negotiation import CODECS, PICTURES, accepted_type, media_type_of_body
 from service.wire.schemas.analysis import AnalysisReply
 from service.wire.schemas.attend import AttendReply, Plan
 
@@ -43,12 +41,12 @@ def endpoints(service: Service) -> dict[str, Endpoint]:
     """The endpoints that bypass FastAPI, by their path."""
 
     async def answer(kind: CallKind, record: HttpRecord, receive: Receive, send: Send) -> None:
-        require_started(service)
+        service.require_started()
         raw = await read_request(record, receive, service)
         await send_reply(await service.engine.answer(raw, kind), record, send)
 
     async def figure(record: HttpRecord, receive: Receive, send: Send) -> None:
-        require_started(service)
+        service.require_started()
         codec = CODECS[media_type_of_body(record.header(b"content-type"))]
         picture_type = accepted_type(record.header(b"accept"), tuple(PICTURES))
         raw = await read_request(record, receive, service, codec, {"picture_type": picture_type})
@@ -69,12 +67,6 @@ async def send_reply(reply: EncodedReply, record: HttpRecord, send: Send, *heade
     while pieces:
         piece = pieces.pop()
         await send({"type": "http.response.body", "body": piece, "more_body": bool(pieces)})
-
-
-def require_started(service: Service) -> None:
-    """Raises NotReady before the configured layers are loaded and warm. A server that is shutting down still accepts calls."""
-    if not service.started:
-        raise NotReady("the layers are still being loaded; see /health/ready")
 
 
 def install(app: FastAPI, service: Service) -> None:
@@ -122,8 +114,8 @@ def install(app: FastAPI, service: Service) -> None:
 
         The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
         """
-        require_started(service)
-        return await service.engine.plan(await read_request(request.scope["attend"], request.receive, service))
+        service.require_started()
+        return await plan_call(service.engine, await read_request(request.scope["attend"], request.receive, service))
 
     @app.post(
         "/attend/figure",

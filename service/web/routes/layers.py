@@ -13,10 +13,9 @@ from service.serving.service import Service
 from service.web.openapi import BINARY, PUT_LAYER_EXAMPLE, error_responses, request_body_doc
 from service.web.records import HttpRecord
 from service.web.request_reader import deadline_of, lease_of, read_request
-from service.web.routes.attend import require_started
+from service.wire.codec import Buffer
 from service.wire.negotiation import SAFETENSORS
 from service.wire.problems import MAX_PROBLEMS, describe_value
-from service.wire.reply import Buffer
 from service.wire.schemas.document import LAYER_NAME, require_layer_name
 from service.wire.schemas.layers import LayerDocument, Layers
 
@@ -76,7 +75,7 @@ def install(app: FastAPI, service: Service, require_writable: Callable[[], None]
         require_writable()
         require_layer_name(name)
         require_query([name for name, _ in request.query_params.multi_items()])
-        require_started(service)
+        service.require_started()
         raw = await read_request(request.scope["attend"], request.receive, service, layer=True)
         layer, new, assumed = await documents.put_layer(service, name, raw, CheckpointQuery(layout, prefix, spec))
         response.status_code = 201 if new else 200
@@ -99,7 +98,7 @@ def install(app: FastAPI, service: Service, require_writable: Callable[[], None]
     async def delete_layer(name: str, request: Request) -> None:
         """Removes a layer; calls that are bound to it are still answered."""
         require_writable()
-        require_started(service)
+        service.require_started()
         await service.loader.remove(name, deadline_of(request.scope["attend"], service))
 
 

@@ -14,11 +14,12 @@ from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.serving.sessions.registry import SessionRegistry
 from service.serving.sessions.transfer import export_cache, import_cache
+from service.serving.sessions.turns import turn
 from service.web.forwarding import Forwarder
 from service.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
 from service.web.records import HttpRecord
 from service.web.request_reader import deadline_of, read_request
-from service.web.routes.attend import require_started, send_reply
+from service.web.routes.attend import send_reply
 from service.web.routes.layers import send_file
 from service.wire.negotiation import JSON, SAFETENSORS
 from service.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendReply, SessionDocument, Sessions
@@ -41,7 +42,7 @@ Registry = Annotated[SessionRegistry, Depends(_registry)]
 
 async def attend_step(service: Service, session_id: str, record: HttpRecord, receive: Receive, send: Send) -> None:
     """POST /sessions/{id}/attend; called without FastAPI's routing, as POST /attend is."""
-    require_started(service)
+    service.require_started()
     service.engine.require_sessions().find(session_id, record.key)  # before the body is read
     raw = await read_request(record, receive, service)
     raw.session = session_id
@@ -65,7 +66,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
     )
     async def post_session(request: Request, response: Response, sessions: Registry) -> SessionDocument:
         """Starts a session: a sequence whose keys and values the server keeps."""
-        require_started(service)
+        service.require_started()
         raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         session = sessions.create(await read_document(service, raw, PostSession), request.scope["attend"].key)
         response.headers["Location"] = f"{request.scope.get('root_path', '')}{SESSIONS}{session.id}"
@@ -101,7 +102,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
     async def delete_session(id: SessionIdPath, request: Request, sessions: Registry) -> None:
         """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
         record = request.scope["attend"]
-        async with sessions.turn(id, record.key, RawRequest(b"", deadline=deadline_of(record, service))) as session:
+        async with turn(sessions, id, record.key, RawRequest(b"", deadline=deadline_of(record, service))) as session:
             sessions.end(session, "deleted")
 
     @app.patch(
@@ -116,7 +117,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         sessions.find(id, request.scope["attend"].key)
         raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         document = await read_document(service, raw, PatchSession)
-        async with sessions.turn(id, request.scope["attend"].key, raw) as session:
+        async with turn(sessions, id, request.scope["attend"].key, raw) as session:
             session.truncate(document.length)
         return sessions.document(session)
 
@@ -133,7 +134,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         sessions.find(id, request.scope["attend"].key)
         raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         document = await read_document(service, raw, PostFork)
-        async with sessions.turn(id, request.scope["attend"].key, raw) as session:
+        async with turn(sessions, id, request.scope["attend"].key, raw) as session:
             fork = sessions.fork(session, document.length)
         response.headers["Location"] = f"{request.scope.get('root_path', '')}{SESSIONS}{fork.id}"
         return sessions.document(fork)
@@ -178,7 +179,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
     )
     async def put_cache(id: SessionIdPath, request: Request, sessions: Registry) -> SessionDocument:
         """Replaces the rows of a session by those of an exported file. The layers must have the same fingerprint."""
-        require_started(service)
+        service.require_started()
         sessions.find(id, request.scope["attend"].key)
         raw = await read_request(request.scope["attend"], request.receive, service, layer=True)
         return sessions.document(await import_cache(service, sessions, id, request.scope["attend"].key, raw))

@@ -1,30 +1,53 @@
-"""The routes of /v2 for this server and its models: metadata, configuration, statistics, inference. `repository.py` has the others."""
+"""The routes of /v2: this server, its models, inference, and the model repository, which lists, creates, unloads and reloads layers."""
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.types import Receive, Send
 
-from service.errors import MalformedBody
+from service.errors import MalformedBody, RequestError
+from service.serving.documents import put_layer, read_object
 from service.serving.engine import ATTEND
+from service.serving.requests import RawRequest
 from service.serving.service import Service
-from service.web.openapi import INFER_EXAMPLE, request_body_doc, schema, v2_error_responses
+from service.web.openapi import INFER_EXAMPLE, LOAD_EXAMPLE, request_body_doc, schema, v2_error_responses
 from service.web.records import HttpRecord
 from service.web.request_reader import read_request
-from service.web.routes.attend import require_started, send_reply
-from service.web.v2.description import ProtocolExtensions, config_of, metadata_of, statistics_of
-from service.wire.negotiation import JSON
+from service.web.routes.attend import send_reply
+from service.web.routes.layers import NewName
+from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
+from service.wire.json.strict import parse_nested
+from service.wire.negotiation import CODECS, JSON
+from service.wire.problems import validate
+from service.wire.schemas.document import require_layer_name
 from service.wire.v2.codec import HEADER_LENGTH, V2Codec
 from service.wire.v2.members import require_version
-from service.wire.v2.schemas import Health, ModelConfig, ModelMetadata, ModelReady, ServerMetadata, Statistics
+from service.wire.v2.schemas import (
+    Health,
+    IndexRequest,
+    LoadParameters,
+    LoadRequest,
+    ModelConfig,
+    ModelMetadata,
+    ModelReady,
+    RepositoryModel,
+    ServerMetadata,
+    Statistics,
+    StrictModel,
+    UnloadRequest,
+)
 
 MODEL_PATH = "/v2/models/{name}"
 VERSIONED_PATH = re.compile(rf"({MODEL_PATH.format(name='[^/]+')})/versions/([^/]+)(/.*)?")
 INFER_PATH = re.compile(rf"{MODEL_PATH.format(name='([^/]+)')}(?:/versions/([^/]+))?/infer/?")
+REPOSITORY_PATH = "/v2/repository/models/{name}"
+CONFIG_PATH = "/parameters/config"  # the place of the spec in a request to load a model
+MAX_BODY_BYTES = 1 << 16  # bytes of such a body, before and after decompression; a spec has some hundreds
 CODEC = V2Codec()
 ROUTE_OPTIONS: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
+D = TypeVar("D", bound=StrictModel)
 
 
 async def answer_infer(service: Service, model: str, version: str | None, record: HttpRecord, receive: Receive, send: Send) -> None:
@@ -33,7 +56,7 @@ async def answer_infer(service: Service, model: str, version: str | None, record
     The header Inference-Header-Content-Length decides how the body is read. Content-Type and Accept are ignored: clients send arbitrary
     ones.
     """
-    require_started(service)
+    service.require_started()
     service.registry.find(model, at="")
     require_version(version)
     parameters = {"model": model, "header_length": _header_length(record)}
@@ -133,3 +156,78 @@ def install(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> N
     async def infer(name: str) -> None:
         """POST /attend in this protocol: JSON, or JSON and tensors as bytes."""
         raise AssertionError("handled before routing")
+
+    _install_repository(app, service, extensions)
+
+
+def _install_repository(app: FastAPI, service: Service, extensions: ProtocolExtensions) -> None:
+    """Adds the routes of the model repository extension."""
+
+    @app.post(
+        "/v2/repository/index",
+        tags=["v2"],
+        response_model=list[RepositoryModel],
+        responses=v2_error_responses(400),
+        openapi_extra=request_body_doc("IndexRequest", ({"ready": True}, "Those that are ready."), required=False),
+    )
+    async def index(request: Request) -> list[RepositoryModel]:
+        """The loaded models, with state READY, and the unloaded ones, UNAVAILABLE, unless the body is {"ready": true}."""
+        return index_of(service.registry.documents(), (await _read(request, service, IndexRequest)).ready)
+
+    @app.post(
+        f"{REPOSITORY_PATH}/load",
+        tags=["v2"],
+        response_class=Response,
+        responses=v2_error_responses(400, 403, 404, 409, 413, 503),
+        openapi_extra=request_body_doc("LoadRequest", (LOAD_EXAMPLE, "A seeded layer."), required=False),
+    )
+    async def load(name: NewName, request: Request) -> Response:
+        """Creates or replaces a layer by the LayerSpec in `parameters.config`; without it, loads an unloaded layer. The layer is usable
+        once the reply arrives."""
+        extensions.require_writable()
+        await load_layer(service, name, (await _read(request, service, LoadRequest)).parameters or LoadParameters())
+        return Response()
+
+    @app.post(
+        f"{REPOSITORY_PATH}/unload",
+        tags=["v2"],
+        response_class=Response,
+        responses=v2_error_responses(400, 403, 404, 409, 503),
+        openapi_extra=request_body_doc("UnloadRequest", ({}, "No body is needed."), required=False),
+    )
+    async def unload(name: str, request: Request) -> Response:
+        """Unloads a layer: it answers no new calls until it is loaded again. DELETE /layers/{name} removes it."""
+        extensions.require_writable()
+        await _read(request, service, UnloadRequest)
+        await unload_layer(service, name)
+        return Response()
+
+
+async def load_layer(service: Service, name: str, parameters: LoadParameters) -> None:
+    """Creates or replaces the layer by the parameter `config`, a LayerSpec as JSON text; without it, reloads the unloaded layer."""
+    service.require_started()
+    if (config := parameters.config) is None:
+        await service.loader.load(name)
+        return
+    require_layer_name(name)
+    await run_in_threadpool(parse_nested, config, CONFIG_PATH)  # must be complete JSON: it is inserted into other JSON
+    try:
+        await put_layer(service, name, RawRequest(b'{"spec": %b}' % config.encode()))
+    except RequestError as refusal:
+        if not refusal.problems:
+            raise
+        raise refusal.with_paths(lambda at: CONFIG_PATH + at.removeprefix("/spec")) from None
+
+
+async def unload_layer(service: Service, name: str) -> None:
+    service.require_started()
+    try:
+        await service.loader.unload(name)
+    except RequestError as refusal:
+        raise refusal.with_paths(lambda _: "") from None  # the name is in the path
+
+
+async def _read(request: Request, service: Service, model: type[D]) -> D:
+    """The body, validated as `model`; an empty body is {}."""
+    raw = await read_request(request.scope["attend"], request.receive, service, CODECS[JSON], largest=MAX_BODY_BYTES)
+    return validate(model, await read_object(service, raw, MAX_BODY_BYTES))

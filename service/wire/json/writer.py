@@ -13,8 +13,9 @@ import orjson
 import pybase64
 
 from service.tensors import BY_NUMPY, Array, raw
+from service.wire.arrays import may_be_minus_infinity, wire_array
+from service.wire.codec import Buffer, Reply
 from service.wire.native import numbers
-from service.wire.reply import Buffer, Reply, may_be_minus_infinity, wire_array
 from service.wire.schemas.attend import ReplyOptions
 
 NUMBERS_PER_PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
@@ -73,7 +74,7 @@ def write_json(document: dict[str, Any]) -> list[Buffer]:
 
 
 def _tensor(name: str, array: Array, datatype: str, options: ReplyOptions) -> Any:
-    array, nonfinite = wire_array(name, array, datatype, options)
+    array, nonfinite = wire_array(name, array, datatype, options.nonfinite)
     head = {"shape": list(array.shape), "datatype": BY_NUMPY[array.dtype.newbyteorder("<")].name}
     if options.form == "base64":
         return {**head, "base64": _base64(array)}

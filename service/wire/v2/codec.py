@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from service.tensors import Datatype, datatype_of, raw
-from service.wire.arrays import Kind, array_of_bytes
-from service.wire.codec import Codec, Decoded, Encoded, Headers
+from service.wire.arrays import Kind, array_of_bytes, wire_array
+from service.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
 from service.wire.json.lists import NumberList
 from service.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, shape_of, split_json
 from service.wire.json.strict import parse_strictly
@@ -25,7 +25,6 @@ from service.wire.json.writer import json_text_of, write_json
 from service.wire.limits import WireLimits
 from service.wire.negotiation import JSON
 from service.wire.problems import describe_value, validate
-from service.wire.reply import Buffer, Reply, wire_array
 from service.wire.schemas.attend import ReplyOptions
 from service.wire.v2.members import (
     DEFAULT_OUTPUTS,
@@ -86,7 +85,7 @@ class V2Codec(Codec):
         pieces: list[Buffer] = []
         binary = False
         for name, array in requested_arrays(reply, reply_format.outputs):
-            array, nonfinite = wire_array(name, array, reply.datatype, options)
+            array, nonfinite = wire_array(name, array, reply.datatype, options.nonfinite)
             entry: dict[str, Any] = {"name": name, "shape": array.shape, "datatype": datatype_of(array).name}
             if reply_format.in_text(name):
                 entry["data"] = json_text_of(name, array.reshape(-1), nonfinite, options)

@@ -16,9 +16,9 @@ import numpy as np
 from service.errors import InvalidRequest, LayerNotFound, MalformedBody, Problem, pointer
 from service.tensors import DATATYPES, Array, Datatype
 from service.wire.arrays import Kind
+from service.wire.codec import Reply
 from service.wire.json.strict import parse_nested
 from service.wire.problems import describe_value, did_you_mean, one_of
-from service.wire.reply import Reply
 from service.wire.safetensors import LIST_FIELDS
 from service.wire.schemas.attend import AttendRequest, Output
 

@@ -17,7 +17,7 @@ from service.attention.initialization import draw_weights
 from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
 from service.attention.metrics.compute import OF_WEIGHTS, MetricsOperation
-from service.attention.metrics.rows import MetricsQuery, StrongestLinks
+from service.attention.metrics.rows import MetricsOptions, StrongestLinks
 from service.spec import LayerSpec
 
 N = 7
@@ -30,7 +30,7 @@ def layer_of(**spec: Any) -> MultiHeadAttention:
     return MultiHeadAttention(layer_spec, weights, torch.device("cpu"))
 
 
-def metrics_of(weights: np.ndarray[Any, Any], *names: str, **metrics_query: Any) -> dict[str, torch.Tensor]:
+def metrics_of(weights: np.ndarray[Any, Any], *names: str, **options: Any) -> dict[str, torch.Tensor]:
     """The metrics of attention weights [h, n, n]. They are the bias of a layer without projections, as logarithms."""
     heads, n, _ = weights.shape
     layer = layer_of(d_model=heads * 2, num_heads=heads, projections=False, dtype="float64")
@@ -38,8 +38,8 @@ def metrics_of(weights: np.ndarray[Any, Any], *names: str, **metrics_query: Any)
     with np.errstate(divide="ignore"):
         bias = torch.from_numpy(np.log(weights))[None]
     masks = Masks(torch.arange(n)[None], n, bias=bias, bias_blocks=bool((bias == -torch.inf).any()), aligned=True)
-    query = MetricsQuery(tuple(names), query_tokens=WORDS, key_tokens=WORDS, **metrics_query)
-    return MetricsOperation(query)(layer, Call(zeros, zeros, zeros, masks, 1.0, frozenset())).tensors
+    operation = MetricsOperation(MetricsOptions(tuple(names), query_tokens=WORDS, key_tokens=WORDS, **options))
+    return operation(layer, Call(zeros, zeros, zeros, masks, 1.0, frozenset())).tensors
 
 
 UNIFORM = np.full((N, N), 1 / N)
@@ -156,11 +156,11 @@ def test_the_weights_of_a_long_sequence_are_computed_in_blocks() -> None:
     words = torch.arange(n)[None] % 50
     names = {"entropy", "strongest_links", "mean_distance", "induction_score", "cosine_similarity"}
     others = {"zero_ablation", "pruning_order", "output_disagreement", "subspace_disagreement", "value_norms"}
-    metrics_query = MetricsQuery((*names, *others), query_tokens=words, key_tokens=words)
+    options = MetricsOptions((*names, *others), query_tokens=words, key_tokens=words)
     call = Call(x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True), 8**-0.5, frozenset())
 
     with Largest() as watched:
-        result = MetricsOperation(metrics_query)(layer, call)
+        result = MetricsOperation(options)(layer, call)
 
     assert 4 * 8 * n * n == 1 << 27
     assert watched.largest <= 1 << 24
@@ -175,11 +175,11 @@ def test_metrics_do_not_depend_on_the_size_of_blocks(monkeypatch: pytest.MonkeyP
     masks = Masks(torch.arange(N)[None], N, lengths=torch.tensor([[N], [4]]), right=1, aligned=True)
     names = (*OF_WEIGHTS, "zero_ablation")
     call = Call(x, x, x, masks, 2**-0.5, frozenset())
-    metrics_query = MetricsQuery(names, query_tokens=WORDS, key_tokens=WORDS)
-    whole = MetricsOperation(metrics_query)(layer, call).tensors
+    options = MetricsOptions(names, query_tokens=WORDS, key_tokens=WORDS)
+    whole = MetricsOperation(options)(layer, call).tensors
 
     monkeypatch.setattr(eager, "MAX_BLOCK_SCORES", 1)
-    pieces = MetricsOperation(metrics_query)(layer, call).tensors
+    pieces = MetricsOperation(options)(layer, call).tensors
 
     assert set(whole) == set(pieces)
     for name, tensor in whole.items():
@@ -201,8 +201,8 @@ def test_gradient_importance_agrees_with_autograd() -> None:
         loss = (output.square() / 2).sum() if toward is None else (output * toward).sum()
         (gradient,) = torch.autograd.grad(loss, factor)
 
-        metrics_query = MetricsQuery(("contribution", "gradient_importance"), direction=toward)
-        metrics = MetricsOperation(metrics_query)(layer, Call(x, x, x, call.masks, 0.5, frozenset())).tensors
+        options = MetricsOptions(("contribution", "gradient_importance"), direction=toward)
+        metrics = MetricsOperation(options)(layer, Call(x, x, x, call.masks, 0.5, frozenset())).tensors
 
         gradient = gradient[..., 0, 0]
         np.testing.assert_allclose(metrics["contribution"], gradient, rtol=1e-10)

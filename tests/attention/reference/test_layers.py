@@ -8,8 +8,7 @@ from support.cases import layer_without_projections, weights_of
 from torch.nn import functional
 
 from service.attention.compare.random_cases import random_case
-from service.attention.reference.forward import attend, softmax
-from service.attention.reference.projections import normalise
+from service.attention.reference.forward import attend, normalise, softmax
 from service.spec import LayerSpec
 from service.spec_parts import QKNorm
 

@@ -1,14 +1,18 @@
-"""Windows, RoPE, ALiBi and T5's bias: published numbers, other ways to compute them, and what follows from positions being relative."""
+"""Windows, RoPE, biases and scores by position, and grids: published or hand-computed numbers, other ways to compute them, and what follows
+from positions being relative."""
 
 import numpy as np
 import pytest
+import torch
+from pydantic import ValidationError
 from support.cases import layer_without_projections, weights_of
+from support.transformers_positions import deberta_bucket
 
 from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference.forward import attend
-from service.attention.reference.positions import alibi_slopes, frequencies, relative_buckets, rotate
+from service.attention.reference.positions import alibi_slopes, distance_buckets, frequencies, relative_buckets, rotate
 from service.spec import LayerSpec
-from service.spec_parts import RelativeBias, Rope, RopeScaling
+from service.spec_parts import RelativeBias, RelativeScores, Rope, RopeScaling
 
 
 def scores(spec, q, k, weights=None, **request):
@@ -264,3 +268,138 @@ def test_biases_are_neither_scaled_nor_capped_and_are_summed():
     got = attend(spec, table, query=[[3.0]], key=[[2.0], [5.0]], scale=0.5, softcap=1.5, bias=[[7.0, 9.0]], query_offset=1)
     capped = 1.5 * np.tanh(np.array([3.0, 7.5]) / 1.5)
     np.testing.assert_allclose(got.scores[0, 0], [capped[0] + 7 - 2**-8 + 200, capped[1] + 9 + 100], rtol=1e-15)
+
+
+# --- scores by content and distance ---------------------------------------------------------------------------------------------------
+
+
+def related(**fields):
+    """A layer of one head of one number, whose queries are 3, keys 5 and values 0, and the scores of three queries."""
+    spec = LayerSpec(**{"d_model": 2, "num_heads": 1, "head_dim": 1, "scale": 1.0, "bias": False, "dtype": "float64"} | fields)
+    weights = {name: np.zeros(shape) for name, shape in spec.weight_shapes().items()}
+    weights |= {"query.weight": np.array([[3.0, 0.0]]), "key.weight": np.array([[5.0, 0.0]])}
+    return lambda **more: attend(spec, weights | more, query=np.full((3, 2), 1.0)).scores[0] - 15.0
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_terms_of_transformer_xl_equal_hand_computed_numbers(interleaved):
+    """u·k, then (q + v)·r with r the first number of R_D, sin D, or the second, cos D: of a width of 2, the only frequency is 1."""
+    scores = related(relative_scores={"kind": "transformer_xl", "interleaved": interleaved})
+    distance = np.subtract.outer(np.arange(3), np.arange(3))
+    np.testing.assert_allclose(scores(content_bias=np.array([[7.0]])), 35.0, rtol=1e-15)
+    for wave, row in zip((np.sin, np.cos), np.eye(2), strict=True):
+        got = scores(**{"position_key.weight": row[None], "position_bias": np.array([[4.0]])})
+        np.testing.assert_allclose(got, 7.0 * wave(distance), rtol=1e-14)
+
+
+def test_terms_of_deberta_equal_hand_computed_numbers():
+    """Columns 0 to 3 are distances of -2 or less, -1, 0, and 1 or more, for queries (3) and keys (5)."""
+    scores = related(relative_scores={"kind": "disentangled", "max_distance": 2, "position_to_content": True})
+    buckets = np.array([[2, 1, 0], [3, 2, 1], [3, 3, 2]])
+    columns = np.array([0.1, 0.2, 0.4, 0.8])
+    np.testing.assert_allclose(scores(**{"position_key.weight": columns[None]}), 3 * columns[buckets], rtol=1e-13)
+    np.testing.assert_allclose(scores(**{"position_query.weight": columns[None]}), 5 * columns[buckets], rtol=1e-13)
+
+
+@pytest.mark.parametrize(("buckets", "max_distance"), [(256, 512), (32, 128), (6, 20), (7, 9), (4, 5000)])
+def test_buckets_equal_those_of_deberta(buckets, max_distance):
+    """The function of transformers, at distances beyond those of any checkpoint."""
+    distances = np.arange(-3000, 3001)
+    theirs = deberta_bucket(torch.from_numpy(distances), buckets, max_distance).numpy() + buckets
+    settings = RelativeScores(kind="disentangled", buckets=buckets, max_distance=max_distance)
+    np.testing.assert_array_equal(distance_buckets(distances, settings), np.clip(theirs, 0, 2 * buckets - 1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"projections": False}, "/relative_scores"),
+        ({"init": "torch_mha"}, "/relative_scores"),
+        ({"rope": {}}, "/rope"),
+        ({"query_scale": {"factor": 0.1, "length": 3}}, "/query_scale"),
+        ({"d_model": 15, "num_heads": 3}, "/d_model"),
+        ({"relative_scores": {"kind": "transformer_xl", "buckets": 8}}, "/buckets"),
+        ({"relative_scores": {"kind": "transformer_xl", "position_to_content": True}}, "/position_to_content"),
+        ({"relative_scores": {"kind": "disentangled"}}, "/max_distance"),
+        ({"relative_scores": {"kind": "disentangled", "max_distance": 3, "interleaved": True}}, "/interleaved"),
+        ({"relative_scores": {"kind": "disentangled", "max_distance": 5, "buckets": 8}}, "/max_distance"),
+    ],
+    ids=str,
+)
+def test_invalid_relative_scores_are_refused(fields, place):
+    with pytest.raises(ValidationError) as caught:
+        LayerSpec(**{"d_model": 4, "num_heads": 2, "relative_scores": {"kind": "transformer_xl"}} | fields)
+    assert caught.value.errors()[0]["ctx"]["at"] == place
+
+
+# --- grids ----------------------------------------------------------------------------------------------------------------------------
+
+
+def of_grid(weights, query, **grid):
+    """The scores of one head of width 1 with keys 0, which are the grid's biases; the grid is 2 x 3 by default."""
+    spec = layer_without_projections(grid_bias={"height": 2, "width": 3} | grid)
+    return attend(spec, weights, query=query, key=np.zeros((6 + spec.grid_bias.class_token, 1)), query_offset=0).scores[0]
+
+
+def test_a_table_has_a_bias_for_each_distance_in_a_grid():
+    """Distances in rows, -1 to 1, by those in columns, -2 to 2: token 0 is at the upper left, so most keys are below it or to its right."""
+    table = np.arange(15.0)[:, None]
+    got = of_grid({"grid_bias": table}, np.zeros((6, 1)))
+    assert got[0].tolist() == [7, 6, 5, 2, 1, 0]
+    assert got[5].tolist() == [14, 13, 12, 9, 8, 7]
+    assert np.diag(got).tolist() == [7] * 6
+
+
+def test_a_class_token_has_separate_biases():
+    got = of_grid({"grid_bias": np.arange(18.0)[:, None]}, np.zeros((7, 1)), class_token=True)
+    assert got[0].tolist() == [17] + [15] * 6
+    assert got[1:, 0].tolist() == [16] * 6
+    assert got[1, 1:].tolist() == [7, 6, 5, 2, 1, 0]
+
+
+def test_decomposed_positions_are_multiplied_with_the_query():
+    """Rows give 10, 20, 30 for distances -1, 0, 1, columns 1 to 5 for -2 to 2, times the query."""
+    weights = {"grid_rows": np.array([[10.0], [20.0], [30.0]]), "grid_columns": np.arange(1.0, 6)[:, None]}
+    got = of_grid(weights, np.array([[1.0], [2], [3], [4], [5], [6]]), kind="decomposed")
+    assert got[0].tolist() == [23, 22, 21, 13, 12, 11]
+    assert got[5].tolist() == [6 * x for x in (35, 34, 33, 25, 24, 23)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"grid_bias": {"height": 2, "width": 3, "kind": "decomposed", "class_token": True}}, "/class_token"),
+        ({"grid_bias": {"height": 2, "width": 3, "kind": "decomposed"}, "differential": {}}, "/grid_bias/kind"),
+        ({"rope": {"axes": [0, 1]}}, "/axes"),
+        ({"rope": {"axes": [0, 1, 2], "dims": 4}}, "/axes"),
+    ],
+    ids=str,
+)
+def test_invalid_grids_and_axes_are_refused(fields, place):
+    with pytest.raises(ValidationError) as caught:
+        LayerSpec(d_model=12, num_heads=2, **fields)
+    assert caught.value.errors()[0]["ctx"]["at"] == place
+
+
+# --- axes of positions ----------------------------------------------------------------------------------------------------------------
+
+
+def test_each_pair_is_rotated_by_the_position_on_its_axis():
+    """Three pairs at rows 2 and columns 5: the first and last are rotated by the row, the other by the column, as complex numbers."""
+    spec = layer_without_projections(head_dim=6, rope={"frequencies": [1.0, 0.5, 0.25], "axes": [0, 1, 0]})
+    got = attend(spec, {}, query=np.ones((1, 6)), positions=[[2.0, 5.0]]).query_projection[0, 0]
+    points = (1 + 1j) * np.exp(1j * np.array([2.0, 2.5, 0.5]))
+    np.testing.assert_allclose(got, [*points.real, *points.imag], rtol=1e-15)
+
+
+@pytest.mark.parametrize("axes", [None, [0, 1, 2]])
+def test_equal_positions_on_all_axes_equal_positions_on_one(axes):
+    spec = LayerSpec(d_model=12, num_heads=2, rope={"axes": axes}, dtype="float64")
+    rng, at = np.random.default_rng(5), np.arange(7.0)[None]
+    query = rng.standard_normal((2, 7, 12))
+    weights = {name: rng.standard_normal(shape) for name, shape in spec.weight_shapes().items()}
+    text = attend(spec, weights, query=query, causal=True)
+    same = attend(spec, weights, query=query, causal=True, positions=at if axes is None else np.repeat(at[..., None], 3, axis=-1))
+    np.testing.assert_array_equal(text.output, same.output)
+    moved = attend(spec, weights, query=query, causal=True, positions=(at if axes is None else np.repeat(at[..., None], 3, axis=-1)) + 1.5)
+    np.testing.assert_allclose(text.output, moved.output, rtol=1e-12, atol=1e-12)

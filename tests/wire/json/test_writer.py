@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as hnp
 
 from service.errors import InvalidRequest
 from service.wire.client_codec import decode_json_reply
+from service.wire.codec import Reply
 from service.wire.json import writer
 from service.wire.json.writer import encode_json
-from service.wire.reply import Reply
 from service.wire.schemas.attend import ReplyOptions
 
 pytestmark = pytest.mark.usefixtures("either_way")

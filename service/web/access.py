@@ -1,23 +1,30 @@
-"""The outermost ASGI middleware: request ids, access log, counts, HEAD for every GET, and replies to exceptions.
+"""What every HTTP request passes first: request ids, checks of headers, access log, counts, HEAD for every GET, replies to exceptions.
 
-It sees headers and sizes, never a payload. It reads the scope once, into an `HttpRecord`, which it passes to the endpoints that it calls
-itself, and stores in the scope for FastAPI's routes.
+`Access` sees headers and sizes, never a payload. It reads the scope once, into an `HttpRecord`, which it passes to the endpoints that it
+calls itself, and stores in the scope for FastAPI's routes.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import structlog
+from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import AttendError, CallerGone, TooLarge, WrongWorker
 from service.serving.executor import is_out_of_memory
 from service.serving.service import Service
-from service.web.errors import error_response, internal_error, out_of_memory
+from service.web.errors import V2_PREFIX, error_response, internal_error, out_of_memory, routing_error
 from service.web.forwarding import Forwarder
-from service.web.middleware.guard import Guard
-from service.web.middleware.telemetry import OpenSpan, Telemetry
-from service.web.records import HttpRecord, record_of
+from service.web.guard import Guard
+from service.web.records import Endpoint, HttpRecord, record_of
+from service.web.routes import attend, sessions
+from service.web.telemetry import OpenSpan, Telemetry
+from service.web.v2 import routes as v2
 
 log = structlog.get_logger("attend")
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
@@ -26,28 +33,45 @@ MAX_QUERY_PARAMETERS = 64  # no endpoint has more than a few
 MAX_DRAINED_BYTES = 64 << 20  # largest body of a refused request that is read and discarded
 
 
-Endpoint = Callable[[HttpRecord, Receive, Send], Awaitable[None]]
+class Application(FastAPI):
+    """FastAPI behind `access`, which calls the most frequent endpoints without FastAPI's routing."""
+
+    access: ASGIApp
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Only the routes, without FastAPI's exception handlers: `Access` turns exceptions into responses."""
+        return AsyncExitStackMiddleware(self.router)
+
+    async def call_route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Calls the route of a path. Clients send paths under /v2 with and without a trailing slash, and with and without a version."""
+        path = scope["attend"].path if "attend" in scope else ""
+        if path.startswith(f"{V2_PREFIX}/"):
+            scope = {**scope, "path": scope.get("root_path", "") + v2.plain_path(path)}
+        elif path == "/openapi.json" and self.openapi_schema is None:
+            await run_in_threadpool(self.openapi)  # building the document takes a few hundred milliseconds; FastAPI keeps it
+        try:
+            await super().__call__(scope, receive, send)
+        except HTTPException as error:
+            await routing_error(error, self.router.routes, scope)(scope, receive, send)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.access(scope, receive, send)
 
 
 class Access:
-    """The outermost middleware of the application.
-
-    `direct_endpoint(method, path)` returns the endpoint to call without FastAPI, whose routing and middleware would take a sixth of the
-    time of a small request; None for all others. `label(path)` is the path's label in metrics and spans.
-    """
+    """The outermost layer of the application. `label(path)` is the path's label in metrics and spans."""
 
     def __init__(
         self,
         app: ASGIApp,
         service: Service,
         log_requests: bool,
-        direct_endpoint: Callable[[str, str], Endpoint | None],
         label: Callable[[str], str],
         forwarder: Forwarder,
         guard: Guard | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
-        self.app, self.service, self.log_requests, self.direct_endpoint = app, service, log_requests, direct_endpoint
+        self.app, self.service, self.log_requests, self.direct_endpoint = app, service, log_requests, _direct_endpoints(service)
         self.label, self.guard, self.telemetry, self.forwarder = label, guard, telemetry, forwarder
         self.log = log.bind()  # the logger that a call of `log.info` would look up each time
 
@@ -151,6 +175,25 @@ class Access:
                 **phases,
                 **refusal,
             )
+
+
+def _direct_endpoints(service: Service) -> Callable[[str, str], Endpoint | None]:
+    """The endpoint of a method and a path, if it is one of those that are called without FastAPI, whose routing and middleware would take a
+    sixth of the time of a small request; None for all others."""
+    by_path = attend.endpoints(service)
+
+    def endpoint(method: str, path: str) -> Endpoint | None:
+        if method != "POST":
+            return None
+        if (direct := by_path.get(path)) is not None:
+            return direct
+        if (found := v2.INFER_PATH.fullmatch(path)) is not None:
+            return partial(v2.answer_infer, service, found[1], found[2])
+        if (found := sessions.ATTEND_PATH.fullmatch(path)) is not None:
+            return partial(sessions.attend_step, service, found[1])
+        return None
+
+    return endpoint
 
 
 async def _drain_body(record: HttpRecord, receive: Receive) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from service.client import AsyncClient, Client, Retries, Unreachable, operations
-from service.client.retries import Attempts, retry_after
+from service.client.connection import Attempts, retry_after
 from service.errors import AttendError, NotReady, Overloaded, ServiceFault
 from service.web.errors import problem_document
 

@@ -8,8 +8,8 @@ import pytest
 from support.app import answers
 
 from service.settings import Settings
+from service.web.guard import hostname, scopes_for
 from service.web.keys import make_key, write_keys
-from service.web.middleware.guard import hostname, scopes_for
 
 QUERY = {"query": [[0.25] * 64] * 3}
 PAGE = "http://evil.example"

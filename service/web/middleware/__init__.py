@@ -1,1 +1,0 @@
-"""Code that runs around every request: access log, guard, telemetry."""
