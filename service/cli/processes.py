@@ -23,7 +23,7 @@ from service.cli.logs import configure_logs
 from service.cli.server import POLL, Server, application, exit_timeout_of
 from service.cli.terminal import fail
 from service.serving.metrics import MULTIPROCESS
-from service.serving.sessions.workers import GRPC, HTTP, new_socket
+from service.serving.sessions.placement import GRPC, HTTP, new_socket
 from service.settings import Settings
 from service.web.app import is_local
 from service.web.connections import Connection

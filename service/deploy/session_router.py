@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from service.errors import SessionNotFound
-from service.serving.sessions.ids import place_of
+from service.serving.sessions.placement import place_of
 
 SESSION_PATH = re.compile(r"/sessions/([^/]+)")
 SESSION_HEADER = b"x-attend-session"

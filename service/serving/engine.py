@@ -7,35 +7,34 @@ and bind) and writing the reply run on the event loop if there are few bytes, el
 """
 
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from service.attention.call import Result
-from service.errors import InvalidRequest, Problem, RequestError, SessionEnded, SessionNotFound, TooLarge, WrongReplica, WrongWorker
+from service.errors import RequestError, SessionNotFound, TooLarge, WrongWorker
 from service.serving.admission import Admission, ServingLimits
 from service.serving.analysis import bind_analysis
 from service.serving.binding import bind_attend
 from service.serving.codec_pool import CodecPool
 from service.serving.executor import Outcome
-from service.serving.figures import FigureRenderer, bind_figure, draw_figure, media_type_of
+from service.serving.figures import FigureRenderer, bind_figure
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.metrics import Metrics, Phases
-from service.serving.replies import build_reply, plan_of, refuse_fully_masked
+from service.serving.replies import compress, encode_reply
 from service.serving.requests import BoundCall, EncodedReply, RawRequest
 from service.serving.scheduler import Scheduler
-from service.serving.sessions.registry import SessionRegistry
-from service.serving.sessions.session import Session
-from service.serving.sessions.steps import Bind, bind_look, bind_step, members_of_look, refuse_outputs_of_inputs
+from service.serving.sessions.registry import Session, SessionRegistry
+from service.serving.sessions.steps import Bind, bind_look, bind_step
+from service.serving.sessions.turns import require_this_worker, turn_of_call
 from service.serving.shards import Shards, compute_in_shards
 from service.serving.statistics import LayerStatistics
 from service.serving.threads import usable_cores
 from service.wire.codec import Decoded, Encoded
-from service.wire.compression import pack, unpack
+from service.wire.compression import unpack
 from service.wire.limits import WireLimits
-from service.wire.problems import describe_value, validate
+from service.wire.problems import validate
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, Plan
+from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.figure import FigureRequest
 
 T = TypeVar("T")
@@ -79,85 +78,15 @@ class Engine:
         self.shards: Shards | None = None
         self.sessions: SessionRegistry | None = None
 
-    def use_shards(self, shards: Shards) -> None:
-        """Let other processes compute parts of the calls that are too large for this one."""
-        self.shards, self.admission = shards, Admission(self.admission.limits, shards.count)
-
     async def answer(self, raw: RawRequest, kind: CallKind) -> EncodedReply:
         """Decode, bind, compute and encode one call. Raises AttendError, whose paths point into the body that was sent."""
         started, size = self.clock(), raw.size  # decoding takes the body out of `raw`
         decoded, bound = await self.read(raw, size, self.decode_and_bind, raw, kind)
         if bound is not None:
-            return await self._complete(raw, decoded, bound, started)
-        async with self.turn(raw, decoded) as session:
-            if decoded.sequence is not None:  # its model is the layer of the session
-                decoded = decoded._replace(members={name: value for name, value in decoded.members.items() if name != "layer"})
-            length = session.length
-            try:
-                bound = await self.read(raw, size, self.bind, raw, decoded, kind, session)
-                return await self._complete(raw, decoded, bound, started)
-            except BaseException:  # a call that fails appends nothing
-                session.cache.truncate(length)
-                raise
-
-    async def read(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
-        """Run a function that reads a body of `size` bytes: on the event loop if it is small, else in a thread of the codec pool."""
-        if size <= INLINE_BYTES and not raw.coding:
-            return function(*args)
-        return await self.run(raw, size, function, *args)
-
-    def turn(self, raw: RawRequest, decoded: Decoded) -> AbstractAsyncContextManager[Session]:
-        """The session of a call, for this call alone: that of the path, of the sequence, or of the body."""
-        sessions = self.require_sessions()
-        if decoded.sequence is not None:
-            return sessions.turn_in_sequence(decoded.members["layer"], decoded.sequence, raw)
-        return sessions.turn(raw.session or self._session_in_body(decoded, raw.key).id, raw.key, raw)
-
-    def _session_in_body(self, decoded: Decoded, owner: str) -> Session:
-        """The session that the body names. Raises what `SessionRegistry.find` raises, with the place in the body."""
-        name = decoded.members["session"]
-        if not isinstance(name, str):
-            raise InvalidRequest.where("/session", "a string, the id of a session", describe_value(name))
-        try:
-            return self.require_sessions().find(name, owner)
-        except (SessionNotFound, SessionEnded, WrongReplica) as error:
-            expected = error.problems[0].expected if error.problems else "the id of a session that this server keeps"
-            raise type(error)(error.detail, [Problem("/session", expected, describe_value(name))]) from None
-
-    async def _complete(self, raw: RawRequest, decoded: Decoded, bound: BoundCall, started: float) -> EncodedReply:
-        """Compute and encode a bound call that arrived at `started`."""
-        bound_at, cost = self.clock(), bound.cost
-        if decoded.timeout is not None:
-            raw.limit_seconds(decoded.timeout, started)
-        try:
-            if raw.lease is not None and bound.figure is None:
-                raw.lease.add(cost.reply_bytes if raw.reply_codec.writes_text else cost.tensor_bytes)
-            if bound.session is not None and self.sessions is not None:
-                self.sessions.reserve(bound.session.cache, bound.call.masks.num_keys)
-            outcome = await self.submit(bound, raw)
-            computed_at = self.clock()
-            if bound.figure is not None:
-                encoded = await self.draw(bound, outcome.result, decoded, raw)
-            elif cost.reply_bytes <= INLINE_BYTES:
-                encoded = _encode(bound, outcome.result, decoded, raw)
-            else:
-                encoded = await self.run(raw, cost.reply_bytes, _encode, bound, outcome.result, decoded, raw)
-        except BaseException:  # including CancelledError when the caller disconnects
-            self.statistics.count_failed(bound.layer.name, self.clock() - started)
-            raise
-        phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - computed_at)
-        self.metrics.count_call(phases)
-        if bound.session is not None:
-            self.metrics.count_step()
-        self.statistics.count_answered(bound.layer.name, phases, bound.call.query.shape[0], outcome.execution, cost.operations)
-        log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
-        return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
-
-    def require_sessions(self) -> SessionRegistry:
-        """The sessions. Raises SessionNotFound if this server keeps none."""
-        if self.sessions is None:
-            raise SessionNotFound("this server keeps no sessions; `attend serve --session-memory BYTES` does")
-        return self.sessions
+            return await self.complete(raw, decoded, bound, started)
+        async with turn_of_call(self.require_sessions(), raw, decoded) as session:
+            bound = await self.read(raw, size, self.bind, raw, decoded, kind, session)
+            return await self.complete(raw, decoded, bound, started)
 
     def decode_and_bind(self, raw: RawRequest, kind: CallKind) -> tuple[Decoded, BoundCall | None]:
         """Decode the body and bind the call to its layer. A call with a session is not bound yet: it has to wait for its turn."""
@@ -165,6 +94,23 @@ class Engine:
         if raw.session or decoded.sequence is not None or (kind.takes_session and decoded.members.get("session") is not None):
             return decoded, None
         return decoded, self.bind(raw, decoded, kind)
+
+    def decode(self, raw: RawRequest, document: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
+        """Decompress and decode the body; its members are not validated yet.
+
+        Raises MalformedBody, InvalidRequest, TooLarge or UnsupportedMediaType; WrongWorker if another process has the session.
+        """
+        received = body = raw.take_body()
+        if raw.coding:
+            body = unpack(body, raw.coding, self.wire_limits.body_bytes)
+        decoded = raw.codec.decode(body, raw.parameters, document.tensor_kinds, self.wire_limits, shapes_alone)
+        if self.sessions is not None:
+            try:
+                require_this_worker(self.sessions, raw, decoded, document)
+            except WrongWorker as error:
+                raw.body, error.raw = received, raw  # to be forwarded
+                raise
+        return decoded
 
     def bind(self, raw: RawRequest, decoded: Decoded, kind: CallKind, session: Session | None = None) -> BoundCall:
         """Bind a call to its layer, or to the rows of its session. Raises RequestError with pointers into the body."""
@@ -181,33 +127,44 @@ class Engine:
             raise decoded.in_body(error) from None
         return bound
 
-    def decode(self, raw: RawRequest, document: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
-        """Decompress and decode the body; its members are not validated yet.
-
-        Raises MalformedBody, InvalidRequest, TooLarge or UnsupportedMediaType; WrongWorker if another process has the session.
-        """
-        received = body = raw.take_body()
-        if raw.coding:
-            body = unpack(body, raw.coding, self.wire_limits.body_bytes)
-        decoded = raw.codec.decode(body, raw.parameters, document.tensor_kinds, self.wire_limits, shapes_alone)
-        if self.sessions is not None and self.sessions.workers is not None:
-            try:
-                if decoded.sequence is not None:
-                    self.sessions.workers.require_sequence(raw.key, decoded.members["layer"], decoded.sequence.id)
-                elif "session" in document.model_fields and isinstance(decoded.members.get("session"), str):
-                    self.sessions.require_here(decoded.members["session"])
-            except WrongWorker as error:
-                raw.body, error.raw = received, raw
-                raise
-            except (SessionNotFound, SessionEnded, WrongReplica):
-                pass  # `_session_in_body` raises it later, with the place in the body
-        return decoded
-
     def find(self, members: Mapping[str, Any], document: type[AttendRequest]) -> LoadedLayer:
         """The layer of the request. If there is none: InvalidRequest for an invalid request, else LayerNotFound or LayerUnloaded."""
         name = members.get("layer", DEFAULT_LAYER)
         layer = self.registry.get(name) if isinstance(name, str) else None
         return self.registry.find(validate(document, members).layer) if layer is None else layer
+
+    async def complete(self, raw: RawRequest, decoded: Decoded, bound: BoundCall, started: float) -> EncodedReply:
+        """Compute a bound call that arrived at `started`, encode its result, and count it."""
+        bound_at, cost, layer = self.clock(), bound.cost, bound.layer.name
+        if decoded.timeout is not None:
+            raw.limit_seconds(decoded.timeout, started)
+        try:
+            self._reserve(raw, bound)
+            outcome = await self.submit(bound, raw)
+            computed_at = self.clock()
+            if bound.figure is None and cost.reply_bytes <= INLINE_BYTES:
+                encoded = encode_reply(bound, outcome.result, decoded, raw)
+            else:
+                encoded = await self._encode_in_thread(bound, outcome.result, decoded, raw)
+        except BaseException as error:  # including CancelledError when the caller disconnects
+            self.statistics.count_failed(layer, self.clock() - started)
+            if isinstance(error, RequestError):
+                raise decoded.in_body(error) from None
+            raise
+        phases = Phases(bound_at - started, outcome.queue, outcome.compute, self.clock() - computed_at)
+        self.metrics.count_call(phases)
+        if bound.session is not None:
+            self.metrics.count_step()
+        self.statistics.count_answered(layer, phases, bound.call.query.shape[0], outcome.execution, cost.operations)
+        log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
+        return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
+
+    def _reserve(self, raw: RawRequest, bound: BoundCall) -> None:
+        """Reserve the memory of the reply, and of the rows that a session gets. Raises Overloaded or OutOfMemory."""
+        if raw.lease is not None and bound.figure is None:
+            raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes)
+        if bound.session is not None and self.sessions is not None:
+            self.sessions.reserve(bound.session.cache, bound.call.masks.num_keys)
 
     def submit(self, bound: BoundCall, raw: RawRequest) -> Coroutine[Any, Any, Outcome]:
         """Compute a bound call on this process's device, or in parts on the shards."""
@@ -215,38 +172,20 @@ class Engine:
             return compute_in_shards(self.shards, bound, raw.deadline, self.clock, self.codecs)
         return self.scheduler.submit(bound.layer, bound.call, bound.cost, raw.deadline, raw.gone, raw.caller, bound.operation)
 
-    async def draw(self, bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
-        """The reply with the picture of the result."""
-        assert bound.figure is not None
-        try:
-            refuse_fully_masked(bound, result)
-            picture = await self.renderer.draw(partial(draw_figure, bound, result), raw)
-        except RequestError as error:
-            raise decoded.in_body(error) from None
-        encoded = Encoded(((b"content-type", media_type_of(bound.figure).encode()),), [picture])
+    async def _encode_in_thread(self, bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
+        """A large reply, or a picture."""
+        if bound.figure is None:
+            return await self.run(raw, bound.cost.reply_bytes, encode_reply, bound, result, decoded, raw)
+        encoded = await self.renderer.reply(bound, result, raw)
         if not raw.reply_coding or bound.figure.format == "png":  # PNG is compressed already
             return encoded
-        return await self.run(raw, len(picture), _compressed, encoded, raw.reply_coding)
+        return await self.run(raw, sum(map(len, encoded.pieces)), compress, encoded, raw.reply_coding)
 
-    async def plan(self, raw: RawRequest) -> Plan:
-        """POST /attend/plan: the reply's shapes and the cost of a request, without computing it."""
-        size = raw.size
-        decoded = await self.run(raw, size, self.decode, raw, AnalysisRequest, True)
-        has_session = decoded.members.get("session") is not None
-        session = self._session_in_body(decoded, raw.key) if has_session else None  # here, since sessions belong to the event loop
-        return await self.run(raw, size, self._plan, decoded, session)
-
-    def _plan(self, decoded: Decoded, session: Session | None) -> Plan:
-        document = AnalysisRequest if "metrics" in decoded.members else AttendRequest
-        if session is None:
-            members = {name: value for name, value in decoded.members.items() if name != "session"}
-            layer = self.find(members, document)
-        else:
-            layer, members = session.layer, members_of_look(session, decoded.members)
-        request = validate(document, members)
-        if session is not None and document is AttendRequest:
-            refuse_outputs_of_inputs(request, layer.spec)
-        return plan_of(request, layer, self.admission)
+    async def read(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
+        """Run a function that reads a body of `size` bytes: on the event loop if it is small, else in a thread of the codec pool."""
+        if size <= INLINE_BYTES and not raw.coding:
+            return function(*args)
+        return await self.run(raw, size, function, *args)
 
     async def run(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads or writes `size` bytes in a thread of the codec pool, and return its result.
@@ -261,6 +200,16 @@ class Engine:
         raw.check_caller(self.clock())
         return function(*args)
 
+    def use_shards(self, shards: Shards) -> None:
+        """Let other processes compute parts of the calls that are too large for this one."""
+        self.shards, self.admission = shards, Admission(self.admission.limits, shards.count)
+
+    def require_sessions(self) -> SessionRegistry:
+        """The sessions. Raises SessionNotFound if this server keeps none."""
+        if self.sessions is None:
+            raise SessionNotFound("this server keeps no sessions; `attend serve --session-memory BYTES` does")
+        return self.sessions
+
     def close(self) -> None:
         if self.sessions is not None:
             self.sessions.close()
@@ -272,17 +221,3 @@ def _require_small_reply(bound: BoundCall, setting: str, largest: int) -> None:
     """Raises TooLarge if the reply's tensors have more than `largest` bytes."""
     if (size := bound.cost.tensor_bytes) > largest:
         raise TooLarge.where("", f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP", str(size))
-
-
-def _encode(bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
-    """The reply's headers and bytes. Raises InvalidRequest for fully masked rows or non-finite numbers if the request asks for an error."""
-    try:
-        encoded = raw.reply_codec.encode(build_reply(bound, result), bound.request.reply, decoded.reply_format)
-    except RequestError as error:
-        raise decoded.in_body(error) from None
-    return _compressed(encoded, raw.reply_coding) if raw.reply_coding else encoded
-
-
-def _compressed(encoded: Encoded, coding: str) -> Encoded:
-    """The reply, compressed with this Content-Encoding."""
-    return Encoded((*encoded.headers, (b"content-encoding", coding.encode())), pack(encoded.pieces, coding))

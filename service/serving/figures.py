@@ -25,18 +25,19 @@ from service.serving.binding import check_against_layer, refuse_packed, shape_fi
 from service.serving.casting import make_call
 from service.serving.cost import predict
 from service.serving.layers.registry import LoadedLayer
+from service.serving.replies import refuse_fully_masked
 from service.serving.requests import BoundCall, RawRequest
 from service.serving.threads import lower_priority
 from service.spec import LayerSpec
-from service.wire.codec import Decoded
+from service.wire.codec import Decoded, Encoded
 from service.wire.negotiation import PICTURES
 from service.wire.problems import validate
 from service.wire.schemas.figure import FigureRequest
 
 SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
 PLOT_MODULE = "service.attention.figures.plot"
-Check = Callable[[], None]
-Drawing = Callable[[Check], bytes]
+Check = Callable[[], None]  # raises if the caller no longer waits
+Drawing = Callable[[Check], bytes]  # draws a picture, and calls the check at intervals
 MAX_HEADS = 256  # most heads in one picture
 MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets no earlier deadline
 MAX_WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
@@ -74,18 +75,6 @@ def bind_figure(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> B
     call = replace(make_call(request, layer.spec), heads=spec.heads if operation else None)
     log_fields = {**shape_fields(request, call), "figure": spec.kind, "format": spec.format}
     return BoundCall(request, layer, call, cost, log_fields, operation=operation, figure=spec)
-
-
-def draw_figure(bound: BoundCall, result: Result, check: Check) -> bytes:
-    """Draw the figure of a bound call from its result. `check` is called at intervals and raises if the caller no longer waits."""
-    assert bound.figure is not None
-    metadata = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
-    return draw(compose(bound.figure, result.tensors, metadata), bound.figure, check)
-
-
-def media_type_of(spec: FigureSpec) -> str:
-    """The media type of a figure."""
-    return next(media for media, picture in PICTURES.items() if picture == spec.format)
 
 
 def _figure_spec(request: FigureRequest, layer: LayerSpec, format: Format) -> FigureSpec:
@@ -128,10 +117,18 @@ class FigureRenderer:
         self._waiting = 0
         self._seconds = 0.5  # moving average of the seconds per figure
 
-    async def draw(self, drawing: Drawing, raw: RawRequest) -> bytes:
-        """Run `drawing` in the thread and return its bytes, the reply to `raw`.
+    async def reply(self, bound: BoundCall, result: Result, raw: RawRequest) -> Encoded:
+        """The reply with the figure of a bound call. Raises what `draw` and `refuse_fully_masked` raise."""
+        refuse_fully_masked(bound, result)
+        spec = bound.figure
+        assert spec is not None
+        metadata = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
+        picture = await self.draw(lambda check: draw(compose(spec, result.tensors, metadata), spec, check), raw)
+        media_type = next(media for media, format in PICTURES.items() if format == spec.format)
+        return Encoded(((b"content-type", media_type.encode()),), [picture])
 
-        Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
+    async def draw(self, drawing: Drawing, raw: RawRequest) -> bytes:
+        """Run `drawing` in the thread and return its bytes. Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
         if self._waiting >= MAX_WAITING:
             expected = f"at most {MAX_WAITING} pictures that wait to be drawn"
             raise Overloaded(math.ceil(self._waiting * self._seconds), problems=[Problem("", expected, str(self._waiting + 1))])

@@ -1,23 +1,27 @@
-"""Builds the reply from a result, and the plan of a reply from the request alone."""
+"""Builds the reply from a result, and encodes it."""
 
-import math
 from typing import Any
 
 from service.attention.call import Result
 from service.errors import InvalidRequest
 from service.serving import analysis
-from service.serving.admission import Admission
-from service.serving.binding import check_against_layer
 from service.serving.casting import numpy_of
-from service.serving.cost import predict, wire_datatype
-from service.serving.layers.registry import LoadedLayer
-from service.serving.requests import BoundCall
-from service.spec import LayerSpec
-from service.tensors import DATATYPES
-from service.wire.codec import Reply
+from service.serving.cost import wire_datatype
+from service.serving.requests import BoundCall, RawRequest
+from service.wire.codec import Decoded, Encoded, Reply
+from service.wire.compression import pack
 from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, Plan, PlannedTensor
-from service.wire.schemas.document import LayerReference, Refusal
+
+
+def encode_reply(bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
+    """Headers and bytes of the reply. Raises InvalidRequest for non-finite numbers, and what `build_reply` raises."""
+    encoded = raw.reply_codec.encode(build_reply(bound, result), bound.request.reply, decoded.reply_format)
+    return compress(encoded, raw.reply_coding) if raw.reply_coding else encoded
+
+
+def compress(encoded: Encoded, coding: str) -> Encoded:
+    """The reply with this Content-Encoding."""
+    return Encoded((*encoded.headers, (b"content-encoding", coding.encode())), pack(encoded.pieces, coding))
 
 
 def refuse_fully_masked(bound: BoundCall, result: Result) -> None:
@@ -53,32 +57,3 @@ def _parts(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
     if "keys" in arrays:
         return {part: arrays[part] for part in ("keys", "values")}
     return {part.partition(".")[2]: array for part, array in arrays.items() if part.startswith(f"{name}.")}
-
-
-def plan_of(request: AttendRequest, layer: LoadedLayer, admission: Admission) -> Plan:
-    """Shapes and cost of the reply, and the limits that the request exceeds. Raises InvalidRequest if it does not fit the layer."""
-    check_against_layer(request, layer.spec)
-    if isinstance(request, AnalysisRequest):
-        analysis.check_metrics(request, layer.spec)
-        predicted = analysis.predict_analysis(request, layer.spec)
-    else:
-        predicted = predict(request, layer.spec)
-    problems, _ = admission.refusals(request, layer.spec, predicted)
-    outputs = {}
-    for name, shape in predicted.outputs.items():
-        datatype = _datatype(name, request, layer.spec)
-        outputs[name] = PlannedTensor(shape=list(shape), datatype=datatype, bytes=math.prod(shape) * DATATYPES[datatype].size)
-    return Plan(
-        layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint),
-        outputs=outputs,
-        operations=predicted.operations,
-        memory_bytes=predicted.memory_bytes,
-        reply_bytes=predicted.reply_bytes,
-        admitted=not problems,
-        refusals=[Refusal(at=p.at, expected=p.expected, got=p.got) for p in problems],
-    )
-
-
-def _datatype(name: str, request: AttendRequest, spec: LayerSpec) -> str:
-    kind = analysis.datatype_of(name, request, spec) if isinstance(request, AnalysisRequest) else None
-    return kind or wire_datatype(name, request.reply.datatype, spec)

@@ -12,7 +12,7 @@ from service.serving.byte_budget import Lease
 from service.serving.cost import Cost
 from service.serving.layers.registry import LoadedLayer
 from service.serving.metrics import Phases
-from service.serving.sessions.session import Session
+from service.serving.sessions.registry import Session
 from service.wire.codec import Buffer, Codec, Headers
 from service.wire.negotiation import CODECS, JSON
 from service.wire.schemas.attend import AttendRequest

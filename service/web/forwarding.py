@@ -1,6 +1,6 @@
 """Forwards a request to the worker that has its session, and sends back that worker's reply.
 
-Workers reach each other on private Unix sockets (`serving/sessions/workers.py`), on which they serve the same application. So the request
+Workers reach each other on private Unix sockets (`serving/sessions/placement.py`), on which they serve the same application. So the request
 passes the owner's checks of key, size and deadline, and appears in its log and metrics alone. Bodies and replies are streamed.
 `GrpcForwarder` in `web/grpc/methods.py` does the same for gRPC.
 """

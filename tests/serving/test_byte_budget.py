@@ -13,6 +13,7 @@ from service.errors import CallerGone, DeadlinePassed, Overloaded
 from service.serving.byte_budget import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
 from service.serving.documents import put_layer
 from service.serving.engine import ANALYSIS, ATTEND, FIGURE
+from service.serving.plan import plan_call
 from service.serving.requests import RawRequest
 from service.settings import Settings
 from service.web.app import create_app
@@ -270,7 +271,7 @@ def test_a_deadline_that_passes_while_the_body_is_read_is_504() -> None:
     "call",
     [
         *(lambda service, raw, kind=kind: service.engine.answer(raw, kind) for kind in (ATTEND, ANALYSIS, FIGURE)),
-        lambda service, raw: service.engine.plan(raw),
+        lambda service, raw: plan_call(service.engine, raw),
         lambda service, raw: put_layer(service, "new", raw),
     ],
     ids=["attend", "analysis", "figure", "plan", "put_layer"],

@@ -34,10 +34,9 @@ from service.serving.requests import RawRequest
 from service.serving.scheduler import QueueLimits
 from service.serving.service import Service, open_service
 from service.serving.sessions import registry, steps
-from service.serving.sessions.ids import Place, make_id
-from service.serving.sessions.registry import SessionRegistry
-from service.serving.sessions.session import Session
-from service.serving.sessions.workers import Workers, new_socket
+from service.serving.sessions.placement import Place, Workers, make_id, new_socket
+from service.serving.sessions.registry import Session, SessionRegistry
+from service.serving.sessions.turns import turn
 from service.settings import Settings
 from service.spec import LayerSpec
 from service.web.app import create_service
@@ -72,7 +71,7 @@ class Sessions:
         session.cache.write(session.length, {name: torch.zeros(3, rows, 2) for name in ("key", "value")})
 
     async def use(self, session: Session, rows: int = 0) -> None:
-        async with self.registry.turn(session.id, session.owner) as used:
+        async with turn(self.registry, session.id, session.owner, RawRequest(b"")) as used:
             self.append(used, rows)
 
     def reason(self, session: Session) -> str:
@@ -122,7 +121,7 @@ async def test_the_least_recently_used_session_of_the_same_owner_ends_first() ->
     other, first, second, third = sessions.create("other", 1), *(sessions.create("owner", 1) for _ in range(3))
     await sessions.use(first)
 
-    async with sessions.registry.turn(second.id, "owner"):
+    async with turn(sessions.registry, second.id, "owner", RawRequest(b"")):
         sessions.append(sessions.create("owner"), 1)  # ends the third: the second is in use
         assert "a session of the same owner needed its memory" in sessions.reason(third)
         with pytest.raises(OutOfMemory, match="session_memory"):
@@ -144,14 +143,14 @@ async def test_a_session_whose_next_call_waits_is_in_use() -> None:
     session = sessions.create(rows=1)
 
     async def call(number: int) -> None:
-        async with sessions.registry.turn(session.id, "") as used:
+        async with turn(sessions.registry, session.id, "", RawRequest(b"")) as used:
             order.append((number, used.length))
             sessions.append(used, 1)
 
-    async with sessions.registry.turn(session.id, ""):
+    async with turn(sessions.registry, session.id, "", RawRequest(b"")):
         waiting = [asyncio.create_task(call(number)) for number in range(3)]
         await asyncio.sleep(0)
-    assert not session.turn.locked() and not sessions.registry._evict("")
+    assert not session.lock.locked() and not sessions.registry._evict("")
     await asyncio.gather(*waiting)
     assert order == [(0, 1), (1, 2), (2, 3)] and session.calls == 0
     sessions.registry.close()
@@ -192,7 +191,7 @@ async def test_a_fork_that_cannot_be_added_shares_no_page() -> None:
         patch.setattr(registry, "MAX_SESSIONS", 1)
         sessions = Sessions()
         session = sessions.create(rows=1)
-        async with sessions.registry.turn(session.id, ""):
+        async with turn(sessions.registry, session.id, "", RawRequest(b"")):
             with pytest.raises(OutOfMemory):
                 sessions.registry.fork(session, None)
         assert sessions.registry.pool.shared == 0
@@ -220,7 +219,7 @@ async def test_the_memory_of_a_session_that_ends_in_use_is_free_afterwards() -> 
     session = sessions.create(rows=3)
     equal = sessions.layers.make("default", SPEC)
     sessions.layers.put(equal)
-    async with sessions.registry.turn(session.id, "") as used:
+    async with turn(sessions.registry, session.id, "", RawRequest(b"")) as used:
         assert used.layer is equal  # so the one before it needs no memory
         sessions.layers.put(sessions.layers.make("default", SPEC.model_copy(update={"seed": 2})))
         assert "its layer was replaced" in sessions.reason(session)
@@ -326,7 +325,7 @@ async def test_a_cancelled_step_ends_before_the_next_one_begins() -> None:
         first.cancel()
         third.cancel()
         await asyncio.sleep(0)
-        assert session.turn.locked() and not first.done()
+        assert session.lock.locked() and not first.done()
         gate.opened.set()
         await asyncio.wait([first, second, third])
         assert first.cancelled() and third.cancelled() and second.exception() is None

@@ -24,6 +24,7 @@ from service.serving.casting import make_call
 from service.serving.cost import predict
 from service.serving.engine import ATTEND
 from service.serving.layers.registry import LayerRegistry
+from service.serving.plan import plan_call
 from service.serving.requests import RawRequest
 from service.serving.service import open_service
 from service.serving.shards import ShardLayers, merge_results, split_call, without_sinks
@@ -174,7 +175,7 @@ def ask(shards, limits=None, deadline=None, **fields):
             body = orjson.dumps({**BODY, **fields})
             until = None if deadline is None else service.clock() + deadline
             answer = await service.engine.answer(RawRequest(body, deadline=until), ATTEND)
-            plan = await service.engine.plan(RawRequest(body))
+            plan = await plan_call(service.engine, RawRequest(body))
             return orjson.loads(b"".join(answer.pieces)), plan
         finally:
             service.close()

@@ -22,7 +22,7 @@ from service.serving.admission import Admission, ServingLimits
 from service.serving.casting import numpy_of
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.requests import BoundCall
-from service.serving.sessions.session import Session
+from service.serving.sessions.registry import Session
 from service.serving.sessions.steps import bind_step
 from service.tensors import Array
 from service.wire.codec import Decoded

@@ -14,7 +14,7 @@ from service.errors import DeadlinePassed, SessionEnded, WrongWorker
 from service.serving.admission import ServingLimits
 from service.serving.requests import RawRequest
 from service.serving.service import Service, open_service
-from service.serving.sessions.workers import GRPC, HTTP
+from service.serving.sessions.placement import GRPC, HTTP
 from service.web.forwarding import GRACE_SECONDS, Forwarder
 from service.web.grpc.methods import GrpcForwarder, GrpcRecord
 from service.web.records import record_of

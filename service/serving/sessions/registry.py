@@ -7,17 +7,20 @@ ends for another owner's sake, so with keys no owner may take all memory.
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-from service.attention.cache import KeyValueCache, Page, PagePool
+from service.attention.cache import KeyValueCache, Page, PagePool, first_visible
 from service.errors import (
-    DeadlinePassed,
     InvalidRequest,
+    LengthMismatch,
     OutOfMemory,
+    Problem,
+    SessionConflict,
     SessionEnded,
     SessionNotFound,
     WrongReplica,
@@ -25,12 +28,7 @@ from service.errors import (
 from service.serving.executor import error_of_batch
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
 from service.serving.metrics import Metrics
-from service.serving.requests import TOO_LATE, RawRequest
-from service.serving.sessions.ids import Place, make_id, place_of
-from service.serving.sessions.session import Session
-from service.serving.sessions.workers import RESTARTED, Workers
-from service.wire.codec import SequencePart
-from service.wire.problems import describe_value
+from service.serving.sessions.placement import RESTARTED, Place, Workers, make_id, place_of
 from service.wire.schemas.document import LayerReference
 from service.wire.schemas.sessions import PostSession, SessionDocument
 
@@ -46,6 +44,51 @@ SHARE_OF_FREE = 2  # with API keys, an owner may use at most SHARE_OF_FREE times
 MAX_SESSIONS = 10_000  # of one process; ending all of them takes tens of milliseconds
 MAX_ENDED = 10_000  # ended sessions whose reasons are kept
 SWEEP_SECONDS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One sequence and the rows that its layer has projected. Calls to it run one after the other, in the order in which they arrive."""
+
+    id: str
+    layer: LoadedLayer
+    cache: KeyValueCache
+    owner: str
+    capacity: int | None
+    idle_seconds: float
+    used_at: float
+    sequence: tuple[str, ...] | None = None  # owner, layer and id of the sequence of the Open Inference Protocol that it is
+    calls: int = 0  # number of calls that use it or wait for it
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the call that uses it
+
+    @property
+    def length(self) -> int:
+        return self.cache.length
+
+    def require_length(self, expected: int | None) -> None:
+        """Raises LengthMismatch if the session has another number of rows."""
+        if expected is not None and expected != self.length:
+            problem = Problem("/expected_length", str(self.length), str(expected))
+            raise LengthMismatch(f"expected {self.length}, the length of the session, got {expected}, at /expected_length", [problem])
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` rows. Raises InvalidRequest, or SessionConflict if rows that later queries need are freed."""
+        if length > self.length:
+            raise InvalidRequest.where("/length", f"at most {self.length}, the length of the session", str(length))
+        if length < self.length:
+            if length:
+                self.require_visible(length, "/length")
+            self.cache.truncate(length)
+
+    def require_visible(self, position: int, at: str) -> None:
+        """Raises SessionConflict if a query at this position sees rows that are freed."""
+        first, spec = self.cache.first, self.layer.spec
+        if first <= first_visible(spec, position):
+            return
+        lowest = bisect_left(range(self.length), first, key=lambda n: first_visible(spec, n))
+        raise SessionConflict.where(
+            at, f"at least {lowest}, since the first {first} rows are freed, which the layer's window or chunks hide", str(position)
+        )
 
 
 class SessionRegistry:
@@ -69,11 +112,17 @@ class SessionRegistry:
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._counts: Counter[str] = Counter()  # owner -> number of its sessions
         self._ended: OrderedDict[str, tuple[str, Reason]] = OrderedDict()  # id -> owner, reason; oldest first
-        self._sequences: dict[tuple[str, ...], str] = {}  # owner, layer and id of a sequence -> id of its session
+        self.sequences: dict[tuple[str, ...], str] = {}  # owner, layer and id of a sequence -> id of its session
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
+    def __getitem__(self, session_id: str) -> Session:
+        return self._sessions[session_id]
 
     def create(self, document: PostSession, owner: str) -> Session:
         """A new session without rows. Raises LayerNotFound, LayerUnloaded, InvalidRequest or OutOfMemory."""
@@ -134,63 +183,14 @@ class SessionRegistry:
         """The owner's sessions, least recently used first."""
         return [session for session in self._sessions.values() if session.owner == owner]
 
-    @asynccontextmanager
-    async def turn(self, session_id: str, owner: str, raw: RawRequest | None = None) -> AsyncIterator[Session]:
-        """The session, for one call at a time. Raises what `find` raises, and CallerGone or DeadlinePassed if the caller cannot wait."""
-        session = self.find(session_id, owner)
-        deadline = None if raw is None or raw.deadline is None else raw.deadline - self.clock()
-        session.calls += 1
-        try:
-            try:
-                async with asyncio.timeout(deadline):
-                    await session.turn.acquire()
-            except TimeoutError:
-                raise DeadlinePassed(TOO_LATE) from None
-            try:
-                if raw is not None:
-                    raw.check_caller(self.clock())
-                self.find(session_id, owner)  # it may have ended meanwhile
-                yield session
-            finally:
-                session.turn.release()
-                session.cache.truncate(session.length)  # drops pages of a call that failed
-                session.cache.free_hidden()
-        finally:
-            session.calls -= 1
-            if session_id in self._sessions:
-                session.used_at = self.clock()
-                self._sessions.move_to_end(session_id)
-            elif not session.calls:
-                session.cache.close()
-
-    @asynccontextmanager
-    async def turn_in_sequence(self, layer: str, part: SequencePart, raw: RawRequest) -> AsyncIterator[Session]:
-        """As `turn`, for a part of a sequence of the Open Inference Protocol: its first part starts a session, and its last one ends it.
-
-        Raises InvalidRequest for a part of a sequence that has not begun.
-        """
-        owner, key = raw.key, (raw.key, layer, part.id)
-        before = self._sequences.get(key)
-        if part.start:
-            session = self.create(PostSession(layer=layer), owner)
-            session.sequence, self._sequences[key] = key, session.id
-        elif before is None:
-            expected = "sequence_start, or the id of a sequence of this model that has begun"
-            raise InvalidRequest.where("/parameters/sequence_id", expected, describe_value(part.id))
-        session_id = self._sequences[key]
-        try:
-            async with self.turn(session_id, owner, raw) as session:
-                yield session
-        except BaseException:
-            if part.start:  # a start that is refused leaves a sequence of this id as it was
-                self.end(session, "deleted")
-                if before is not None and before in self._sessions:
-                    self._sequences[key] = before
-            raise
-        if part.start and before is not None and before in self._sessions:
-            self.end(self._sessions[before], "deleted")
-        if part.end:
-            self.end(session, "deleted")
+    def release(self, session: Session) -> None:
+        """A call to the session has ended."""
+        session.calls -= 1
+        if session.id in self._sessions:
+            session.used_at = self.clock()
+            self._sessions.move_to_end(session.id)
+        elif not session.calls:
+            session.cache.close()
 
     def reserve(self, cache: KeyValueCache, stop: int) -> None:
         """Create the pages of rows up to `stop`; end sessions of the same owner for them that are not in use, if necessary.
@@ -217,8 +217,8 @@ class SessionRegistry:
         if self._sessions.pop(session.id, None) is None:
             return
         self._counts[session.owner] -= 1
-        if session.sequence is not None and self._sequences.get(session.sequence) == session.id:
-            del self._sequences[session.sequence]
+        if session.sequence is not None and self.sequences.get(session.sequence) == session.id:
+            del self.sequences[session.sequence]
         self._ended[session.id] = session.owner, reason
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)

@@ -17,7 +17,7 @@ from service.serving.casting import finite_arrays, make_call, rotary_positions, 
 from service.serving.cost import predict_step
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
-from service.serving.sessions.session import Session
+from service.serving.sessions.registry import Session
 from service.serving.validation_cache import cache_key
 from service.spec import LayerSpec
 from service.wire.codec import Decoded
@@ -39,6 +39,8 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
     Raises InvalidRequest, LengthMismatch, SessionConflict, or TooLarge for a cost or length beyond the limits.
     """
     members, spec = _given(decoded.members), layer.spec
+    if decoded.sequence is not None:
+        del members["layer"]  # the model of the sequence, which is the layer of the session
     options = _options(members, session)
     key = _cache_key(members, options, spec)
     cached = None if key is None else layer.validated.get(key)

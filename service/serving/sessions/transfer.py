@@ -12,8 +12,8 @@ from service.serving.casting import cast, numpy_of
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import RawRequest
 from service.serving.service import Service
-from service.serving.sessions.registry import SessionRegistry
-from service.serving.sessions.session import Session
+from service.serving.sessions.registry import Session, SessionRegistry
+from service.serving.sessions.turns import turn
 from service.wire.codec import Buffer
 from service.wire.compression import unpack
 from service.wire.negotiation import CODECS, SAFETENSORS
@@ -23,8 +23,8 @@ from service.wire.safetensors import read_tensors, write_tensors
 
 async def export_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> list[Buffer]:
     """The session's rows as safetensors: tensors as in `cached_tensors`, from row `first` on; `fingerprint`, `length` and `first` as
-    metadata. Raises what `SessionRegistry.turn` raises."""
-    async with sessions.turn(session_id, owner, raw) as session:
+    metadata. Raises what `turn` raises."""
+    async with turn(sessions, session_id, owner, raw) as session:
         return await service.engine.run(raw, session.cache.size, _file_of, session)
 
 
@@ -33,7 +33,7 @@ async def import_cache(service: Service, sessions: SessionRegistry, session_id: 
 
     Raises UnsupportedMediaType, MalformedBody, InvalidRequest, SessionConflict, TooLarge or OutOfMemory.
     """
-    async with sessions.turn(session_id, owner, raw) as session:
+    async with turn(sessions, session_id, owner, raw) as session:
         first, length, rows = await service.engine.run(raw, raw.size, _rows_of, raw, session.layer, service.wire_limits.layer_bytes)
         if session.capacity is not None and length > session.capacity:
             raise TooLarge.where("", f"at most {session.capacity} rows (capacity)", str(length))

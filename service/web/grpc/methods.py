@@ -18,7 +18,7 @@ from service.serving.byte_budget import Lease
 from service.serving.engine import ATTEND
 from service.serving.requests import TOO_LATE, RawRequest
 from service.serving.service import Service
-from service.serving.sessions.workers import GRPC
+from service.serving.sessions.placement import GRPC
 from service.web.grpc import messages
 from service.web.grpc.codec import GrpcCodec, values_of
 from service.web.grpc.messages import SERVICE

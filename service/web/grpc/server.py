@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from service.errors import AttendError, MalformedBody
 from service.serving.byte_budget import ByteBudget, CallLimit
 from service.serving.service import Service, ShutdownGate
-from service.serving.sessions.workers import GRPC
+from service.serving.sessions.placement import GRPC
 from service.serving.streams import MessageReader, with_time_limit
 from service.web.errors import grpc_code_of
 from service.web.grpc.calls import MAX_CALLS, CallHandlers, GrpcOptions, address_of

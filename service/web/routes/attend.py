@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Send
 
 from service.serving.engine import ANALYSIS, ATTEND, FIGURE, CallKind
+from service.serving.plan import plan_call
 from service.serving.requests import EncodedReply
 from service.serving.service import Service
 from service.web.openapi import (
@@ -114,7 +115,7 @@ def install(app: FastAPI, service: Service) -> None:
         The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
         """
         service.require_started()
-        return await service.engine.plan(await read_request(request.scope["attend"], request.receive, service))
+        return await plan_call(service.engine, await read_request(request.scope["attend"], request.receive, service))
 
     @app.post(
         "/attend/figure",

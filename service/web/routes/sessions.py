@@ -14,6 +14,7 @@ from service.serving.requests import RawRequest
 from service.serving.service import Service
 from service.serving.sessions.registry import SessionRegistry
 from service.serving.sessions.transfer import export_cache, import_cache
+from service.serving.sessions.turns import turn
 from service.web.forwarding import Forwarder
 from service.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
 from service.web.records import HttpRecord
@@ -101,7 +102,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
     async def delete_session(id: SessionIdPath, request: Request, sessions: Registry) -> None:
         """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
         record = request.scope["attend"]
-        async with sessions.turn(id, record.key, RawRequest(b"", deadline=deadline_of(record, service))) as session:
+        async with turn(sessions, id, record.key, RawRequest(b"", deadline=deadline_of(record, service))) as session:
             sessions.end(session, "deleted")
 
     @app.patch(
@@ -116,7 +117,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         sessions.find(id, request.scope["attend"].key)
         raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         document = await read_document(service, raw, PatchSession)
-        async with sessions.turn(id, request.scope["attend"].key, raw) as session:
+        async with turn(sessions, id, request.scope["attend"].key, raw) as session:
             session.truncate(document.length)
         return sessions.document(session)
 
@@ -133,7 +134,7 @@ def install(app: FastAPI, service: Service, forwarder: Forwarder) -> None:
         sessions.find(id, request.scope["attend"].key)
         raw = await read_request(request.scope["attend"], request.receive, service, largest=MAX_BODY_BYTES)
         document = await read_document(service, raw, PostFork)
-        async with sessions.turn(id, request.scope["attend"].key, raw) as session:
+        async with turn(sessions, id, request.scope["attend"].key, raw) as session:
             fork = sessions.fork(session, document.length)
         response.headers["Location"] = f"{request.scope.get('root_path', '')}{SESSIONS}{fork.id}"
         return sessions.document(fork)
