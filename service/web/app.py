@@ -24,7 +24,7 @@ from service.web.access import Access, Application
 from service.web.forwarding import Forwarder
 from service.web.guard import Guard
 from service.web.keys import Keyring
-from service.web.routes import attend, health, layers, page, sessions, text
+from service.web.routes import attend, health, layers, page, sessions
 from service.web.telemetry import Telemetry, endpoint_labels, start_telemetry
 from service.web.v2 import routes
 from service.web.v2.description import ProtocolExtensions
@@ -69,7 +69,7 @@ def create_app(settings: Settings, private_socket: Path | None = None) -> FastAP
     attend.install(app, service)
     layers.install(app, service, extensions.require_writable)
     sessions.install(app, service, forwarder)
-    text.install(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
+    page.install_words(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
     routes.install(app, service, extensions)
     page.install(app, service, _index_members(settings, service))
     health.install(app, service)
