@@ -49,7 +49,7 @@ DOCUMENTS = (  # documents that routes read or write without FastAPI
     *(schemas.LoadRequest, schemas.UnloadRequest, schemas.IndexRequest),
 )
 BINARY = {"type": "string", "format": "binary"}
-STATUSES = {  # what the statuses of refusals mean
+STATUS_MEANINGS = {  # of refusals
     400: "The body is not valid JSON, or a key is repeated.",
     401: "An API key is required.",
     403: "This server does not allow it.",
@@ -177,7 +177,7 @@ def schema(model: str) -> dict[str, str]:
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The refusals of a route."""
     content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
-    return {status: {"description": STATUSES[status], "content": content} for status in sorted(statuses)}
+    return {status: {"description": STATUS_MEANINGS[status], "content": content} for status in sorted(statuses)}
 
 
 def session_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -192,5 +192,5 @@ def session_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def v2_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The refusals of a route under /v2."""
     content = {JSON: {"schema": schema("V2Error")}}
-    descriptions = {**STATUSES, 400: "Anything wrong with the request."}
+    descriptions = {**STATUS_MEANINGS, 400: "Anything wrong with the request."}
     return {status: {"description": descriptions[status], "content": content} for status in statuses}
