@@ -127,11 +127,6 @@ def operation_id(route: APIRoute) -> str:
     return f"v2_{route.name}" if route.path.startswith("/v2") else route.name
 
 
-def _summarise(operation: dict[str, Any]) -> None:
-    """Makes the first paragraph of the description the summary."""
-    operation["summary"] = " ".join(operation["description"].partition("\n\n")[0].split()).removesuffix(".")
-
-
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(
         title="attend",
@@ -151,7 +146,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
     document["security"] = [{}, *({name: []} for name in SECURITY)]  # {}: a server without keys needs none
     for name, path in document["paths"].items():
         for operation in path.values():
-            _summarise(operation)
+            first_paragraph = operation["description"].partition("\n\n")[0]
+            operation["summary"] = " ".join(first_paragraph.split()).removesuffix(".")
             if not name.startswith("/health/"):
                 operation["responses"] |= {str(status): refusal for status, refusal in error_responses(401, 403).items()}
             refusal = operation["responses"].get("422", {}).get("content", {})
