@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from service.checkpoints.framework_layouts import ALL_LAYOUTS, LAYOUTS
+from service.checkpoints.framework_layouts import FRAMEWORK_LAYOUTS, LAYOUTS
 from service.checkpoints.layout import Layout
 from service.errors import InvalidRequest, Problem, pointer
 from service.tensors import Array
@@ -84,7 +84,7 @@ def _index(layouts: Iterable[Layout]) -> dict[str, list[tuple[Layout, str]]]:
     return index
 
 
-INDEX = _index(ALL_LAYOUTS)
+INDEX = _index(FRAMEWORK_LAYOUTS)
 
 
 def find_matches(names: Iterable[str], layouts: Sequence[Layout] | None = None) -> list[Match]:

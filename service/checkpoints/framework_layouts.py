@@ -158,12 +158,10 @@ GPT2 = partial(Layout, "gpt2", convert=partial(convert, transposed=True, square=
 FUSED = "qkv proj", "query_key_value dense", "qkv_proj o_proj", "Wqkv out_proj", "in_proj out_proj", "c_attn c_proj"
 PACKED_BY_HEAD = partial(Layout, names=packed_names(qkv="query_key_value", output="dense"), convert=partial(convert, rows=grouped))
 HEAD_COUNT = {"num_heads": "the number of heads, which splits the rows"}
-ROPE_DIMS = {"rope.dims": "how many dims are rotated, rotary_pct x head_dim"}
 
 KERNELS = partial(convert, transposed=True)
 SEED_STATE = {"*seed_generator*": None}  # the state of a layer with dropout
 GLUON = (("attention_cell", "proj"), ("attention_cell_in", "proj_in"), ("attention_cell_inter", "proj_inter"))
-FLAX_NORMS = {"query_ln.scale": "query_norm.weight", "key_ln.scale": "key_norm.weight"}
 LENS_NAMES = _names("Q K V O", "W_{}", "b_{}") | {"rotary_sin": "rotary"}
 LENS_GROUPED = {f"_{name}" if name[-1] in "KV" else name: role for name, role in LENS_NAMES.items()}
 LENS = partial(
@@ -174,7 +172,7 @@ LENS = partial(
     ignored={"mask": 2, "IGNORE": 0, "rotary_cos": 2},
 )
 
-ALL_LAYOUTS: tuple[Layout, ...] = (
+FRAMEWORK_LAYOUTS: tuple[Layout, ...] = (
     Layout("attend", {role: role for role in AXES}, convert, optional=ATTEND_OPTIONAL),
     Layout("d2l", _names("q k v o", "W_{}.weight", "W_{}.bias"), convert, optional=(ALL_BIASES,)),
     Layout("d2l", _names("q k v o", "W_{}.kernel", "W_{}.bias"), KERNELS, optional=(ALL_BIASES,)),
@@ -233,7 +231,7 @@ ALL_LAYOUTS: tuple[Layout, ...] = (
         optional=(("qkv.bias", "output.bias"), ("inv_freq",)),
         ignored=MASK_BUFFERS,
         assumed=ROPE_ON_HALVES,
-        required_fields={"rope": ROPE, **ROPE_DIMS, **HEAD_COUNT},
+        required_fields={"rope": ROPE, "rope.dims": "how many dims are rotated, rotary_pct x head_dim", **HEAD_COUNT},
         identified_under=(),
     ),
     *(
@@ -256,7 +254,7 @@ ALL_LAYOUTS: tuple[Layout, ...] = (
     ),
     Layout(
         "flax",
-        _names("query key value out", "{}.kernel") | FLAX_NORMS,
+        _names("query key value out", "{}.kernel") | {"query_ln.scale": "query_norm.weight", "key_ln.scale": "key_norm.weight"},
         convert_by_head,
         optional=(ALL_BIASES, QK_NORM),
         assumed={"qk_norm": {"kind": "layer", "eps": 1e-6}},  # norms of normalize_qk

@@ -25,7 +25,7 @@ from service.errors import InvalidRequest
 from service.tensors import Array
 
 SECTIONS = ("text_config", "decoder", "encoder", "vision_config", "audio_config", "encoder_config")
-OTHER_TOWERS = ("vision", "visual", "audio", "image")
+OTHER_TOWERS = ("vision", "visual", "audio", "image")  # in names of layers that are not about text
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,15 @@ class ModelLayer:
         """The layer's tensors. Raises InvalidRequest if there are none, or several layers of that name."""
         path, names, layout = self.path, list(names), MODEL_LAYOUTS[self.row.layout]
         layout = replace(layout, ignored={**layout.ignored, **dict.fromkeys(self.row.ignored)})
-        at = [match for match in find_matches(names, [layout]) if f".{match.stem}".endswith(f".{path}")]
-        if len({match.stem for match in at}) > 1:
-            at = [match for match in at if any(word in match.stem for word in OTHER_TOWERS) == (self.part in ("vision", "audio"))]
-        matches = complete_matches(at)
+        found = [match for match in find_matches(names, [layout]) if f".{match.stem}".endswith(f".{path}")]
+        if len({match.stem for match in found}) > 1:  # in several towers
+            is_tower = self.part in ("vision", "audio")
+            found = [match for match in found if any(word in match.stem for word in OTHER_TOWERS) == is_tower]
+        matches = complete_matches(found)
         if len(matches) != 1:
             got = listed(match.prefix for match in matches)
-            if not matches and at:
-                got = f"{at[0].prefix} without {listed(at[0].missing)}"
+            if not matches and found:
+                got = f"{found[0].prefix} without {listed(found[0].missing)}"
             raise InvalidRequest.where("/layer", f"one layer whose name ends with {path}, with {layout.name} matrices", got)
         return self._with_table(matches[0], names) if self.row.table else matches[0]
 
@@ -127,7 +128,8 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
             raise InvalidRequest.where("/part", f"one of {', '.join(parts)}, as {fields['model_type']} has them", got)
         (part,) = main
     assert part is not None
-    config, row = _for_layer(parts[part][0], layer), parts[part][1]
+    section, row = parts[part]
+    config = _for_layer(section, layer)
     model_type = str(config.get("model_type"))
     if not row.stages and config.get(*row.layers) is not None and not 0 <= layer < (count := config.count(*row.layers)):
         raise InvalidRequest.where("/layer", f"0 to {count - 1}, the model's layers", str(layer))
@@ -136,9 +138,8 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
     except (TypeError, ValueError, ArithmeticError) as error:  # a value of another type than transformers writes
         raise InvalidRequest.where(config.at, f"values as {model_type} has them", str(error)[:MAX_SHOWN]) from error
     config.require_all_read(row.irrelevant)
-    path = row.path.format(**place_of(row, config))
     conversion = spec.pop(CONVERSION, {})
-    return ModelLayer(model_type, part, layer, row, spec, path, conversion)
+    return ModelLayer(model_type, part, layer, row, spec, row.path.format(**place_of(row, config)), conversion)
 
 
 def _for_layer(config: Config, layer: int) -> Config:

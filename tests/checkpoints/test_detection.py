@@ -8,7 +8,7 @@ import pytest
 from support.checkpoints import draw
 
 from service.checkpoints import detect, layers_in, read_layer
-from service.checkpoints.detection import ALL_LAYOUTS
+from service.checkpoints.detection import FRAMEWORK_LAYOUTS
 from service.errors import InvalidRequest
 
 FOUR = {"bert": ("self.query", "self.key", "self.value", "output.dense"), "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin")}
@@ -130,7 +130,7 @@ def test_cross_attention_is_listed_as_a_separate_layer():
     assert layers_in(gluon) == [("mxnet", "cell.attention_cell_in"), ("mxnet", "cell.attention_cell_inter")]
 
 
-@pytest.mark.parametrize("spelling", ALL_LAYOUTS, ids=lambda spelling: f"{spelling.name} {next(iter(spelling.names))}")
+@pytest.mark.parametrize("spelling", FRAMEWORK_LAYOUTS, ids=lambda spelling: f"{spelling.name} {next(iter(spelling.names))}")
 def test_every_spelling_of_a_layout_is_detected(spelling):
     """Under a stem that identifies it, its layout is the only one; otherwise it is among those to choose from."""
     stem = spelling.identified_under[0] if spelling.identified_under else "layer"

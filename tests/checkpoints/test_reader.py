@@ -5,7 +5,7 @@ import pytest
 from support.checkpoints import draw
 
 from service.checkpoints import LAYOUTS, read_layer
-from service.checkpoints.detection import ALL_LAYOUTS
+from service.checkpoints.detection import FRAMEWORK_LAYOUTS
 from service.errors import InvalidRequest
 
 NUM_HEADS = {"num_heads": 3}
@@ -199,7 +199,7 @@ def test_many_unknown_tensors_are_counted():
 
 
 def test_every_layout_has_a_spelling_and_a_description():
-    assert {spelling.name for spelling in ALL_LAYOUTS} == set(LAYOUTS)
+    assert {spelling.name for spelling in FRAMEWORK_LAYOUTS} == set(LAYOUTS)
 
 
 def test_random_checkpoints_are_read_or_refused():
@@ -221,7 +221,7 @@ def test_random_checkpoints_are_read_or_refused():
     ]
     outcomes = set()
     for _ in range(4000):
-        spelling = ALL_LAYOUTS[stream.randint(len(ALL_LAYOUTS))]
+        spelling = FRAMEWORK_LAYOUTS[stream.randint(len(FRAMEWORK_LAYOUTS))]
         side = int(stream.choice([0, 1, 6, 12]))
         checkpoint = {}
         for name in spelling.names:

@@ -14,22 +14,20 @@ from service.checkpoints.families.row import AttentionRow, Family, family
 from service.checkpoints.families.traits import (
     ALL_BIASED,
     CONVERSION,
+    FULL,
     NO_BIASES,
     NO_ROPE,
     WITHOUT_KEY_BIAS,
     Trait,
     biased,
     constant,
-    deberta,
     modernbert_type,
     modernbert_window,
     only,
-    repmixer,
     require_present,
     sliding,
     window_around,
     with_options,
-    xlnet,
 )
 from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary
@@ -37,7 +35,6 @@ from service.checkpoints.rope import Rotary
 ABSOLUTE = only("position_embedding_type", "absolute")  # positions that are added to the model's input
 ABSOLUTE_OR_ROTARY = only("position_embedding_type", "absolute", "rotary", "rope")  # families that rotate whichever it is
 BERT = AttentionRow(path="encoder.layer.{n}.attention", kv_heads=(), causal=False, bias=ALL_BIASED, traits=(ABSOLUTE,))
-DEBERTA = replace(BERT, traits=(deberta,), table="encoder.rel_embeddings.weight")
 ESMC_NORM = {"kind": "layer", "over": "all", "weights": "own", "eps": 1e-5}
 
 
@@ -92,6 +89,50 @@ def every_nth_cross(config: Config) -> Fields:
     return {}
 
 
+def repmixer(config: Config) -> str:
+    """MobileCLIP's text encoder: its first and last layers are convolutions."""
+    ends = config.flag("use_repmixer_blocks", default=True) and config.layer in (0, config.count("num_hidden_layers") - 1)
+    return "conv" if ends else FULL
+
+
+def _bound(config: Config, field: str) -> int | None:
+    """A positive integer; None if the field is absent, 0 or negative."""
+    value = config.get(field, default=-1)
+    return None if type(value) is int and value <= 0 else config.count(field)
+
+
+def xlnet(config: Config) -> Fields:
+    """Without tokens' types: those would add scores between segments."""
+    config.expect("attn_type", "bi")
+    config.expect("bi_data", False)
+    config.ignore("same_length")  # of masks in training
+    return {"relative_scores": {"kind": "transformer_xl", "max_distance": _bound(config, "clamp_len")}}
+
+
+def deberta(config: Config) -> Fields:
+    """DeBERTa of all versions. Terms without `pos_att_type` c2p, and layers without relative attention, are refused."""
+    config.ignore("position_biased_input", "conv_kernel_size")
+    if not config.flag("relative_attention", default=False):
+        raise config.refusal("relative_attention", "true", False)
+    config.expect("talking_head", False)
+    terms = config.get("pos_att_type", default=[])
+    terms = [term.strip() for term in terms.lower().split("|")] if isinstance(terms, str) else terms
+    if terms not in (["c2p"], ["c2p", "p2c"], ["p2c", "c2p"]):
+        raise config.refusal("pos_att_type", "c2p, or c2p and p2c", terms)
+    width = config.count("attention_head_size", default=config.count("hidden_size") // config.count("num_attention_heads"))
+    scores: Fields = {"kind": "disentangled", "position_to_content": "p2c" in terms}
+    scores["max_distance"] = _bound(config, "max_relative_positions") or config.count("max_position_embeddings")
+    if (buckets := _bound(config, "position_buckets")) is not None:
+        scores["buckets"] = buckets
+    norms = str(config.get("norm_rel_ebd", default="none")).lower().split("|")
+    eps = config.number("layer_norm_eps", default=1e-7) if "layer_norm" in [name.strip() for name in norms] else None
+    if eps is not None and not 0 <= eps <= 1:
+        raise config.refusal("layer_norm_eps", "a number from 0 to 1", eps)
+    conversion = {"table_eps": eps, "projects_table": not config.flag("share_att_key", default=False)}
+    return {"scale": (width * (1 + len(terms))) ** -0.5, "relative_scores": scores, CONVERSION: conversion}
+
+
+DEBERTA = replace(BERT, traits=(deberta,), table="encoder.rel_embeddings.weight")
 LIKE_BERT = "layoutlm markuplm splinter visual_bert tapas dpr"
 WITH_CROSS = "bert roberta xlm-roberta camembert electra ernie data2vec-text roberta-prelayernorm roc_bert rembert bert-generation"
 CROSS = family("cross", BERT, path="encoder.layer.{n}.crossattention", flag="add_cross_attention")

@@ -1,7 +1,7 @@
 """Traits: what a row of the table says beyond its fields, each a function of a layer's config that gives fields of LayerSpec.
 
-A trait reads every field that it depends on, or marks it as ignored, since `Config.require_all_read` refuses the others. Traits that only
-one decoder needs are in `decoder_traits.py`. Rules for the types of layers are at the end.
+A trait reads every field that it depends on, or marks it as ignored, since `Config.require_all_read` refuses the others. Traits of a single
+family are beside its row, those of decoders in `decoder_traits.py`. Rules for the types of layers are at the end.
 """
 
 from collections.abc import Callable
@@ -199,62 +199,6 @@ def layer_thetas(config: Config) -> Fields:
     return {} if theta is None or theta else NO_ROPE
 
 
-# --- scores by content and distance ---
-
-TRANSFORMER_XL: Fields = {"relative_scores": {"kind": "transformer_xl", "interleaved": True}}
-
-
-def conformer(config: Config) -> Fields:
-    """Wav2Vec2's Conformers: Transformer-XL's positions, or none; with `relative_key`, vectors for distances from `left` to `right`."""
-    require_present(config, "position_embeddings_type")
-    config.ignore("rotary_embedding_base", "left_max_position_embeddings", "right_max_position_embeddings")
-    kind = config.get("position_embeddings_type")
-    if kind == "relative_key":
-        left, right = (config.count(f"{side}_max_position_embeddings") for side in ("left", "right"))
-        if right > left:
-            raise config.refusal("right_max_position_embeddings", f"at most {left}, left_max_position_embeddings", right)
-        return {"relative_scores": {"kind": "disentangled", "max_distance": left + 1}}
-    config.expect("position_embeddings_type", "relative", None)
-    return TRANSFORMER_XL if kind == "relative" else {}
-
-
-def _bound(config: Config, field: str) -> int | None:
-    """A positive integer; None if the field is absent, 0 or negative."""
-    value = config.get(field, default=-1)
-    return None if type(value) is int and value <= 0 else config.count(field)
-
-
-def xlnet(config: Config) -> Fields:
-    """Without tokens' types: those would add scores between segments."""
-    config.expect("attn_type", "bi")
-    config.expect("bi_data", False)
-    config.ignore("same_length")  # of masks in training
-    return {"relative_scores": {"kind": "transformer_xl", "max_distance": _bound(config, "clamp_len")}}
-
-
-def deberta(config: Config) -> Fields:
-    """DeBERTa of all versions. Terms without `pos_att_type` c2p, and layers without relative attention, are refused."""
-    config.ignore("position_biased_input", "conv_kernel_size")
-    if not config.flag("relative_attention", default=False):
-        raise config.refusal("relative_attention", "true", False)
-    config.expect("talking_head", False)
-    terms = config.get("pos_att_type", default=[])
-    terms = [term.strip() for term in terms.lower().split("|")] if isinstance(terms, str) else terms
-    if terms not in (["c2p"], ["c2p", "p2c"], ["p2c", "c2p"]):
-        raise config.refusal("pos_att_type", "c2p, or c2p and p2c", terms)
-    width = config.count("attention_head_size", default=config.count("hidden_size") // config.count("num_attention_heads"))
-    scores: Fields = {"kind": "disentangled", "position_to_content": "p2c" in terms}
-    scores["max_distance"] = _bound(config, "max_relative_positions") or config.count("max_position_embeddings")
-    if (buckets := _bound(config, "position_buckets")) is not None:
-        scores["buckets"] = buckets
-    norms = str(config.get("norm_rel_ebd", default="none")).lower().split("|")
-    eps = config.number("layer_norm_eps", default=1e-7) if "layer_norm" in [name.strip() for name in norms] else None
-    if eps is not None and not 0 <= eps <= 1:
-        raise config.refusal("layer_norm_eps", "a number from 0 to 1", eps)
-    conversion = {"table_eps": eps, "projects_table": not config.flag("share_att_key", default=False)}
-    return {"scale": (width * (1 + len(terms))) ** -0.5, "relative_scores": scores, CONVERSION: conversion}
-
-
 # --- types of layers, for configs without a list such as `layer_types` ---
 
 
@@ -306,9 +250,3 @@ def kimi_linear_type(config: Config) -> str:
     if settings is not None and isinstance(layers := settings.get("full_attn_layers"), list):
         return FULL if config.layer + 1 in layers else LINEAR
     return FULL if config.layer and config.layer % 4 == 0 else LINEAR
-
-
-def repmixer(config: Config) -> str:
-    """MobileCLIP's text encoder: its first and last layers are convolutions."""
-    ends = config.flag("use_repmixer_blocks", default=True) and config.layer in (0, config.count("num_hidden_layers") - 1)
-    return "conv" if ends else FULL

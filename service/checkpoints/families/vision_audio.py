@@ -10,12 +10,11 @@ from service.checkpoints.families.traits import (
     ALL_BIASED,
     NO_BIASES,
     STAGE,
-    TRANSFORMER_XL,
     WITHOUT_KEY_BIAS,
     biased,
-    conformer,
     constant,
     normed,
+    require_present,
     window_everywhere,
     with_options,
 )
@@ -143,6 +142,7 @@ VISION: dict[str, Family] = {
     "qianfan_ocr_vision": vision(INTERN, FULL_NORM, path="layers.{n}.attention"),
 }
 
+TRANSFORMER_XL: Fields = {"relative_scores": {"kind": "transformer_xl", "interleaved": True}}
 SOUNDS = "conv|feat_|codevector|^mask_|adapter|temperature|^add_|negatives|stable_layer_norm"  # fields without effect in the layers
 WAV2VEC2 = replace(CLIP, path="encoder.layers.{n}.attention", irrelevant=SOUNDS)
 WHISPER = replace(CLIP, bias=WITHOUT_KEY_BIAS, irrelevant=SOUNDS)
@@ -150,6 +150,20 @@ LASR = AttentionRow(rotary=Rotary(), causal=False, bias=biased("attention_bias")
 
 CONFORMER = replace(WAV2VEC2, path="encoder.layers.{n}.self_attn")
 PARAKEET = AttentionRow(causal=False, bias=biased("attention_bias", default=True), irrelevant=f"{SOUNDS}|^scale_input$|^convolution_bias$")
+
+
+def conformer(config: Config) -> Fields:
+    """Wav2Vec2's Conformers: Transformer-XL's positions, or none; with `relative_key`, vectors for distances from `left` to `right`."""
+    require_present(config, "position_embeddings_type")
+    config.ignore("rotary_embedding_base", "left_max_position_embeddings", "right_max_position_embeddings")
+    kind = config.get("position_embeddings_type")
+    if kind == "relative_key":
+        left, right = (config.count(f"{side}_max_position_embeddings") for side in ("left", "right"))
+        if right > left:
+            raise config.refusal("right_max_position_embeddings", f"at most {left}, left_max_position_embeddings", right)
+        return {"relative_scores": {"kind": "disentangled", "max_distance": left + 1}}
+    config.expect("position_embeddings_type", "relative", None)
+    return TRANSFORMER_XL if kind == "relative" else {}
 
 
 def fastspeech2(side: str) -> AttentionRow:

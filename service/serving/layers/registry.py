@@ -136,9 +136,8 @@ class LayerRegistry:
         if weights is None:
             tensors = {key: cast(key, array, spec.dtype) for key, array in draw_weights(spec).items()}
         else:
-            tensors = {
-                key: tensor.clone() for key, tensor in _cast_weights(spec, weights).items()
-            }  # a view would keep the whole body in memory
+            # copies, since a view would keep the whole body in memory
+            tensors = {key: tensor.clone() for key, tensor in _cast_weights(spec, weights).items()}
         arrays = {key: numpy_of(tensor) for key, tensor in tensors.items()}
         moved = {key: tensor.to(self.device) for key, tensor in tensors.items()}
         attention = MultiHeadAttention(spec, moved, self.device)
