@@ -59,11 +59,6 @@ def datatype_of(array: Array) -> Datatype:
     return BY_NUMPY.get(array.dtype) or BY_NUMPY[array.dtype.newbyteorder("<")]
 
 
-def little_endian(array: Array) -> Array:
-    """The array as C-contiguous and little-endian; copied only if it is not so already."""
-    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(array.shape)
-
-
 def raw(array: Array) -> memoryview:
     """The little-endian row-major bytes of the array; copied only if its memory differs."""
-    return little_endian(array).reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data

@@ -1,4 +1,8 @@
-"""The synchronous and the asynchronous client. Their methods, except those of the connection, are the functions of `operations.py`."""
+"""The synchronous and the asynchronous client.
+
+A method such as `client.attend(…)` makes the `Operation` of the function of its name in `operations.py`: an HTTP request, and the reader of
+its response (`responses.py`). `perform` sends the request and repeats it as `connection.py` decides.
+"""
 
 import asyncio
 import os

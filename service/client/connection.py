@@ -33,7 +33,7 @@ SECRET = {"authorization", "proxy-authorization", "x-api-key", "cookie"}  # head
 Verify = ssl.SSLContext | str | Path | bool
 
 Outcome = httpx.Response | Exception
-LOST_CONNECTION = (httpx.NetworkError, httpx.RemoteProtocolError)  # during a request; `may_repeat` checks ConnectError first
+LOST_CONNECTION = (httpx.NetworkError, httpx.RemoteProtocolError)  # ConnectError is a NetworkError, too; `may_repeat` checks it first
 Transport = TypeVar("Transport", httpx.BaseTransport, httpx.AsyncBaseTransport)
 
 
@@ -170,7 +170,7 @@ def may_repeat(operation: Operation[Any], outcome: Outcome) -> bool:
 
 
 def may_be_computed(outcome: Outcome) -> bool:
-    """Whether the server may have computed the operation although this is no reply to it."""
+    """Whether the server may have computed the operation, although this outcome is not the reply to it."""
     return outcome.status_code >= 500 if isinstance(outcome, httpx.Response) else not isinstance(outcome, httpx.ConnectError)
 
 

@@ -12,10 +12,8 @@ from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.layers import PutLayer
 from service.wire.schemas.sessions import StepOptions
 
-KEYWORD = inspect.Parameter.KEYWORD_ONLY
 FIELDS = AnalysisRequest.model_fields | StepOptions.model_fields
 DESCRIPTIONS = {name: field.description or inspect.getdoc(field.annotation) for name, field in FIELDS.items()}
-SESSION = "session"  # the parameter of an operation that is `self` of the method
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -38,15 +36,13 @@ def signed(method: F) -> F:
     signature = inspect.signature(method)
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for parameter in signature.parameters.values():
-        if parameter.name == SESSION:
-            continue
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            fields = get_args(parameter.annotation)[0].__annotations__
+            parameters += [inspect.Parameter(name, parameter.KEYWORD_ONLY, default=None, annotation=kind) for name, kind in fields.items()]
+            described = [f"{name}: {DESCRIPTIONS[name]}" for name in fields]
+            method.__doc__ = "\n".join([inspect.cleandoc(method.__doc__ or ""), "", *described])
+        elif parameter.name != "session":  # which is `self` of the methods of a session
             parameters.append(parameter)
-            continue
-        fields = get_args(parameter.annotation)[0].__annotations__
-        parameters += [parameter.replace(name=name, kind=KEYWORD, default=None, annotation=kind) for name, kind in fields.items()]
-        described = [f"{name}: {DESCRIPTIONS[name]}" for name in fields]
-        method.__doc__ = "\n".join([inspect.cleandoc(method.__doc__ or ""), "", *described])
     result = get_args(signature.return_annotation)[0]
     cast(Any, method).__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # typeshed lacks the attribute
     return method

@@ -65,15 +65,15 @@ class AttendResult(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.tensors:
-            raise AttributeError(self._without(name))
+            raise AttributeError(self._missing(name))
         return self.tensors[name]
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.tensors:
-            raise KeyError(self._without(name))
+            raise KeyError(self._missing(name))
         return self.tensors[name]
 
-    def _without(self, name: str) -> str:
+    def _missing(self, name: str) -> str:
         return f"no {name!r} among the outputs {', '.join(self.tensors)}{did_you_mean(name, self.tensors)}; request it in outputs=[…]"
 
     def __iter__(self) -> Iterator[str]:
@@ -229,13 +229,15 @@ def refusal(response: httpx.Response) -> AttendError:
         document = validate(ProblemDocument, decode_document(response.content))
     except (MalformedBody, InvalidRequest):
         text = " ".join(response.text.split())[:EXCERPT]
-        error = _class_of(response.status_code)(f"HTTP {response.status_code} {response.reason_phrase}: {text}")
+        error: AttendError = _class_of(response.status_code)(f"HTTP {response.status_code} {response.reason_phrase}: {text}")
     else:
         kind = CLASSES.get(document.title) or _class_of(document.status)
         problems = [Problem(item.at, item.expected, item.got) for item in document.errors]
-        wait = response.headers.get("retry-after", "")
-        overloaded = Overloaded(int(wait) if wait.isdigit() else 1, document.detail, problems) if kind is Overloaded else None
-        error = overloaded or kind(document.detail, problems)
+        if kind is Overloaded:
+            wait = response.headers.get("retry-after", "")
+            error = Overloaded(int(wait) if wait.isdigit() else 1, document.detail, problems)
+        else:
+            error = kind(document.detail, problems)
     error.add_note(f"HTTP {response.status_code}, request id {response.headers.get('x-request-id', 'unknown')}")
     return error
 

@@ -37,7 +37,7 @@ class Decoded(NamedTuple):
     translate: Callable[[Problem], Problem] | None = None  # a problem of the members as one of the body; None: pointers are the same
 
     def in_body(self, error: RequestError) -> RequestError:
-        """The error with pointers into the body, of one with pointers into the members."""
+        """The same error with pointers into the body; those of `error` are into the members."""
         if self.translate is None or not error.problems:
             return error
         return type(error)(problems=[self.translate(problem) for problem in error.problems])

@@ -8,7 +8,7 @@ from service.wire.codec import Buffer
 from service.wire.negotiation import name_and_quality
 
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes chunk to a stream at once
+FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes of a body that a stream gets at once
 MAX_MEMBERS = 4096  # in one gzip body
 LEVEL = 1  # higher levels cost several times as much, and hardly shrink numbers in text
 

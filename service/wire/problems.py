@@ -52,9 +52,8 @@ def describe_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = repr(str(value)) if isinstance(value, str) else str(value)
-    text = '"' + text[1:-1] + '"' if isinstance(value, str) else text
+        return json.dumps(value)
+    text = f'"{repr(str(value))[1:-1]}"' if isinstance(value, str) else str(value)
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
 
 

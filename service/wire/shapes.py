@@ -12,7 +12,7 @@ from service.wire.problems import describe_value, did_you_mean
 
 MASK_FIELDS = ("attend_mask", "block_mask", "attend_keys", "block_keys", "valid_lens", "segments", "query_segments", "key_segments")
 NOT_WITH_QUERY_LENGTHS = (*MASK_FIELDS, "bias", "dropout")  # fields that a request with sequences one after the other cannot have
-Shape: TypeAlias = tuple[int | str, ...]  # a word stands for any length
+Shape: TypeAlias = tuple[int | str, ...]  # a string is an axis of any length
 EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
 

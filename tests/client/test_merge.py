@@ -127,7 +127,7 @@ def test_parts_of_any_call_to_any_layer_can_be_merged(client: Client, batched: b
     assume(case.spec.splits_over_keys)
     request = {"key": case.request["query"], **case.request}
     request = {"value": request["key"], **request}
-    if isinstance(request.get("query_offset"), str):  # where that is, no part can know
+    if isinstance(request.get("query_offset"), str):  # "end": a part does not have the last key
         request["query_offset"] = 2
     client.put_layer("cut", case.spec, case.weights)
     whole = client.attend(layer="cut", outputs=BOTH, **request)

@@ -92,8 +92,11 @@ class NumberList(RawValue):
             start, open_before = stop + 1, open_after
 
     def _parse(self, piece: bytes, start: int, open_before: int, open_after: int, is_last: bool) -> Any:
-        """The piece as Python lists. The commas between pieces are not parsed, so there must be items on both sides. If not, text is added
-        that makes the piece malformed."""
+        """The piece as Python lists. It is completed by the brackets of the lists that it begins or ends in.
+
+        The comma between two pieces is in neither, so an item must end before it and another begin after it. If none does, text is added
+        that makes the piece malformed.
+        """
         before = b"[" * open_before + (b"0," if start > self.start and piece.lstrip()[:1] == b"]" else b"")
         no_item = open_after <= 0 or piece.rstrip()[-1:] in (b"", b",", b"[")
         after = b"" if is_last else b"," if no_item else b"]" * open_after

@@ -83,9 +83,9 @@ def parse_strictly(
 
 def parse_nested(text: str, at: str) -> Any:
     """Parses JSON text inside a request. Raises as `parse_strictly`, with pointers below `at`, and TooLarge for long text."""
-    size = len(text) if len(text) > JSON_TEXT_BYTES else len(encoded := text.encode(errors="surrogatepass"))
-    if size > JSON_TEXT_BYTES:
-        raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(size))
+    encoded = text.encode(errors="surrogatepass")
+    if len(encoded) > JSON_TEXT_BYTES:
+        raise TooLarge.where(at, f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(encoded)))
     try:
         return parse_strictly(encoded, "text")
     except RequestError as refusal:

@@ -1,4 +1,4 @@
-"""The C extension; `numbers.h` and `module.c` beside this file say more."""
+"""The C extension of `module.c`; `numbers.h` describes its parts."""
 
 from typing import Any
 

@@ -47,8 +47,10 @@ def use(name: str) -> None:
 
 
 def read(text: bytes, start: int, stop: int, max_lists: int, dtype: np.dtype[Any] = FLOAT64) -> tuple[Array, int] | None:
-    """(the nested list of numbers text[start:stop] as an array, which literals it contains). The array is float32 if `dtype` is, else
-    float64; true, false and "-inf" are 1, 0 and -inf in it. None if the list is not that, or has more than `max_lists` lists."""
+    """The nested list of numbers text[start:stop] as an array, of float32 if `dtype` is, else of float64; and which literals it contains.
+
+    In the array, true, false and "-inf" are 1, 0 and -inf. None for any other text, and for more than `max_lists` lists.
+    """
     if _variant == PYTHON or (found := _numbers.read(text, start, stop, max_lists, dtype == FLOAT32)) is None:
         return None
     memory, shape, literals = found

@@ -1,5 +1,5 @@
 /* Writes float32 as nested lists: 1.5, 0.000001, 1234567.8, 1e-7, 1.1e+13. shortest.h finds the digits of 64 numbers at a time; here they
- * are put in order, without a branch too where a number has no exponent. */
+ * are put in order, again without a branch if a number has no exponent. */
 #include "shortest.h"
 #if defined(X86)
 #include <immintrin.h>

@@ -10,7 +10,7 @@ from pydantic import Field
 from service.wire.schemas.document import LAYER_NAME, Document, LayerReference
 from service.wire.schemas.tensors import Base64Tensor
 
-MAX_TEXT_CHARACTERS = 65536  # characters
+MAX_TEXT_CHARACTERS = 65536
 
 Part = Literal["query", "key", "value"]
 
