@@ -14,6 +14,12 @@ from torch import Tensor
 from service.attention.masks import TENSORS, Masks
 
 FullyMasked = Literal["zero", "uniform", "error"]
+# Names of the outputs that a call may request, by what they are computed from; and `indexer_mask`, the keys that an indexer selects
+PROJECTED = frozenset({"query_projection", "key_projection", "value_projection", "latent", "rope_key"})
+SCORED = frozenset({"scores", "log_sum_exp", "attention_weights"})
+TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
+FROM_HEADS = frozenset({"head_outputs", "concatenated", "output"})
+GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
 
 
 class WeightBlock(NamedTuple):

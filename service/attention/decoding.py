@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from service.attention.cache import KeyValueCache, caches_latent
-from service.attention.call import Call, Result
-from service.attention.eager import FROM_HEADS, Eager
+from service.attention.call import FROM_HEADS, Call, Result
+from service.attention.eager import Eager
 from service.attention.layer import MultiHeadAttention, result_of
 from service.attention.masks import Masks
 from service.attention.native.extension import extension

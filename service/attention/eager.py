@@ -23,7 +23,6 @@ from service.attention.numerics import at_least_float32, torch_dtype
 from service.attention.positions import CallTerms, RelativeTerms, alibi, alibi_slopes, decomposed_bias, grid_bias, relative_bias
 from service.spec import LAMBDAS, LayerSpec
 
-FROM_HEADS = frozenset({"output", "concatenated", "head_outputs"})  # outputs computed from the heads' outputs
 MAX_BLOCK_SCORES = 1 << 20  # 4 MB in float32, which fits into caches
 SAVED_ROWS = 256  # rows between two saved states of the random generator (2.5 KB each)
 

@@ -14,20 +14,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from service.attention.call import Call, Result, WeightBlock, select_heads_and_queries
-from service.attention.eager import FROM_HEADS, make_eager, row_slices
+from service.attention.call import FROM_HEADS, GRADIENTS, PROJECTED, SCORED, TOP_K, Call, Result, WeightBlock, select_heads_and_queries
+from service.attention.eager import make_eager, row_slices
 from service.attention.indexer import KeyIndexer
 from service.attention.numerics import set_precision, torch_dtype
 from service.attention.projections import Projected, Projections
 from service.attention.sdpa import sdpa
 from service.attention.short import Short
 from service.spec import LayerSpec
-
-# Names of outputs, by what computes them
-PROJECTED = frozenset({"query_projection", "key_projection", "value_projection", "latent", "rope_key"})
-GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
-SCORED = frozenset({"scores", "log_sum_exp", "attention_weights"})
-TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
 
 
 class MultiHeadAttention:

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from service.attention.call import Call, Result, reduce_weights
-from service.attention.layer import PROJECTED, MultiHeadAttention
+from service.attention.call import PROJECTED, Call, Result, reduce_weights
+from service.attention.layer import MultiHeadAttention
 from service.attention.masks import Masks
 from service.errors import DeadlinePassed, LayerConflict
 from service.serving.admission import cost_of_part

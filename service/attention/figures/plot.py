@@ -184,7 +184,7 @@ class Plot:
         """Numbers in the cells if they fit. Raises InvalidRequest if they are requested and do not fit."""
         if self.spec.values is False or (self.cells > MAX_VALUES and not self.spec.values):
             return
-        texts = [[_number(value) for value in row] for row in panel.values[:MAX_VALUES, :MAX_VALUES].tolist()]
+        texts = [[_cell_text(value) for value in row] for row in panel.values[:MAX_VALUES, :MAX_VALUES].tolist()]
         widest = max(layout.width(text, 1.0) for row in texts for text in row)
         size = min(max(11.0, 0.16 * min(cell)), 18.0, 0.6 * cell[1], (cell[0] - 6) / (widest or 1.0))
         if self.cells > MAX_VALUES or (widest and size < SMALLEST_VALUE):
@@ -267,7 +267,7 @@ class Plot:
                 ET.SubElement(element, f"{{{SVG}}}title").text = printable(uncut)
 
 
-def _number(value: float) -> str:
+def _cell_text(value: float) -> str:
     return "" if math.isnan(value) else "0" if value == 0 else f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"
 
 
@@ -282,7 +282,7 @@ def write_html(plot: Plot, svg: str) -> bytes:
         tip_style=_asset("assets/heatmap.css"),
         theme=plot.spec.theme,
         svg=svg,
-        data=_data(plot),
+        data=_page_data(plot),
         script=script,
     )
     return page.encode()
@@ -293,19 +293,19 @@ def _asset(path: str) -> str:
     return "".join(line for line in files("service").joinpath(path).read_text("utf-8").splitlines(True) if not line.startswith("import "))
 
 
-def _data(plot: Plot) -> str:
+def _page_data(plot: Plot) -> str:
     """The data of the script as JSON, with `<` escaped so that it cannot end the script element."""
     panels = []
     for panel, place in zip(plot.picture.panels, plot.layout.places, strict=True):
         with np.errstate(over="ignore"):  # overflow is shown as infinity
             values = b64encode(panel.values.astype("<f4").tobytes()).decode()
         place_of_cells = [place.x, place.y, place.width, place.height]
-        sides = {"rows": _axis(panel.rows), "columns": _axis(panel.columns)}
+        sides = {"rows": _axis_data(panel.rows), "columns": _axis_data(panel.columns)}
         panels.append({"title": printable(panel.title), "place": place_of_cells, **sides, "empty": panel.empty, "values": values})
     document = {"size": [plot.width, plot.height], "panels": panels}
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _axis(axis: Axis) -> Mapping[str, object]:
+def _axis_data(axis: Axis) -> Mapping[str, object]:
     words = [printable(label) for label in axis.labels] if axis.pooled == 1 else []
     return {"name": axis.name, "total": axis.total, "pooled": axis.pooled, "words": words, "groups": axis.groups}
