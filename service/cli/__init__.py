@@ -1,4 +1,14 @@
-"""FLOOR 5: the command `attend`. Only the subcommands that compute or serve import torch and FastAPI."""
+"""FLOOR 5: the command `attend`. Only the subcommands that compute or serve import torch and FastAPI.
+
+serve.py                            `attend serve`: checks the settings, opens the socket
+processes.py, server.py, logs.py    one server, or a supervisor and workers; the server of one process; its log
+request_file.py, metric_tables.py   `attend infer`, `heads` and `figure`: one request in a file
+check.py, server_check.py           `attend check`: an attention implementation, or the service, against the reference
+layers.py, sessions.py, keys.py     groups of commands
+demo.py, describe.py                `attend demo`; `attend config`, `openapi` and `version`
+terminal.py                         flags, messages and exit codes that commands share
+clients.py                          the service that a command uses: a running server, or one that it starts
+"""
 
 import inspect
 

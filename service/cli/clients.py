@@ -42,11 +42,12 @@ COMMAND = ["-m", "service", "serve", "--host", "127.0.0.1", "--port", "0", "--lo
 
 
 @contextmanager
-def open_client(url: str | None, ca: Path | None, config: Path | None, flags: Mapping[str, Any]) -> Iterator[Client]:
+def open_client(url: str | None, ca: Path | None, config: Path | None = None, flags: Mapping[str, Any] | None = None) -> Iterator[Client]:
     """A client of the server at `url`, verified by the CA bundle `ca`; without a URL, of an application with these settings.
 
     The API key is that in ATTEND_API_KEY. Raises BadSettings, AttendError or typer.BadParameter.
     """
+    flags = flags or {}
     if url is not None:
         given = [name for name, value in {**flags, "config": config}.items() if value is not None]
         if useless := [f"--{name.replace('_', '-')}" for name in given]:

@@ -101,7 +101,8 @@ def demo(
         console.print(table, soft_wrap=False)
     size = sum(file.stat().st_size for file in (request, layer_file) if file)
     console.print(f"\nThe files in {folder} ({size / 1e3:,.0f} kB) are not removed.", markup=False)
-    for title, lines in (("More of the same request", _more(request)), ("The same by hand", _commands(request, layer_file))):
+    more = [f"attend {command} {shlex.quote(str(request))}" for command in ("heads", "figure")]  # these need no server
+    for title, lines in (("More of the same request", more), ("The same by hand", _commands(request, layer_file))):
         console.print(f"\n[bold]{title}[/bold]")
         for line in lines:
             console.print(f"  {line}", markup=False)
@@ -159,22 +160,13 @@ def _show_exchange(console: Console, embedded: Sentence, result: AttendResult, s
     n, width = embedded.vectors.shape
     tokens = ", ".join(f'"{token}"' for token in embedded.tokens)
     console.print("[bold]POST /attend[/bold]")
-    for line in (
-        f'{{"layer": "{result.layer.name}",',
-        f' "query": [[{first}, … {width} numbers], … {n} rows],',
-        f' "tokens": {{"query": [{tokens}]}},',
-        ' "reply": {"decimals": 4}}',
-    ):
-        console.print(line, markup=False)
+    console.print(f'{{"layer": "{result.layer.name}",', markup=False)
+    console.print(f' "query": [[{first}, … {width} numbers], … {n} rows],', markup=False)
+    console.print(f' "tokens": {{"query": [{tokens}]}},\n "reply": {{"decimals": 4}}}}', markup=False)
     console.print("\n[bold]200 OK[/bold]")
     for name, array in result.items():
         console.print(f"{name} {list(array.shape)}", markup=False)
     console.print(f"{headline(result)}; {seconds * 1e3:.1f} round trip\n", markup=False)
-
-
-def _more(request: Path) -> list[str]:
-    """Commands that need no server."""
-    return [f"attend {command} {shlex.quote(str(request))}" for command in ("heads", "figure")]
 
 
 def _commands(request: Path, layer: Path | None) -> list[str]:

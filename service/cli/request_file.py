@@ -111,7 +111,7 @@ def infer(
         parts = tensor._asdict().items() if isinstance(tensor, TopWeights) else [("", tensor)]
         for part, array in parts:
             console.print(f"\n{name}{'.' if part else ''}{part} {list(array.shape)}")
-            console.print(numbers(array, console.width), soft_wrap=True)
+            console.print(format_numbers(array, console.width), soft_wrap=True)
 
 
 @with_settings(*ENGINE_FIELDS)
@@ -134,16 +134,16 @@ def heads(
     wanted = None if metrics is None else _metrics(metrics)
     with report_errors("heads"):
         request = read_request("heads", file)
-        body = request.document if wanted is None else {**request.document, "metrics": wanted}
-        shown = body if special or as_json else without_special(body)
-        response = request.send("/attend/analysis", shown, url, ca, config, flags)
+        document = request.document if wanted is None else {**request.document, "metrics": wanted}
+        sent = document if special or as_json else without_special(document)
+        response = request.send("/attend/analysis", sent, url, ca, config, flags)
         result = None if as_json else read_analysis(response)
     if result is None:
         typer.echo(response.content)
         return
     console = Console(highlight=False, markup=False)
     console.print(f"layer {result.layer.name}, fingerprint {result.layer.fingerprint[:12]}")
-    if shown != body:
+    if sent != document:
         console.print("special tokens are left out; --special counts them")
     if result.fully_masked_rows:
         console.print(f"{result.fully_masked_rows} fully masked rows, which no metric counts")
@@ -189,10 +189,11 @@ def figure(
     options = {name: value for name, value in given.items() if value is not None} | {"format": FORMATS[output.suffix.lower()]}
     with report_errors("figure"):
         request = read_request("figure", file)
-        body, in_file = request.document, request.document.get("figure", {})
+        document, in_file = request.document, request.document.get("figure", {})
         if isinstance(in_file, dict):  # the service refuses anything else
-            body = {**body, "figure": {**in_file, **options}}
-        drawn = request.send("/attend/figure", without_special(body) if no_special else body, url, ca, config, flags).content
+            document = {**document, "figure": {**in_file, **options}}
+        sent = without_special(document) if no_special else document
+        drawn = request.send("/attend/figure", sent, url, ca, config, flags).content
     write_file("figure", output, drawn)
     print_result({"file": str(output), "bytes": len(drawn)}, f"{output}: {len(drawn)} bytes", as_json)
 
@@ -276,7 +277,7 @@ def headline(result: AttendResult) -> str:
     return line + "; ms: " + ", ".join(f"{phase} {duration:g}" for phase, duration in result.timing.items())
 
 
-def numbers(array: Array, width: int) -> str:
+def format_numbers(array: Array, width: int) -> str:
     """The numbers of an array in brackets; only the corners of a large one."""
     array = array if array.dtype.kind in "iu" else array.astype(np.float64)
     return np.array2string(array, max_line_width=width, precision=4, suppress_small=True, threshold=MAX_NUMBERS)

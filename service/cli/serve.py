@@ -111,14 +111,12 @@ def _clear(path: Path) -> None:
         raise OSError(errno.EEXIST, "the file is not a socket")
     with socket.socket(socket.AF_UNIX) as caller:
         caller.setblocking(False)
-        try:
-            caller.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-        except BlockingIOError:  # its queue of waiting connections is full
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
-        else:
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        status = caller.connect_ex(str(path))
+    if status in (0, errno.EAGAIN):  # a process listens; EAGAIN: its queue of waiting connections is full
+        status = errno.EADDRINUSE
+    if status != errno.ECONNREFUSED:
+        raise OSError(status, os.strerror(status))
+    path.unlink()
 
 
 def _with_free_grpc_port(settings: Settings) -> Settings:

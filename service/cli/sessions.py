@@ -1,7 +1,6 @@
 """`attend sessions`: starts, lists, forks, shortens, exports, imports and deletes the sessions of a server."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,7 @@ import typer
 
 from service.cli.clients import open_client
 from service.cli.terminal import AsJson, Ca, print_result, report_errors, write_file
-from service.client import Client, Session
+from service.client import Session
 from service.wire.schemas.sessions import SessionDocument, Sessions
 
 EPILOG = """Examples: attend sessions start default --url http://127.0.0.1:8000
@@ -37,15 +36,15 @@ def start(
     as_json: AsJson = False,
 ) -> None:
     """Start a session, and print its id."""
-    with _opened("start", url, ca) as client:
+    with report_errors("sessions start"), open_client(url, ca) as client:
         document = client.session(layer, capacity=capacity, idle_seconds=idle_seconds).info()
-    _print(document, document.id, as_json)
+    print_result(document.model_dump(), document.id, as_json)
 
 
 @group.command("list", epilog=EXAMPLE.format("list"))
 def show(url: Server, ca: Ca = None, as_json: AsJson = False) -> None:
     """List the sessions of this API key, least recently used first."""
-    with _opened("list", url, ca) as client:
+    with report_errors("sessions list"), open_client(url, ca) as client:
         found = client.sessions()
     if found or as_json:
         print_result(Sessions(sessions=found).model_dump(), "\n".join(map(_line, found)), as_json)
@@ -60,9 +59,9 @@ def fork(
     as_json: AsJson = False,
 ) -> None:
     """Start a session with the first rows of another one, and print its id."""
-    with _opened("fork", url, ca) as client:
+    with report_errors("sessions fork"), open_client(url, ca) as client:
         document = client.session(id=id).fork(length).info()
-    _print(document, document.id, as_json)
+    print_result(document.model_dump(), document.id, as_json)
 
 
 @group.command(epilog=EXAMPLE.format("truncate ID 12"))
@@ -86,7 +85,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the rows of a session to a safetensors file."""
-    with _opened("export", url, ca) as client:
+    with report_errors("sessions export"), open_client(url, ca) as client:
         body = client.session(id=id).export()
     write_file("sessions export", output, body)
     print_result({"session": id, "file": str(output), "bytes": len(body)}, f"wrote {output}, {len(body):,} bytes", as_json)
@@ -107,28 +106,18 @@ def load(
 @group.command(epilog=EXAMPLE.format("delete ID"))
 def delete(id: Id, url: Server, ca: Ca = None, as_json: AsJson = False) -> None:
     """End a session, and free its memory."""
-    with _opened("delete", url, ca) as client:
+    with report_errors("sessions delete"), open_client(url, ca) as client:
         client.session(id=id).delete()
     print_result({"deleted": id}, f"deleted {id}", as_json)
 
 
 def _change(command: str, id: str, change: Callable[[Session], None], url: str, ca: Path | None, as_json: bool) -> None:
     """Change a session, and print it."""
-    with _opened(command, url, ca) as client:
+    with report_errors(f"sessions {command}"), open_client(url, ca) as client:
         session = client.session(id=id)
         change(session)
         document = session.info()
-    _print(document, _line(document), as_json)
-
-
-@contextmanager
-def _opened(command: str, url: str, ca: Path | None) -> Iterator[Client]:
-    with report_errors(f"sessions {command}"), open_client(url, ca, None, {}) as client:
-        yield client
-
-
-def _print(document: SessionDocument, text: str, as_json: bool) -> None:
-    print_result(document.model_dump(), text, as_json)
+    print_result(document.model_dump(), _line(document), as_json)
 
 
 def _line(document: SessionDocument) -> str:

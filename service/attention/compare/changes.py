@@ -102,6 +102,18 @@ def replace_steps(**methods: Function) -> Change:
     return lambda c: replace(c, layer=type("Mistaken", (c.layer,), methods))
 
 
+def change_softmax(weights: Callable[[Computation, Function, Array, Array | None], Array]) -> Change:
+    """Replaces the softmax by `weights`, a function of the computation, the right softmax (scores, sinks) -> weights, scores and sinks."""
+
+    def change(c: Computation) -> Computation:
+        def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
+            return weights(c, lambda *args: c.layer.softmax(layer, *args)[0], scores, sinks), scores[..., 0]
+
+        return replace_steps(softmax=softmax)(c)
+
+    return change
+
+
 def only_if(needed: Callable[[Computation], Any], change: Change) -> Change:
     """The change; Impossible unless `needed` is true of the computation."""
 
@@ -156,6 +168,7 @@ def share_by_reshape(layer: Layer, shared: Array, heads: int) -> Array:
 
 
 def share_by_reshape_after_rope(layer: Layer, x: Array, name: str, positions: Array) -> Array:
+    """Rotates the keys, and then shares their rotary part by a reshape."""
     turned, latent = Layer.rotate(layer, x, name, positions), layer.spec.latent
     if name == "query" or latent is None:
         return turned
@@ -179,38 +192,13 @@ def rotate_with_angles_of_other_pairs(layer: Layer, x: Array, name: str, positio
     return np.concatenate((turned, x[..., dims:]), axis=-1)
 
 
-def exp_without_maximum(c: Computation) -> Computation:
-    """Takes exp of the scores themselves, in the candidate's dtype."""
-
-    def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
-        exponentials = np.exp(scores.astype(BY_TORCH[c.dtype].numpy)).astype(np.float64)
-        sink = 0.0 if sinks is None else np.exp(sinks[..., None])
-        return exponentials / (exponentials.sum(axis=-1, keepdims=True) + sink), scores[..., 0]
-
-    return replace_steps(softmax=softmax)(c)
-
-
-def fill_blocked_with_zero(c: Computation) -> Computation:
-    """Takes the softmax of scores that are 0 where they should be -inf."""
-    right = c.layer.softmax
-    return replace_steps(softmax=lambda layer, scores, sinks: right(layer, np.where(np.isneginf(scores), 0.0, scores), sinks))(c)
-
-
-def block_after_softmax(c: Computation) -> Computation:
-    """Sets the weights of blocked keys to 0."""
-    right, visible = c.layer.softmax, c.case.visible[:, None]
-    return UNMASK(replace_steps(softmax=lambda layer, scores, sinks: (right(layer, scores, sinks)[0] * visible, scores[..., 0]))(c))
+def exp_without_maximum(c: Computation, softmax: Function, scores: Array, sinks: Array | None) -> Array:
+    """The weights by exp of the scores themselves, in the candidate's dtype."""
+    exponentials = np.exp(scores.astype(BY_TORCH[c.dtype].numpy)).astype(np.float64)
+    sink = 0.0 if sinks is None else np.exp(sinks[..., None])
+    return np.asarray(exponentials / (exponentials.sum(axis=-1, keepdims=True) + sink))
 
 
 def softmax_over_axis(axis: int) -> Change:
     """Takes the softmax over another axis."""
-
-    def change(c: Computation) -> Computation:
-        right = c.layer.softmax
-
-        def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
-            return np.moveaxis(right(layer, np.moveaxis(scores, axis, -1), None)[0], -1, axis), scores[..., 0]
-
-        return replace_steps(softmax=softmax)(c)
-
-    return change
+    return change_softmax(lambda c, softmax, scores, sinks: np.moveaxis(softmax(np.moveaxis(scores, axis, -1), None), -1, axis))

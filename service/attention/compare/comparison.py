@@ -104,8 +104,8 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **o
             result, disagreement = _compare_case(prepared, case, None if unexplained else earlier_mistakes)
             results.append(result)
             if disagreement is not None:
-                another_kind = disagreement.index is None and all(x.index is not None for x in disagreements)
-                if not disagreements or another_kind or {*disagreement.mistakes} - earlier_mistakes:
+                first_without_numbers = disagreement.index is None and all(x.index is not None for x in disagreements)
+                if not disagreements or first_without_numbers or {*disagreement.mistakes} - earlier_mistakes:
                     disagreements.append(disagreement)
                 earlier_mistakes |= {*disagreement.mistakes}
     return Comparison(tuple(results), tuple(disagreements))
@@ -139,7 +139,7 @@ class _ComparedOutput:
 def _compare_case(
     candidate: Candidate, case: CheckCase, earlier_mistakes: Collection[str] | None
 ) -> tuple[CaseResult, Disagreement | None]:
-    """`earlier_mistakes`: those of earlier cases; None: no explanation is searched."""
+    """The result of one case, and what disagrees. `earlier_mistakes`: those of earlier cases; None: no explanation is searched."""
     adapter = candidate.adapter
     try:
         result = adapter.call(case)
@@ -155,9 +155,8 @@ def _compare_case(
     ]
     worst = max(outputs, key=lambda x: x.error / x.tolerance)
     wrong = next((x for x in outputs if x.error > x.tolerance), None)
-    return CaseResult(case.name, worst.error, worst.tolerance), None if wrong is None else _disagreement(
-        right, wrong, outputs, earlier_mistakes
-    )
+    disagreement = None if wrong is None else _disagreement(right, wrong, outputs, earlier_mistakes)
+    return CaseResult(case.name, worst.error, worst.tolerance), disagreement
 
 
 def _disagreement(

@@ -16,16 +16,16 @@ from service.attention.compare.changes import (
     ANY_HEAD_COUNT,
     MERGE,
     SPLIT,
+    UNMASK,
     Change,
     Function,
     add_mask,
     all_of,
-    block_after_softmax,
     change_mask,
     change_part,
+    change_softmax,
     change_spec,
     exp_without_maximum,
-    fill_blocked_with_zero,
     map_weights,
     only_if,
     repack,
@@ -117,10 +117,14 @@ MISTAKES: dict[str, dict[str, Change]] = {
             lambda _, visible: _with_next_key(visible)
         ),
     },
-    "exp": {"exp overflows, because the largest score of the row is not subtracted first": exp_without_maximum},
+    "exp": {"exp overflows, because the largest score of the row is not subtracted first": change_softmax(exp_without_maximum)},
     "blocked": {
-        "blocked scores are set to about 0 and not to -inf": fill_blocked_with_zero,
-        "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": block_after_softmax,
+        "blocked scores are set to about 0 and not to -inf": change_softmax(
+            lambda c, softmax, scores, sinks: softmax(np.where(np.isneginf(scores), 0.0, scores), sinks)
+        ),
+        "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": all_of(
+            change_softmax(lambda c, softmax, scores, sinks: softmax(scores, sinks) * c.case.visible[:, None]), UNMASK
+        ),
         "the mask's ones (1 = attend) are added to the scores": add_mask(lambda visible: visible),
         "the mask's ones (1 = blocked) are added to the scores": add_mask(lambda visible: ~visible),
     },
