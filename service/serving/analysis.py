@@ -60,7 +60,7 @@ def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
             expected = f'an offset (0, "end", …), since {name} needs the positions of the queries among the keys'
             raise InvalidRequest.where("/query_offset", expected, "nothing")
     if request.direction is not None:
-        wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
+        wanted = (*request.query.shape[:-1], spec.output_dim)
         if request.direction.shape != wanted:
             raise InvalidRequest.where("/direction", f"shape {list(wanted)} {layer}", f"shape {list(request.direction.shape)}")
     for i, name in enumerate(metrics):

@@ -88,7 +88,7 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
     _check_positions(request, spec, layer)
     _check_grid(request, spec, q, k, layer)
     if request.output_gradient is not None:
-        wanted = (*request.query.shape[:-1], spec.output_dim if spec.projections else spec.concatenated_dim)
+        wanted = (*request.query.shape[:-1], spec.output_dim)
         if request.output_gradient.shape != wanted:
             raise InvalidRequest.where("/output_gradient", f"shape {list(wanted)} {layer}", f"shape {list(request.output_gradient.shape)}")
     for name in ("attend_mask", "block_mask", "bias"):

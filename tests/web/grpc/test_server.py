@@ -86,15 +86,15 @@ def test_watchers_get_the_drain_and_their_streams_end_with_the_gate(start: Calla
 def test_open_reflection_streams_do_not_delay_the_exit(start: Callable[..., Server]) -> None:
     """One stream is open without a request; another has ended before."""
     server = start("--grpc-port", "0", "--drain-seconds", "0", "--shutdown-seconds", LONG)
-    metrics_query = reflection_pb2.ServerReflectionRequest(list_services="")
+    listing = reflection_pb2.ServerReflectionRequest(list_services="")
     with grpc.insecure_channel(address_of(server)) as channel:
         stub, staying = reflection_pb2_grpc.ServerReflectionStub(channel), threading.Event()
 
         def questions() -> Iterator[Any]:
-            yield from (metrics_query, metrics_query)
+            yield from (listing, listing)
             staying.wait(PATIENCE)
 
-        ended = list(stub.ServerReflectionInfo(iter([metrics_query])))
+        ended = list(stub.ServerReflectionInfo(iter([listing])))
         open_stream = stub.ServerReflectionInfo(questions(), timeout=PATIENCE)
         answers = [next(open_stream), next(open_stream), *ended]
         for answer in answers:
