@@ -24,20 +24,16 @@ def run(language, code, folder):
 
 
 @pytest.mark.parametrize(("language", "code"), HERE, ids=[f"{language}{i}" for i, (language, _) in enumerate(HERE)])
-def test_an_example_runs_and_prints_what_the_page_says(server, http, tmp_path, language, code):
+def test_an_example_runs_and_prints_what_the_page_says(server, tmp_path, language, code):
     done = run(language, code.replace("http://127.0.0.1:8000", server.url), tmp_path)
     assert done.returncode == 0, done.stderr
-    if "copy_of" in code:
-        assert done.stdout == "True torch.Size([2, 5, 64])\n"
-        assert http.delete("/layers/mine").status_code == 204
-        return
     first, second, third = (float(number) for number in re.findall(r"[\d.]+", done.stdout)[2:5])
     assert json.loads("[" + ", ".join(re.findall(r"\d+", done.stdout)[:2]) + "]") == [3, 64]
     assert abs(first + second - 1) < 1e-3 and third == 0
 
 
 def test_every_language_is_shown():
-    assert [language for language, _ in BLOCKS] == ["sh", "python", "python", "js", "go"]
+    assert [language for language, _ in BLOCKS] == ["sh", "python", "js", "go"]
 
 
 def test_what_can_be_run_anywhere_was_run():

@@ -5,7 +5,7 @@ calls itself, and stores in the scope for FastAPI's routes.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -93,7 +93,7 @@ class Access:
                 record.status = message["status"]
                 headers = message["headers"]
                 if record.lease is not None:
-                    record.lease.resize(_length(headers))
+                    record.lease.resize(int(dict(headers).get(b"content-length", 0)))
                 if self.service.draining or self.service.retiring:  # so that clients do not reuse a connection that will be closed
                     headers.append((b"connection", b"close"))
                 if not record.forwarded:  # the other worker's reply has the rest
@@ -210,11 +210,3 @@ async def _drain_body(record: HttpRecord, receive: Receive) -> None:
         except MemoryError:
             return
         left = left - len(message.get("body", b"")) if message.get("more_body") else 0
-
-
-def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """The Content-Length in bytes, 0 if there is none."""
-    for name, value in headers:
-        if name == b"content-length":
-            return int(value)
-    return 0

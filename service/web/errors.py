@@ -50,7 +50,7 @@ STATUSES: dict[type[errors.AttendError], tuple[int, str]] = {  # HTTP status, gR
 TITLES = {404: "no such page", 405: "method not allowed"}
 log = structlog.get_logger("attend")
 V2_PREFIX = "/v2"
-MOST_COMPARED = 128  # characters of an unknown path
+MAX_COMPARED = 128  # characters of an unknown path that are compared with the known paths
 UNEXPECTED_ERROR = "unexpected error; the server's log has the cause"
 
 
@@ -135,7 +135,7 @@ def _similar_path(path: str, routes: Sequence[BaseRoute]) -> str:
 
     Each part of the path must be similar; names in it, such as that of a layer, are those of the given path.
     """
-    parts, similar = path[:MOST_COMPARED].split("/"), []
+    parts, similar = path[:MAX_COMPARED].split("/"), []
     for known in (route.path.split("/") for route in routes if isinstance(route, APIRoute) and route.include_in_schema):
         pairs = [(part, own) for part, own in zip(known, parts, strict=False) if not part.startswith("{")]
         names = [own for part, own in zip(known, parts, strict=False) if part.startswith("{")]

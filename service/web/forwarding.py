@@ -1,7 +1,7 @@
 """Forwards a request to the worker that has its session, and sends back that worker's reply.
 
-Workers reach each other on private Unix sockets (`serving/sessions/placement.py`), on which they serve the same application. So the request
-passes the owner's checks of key, size and deadline, and appears in its log and metrics alone. Bodies and replies are streamed.
+Workers reach each other on private Unix sockets (`serving/sessions/placement.py`), on which they serve the same application. So the
+other worker checks key, size and deadline of the request, and it alone logs and counts it. Bodies and replies are streamed.
 `GrpcForwarder` in `web/grpc/methods.py` does the same for gRPC.
 """
 
@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from service.errors import CallerGone, NotReady, SessionEnded, WrongWorker
 from service.serving.service import Service
-from service.web.records import CALLER, HttpRecord
+from service.web.records import CALLER_HEADER, HttpRecord
 from service.web.request_reader import deadline_of
 
-TIMEOUT = b"x-request-timeout"
-NOT_FORWARDED = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", TIMEOUT, CALLER))
+TIMEOUT_HEADER = b"x-request-timeout"
+NOT_FORWARDED = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", TIMEOUT_HEADER, CALLER_HEADER))
 NOT_RETURNED = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"date"))  # this process sends its own
-GRACE_SECONDS = 1.0  # after a deadline, in which the owner says whether the call was computed in time
+GRACE_SECONDS = 1.0  # after a deadline: until then the other worker may say whether it computed the call in time
 IDLE_SECONDS = 5.0  # until an idle connection to another worker is closed
 ENDED = "the process that has the session ended before it replied"
 log = structlog.get_logger("attend")
@@ -85,9 +85,9 @@ class Forwarder:
     ) -> AsyncIterator[httpx.Response]:
         """The reply of another worker, whose body is not read yet."""
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_FORWARDED]
-        headers.append((CALLER, record.address.encode()))
+        headers.append((CALLER_HEADER, record.address.encode()))
         if deadline is not None:
-            headers.append((TIMEOUT, b"%.6f" % max(1e-6, deadline - self.service.clock())))
+            headers.append((TIMEOUT_HEADER, b"%.6f" % max(1e-6, deadline - self.service.clock())))
         query = scope["query_string"]
         target = scope["raw_path"].removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
         request = httpx.Request(scope["method"], "http://localhost", headers=headers, content=content, extensions={"target": target})

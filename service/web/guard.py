@@ -79,7 +79,9 @@ def require_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[
     if not scopes:
         return ""
     wanted = "a key as `Authorization: Bearer …` or `X-API-Key`"
-    if not (presented := presented_key(headers)):
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    presented = (token if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip()
+    if not presented:
         raise Unauthenticated.where("", wanted, "none")
     if (key := keyring.find(presented)) is None:
         raise Unauthenticated.where("", wanted, "an unknown key")
@@ -92,12 +94,6 @@ def require_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[
 def scopes_for(method: str, path: str) -> frozenset[str]:
     """The scopes of which a key must have one; empty if no key is needed."""
     return next((scopes for methods, pattern, scopes in RULES if method in methods and pattern.fullmatch(path)), ADMIN_SCOPE)
-
-
-def presented_key(headers: Mapping[str, str]) -> str:
-    """The key in the headers, "" if there is none."""
-    kind, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
 def hostname(host: str) -> str:

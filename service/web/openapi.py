@@ -49,7 +49,7 @@ DOCUMENTS = (  # documents that routes read or write without FastAPI
     *(schemas.LoadRequest, schemas.UnloadRequest, schemas.IndexRequest),
 )
 BINARY = {"type": "string", "format": "binary"}
-STATUSES = {  # what the statuses of refusals mean
+STATUS_MEANINGS = {  # of refusals
     400: "The body is not valid JSON, or a key is repeated.",
     401: "An API key is required.",
     403: "This server does not allow it.",
@@ -127,11 +127,6 @@ def operation_id(route: APIRoute) -> str:
     return f"v2_{route.name}" if route.path.startswith("/v2") else route.name
 
 
-def _summarise(operation: dict[str, Any]) -> None:
-    """Makes the first paragraph of the description the summary."""
-    operation["summary"] = " ".join(operation["description"].partition("\n\n")[0].split()).removesuffix(".")
-
-
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(
         title="attend",
@@ -151,7 +146,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
     document["security"] = [{}, *({name: []} for name in SECURITY)]  # {}: a server without keys needs none
     for name, path in document["paths"].items():
         for operation in path.values():
-            _summarise(operation)
+            first_paragraph = operation["description"].partition("\n\n")[0]
+            operation["summary"] = " ".join(first_paragraph.split()).removesuffix(".")
             if not name.startswith("/health/"):
                 operation["responses"] |= {str(status): refusal for status, refusal in error_responses(401, 403).items()}
             refusal = operation["responses"].get("422", {}).get("content", {})
@@ -177,7 +173,7 @@ def schema(model: str) -> dict[str, str]:
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The refusals of a route."""
     content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
-    return {status: {"description": STATUSES[status], "content": content} for status in sorted(statuses)}
+    return {status: {"description": STATUS_MEANINGS[status], "content": content} for status in sorted(statuses)}
 
 
 def session_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -192,5 +188,5 @@ def session_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def v2_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The refusals of a route under /v2."""
     content = {JSON: {"schema": schema("V2Error")}}
-    descriptions = {**STATUSES, 400: "Anything wrong with the request."}
+    descriptions = {**STATUS_MEANINGS, 400: "Anything wrong with the request."}
     return {status: {"description": descriptions[status], "content": content} for status in statuses}

@@ -16,7 +16,7 @@ from service.serving.byte_budget import Lease
 from service.serving.metrics import Phases
 from service.web.connections import Connection, connection_of
 
-CALLER = b"x-attend-caller"  # the caller's address, in a request that another worker forwards
+CALLER_HEADER = b"x-attend-caller"  # the caller's address, in a request that another worker forwards
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -65,7 +65,7 @@ def record_of(scope: Scope) -> HttpRecord:
     given = headers.get(b"x-request-id")
     connection = connection_of(scope)
     from_worker = connection is not None and connection.from_worker
-    address = headers.get(CALLER, b"").decode("latin-1") if from_worker else scope["client"][0] if scope.get("client") else ""
+    address = headers.get(CALLER_HEADER, b"").decode("latin-1") if from_worker else scope["client"][0] if scope.get("client") else ""
     return HttpRecord(
         valid_request_id(None if given is None else given.decode("latin-1")),
         headers=headers,

@@ -79,7 +79,7 @@ class Telemetry:
 
         self._providers = (traces, metrics)
         self._tracer, meter = traces.get_tracer("attend", __version__), metrics.get_meter("attend", __version__)
-        self._propagator, self._server, self._within = TraceContextTextMapPropagator(), SpanKind.SERVER, set_span_in_context
+        self._propagator, self._server, self._in_context = TraceContextTextMapPropagator(), SpanKind.SERVER, set_span_in_context
         self._failed = Status(StatusCode.ERROR)
 
         def histogram(name: str, text: str, bounds: Sequence[float]) -> Any:
@@ -145,7 +145,7 @@ class Telemetry:
             took = [getattr(record.phases, name) for name in PHASES]
             at = now - int(sum(took) * 1e9)
             for name, phase in zip(PHASES, took, strict=True):
-                child = self._tracer.start_span(name, self._within(span), start_time=at)
+                child = self._tracer.start_span(name, self._in_context(span), start_time=at)
                 at += int(phase * 1e9)
                 child.end(at)
                 self._phases.record(phase, {"phase": name})

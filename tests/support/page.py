@@ -10,7 +10,7 @@ from support.browser import Visit
 
 SENTENCE = "The cat sat on the mat because it was tired"
 WORDS = SENTENCE.split()
-Visitor = Callable[..., Visit]
+BeginVisit = Callable[..., Visit]
 
 
 def weights_of(http: httpx.Client, body: dict[str, Any]) -> np.ndarray[Any, Any]:

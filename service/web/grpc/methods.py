@@ -22,7 +22,7 @@ from service.serving.sessions.placement import GRPC
 from service.web.grpc import messages
 from service.web.grpc.codec import GrpcCodec, values_of
 from service.web.grpc.messages import SERVICE
-from service.web.records import CALLER, Record
+from service.web.records import CALLER_HEADER, Record
 from service.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
 from service.web.v2.routes import load_layer, unload_layer
 from service.wire.codec import Codec
@@ -30,7 +30,7 @@ from service.wire.problems import validate
 from service.wire.v2.members import require_version
 from service.wire.v2.schemas import LoadParameters, UnloadParameters
 
-CALLER_KEY = CALLER.decode()
+CALLER_KEY = CALLER_HEADER.decode()
 REQUEST_ID_KEY = "x-request-id"  # in the metadata of each reply of a worker, also of refusals
 NOT_FORWARDED = ("user-agent", REQUEST_ID_KEY, CALLER_KEY)
 LAST_REPLY_SECONDS = 1.0  # until a connection to a worker that has ended is closed while replies of that worker are being read

@@ -41,7 +41,8 @@ from service.wire.v2.schemas import (
 PLATFORM = "pytorch_attention"
 UNCONDITIONAL_EXTENSIONS = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]
 HEADER_BYTES = 1024  # bytes reserved for the JSON header of a request with few inputs
-PHASES = {"success": "total", "queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "encode"}
+# name in the protocol -> field of `Totals`
+DURATIONS = {"success": "total", "queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "encode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def statistics_of(service: Service, layers: Sequence[LoadedLayer], workers: int)
 
 def _statistics(layer: LoadedLayer, counted: Counted, workers: int) -> ModelStatistics:
     spec, device, answered, failed = layer.spec, layer.attention.device, counted.answered, counted.failed
-    durations = {name: Duration(count=answered.calls, ns=getattr(answered, phase)) for name, phase in PHASES.items()}
+    durations = {name: Duration(count=answered.calls, ns=getattr(answered, phase)) for name, phase in DURATIONS.items()}
     durations["fail"] = Duration(count=failed.calls, ns=failed.total)
     nothing = Duration(count=0, ns=0)
     size = spec.num_parameters * BY_TORCH[spec.dtype].size * workers

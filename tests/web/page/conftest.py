@@ -6,12 +6,12 @@ from typing import Any
 import httpx
 import pytest
 from support.browser import Visit
-from support.page import Visitor
+from support.page import BeginVisit
 from support.server import Server
 
 
 @pytest.fixture
-def visit(browser: Any, server: Server) -> Iterator[Visitor]:
+def begin_visit(browser: Any, server: Server) -> Iterator[BeginVisit]:
     """Opens the page; keywords are those of a browser's context. At the end, the console of every visit is checked."""
     visits: list[Visit] = []
 

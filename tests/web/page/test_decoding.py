@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 from support.browser import Visit
-from support.page import WORDS, Visitor, weights_of
+from support.page import WORDS, BeginVisit, weights_of
 from support.server import Server
 
 pytestmark = pytest.mark.browser
@@ -50,80 +50,80 @@ def shown(visit: Visit) -> tuple[list[str], Any]:
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_each_step_shows_a_row_with_one_key_more(
-    visit: Visitor, http: httpx.Client, kept: Callable[[], list[dict[str, Any]]], width: int
+    begin_visit: BeginVisit, http: httpx.Client, kept: Callable[[], list[dict[str, Any]]], width: int
 ) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
-    page = visit(viewport={"width": width, "height": 900})
-    requested = page.request_sent_by(lambda: page.page.check("#causal"))
+    visit = begin_visit(viewport={"width": width, "height": 900})
+    requested = visit.request_sent_by(lambda: visit.page.check("#causal"))
     weights = weights_of(http, requested)
     for count in range(1, len(WORDS) + 1):
-        body = step(page)
+        body = step(visit)
         assert body["query"]["shape"] == [1, 64] and body["expected_length"] == count - 1
-        words, numbers = shown(page)
+        words, numbers = shown(visit)
         assert words == ["Head", *WORDS[:count]]
         np.testing.assert_allclose(numbers, weights[:, count - 1, :count], rtol=0, atol=0.0051)
-        assert page.page.locator("#decoding .hint[role=status]").inner_text() == f"Token {count} of {len(WORDS)}: {WORDS[count - 1]}"
+        assert visit.page.locator("#decoding .hint[role=status]").inner_text() == f"Token {count} of {len(WORDS)}: {WORDS[count - 1]}"
     [session] = kept()
     assert session["length"] == len(WORDS)
-    assert page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    table = page.page.locator("#decoding .wide").bounding_box()
-    newest = page.page.locator("#decoding thead th").last.bounding_box()
+    assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    table = visit.page.locator("#decoding .wide").bounding_box()
+    newest = visit.page.locator("#decoding thead th").last.bounding_box()
     assert newest["x"] + newest["width"] <= table["x"] + table["width"] + 1
-    assert [rule["id"] for rule in Axe().run(page.page, context="#decoding").response["violations"]] == []
+    assert [rule["id"] for rule in Axe().run(visit.page, context="#decoding").response["violations"]] == []
 
-    assert button(page).inner_text() == "Start over"
-    with page.page.expect_response(f"**/sessions/{session['id']}"):
-        button(page).press("Enter")
-    assert button(page).inner_text() == "Step" and kept() == []
-    assert page.page.locator("#decoding .wide").is_hidden()
+    assert button(visit).inner_text() == "Start over"
+    with visit.page.expect_response(f"**/sessions/{session['id']}"):
+        button(visit).press("Enter")
+    assert button(visit).inner_text() == "Step" and kept() == []
+    assert visit.page.locator("#decoding .wide").is_hidden()
 
 
-def test_a_window_and_separate_keys_and_values_are_those_of_the_request(visit: Visitor, http: httpx.Client, layers: None) -> None:
-    page = visit("odd")
-    page.request_sent_by(lambda: page.page.check("#causal"))
-    weights = weights_of(http, page.request_sent_by(lambda: page.page.fill("#left", "1")))
+def test_a_window_and_separate_keys_and_values_are_those_of_the_request(begin_visit: BeginVisit, http: httpx.Client, layers: None) -> None:
+    visit = begin_visit("odd")
+    visit.request_sent_by(lambda: visit.page.check("#causal"))
+    weights = weights_of(http, visit.request_sent_by(lambda: visit.page.fill("#left", "1")))
     for count in (1, 2, 3):
-        body = step(page)
+        body = step(visit)
         assert [body[name]["shape"] for name in ("query", "key", "value")] == [[1, 6], [1, 5], [1, 7]]
-        np.testing.assert_allclose(shown(page)[1], weights[:, count - 1, :count], rtol=0, atol=0.0051)
+        np.testing.assert_allclose(shown(visit)[1], weights[:, count - 1, :count], rtol=0, atol=0.0051)
 
 
-def test_another_sentence_begins_anew(visit: Visitor, kept: Callable[[], list[dict[str, Any]]]) -> None:
-    page = visit()
-    step(page)
-    with page.page.expect_response(lambda response: response.request.method == "DELETE"):
-        page.request_sent_by(lambda: page.page.fill("#text", "one two"))
-    assert page.page.locator("#decoding .wide").is_hidden() and kept() == []
-    step(page)
-    assert shown(page)[0] == ["Head", "one"]
+def test_another_sentence_begins_anew(begin_visit: BeginVisit, kept: Callable[[], list[dict[str, Any]]]) -> None:
+    visit = begin_visit()
+    step(visit)
+    with visit.page.expect_response(lambda response: response.request.method == "DELETE"):
+        visit.request_sent_by(lambda: visit.page.fill("#text", "one two"))
+    assert visit.page.locator("#decoding .wide").is_hidden() and kept() == []
+    step(visit)
+    assert shown(visit)[0] == ["Head", "one"]
 
 
 def test_after_a_refused_step_nothing_of_the_session_is_shown(
-    visit: Visitor, http: httpx.Client, kept: Callable[[], list[dict[str, Any]]]
+    begin_visit: BeginVisit, http: httpx.Client, kept: Callable[[], list[dict[str, Any]]]
 ) -> None:
-    page = visit()
-    step(page)
-    step(page)
+    visit = begin_visit()
+    step(visit)
+    step(visit)
     [session] = kept()
     http.delete(f"/sessions/{session['id']}")
 
-    button(page).click()
-    page.page.locator("#decoding-error", has_text="the session has ended: it was deleted").wait_for()
-    assert page.page.locator("#decoding .wide").is_hidden()
-    assert page.page.locator("#decoding .hint[role=status]").inner_text() == ""
-    step(page)
-    assert shown(page)[0] == ["Head", WORDS[0]] and page.page.locator("#decoding-error").inner_text() == ""
+    button(visit).click()
+    visit.page.locator("#decoding-error", has_text="the session has ended: it was deleted").wait_for()
+    assert visit.page.locator("#decoding .wide").is_hidden()
+    assert visit.page.locator("#decoding .hint[role=status]").inner_text() == ""
+    step(visit)
+    assert shown(visit)[0] == ["Head", WORDS[0]] and visit.page.locator("#decoding-error").inner_text() == ""
 
 
-def test_only_a_sentence_that_attends_to_itself_is_decoded(visit: Visitor) -> None:
-    page = visit()
-    assert page.page.locator("#decoding").is_visible()
-    page.request_sent_by(lambda: page.page.check("#cross"))
-    assert page.page.locator("#decoding").is_hidden()
-    page.request_sent_by(lambda: page.page.uncheck("#cross"))
-    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
-    assert page.page.locator("#decoding").is_hidden()
+def test_only_a_sentence_that_attends_to_itself_is_decoded(begin_visit: BeginVisit) -> None:
+    visit = begin_visit()
+    assert visit.page.locator("#decoding").is_visible()
+    visit.request_sent_by(lambda: visit.page.check("#cross"))
+    assert visit.page.locator("#decoding").is_hidden()
+    visit.request_sent_by(lambda: visit.page.uncheck("#cross"))
+    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
+    assert visit.page.locator("#decoding").is_hidden()
 
 
 def test_a_server_without_sessions_offers_none(browser: Any, start: Callable[..., Server]) -> None:

@@ -10,63 +10,63 @@ import httpx
 import numpy as np
 import pytest
 from support.browser import Visit
-from support.page import WORDS, Grid, Visitor, numbers_beside, side, tip, weights_of
+from support.page import WORDS, BeginVisit, Grid, numbers_beside, side, tip, weights_of
 from support.server import Server
 
 pytestmark = pytest.mark.browser
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
-def test_each_mask_control_changes_the_request_and_the_weights(visit: Visitor, http: httpx.Client) -> None:
+def test_each_mask_control_changes_the_request_and_the_weights(begin_visit: BeginVisit, http: httpx.Client) -> None:
     """Causal, window, lengths, single cells: the request of the page, and its tooltip."""
-    page = visit()
-    grid = Grid(page, 10, 10)
-    assert page.request_sent_by(lambda: page.page.check("#causal"))["causal"] is True
+    visit = begin_visit()
+    grid = Grid(visit, 10, 10)
+    assert visit.request_sent_by(lambda: visit.page.check("#causal"))["causal"] is True
     grid.hover(2, 3)
-    assert tip(page)[0] == 0
-    assert page.request_sent_by(lambda: page.page.fill("#left", "2"))["window"] == {"left": 2, "right": None}
+    assert tip(visit)[0] == 0
+    assert visit.request_sent_by(lambda: visit.page.fill("#left", "2"))["window"] == {"left": 2, "right": None}
     grid.hover(5, 2)
-    assert tip(page)[0] == 0
-    assert page.request_sent_by(lambda: page.page.fill("#length", "4"))["valid_lens"] == 4
+    assert tip(visit)[0] == 0
+    assert visit.request_sent_by(lambda: visit.page.fill("#length", "4"))["valid_lens"] == 4
     grid.hover(4, 4)
-    assert tip(page)[0] == 0
-    requested = page.request_sent_by(lambda: page.page.uncheck("#causal"))
+    assert tip(visit)[0] == 0
+    requested = visit.request_sent_by(lambda: visit.page.uncheck("#causal"))
     assert "causal" not in requested
     for field in ("#left", "#length"):
-        requested = page.request_sent_by(lambda field=field: page.page.fill(field, ""))
+        requested = visit.request_sent_by(lambda field=field: visit.page.fill(field, ""))
     assert set(requested) == {"layer", "query", "tokens", "outputs", "reply"}
 
-    page.page.click("#block")
-    requested = page.request_sent_by(lambda: grid.click(8, 7))
+    visit.page.click("#block")
+    requested = visit.request_sent_by(lambda: grid.click(8, 7))
     assert [(q, k) for q, row in enumerate(requested["block_mask"]) for k, one in enumerate(row) if one] == [(8, 7)]
     grid.hover(8, 7)
-    assert tip(page)[0] == 0 and weights_of(http, requested)[:, 8, 7].max() == 0
-    assert page.page.inner_text("#blocked") == "1 single cell blocked"
-    page.request_sent_by(lambda: grid.click(0, 1))
-    assert page.page.inner_text("#blocked") == "2 single cells blocked"
-    page.request_sent_by(lambda: grid.click(0, 1))
-    assert "block_mask" not in page.request_sent_by(lambda: page.page.click("#unblock"))
+    assert tip(visit)[0] == 0 and weights_of(http, requested)[:, 8, 7].max() == 0
+    assert visit.page.inner_text("#blocked") == "1 single cell blocked"
+    visit.request_sent_by(lambda: grid.click(0, 1))
+    assert visit.page.inner_text("#blocked") == "2 single cells blocked"
+    visit.request_sent_by(lambda: grid.click(0, 1))
+    assert "block_mask" not in visit.request_sent_by(lambda: visit.page.click("#unblock"))
 
 
-def test_two_sentences_are_queries_and_keys(visit: Visitor, http: httpx.Client, layers: None) -> None:
+def test_two_sentences_are_queries_and_keys(begin_visit: BeginVisit, http: httpx.Client, layers: None) -> None:
     """Cross-attention, on a layer whose keys and values have other widths than its queries."""
-    page = visit("odd")
-    page.request_sent_by(lambda: page.page.check("#cross"))
-    requested = page.request_sent_by(lambda: page.page.fill("#keys", "one two three"))
+    visit = begin_visit("odd")
+    visit.request_sent_by(lambda: visit.page.check("#cross"))
+    requested = visit.request_sent_by(lambda: visit.page.fill("#keys", "one two three"))
     assert [requested[name]["shape"] for name in ("query", "key", "value")] == [[10, 6], [3, 5], [3, 7]]
-    assert side(page, "q").all_inner_texts() == WORDS and side(page, "k").all_inner_texts() == ["one", "two", "three"]
-    grid = Grid(page, 10, 3)
+    assert side(visit, "q").all_inner_texts() == WORDS and side(visit, "k").all_inner_texts() == ["one", "two", "three"]
+    grid = Grid(visit, 10, 3)
     grid.hover(9, 1)
-    assert tip(page)[1] == "tired → two" and tip(page)[0] == pytest.approx(weights_of(http, requested).mean(0)[9, 1], abs=6e-5)
+    assert tip(visit)[1] == "tired → two" and tip(visit)[0] == pytest.approx(weights_of(http, requested).mean(0)[9, 1], abs=6e-5)
 
-    page.refusal(lambda: page.page.check("#causal"))
-    assert "Expected an offset" in page.page.inner_text("#offset-error")
-    assert page.request_sent_by(lambda: page.page.fill("#offset", "end"))["query_offset"] == "end"
-    assert page.page.locator("#offset-error").inner_text() == ""
-    assert page.request_sent_by(lambda: page.page.uncheck("#cross"))["tokens"]["key"] == WORDS
+    visit.refusal(lambda: visit.page.check("#causal"))
+    assert "Expected an offset" in visit.page.inner_text("#offset-error")
+    assert visit.request_sent_by(lambda: visit.page.fill("#offset", "end"))["query_offset"] == "end"
+    assert visit.page.locator("#offset-error").inner_text() == ""
+    assert visit.request_sent_by(lambda: visit.page.uncheck("#cross"))["tokens"]["key"] == WORDS
 
 
-def test_a_pasted_request_is_sent_and_shown(visit: Visitor, http: httpx.Client) -> None:
+def test_a_pasted_request_is_sent_and_shown(begin_visit: BeginVisit, http: httpx.Client) -> None:
     """Its masks set the controls, its tokens label the axes, its batch items can be chosen; its `reply` and `outputs` are replaced."""
     rng = np.random.default_rng(5)
     query, key = rng.standard_normal((2, 3, 64)).round(3).tolist(), rng.standard_normal((2, 5, 64)).round(3).tolist()
@@ -80,21 +80,21 @@ def test_a_pasted_request_is_sent_and_shown(visit: Visitor, http: httpx.Client) 
         "reply": {"decimals": 1},
     }
     body["tokens"] = {"query": [["a", "b", "c"], ["x", "y", "z"]]}
-    page = visit()
-    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
-    requested = page.request_sent_by(lambda: page.page.fill("#request", json.dumps(body)))
+    visit = begin_visit()
+    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
+    requested = visit.request_sent_by(lambda: visit.page.fill("#request", json.dumps(body)))
     weights = weights_of(http, {name: body[name] for name in body if name not in ("outputs", "reply")})
 
-    assert page.page.is_checked("#causal") and page.page.input_value("#offset") == "2" and page.page.is_disabled("#length")
+    assert visit.page.is_checked("#causal") and visit.page.input_value("#offset") == "2" and visit.page.is_disabled("#length")
     assert requested["valid_lens"] == [5, 4] and requested["outputs"] == ["attention_weights"]
-    assert side(page, "q").all_inner_texts() == ["a", "b", "c"] and side(page, "k").all_inner_texts() == ["0", "1", "2", "3", "4"]
-    page.page.select_option("#item", "1")
-    assert side(page, "q").all_inner_texts() == ["x", "y", "z"]
-    Grid(page, 3, 5).hover(2, 3)
-    assert tip(page) == (pytest.approx(weights[1].mean(0)[2, 3], abs=6e-5), "z → 3")
-    assert "causal" not in page.request_sent_by(lambda: page.page.uncheck("#causal"))
-    page.request_sent_by(lambda: page.page.check("input[value=sentence]", force=True))
-    assert side(page, "q").all_inner_texts() == WORDS
+    assert side(visit, "q").all_inner_texts() == ["a", "b", "c"] and side(visit, "k").all_inner_texts() == ["0", "1", "2", "3", "4"]
+    visit.page.select_option("#item", "1")
+    assert side(visit, "q").all_inner_texts() == ["x", "y", "z"]
+    Grid(visit, 3, 5).hover(2, 3)
+    assert tip(visit) == (pytest.approx(weights[1].mean(0)[2, 3], abs=6e-5), "z → 3")
+    assert "causal" not in visit.request_sent_by(lambda: visit.page.uncheck("#causal"))
+    visit.request_sent_by(lambda: visit.page.check("input[value=sentence]", force=True))
+    assert side(visit, "q").all_inner_texts() == WORDS
 
 
 @pytest.mark.parametrize(
@@ -108,76 +108,76 @@ def test_a_pasted_request_is_sent_and_shown(visit: Visitor, http: httpx.Client) 
         ('{"query": [[0]], "mask": 1}', "since libraries disagree"),
     ],
 )
-def test_the_refusal_of_a_pasted_request_is_shown_below_it(visit: Visitor, text: str, message: str) -> None:
-    page = visit()
-    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
-    with page.page.expect_response("**/attend"):
-        page.page.fill("#request", text)
-    page.page.locator("#result[aria-busy=false]").wait_for()
-    assert message in page.page.inner_text("#request-error")
-    assert page.page.get_attribute("#request", "aria-invalid") == "true"
-    assert page.page.get_attribute("#request", "aria-describedby") == "request-error"
+def test_the_refusal_of_a_pasted_request_is_shown_below_it(begin_visit: BeginVisit, text: str, message: str) -> None:
+    visit = begin_visit()
+    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
+    with visit.page.expect_response("**/attend"):
+        visit.page.fill("#request", text)
+    visit.page.locator("#result[aria-busy=false]").wait_for()
+    assert message in visit.page.inner_text("#request-error")
+    assert visit.page.get_attribute("#request", "aria-invalid") == "true"
+    assert visit.page.get_attribute("#request", "aria-describedby") == "request-error"
 
 
-def test_a_refusal_is_shown_at_its_field(visit: Visitor) -> None:
-    page = visit()
+def test_a_refusal_is_shown_at_its_field(begin_visit: BeginVisit) -> None:
+    visit = begin_visit()
     for field, value, place, message in (
         ("#left", "-3", "#window-error", "at least 0"),
         ("#length", "99", "#length-error", "at most 10"),
         ("#offset", "soon", "#offset-error", "an integer"),
     ):
-        page.refusal(lambda field=field, value=value: page.page.fill(field, value))
-        assert message in page.page.inner_text(place) and page.page.get_attribute(field, "aria-invalid") == "true"
-        page.request_sent_by(lambda field=field: page.page.fill(field, ""))
-        assert page.page.inner_text(place) == "" and page.page.get_attribute(field, "aria-invalid") is None
-    page.refusal(lambda: page.page.fill("#text", " "), "**/words")
-    assert "at least one word" in page.page.inner_text("#text-error")
+        visit.refusal(lambda field=field, value=value: visit.page.fill(field, value))
+        assert message in visit.page.inner_text(place) and visit.page.get_attribute(field, "aria-invalid") == "true"
+        visit.request_sent_by(lambda field=field: visit.page.fill(field, ""))
+        assert visit.page.inner_text(place) == "" and visit.page.get_attribute(field, "aria-invalid") is None
+    visit.refusal(lambda: visit.page.fill("#text", " "), "**/words")
+    assert "at least one word" in visit.page.inner_text("#text-error")
 
 
-def test_after_a_refusal_the_earlier_result_is_inert(visit: Visitor) -> None:
+def test_after_a_refusal_the_earlier_result_is_inert(begin_visit: BeginVisit) -> None:
     """It is greyed and inert without its summary, and the page says that there is a refusal, until the next reply."""
-    page = visit()
-    page.page.click("[data-copy=json]")
-    page.refusal(lambda: page.page.fill("#length", "99"))
-    assert page.page.locator("#shown[inert]").count() == 1 and page.page.inner_text("#summary") == ""
-    assert "beside its field" in page.page.inner_text("#problem")
-    page.page.locator("#heads [data-head='2']").click(force=True)
-    assert page.page.inner_text("#matrix-title") == "Mean of 8 heads"
+    visit = begin_visit()
+    visit.page.click("[data-copy=json]")
+    visit.refusal(lambda: visit.page.fill("#length", "99"))
+    assert visit.page.locator("#shown[inert]").count() == 1 and visit.page.inner_text("#summary") == ""
+    assert "beside its field" in visit.page.inner_text("#problem")
+    visit.page.locator("#heads [data-head='2']").click(force=True)
+    assert visit.page.inner_text("#matrix-title") == "Mean of 8 heads"
 
-    page.request_sent_by(lambda: page.page.fill("#length", "4"))
-    assert page.page.locator("[inert]").count() == 0 and page.page.locator("#problem").is_hidden()
-    assert page.page.locator("#code").is_hidden() and page.page.inner_text("#taken") == ""
-
-
-def test_a_click_on_an_example_sends_it(visit: Visitor) -> None:
-    page = visit()
-    requested = page.request_sent_by(lambda: page.page.get_by_role("button", name="Trophy").click())
-    assert page.page.input_value("#text").startswith("The trophy") and requested["tokens"]["query"][:2] == ["The", "trophy"]
+    visit.request_sent_by(lambda: visit.page.fill("#length", "4"))
+    assert visit.page.locator("[inert]").count() == 0 and visit.page.locator("#problem").is_hidden()
+    assert visit.page.locator("#code").is_hidden() and visit.page.inner_text("#taken") == ""
 
 
-def test_fields_of_lengths_and_offsets_have_hints(visit: Visitor) -> None:
-    page = visit()
+def test_a_click_on_an_example_sends_it(begin_visit: BeginVisit) -> None:
+    visit = begin_visit()
+    requested = visit.request_sent_by(lambda: visit.page.get_by_role("button", name="Trophy").click())
+    assert visit.page.input_value("#text").startswith("The trophy") and requested["tokens"]["query"][:2] == ["The", "trophy"]
+
+
+def test_fields_of_lengths_and_offsets_have_hints(begin_visit: BeginVisit) -> None:
+    visit = begin_visit()
     for field, meaning in (("#length", "padding"), ("#offset", "Where the first query stands among the keys")):
-        described = page.page.locator(field).get_attribute("aria-describedby")
-        assert described and meaning in " ".join(page.page.inner_text(f"#{name}") for name in described.split())
+        described = visit.page.locator(field).get_attribute("aria-describedby")
+        assert described and meaning in " ".join(visit.page.inner_text(f"#{name}") for name in described.split())
 
 
-def test_the_address_restores_the_state(visit: Visitor, layers: None) -> None:
+def test_the_address_restores_the_state(begin_visit: BeginVisit, layers: None) -> None:
     """A link in another tab shows the same, as does a reload; it has only what differs from the page's first state."""
-    page = visit("wide")
-    assert page.page.url.endswith("/#layer=wide")
-    page.request_sent_by(lambda: page.page.fill("#text", "a dog & a bird"))
-    page.request_sent_by(lambda: page.page.check("#causal"))
-    page.page.click("#block")
-    page.request_sent_by(lambda: Grid(page, 5, 5).click(4, 1))
-    page.page.locator("#heads [data-head='3']").click()
-    page.page.locator("#heads input").nth(7).uncheck()
-    page.page.select_option("#scale", "row")
-    side(page, "q").nth(2).click()
-    page.page.click("[data-copy=link]")
-    link = page.page.input_value("#code")
+    visit = begin_visit("wide")
+    assert visit.page.url.endswith("/#layer=wide")
+    visit.request_sent_by(lambda: visit.page.fill("#text", "a dog & a bird"))
+    visit.request_sent_by(lambda: visit.page.check("#causal"))
+    visit.page.click("#block")
+    visit.request_sent_by(lambda: Grid(visit, 5, 5).click(4, 1))
+    visit.page.locator("#heads [data-head='3']").click()
+    visit.page.locator("#heads input").nth(7).uncheck()
+    visit.page.select_option("#scale", "row")
+    side(visit, "q").nth(2).click()
+    visit.page.click("[data-copy=link]")
+    link = visit.page.input_value("#code")
 
-    other = visit()
+    other = begin_visit()
     requested = other.request_sent_by(lambda: other.page.goto(link))
     for _ in range(2):
         assert requested["layer"] == "wide" and requested["causal"] is True and requested["block_mask"][4][1] == 1
@@ -189,66 +189,66 @@ def test_the_address_restores_the_state(visit: Visitor, layers: None) -> None:
         requested = other.request_sent_by(lambda: other.page.reload())
 
 
-def test_the_address_restores_a_pasted_request_and_its_masks(visit: Visitor) -> None:
+def test_the_address_restores_a_pasted_request_and_its_masks(begin_visit: BeginVisit) -> None:
     """Masks that the controls cannot show stay unchanged in the request; one that the user cleared stays cleared."""
     body = {"query": np.eye(4, 64).reshape(2, 2, 64).tolist(), "valid_lens": [1, 2], "causal": True, "window": {"left": 1, "right": 0}}
-    page = visit()
-    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
-    page.request_sent_by(lambda: page.page.fill("#request", json.dumps(body)))
-    page.request_sent_by(lambda: page.page.uncheck("#causal"))
-    page.page.select_option("#item", "1")
-    page.page.uncheck("#heads input[aria-label='Head 1 on']")
-    requested = page.request_sent_by(lambda: page.page.reload())
+    visit = begin_visit()
+    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
+    visit.request_sent_by(lambda: visit.page.fill("#request", json.dumps(body)))
+    visit.request_sent_by(lambda: visit.page.uncheck("#causal"))
+    visit.page.select_option("#item", "1")
+    visit.page.uncheck("#heads input[aria-label='Head 1 on']")
+    requested = visit.request_sent_by(lambda: visit.page.reload())
     assert requested["valid_lens"] == [1, 2] and requested["window"] == {"left": 1, "right": 0} and "causal" not in requested
-    assert page.page.input_value("#item") == "1" and page.page.inner_text("#matrix-title") == "Mean of 7 heads"
-    page.request_sent_by(lambda: page.page.goto(page.url + "/#layer=default"))
-    assert side(page, "q").all_inner_texts() == WORDS and page.page.is_enabled("#length")
+    assert visit.page.input_value("#item") == "1" and visit.page.inner_text("#matrix-title") == "Mean of 7 heads"
+    visit.request_sent_by(lambda: visit.page.goto(visit.url + "/#layer=default"))
+    assert side(visit, "q").all_inner_texts() == WORDS and visit.page.is_enabled("#length")
 
 
-def test_an_invalid_address_is_ignored(visit: Visitor) -> None:
-    page = visit()
-    page.request_sent_by(lambda: page.page.goto(page.url + "/#head=99&off=x&cell=7,a&blocked=1,b&item=5&layer=default&more=1"))
-    assert page.page.inner_text("#matrix-title") == "Mean of 8 heads" and page.page.url.endswith("/#layer=default")
+def test_an_invalid_address_is_ignored(begin_visit: BeginVisit) -> None:
+    visit = begin_visit()
+    visit.request_sent_by(lambda: visit.page.goto(visit.url + "/#head=99&off=x&cell=7,a&blocked=1,b&item=5&layer=default&more=1"))
+    assert visit.page.inner_text("#matrix-title") == "Mean of 8 heads" and visit.page.url.endswith("/#layer=default")
 
 
 def test_a_server_that_does_not_answer_is_reported(browser: Any, start: Callable[..., Server]) -> None:
     server = start()
-    page = Visit(browser.new_page(), server.url).begin()
+    visit = Visit(browser.new_page(), server.url).begin()
     server.stop()
-    page.page.click("#go")
-    page.page.locator("#problem").wait_for()
-    assert "does not answer" in page.page.inner_text("#problem")
+    visit.page.click("#go")
+    visit.page.locator("#problem").wait_for()
+    assert "does not answer" in visit.page.inner_text("#problem")
 
 
-def test_words_are_not_interpreted_as_html(visit: Visitor) -> None:
+def test_words_are_not_interpreted_as_html(begin_visit: BeginVisit) -> None:
     """In labels, tooltip, words, announcements, errors, names of layers, clipboard."""
-    page = visit()
-    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
+    visit = begin_visit()
+    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
     tokens = {"query": [HOSTILE, "<script>alert(2)</script>"]}
     body = {"query": np.eye(2, 64).tolist(), "tokens": tokens}
-    page.request_sent_by(lambda: page.page.fill("#request", json.dumps(body)))
-    assert side(page, "q").all_inner_texts() == tokens["query"]
-    Grid(page, 2, 2).hover(0, 1)
-    assert tip(page)[1] == f"{HOSTILE} → {tokens['query'][1]}"
-    side(page, "q").first.click()
-    assert HOSTILE in page.page.inner_text("#live")
-    page.refusal(lambda: page.page.fill("#request", json.dumps({**body, HOSTILE: 1})))
-    assert HOSTILE in page.page.inner_text("#request-error")
-    assert page.page.locator("img").count() == 0 and page.page.locator("main script").count() == 0
+    visit.request_sent_by(lambda: visit.page.fill("#request", json.dumps(body)))
+    assert side(visit, "q").all_inner_texts() == tokens["query"]
+    Grid(visit, 2, 2).hover(0, 1)
+    assert tip(visit)[1] == f"{HOSTILE} → {tokens['query'][1]}"
+    side(visit, "q").first.click()
+    assert HOSTILE in visit.page.inner_text("#live")
+    visit.refusal(lambda: visit.page.fill("#request", json.dumps({**body, HOSTILE: 1})))
+    assert HOSTILE in visit.page.inner_text("#request-error")
+    assert visit.page.locator("img").count() == 0 and visit.page.locator("main script").count() == 0
 
 
-def test_copied_code_reproduces_the_shown_numbers(browser: Any, visit: Visitor, http: httpx.Client) -> None:
+def test_copied_code_reproduces_the_shown_numbers(browser: Any, begin_visit: BeginVisit, http: httpx.Client) -> None:
     """The curl command in a shell, the program in an interpreter and the posted body give the same weights."""
-    page = visit(permissions=["clipboard-read", "clipboard-write"])
-    page.page.evaluate("document.getElementById('special').checked = true")  # hidden without special tokens
-    page.request_sent_by(lambda: page.page.fill("#text", "it's the cat's \"mat\" $HOME `x` \\n"))
-    requested = page.request_sent_by(lambda: page.page.check("#causal"))
+    visit = begin_visit(permissions=["clipboard-read", "clipboard-write"])
+    visit.page.evaluate("document.getElementById('special').checked = true")  # hidden without special tokens
+    visit.request_sent_by(lambda: visit.page.fill("#text", "it's the cat's \"mat\" $HOME `x` \\n"))
+    requested = visit.request_sent_by(lambda: visit.page.check("#causal"))
     copied = {}
     for kind in ("json", "curl", "python"):
-        page.page.click(f"[data-copy={kind}]")
-        page.page.locator("#taken", has_text="Copied").wait_for()
-        copied[kind] = page.page.evaluate("navigator.clipboard.readText()")
-        assert copied[kind] == page.page.input_value("#code")
+        visit.page.click(f"[data-copy={kind}]")
+        visit.page.locator("#taken", has_text="Copied").wait_for()
+        copied[kind] = visit.page.evaluate("navigator.clipboard.readText()")
+        assert copied[kind] == visit.page.input_value("#code")
     weights = weights_of(http, requested)
 
     assert len(copied["curl"]) < 600 and len(copied["python"]) < 600
@@ -267,110 +267,110 @@ def test_copied_code_reproduces_the_shown_numbers(browser: Any, visit: Visitor, 
     [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!doctype html>")],
 )
 @pytest.mark.parametrize("kind", ["heads", "shown"])
-def test_pictures_are_downloaded_in_each_format(visit: Visitor, file_format: str, start: bytes, kind: str) -> None:
-    page = visit()
-    page.page.locator("#heads [data-head='2']").click()
-    page.page.select_option("#kind", kind)
-    with page.page.expect_download() as caught, page.page.expect_request("**/attend/figure") as request:
-        page.page.click(f"[data-figure={file_format}]")
+def test_pictures_are_downloaded_in_each_format(begin_visit: BeginVisit, file_format: str, start: bytes, kind: str) -> None:
+    visit = begin_visit()
+    visit.page.locator("#heads [data-head='2']").click()
+    visit.page.select_option("#kind", kind)
+    with visit.page.expect_download() as caught, visit.page.expect_request("**/attend/figure") as request:
+        visit.page.click(f"[data-figure={file_format}]")
     assert caught.value.suggested_filename == f"attention-{'head' if kind == 'shown' else 'heads'}.{file_format}"
     assert caught.value.path().read_bytes()[: len(start)].lower() == start.lower()
     assert request.value.post_data_json["figure"]["heads"] == ([2] if kind == "shown" else list(range(8)))
 
 
-def test_the_refusal_of_a_picture_is_shown_beside_its_button(visit: Visitor) -> None:
+def test_the_refusal_of_a_picture_is_shown_beside_its_button(begin_visit: BeginVisit) -> None:
     """For example, of a layer that was removed meanwhile."""
-    page = visit()
-    page.page.route("**/attend/figure", lambda route: route.continue_(post_data=route.request.post_data.replace('"default"', '"gone"', 1)))
-    page.refusal(lambda: page.page.click("[data-figure=svg]"), "**/attend/figure")
-    page.page.locator("#take-error", has_text="Expected a loaded layer").wait_for()
-    assert page.page.inner_text("#taken") == ""
+    visit = begin_visit()
+    visit.page.route("**/attend/figure", lambda route: route.continue_(post_data=route.request.post_data.replace('"default"', '"gone"', 1)))
+    visit.refusal(lambda: visit.page.click("[data-figure=svg]"), "**/attend/figure")
+    visit.page.locator("#take-error", has_text="Expected a loaded layer").wait_for()
+    assert visit.page.inner_text("#taken") == ""
 
 
-def test_the_page_is_operable_by_keyboard(visit: Visitor, http: httpx.Client) -> None:
+def test_the_page_is_operable_by_keyboard(begin_visit: BeginVisit, http: httpx.Client) -> None:
     """The cursor of the heat map announces its cell; letters lock a row or column and block a cell; words announce their links."""
-    page = visit()
-    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go"))).mean(0)
-    keyboard, live = page.page.keyboard, page.page.locator("#live")
-    page.page.locator("#smaller").focus()
+    visit = begin_visit()
+    weights = weights_of(http, visit.request_sent_by(lambda: visit.page.click("#go"))).mean(0)
+    keyboard, live = visit.page.keyboard, visit.page.locator("#live")
+    visit.page.locator("#smaller").focus()
     keyboard.press("Tab")
     keyboard.press("Tab")
-    assert page.page.evaluate("document.activeElement.id") == "matrix"
+    assert visit.page.evaluate("document.activeElement.id") == "matrix"
     for key in ("ArrowDown", "ArrowDown", "ArrowRight"):
         keyboard.press(key)
     assert live.inner_text() == f"Mean of 8 heads: sat to cat, {weights[2, 1]:.4f}"
     keyboard.press("r")
-    assert "Locked: sat attends to" in live.inner_text() and side(page, "q").nth(2).get_attribute("aria-pressed") == "true"
+    assert "Locked: sat attends to" in live.inner_text() and side(visit, "q").nth(2).get_attribute("aria-pressed") == "true"
     keyboard.press("c")
-    assert side(page, "k").nth(1).get_attribute("aria-pressed") == "true"
+    assert side(visit, "k").nth(1).get_attribute("aria-pressed") == "true"
     keyboard.press("Escape")
-    assert page.page.locator("#words [aria-pressed=true]").count() == 0
-    requested = page.request_sent_by(lambda: keyboard.press("b"))
+    assert visit.page.locator("#words [aria-pressed=true]").count() == 0
+    requested = visit.request_sent_by(lambda: keyboard.press("b"))
     assert requested["block_mask"][2][1] == 1
     keyboard.press("End")
     keyboard.press("PageDown")
     assert live.inner_text().startswith("Mean of 8 heads: tired to tired")
 
-    side(page, "q").first.focus()
+    side(visit, "q").first.focus()
     keyboard.press("Tab")
     strongest = WORDS[int(weights[1].argmax())]
     assert live.inner_text().startswith(f"cat attends to {strongest} {weights[1].max():.2f}")
     keyboard.press("Enter")
-    assert side(page, "q").nth(1).get_attribute("aria-pressed") == "true"
-    page.page.locator("#heads [data-head='4']").focus()
+    assert side(visit, "q").nth(1).get_attribute("aria-pressed") == "true"
+    visit.page.locator("#heads [data-head='4']").focus()
     keyboard.press("Enter")
-    assert page.page.inner_text("#matrix-title") == "Head 4"
+    assert visit.page.inner_text("#matrix-title") == "Head 4"
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)])
 @pytest.mark.parametrize("state", ["shown", "refused"])
-def test_axe_finds_no_accessibility_violations(visit: Visitor, layers: None, scheme: str, width: int, state: str) -> None:
+def test_axe_finds_no_accessibility_violations(begin_visit: BeginVisit, layers: None, scheme: str, width: int, state: str) -> None:
     """In both colours, on a wide and a narrow screen, with all sections open, and with a refusal."""
     from axe_playwright_python.sync_playwright import Axe
 
-    page = visit("tiny-2", color_scheme=scheme, viewport={"width": width, "height": 844})
-    assert page.page.get_attribute("html", "data-theme") == scheme
-    page.page.uncheck("#heads input[aria-label='Head 1 on']")
-    page.page.locator("#heads [data-head='0']").click()
-    page.request_sent_by(lambda: page.page.check("#cross"))
-    Grid(page, 10, 7).click(1, 2)
-    page.page.locator("#steps li", has_text="Softmax").wait_for()
-    for summary in page.page.locator("summary").all():
+    visit = begin_visit("tiny-2", color_scheme=scheme, viewport={"width": width, "height": 844})
+    assert visit.page.get_attribute("html", "data-theme") == scheme
+    visit.page.uncheck("#heads input[aria-label='Head 1 on']")
+    visit.page.locator("#heads [data-head='0']").click()
+    visit.request_sent_by(lambda: visit.page.check("#cross"))
+    Grid(visit, 10, 7).click(1, 2)
+    visit.page.locator("#steps li", has_text="Softmax").wait_for()
+    for summary in visit.page.locator("summary").all():
         if summary.is_visible():
             summary.click()
-    page.page.locator("#change tbody tr").first.wait_for()
-    page.page.locator("#model canvas[width='100']").nth(2).wait_for()
-    page.page.click("[data-copy=curl]")
+    visit.page.locator("#change tbody tr").first.wait_for()
+    visit.page.locator("#model canvas[width='100']").nth(2).wait_for()
+    visit.page.click("[data-copy=curl]")
     if state == "refused":
-        page.refusal(lambda: page.page.fill("#length", "99"))
-    found = Axe().run(page.page).response["violations"]
+        visit.refusal(lambda: visit.page.fill("#length", "99"))
+    found = Axe().run(visit.page).response["violations"]
     assert [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found] == []
 
 
-def test_the_chosen_colours_are_kept_after_a_reload(visit: Visitor) -> None:
-    page = visit()
-    page.page.select_option("#theme", "dark")
-    assert page.page.evaluate("getComputedStyle(document.body).colorScheme") == "dark"
-    page.page.reload()
-    page.page.locator("#result[aria-busy=false] #heads button").first.wait_for()
-    assert page.page.get_attribute("html", "data-theme") == "dark"
+def test_the_chosen_colours_are_kept_after_a_reload(begin_visit: BeginVisit) -> None:
+    visit = begin_visit()
+    visit.page.select_option("#theme", "dark")
+    assert visit.page.evaluate("getComputedStyle(document.body).colorScheme") == "dark"
+    visit.page.reload()
+    visit.page.locator("#result[aria-busy=false] #heads button").first.wait_for()
+    assert visit.page.get_attribute("html", "data-theme") == "dark"
 
 
-def test_the_page_fits_a_phone(visit: Visitor) -> None:
+def test_the_page_fits_a_phone(begin_visit: BeginVisit) -> None:
     """Nothing is wider than the screen; a tap shows a number and locks a word."""
-    page = visit(viewport={"width": 390, "height": 844}, device_scale_factor=2, is_mobile=True, has_touch=True)
-    assert page.page.evaluate("document.documentElement.scrollWidth") == 390
-    matrix = page.page.locator("#matrix canvas")
+    visit = begin_visit(viewport={"width": 390, "height": 844}, device_scale_factor=2, is_mobile=True, has_touch=True)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
+    matrix = visit.page.locator("#matrix canvas")
     matrix.scroll_into_view_if_needed()
     box = matrix.bounding_box()
-    page.page.touchscreen.tap(box["x"] + box["width"] - 5, box["y"] + box["height"] - 5)
-    assert tip(page)[1] == "tired → tired"
-    side(page, "q").nth(2).tap()
-    assert any(numbers_beside(page, "k"))
-    page.page.locator("#heads [data-head='1']").tap()
-    assert page.page.inner_text("#matrix-title") == "Head 1"
+    visit.page.touchscreen.tap(box["x"] + box["width"] - 5, box["y"] + box["height"] - 5)
+    assert tip(visit)[1] == "tired → tired"
+    side(visit, "q").nth(2).tap()
+    assert any(numbers_beside(visit, "k"))
+    visit.page.locator("#heads [data-head='1']").tap()
+    assert visit.page.inner_text("#matrix-title") == "Head 1"
 
-    table = page.page.locator("#numbers .wide")
-    assert "cut" in (table.get_attribute("class") or "") and page.page.locator("#numbers .more").is_visible()
+    table = visit.page.locator("#numbers .wide")
+    assert "cut" in (table.get_attribute("class") or "") and visit.page.locator("#numbers .more").is_visible()
     table.evaluate("element => element.scrollTo(1e6, 0)")
-    page.page.locator("#numbers .more").wait_for(state="hidden")
+    visit.page.locator("#numbers .more").wait_for(state="hidden")

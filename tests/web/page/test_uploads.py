@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.browser import Visit
 from support.model_cases import MODELS, write_folder
-from support.page import Visitor
+from support.page import BeginVisit
 
 from service.checkpoints.model import describe
 from service.client import Client
@@ -63,25 +63,25 @@ def write_model(folder: Path, config: dict[str, object], shapes: dict[str, tuple
 @pytest.mark.parametrize("way", ["chosen", "dropped"])
 @pytest.mark.parametrize(("write", "of_attention"), [(bert, "attention"), (llama, "self_attn")])
 def test_the_attention_layers_of_a_models_folder_are_added(
-    visit: Visitor, http: httpx.Client, tmp_path: Path, way: str, write: Callable[[Path], Path], of_attention: str
+    begin_visit: BeginVisit, http: httpx.Client, tmp_path: Path, way: str, write: Callable[[Path], Path], of_attention: str
 ) -> None:
     """All layers are read as the service reads them from the folder itself, and shown as one model. Only attention tensors are sent."""
     model = f"{write.__name__}-{way}"
     folder = write(tmp_path / model.replace("-", " "))
-    page = visit()
-    page.page.evaluate(RECORD)
+    visit = begin_visit()
+    visit.page.evaluate(RECORD)
     if way == "chosen":
-        page.page.set_input_files("#folder", folder)
+        visit.page.set_input_files("#folder", folder)
     else:
-        drop(page, folder)
-    page.page.locator("#upload-parts").wait_for()
-    assert page.page.input_value("#upload-name") == model
-    requested = page.request_sent_by(lambda: page.page.click("#upload-parts .main"))
-    assert requested["layer"] == f"{model}-0" and page.page.inner_text("#upload-status") == f"Added {model}-0 to {model}-1"
-    assert page.page.locator("#model li").all_text_contents() == [f"{model}-0", f"{model}-1"]
+        drop(visit, folder)
+    visit.page.locator("#upload-parts").wait_for()
+    assert visit.page.input_value("#upload-name") == model
+    requested = visit.request_sent_by(lambda: visit.page.click("#upload-parts .main"))
+    assert requested["layer"] == f"{model}-0" and visit.page.inner_text("#upload-status") == f"Added {model}-0 to {model}-1"
+    assert visit.page.locator("#model li").all_text_contents() == [f"{model}-0", f"{model}-1"]
     every = load_file(folder / "model.safetensors")
     sent = [[name for name in every if f".{number}.{of_attention}." in name] for number in range(2)]
-    assert [sorted(names) for names in page.page.evaluate(NAMES)] == [sorted(names) for names in sent]
+    assert [sorted(names) for names in visit.page.evaluate(NAMES)] == [sorted(names) for names in sent]
     with Client(str(http.base_url)) as client:
         for number in range(2):
             assert client.put_layer_from("other", folder, layer=number).fingerprint == client.layer(f"{model}-{number}").fingerprint
@@ -107,46 +107,46 @@ def test_the_page_sends_every_tensor_that_any_model_needs() -> None:
     assert needed > 500
 
 
-def test_one_layer_of_a_model_with_stages_is_added(visit: Visitor, http: httpx.Client, tmp_path: Path) -> None:
+def test_one_layer_of_a_model_with_stages_is_added(begin_visit: BeginVisit, http: httpx.Client, tmp_path: Path) -> None:
     """Its names have the number of the stage, and of the block in the stage."""
     number = write_folder(tmp_path, "swin", 1)
-    page = visit()
-    drop(page, tmp_path)
-    page.page.locator("#upload-parts").wait_for()
-    assert page.page.locator("#upload-layers option").count() == 1 + sum(MODELS["swin"]["config"]["depths"])
-    page.page.fill("#upload-name", "staged")
-    page.page.select_option("#upload-layers", str(number))
-    page.page.click("#upload-parts .main")
-    page.page.locator("#upload-status", has_text=f"Added staged-{number}").wait_for()
+    visit = begin_visit()
+    drop(visit, tmp_path)
+    visit.page.locator("#upload-parts").wait_for()
+    assert visit.page.locator("#upload-layers option").count() == 1 + sum(MODELS["swin"]["config"]["depths"])
+    visit.page.fill("#upload-name", "staged")
+    visit.page.select_option("#upload-layers", str(number))
+    visit.page.click("#upload-parts .main")
+    visit.page.locator("#upload-status", has_text=f"Added staged-{number}").wait_for()
     with Client(str(http.base_url)) as client:
         assert client.put_layer_from("other", tmp_path, layer=number).fingerprint == client.layer(f"staged-{number}").fingerprint
         client.delete_layer("other")
         client.delete_layer(f"staged-{number}")
 
 
-def drop(page: Visit, path: Path) -> None:
+def drop(visit: Visit, path: Path) -> None:
     """Drops a file or folder on the page, as a file manager does."""
-    session = page.page.context.new_cdp_session(page.page)
+    session = visit.page.context.new_cdp_session(visit.page)
     data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
     for kind in ("dragEnter", "dragOver", "drop"):
         session.send("Input.dispatchDragEvent", {"type": kind, "x": 200, "y": 200, "data": data})
 
 
-def test_a_layer_file_is_added_or_refused(visit: Visitor, http: httpx.Client, tmp_path: Path) -> None:
+def test_a_layer_file_is_added_or_refused(begin_visit: BeginVisit, http: httpx.Client, tmp_path: Path) -> None:
     """What is missing is given in the form; what is no safetensors file is refused by name."""
     file = bert(tmp_path / "bert") / "model.safetensors"
-    page = visit()
-    drop(page, file)
-    page.page.locator("#upload-parts").wait_for()
-    page.page.fill("#upload-name", "dropped")
-    page.refusal(lambda: page.page.click("#upload-parts .main"), "**/layers/dropped")
-    page.page.locator("#upload-error", has_text="Expected").wait_for()
-    page.page.fill("#upload-prefix", "encoder.layer.1")
-    page.page.fill("#upload-spec", '{"num_heads": 2}')
-    assert page.request_sent_by(lambda: page.page.click("#upload-parts .main"))["layer"] == "dropped"
-    assert page.page.locator("#upload-error").inner_text() == ""
+    visit = begin_visit()
+    drop(visit, file)
+    visit.page.locator("#upload-parts").wait_for()
+    visit.page.fill("#upload-name", "dropped")
+    visit.refusal(lambda: visit.page.click("#upload-parts .main"), "**/layers/dropped")
+    visit.page.locator("#upload-error", has_text="Expected").wait_for()
+    visit.page.fill("#upload-prefix", "encoder.layer.1")
+    visit.page.fill("#upload-spec", '{"num_heads": 2}')
+    assert visit.request_sent_by(lambda: visit.page.click("#upload-parts .main"))["layer"] == "dropped"
+    assert visit.page.locator("#upload-error").inner_text() == ""
     http.delete("/layers/dropped")
 
     (tmp_path / "bert" / "notes.txt").write_text("no tensors")
-    page.page.set_input_files("#file", tmp_path / "bert" / "notes.txt")
-    page.page.locator("#upload-error", has_text="got notes.txt").wait_for()
+    visit.page.set_input_files("#file", tmp_path / "bert" / "notes.txt")
+    visit.page.locator("#upload-error", has_text="got notes.txt").wait_for()

@@ -7,110 +7,110 @@ import httpx
 import numpy as np
 import pytest
 from support.browser import Visit
-from support.page import WORDS, Grid, Visitor, numbers_beside, side, tip, weights_of
+from support.page import WORDS, BeginVisit, Grid, numbers_beside, side, tip, weights_of
 
 from service.wire.schemas.attend import is_special
 
 pytestmark = pytest.mark.browser
 
 
-def test_the_shown_weights_are_those_of_the_service(visit: Visitor, http: httpx.Client) -> None:
+def test_the_shown_weights_are_those_of_the_service(begin_visit: BeginVisit, http: httpx.Client) -> None:
     """Summary, words, and the strongest cell of every thumbnail, compared with the reply to the body that the page sent."""
-    page = visit()
-    requested = page.request_sent_by(lambda: page.page.fill("#text", "a dog saw one bird"))
+    visit = begin_visit()
+    requested = visit.request_sent_by(lambda: visit.page.fill("#text", "a dog saw one bird"))
     weights = weights_of(http, requested)
 
     assert requested["tokens"] == {"query": ["a", "dog", "saw", "one", "bird"]}
-    assert "8 heads, 5 queries \N{MULTIPLICATION SIGN} 5 keys" in page.page.inner_text("#summary")
-    assert "means nothing" in page.page.inner_text("#note")
-    assert side(page, "q").all_inner_texts() == side(page, "k").all_inner_texts() == requested["tokens"]["query"]
+    assert "8 heads, 5 queries \N{MULTIPLICATION SIGN} 5 keys" in visit.page.inner_text("#summary")
+    assert "means nothing" in visit.page.inner_text("#note")
+    assert side(visit, "q").all_inner_texts() == side(visit, "k").all_inner_texts() == requested["tokens"]["query"]
     darkness = """canvas => { const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
         return Array.from({ length: data.length / 4 }, (_, i) => 765 - data[4 * i] - data[4 * i + 1] - data[4 * i + 2]); }"""
-    pictures = [np.array(canvas.evaluate(darkness)) for canvas in page.page.locator("#heads canvas").all()]
+    pictures = [np.array(canvas.evaluate(darkness)) for canvas in visit.page.locator("#heads canvas").all()]
     assert len(pictures) == 9
     for picture, square in zip(pictures, [weights.mean(0), *weights], strict=True):
         assert picture.argmax() == square.argmax()
 
 
-def test_pointing_at_a_cell_of_an_enlarged_head_shows_its_number(visit: Visitor, http: httpx.Client) -> None:
-    page = visit()
-    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go")))
-    grid = Grid(page, 10, 10)
+def test_pointing_at_a_cell_of_an_enlarged_head_shows_its_number(begin_visit: BeginVisit, http: httpx.Client) -> None:
+    visit = begin_visit()
+    weights = weights_of(http, visit.request_sent_by(lambda: visit.page.click("#go")))
+    grid = Grid(visit, 10, 10)
     for name, square in (("mean", weights.mean(0)), ("3", weights[3])):
-        page.page.locator(f"#heads [data-head='{name}']").click()
+        visit.page.locator(f"#heads [data-head='{name}']").click()
         for q, k in ((8, 7), (0, 0), (2, 9)):
             grid.hover(q, k)
-            number, words = tip(page)
+            number, words = tip(visit)
             assert words == f"{WORDS[q]} → {WORDS[k]}" and number == pytest.approx(square[q, k], abs=6e-5)
-    assert page.page.inner_text("#matrix-title") == "Head 3"
-    assert page.page.locator("#heads [aria-pressed=true]").inner_text() == "Head 3"
+    assert visit.page.inner_text("#matrix-title") == "Head 3"
+    assert visit.page.locator("#heads [aria-pressed=true]").inner_text() == "Head 3"
 
 
-def test_pointing_at_a_word_isolates_its_row_or_column_and_a_click_locks_it(visit: Visitor, http: httpx.Client) -> None:
+def test_pointing_at_a_word_isolates_its_row_or_column_and_a_click_locks_it(begin_visit: BeginVisit, http: httpx.Client) -> None:
     """From the words and from the heat map's labels; the lock stays when the pointer goes, and Escape ends it."""
-    page = visit()
-    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go")))[5]
-    page.page.locator("#heads [data-head='5']").click()
+    visit = begin_visit()
+    weights = weights_of(http, visit.request_sent_by(lambda: visit.page.click("#go")))[5]
+    visit.page.locator("#heads [data-head='5']").click()
 
-    side(page, "q").nth(8).hover()
-    assert numbers_beside(page, "k") == pytest.approx(np.where(weights[8] >= 0.005, weights[8], 0), abs=0.0051)
-    side(page, "k").nth(2).hover()
-    assert numbers_beside(page, "q") == pytest.approx(np.where(weights[:, 2] >= 0.005, weights[:, 2], 0), abs=0.0051)
-    page.page.mouse.move(5, 5)
-    assert not any(numbers_beside(page, "q") + numbers_beside(page, "k"))
+    side(visit, "q").nth(8).hover()
+    assert numbers_beside(visit, "k") == pytest.approx(np.where(weights[8] >= 0.005, weights[8], 0), abs=0.0051)
+    side(visit, "k").nth(2).hover()
+    assert numbers_beside(visit, "q") == pytest.approx(np.where(weights[:, 2] >= 0.005, weights[:, 2], 0), abs=0.0051)
+    visit.page.mouse.move(5, 5)
+    assert not any(numbers_beside(visit, "q") + numbers_beside(visit, "k"))
 
-    grid = Grid(page, 10, 10)
+    grid = Grid(visit, 10, 10)
     grid.hover(4, -0.9)  # the label of a row
-    assert numbers_beside(page, "k") == pytest.approx(np.where(weights[4] >= 0.005, weights[4], 0), abs=0.0051)
+    assert numbers_beside(visit, "k") == pytest.approx(np.where(weights[4] >= 0.005, weights[4], 0), abs=0.0051)
     grid.click(-0.7, 6)  # the label of a column
-    page.page.mouse.move(5, 5)
-    assert numbers_beside(page, "q") == pytest.approx(np.where(weights[:, 6] >= 0.005, weights[:, 6], 0), abs=0.0051)
-    assert side(page, "k").nth(6).get_attribute("aria-pressed") == "true"
-    page.page.keyboard.press("Escape")
-    assert not any(numbers_beside(page, "q"))
+    visit.page.mouse.move(5, 5)
+    assert numbers_beside(visit, "q") == pytest.approx(np.where(weights[:, 6] >= 0.005, weights[:, 6], 0), abs=0.0051)
+    assert side(visit, "k").nth(6).get_attribute("aria-pressed") == "true"
+    visit.page.keyboard.press("Escape")
+    assert not any(numbers_beside(visit, "q"))
 
-    side(page, "q").nth(1).click()
-    page.page.mouse.move(5, 5)
-    assert any(numbers_beside(page, "k")) and side(page, "q").nth(1).get_attribute("aria-pressed") == "true"
-    side(page, "q").nth(1).click()
-    page.page.mouse.move(5, 5)
-    assert not any(numbers_beside(page, "k"))
+    side(visit, "q").nth(1).click()
+    visit.page.mouse.move(5, 5)
+    assert any(numbers_beside(visit, "k")) and side(visit, "q").nth(1).get_attribute("aria-pressed") == "true"
+    side(visit, "q").nth(1).click()
+    visit.page.mouse.move(5, 5)
+    assert not any(numbers_beside(visit, "k"))
 
 
-def test_heads_can_be_left_out_of_the_mean(visit: Visitor, http: httpx.Client) -> None:
-    page = visit()
-    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go")))
-    grid = Grid(page, 10, 10)
+def test_heads_can_be_left_out_of_the_mean(begin_visit: BeginVisit, http: httpx.Client) -> None:
+    visit = begin_visit()
+    weights = weights_of(http, visit.request_sent_by(lambda: visit.page.click("#go")))
+    grid = Grid(visit, 10, 10)
     for head in (0, 1, 2, 3, 4, 6):
-        page.page.uncheck(f"#heads input[aria-label='Head {head} on']")
+        visit.page.uncheck(f"#heads input[aria-label='Head {head} on']")
     grid.hover(8, 1)
-    assert tip(page)[0] == pytest.approx(weights[[5, 7]].mean(0)[8, 1], abs=6e-5)
-    assert page.page.inner_text("#matrix-title") == "Mean of 2 heads"
-    page.page.click("[data-copy=json]")
-    assert json.loads(page.page.input_value("#code"))["select"] == {"heads": [5, 7]}
-    page.page.click("#all")
-    assert page.page.inner_text("#matrix-title") == "Mean of 8 heads"
+    assert tip(visit)[0] == pytest.approx(weights[[5, 7]].mean(0)[8, 1], abs=6e-5)
+    assert visit.page.inner_text("#matrix-title") == "Mean of 2 heads"
+    visit.page.click("[data-copy=json]")
+    assert json.loads(visit.page.input_value("#code"))["select"] == {"heads": [5, 7]}
+    visit.page.click("#all")
+    assert visit.page.inner_text("#matrix-title") == "Mean of 8 heads"
 
 
-def test_switching_off_a_head_shows_the_change_of_the_output(visit: Visitor, http: httpx.Client) -> None:
+def test_switching_off_a_head_shows_the_change_of_the_output(begin_visit: BeginVisit, http: httpx.Client) -> None:
     """The length of the difference, computed here from two replies; copied code has the head off, too."""
-    page = visit()
-    requested = page.request_sent_by(lambda: page.page.click("#go"))
-    page.request_sent_by(lambda: page.page.uncheck("#heads input[aria-label='Head 2 on']"))
-    page.page.locator("#change tbody tr").nth(9).wait_for()
+    visit = begin_visit()
+    requested = visit.request_sent_by(lambda: visit.page.click("#go"))
+    visit.request_sent_by(lambda: visit.page.uncheck("#heads input[aria-label='Head 2 on']"))
+    visit.page.locator("#change tbody tr").nth(9).wait_for()
     body = {**requested, "outputs": ["output"], "reply": {"datatype": "FP64"}}
     whole, less = (
         np.array(http.post("/attend", json={**body, "head_scale": scale}).json()["output"]) for scale in ([1] * 8, [1, 1, 0, 1, 1, 1, 1, 1])
     )
     expected = 100 * np.linalg.norm(whole - less, axis=1) / np.linalg.norm(whole, axis=1)
-    rows = [line.locator("th, td").all_inner_texts() for line in page.page.locator("#change tbody tr").all()]
+    rows = [line.locator("th, td").all_inner_texts() for line in visit.page.locator("#change tbody tr").all()]
     assert [word for word, _ in rows] == WORDS
     assert [float(percent.split()[0]) for _, percent in rows] == pytest.approx(expected, abs=0.051)
-    assert f"without head 2: {expected.mean():.1f} %" in page.page.inner_text("#change [role=status]")
-    page.page.click("[data-copy=json]")
-    assert json.loads(page.page.input_value("#code"))["head_scale"] == [1, 1, 0, 1, 1, 1, 1, 1]
-    page.page.click("#all")
-    assert page.page.locator("#change").is_hidden()
+    assert f"without head 2: {expected.mean():.1f} %" in visit.page.inner_text("#change [role=status]")
+    visit.page.click("[data-copy=json]")
+    assert json.loads(visit.page.input_value("#code"))["head_scale"] == [1, 1, 0, 1, 1, 1, 1, 1]
+    visit.page.click("#all")
+    assert visit.page.locator("#change").is_hidden()
 
 
 def steps_of(visit: Visit) -> dict[str, str]:
@@ -126,63 +126,63 @@ def numbers_in(text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("layer", ["default", "grouped"])
-def test_a_locked_cell_shows_how_its_weight_is_computed(visit: Visitor, http: httpx.Client, layers: None, layer: str) -> None:
+def test_a_locked_cell_shows_how_its_weight_is_computed(begin_visit: BeginVisit, http: httpx.Client, layers: None, layer: str) -> None:
     """With the service's own projections and scores; `grouped` has fewer heads of keys, a soft cap and ALiBi."""
-    page = visit(layer)
-    requested = page.request_sent_by(lambda: page.page.click("#go"))
+    visit = begin_visit(layer)
+    requested = visit.request_sent_by(lambda: visit.page.click("#go"))
     outputs = ["query_projection", "key_projection", "scores", "attention_weights"]
     reply = http.post("/attend", json={**requested, "outputs": outputs, "reply": {"datatype": "FP64"}}).json()
     query, key, scores, weights = (np.array(reply[name]) for name in outputs)
-    page.page.locator("#heads [data-head='3']").click()
-    page.request_sent_by(lambda: Grid(page, 10, 10).click(8, 7))
-    steps = steps_of(page)
+    visit.page.locator("#heads [data-head='3']").click()
+    visit.request_sent_by(lambda: Grid(visit, 10, 10).click(8, 7))
+    steps = steps_of(visit)
 
     dot = query[3, 8] @ key[3 * len(key) // len(query), 7]
-    assert page.page.inner_text("#steps h2") == f"Step by step: {WORDS[8]} → {WORDS[7]}"
+    assert visit.page.inner_text("#steps h2") == f"Step by step: {WORDS[8]} → {WORDS[7]}"
     assert numbers_in(steps["Query · key"]) == pytest.approx([dot], rel=1e-3)
     assert numbers_in(steps["Scale"])[-1] == pytest.approx(dot / np.sqrt(query.shape[-1]), rel=1e-3)
     assert ("Soft cap" in steps and "Bias" in steps) == (layer == "grouped")
     assert numbers_in(steps["Mask"]) == pytest.approx([scores[3, 8, 7]], rel=1e-3)
     assert numbers_in(steps["Softmax"])[-1] == pytest.approx(weights[3, 8, 7], rel=1e-3)
-    page.page.locator("#steps summary").last.click()
-    rows = [line.locator("td").all_inner_texts() for line in page.page.locator("#steps tbody").last.locator("tr").all()]
+    visit.page.locator("#steps summary").last.click()
+    rows = [line.locator("td").all_inner_texts() for line in visit.page.locator("#steps tbody").last.locator("tr").all()]
     assert [row[0] for row in rows] == WORDS and [numbers_in(row[2])[0] for row in rows] == pytest.approx(weights[3, 8], rel=1e-3)
 
-    page.request_sent_by(lambda: page.page.check("#causal"))
-    Grid(page, 10, 10).click(2, 5)
-    page.page.locator("#steps li", has_text="A mask keeps").wait_for()
-    assert numbers_in(steps_of(page)["Softmax"])[-1] == 0
-    page.page.keyboard.press("Escape")
-    assert page.page.locator("#steps").is_hidden()
+    visit.request_sent_by(lambda: visit.page.check("#causal"))
+    Grid(visit, 10, 10).click(2, 5)
+    visit.page.locator("#steps li", has_text="A mask keeps").wait_for()
+    assert numbers_in(steps_of(visit)["Softmax"])[-1] == 0
+    visit.page.keyboard.press("Escape")
+    assert visit.page.locator("#steps").is_hidden()
 
 
-def test_a_cell_of_the_mean_links_to_its_heads(visit: Visitor, http: httpx.Client) -> None:
-    page = visit()
-    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go")))
-    Grid(page, 10, 10).click(1, 2)
-    assert numbers_in(steps_of(page)["Mean"])[1] == pytest.approx(weights[:, 1, 2].mean(), rel=1e-3)
-    page.page.get_by_role("button", name=f"Head 6: {float(f'{weights[6, 1, 2]:.4g}')}").click()
-    assert page.page.inner_text("#matrix-title") == "Head 6"
-    page.page.locator("#steps li", has_text="Softmax").wait_for()
+def test_a_cell_of_the_mean_links_to_its_heads(begin_visit: BeginVisit, http: httpx.Client) -> None:
+    visit = begin_visit()
+    weights = weights_of(http, visit.request_sent_by(lambda: visit.page.click("#go")))
+    Grid(visit, 10, 10).click(1, 2)
+    assert numbers_in(steps_of(visit)["Mean"])[1] == pytest.approx(weights[:, 1, 2].mean(), rel=1e-3)
+    visit.page.get_by_role("button", name=f"Head 6: {float(f'{weights[6, 1, 2]:.4g}')}").click()
+    assert visit.page.inner_text("#matrix-title") == "Head 6"
+    visit.page.locator("#steps li", has_text="Softmax").wait_for()
 
 
-def test_all_layers_of_a_model_are_shown_in_one_view(visit: Visitor, http: httpx.Client, layers: None) -> None:
+def test_all_layers_of_a_model_are_shown_in_one_view(begin_visit: BeginVisit, http: httpx.Client, layers: None) -> None:
     """Layers whose names differ in their last number; a click on a head opens it. `default` belongs to no model."""
-    page = visit()
-    assert page.page.locator("#model").is_hidden()
-    page.request_sent_by(lambda: page.page.select_option("#layer", "tiny-2"))
-    page.page.locator("#model summary").click()
-    page.page.locator("#model canvas[width='100']").nth(2).wait_for()
-    page.page.locator("#result[aria-busy=false]").wait_for()
-    assert page.page.locator("#model li").all_inner_texts() == ["tiny-0", "tiny-2", "tiny-10"]
-    assert page.page.locator("#model [aria-current=true]").inner_text() == "tiny-2"
+    visit = begin_visit()
+    assert visit.page.locator("#model").is_hidden()
+    visit.request_sent_by(lambda: visit.page.select_option("#layer", "tiny-2"))
+    visit.page.locator("#model summary").click()
+    visit.page.locator("#model canvas[width='100']").nth(2).wait_for()
+    visit.page.locator("#result[aria-busy=false]").wait_for()
+    assert visit.page.locator("#model li").all_inner_texts() == ["tiny-0", "tiny-2", "tiny-10"]
+    assert visit.page.locator("#model [aria-current=true]").inner_text() == "tiny-2"
 
-    picture = page.page.locator("#model canvas").nth(2)
-    requested = page.request_sent_by(lambda: picture.click(position={"x": picture.bounding_box()["width"] * 0.75, "y": 20}))
-    assert requested["layer"] == "tiny-10" and page.page.inner_text("#matrix-title") == "Head 1"
+    picture = visit.page.locator("#model canvas").nth(2)
+    requested = visit.request_sent_by(lambda: picture.click(position={"x": picture.bounding_box()["width"] * 0.75, "y": 20}))
+    assert requested["layer"] == "tiny-10" and visit.page.inner_text("#matrix-title") == "Head 1"
     darkness = """canvas => { const { data, width } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
         return [width, Array.from({ length: data.length / 4 }, (_, i) => 765 - data[4 * i] - data[4 * i + 1] - data[4 * i + 2])]; }"""
-    page.page.locator("#result[aria-busy=false]").wait_for()
+    visit.page.locator("#result[aria-busy=false]").wait_for()
     width, dark = picture.evaluate(darkness)
     heads = np.array(dark).reshape(-1, width)
     for square, tile in zip(weights_of(http, requested), (heads[:, :48], heads[:, 52:]), strict=True):
@@ -190,12 +190,12 @@ def test_all_layers_of_a_model_are_shown_in_one_view(visit: Visitor, http: httpx
         assert tile[int((q + 0.5) * 4.8), int((k + 0.5) * 4.8)] == tile.max()
 
 
-def test_the_table_has_the_statistics_of_the_service(visit: Visitor, http: httpx.Client) -> None:
+def test_the_table_has_the_statistics_of_the_service(begin_visit: BeginVisit, http: httpx.Client) -> None:
     """Entropy, confidence and the strongest link, computed here from the weights; a click on a row opens its head."""
-    page = visit()
-    weights = weights_of(http, page.request_sent_by(lambda: page.page.click("#go")))
-    rows = [line.locator("th, td").all_inner_texts() for line in page.page.locator("#numbers tbody tr").all()]
-    titles = page.page.locator("#numbers thead th").all_inner_texts()
+    visit = begin_visit()
+    weights = weights_of(http, visit.request_sent_by(lambda: visit.page.click("#go")))
+    rows = [line.locator("th, td").all_inner_texts() for line in visit.page.locator("#numbers tbody tr").all()]
+    titles = visit.page.locator("#numbers thead th").all_inner_texts()
     assert titles[:3] == ["Head", "Entropy", "Confidence"] and titles[-1] == "Strongest link"
     assert [row[0] for row in rows] == [str(head) for head in range(8)]
     entropy = -(weights * np.log(weights)).sum(-1).mean(-1)
@@ -204,87 +204,87 @@ def test_the_table_has_the_statistics_of_the_service(visit: Visitor, http: httpx
     for row, square in zip(rows, weights, strict=True):
         q, k = np.unravel_index(square.argmax(), square.shape)
         assert row[-1] == f"{WORDS[q]} → {WORDS[k]} {square.max():.2f}"
-    page.page.click("#numbers [aria-label='Head 6']")
-    assert page.page.inner_text("#matrix-title") == "Head 6" and page.page.inner_text("#numbers .shown button") == "6"
+    visit.page.click("#numbers [aria-label='Head 6']")
+    assert visit.page.inner_text("#matrix-title") == "Head 6" and visit.page.inner_text("#numbers .shown button") == "6"
 
 
-def test_undefined_statistics_are_explained(visit: Visitor) -> None:
+def test_undefined_statistics_are_explained(begin_visit: BeginVisit) -> None:
     """With dropout the weights are shown, and the reason in place of statistics."""
-    page = visit()
-    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
+    visit = begin_visit()
+    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
     body = {"query": np.eye(3, 64).tolist(), "dropout": {"p": 0.5, "seed": 1}}
-    page.request_sent_by(lambda: page.page.fill("#request", json.dumps(body)))
-    assert side(page, "q").count() == 3 and page.page.locator("#numbers tbody tr").count() == 0
-    assert "Expected no dropout" in page.page.inner_text("#numbers-error")
+    visit.request_sent_by(lambda: visit.page.fill("#request", json.dumps(body)))
+    assert side(visit, "q").count() == 3 and visit.page.locator("#numbers tbody tr").count() == 0
+    assert "Expected no dropout" in visit.page.inner_text("#numbers-error")
 
 
-def test_a_switch_hides_special_tokens(visit: Visitor, http: httpx.Client) -> None:
+def test_a_switch_hides_special_tokens(begin_visit: BeginVisit, http: httpx.Client) -> None:
     """In pictures, words and numbers. A cell blocked then is addressed by its place in the whole matrix."""
-    page = visit()
-    assert page.page.locator("#special").is_hidden()
-    page.request_sent_by(lambda: page.page.check("input[value=request]", force=True))
+    visit = begin_visit()
+    assert visit.page.locator("#special").is_hidden()
+    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
     body = {"query": np.eye(4, 64).tolist(), "tokens": {"query": ["[CLS]", "a", "b", "[SEP]"]}}
-    weights = weights_of(http, page.request_sent_by(lambda: page.page.fill("#request", json.dumps(body)))).mean(0)
-    assert side(page, "k").count() == 4
-    assert page.request_sent_by(lambda: page.page.check("#special"))["tokens"]["omit"] == "special"
-    assert side(page, "q").all_inner_texts() == side(page, "k").all_inner_texts() == ["a", "b"]
-    assert page.page.locator("#heads canvas").first.evaluate("canvas => [canvas.width, canvas.height]") == [2, 2]
-    grid = Grid(page, 2, 2)
+    weights = weights_of(http, visit.request_sent_by(lambda: visit.page.fill("#request", json.dumps(body)))).mean(0)
+    assert side(visit, "k").count() == 4
+    assert visit.request_sent_by(lambda: visit.page.check("#special"))["tokens"]["omit"] == "special"
+    assert side(visit, "q").all_inner_texts() == side(visit, "k").all_inner_texts() == ["a", "b"]
+    assert visit.page.locator("#heads canvas").first.evaluate("canvas => [canvas.width, canvas.height]") == [2, 2]
+    grid = Grid(visit, 2, 2)
     grid.hover(0, 1)
-    assert tip(page) == (pytest.approx(weights[1, 2], abs=6e-5), "a → b")
-    page.page.click("#block")
-    requested = page.request_sent_by(lambda: grid.click(0, 1))
+    assert tip(visit) == (pytest.approx(weights[1, 2], abs=6e-5), "a → b")
+    visit.page.click("#block")
+    requested = visit.request_sent_by(lambda: grid.click(0, 1))
     assert [(q, k) for q, row in enumerate(requested["block_mask"]) for k, one in enumerate(row) if one] == [(1, 2)]
 
 
-def test_the_page_and_the_service_agree_on_special_tokens(visit: Visitor) -> None:
+def test_the_page_and_the_service_agree_on_special_tokens(begin_visit: BeginVisit) -> None:
     """The page recognises them itself, to show the switch."""
     tokens = ["[CLS]", "[sep]", "[MASK]", "<s>", "</s>", "<unk>", "<pad>", "<|im_end|>", "<\uff5cend\uff5c>", "<start_of_turn>", "<", "cat"]
     known = "async (tokens) => { const { isSpecial } = await import('/page/request.js'); return tokens.map(isSpecial); }"
-    assert visit().page.evaluate(known, tokens) == [is_special(token) for token in tokens]
+    assert begin_visit().page.evaluate(known, tokens) == [is_special(token) for token in tokens]
 
 
-def test_the_strongest_link_is_not_clipped(visit: Visitor) -> None:
-    page = visit(viewport={"width": 1280, "height": 900})
-    page.page.locator("#numbers tbody tr").first.wait_for()
-    assert page.page.locator("#numbers .wide").evaluate("element => element.scrollWidth <= element.clientWidth")
-    assert page.page.evaluate("document.documentElement.scrollWidth") == 1280
+def test_the_strongest_link_is_not_clipped(begin_visit: BeginVisit) -> None:
+    visit = begin_visit(viewport={"width": 1280, "height": 900})
+    visit.page.locator("#numbers tbody tr").first.wait_for()
+    assert visit.page.locator("#numbers .wide").evaluate("element => element.scrollWidth <= element.clientWidth")
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 1280
 
 
-def test_512_by_512_weights_of_12_heads_are_shown(visit: Visitor, layers: None) -> None:
+def test_512_by_512_weights_of_12_heads_are_shown(begin_visit: BeginVisit, layers: None) -> None:
     """With all views of a short sentence. The milliseconds from reply to paint are printed (pytest -rP), not asserted."""
-    page = visit("wide")
+    visit = begin_visit("wide")
     words = [f"w{i}" for i in range(512)]
-    page.request_sent_by(lambda: page.page.fill("#text", " ".join(words)))
-    assert "12 heads, 512 queries \N{MULTIPLICATION SIGN} 512 keys" in page.page.inner_text("#summary")
-    assert side(page, "k").count() == 512
-    page.page.wait_for_function("performance.getEntriesByName('attend:paint').length >= 2")
-    paints = page.page.evaluate("performance.getEntriesByName('attend:paint').map((entry) => entry.duration)")
+    visit.request_sent_by(lambda: visit.page.fill("#text", " ".join(words)))
+    assert "12 heads, 512 queries \N{MULTIPLICATION SIGN} 512 keys" in visit.page.inner_text("#summary")
+    assert side(visit, "k").count() == 512
+    visit.page.wait_for_function("performance.getEntriesByName('attend:paint').length >= 2")
+    paints = visit.page.evaluate("performance.getEntriesByName('attend:paint').map((entry) => entry.duration)")
     print(f"painted {paints[-1]:.0f} ms after the reply")
-    page.page.locator("#heads [data-head='11']").click()
-    page.page.locator("#matrix").scroll_into_view_if_needed()
-    box = page.page.locator("#matrix canvas").bounding_box()
-    page.page.mouse.move(box["x"] + box["width"] - 1.5, box["y"] + box["height"] - 1.5)
-    assert tip(page)[1] == "w511 → w511"
+    visit.page.locator("#heads [data-head='11']").click()
+    visit.page.locator("#matrix").scroll_into_view_if_needed()
+    box = visit.page.locator("#matrix canvas").bounding_box()
+    visit.page.mouse.move(box["x"] + box["width"] - 1.5, box["y"] + box["height"] - 1.5)
+    assert tip(visit)[1] == "w511 → w511"
     for _ in range(4):
-        page.page.click("#larger")
-    page.page.locator("#matrix").scroll_into_view_if_needed()
-    page.page.locator("#matrix").evaluate("element => element.scrollTo(1e6, 1e6)")
-    box = page.page.locator("#matrix canvas").bounding_box()
-    page.page.mouse.move(box["x"] + box["width"] - 3, box["y"] + box["height"] - 3)
-    assert tip(page)[1] == "w511 → w511"
-    requested = page.request_sent_by(lambda: (page.page.locator("#matrix").focus(), page.page.keyboard.press("b")))
+        visit.page.click("#larger")
+    visit.page.locator("#matrix").scroll_into_view_if_needed()
+    visit.page.locator("#matrix").evaluate("element => element.scrollTo(1e6, 1e6)")
+    box = visit.page.locator("#matrix canvas").bounding_box()
+    visit.page.mouse.move(box["x"] + box["width"] - 3, box["y"] + box["height"] - 3)
+    assert tip(visit)[1] == "w511 → w511"
+    requested = visit.request_sent_by(lambda: (visit.page.locator("#matrix").focus(), visit.page.keyboard.press("b")))
     assert requested["block_mask"]["shape"] == [512, 512]
 
 
 def test_a_layer_of_negative_weights_has_numbers_of_its_heads_without_their_weights(
-    visit: Visitor, http: httpx.Client, layers: None
+    begin_visit: BeginVisit, http: httpx.Client, layers: None
 ) -> None:
     """The relative change of the output without each head, as the service has it for the request that the page sent."""
-    page = visit("negative")
-    with page.page.expect_response("**/attend/analysis") as caught:
-        page.request_sent_by(lambda: page.page.check("#causal"))
+    visit = begin_visit("negative")
+    with visit.page.expect_response("**/attend/analysis") as caught:
+        visit.request_sent_by(lambda: visit.page.check("#causal"))
     expected = caught.value.json()["metrics"]["zero_ablation"]["relative_change"]
-    table = page.page.locator("#numbers table")
+    table = visit.page.locator("#numbers table")
     assert table.locator("thead th").all_inner_texts() == ["Head", "Ablation"]
     assert [float(cell) for cell in table.locator("tbody td").all_inner_texts()] == pytest.approx(expected, abs=0.0051)
