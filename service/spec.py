@@ -171,6 +171,7 @@ class LayerSpec(BaseModel):
         return self
 
     def _check_heads(self) -> None:
+        """Refuse numbers and widths of heads that do not fit each other."""
         if self.num_heads % self.num_kv_heads:
             raise field_error("/num_kv_heads", f"a divisor of num_heads {self.num_heads}", str(self.num_kv_heads))
         if not self.scale:  # elsewhere 0 means the default; here it would make all weights equal
@@ -223,17 +224,19 @@ class LayerSpec(BaseModel):
             raise field_error("/d_model", "an even number, for the sines and cosines of relative_scores", str(self.d_model))
 
     def _check_differential(self) -> None:
+        """Refuse what differential attention is not defined with."""
         if self.head_dim % 2:
             raise field_error("/head_dim", "an even number, since differential attention halves it", str(self.head_dim))
         for name, absent in (("qk_norm", "null"), ("latent", "null"), ("relative_scores", "null"), ("sinks", "false")):
             if getattr(self, name):
                 raise field_error(f"/{name}", f"{absent}, since differential attention is not defined with it", "one")
         if self.normalizer != "softmax":
-            raise field_error("/normalizer", "softmax, of which differential attention is a difference", self.normalizer)
+            raise field_error("/normalizer", "softmax, since differential attention is the difference of two", self.normalizer)
         if self.grid_bias and self.grid_bias.kind == "decomposed":
             raise field_error("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
 
     def _require_widths(self, expected: Mapping[str, int], reason: str) -> None:
+        """Refuse the first of these fields that determines another width than the expected one."""
         for name, width in self._widths().items():
             if name in expected and width != expected[name]:
                 raise field_error(f"/{name}", f"{expected[name]}, {reason}", str(width))

@@ -14,7 +14,7 @@ from torch import Tensor
 from service.attention.masks import TENSORS, Masks
 
 FullyMasked = Literal["zero", "uniform", "error"]
-# Names of the outputs that a call may request, by what they are computed from; and `indexer_mask`, the keys that an indexer selects
+# Names of the outputs that a call may request, by what they are computed from. There is one more, `indexer_mask`.
 PROJECTED = frozenset({"query_projection", "key_projection", "value_projection", "latent", "rope_key"})
 SCORED = frozenset({"scores", "log_sum_exp", "attention_weights"})
 TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
@@ -39,7 +39,7 @@ class Call:
     value: Tensor  # [b, k, value_dim]
     masks: Masks
     scale: float
-    outputs: frozenset[str]
+    outputs: frozenset[str]  # of the names above
     softcap: float | None = None
     positions: Tensor | None = None  # float64 [b|1, q] or [b|1, q, axes], by which RoPE rotates queries; None: masks.positions
     key_positions: Tensor | None = None  # float64 [b|1, k] or [b|1, k, axes]; None: 0, 1, …

@@ -101,7 +101,7 @@ class CallFields(TypedDict, total=False):
 
 
 class AttendFields(CallFields, total=False):
-    """The fields of `attend`, which are also those of `figure`."""
+    """The fields of `attend`."""
 
     dropout: Dropout | None
     output_gradient: TensorLike | None

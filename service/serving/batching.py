@@ -21,7 +21,7 @@ from service.attention.masks import TENSORS
 from service.attention.operations import Operation
 from service.serving.cost import Cost
 from service.serving.layers.registry import LoadedLayer
-from service.serving.load import INTERNAL, Flow
+from service.serving.queueing import INTERNAL, Flow
 from service.serving.rounding import may_amplify_rounding
 
 MAX_STEPS = 64  # of sessions in one batch, on any device: they share the products with the layer's weights

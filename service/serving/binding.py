@@ -14,7 +14,7 @@ from service.serving.casting import finite_arrays, make_call, packed_attention, 
 from service.serving.cost import predict
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
-from service.serving.validation_cache import cache_key
+from service.serving.validation_cache import CachedValidation, cache_key
 from service.spec import LayerSpec
 from service.wire.codec import Decoded
 from service.wire.problems import describe_value, validate
@@ -48,7 +48,7 @@ def bind_attend(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> B
         return BoundCall(request, layer, call, cost, log_fields, operation=packed_attention(request, layer.spec))
     if key is not None:
         is_short = not in_parts and layer.attention.short is not None and layer.attention.short.suits(call)
-        layer.validated.keep(key, request, call, cost, in_parts, log_fields, is_short)
+        layer.validated.keep(key, CachedValidation(request, call, cost, in_parts, log_fields, is_short))
     return BoundCall(request, layer, call, cost, log_fields, in_parts)
 
 

@@ -1,6 +1,6 @@
 """Bounds the bytes and calls that one process accepts at once, over all protocols, and each caller's share of them.
 
-`admission.py` bounds the cost of one call, `load.py` the cost of the calls that wait for the device.
+`admission.py` bounds the cost of one call, `queueing.py` the cost of the calls that wait for the device.
 """
 
 import math

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from service.serving.fair_queue import FairQueue
+from service.serving.queueing import FairQueue
 from service.serving.threads import lower_priority
 
 T = TypeVar("T")

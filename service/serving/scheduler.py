@@ -34,10 +34,9 @@ from service.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory,
 from service.serving.batching import BatchLimits, Entry, form_batch
 from service.serving.cost import Cost
 from service.serving.executor import Outcome, Outcomes, compute, error_of_batch
-from service.serving.fair_queue import FairQueue
 from service.serving.layers.registry import LoadedLayer
-from service.serving.load import LIGHT_OPERATIONS, Flow, Occupancy, Throughput, size_class
 from service.serving.metrics import Metrics
+from service.serving.queueing import LIGHT_OPERATIONS, FairQueue, Flow, Occupancy, Throughput, size_class
 from service.serving.requests import TOO_LATE
 from service.serving.threads import lower_priority
 

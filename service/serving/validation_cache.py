@@ -24,14 +24,14 @@ MAX_KEY_CHARACTERS = 512  # most characters of the plain fields in a key; longer
 
 @dataclass(frozen=True, slots=True)
 class CachedValidation:
-    """A validated request without its numbers. Arrays in `request` and tensors in `call` take no memory."""
+    """The result of validating a request. In the cache it has no numbers: arrays in `request` and tensors in `call` take no memory."""
 
     request: AttendRequest
     call: Call
     cost: Cost
     in_parts: bool
     log_fields: Mapping[str, Any]
-    is_short: bool  # whether C can compute the call (`ShortCall`)
+    is_short: bool = False  # whether C can compute the call (`ShortCall`)
 
 
 class ValidationCache:
@@ -44,22 +44,13 @@ class ValidationCache:
         self.get = self._results.get
         self._oldest: deque[Hashable] = deque()  # keys, oldest first
 
-    def keep(
-        self,
-        key: Hashable,
-        request: AttendRequest,
-        call: Call,
-        cost: Cost,
-        in_parts: bool,
-        log_fields: Mapping[str, Any],
-        is_short: bool = False,
-    ) -> None:
+    def keep(self, key: Hashable, validated: CachedValidation) -> None:
         """Store a validated request without its numbers."""
+        request, call = validated.request, validated.call
         arrays = {name: array for name in SEQUENCE_FIELDS if (array := getattr(request, name)) is not None}
         placeholders = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
         tensors: dict[str, Any] = {name: torch.zeros(()).expand(getattr(call, name).shape) for name in SEQUENCE_FIELDS}
-        shapes = request.model_copy(update=placeholders), replace(call, **tensors)
-        result = CachedValidation(*shapes, cost, in_parts, log_fields, is_short)
+        result = replace(validated, request=request.model_copy(update=placeholders), call=replace(call, **tensors))
         if self._results.setdefault(key, result) is result:  # else another thread was first
             self._oldest.append(key)
             if len(self._oldest) > MAX_RESULTS:

@@ -42,6 +42,10 @@ def layers(http: httpx.Client) -> Iterator[httpx.Client]:
     http.delete("/layers/model")
 
 
+def assert_refused(reply: httpx.Response, at: str) -> None:
+    assert reply.status_code == 422 and reply.json()["errors"][0]["at"].startswith(at), reply.text
+
+
 @pytest.mark.parametrize(("model", "index"), CASES, ids=[f"{model}-{index}" for model, index in CASES])
 def test_a_layer_computes_what_transformers_computes(layers: httpx.Client, model: str, index: int) -> None:
     """Over HTTP, with nothing but the tensors and the model's config."""
@@ -95,8 +99,7 @@ def test_steps_of_a_layer_with_an_indexer_agree_with_transformers_and_cache_the_
 def test_index_heads_of_another_width_are_refused(layers: httpx.Client, part: str) -> None:
     tensors = tensors_of(MODELS["hy_v4"]["cases"][0])
     name = next(name for name in tensors if name.endswith(f"indexer.{part}"))
-    refused = put(layers, "hy_v4", 0, tensors | {name: tensors[name][:-1]})
-    assert refused.status_code == 422 and refused.json()["errors"][0]["at"].startswith("/weights/"), refused.text
+    assert_refused(put(layers, "hy_v4", 0, tensors | {name: tensors[name][:-1]}), "/weights/")
 
 
 def test_every_family_has_a_case() -> None:
@@ -152,9 +155,7 @@ def test_the_pages_of_families_are_current() -> None:
     ],
 )
 def test_unknown_values_in_a_config_are_refused(layers: httpx.Client, config: dict[str, Any], at: str) -> None:
-    refused = put(layers, "llama", 0, **config)
-    assert refused.status_code == 422, refused.text
-    assert refused.json()["errors"][0]["at"].startswith(at)
+    assert_refused(put(layers, "llama", 0, **config), at)
 
 
 @pytest.mark.parametrize(
@@ -278,9 +279,7 @@ def test_latents_on_which_config_and_tensors_disagree_are_refused(
         (name,) = (name for name in tensors if part in name)
         whole = tensors.pop(name)
         tensors |= {} if rows is None else {name: whole[:rows]}
-    refused = put(layers, "deepseek_v3", 0, tensors, **config)
-    assert refused.status_code == 422, refused.text
-    assert refused.json()["errors"][0]["at"].startswith(at), refused.text
+    assert_refused(put(layers, "deepseek_v3", 0, tensors, **config), at)
 
 
 @pytest.mark.parametrize(
@@ -311,9 +310,7 @@ def test_latents_on_which_config_and_tensors_disagree_are_refused(
     ids=str,
 )
 def test_grids_on_which_config_and_tensors_disagree_are_refused(layers: httpx.Client, model: str, config: dict[str, Any], at: str) -> None:
-    refused = put(layers, model, len(MODELS[model]["cases"]) - 1, **config)
-    assert refused.status_code == 422, refused.text
-    assert refused.json()["errors"][0]["at"].startswith(at), refused.text
+    assert_refused(put(layers, model, len(MODELS[model]["cases"]) - 1, **config), at)
 
 
 @pytest.mark.parametrize(
@@ -409,9 +406,7 @@ def test_layers_that_share_the_keys_of_an_earlier_layer_are_refused(fields: dict
 def test_relative_positions_on_which_config_and_tensors_disagree_are_refused(
     layers: httpx.Client, model: str, config: dict[str, Any], at: str
 ) -> None:
-    refused = put(layers, model, 0, **config)
-    assert refused.status_code == 422, refused.text
-    assert refused.json()["errors"][0]["at"].startswith(at), refused.text
+    assert_refused(put(layers, model, 0, **config), at)
 
 
 NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]

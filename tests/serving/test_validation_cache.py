@@ -20,7 +20,7 @@ from service.serving.engine import ATTEND, Engine
 from service.serving.layers.registry import LayerRegistry
 from service.serving.requests import BoundCall, RawRequest
 from service.serving.service import open_service
-from service.serving.validation_cache import MAX_KEY_CHARACTERS, MAX_RESULTS, ValidationCache, cache_key
+from service.serving.validation_cache import MAX_KEY_CHARACTERS, MAX_RESULTS, CachedValidation, ValidationCache, cache_key
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 
@@ -137,7 +137,8 @@ def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
 def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
     """Between any two bytecode instructions of one insertion another runs from beginning to end, as in another thread."""
     bound = bind(engine(), {"query": np.ones((1, 2, 6)).tolist()})
-    parts, code = (bound.request, bound.call, bound.cost, bound.in_parts, bound.log_fields), ValidationCache.keep.__code__
+    validated = CachedValidation(bound.request, bound.call, bound.cost, bound.in_parts, bound.log_fields)
+    code = ValidationCache.keep.__code__
     instructions = place = 0
     cache = ValidationCache()
 
@@ -147,24 +148,24 @@ def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
         if frame.f_code is code and event == "opcode":
             instructions += 1
             if instructions == place:
-                cache.keep("first" if same else "second", *parts)
+                cache.keep("first" if same else "second", validated)
         return interrupt
 
     before, most = sys.gettrace(), 1
     while place < most:
         place, instructions, cache = place + 1, 0, ValidationCache()
         for number in range(MAX_RESULTS):
-            cache.keep(number, *parts)
+            cache.keep(number, validated)
         sys.settrace(interrupt)
         try:
-            cache.keep("first", *parts)
+            cache.keep("first", validated)
         finally:
             sys.settrace(before)
         most = instructions
         kept = set(cache._results)
         assert "first" in kept and len(kept) == MAX_RESULTS
         for number in range(MAX_RESULTS):
-            cache.keep(("later", number), *parts)
+            cache.keep(("later", number), validated)
         assert set(cache._results) == {("later", number) for number in range(MAX_RESULTS)}, (
             f"an entry was left behind at instruction {place}"
         )

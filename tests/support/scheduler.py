@@ -15,8 +15,8 @@ from service.serving.casting import make_call
 from service.serving.cost import Cost
 from service.serving.executor import Outcome
 from service.serving.layers.registry import LayerRegistry, LoadedLayer
-from service.serving.load import LIGHT_OPERATIONS
 from service.serving.metrics import Metrics
+from service.serving.queueing import LIGHT_OPERATIONS
 from service.serving.scheduler import QueueLimits, Scheduler
 from service.spec import LayerSpec
 from service.wire.problems import validate

@@ -21,10 +21,10 @@ from service.wire.problems import describe_value, validate
 from service.wire.safetensors import read_tensors, write_tensors
 
 MAX_ORIGIN = 200  # characters
-SPEC, FINGERPRINT, ORIGIN = "spec", "fingerprint", "origin"
+SPEC, FINGERPRINT, ORIGIN = "spec", "fingerprint", "origin"  # entries of the metadata of this service's files
+CONFIG, LAYER, PART = "config", "layer", "part"  # entries for a layer of a model with its config.json
 POSITIONAL = ("window", "chunk_size", "rope", "query_scale", "alibi", "relative_bias", "relative_scores", "grid_bias")
 ASSUMABLE = ("scale", "softcap", *POSITIONAL, "qk_norm", "output_gate", "latent", "differential", "normalizer", "indexer")
-CONFIG, LAYER, PART = "config", "layer", "part"  # a layer of a model with its config.json
 
 
 @dataclass(frozen=True, slots=True)

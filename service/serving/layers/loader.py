@@ -215,10 +215,10 @@ class LayerLoader:
             store.coordinator.acknowledge(changes)
 
     async def _apply_file(self, store: LayerStore, name: str, before: LayerFile | None, last: bool = False) -> bool:
-        """Load or unload a layer as its file says; `before` is the file of that name that was last read. On failure, log it and keep the
-        old layer of that name.
+        """Load or unload a layer as its file says. On failure, log it and keep the old layer of that name.
 
-        Returns False, without logging, if the layer is too large, unless this is the `last` attempt.
+        `before`: the file of that name that was last read. Returns False, without logging, if the layer is too large, unless this is the
+        `last` attempt.
         """
         try:
             if self._files[name].kind == UNLOADED:

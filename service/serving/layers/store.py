@@ -34,7 +34,7 @@ from service.wire.schemas.document import LAYER_NAME, require_layer_name
 
 log = structlog.get_logger("attend")
 NAME = re.compile(LAYER_NAME)
-SUFFIX, UNLOADED, PART = ".safetensors", ".unloaded", ".part"
+SUFFIX, UNLOADED, TEMPORARY = ".safetensors", ".unloaded", ".part"
 CHANGES, LOCK_PREFIX = ".changes", ".peer-"
 BLOCK_BYTES = 4096  # file systems allocate at least in multiples of this
 DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -60,7 +60,7 @@ class LayerStore:
         """Create the folder if needed, join its processes, and remove unfinished files of dead ones. Raises OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.coordinator.join()
-        for path in self.path.glob(f".*{PART}"):
+        for path in self.path.glob(f".*{TEMPORARY}"):
             _remove_unlocked(path)
 
     def close(self) -> None:
@@ -103,12 +103,12 @@ class LayerStore:
 
     def write(self, layer: LoadedLayer) -> tuple[int, LayerFile]:
         """Store the layer. Returns the number of the change, and the file. Raises StorageFull or ServiceFault."""
-        target, part = self._path(layer.name), self.path / f".{layer.name}.{token_hex(8)}{PART}"
+        target, temporary = self._path(layer.name), self.path / f".{layer.name}.{token_hex(8)}{TEMPORARY}"
         try:
             with storage_faults():
-                stamp = _write(part, target, layer, self.coordinator.reserve)
+                stamp = _write(temporary, target, layer, self.coordinator.reserve)
         except (StorageFull, ServiceFault):
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         return self._announce(layer.name), LayerFile(SUFFIX, stamp)
 
@@ -147,9 +147,9 @@ class LayerStore:
         return self.path / f"{name}{kind}"
 
 
-def _write(part: Path, target: Path, layer: LoadedLayer, reserve: Callable[[], None]) -> tuple[int, int, int]:
-    """Write the file as `part`, and rename it to `target`. `reserve` is the last step that a full disk can make fail."""
-    file = _create_locked(part)  # locked, since unlocked ones are removed as left over from dead processes
+def _write(temporary: Path, target: Path, layer: LoadedLayer, reserve: Callable[[], None]) -> tuple[int, int, int]:
+    """Write the file as `temporary`, and rename it to `target`. `reserve` is the last step that a full disk can make fail."""
+    file = _create_locked(temporary)  # locked, since unlocked ones are removed as left over from dead processes
     try:
         for piece in stored_pieces(layer):
             rest = memoryview(piece)
@@ -158,7 +158,7 @@ def _write(part: Path, target: Path, layer: LoadedLayer, reserve: Callable[[], N
         os.fsync(file)
         stamp = _stamp(os.fstat(file))
         reserve()
-        part.rename(target)
+        temporary.rename(target)
     finally:
         os.close(file)
     return stamp

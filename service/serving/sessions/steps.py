@@ -18,7 +18,7 @@ from service.serving.cost import predict_step
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
 from service.serving.sessions.registry import Session
-from service.serving.validation_cache import cache_key
+from service.serving.validation_cache import CachedValidation, cache_key
 from service.spec import LayerSpec
 from service.wire.codec import Decoded
 from service.wire.problems import unknown_field, validate
@@ -59,7 +59,7 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
         if rows.positions is not None:
             positions = call.positions if rows.key is None else rotary_positions("key_positions", rows)
         if key is not None:
-            layer.validated.keep(key, request, call, cost, False, {})
+            layer.validated.keep(key, CachedValidation(request, call, cost, False, {}))
     else:
         call = _at_length(cached.call, session.length, sequences)
     if not options.append:

@@ -24,9 +24,9 @@ KEYS, VALUES = "attention_weights.keys", "attention_weights.values"
 
 def body(*outputs: Any, **options: Any) -> dict[str, Any]:
     """A request for these outputs, each a name or a name and its `binary_data`, with options as JSON text."""
-    wishes = [{"name": one} if isinstance(one, str) else {"name": one[0], "parameters": {"binary_data": one[1]}} for one in outputs]
+    requested = [{"name": one} if isinstance(one, str) else {"name": one[0], "parameters": {"binary_data": one[1]}} for one in outputs]
     parameters = {name: value if isinstance(value, bool | str) else json.dumps(value) for name, value in options.items()}
-    return {"inputs": in_json(query=QUERY), "outputs": wishes, "parameters": parameters}
+    return {"inputs": in_json(query=QUERY), "outputs": requested, "parameters": parameters}
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,12 @@ def test_top_k_keys_and_values_can_be_requested_separately(
     """In the requested order, each in JSON or in bytes."""
     reply = read(v2.post(INFER, json=body(*outputs, select={"top_k": 2}, binary_data_output=overall)))
 
-    wishes = dict(one if isinstance(one, tuple) else (one, overall) for one in outputs)
-    assert list(reply.arrays) == list(wishes)
-    assert reply.binary == {name for name, binary in wishes.items() if binary}
-    for name in {KEYS, VALUES} & set(wishes):
+    requested = dict(one if isinstance(one, tuple) else (one, overall) for one in outputs)
+    assert list(reply.arrays) == list(requested)
+    assert reply.binary == {name for name, binary in requested.items() if binary}
+    for name in {KEYS, VALUES} & set(requested):
         np.testing.assert_allclose(reply.arrays[name], want[name], rtol=0, atol=1e-6)
-    if KEYS in wishes:
+    if KEYS in requested:
         assert reply.arrays[KEYS].dtype == np.int64
 
 
@@ -225,7 +225,7 @@ def with_nan(array: Array, *index: int) -> Array:
 # Text that no reply can hold
 
 
-@pytest.mark.parametrize("member", ["id", "output", "wish", "parameter", "input"])
+@pytest.mark.parametrize("member", ["id", "output", "flag", "parameter", "input"])
 @pytest.mark.parametrize("inline", [True, False])
 def test_a_lone_surrogate_is_refused_anywhere(v2: httpx.Client, member: str, inline: bool) -> None:
     """With numbers in the JSON and without them, which two parsers read."""
@@ -235,7 +235,7 @@ def test_a_lone_surrogate_is_refused_anywhere(v2: httpx.Client, member: str, inl
     members: dict[str, Any] = {
         "id": {"id": half},
         "output": {"outputs": [{"name": half}]},
-        "wish": {"outputs": [{"name": "output", "parameters": {half: True}}]},
+        "flag": {"outputs": [{"name": "output", "parameters": {half: True}}]},
         "parameter": {"parameters": {half: half}},
         "input": {"inputs": [{**tensor, "name": half}]},
     }[member]
@@ -245,7 +245,7 @@ def test_a_lone_surrogate_is_refused_anywhere(v2: httpx.Client, member: str, inl
         INFER, content=head + (b"" if inline else QUERY.tobytes()), headers={"Inference-Header-Content-Length": str(len(head))}
     )
 
-    place = {"id": "/id", "output": "/outputs/0", "wish": "/outputs/0/parameters", "parameter": "/parameters", "input": "/inputs/0/name"}
+    place = {"id": "/id", "output": "/outputs/0", "flag": "/outputs/0/parameters", "parameter": "/parameters", "input": "/inputs/0/name"}
     assert f"at {place[member]}" in refused(answer)
 
 
