@@ -201,9 +201,9 @@ def sources(flags: dict[str, Any], config: Path | None = None) -> dict[str, str]
 def _given_values(flags: dict[str, Any], config: Path | None) -> dict[str, tuple[str, Any]]:
     """Setting -> (source, value), for the settings that do not have their defaults. Raises BadSettings for unknown names."""
     given = {name: (str(config), value) for name, value in _read_file(config).items()} if config else {}
-    others = {*injected_variables(), *CLIENT_VARIABLES}
+    not_settings = {*injected_variables(), *CLIENT_VARIABLES}
     for variable, text in os.environ.items():
-        if variable.startswith(PREFIX) and variable not in others and not KUBERNETES_NAME.match(variable):
+        if variable.startswith(PREFIX) and variable not in not_settings and not KUBERNETES_NAME.match(variable):
             name = variable.removeprefix(PREFIX).lower()
             if name not in Settings.model_fields:
                 raise BadSettings(f"the environment variable {variable} is not a setting; see `attend serve --help`")

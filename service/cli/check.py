@@ -139,10 +139,10 @@ def _read_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """The last round of one module, its seed, and the number of calls in all rounds. `given`: the flags that repeat it."""
+    """The last round of one module, its seed, and the number of calls in all rounds. `flags`: those that repeat it."""
 
     name: str
-    given: Sequence[str]
+    flags: Sequence[str]
     comparison: Comparison
     calls: int
     seed: int
@@ -174,10 +174,10 @@ class ModuleReport:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def _command(self) -> str:
-        return shlex.join(["attend", "check", "--module", self.name, *self.given, "--seed", str(self.seed)])
+        return shlex.join(["attend", "check", "--module", self.name, *self.flags, "--seed", str(self.seed)])
 
 
-def check_module(name: str, arguments: Mapping[str, Any], seed: int, calls: int, given: Sequence[str]) -> ModuleReport:
+def check_module(name: str, arguments: Mapping[str, Any], seed: int, calls: int, flags: Sequence[str]) -> ModuleReport:
     """Compares the implementation with the reference in at least `calls` calls. Raises typer.Exit if it cannot be constructed or called.
 
     A round is one call of each kind of case; each round has another seed. The first round that disagrees ends the check.
@@ -192,7 +192,7 @@ def check_module(name: str, arguments: Mapping[str, Any], seed: int, calls: int,
             progress.update(task, completed=done)
             if done >= calls or not done or not comparison.agrees:
                 break
-    return ModuleReport(name, given, comparison, done, seed + rounds - 1)
+    return ModuleReport(name, flags, comparison, done, seed + rounds - 1)
 
 
 def _compare(name: str, seed: int, arguments: Mapping[str, Any]) -> Comparison:

@@ -218,7 +218,7 @@ class Supervisor(Multiprocess):
         worker.kill()
         worker.join()
         worker.ended = True
-        _forget(worker)
+        _clean_up(worker)
         log.warning("worker died", pid=worker.pid, exit_status=worker.exitcode)
         if worker.has_served:
             return
@@ -241,7 +241,7 @@ class Supervisor(Multiprocess):
             if not self._becomes_ready(new):
                 new.kill()
                 new.join()
-                _forget(new)
+                _clean_up(new)
                 if not self._must_stop():
                     log.error("restart ended", reason="a new worker did not become ready; the old ones stay", pid=old.pid)
                 return
@@ -269,7 +269,7 @@ class Supervisor(Multiprocess):
             if worker.exitcode is None and time.monotonic() > deadline:
                 self._kill(worker)
             elif worker.exitcode is not None:
-                _forget(worker)
+                _clean_up(worker)
                 self._replaced.remove(worker)
 
     def _must_stop(self) -> bool:
@@ -301,7 +301,7 @@ class Supervisor(Multiprocess):
         worker.process.join()
 
 
-def _forget(worker: Worker) -> None:
+def _clean_up(worker: Worker) -> None:
     """Removes the gauges of a worker that has ended from /metrics, and its private sockets; its counters stay."""
     mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]  # the library has no annotations
     if worker.private_socket is not None:

@@ -45,15 +45,15 @@ def serve(config: Config = None, **flags: Any) -> None:
         settings = _with_free_grpc_port(settings)
         where = str(settings.uds or f"{settings.host}:{settings.port}")
         listening = _listen(settings)
-        made = None if settings.uds is None else settings.uds.lstat()
+        socket_file = None if settings.uds is None else settings.uds.lstat()
     except OSError as error:
         fail("serve", f"cannot listen on {where}: {error.strerror or error}")
     try:
         serve_processes(settings, threads, listening)
     finally:
-        if settings.uds is not None and made is not None:
+        if settings.uds is not None and socket_file is not None:
             with suppress(FileNotFoundError):
-                if os.path.samestat(settings.uds.lstat(), made):  # unless another file has replaced it
+                if os.path.samestat(settings.uds.lstat(), socket_file):  # unless another file has replaced it
                     settings.uds.unlink()
 
 
@@ -61,7 +61,7 @@ def _check_files(settings: Settings) -> None:
     """Raises typer.Exit if a file or an extra that the server needs is missing or invalid."""
     from service.web.keys import BadKeys, read_keys
 
-    wanted = f"--layers-dir {settings.layers_dir}"
+    subject = f"--layers-dir {settings.layers_dir}"
     try:
         if settings.keys_file is not None:
             read_keys(settings.keys_file)
@@ -70,7 +70,7 @@ def _check_files(settings: Settings) -> None:
             TemporaryFile(dir=settings.layers_dir).close()
         if settings.tls_cert is not None and settings.tls_key is not None:
             for flag, path in (("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key)):
-                wanted = f"{flag} {path}"
+                subject = f"{flag} {path}"
                 path.open("rb").close()
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
     except BadKeys as error:
@@ -78,7 +78,7 @@ def _check_files(settings: Settings) -> None:
     except ssl.SSLError as error:
         fail("serve", f"--tls-cert and --tls-key: not a certificate and its key ({error.reason or error})", code=2)
     except OSError as error:
-        fail("serve", f"cannot use {wanted}: {error.strerror}", code=2)
+        fail("serve", f"cannot use {subject}: {error.strerror}", code=2)
     if settings.telemetry and find_spec("opentelemetry") is None:
         fail("serve", "--telemetry needs more packages: pip install 'attend[serve,otel]'", code=2)
     if settings.grpc_port is not None and not all(map(find_spec, ("grpc", "grpc_health", "grpc_reflection"))):
@@ -89,7 +89,7 @@ def _listen(settings: Settings) -> socket.socket:
     """The listening socket. Raises OSError."""
     if settings.uds is None:
         return socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048)
-    _clear(settings.uds)
+    _remove_unused_socket(settings.uds)
     listening = socket.socket(socket.AF_UNIX)
     try:
         listening.bind(str(settings.uds))
@@ -101,7 +101,7 @@ def _listen(settings: Settings) -> socket.socket:
     return listening
 
 
-def _clear(path: Path) -> None:
+def _remove_unused_socket(path: Path) -> None:
     """Removes a Unix socket on which no process listens. Raises OSError for anything else at that path."""
     try:
         kind = path.lstat().st_mode
@@ -109,9 +109,9 @@ def _clear(path: Path) -> None:
         return
     if not stat.S_ISSOCK(kind):
         raise OSError(errno.EEXIST, "the file is not a socket")
-    with socket.socket(socket.AF_UNIX) as caller:
-        caller.setblocking(False)
-        status = caller.connect_ex(str(path))
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        status = client.connect_ex(str(path))
     if status in (0, errno.EAGAIN):  # a process listens; EAGAIN: its queue of waiting connections is full
         status = errno.EADDRINUSE
     if status != errno.ECONNREFUSED:
@@ -124,8 +124,8 @@ def _with_free_grpc_port(settings: Settings) -> Settings:
     with another server of this user."""
     if settings.grpc_port is None:
         return settings
-    with socket.create_server((settings.host, settings.grpc_port), family=_family(settings.host)) as found:
-        return settings if settings.workers == 1 else settings.model_copy(update={"grpc_port": found.getsockname()[1]})
+    with socket.create_server((settings.host, settings.grpc_port), family=_family(settings.host)) as reserved:
+        return settings if settings.workers == 1 else settings.model_copy(update={"grpc_port": reserved.getsockname()[1]})
 
 
 def _family(host: str) -> socket.AddressFamily:

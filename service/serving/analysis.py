@@ -39,11 +39,7 @@ def bind_analysis(decoded: Decoded, layer: LoadedLayer, admission: Admission) ->
     cost = predict_analysis(request, layer.spec)
     admission.require(request, layer.spec, cost)
     call = make_call(request, layer.spec)
-    log_fields = {
-        **shape_fields(request, call),
-        "outputs": request.wanted(layer.spec),
-        "operations": cost.operations,
-    }
+    log_fields = {**shape_fields(request, call), "outputs": request.wanted(layer.spec), "operations": cost.operations}
     return BoundCall(request, layer, call, cost, log_fields, operation=operation_of(request, layer.spec, call))
 
 
@@ -65,10 +61,8 @@ def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
             raise InvalidRequest.where("/direction", f"shape {list(wanted)} {layer}", f"shape {list(request.direction.shape)}")
     for i, name in enumerate(metrics):
         if spec.differential and name in {*OF_WEIGHTS, *VALUE_METRICS}:
-            expected = (
-                f"metrics of the heads' outputs, such as contribution, {layer}, whose weights may be negative (differential attention)"
-            )
-            raise InvalidRequest.where(f"/metrics/{i}", expected, name)
+            reason = "whose weights may be negative (differential attention)"
+            raise InvalidRequest.where(f"/metrics/{i}", f"metrics of the heads' outputs, such as contribution, {layer}, {reason}", name)
     for name in VALUE_METRICS:
         if spec.output_gate and name in metrics:
             expected = f"a metric other than {name} {layer}, whose output_gate scales values by another factor for each query"

@@ -45,9 +45,8 @@ class ByteBudget:
             raise Overloaded(self._wait(-free), problems=[Problem("", expected, f"{size} in addition to {self._counted}")])
         if taken > SHARE_OF_FREE * free:
             expected = f"request bodies and replies of one caller of at most {SHARE_OF_FREE} times the free bytes (max_queue_bytes)"
-            missing = (taken - SHARE_OF_FREE * free) / (
-                1 + SHARE_OF_FREE
-            )  # bytes that this caller must release; released bytes become free
+            # that this caller must release; released bytes become free
+            missing = (taken - SHARE_OF_FREE * free) / (1 + SHARE_OF_FREE)
             raise Overloaded(self._wait(missing), problems=[Problem("", expected, f"{taken}, with {free} free")])
 
     def _wait(self, missing: float) -> int:

@@ -19,11 +19,7 @@ from service.serving.batching import Entry, stack
 from service.serving.layers.registry import LoadedLayer
 from service.serving.threads import lower_priority
 
-OUT_OF_MEMORY_MESSAGES = (
-    "can't allocate memory",
-    "can't start new thread",
-    "failed to map segment",
-)  # messages of torch, Python and the linker
+OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", "can't start new thread", "failed to map segment")  # of torch, Python and the linker
 
 
 @dataclass(slots=True, eq=False)

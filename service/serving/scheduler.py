@@ -256,9 +256,7 @@ class Scheduler:
             if entry.is_computing and entry.timer is not None:
                 entry.timer.cancel()  # its session is in use until it is computed, so the next call to it has to wait
 
-        def finish(
-            computed: Future[Outcomes],
-        ) -> None:  # no closure over it: such a cycle would keep the tensors until a garbage collection
+        def finish(computed: Future[Outcomes]) -> None:  # a parameter: a closure would be a cycle, which would keep the tensors
             error = computed.exception()
             self._finish(loop, computed.result() if error is None else [(entry, error_of_batch(error)) for entry in batch])
 

@@ -74,9 +74,13 @@ async def with_time_limit(messages: AsyncIterator[Any], seconds: float) -> Async
 
 
 async def answer_stream(
-    receive: Receive, answer: Callable[[bytes, PreviousSent], Coroutine[Any, Any, None]], gate: ShutdownGate, most: int, seconds: float
+    receive: Receive,
+    answer: Callable[[bytes, PreviousSent], Coroutine[Any, Any, None]],
+    gate: ShutdownGate,
+    max_in_flight: int,
+    seconds: float,
 ) -> None:
-    """Answer the messages of a stream until it ends or the gate closes. While `most` are being answered, no more are read.
+    """Answer the messages of a stream until it ends or the gate closes. While `max_in_flight` are being answered, no more are read.
 
     `answer` awaits the given `previous_sent` before it sends its reply, so replies are sent in the order of the messages. Raises
     DeadlinePassed if no message arrives for `seconds` while none is being answered. An exception of `answer` ends the stream, in an
@@ -85,7 +89,7 @@ async def answer_stream(
     in_flight: set[asyncio.Task[None]] = set()
     previous: asyncio.Task[None] | None = None
     async with asyncio.TaskGroup() as tasks:
-        async for message in gate.until_closed(_messages(receive, in_flight, most, seconds)):
+        async for message in gate.until_closed(_messages(receive, in_flight, max_in_flight, seconds)):
             previous = tasks.create_task(answer(message, partial(_wait_for, previous)))
             in_flight.add(previous)
             previous.add_done_callback(in_flight.discard)
@@ -97,10 +101,10 @@ async def _wait_for(task: "asyncio.Task[None] | None") -> None:
         await asyncio.wait((task,))
 
 
-async def _messages(receive: Receive, in_flight: set[asyncio.Task[None]], most: int, seconds: float) -> AsyncIterator[bytes]:
-    """Yield the messages of a stream. The next one is read once fewer than `most` are being answered."""
+async def _messages(receive: Receive, in_flight: set[asyncio.Task[None]], max_in_flight: int, seconds: float) -> AsyncIterator[bytes]:
+    """Yield the messages of a stream. The next one is read once fewer than `max_in_flight` are being answered."""
     while True:
-        while len(in_flight) >= most:
+        while len(in_flight) >= max_in_flight:
             await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
         reading = asyncio.ensure_future(receive())
         try:

@@ -26,7 +26,7 @@ from service.web.guard import Guard
 from service.web.keys import Keyring
 from service.web.routes import attend, health, layers, page, sessions
 from service.web.telemetry import Telemetry, endpoint_labels, start_telemetry
-from service.web.v2 import routes
+from service.web.v2 import routes as v2
 from service.web.v2.description import ProtocolExtensions
 from service.wire.limits import WireLimits
 from service.wire.native import numbers
@@ -70,7 +70,7 @@ def create_app(settings: Settings, private_socket: Path | None = None) -> FastAP
     layers.install(app, service, extensions.require_writable)
     sessions.install(app, service, forwarder)
     page.install_words(app, service, model=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
-    routes.install(app, service, extensions)
+    v2.install(app, service, extensions)
     page.install(app, service, _index_members(settings, service))
     health.install(app, service)
     app.state.service = service
@@ -90,15 +90,22 @@ def create_service(settings: Settings, private_socket: Path | None = None) -> Se
     queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
     service = open_service(settings.device, wire, limits, queue, settings.max_batch_calls, settings.layers_dir)
     if settings.session_memory:
-        workers = None if private_socket is None else Workers(private_socket, settings.workers)
-        worker, epoch = (0, int(1000 * time.time()) % 2**32) if workers is None else workers.number_and_epoch
-        place = Place(settings.replica_name or default_replica(f"{socket.gethostname()}:{settings.port}"), worker, epoch)
-        share = settings.session_memory if workers is None else settings.session_memory // settings.workers
-        several = settings.keys_file is not None
-        service.engine.sessions = SessionRegistry(service.registry, service.metrics, share, place, several, workers=workers)
+        service.engine.sessions = _session_registry(settings, service, private_socket)
     service.compress, service.timeout = settings.compress_replies, settings.request_timeout
     service.probe.timeout = settings.ready_timeout
     return service
+
+
+def _session_registry(settings: Settings, service: Service, private_socket: Path | None) -> SessionRegistry:
+    """The sessions of this process: the place that their ids name, and the memory for them, which the workers share equally."""
+    replica = settings.replica_name or default_replica(f"{socket.gethostname()}:{settings.port}")
+    if private_socket is None:
+        place, memory, workers = Place(replica, 0, int(1000 * time.time()) % 2**32), settings.session_memory, None
+    else:
+        workers = Workers(private_socket, settings.workers)
+        place, memory = Place(replica, *workers.number_and_epoch), settings.session_memory // settings.workers
+    shared = settings.keys_file is not None
+    return SessionRegistry(service.registry, service.metrics, memory, place, shared, workers=workers)
 
 
 def _grpc(

@@ -133,7 +133,7 @@ class Connection(HttpToolsProtocol):
 
     timer: ClassVar[SlowPeerTimer] = SlowPeerTimer()
     private_socket: ClassVar[str] = ""  # the Unix socket on which other workers forward requests to this one
-    metrics: ClassVar[Metrics | None] = None  # they count refusals
+    metrics: ClassVar[Metrics | None] = None  # count refusals and disconnected peers
     log_requests: ClassVar[bool] = False
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -238,14 +238,13 @@ class Connection(HttpToolsProtocol):
 
     def refuse(self, refusal: Refused) -> None:
         """Replies with a problem document and closes the connection, after the replies to earlier complete requests."""
-        self.count_reason(refusal.reason)
+        self._count_failure(refusal.reason)
         request_id, problems = os.urandom(8).hex(), (Problem("", refusal.expected, refusal.got),)
         detail, status = f"expected {refusal.expected}, got {refusal.got}", refusal.status
         if self.log_requests:
             client = self.client[0] if self.client else ""
-            log.info(
-                "request", request_id=request_id, method="", path="", client=client, status=status, reason=refusal.reason, detail=detail
-            )
+            about = {"request_id": request_id, "method": "", "path": "", "client": client, "status": status}
+            log.info("request", **about, reason=refusal.reason, detail=detail)
         body = problem_document(status, refusal.title, detail, request_id, problems)
         headers = f"content-type: {PROBLEM_JSON}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
         self._refusal = refusal
@@ -266,7 +265,7 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()
         elif self._refusal is not None and not self.transport.is_closing():
-            self._count(self._refusal.status)
+            self._count_refusal(self._refusal.status)
             self.transport.write(self._refusal_reply)
             if not self.transport.can_write_eof():  # TLS
                 self.transport.close()
@@ -276,11 +275,11 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-    def count_reason(self, reason: str) -> None:
+    def _count_failure(self, reason: str) -> None:
         if self.metrics is not None:
             self.metrics.count_failure(reason)
 
-    def _count(self, status: int) -> None:
+    def _count_refusal(self, status: int) -> None:
         """Counts the refusal: in the request's record if the application has started the request and will count it; otherwise here."""
         scope: Any = {} if self.cycle is None or self.cycle.response_complete else self.cycle.scope
         if (record := scope.get("attend")) is not None:
@@ -340,7 +339,7 @@ class Connection(HttpToolsProtocol):
         timer, timeout = self.timer, f"{self.timer.timeout:g} seconds (client_timeout)"
         expected = f"the headers of a request within {timeout}"
         if state is PeerState.REPLY:
-            self.count_reason("slow_reply")
+            self._count_failure("slow_reply")
             self.transport.abort()
         elif state is PeerState.TLS_CLOSE or self._refusal is not None:  # refused, and lingering
             self.transport.abort()

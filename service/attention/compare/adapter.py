@@ -80,7 +80,7 @@ class Adapter:
         try:
             result = self.function(*bound.args, **bound.kwargs)
         except Exception as error:
-            called = ", ".join(f"{name} {_described(value)}" for name, value in ordered.items())
+            called = ", ".join(f"{name} {_describe(value)}" for name, value in ordered.items())
             raise CallFailed(f"it raised {type(error).__name__}: {error}; called with {called}") from error
         parts = result if isinstance(result, tuple | list) else (result,)
         if not parts or not hasattr(parts[0], "dtype"):
@@ -106,11 +106,11 @@ class Adapter:
         optional = {"mask", "padding", "lengths", "segments", "boundaries"} - required - {mask_role}
         return {name: self._argument(role, case, role == mask_role) for role, name in self.roles.items() if role not in optional}
 
-    def _argument(self, role: str, case: CheckCase, masks: bool) -> Any:
-        """`masks`: whether this parameter takes the mask of the case."""
-        mask = case.mask if masks else np.ones_like(case.mask)
+    def _argument(self, role: str, case: CheckCase, takes_mask: bool) -> Any:
+        """The argument for a role. `takes_mask`: whether this parameter takes the mask of the case."""
+        mask = case.mask if takes_mask else np.ones_like(case.mask)
         if role in ("query", "key", "value"):
-            return self._tensor(self._laid_out(getattr(case, role), self.heads if role == "query" else self.kv_heads), self.dtype)
+            return self._tensor(self._in_layout(getattr(case, role), self.heads if role == "query" else self.kv_heads), self.dtype)
         if role in ("mask", "padding"):
             return self._mask(mask, role)
         if role in self.matrices:
@@ -125,9 +125,9 @@ class Adapter:
         }
         if role in integers:
             return self._tensor(self._unbatched(integers[role]), "int64")
-        return {"heads": self.heads, "causal": masks}.get(role, role == "return_weights")
+        return {"heads": self.heads, "causal": takes_mask}.get(role, role == "return_weights")
 
-    def _laid_out(self, x: Array, heads: int) -> Array:
+    def _in_layout(self, x: Array, heads: int) -> Array:
         """[b, n, width] in the layout of the candidate."""
         if self.heads_given and self.convention.layout != "b,n,d":
             x = Layer.split_heads(x, heads)
@@ -231,5 +231,5 @@ def _as_float64(x: Any) -> Array:
     return np.array(x, np.float64)
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" if hasattr(x, "dtype") else repr(x)

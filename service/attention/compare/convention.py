@@ -205,9 +205,9 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
             raise ValueError(f'ambiguous: which is the {role}, {roles[role]!r} or {name!r}; pass arguments={{"{name}": …}}')
         if role is not None:
             roles[role] = name
-    if strange := {*arguments} - {*signature.parameters} or {*arguments.values()} - {*CALL, *weights}:
+    if unknown := {*arguments} - {*signature.parameters} or {*arguments.values()} - {*CALL, *weights}:
         known = f"{', '.join(CALL)} or a weight such as query.weight"
-        raise ValueError(f"expected arguments to map {', '.join(signature.parameters)} to {known}, got {sorted(strange)}")
+        raise ValueError(f"expected arguments to map {', '.join(signature.parameters)} to {known}, got {sorted(unknown)}")
     if "query" not in roles:
         names = ", ".join(signature.parameters)
         raise ValueError(f'ambiguous: which parameter of ({names}) is the query; pass arguments={{…: "query"}}')

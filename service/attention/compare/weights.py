@@ -50,13 +50,13 @@ def read_weights(owner: Any, is_module: bool, convention: Convention) -> dict[st
 def _given_names(convention: Convention, tensors: Mapping[str, _Tensor]) -> dict[str, str]:
     """Path -> canonical name as the option `weights` has it. A role without a kind names a layer, or a matrix."""
     names: dict[str, str] = {}
-    for ours, path in (convention.weights or {}).items():
-        role, _, kind = ours.partition(".")
+    for name, path in (convention.weights or {}).items():
+        role, _, kind = name.partition(".")
         places = {path: kind or "weight"} if kind else {path: "weight", f"{path}.weight": "weight", f"{path}.bias": "bias"}
-        here = {place: role if role in UNTYPED else f"{role}.{kind}" for place, kind in places.items() if place in tensors}
-        if not here or role not in WEIGHT_ROLES or kind not in ("", "weight", "bias"):
-            raise _unknown(f"what {ours!r}: {path!r} in weights names", tensors)
-        names |= here
+        found = {place: role if role in UNTYPED else f"{role}.{kind}" for place, kind in places.items() if place in tensors}
+        if not found or role not in WEIGHT_ROLES or kind not in ("", "weight", "bias"):
+            raise _unknown(f"what {name!r}: {path!r} in weights names", tensors)
+        names |= found
     return names
 
 

@@ -1,4 +1,4 @@
-"""Traits that one family of decoders has, or a few that share its code. `traits.py` has the others, and says what a trait is."""
+"""Traits and rules for types of layers of single families of decoders. `traits.py` has the others, and says what a trait is."""
 
 import math
 
@@ -7,6 +7,7 @@ from service.checkpoints.families.traits import (
     CHUNKED,
     CONVERSION,
     FULL,
+    LINEAR,
     NO_ROPE,
     SLIDING,
     WIDEST_HEAD,
@@ -230,3 +231,21 @@ def diffllama(config: Config) -> Fields:
     section["eps"] = config.number("rms_norm_eps", default=1e-5)
     sizes = {"num_heads": heads // 2, "num_kv_heads": kv_heads // 2, "head_dim": 2 * width, "value_head_dim": 2 * width}
     return {**sizes, "scale": width**-0.5, "differential": section}
+
+
+def jamba_type(config: Config) -> str:
+    period, offset = config.count("attn_layer_period", default=8), int(config.number("attn_layer_offset", default=4))
+    return FULL if config.layer % period == offset else "mamba"
+
+
+def recurrent_gemma_type(config: Config) -> str:
+    blocks = config.get("block_types", default=["recurrent", "recurrent", "attention"])
+    return str(blocks[config.layer % len(blocks)])
+
+
+def kimi_linear_type(config: Config) -> str:
+    """By a list of layers that counts from 1; without one, every fourth layer but the first has full attention."""
+    settings = config.section("linear_attn_config")
+    if settings is not None and isinstance(layers := settings.get("full_attn_layers"), list):
+        return FULL if config.layer + 1 in layers else LINEAR
+    return FULL if config.layer and config.layer % 4 == 0 else LINEAR

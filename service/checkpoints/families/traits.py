@@ -1,7 +1,7 @@
 """Traits: what a row of the table says beyond its fields, each a function of a layer's config that gives fields of LayerSpec.
 
 A trait reads every field that it depends on, or marks it as ignored, since `Config.require_all_read` refuses the others. Traits of a single
-family are beside its row, those of decoders in `decoder_traits.py`. Rules for the types of layers are at the end.
+family are beside its row, for decoders in `decoder_traits.py`. Rules for the types of layers are at the end.
 """
 
 from collections.abc import Callable
@@ -215,7 +215,7 @@ def every_nth_full(field: str, default: int, other: str = SLIDING) -> LayerType:
 
 
 def from_layer(field: str, condition: str) -> LayerType:
-    """Layers from that number on have a window, if `condition` is there."""
+    """Layers from the number in `field` on have a window, if the config has the field `condition`."""
     return lambda config: SLIDING if config.get(condition) is not None and config.layer >= config.number(field, default=0) else FULL
 
 
@@ -232,21 +232,3 @@ def qwen_type(config: Config) -> str:
 
 def modernbert_type(config: Config) -> str:
     return SLIDING if config.layer % int(config.number("global_attn_every_n_layers", default=3)) else FULL
-
-
-def jamba_type(config: Config) -> str:
-    period, offset = config.count("attn_layer_period", default=8), int(config.number("attn_layer_offset", default=4))
-    return FULL if config.layer % period == offset else "mamba"
-
-
-def recurrent_gemma_type(config: Config) -> str:
-    blocks = config.get("block_types", default=["recurrent", "recurrent", "attention"])
-    return str(blocks[config.layer % len(blocks)])
-
-
-def kimi_linear_type(config: Config) -> str:
-    """By lists of layers that count from 1, or every fourth layer has full attention but the first."""
-    settings = config.section("linear_attn_config")
-    if settings is not None and isinstance(layers := settings.get("full_attn_layers"), list):
-        return FULL if config.layer + 1 in layers else LINEAR
-    return FULL if config.layer and config.layer % 4 == 0 else LINEAR

@@ -1,4 +1,4 @@
-"""The sessions of one process: their memory, their owners, and when they end.
+"""Sessions, and those of one process: their memory, their owners, and when they end.
 
 A session belongs to the API key that created it; without keys, all belong to one owner. It ends when it is deleted or idle, when its layer
 is replaced or removed, or when its owner needs memory for another one: then the owner's least recently used session ends first. No session
