@@ -24,7 +24,7 @@ from service.serving.replies import compress, encode_reply
 from service.serving.requests import BoundCall, EncodedReply, RawRequest
 from service.serving.scheduler import Scheduler
 from service.serving.sessions.registry import Session, SessionRegistry
-from service.serving.sessions.steps import Bind, bind_look, bind_step
+from service.serving.sessions.steps import Bind, bind_on_session, bind_step
 from service.serving.sessions.turns import require_this_worker, turn_of_call
 from service.serving.shards import Shards, compute_in_shards
 from service.serving.statistics import LayerStatistics
@@ -118,7 +118,7 @@ class Engine:
             if session is None:
                 bound = kind.bind(decoded, self.find(decoded.members, kind.document), self.admission)
             elif kind.takes_session:
-                bound = bind_look(session, kind.bind, decoded, session.layer, self.admission)
+                bound = bind_on_session(session, kind.bind, decoded, session.layer, self.admission)
             else:
                 bound = bind_step(session, decoded, session.layer, self.admission)
             if raw.reply_codec.largest_reply is not None:
