@@ -12,6 +12,6 @@ In the order in which to read it:
     cache.py, decoding.py    cached keys and values, and attention to them
     initialization.py        draws the weights of a spec
     reference/               the same computation in NumPy float64, with which everything is compared
-    metrics/, figures/       of heads
+    metrics/, figures/       metrics and figures of heads
     compare/                 someone's attention against the reference
 """

@@ -1,4 +1,4 @@
-"""`Call`, the input of a layer, the selection of attention weights that it requests, and `Result`, the output.
+"""`Call`, the input of a layer, and `Result`, its output; functions that select the attention weights that a call requests.
 
 The creator of a Call must ensure that its shapes fit the layer.
 """
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from service.attention.masks import TENSORS, Masks
+from service.attention.masks import MASK_TENSORS, Masks
 
 FullyMasked = Literal["zero", "uniform", "error"]
 # Names of the outputs that a call may request, by what they are computed from. There is one more, `indexer_mask`.
@@ -20,14 +20,6 @@ SCORED = frozenset({"scores", "log_sum_exp", "attention_weights"})
 TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
 FROM_HEADS = frozenset({"head_outputs", "concatenated", "output"})
 GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
-
-
-class WeightBlock(NamedTuple):
-    """The attention weights of a block of query rows."""
-
-    rows: slice
-    weights: Tensor  # [b, h, rows, k]
-    visible: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the keys that each query may attend to; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class Call:
         query = self.query.to(device)
         key = query if self.key is self.query else self.key.to(device)
         value = key if self.value is self.key else self.value.to(device)
-        moved = {name: tensor.to(device) for name in TENSORS if (tensor := getattr(self.masks, name)) is not None}
+        moved = {name: tensor.to(device) for name in MASK_TENSORS if (tensor := getattr(self.masks, name)) is not None}
         names = ("positions", "key_positions", "head_scale", "output_gradient")
         others = {name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None}
         return replace(self, query=query, key=key, value=value, masks=replace(self.masks, **moved), **others)
@@ -105,6 +97,14 @@ class Result:
         return [Result({name: x[i] for name, x in self.tensors.items()}, None if masked is None else masked[i]) for i in items]
 
 
+class WeightBlock(NamedTuple):
+    """The attention weights of a block of query rows."""
+
+    rows: slice
+    weights: Tensor  # [b, h, rows, k]
+    visible: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the keys that each query may attend to; None: all
+
+
 def select_heads_and_queries(
     call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None
 ) -> tuple[Call, Tensor, Tensor, Tensor | None]:
@@ -117,17 +117,20 @@ def select_heads_and_queries(
         return call, query, key, fully_masked
     heads, queries = call.heads or tuple(range(query.shape[1])), call.queries or tuple(range(query.shape[2]))
     groups = query.shape[1] // key.shape[1]
-    heads_at = torch.tensor(heads, device=query.device)
-    query, key = query.index_select(1, heads_at), key.index_select(1, heads_at // groups)
-    fully_masked = None if fully_masked is None else fully_masked.index_select(1, heads_at)
+    head_indices = torch.tensor(heads, device=query.device)
+    query, key = query.index_select(1, head_indices), key.index_select(1, head_indices // groups)
+    fully_masked = None if fully_masked is None else fully_masked.index_select(1, head_indices)
     if call.queries is not None:
-        rows_at = torch.tensor(queries, device=query.device)
-        query, fully_masked = query.index_select(2, rows_at), None if fully_masked is None else fully_masked.index_select(2, rows_at)
+        query_indices = torch.tensor(queries, device=query.device)
+        query, fully_masked = (
+            query.index_select(2, query_indices),
+            None if fully_masked is None else fully_masked.index_select(2, query_indices),
+        )
     masks = call.masks.select(call.heads, call.queries)
     return replace(call, masks=masks, heads=heads, queries=queries), query, key, fully_masked
 
 
-def of_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
+def select_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
     """The selected heads of a tensor [h, …]; None: all."""
     return per_head if heads is None else per_head[list(heads)]
 

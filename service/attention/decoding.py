@@ -27,17 +27,18 @@ from service.attention.native.extension import extension
 from service.attention.operations import Operation
 from service.attention.projections import Projected, Projections
 
-_fused: Any = getattr(
-    torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None
-)  # returns log-sum-exps, unlike the public function
-WIDEST_HEAD = 256  # of the extension, whose heads have multiples of
-HEAD_MULTIPLE = 16  # numbers
+# Returns log-sum-exps, unlike the public function; None if torch lacks this internal operation.
+_fused: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+MAX_HEAD_DIM = 256  # largest head_dim that the extension computes
+HEAD_DIM_MULTIPLE = 16  # which must divide head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class CachedStep:
-    """The rows that a call appends to a cache before it attends, as an operation. The keys of its call are all rows of the cache after it;
-    they have a shape, and no numbers."""
+    """The operation that appends new rows to a cache and then attends to all its rows.
+
+    `key` of its call has the shape of all these rows, and no numbers.
+    """
 
     cache: KeyValueCache
     start: int  # number of rows before the step
@@ -55,7 +56,7 @@ class CachedStep:
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """What must be equal in steps whose rows are projected by one product, besides their queries."""
+        """Steps with equal `shapes`, and queries of equal shape, may be projected together."""
         return self.key.shape, self.value is self.key, None if self.key_positions is None else self.key_positions.shape
 
 
@@ -97,7 +98,7 @@ class CachedProjections(Projections):
 @torch.inference_mode()
 def forward_steps(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, Call]]) -> list[Result]:
     """The results of steps of several caches, with equal numbers of rows. Their rows are projected together."""
-    rows = _rows(steps)
+    rows = _stack_new_rows(steps)
     projected = layer.project(rows)
     appended = _cached(layer, rows, projected)
     results = []
@@ -120,14 +121,14 @@ def largest_row(rows: Tensor) -> float:
     return max(1.0, float(torch.linalg.vector_norm(rows, dim=-1).max()) / math.sqrt(rows.shape[-1]))
 
 
-def _rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
+def _stack_new_rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
     """One call with the new rows of all steps as its batch items, to be projected."""
     (first, call), calls = steps[0], [call for _, call in steps]
     query = _stacked([call.query for call in calls])
     key = query if first.key is call.query else _stacked([step.key for step, _ in steps])
     value = key if first.value is first.key else _stacked([step.value for step, _ in steps])
     count, device = key.shape[1], query.device
-    own = torch.arange(count, dtype=torch.float64, device=device)[None]
+    indices = torch.arange(count, dtype=torch.float64, device=device)[None]
     return replace(
         call,
         query=query,
@@ -135,7 +136,7 @@ def _rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
         value=value,
         masks=Masks(torch.cat([call.masks.positions for call in calls]), count),
         positions=None if call.positions is None else torch.cat([call.positions for call in calls if call.positions is not None]),
-        key_positions=torch.cat([step.start + own if step.key_positions is None else step.key_positions for step, _ in steps]),
+        key_positions=torch.cat([step.start + indices if step.key_positions is None else step.key_positions for step, _ in steps]),
     )
 
 
@@ -163,7 +164,7 @@ def keys_and_values(layer: MultiHeadAttention, rows: Mapping[str, Tensor]) -> tu
 
 def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValueCache) -> tuple[dict[str, Tensor], Tensor | None]:
     """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
-    if (head_outputs := _over_pages(layer.eager, call, query, cache)) is not None:
+    if (head_outputs := _attend_to_pages(layer.eager, call, query, cache)) is not None:
         return layer.merge_heads(call, head_outputs), None
     rows, outputs = cache.joined(), call.outputs - {"latent"}  # which `attend` would project from the inputs
     if layer.indexer is not None:
@@ -172,7 +173,7 @@ def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValu
     return (tensors | {"latent": rows["latent"]} if "latent" in call.outputs else tensors), fully_masked
 
 
-def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:
+def _attend_to_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:
     """Head outputs [1, h, 1, value_head_dim] of one query, page by page; None if the fused kernel cannot compute the call."""
     masks, spec = call.masks, eager.spec
     if _fused is None or query.device.type != "cpu" or query.shape[2] != 1 or not call.outputs <= FROM_HEADS or caches_latent(spec):
@@ -191,9 +192,9 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
         bias = bias.to(query.dtype).expand(1, heads, 1, -1).reshape(1, kv_heads, heads // kv_heads, -1)
     keys = slice(first, last + 1)
     if bias is None and extension is not None and _suits_extension(query):
-        result = _in_c(rows[0], call.scale, cache, keys)
+        result = _pages_in_c(rows[0], call.scale, cache, keys)
     else:
-        result = _in_torch(rows, call.scale, cache, keys, bias)
+        result = _pages_in_torch(rows, call.scale, cache, keys, bias)
     if result is None:
         return None
     outputs, totals = result
@@ -204,7 +205,7 @@ def _over_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCache) -
     return outputs.view(1, heads, 1, -1)
 
 
-def _in_torch(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def _pages_in_torch(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Outputs [heads, d] and log-sum-exps [heads] of rows [1, kv heads, group, d] and some keys of a cache; None if scores overflow."""
     outputs, totals = [], []
     for places, tensors in cache.blocks(keys.start, keys.stop):
@@ -222,11 +223,11 @@ def _in_torch(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, bia
 
 
 def _suits_extension(query: Tensor) -> bool:
-    return query.dtype == torch.float32 and query.shape[-1] % HEAD_MULTIPLE == 0 and query.shape[-1] <= WIDEST_HEAD
+    return query.dtype == torch.float32 and query.shape[-1] % HEAD_DIM_MULTIPLE == 0 and query.shape[-1] <= MAX_HEAD_DIM
 
 
-def _in_c(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, variant: str = "") -> tuple[Tensor, Tensor] | None:
-    """As `_in_torch`, for rows [kv heads, group, d] without bias. `variant`: one of `extension.variants`, by default the fastest."""
+def _pages_in_c(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, variant: str = "") -> tuple[Tensor, Tensor] | None:
+    """As `_pages_in_torch`, for rows [kv heads, group, d] without bias. `variant`: one of `extension.variants`, by default the fastest."""
     kv_heads, group, width = rows.shape
     pages = []
     for page in cache.pages:

@@ -5,8 +5,9 @@
     O = A V                               [batch, heads, rows, value_head_dim]
 
 A block has at most MAX_BLOCK_SCORES scores, or one row, so [queries, keys] is stored only if it is a requested output. An attention sink
-is an extra score in the softmax of each row; it has no value vector. T are the terms of a layer with `relative_scores`. Subclasses compute
-weights that are not one softmax of the scores: scalable softmax, sigmoid, and the difference of two softmaxes.
+is an extra score in the softmax of each row; it has no value vector. T are the terms of content and distance in layers
+with `relative_scores` (`positions.py`). Subclasses compute weights that are not one softmax of the scores: scalable softmax, sigmoid, and
+the difference of two softmaxes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.attention.call import Call, of_heads, reduce_weights
+from service.attention.call import Call, reduce_weights, select_heads
 from service.attention.masks import Masks, real_keys
 from service.attention.numerics import at_least_float32, torch_dtype
 from service.attention.positions import CallTerms, RelativeTerms, alibi, alibi_slopes, decomposed_bias, grid_bias, relative_bias
@@ -178,8 +179,8 @@ class Eager:
         if sinks is None:
             return torch.softmax(scores, -1)
         sinks = sinks if block.shift is None else (sinks - block.shift).to(scores.dtype)
-        beside = sinks[..., None].expand(*scores.shape[:-1], 1)
-        return torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1]
+        sink_column = sinks[..., None].expand(*scores.shape[:-1], 1)
+        return torch.softmax(torch.cat((scores, sink_column), -1), -1)[..., :-1]
 
     def bias(self, query: Tensor, masks: Masks, rows: slice, keys: slice, heads: Sequence[int] | None = None) -> Tensor | None:
         """The sum of the call's bias and those of the layer, for query [b, h, rows, d]: [b|1, h|1, rows|1, keys|1]; None if there are none.
@@ -189,7 +190,7 @@ class Eager:
         spec, positions = self.spec, masks.positions[:, rows]
         biases = [] if (of_call := masks.bias_at(rows, keys)) is None else [of_call]
         if spec.alibi:
-            biases.append(alibi(of_heads(self._slopes, heads), masks.clamped_positions(rows), keys))
+            biases.append(alibi(select_heads(self._slopes, heads), masks.clamped_positions(rows), keys))
         if spec.relative_bias is not None:
             biases.append(relative_bias(self._table("relative_bias", heads), spec.relative_bias, positions, keys))
         if spec.grid_bias is not None and spec.grid_bias.kind == "table":
@@ -200,12 +201,12 @@ class Eager:
         return reduce(torch.add, biases) if biases else None
 
     def _table(self, name: str, heads: Sequence[int] | None) -> Tensor:
-        """The columns of a weight [places, h] for the selected heads."""
-        return of_heads(self.weights[name].T, heads).T
+        """The columns of a bias table [entries, h] for the selected heads."""
+        return select_heads(self.weights[name].T, heads).T
 
     def sinks(self, heads: Sequence[int] | None) -> Tensor | None:
         """The sinks' scores [heads, 1]; None if the layer has none."""
-        return of_heads(self.weights["sinks"].to(self.dtype), heads)[:, None] if self.spec.sinks else None
+        return select_heads(self.weights["sinks"].to(self.dtype), heads)[:, None] if self.spec.sinks else None
 
     def alibi_shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
         """ALiBi of the key nearest to each query, float64 [b|1, heads, rows]; None if all are 0.
@@ -216,7 +217,7 @@ class Eager:
         if not self.spec.alibi:
             return None
         distance = (masks.positions[:, rows] - masks.clamped_positions(rows)).abs()
-        return -of_heads(self._slopes, heads).double()[:, None] * distance[:, None] if distance.any() else None
+        return -select_heads(self._slopes, heads).double()[:, None] * distance[:, None] if distance.any() else None
 
 
 class ScalableSoftmax(Eager):

@@ -20,7 +20,7 @@ from service.attention.indexer import KeyIndexer
 from service.attention.numerics import set_precision, torch_dtype
 from service.attention.projections import Projected, Projections
 from service.attention.sdpa import sdpa
-from service.attention.short import Short
+from service.attention.short import ShortKernel
 from service.spec import LayerSpec
 
 
@@ -33,7 +33,7 @@ class MultiHeadAttention:
         self.projections = Projections(spec, self.weights)
         self.eager = make_eager(spec, self.weights, device)
         self.indexer = None if spec.indexer is None else KeyIndexer(spec, self.weights)
-        self.short = Short(spec, self.weights) if Short.suits_layer(spec, device) else None
+        self.short = ShortKernel(spec, self.weights) if ShortKernel.suits_layer(spec, device) else None
 
     def forward(self, call: Call) -> Result:
         """Compute the outputs named in `call.outputs`, in the layer's dtype; scores and weights of half-precision layers are float32."""

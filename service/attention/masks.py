@@ -13,7 +13,7 @@ from operator import and_
 import torch
 from torch import Tensor
 
-TENSORS = ("positions", "attend_mask", "attend_keys", "query_segments", "key_segments", "lengths", "bias")  # of Masks
+MASK_TENSORS = ("positions", "attend_mask", "attend_keys", "query_segments", "key_segments", "lengths", "bias")  # fields of Masks
 PADDING = -2  # the segment of keys that no query has
 
 
@@ -38,10 +38,10 @@ class Masks:
     @property
     def has_intervals(self) -> bool:
         """Whether lengths, causality, a window or chunks restrict rows to intervals of keys."""
-        return self.lengths is not None or self.right is not None or self._has_first
+        return self.lengths is not None or self.right is not None or self._has_lower_bound
 
     @property
-    def _has_first(self) -> bool:
+    def _has_lower_bound(self) -> bool:
         """Whether the intervals of some rows may begin after the first key."""
         return self.left is not None or self.chunk is not None
 
@@ -62,7 +62,7 @@ class Masks:
     @property
     def only_causal(self) -> bool:
         """Whether the only mask is causal and aligned with q = k, which fused kernels support without a mask tensor."""
-        rest = self.has_sets or self.bias is not None or self.lengths is not None or self._has_first
+        rest = self.has_sets or self.bias is not None or self.lengths is not None or self._has_lower_bound
         return self.aligned and self.right == 0 and not rest
 
     @property
@@ -73,18 +73,18 @@ class Masks:
 
     def shared_keys(self) -> slice | None:
         """The visible keys as a slice, if equal lengths in all rows are the only mask and there is no bias; else None."""
-        if self.lengths is None or self.has_sets or self.bias is not None or self.right is not None or self._has_first:
+        if self.lengths is None or self.has_sets or self.bias is not None or self.right is not None or self._has_lower_bound:
             return None
         shortest, longest = (int(n) for n in self.lengths.aminmax()) if self.lengths.numel() else (0, 0)
         return slice(0, longest) if 0 < shortest == longest else None
 
     def interval(self, rows: slice) -> tuple[Tensor, Tensor]:
         """First and last key of each row, inclusive, each [b|1, rows]; a row is empty if last < first."""
-        at = self.positions[:, rows]
-        first = torch.zeros_like(at) if self.left is None else (at - self.left).clamp(min=0)
-        last = torch.full_like(at, self.num_keys - 1) if self.right is None else (at + self.right).clamp(max=self.num_keys - 1)
+        position, last_key = self.positions[:, rows], self.num_keys - 1
+        first = torch.zeros_like(position) if self.left is None else (position - self.left).clamp(min=0)
+        last = torch.full_like(position, last_key) if self.right is None else (position + self.right).clamp(max=last_key)
         if self.chunk is not None:
-            start = at - at % self.chunk
+            start = position - position % self.chunk
             first, last = torch.maximum(first, start), torch.minimum(last, start + self.chunk - 1)
         if self.lengths is not None:
             n = self.lengths if self.lengths.shape[1] == 1 else self.lengths[:, rows]
@@ -92,7 +92,7 @@ class Masks:
         return first, last
 
     def visible(self, rows: slice, keys: slice | None = None) -> Tensor | None:
-        """bool [b|1, h|1, rows|1, keys|1]: the pairs that may attend; None if nothing is blocked."""
+        """bool [b|1, h|1, rows|1, keys|1]: the keys that each query may attend to; None if nothing is blocked."""
         keys = keys or slice(0, self.num_keys)
         parts: list[Tensor] = []
         if self.attend_mask is not None:
@@ -100,14 +100,14 @@ class Masks:
         if self.attend_keys is not None:
             parts.append(self.attend_keys[:, None, None, keys] if self.attend_keys.shape[1] > 1 else self.attend_keys[:, None, None])
         if self.query_segments is not None and self.key_segments is not None:
-            pairs = self.query_segments[:, None, :, None], self.key_segments[:, None, None]
-            parts.append(_block(pairs[0], rows, keys) == _block(pairs[1], rows, keys))
+            of_queries, of_keys = self.query_segments[:, None, :, None], self.key_segments[:, None, None]
+            parts.append(_block(of_queries, rows, keys) == _block(of_keys, rows, keys))
         if self.bias is not None and self.bias_blocks:
             parts.append(_block(self.bias, rows, keys) != -torch.inf)
         if self.has_intervals:
             first, last = (index[:, None, :, None] for index in self.interval(rows))
             j = torch.arange(keys.start, keys.stop, device=self.positions.device)
-            parts += [j <= last, j >= first] if self._has_first else [j <= last]
+            parts += [j <= last, j >= first] if self._has_lower_bound else [j <= last]
         return reduce(and_, parts) if parts else None
 
     def bias_at(self, rows: slice, keys: slice) -> Tensor | None:
@@ -168,7 +168,7 @@ def real_keys(masks: Masks, batch: int) -> Tensor:
     return real
 
 
-def last_keys(masks: Masks, batch: int) -> Tensor:
+def end_of_real_keys(masks: Masks, batch: int) -> Tensor:
     """[b]: 1 + the index of the last key that is not padding, 0 if none. `query_offset: "end"` aligns the last query with that key."""
     j = torch.arange(masks.num_keys, device=masks.positions.device)
     return torch.where(real_keys(masks, batch), j + 1, 0).amax(1) if masks.num_keys else torch.zeros(batch, dtype=torch.int64)

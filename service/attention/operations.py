@@ -30,7 +30,7 @@ class Operation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShortCall:
-    """The forward pass of a call that `Short` suits, with inputs in NumPy arrays: converting them takes as long as computing.
+    """The forward pass of a call that `ShortKernel` suits, with inputs in NumPy arrays: converting them takes as long as computing.
 
     Only the shapes of the call's own tensors are used.
     """
@@ -67,7 +67,7 @@ class PackedAttention:
         starts = list(zip(accumulate(self.queries, initial=0), accumulate(self.keys, initial=0), strict=True))
         results: dict[int, Result] = {}
         for (q, k), members in self._groups().items():
-            for batch in ([i] for i in members) if call.reproducible else [members]:  # the bits of a sequence alone
+            for batch in [[i] for i in members] if call.reproducible else [members]:  # reproducible: each sequence alone
                 result = layer.forward(self._batch(call, [starts[i] for i in batch], q, k))
                 results |= zip(batch, result.split([1] * len(batch)), strict=True)
         ordered = [results[i] for i in range(len(self.queries))]

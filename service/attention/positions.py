@@ -1,15 +1,15 @@
-"""Everything of a layer that depends on the positions of queries and keys: RoPE, factors on queries, biases on scores, and terms of scores.
+"""What depends on the positions of queries and keys: RoPE, factors on queries, biases added to scores, and terms added to q·k.
 
 The position of query i is i + offset, that of key j is j; a call may have other positions for RoPE.
 
-Terms depend on content and distance, in Transformer-XL's relative positions and DeBERTa's disentangled attention:
+Terms depend on content and distance. Transformer-XL's relative positions and DeBERTa's disentangled attention have them:
 
     terms_ij = u·k_j + (q_i + v)·r_D          transformer_xl (Dai et al. 2019, arXiv 1901.02860, section 3.3)
     terms_ij = q_i·r_D + k_j·s_D              disentangled (He et al. 2021, arXiv 2006.03654, equation 4)
 
-D = position_i - j is the distance of query i and key j. The position vectors r_D are computed once per call, for all distances from the
-last position down: column c belongs to D = last - c. The columns of a row are consecutive, so a block of rows is multiplied by few columns,
-from which each pair then takes its own.
+r_D and s_D are the position vectors of distance D = position_i - j. They are computed once per call, for all distances from the last
+position down: column c belongs to D = last - c. The columns of a row are consecutive. So a block of rows is multiplied by few columns,
+and the product of each pair of query and key is gathered from its column.
 """
 
 import math
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from service.attention.call import of_heads
+from service.attention.call import select_heads
 from service.attention.masks import Masks
 from service.attention.numerics import at_least_float32
 from service.spec import LayerSpec
@@ -31,26 +31,26 @@ MAX_PRODUCTS = 1 << 21  # most products of queries and position vectors at a tim
 def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     """Rotate pairs of the first `dims` numbers of x [b, heads, n, head_dim] by positions (Su et al. 2021, equation 34).
 
-    Positions are [b|1, n], or [b|1, n, axes], of which each pair turns by that of its axis (Wang et al. 2024, section 2.1).
+    Positions are [b|1, n], or [b|1, n, axes]: then each pair is rotated by the position on its axis (Wang et al. 2024, section 2.1).
 
     Half-split pairs are (i, i + dims/2), as in GPT-NeoX and Llama; interleaved ones (2i, 2i + 1), as in GPT-J. Angles are computed in
     float64: the rounding of a float32 angle grows with the position (4e-5 of a pair's length at position 6,000). Cosines, sines and the
     products with x are then float32, or float64 if x is.
     """
     dims = rope.dims or x.shape[-1]
-    exact = at_least_float32(x.dtype)
+    dtype = at_least_float32(x.dtype)
     of_pairs = positions[..., None] if positions.ndim == 2 else positions[..., list(rope.axes or ())]
     angles = of_pairs.to(torch.float64)[:, None] * _frequencies(rope, dims).to(x.device)  # [b|1, 1, n, dims/2]
-    turned, rest = x[..., :dims].to(exact), x[..., dims:]
-    cos, sin = ((rope.attention_factor * wave).to(exact) for wave in (angles.cos(), angles.sin()))
+    rotated, rest = x[..., :dims].to(dtype), x[..., dims:]
+    cos, sin = ((rope.attention_factor * wave).to(dtype) for wave in (angles.cos(), angles.sin()))
     if rope.interleaved:
-        even, odd = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+        even, odd = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
     else:
-        first, second = turned.chunk(2, -1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+        first, second = rotated.chunk(2, -1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
 
 def rotate_halves(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
@@ -135,7 +135,7 @@ def grid_bias(table: Tensor, grid: GridBias, positions: Tensor, keys: slice) -> 
 def decomposed_bias(query: Tensor, rows: Tensor, columns: Tensor, grid: GridBias, positions: Tensor, keys: slice) -> Tensor:
     """q · rows[dy] + q · columns[dx] for query [b, h, rows, d] at positions [b|1, rows]: [b, h, rows, keys] (Li et al. 2022, equation 4).
 
-    Every query is multiplied with all vectors of an axis, of which each key then takes its own.
+    Every query is multiplied by all vectors of an axis; then the product for each key is gathered.
     """
     of_axes = [
         torch.gather(query @ vectors.T, -1, distances[:, None].expand(*query.shape[:3], -1))
@@ -153,7 +153,7 @@ def _grid_distances(grid: GridBias, positions: Tensor, keys: slice) -> tuple[Ten
 
 
 class RelativeTerms:
-    """The terms of one layer, in `dtype`. Immutable."""
+    """The relative terms of one layer, computed in `dtype`. Immutable."""
 
     def __init__(self, spec: LayerSpec, relative: RelativeScores, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self.relative, self.dtype, self.width = relative, dtype, spec.d_model
@@ -183,25 +183,25 @@ class RelativeTerms:
 
 
 class CallTerms:
-    """The terms of one call, for any of its query rows."""
+    """The relative terms of one call, for any of its query rows."""
 
     def __init__(self, layer: RelativeTerms, masks: Masks, key: Tensor, heads: Sequence[int] | None) -> None:
         self.num_keys, last = masks.num_keys, masks.positions.amax(1, keepdim=True)
         self.first = last - masks.positions  # [b|1, q]: column of each row's first key
         self.lowest, self.highest = self.first.amin(0).tolist(), self.first.amax(0).tolist()  # of each row, over the items
         distances = last - torch.arange(max(self.highest) + self.num_keys, device=last.device)
-        self.vectors = layer.vectors(of_heads(layer.key, heads), distances)
+        self.vectors = layer.vectors(select_heads(layer.key, heads), distances)
         self.position_bias: Tensor | None = None  # [h, 1, d]
         self.of_keys: Tensor | None = None  # u·k_j, [b, h, 1, k]
         self.of_buckets: Tensor | None = None  # k_j·s for each bucket that occurs, [b, h, buckets, k]
         if layer.content_bias is not None and layer.position_bias is not None:
-            self.position_bias = of_heads(layer.position_bias, heads).transpose(1, 2)
-            self.of_keys = _products(of_heads(layer.content_bias, heads), key)
+            self.position_bias = select_heads(layer.position_bias, heads).transpose(1, 2)
+            self.of_keys = _products(select_heads(layer.content_bias, heads), key)
         if layer.query is not None:
             buckets = distance_buckets(distances, layer.relative)
             least = int(buckets.amin())
             self.buckets = buckets - least  # [b|1, columns]
-            self.of_buckets = _products(of_heads(layer.query, heads)[..., least : int(buckets.amax()) + 1], key)
+            self.of_buckets = _products(select_heads(layer.query, heads)[..., least : int(buckets.amax()) + 1], key)
 
     def of_rows(self, query: Tensor, rows: slice) -> Tensor:
         """The terms [b, h, rows, k] of these rows, whose queries are [b, h, rows, d]."""
@@ -220,7 +220,7 @@ class CallTerms:
         yield slice(start, rows.stop)
 
     def _block(self, query: Tensor, rows: slice) -> Tensor:
-        """The terms [b, h, rows, k] of few rows: products with a range of columns, from which each pair takes its own."""
+        """The terms [b, h, rows, k] of few rows: gathered from the products with a range of columns."""
         begin, end = min(self.lowest[rows]), max(self.highest[rows]) + self.num_keys
         columns = (self.first[:, rows] - begin)[..., None] + torch.arange(self.num_keys, device=query.device)  # [b|1, rows, k]
         shape = (*query.shape[:3], self.num_keys)

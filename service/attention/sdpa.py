@@ -45,7 +45,7 @@ def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tens
     """Compute one block of query rows at a time, only with the range of keys that its rows may attend to."""
     spec, masks, (batch, heads, num_queries, _), num_keys = eager.spec, call.masks, query.shape, key.shape[2]
     attend = partial(F.scaled_dot_product_attention, scale=call.scale, enable_gqa=spec.num_heads > spec.num_kv_heads)
-    if not eager.has_bias:  # of the layer: torch may then need no mask tensor
+    if not eager.has_bias:  # the layer adds no bias, so torch may need no mask tensor
         if masks.only_causal:
             return attend(query, key, value, is_causal=True)
         if not masks.has_any and masks.bias is None:

@@ -17,26 +17,26 @@ from service.tensors import Array
 
 MAX_WIDTH = 256  # d_model of a layer with short calls
 MAX_PRODUCT = 1 << 20  # most multiplications in one product of a short call; for more, torch is as fast
-MAX_PORTABLE = 1 << 18  # the same on a processor without vectors of eight floats
+MAX_PORTABLE = 1 << 18  # MAX_PRODUCT on a processor without vectors of eight floats
 OUTPUTS = frozenset({"output", "attention_weights"})
 
 
-class Short:
+class ShortKernel:
     """Computes short calls to one layer. Immutable."""
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], variant: str | None = None) -> None:
         """`variant`: one of the implementations in `extension.variants`, by default the fastest."""
-        none = torch.zeros(spec.d_model)
+        no_bias = torch.zeros(spec.d_model)
         variant = variant or extension.variants[0]
         self._layer = extension.layer(
             spec.d_model,
             spec.num_heads,
             variant,
             tuple(weights[f"{name}.weight"].contiguous().numpy() for name in PROJECTIONS),
-            tuple(weights.get(f"{name}.bias", none).numpy() for name in PROJECTIONS),
+            tuple(weights.get(f"{name}.bias", no_bias).numpy() for name in PROJECTIONS),
         )
         self._num_heads = spec.num_heads
-        self._largest = MAX_PORTABLE if variant == "portable" else MAX_PRODUCT
+        self._max_product = MAX_PORTABLE if variant == "portable" else MAX_PRODUCT
 
     @staticmethod
     def suits_layer(spec: LayerSpec, device: torch.device) -> bool:
@@ -51,17 +51,17 @@ class Short:
     def suits(self, call: Call) -> bool:
         """Whether the call is short, has no masks or modifiers, and requests only output and weights."""
         (items, queries, width), keys = call.query.shape, call.key.shape[1]
-        largest = items * width * max(queries * width, keys * width, queries * keys)
+        largest_product = items * width * max(queries * width, keys * width, queries * keys)
         is_modified = call.softcap or call.dropout is not None or call.head_scale is not None or call.masks.bias is not None
         return (
             items * queries * keys > 0
-            and largest <= self._largest
+            and largest_product <= self._max_product
             and call.outputs <= OUTPUTS
             and not (is_modified or call.masks.has_any or call.reproducible)
         )
 
     def forward(self, call: Call) -> Result | None:
-        """Compute a call that suits. None if a number overflowed: it depends on the implementation which ones do, so torch decides."""
+        """Compute a call that suits. None if a number overflowed: torch then decides which ones do, since implementations differ."""
         return self.forward_arrays(call, call.query.contiguous().numpy(), call.key.contiguous().numpy(), call.value.contiguous().numpy())
 
     def forward_arrays(self, call: Call, query: Array, key: Array, value: Array) -> Result | None:

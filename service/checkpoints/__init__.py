@@ -3,18 +3,19 @@
     read_layer(tensors, layout="bert", prefix="encoder.layer.3", spec={"num_heads": 12})  ->  fields for LayerSpec, weights
     layers_in(tensors)  ->  [("bert", "encoder.layer.0.attention"), …]
     detect(names)  ->  "bert", or None if the names fit several layouts or none
-    read_model_layer(tensors, config, layer=3)  ->  the same as read_layer, of a model's layer 3 by its own config.json
+    read_model_layer(tensors, config, layer=3)  ->  fields and weights of a model's layer 3, by the model's config.json
     ModelFolder(path).layer(3)  ->  the description and the tensors of a layer in a folder that save_pretrained wrote
 
-Functions of names and arrays, without torch; only `folder.py` reads files. If names or shapes are ambiguous, `read_layer` raises
-InvalidRequest with both readings; it does not guess. A new layout is a row in `framework_layouts.py`, and at most one function.
+These functions take names and arrays, and do not import torch; only `folder.py` reads files. For ambiguous names or shapes, `read_layer`
+raises InvalidRequest, which names the choices. A new layout is a row in `framework_layouts.py`, and at most one function.
 
 In the order in which to read it:
 
     layout.py                    what a layout is: names of tensors, and their conversion to canonical weights
     framework_layouts.py         the layouts that names identify
-    detection.py, reader.py      finds layers by their names and selects one; reads it, and infers its spec from the shapes of its weights
-    config.py, model.py          a model's config.json, and the layers that it describes, with layouts of their own in model_layouts.py
+    detection.py, reader.py      finds layers by their names and selects one; reads it, and infers its spec from the shapes of the weights
+    config.py, model.py          a model's config.json, and the layers that it describes
+    model_layouts.py             the layouts of those layers
     families/, rope.py           how the config of each family becomes a spec
     folder.py                    files that save_pretrained writes
 """

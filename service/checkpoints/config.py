@@ -1,7 +1,7 @@
 """Reads a model's config.json: which layer has which kind of attention, and its rotary embedding.
 
-A `Config` remembers the fields that were read, so that those which sound like attention and were not read can be refused: a field that a
-loader ignores is the usual cause of wrong results.
+A `Config` records which fields were read. A field that was not read, and whose name suggests attention, is refused: a field that a loader
+ignores is the usual cause of wrong results.
 """
 
 import json
@@ -11,8 +11,8 @@ from typing import Any
 
 from service.errors import InvalidRequest
 
-MAX_SHOWN = 100
-LARGEST = 1 << 31
+MAX_SHOWN = 100  # characters of a value in a refusal
+LARGEST = 1 << 31  # number in a config
 ABOUT_ATTENTION = re.compile(
     r"head|attn|attention|rope|rotary|window|sliding|chunk|scal|softcap|multiplier|norm|bias|position|layer_type|theta|sink|gate|gating|"
     r"temper|qk|kv|query|key|alibi|local|global|causal|pattern|mup|lora|clip|expert_layer|use_parallel|relative|block_sparse|attention_type|cross_att|diff"
@@ -36,7 +36,7 @@ class Config:
         self.read: set[str] = set()
 
     def with_fields(self, fields: Mapping[str, Any]) -> "Config":
-        """The config with other fields, which remembers the same fields as read."""
+        """The config with these fields replaced. Both configs share the record of fields that were read."""
         config = Config({**self.fields, **fields}, self.at, self.layer)
         config.read = self.read
         return config

@@ -31,12 +31,12 @@ class Match:
     @property
     def required(self) -> list[str]:
         """Required names below the stem."""
-        return [name for name, role in self.layout.names.items() if role in self.layout.required]
+        return [name for name, role in self.layout.roles.items() if role in self.layout.required]
 
     @property
     def missing(self) -> list[str]:
         """Required names below the stem that the checkpoint does not have."""
-        return [name for name in self.required if self.layout.names[name] not in self.names]
+        return [name for name in self.required if self.layout.roles[name] not in self.names]
 
     @property
     def share(self) -> float:
@@ -55,99 +55,6 @@ class Match:
 
     def __str__(self) -> str:
         return f"{self.layout.name} at {self.prefix or 'its root'}"
-
-
-def listed(items: Iterable[str]) -> str:
-    """The first MAX_LISTED items and the number of the others, for an error: "a, b, c and 9 more"."""
-    every = list(dict.fromkeys(items))
-    more = f" and {len(every) - MAX_LISTED} more" if len(every) > MAX_LISTED else ""
-    return ", ".join(every[:MAX_LISTED]) + more or "none"
-
-
-def refuse_weights(problems: Sequence[tuple[str, str, str]]) -> InvalidRequest:
-    """One error for several tensors, (name, expected, got) each: the first MAX_LISTED and the number of the others."""
-    shown = [Problem(pointer(["weights", name]), expected, got) for name, expected, got in problems[:MAX_LISTED]]
-    if (more := len(problems) - MAX_LISTED) > 0:
-        shown.append(Problem("/weights", "no more such tensors", f"{more} more"))
-    return InvalidRequest(problems=shown)
-
-
-def normalised(name: str) -> str:
-    return name.removesuffix(":0").replace("/", ".")
-
-
-def _index(layouts: Iterable[Layout]) -> dict[str, list[tuple[Layout, str]]]:
-    index: dict[str, list[tuple[Layout, str]]] = {}
-    for layout in layouts:
-        for name, role in layout.names.items():
-            index.setdefault(name, []).append((layout, role))
-    return index
-
-
-INDEX = _index(FRAMEWORK_LAYOUTS)
-
-
-def find_matches(names: Iterable[str], layouts: Sequence[Layout] | None = None) -> list[Match]:
-    """A match for every layout and stem with at least one of the layout's required names, in the natural order of stems.
-
-    `layouts`: those to look for; None: all.
-    """
-    index = INDEX if layouts is None else _index(layouts)
-    depths = max(name.count(".") for name in index) + 1
-    found: dict[tuple[str, int], tuple[Layout, str, dict[str, str]]] = {}
-    normal = {normalised(name): name for name in names}
-    for plain, name in normal.items():
-        segments = plain.split(".")
-        for depth in range(1, min(depths, len(segments)) + 1):
-            tail = ".".join(segments[-depth:])
-            for layout, role in index.get(tail, ()):
-                stem = ".".join([*segments[:-depth], *filter(None, [layout.parent])])
-                root = name[: len(plain) - len(tail)].rstrip("./")
-                found.setdefault((stem, id(layout)), (layout, root, {}))[2][role] = name
-    matches = [
-        Match(layout, stem, root, roles, _is_identified(layout, stem, normal))
-        for (stem, _), (layout, root, roles) in found.items()
-        if not layout.required.isdisjoint(roles)
-    ]
-    return sorted(matches, key=lambda match: natural(match.stem))
-
-
-def _is_identified(layout: Layout, stem: str, normal: dict[str, str]) -> bool:
-    above, _, last = stem.rpartition(".")
-    sibling = f"{above}.{layout.excluded_by}".lstrip(".")
-    return (layout.identified_under is None or last in layout.identified_under) and not (layout.excluded_by and sibling in normal)
-
-
-def natural(text: str) -> list[tuple[int, str]]:
-    """A sort key that puts layer.2 before layer.10."""
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", text)]
-
-
-def complete_matches(matches: Sequence[Match]) -> list[Match]:
-    """Matches with all required names; if several spellings of a layout match at one stem, the one with most names."""
-    best: dict[tuple[str, str], Match] = {}
-    for match in matches:
-        key = (match.layout.name, match.stem)
-        if not match.missing and (key not in best or _weight(match) > _weight(best[key])):
-            best[key] = match
-    return list(best.values())
-
-
-def complementary_match(match: Match, matches: Iterable[Match]) -> Match | None:
-    """Another layout's match at the same stem with the roles that an incomplete match lacks: the names of two layouts are mixed."""
-    missing = match.layout.required - match.names.keys()
-    return next((other for other in matches if missing and other.stem == match.stem and missing <= other.names.keys()), None)
-
-
-def _weight(match: Match) -> tuple[int, bool, int]:
-    return len(match.layout.required), match.identified, len(match.names)
-
-
-def readable_matches(matches: Sequence[Match]) -> list[Match]:
-    """Complete matches; if the names identify a layout at a stem, without the other layouts at that stem."""
-    every = complete_matches(matches)
-    identified = {match.stem for match in every if match.identified}
-    return [match for match in every if match.identified or match.stem not in identified]
 
 
 def detect(names: Iterable[str]) -> str | None:
@@ -203,7 +110,7 @@ def _no_layer(partial: Sequence[Match], below: Sequence[Match], layout: str | No
     if nearest is not None and (other := complementary_match(nearest, below)) is not None:
         return _mixed(nearest, other)
     if nearest is not None and nearest.share >= MIN_SHARE and (layout or nearest.identified):
-        return refuse_weights([(nearest.full_name(name), f"a tensor, as {nearest} has it", "nothing") for name in nearest.missing])
+        return refusal_of_weights([(nearest.full_name(name), f"a tensor, as {nearest} has it", "nothing") for name in nearest.missing])
     wanted = f"a layer of layout {layout}" if layout else f"the names of a known layout ({', '.join(sorted(LAYOUTS))})"
     if others := readable_matches(below):
         return InvalidRequest.where("/layout", wanted, listed(map(str, others)))
@@ -215,6 +122,7 @@ def _no_layer(partial: Sequence[Match], below: Sequence[Match], layout: str | No
 
 
 def _closeness(match: Match) -> tuple[float, bool, int]:
+    """A sort key: how close an incomplete match is to a complete one."""
     return match.share, match.identified, len(match.names)
 
 
@@ -230,3 +138,99 @@ def _ambiguous(candidates: Sequence[Match]) -> InvalidRequest:
     choices = "; ".join(f"{name} ({LAYOUTS[name]})" for name in sorted({match.layout.name for match in candidates}))
     at = candidates[0].prefix or "the root"
     return InvalidRequest.where("/layout", f"a layout, since the names at {at} fit several: {choices}", "none")
+
+
+def find_matches(names: Iterable[str], layouts: Sequence[Layout] | None = None) -> list[Match]:
+    """A match for every layout and stem with at least one of the layout's required names, in the natural order of stems.
+
+    `layouts`: those to look for; None: all.
+    """
+    index = INDEX if layouts is None else _index(layouts)
+    max_depth = max(name.count(".") for name in index) + 1
+    found: dict[tuple[str, int], tuple[Layout, str, dict[str, str]]] = {}
+    originals = {normalised(name): name for name in names}
+    for plain, name in originals.items():
+        segments = plain.split(".")
+        for depth in range(1, min(max_depth, len(segments)) + 1):
+            tail = ".".join(segments[-depth:])
+            for layout, role in index.get(tail, ()):
+                stem = ".".join([*segments[:-depth], *filter(None, [layout.parent])])
+                root = name[: len(plain) - len(tail)].rstrip("./")
+                found.setdefault((stem, id(layout)), (layout, root, {}))[2][role] = name
+    matches = [
+        Match(layout, stem, root, roles, _is_identified(layout, stem, originals))
+        for (stem, _), (layout, root, roles) in found.items()
+        if not layout.required.isdisjoint(roles)
+    ]
+    return sorted(matches, key=lambda match: natural(match.stem))
+
+
+def _is_identified(layout: Layout, stem: str, originals: Mapping[str, str]) -> bool:
+    """Whether the names identify the layout. `originals`: normalised name -> name in the checkpoint, of all tensors."""
+    above, _, last = stem.rpartition(".")
+    sibling = f"{above}.{layout.excluded_by}".lstrip(".")
+    return (layout.identified_under is None or last in layout.identified_under) and not (layout.excluded_by and sibling in originals)
+
+
+def _index(layouts: Iterable[Layout]) -> dict[str, list[tuple[Layout, str]]]:
+    index: dict[str, list[tuple[Layout, str]]] = {}
+    for layout in layouts:
+        for name, role in layout.roles.items():
+            index.setdefault(name, []).append((layout, role))
+    return index
+
+
+INDEX = _index(FRAMEWORK_LAYOUTS)
+
+
+def readable_matches(matches: Sequence[Match]) -> list[Match]:
+    """Complete matches; if the names identify a layout at a stem, without the other layouts at that stem."""
+    complete = complete_matches(matches)
+    identified = {match.stem for match in complete if match.identified}
+    return [match for match in complete if match.identified or match.stem not in identified]
+
+
+def complete_matches(matches: Sequence[Match]) -> list[Match]:
+    """Matches with all required names; if several spellings of a layout match at one stem, the one with most names."""
+    best: dict[tuple[str, str], Match] = {}
+    for match in matches:
+        key = (match.layout.name, match.stem)
+        if not match.missing and (key not in best or _specificity(match) > _specificity(best[key])):
+            best[key] = match
+    return list(best.values())
+
+
+def _specificity(match: Match) -> tuple[int, bool, int]:
+    """A sort key: how much of a layer the match explains."""
+    return len(match.layout.required), match.identified, len(match.names)
+
+
+def complementary_match(match: Match, matches: Iterable[Match]) -> Match | None:
+    """Another layout's match at the same stem with the roles that an incomplete match lacks: the names of two layouts are mixed."""
+    missing = match.layout.required - match.names.keys()
+    return next((other for other in matches if missing and other.stem == match.stem and missing <= other.names.keys()), None)
+
+
+def normalised(name: str) -> str:
+    """A tensor's name with `.` between its segments, without TensorFlow's suffix."""
+    return name.removesuffix(":0").replace("/", ".")
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """A sort key that puts layer.2 before layer.10."""
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", text)]
+
+
+def listed(items: Iterable[str]) -> str:
+    """The first MAX_LISTED items and the number of the others, for an error: "a, b, c and 9 more"."""
+    every = list(dict.fromkeys(items))
+    more = f" and {len(every) - MAX_LISTED} more" if len(every) > MAX_LISTED else ""
+    return ", ".join(every[:MAX_LISTED]) + more or "none"
+
+
+def refusal_of_weights(problems: Sequence[tuple[str, str, str]]) -> InvalidRequest:
+    """One error for several tensors, (name, expected, got) each: the first MAX_LISTED and the number of the others."""
+    shown = [Problem(pointer(["weights", name]), expected, got) for name, expected, got in problems[:MAX_LISTED]]
+    if (more := len(problems) - MAX_LISTED) > 0:
+        shown.append(Problem("/weights", "no more such tensors", f"{more} more"))
+    return InvalidRequest(problems=shown)

@@ -73,6 +73,7 @@ def fused(tensors: LayerTensors) -> Converted:
 
 
 def t5(tensors: LayerTensors) -> Converted:
+    """With the table of position biases, which may be that of the stack's first block."""
     converted, (name, table) = convert(tensors), _table(tensors)
     known = {} if table is None else {"num_heads": table.shape[1]}
     no_table = "relative_bias" in tensors.given and tensors.given["relative_bias"] is None and not tensors.has("relative_bias")
@@ -156,7 +157,7 @@ TORCH_SEPARATE = {f"{name[0]}_proj_weight": f"{name}.weight" for name in PROJECT
 MASK_BUFFERS = {"bias": 4, "masked_bias": 0}  # buffers of old GPT-2 and NeoX checkpoints: the causal mask and its fill value
 GPT2 = partial(Layout, "gpt2", convert=partial(convert, transposed=True, square=True), ignored=MASK_BUFFERS)
 FUSED = "qkv proj", "query_key_value dense", "qkv_proj o_proj", "Wqkv out_proj", "in_proj out_proj", "c_attn c_proj"
-PACKED_BY_HEAD = partial(Layout, names=packed_names(qkv="query_key_value", output="dense"), convert=partial(convert, rows=grouped))
+PACKED_BY_HEAD = partial(Layout, roles=packed_names(qkv="query_key_value", output="dense"), convert=partial(convert, rows=grouped))
 HEAD_COUNT = {"num_heads": "the number of heads, which splits the rows"}
 
 KERNELS = partial(convert, transposed=True)
@@ -227,7 +228,7 @@ FRAMEWORK_LAYOUTS: tuple[Layout, ...] = (
     PACKED_BY_HEAD("bloom", assumed={"alibi": True}, required_fields=HEAD_COUNT, identified_under=()),
     PACKED_BY_HEAD(
         "neox",
-        names=packed_names(qkv="query_key_value", output="dense") | INV_FREQ,
+        roles=packed_names(qkv="query_key_value", output="dense") | INV_FREQ,
         optional=(("qkv.bias", "output.bias"), ("inv_freq",)),
         ignored=MASK_BUFFERS,
         assumed=ROPE_ON_HALVES,

@@ -93,7 +93,7 @@ class Layout:
     """One spelling of a layout."""
 
     name: str
-    names: Mapping[str, str]  # name below the stem -> role
+    roles: Mapping[str, str]  # name below the stem -> role
     convert: Callable[[LayerTensors], Converted]
     optional: tuple[tuple[str, ...], ...] = ()  # groups of roles that may be missing, each group as a whole
     ignored: Mapping[str, int | None] = field(default_factory=dict)  # pattern of buffers -> their rank, None for any
@@ -106,7 +106,7 @@ class Layout:
 
     @cached_property
     def required(self) -> frozenset[str]:
-        return frozenset(self.names.values()).difference(*self.optional)
+        return frozenset(self.roles.values()).difference(*self.optional)
 
 
 # The rows of several projections in one matrix: the axes of [*axes, head_dim, in], and the index of each projection in these axes.

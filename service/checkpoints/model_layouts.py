@@ -1,7 +1,7 @@
 """Layouts for models with a config, which names the family, its layers and their sizes.
 
-So a layout here has the names of many families at once: a name that means something else elsewhere is no danger, and a tensor that is left
-over is refused. `separate` has four matrices [out, in], `stacked`, `grouped` and `codegen` one for queries, keys and values, and `conv` is
+So one layout here has the names of many families: the config decides which family it is, and a tensor whose name matches none of them is
+refused. `separate` has four matrices [out, in], `stacked`, `grouped` and `codegen` one for queries, keys and values, and `conv` is
 GPT-2's Conv1D [in, out]. Norms of queries and keys may have any of the usual names. An output gate has a matrix of its own, or shares that
 of the queries (`gated queries`) or of queries, keys and values (`gated stack`). `latent` has DeepSeek's matrices in two steps.
 """
@@ -66,9 +66,9 @@ KINDS = ("weight", "bias")
 IGNORED = {"*LayerNorm.*": None, "*rotary_emb.inv_freq": None, "*relative_position_index": 2, "bias": 4, "masked_bias": 0}
 
 
-def separate(tensors: LayerTensors, rows: RowOrderOf = stacked, **how: bool) -> Converted:
-    """As `convert`; with one bias for each head of a gate (Beam), factors on projections, and the weights of `relative_scores`."""
-    converted, heads = convert(tensors, rows, **how), tensors.given["num_heads"]
+def separate(tensors: LayerTensors, rows: RowOrderOf = stacked, **options: bool) -> Converted:
+    """As `convert`. Also repeats a gate's bias for each head (Beam), applies factors, and computes the weights of `relative_scores`."""
+    converted, heads = convert(tensors, rows, **options), tensors.given["num_heads"]
     if "gate.weight" in converted.weights and len(bias := converted.weights.get("gate.bias", ())) == heads:
         converted.weights["gate.bias"] = np.repeat(bias, len(converted.weights["gate.weight"]) // heads)
     scores = tensors.given.get("relative_scores")
@@ -78,7 +78,7 @@ def separate(tensors: LayerTensors, rows: RowOrderOf = stacked, **how: bool) -> 
 
 
 def _scaled(tensors: LayerTensors, converted: Converted) -> Converted:
-    """With the projections that have a factor multiplied by it, in float32 or better."""
+    """Multiplies each projection that has a factor by it, in float32 or float64."""
     for name, factor in tensors.conversion.get("factors", {}).items():
         for role in (f"{name}.{kind}" for kind in KINDS):
             if factor != 1 and role in converted.weights:
@@ -147,8 +147,8 @@ def convolutions(tensors: LayerTensors) -> Converted:
 
 
 def cosine(tensors: LayerTensors) -> Converted:
-    """Swin v2 (Liu et al. 2022, arXiv 2111.09883, section 3.3): a cosine is the product of normed vectors, and 16 σ(a network of the
-    distances on a logarithmic scale) is a table.
+    """Swin v2 (Liu et al. 2022, arXiv 2111.09883, section 3.3). Its cosines become products of normed vectors; its biases, 16 σ(network of
+    logarithmic distances), become a table.
     """
     converted, grid, head_dim = separate(tensors), tensors.given["grid_bias"], tensors.given["head_dim"]
     scales = np.exp(np.minimum(tensors.get("logit_scale", "heads", "1", "1"), math.log(100))).reshape(-1, 1)
@@ -177,7 +177,7 @@ def differential(tensors: LayerTensors) -> Converted:
 
 
 def gated_queries(tensors: LayerTensors) -> Converted:
-    """With the gate's rows among the queries': [heads, (q, gate), head_dim], and norm weights less 1 (Qwen3-Next)."""
+    """As `separate`, for a query matrix with rows [heads, (q, gate), head_dim], and norm weights less 1 (Qwen3-Next)."""
 
     def query_and_gate(heads: int, kv_heads: int) -> RowOrder:
         return (heads, 2), {"query": np.s_[:, 0], "gate": np.s_[:, 1]}

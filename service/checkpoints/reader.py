@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from service.checkpoints.config import brief
-from service.checkpoints.detection import Match, listed, normalised, refuse_weights, select
+from service.checkpoints.detection import Match, listed, normalised, refusal_of_weights, select
 from service.checkpoints.framework_layouts import ROPE
 from service.checkpoints.layout import Converted, Fields, LayerTensors, Weights
 from service.errors import InvalidRequest, pointer
@@ -56,16 +56,18 @@ def read_layer(
 def read_match(match: Match, tensors: Mapping[str, Array], given: Fields, conversion: Fields | None = None) -> tuple[Fields, Weights]:
     """`read_layer` for a layer that was found. Raises InvalidRequest.
 
-    `conversion`: what a model's config says about the conversion. `given` then has all fields; without it the layout has defaults.
+    `conversion`: what a model's config says about the conversion; `given` then has all fields. Without it, the layout gives defaults.
     """
     if problems := list(_incomplete_groups(match)) or list(_unknown_tensors(match, tensors)):
-        raise refuse_weights(problems)
+        raise refusal_of_weights(problems)
     arrays = {role: tensors[name] for role, name in match.names.items()}
-    plain = {normalised(name): name for name in tensors}
+    originals = {normalised(name): name for name in tensors}
     dtype = _dtype(arrays, match.names)
-    layer = LayerTensors(
-        arrays, match.names, match.stem, given, lambda name: tensors[plain[name]] if name in plain else None, conversion or {}
-    )
+
+    def find(name: str) -> Array | None:
+        return tensors[originals[name]] if name in originals else None
+
+    layer = LayerTensors(arrays, match.names, match.stem, given, find, conversion or {})
     converted = match.layout.convert(layer)
     if conversion is not None:
         converted = replace(converted, known=converted.known | {"num_heads": given["num_heads"]}, assumed={})
@@ -90,7 +92,7 @@ def _require_fields(match: Match, converted: Converted, given: Mapping[str, Any]
 
 def _incomplete_groups(match: Match) -> Iterator[tuple[str, str, str]]:
     """(name, expected, got) of each missing tensor of a group of optional tensors that is there in part."""
-    by_role = {role: name for name, role in match.layout.names.items()}
+    by_role = {role: name for name, role in match.layout.roles.items()}
     for group in match.layout.optional:
         present = [role for role in group if role in match.names]
         if present and len(present) < len(group):
@@ -110,7 +112,7 @@ def _unknown_tensors(match: Match, tensors: Mapping[str, Array]) -> Iterator[tup
         if below in match.layout.refused:
             yield name, match.layout.refused[below], f'"{name}"'
         elif None not in ranks and tensors[name].ndim not in ranks:
-            yield name, f"only what a layer of layout {match.layout.name} has ({listed(match.layout.names)})", f'"{name}"'
+            yield name, f"only what a layer of layout {match.layout.name} has ({listed(match.layout.roles)})", f'"{name}"'
 
 
 def _dtype(arrays: Mapping[str, Array], names: Mapping[str, str]) -> str:
@@ -118,13 +120,13 @@ def _dtype(arrays: Mapping[str, Array], names: Mapping[str, str]) -> str:
     kinds = set()
     for role, array in arrays.items():
         if not array.size:
-            raise refuse_weights([(names[role], "numbers", f"shape {list(array.shape)}")])
+            raise refusal_of_weights([(names[role], "numbers", f"shape {list(array.shape)}")])
         try:
             kind = datatype_of(array).torch
         except KeyError:
             kind = str(array.dtype)
         if kind not in FLOATS:
-            raise refuse_weights([(names[role], "floating-point numbers: " + ", ".join(FLOATS), kind)])
+            raise refusal_of_weights([(names[role], "floating-point numbers: " + ", ".join(FLOATS), kind)])
         kinds.add(kind)
     return kinds.pop() if len(kinds) == 1 else "float64" if "float64" in kinds else "float32"
 
@@ -135,7 +137,7 @@ def _without_projections(tensors: Mapping[str, Array], prefix: str, given: Field
     names = {normalised(name).removeprefix(start): name for name in tensors if normalised(name).startswith(start)}
     understood = ("query_norm.weight", "key_norm.weight", "sinks", "relative_bias")
     if unknown := [name for plain, name in names.items() if plain not in understood]:
-        raise refuse_weights([(name, f"none but {', '.join(understood)}, since nothing is projected", f'"{name}"') for name in unknown])
+        raise refusal_of_weights([(name, f"none but {', '.join(understood)}, since nothing is projected", f'"{name}"') for name in unknown])
     weights = {plain: tensors[name] for plain, name in names.items()}
     if "dtype" not in given and weights:
         given["dtype"] = _dtype(weights, names)
@@ -151,6 +153,7 @@ def _infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Fiel
     assumed: Fields = {"dtype": dtype} | {field: value for field, value in converted.assumed.items() if field not in absent}
     _check_features(tensors, assumed, absent)
     inferred = assumed | known
+    # null leaves a number to be inferred; for a section, such as `rope`, it says that there is none
     given = {name: x for name, x in tensors.given.items() if x is not None or isinstance(inferred.get(name, {}), Mapping)}
     # `known` has one bias where all projections have the same
     if isinstance(bias := given.get("bias"), Mapping) and set(bias) == set(PROJECTIONS) and len(set(map(str, bias.values()))) == 1:

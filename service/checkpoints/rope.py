@@ -123,7 +123,7 @@ def _require_known_fields(settings: Config, kind: str, known: tuple[str, ...]) -
 
 
 def _settings(config: Config, rotary: Rotary, layer_type: str) -> Config:
-    """The entry of the config for this layer type."""
+    """The settings of RoPE for this layer type, from `rope_parameters` or `rope_scaling`."""
     config.ignore("rope_theta", "rope_scaling", LENGTH, *(field for field, _ in rotary.theta_fields.values()))
     name, given = "rope_parameters", config.get("rope_parameters", default={})
     if given and config.get("rope_scaling") is not None:
@@ -160,7 +160,7 @@ class RopeInputs:
 
     @property
     def trained_length(self) -> int:
-        """The context length of training. One beside the settings beats one among them, except where those are for each layer type."""
+        """The context length of training: a field of the config, else of the settings; of the settings if they differ by layer type."""
         has_entries = any(isinstance(entry, Mapping) for entry in dict(self.config.get("rope_parameters", default={})).values())
         return self.settings.count(LENGTH) if has_entries or self.config.get(LENGTH) is None else self.config.count(LENGTH)
 
@@ -182,30 +182,30 @@ def llama3(inputs: RopeInputs) -> Fields:
 
 
 def dynamic(inputs: RopeInputs) -> Fields:
-    """Plain up to max_position_embeddings; longer calls have a larger theta."""
+    """Unscaled up to max_position_embeddings; longer calls would have a larger theta."""
     inputs.settings.number("factor")
     return {"max_length": inputs.config.count("max_position_embeddings")}
 
 
 def proportional(inputs: RopeInputs) -> Fields:
-    """The first share of the pairs turns as if the whole head did, the others do not turn."""
+    """The first pairs have the frequencies of a head that is rotated as a whole; the others are not rotated."""
     turning = int(inputs.partial * (2 * len(inputs.unscaled)) // 2)
     frequencies = np.where(np.arange(len(inputs.unscaled)) < turning, inputs.unscaled, 0.0) / inputs.settings.number("factor", default=1.0)
     return {"frequencies": frequencies.tolist()}
 
 
 def longrope(inputs: RopeInputs) -> Fields:
-    """Each frequency divided by its own short factor; cosines and sines lengthened."""
+    """Each frequency is divided by its own short factor; `attention_factor` multiplies cosines and sines."""
     short, length, factor = inputs.settings.get("short_factor"), inputs.trained_length, inputs.factor
     if not isinstance(short, list) or len(short) != len(inputs.unscaled) or not all(isinstance(x, int | float) and x > 0 for x in short):
         raise inputs.settings.refusal("short_factor", f"{len(inputs.unscaled)} positive numbers", short)
     default = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    lengthened = inputs.settings.number("attention_factor", default=default)
-    return {"frequencies": (inputs.unscaled / short).tolist(), "attention_factor": lengthened, "max_length": length}
+    attention_factor = inputs.settings.number("attention_factor", default=default)
+    return {"frequencies": (inputs.unscaled / short).tolist(), "attention_factor": attention_factor, "max_length": length}
 
 
 def yarn(inputs: RopeInputs) -> Fields:
-    """Fast frequencies stay, slow ones are divided by the factor, with a ramp between; cosines and sines lengthened."""
+    """High frequencies stay, low ones are divided by the factor, with a ramp between; `attention_factor` multiplies cosines and sines."""
     settings, factor, dims = inputs.settings, inputs.factor, 2 * len(inputs.unscaled)
 
     def pair_of(turns: float) -> float:

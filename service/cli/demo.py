@@ -1,15 +1,15 @@
 """`attend demo`: sends a sentence to a new server, shows what each head links in it, and prints the commands that repeat it."""
 
 import json
+import math
 import shlex
 import tempfile
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
-import numpy as np
 import orjson
 import typer
 from rich.console import Console
@@ -23,6 +23,7 @@ from service.client import AttendResult, Client, operations
 from service.client.responses import read_attend
 from service.serving.embeddings import ModelNotInstalled, Sentence, hash_words, read_minilm
 from service.settings import Settings
+from service.tensors import Array
 
 EPILOG = """Examples: attend demo --sentence "The trophy does not fit into the suitcase because it is too big"
 
@@ -84,10 +85,7 @@ def demo(
             "tokens": embedded.tokens,
             "layer": result.layer.model_dump(),
             "outputs": {name: list(array.shape) for name, array in result.items()},
-            "links": [
-                [{"query": int(q), "key": int(k), "weight": float(w)} for q, k, w in zip(*of_head, strict=True) if not np.isnan(w)]
-                for of_head in zip(links["queries"], links["keys"], links["weights"], strict=True)
-            ],
+            "links": [_links_of_head(*head) for head in zip(links["queries"], links["keys"], links["weights"], strict=True)],
             "seconds": seconds,
             "timing": result.timing,
             "again": _commands(request, layer_file),
@@ -96,7 +94,7 @@ def demo(
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"\n[bold]{escape(sentence)}[/bold]\n\n{escape(note)}\n")
-    _show_exchange(console, embedded, result, seconds)
+    _show_request_and_reply(console, embedded, result, seconds)
     for table in metric_tables(metrics, console.width):
         console.print(table, soft_wrap=False)
     size = sum(file.stat().st_size for file in (request, layer_file) if file)
@@ -155,7 +153,7 @@ def _send(client: Client, request: Path) -> tuple[AttendResult, float]:
     return read_attend(response), seconds
 
 
-def _show_exchange(console: Console, embedded: Sentence, result: AttendResult, seconds: float) -> None:
+def _show_request_and_reply(console: Console, embedded: Sentence, result: AttendResult, seconds: float) -> None:
     first = ", ".join(f"{number:.3f}" for number in embedded.vectors[0, :3])
     n, width = embedded.vectors.shape
     tokens = ", ".join(f'"{token}"' for token in embedded.tokens)
@@ -167,6 +165,12 @@ def _show_exchange(console: Console, embedded: Sentence, result: AttendResult, s
     for name, array in result.items():
         console.print(f"{name} {list(array.shape)}", markup=False)
     console.print(f"{headline(result)}; {seconds * 1e3:.1f} round trip\n", markup=False)
+
+
+def _links_of_head(queries: Array, keys: Array, weights: Array) -> list[dict[str, Any]]:
+    """The links for --json. A head with fewer links than requested has NaN weights in the remaining places."""
+    links = zip(queries.tolist(), keys.tolist(), weights.tolist(), strict=True)
+    return [{"query": query, "key": key, "weight": weight} for query, key, weight in links if not math.isnan(weight)]
 
 
 def _commands(request: Path, layer: Path | None) -> list[str]:

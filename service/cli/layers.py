@@ -73,14 +73,14 @@ def add(
     as_json: AsJson = False,
 ) -> None:
     """Add or replace a layer from a model's folder, as the model's config describes it, or from a safetensors file."""
-    fields = _object(spec)
+    fields = _json_object(spec)
     if path.is_dir() and number is None:
         raise typer.BadParameter(f"expected --layer with a model's folder; `attend layers inspect {path}` shows its layers")
     if path.is_dir() and (layout or prefix):
         raise typer.BadParameter("expected --layout and --prefix with a file, since the config of a model's folder determines them")
     if not path.is_dir() and (part or number is not None):
         raise typer.BadParameter("expected --layer and --part with a model's folder, got a file; --prefix selects one of its layers")
-    with _opened("add", url, ca, layers_dir) as client:
+    with _client_of("add", url, ca, layers_dir) as client:
         if number is None:
             layer = client.put_layer_file(name, path, layout=layout, prefix=prefix, spec=fields)
         else:
@@ -117,7 +117,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a layer to a safetensors file with canonical names and its spec."""
-    with _opened("export", url, ca, layers_dir) as client:
+    with _client_of("export", url, ca, layers_dir) as client:
         body = client.layer_file(name)
     write_file("layers export", output, body)
     document = {"layer": name, "file": str(output), "bytes": len(body)}
@@ -127,20 +127,20 @@ def export(
 @group.command(epilog="Example: attend layers remove encoder0 --url http://127.0.0.1:8000")
 def remove(name: Name, url: Server = None, ca: Ca = None, layers_dir: Folder = None, as_json: AsJson = False) -> None:
     """Remove a layer."""
-    with _opened("remove", url, ca, layers_dir) as client:
+    with _client_of("remove", url, ca, layers_dir) as client:
         client.delete_layer(name)
     print_result({"removed": name}, f"removed {name}", as_json)
 
 
 @contextmanager
-def _opened(command: str, url: str | None, ca: Path | None, layers_dir: Path | None) -> Iterator[Client]:
+def _client_of(command: str, url: str | None, ca: Path | None, layers_dir: Path | None) -> Iterator[Client]:
     if (url is None) == (layers_dir is None):
         raise typer.BadParameter("expected either --url or --layers-dir")
     with report_errors(f"layers {command}"), open_client(url, ca, None, {"layers_dir": layers_dir}) as client:
         yield client
 
 
-def _object(text: str | None) -> Mapping[str, Any] | None:
+def _json_object(text: str | None) -> Mapping[str, Any] | None:
     try:
         value = None if text is None else json.loads(text)
     except ValueError as error:

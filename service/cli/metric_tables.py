@@ -22,17 +22,21 @@ def metric_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | st
     part, letters = next(iter(METRIC_SHAPES[name].items()))
     first = _part(metrics[name], part)
     if first.ndim < len(letters):  # without a batch axis
-        yield from _item(metrics, width)
+        yield from _item_tables(metrics, width)
         return
-    for b in range(min(len(first), MAX_ITEMS)):
-        yield f"item {b}"
-        item = {name: {part: x[b] for part, x in value.items()} if isinstance(value, dict) else value[b] for name, value in metrics.items()}
-        yield from _item(item, width)
+    for index in range(min(len(first), MAX_ITEMS)):
+        yield f"item {index}"
+        yield from _item_tables({name: _item(value, index) for name, value in metrics.items()}, width)
     if len(first) > MAX_ITEMS:
         yield f"{len(first) - MAX_ITEMS} more items; --json has them"
 
 
-def _item(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
+def _item(value: Any, index: int) -> Any:
+    """A metric, an array or several arrays by name, of one item of a batch."""
+    return {part: array[index] for part, array in value.items()} if isinstance(value, dict) else value[index]
+
+
+def _item_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
     """The tables of one item of a batch: first metrics with one number per head, in columns, then those of other shapes."""
     flat = [
         (f"{name} {part}".strip().replace("_", " "), letters, _part(metrics[name], part))
@@ -44,15 +48,15 @@ def _item(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
     step = max(1, (width - 6) // (MAX_COLUMN + 1))
     for start in range(0, len(per_head), step):
         titles, arrays = zip(*per_head[start : start + step], strict=True)
-        yield _table("", ("head", *titles), ((str(h), *map(_number, row)) for h, row in enumerate(zip(*arrays, strict=True))))
-    if all_heads := [(title, _number(float(array))) for title, letters, array in flat if letters == "b"]:
+        yield _table("", ("head", *titles), ((str(h), *map(_format_number, row)) for h, row in enumerate(zip(*arrays, strict=True))))
+    if all_heads := [(title, _format_number(float(array))) for title, letters, array in flat if letters == "b"]:
         yield _table("", ("all heads", ""), all_heads)
     if "strongest_links" in metrics:
         yield _strongest_links(metrics["strongest_links"])
     if "pruning_order" in metrics:
         order = metrics["pruning_order"]
         steps = enumerate(zip(order["heads"], order["errors"], strict=True), 1)
-        rows = ((str(n), str(int(head)) if head >= 0 else "-", _number(error)) for n, (head, error) in steps)
+        rows = ((str(n), str(int(head)) if head >= 0 else "-", _format_number(error)) for n, (head, error) in steps)
         yield _table("pruning order", ("step", "removed head", "error after"), rows)
     for title, letters, array in flat:
         if letters == "bq":
@@ -64,11 +68,12 @@ def _item(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
 
 
 def _part(value: Any, part: str) -> Array:
+    """The array of a metric that has that name; the metric itself, which is one array, for the name ""."""
     array: Array = np.asarray(value[part] if part else value)
     return array
 
 
-def _number(number: float) -> str:
+def _format_number(number: float) -> str:
     return "-" if np.isnan(number) else f"{number:.3f}" if abs(number) < 1000 else f"{number:.3g}"
 
 
@@ -107,7 +112,7 @@ def _grid(title: str, rows: Array, width: int, corner: str) -> Table | str:
     if 8 + rows.shape[1] * (CELL + 1) > width:
         return _shape_only(title, rows)
     columns = map(str, range(rows.shape[1])) if rows.shape[1] > 1 else [""]
-    table = _table(title, (corner, *columns), ((str(i), *map(_number, row)) for i, row in enumerate(rows[:MAX_ROWS])))
+    table = _table(title, (corner, *columns), ((str(i), *map(_format_number, row)) for i, row in enumerate(rows[:MAX_ROWS])))
     if len(rows) > MAX_ROWS:
         table.caption = f"{len(rows) - MAX_ROWS} more rows; --json has them"
     return table

@@ -200,7 +200,7 @@ def figure(
 
 @dataclass(frozen=True, slots=True)
 class RequestFile:
-    """A request in a file. `document` is the body, or {} if that is no JSON object; then the body is sent as it is, and refused."""
+    """A request in a file. `document` is the parsed body; {} if that is no JSON object: then the body is sent unchanged, and refused."""
 
     file: str
     body: bytes
@@ -249,7 +249,7 @@ def _layer_beside(client: Client, file: str, layer: str, url: str | None, flags:
 
 
 def without_special(document: Document) -> Document:
-    """The request with "omit": "special" among its tokens, unless it has `omit`, no special tokens, or nothing else in a batch item."""
+    """The request with "omit": "special" in `tokens`; unchanged if it has `omit`, if no token is special, or if all of an item are."""
     tokens = document.get("tokens")
     if not isinstance(tokens, dict):
         return document

@@ -127,7 +127,7 @@ def draw_case(seed: int, number: int) -> Case:
 
 
 def _check(client: Client, name: str, case: Case) -> list[OutputError]:
-    """Compares one reply with the reference. Both sides draw seeded weights, and the fingerprint compares them; other weights are sent."""
+    """Compares one reply with the reference. Seeded weights are drawn on both sides and compared by their fingerprint; others are sent."""
     from service.attention.initialization import draw_weights, in_dtype
 
     weights = draw_weights(case.spec) if case.weights is None else in_dtype(case.spec, case.weights)

@@ -1,4 +1,4 @@
-"""What commands share: flags, also those generated from the fields of Settings and of other models; what is printed; exit codes.
+"""Shared by all commands: flags, some of them generated from the fields of Settings and of other models; output; exit codes.
 
 Exit codes: 0 success; 1 refused, failed, or a difference found; 2 invalid arguments (typer's code).
 """
@@ -46,12 +46,12 @@ HINTS: dict[type[AttendError], str] = {
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates a command: adds a flag for each of these settings, passed as keyword arguments, None if not given."""
+    """Decorates a command: adds a flag for each of these settings, as `with_fields` does."""
     return with_fields(Settings, *names)
 
 
 def with_fields(model: type[BaseModel], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The same for the fields of any model."""
+    """Decorates a command: adds a flag for each of these fields of `model`, passed as keyword arguments, None if not given."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)

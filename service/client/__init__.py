@@ -6,7 +6,8 @@
 
 `client.session()` decodes row by row with a KV cache in the service. `AsyncClient` is the same with `async with` and `await`.
 `merge` joins the results of several services over parts of the keys.
-`service.client.remote` has a torch module that computes in a service; no other module loads torch.
+`service.client.remote` has a torch module that computes in a service, `service.client.transformers` an attention implementation for models
+of transformers. No other module imports torch.
 """
 
 from service.client.client import AsyncClient, Client

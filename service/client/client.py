@@ -40,7 +40,7 @@ def _method(operation: Callable[P, Operation[T]]) -> Callable[Concatenate["Clien
 def _async_method(
     operation: Callable[P, Operation[T]], in_thread: bool = False
 ) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, T]]:
-    """The same for `AsyncClient`. `in_thread`: the operation reads a file, which would block the event loop."""
+    """A method of `AsyncClient`, as from `_method`. `in_thread`: the operation reads a file, which would block the event loop."""
 
     @wraps(operation)
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,6 +1,6 @@
 """The connections of both clients: their arguments, certificates, the exceptions for requests without a response, and retries.
 
-A computation is always repeated, and so is a step of a session, since it says which length the session must have. A change is repeated only
+A computation is always repeated. So is a step of a session, since it sends the length that the session must have. A change is repeated only
 if the server certainly did not begin it: no connection was made, the queue was full, or the service itself refused with 503. Each delay is
 drawn uniformly below a bound that doubles ("full jitter"), so that clients do not all retry at once. `Retry-After` is added to the drawn
 delay. Nothing here sends or sleeps.
@@ -31,7 +31,6 @@ CA = "ATTEND_CA"  # environment variable with the CA bundle, for commands
 SECRET = {"authorization", "proxy-authorization", "x-api-key", "cookie"}  # headers that a pickle leaves out
 
 Verify = ssl.SSLContext | str | Path | bool
-
 Outcome = httpx.Response | Exception
 LOST_CONNECTION = (httpx.NetworkError, httpx.RemoteProtocolError)  # ConnectError is a NetworkError, too; `may_repeat` checks it first
 Transport = TypeVar("Transport", httpx.BaseTransport, httpx.AsyncBaseTransport)
@@ -52,7 +51,7 @@ class Retries:
 
 
 class Connections(Generic[Transport]):
-    """The arguments of both clients."""
+    """The base class of both clients: their arguments."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What turns an operation into a method of a client or a session: its signature, its description, and errors for misnamed arguments."""
+"""Turns an operation into a method of a client or a session: adds signature and description, and explains misnamed arguments."""
 
 import inspect
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """`Session` and `AsyncSession`: a sequence whose keys and values the server keeps. Their methods are the operations of this file.
 
-A session knows its length and sends it with every step as `expected_length`. So a step can be repeated after a lost connection: the server
+A session stores its length and sends it with every step as `expected_length`. So a step can be repeated after a lost connection: the server
 refuses it if it was computed before, and the caller gets ReplyLost.
 """
 
@@ -33,7 +33,7 @@ MakeSession = Callable[[SessionDocument, bool], T]  # from the server's descript
 
 
 class SessionState:
-    """What a session of either client knows. `length` is that after the last reply or refusal.
+    """The state of a session of either client. `length`: number of rows after the last reply or refusal.
 
     `resumed`: the session was not started by this object, which therefore does not delete it at the end of a `with` block.
     """
@@ -185,7 +185,7 @@ def _method(operation: Callable[Concatenate[SessionState, P], Operation[T]]) -> 
 def _async_method(
     operation: Callable[Concatenate[SessionState, P], Operation[T]], in_thread: bool = False
 ) -> Callable[Concatenate["AsyncSession", P], Coroutine[Any, Any, T]]:
-    """The same for `AsyncSession`. `in_thread`: the operation reads a file, which would block the event loop."""
+    """A method of `AsyncSession`, as from `_method`. `in_thread`: the operation reads a file, which would block the event loop."""
 
     @wraps(operation)
     async def method(self: "AsyncSession", /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -29,7 +29,7 @@ from service.settings import Settings, read_settings
 from service.web.app import create_app, create_service
 
 ATTEMPTS = 5  # to compute one part, if actors fail
-PAUSE = 0.2  # seconds after the first failed attempt; twice, three times as many after the next
+PAUSE = 0.2  # seconds of pause after the first failed attempt; n times as many after the nth
 
 
 @serve.deployment
@@ -122,18 +122,18 @@ class _Pickled:
 def build(settings: Settings) -> serve.Application:
     """The Serve application of these settings."""
     resources = {"num_cpus": settings.replica_cpus, "num_gpus": settings.replica_gpus}
-    leaving = settings.drain_seconds + settings.shutdown_seconds
+    stop_seconds = settings.drain_seconds + settings.shutdown_seconds
     shards = None
     if settings.shards > 1:
         shards = Shard.options(  # type: ignore[attr-defined]  # the decorator made a Deployment of it
-            num_replicas=settings.shards, max_ongoing_requests=1, ray_actor_options=resources, graceful_shutdown_timeout_s=leaving
+            num_replicas=settings.shards, max_ongoing_requests=1, ray_actor_options=resources, graceful_shutdown_timeout_s=stop_seconds
         ).bind(settings)
     scaling = {"min_replicas": min(2, settings.replicas), "max_replicas": settings.replicas, "target_ongoing_requests": 8}
     application: serve.Application = Attend.options(  # type: ignore[attr-defined]  # the decorator made a Deployment of it
         autoscaling_config=scaling,
         max_ongoing_requests=1000,
         ray_actor_options=resources,
-        graceful_shutdown_timeout_s=leaving,
+        graceful_shutdown_timeout_s=stop_seconds,
         request_router_config=RequestRouterConfig(request_router_class=SessionRouter) if settings.session_memory else RequestRouterConfig(),
     ).bind(settings, shards)
     return application

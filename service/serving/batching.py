@@ -17,7 +17,7 @@ from torch import Tensor
 
 from service.attention.call import Call
 from service.attention.decoding import CachedStep
-from service.attention.masks import TENSORS
+from service.attention.masks import MASK_TENSORS
 from service.attention.operations import Operation
 from service.serving.cost import Cost
 from service.serving.layers.registry import LoadedLayer
@@ -142,7 +142,7 @@ def batch_key_of(layer: LoadedLayer, call: Call) -> BatchKey | None:
         call.queries,
         call.average,
         call.top_k,
-        tuple(None if (tensor := getattr(masks, name)) is None else tensor.shape[1:] for name in TENSORS),
+        tuple(None if (tensor := getattr(masks, name)) is None else tensor.shape[1:] for name in MASK_TENSORS),
         masks.left,
         masks.right,
         masks.chunk,
@@ -166,7 +166,7 @@ def stack(calls: Sequence[Call]) -> Call:
     query = torch.cat([call.query for call in calls])
     key = query if first.key is first.query else torch.cat([call.key for call in calls])
     value = key if first.value is first.key else torch.cat([call.value for call in calls])
-    masks: dict[str, Any] = {name: _stacked([getattr(call.masks, name) for call in calls], sizes) for name in TENSORS}
+    masks: dict[str, Any] = {name: _stacked([getattr(call.masks, name) for call in calls], sizes) for name in MASK_TENSORS}
     others: dict[str, Any] = {name: _stacked([getattr(call, name) for call in calls], sizes) for name in STACKED}
     return replace(
         first,

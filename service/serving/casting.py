@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from service.attention.call import Call
-from service.attention.masks import PADDING, Masks, last_keys
+from service.attention.masks import PADDING, Masks, end_of_real_keys
 from service.attention.operations import PackedAttention
 from service.errors import InvalidRequest
 from service.spec import LayerSpec
@@ -175,7 +175,7 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
     if not offset:
         return masks
     if offset == "end":
-        shift = last_keys(masks, b)[:, None] - q
+        shift = end_of_real_keys(masks, b)[:, None] - q
     else:
         shift = torch.tensor(offset if isinstance(offset, list) else [offset]).view(-1, 1)
     return replace(masks, positions=masks.positions + shift)

@@ -131,14 +131,17 @@ def routing_error(error: HTTPException, routes: Sequence[BaseRoute], scope: Any)
 
 
 def _similar_path(path: str, routes: Sequence[BaseRoute]) -> str:
-    """A question after the documented path that is most like the given one: " (did you mean /attend?)"; "" if none is.
+    """A suggestion of the documented path that is most similar to the given one: " (did you mean /attend?)"; "" if none is similar.
 
-    Each part of the path must be similar; names in it, such as that of a layer, are those of the given path.
+    Each part of the path must be similar; parameters, such as the name of a layer, are copied from the given path.
     """
-    parts, similar = path[:MAX_COMPARED].split("/"), []
-    for known in (route.path.split("/") for route in routes if isinstance(route, APIRoute) and route.include_in_schema):
-        pairs = [(part, own) for part, own in zip(known, parts, strict=False) if not part.startswith("{")]
-        names = [own for part, own in zip(known, parts, strict=False) if part.startswith("{")]
-        if len(known) == len(parts) and all(names) and all(part == own or did_you_mean(own, [part]) for part, own in pairs):
-            similar.append("/".join(own if part.startswith("{") else part for part, own in zip(known, parts, strict=True)))
+    given, similar = path[:MAX_COMPARED].split("/"), []
+    for template in (route.path.split("/") for route in routes if isinstance(route, APIRoute) and route.include_in_schema):
+        if len(template) == len(given) and all(map(_is_similar_part, template, given)):
+            similar.append("/".join(own if part.startswith("{") else part for part, own in zip(template, given, strict=True)))
     return did_you_mean(path, similar)
+
+
+def _is_similar_part(part: str, given: str) -> bool:
+    """Whether a part of a given path fits that of a route. A parameter, such as {name}, may have any value but ""."""
+    return bool(given) if part.startswith("{") else part == given or bool(did_you_mean(given, [part]))

@@ -96,7 +96,7 @@ WORDS_EXAMPLE = {"text": "The cat sat on the mat", "layer": "default"}
 
 
 def install(app: FastAPI) -> None:
-    """Adds the document, and the routes of the page."""
+    """Adds GET /openapi.json and the routes under /docs."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -123,7 +123,7 @@ def install(app: FastAPI) -> None:
 
 
 def operation_id(route: APIRoute) -> str:
-    """The name of the route's function, which generated clients call theirs; those of the Open Inference Protocol begin with v2."""
+    """The id of an operation, from which generated clients name its method: the name of the route's function, under /v2 after `v2_`."""
     return f"v2_{route.name}" if route.path.startswith("/v2") else route.name
 
 
@@ -177,7 +177,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def session_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route of sessions."""
+    """The refusals of a route under /sessions."""
     responses = error_responses(*statuses)
     responses[404]["description"] = "No such session or layer, or this server keeps no sessions."
     if 409 in responses:

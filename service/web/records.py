@@ -48,7 +48,7 @@ class HttpRecord(Record):
     received: int = 0
     body_complete: bool = False  # whether the body has been read to its end
     sent: int = 0
-    lease: Lease | None = None  # the request's share of the memory budget, once it has one
+    lease: Lease | None = None  # the request's share of the byte budget, once it has one
 
     def header(self, name: bytes) -> str:
         """The value of a header, "" if there is none."""

@@ -1,4 +1,4 @@
-"""Reads an HTTP request into a `RawRequest`: codecs, deadline, and the body, which is bounded in size, in time and by the memory budget."""
+"""Reads an HTTP request into a `RawRequest`: codecs, deadline, and the body, bounded in size, in time and by the byte budget."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from service.wire.compression import coding_of_reply
 from service.wire.negotiation import CODECS, SAFETENSORS, media_type_of_body, media_type_of_reply
 
 Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
-UNCHECKED_BYTES = 64 * 1024  # a body of at most this many bytes is checked against the memory budget only as it is read
+UNCHECKED_BYTES = 64 * 1024  # a body of at most this many bytes is checked against the byte budget only as it is read
 JOIN_IN_THREAD = 1 << 20  # a larger body, in bytes, is joined outside the event loop, which it would block for too long
 
 
@@ -77,7 +77,7 @@ def _codecs(content_type: bytes, accept: bytes) -> tuple[Codec, Codec]:
 
 
 def lease_of(record: HttpRecord, service: Service) -> Lease:
-    """The request's share of the memory budget. `web/access.py` releases it once the reply is sent."""
+    """The request's share of the byte budget. `web/access.py` releases it once the reply is sent."""
     if record.lease is None:
         record.lease = Lease(service.budget, record.key or network_of(record.address))
     return record.lease
@@ -109,7 +109,7 @@ def deadline_of(record: HttpRecord, service: Service) -> float | None:
 
 
 async def _pieces(record: HttpRecord, receive: Receive, limit: Limit, lease: Lease) -> list[bytes]:
-    """The pieces of the body. The lease grows as bytes arrive, so bytes that are declared and never sent take no memory budget."""
+    """The pieces of the body. The lease grows as bytes arrive, so bytes that are declared and never sent do not count."""
     if (content_length := record.headers.get(b"content-length")) is not None:
         if not content_length.isdigit():
             raise MalformedBody.where("", "a Content-Length", "something else")

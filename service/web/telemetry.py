@@ -164,7 +164,7 @@ def _method(scope: Scope) -> str:
 
 
 def endpoint_labels(routes: Sequence[BaseRoute]) -> Callable[[str], str]:
-    """A function from a path to the path of its route, where parameters stand for names, or to OTHER; so metrics have few labels."""
+    """A function that returns the label of a path: the path of its route, such as /layers/{name}, or OTHER. So metrics have few labels."""
     known = [(route.path_regex, route.path_format) for route in routes if isinstance(route, Route | Mount)]
 
     @lru_cache(256)

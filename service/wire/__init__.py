@@ -1,1 +1,1 @@
-"""Floor 2: decodes requests and encodes replies. It depends on no torch, layers, HTTP statuses or event loop."""
+"""FLOOR 2: decodes requests and encodes replies. Independent of torch, layers, HTTP statuses and the event loop."""

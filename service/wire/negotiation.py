@@ -69,10 +69,10 @@ def accepted_type(accept: str, supported: Sequence[str]) -> str:
     ranges = sorted((name_and_quality(part) for part in accept.split(",") if part.strip()), key=lambda named: named[1])
     if not ranges:
         return supported[0]
-    qualities = dict(ranges)  # the highest of a range that is there twice
+    qualities = dict(ranges)  # of a repeated range, the highest quality
 
     def quality(media: str) -> float:
-        """That of the most specific range that matches."""
+        """The quality of the most specific range that matches."""
         return next((qualities[name] for name in (media, media.partition("/")[0] + "/*", "*/*") if name in qualities), 0.0)
 
     best = max(supported, key=quality)

@@ -13,7 +13,7 @@ from support.decoding import Sequence, random_sequence, random_step, small_pages
 from service.attention import decoding
 from service.attention.cache import KeyValueCache, PagePool
 from service.attention.compare.random_cases import FEATURES, LAYER_FEATURES, Case, random_case
-from service.attention.decoding import HEAD_MULTIPLE, WIDEST_HEAD, forward_steps
+from service.attention.decoding import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, forward_steps
 from service.attention.native.extension import extension
 from service.errors import InvalidRequest, SessionConflict
 from service.serving.casting import make_call, numpy_of
@@ -188,7 +188,7 @@ def test_a_window_frees_pages_and_bounds_what_is_possible() -> None:
 
 def in_c(query: np.ndarray, cache: KeyValueCache, keys: slice, variant: str) -> tuple[np.ndarray, np.ndarray]:
     """Output [heads, d] and log-sum-exp [heads] of query [kv heads, group, d], as an implementation in C computes them."""
-    result = decoding._in_c(torch.from_numpy(query), 0.3, cache, keys, variant)
+    result = decoding._pages_in_c(torch.from_numpy(query), 0.3, cache, keys, variant)
     assert result is not None
     return result[0].numpy(), result[1].numpy()
 
@@ -253,7 +253,7 @@ def test_steps_with_and_without_the_extension_agree_with_the_reference(
 
 
 @pytest.mark.parametrize("kv_heads", [-1, 0, 3, 2**20, 2**31 - 1])
-@pytest.mark.parametrize("width", [-16, 0, 8, 24, WIDEST_HEAD + HEAD_MULTIPLE, 2**31 - 16])
+@pytest.mark.parametrize("width", [-16, 0, 8, 24, MAX_HEAD_DIM + HEAD_DIM_MULTIPLE, 2**31 - 16])
 def test_steps_in_c_refuse_sizes_that_do_not_fit(kv_heads: int, width: int) -> None:
     """Nothing is read or written beyond an array."""
     query, page, total = np.zeros((2, 1, 16), np.float32), np.zeros((2, 5, 16), np.float32), np.zeros((2, 1), np.float32)

@@ -22,7 +22,7 @@ from service.attention.layer import MultiHeadAttention
 from service.attention.native.extension import passes_self_test
 from service.attention.reference import forward
 from service.attention.reference.forward import Outputs
-from service.attention.short import MAX_PRODUCT, MAX_WIDTH, OUTPUTS, Short
+from service.attention.short import MAX_PRODUCT, MAX_WIDTH, OUTPUTS, ShortKernel
 
 TOLERANCE = 2e-6  # of the largest value: float32 rounds scores by about a tenth of it
 
@@ -32,7 +32,7 @@ def implementations(layer: MultiHeadAttention) -> Iterator[MultiHeadAttention]:
     layer.short = None
     yield layer
     for variant in short.extension.variants if short.extension is not None else ():
-        layer.short = Short(layer.spec, layer.weights, variant)
+        layer.short = ShortKernel(layer.spec, layer.weights, variant)
         yield layer
 
 

@@ -224,7 +224,7 @@ def test_random_checkpoints_are_read_or_refused():
         spelling = FRAMEWORK_LAYOUTS[stream.randint(len(FRAMEWORK_LAYOUTS))]
         side = int(stream.choice([0, 1, 6, 12]))
         checkpoint = {}
-        for name in spelling.names:
+        for name in spelling.roles:
             if stream.rand() < 0.9:
                 shape = stream.choice([side, 3 * side, 3, 2], size=stream.choice([0, 1, 2, 2, 2, 3, 3]))
                 checkpoint[f"a.{name}"] = np.zeros(shape, stream.choice([np.float32, np.float64, np.float16, np.int8]))

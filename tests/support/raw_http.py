@@ -39,7 +39,7 @@ def requests(server: Server, endpoint: str, status: int) -> float:
 
 
 def held_bytes(server: Server) -> float:
-    """The gauge of the bytes that count against the memory budget."""
+    """The gauge of the bytes that count against the byte budget."""
     text, gauge = httpx.get(f"{server.url}/metrics").text, "attend_held_body_bytes "
     return next(float(line.removeprefix(gauge)) for line in text.splitlines() if line.startswith(gauge))
 

@@ -87,11 +87,11 @@ def draw_check_cases(
         yield draw("cross-attention", "plain", KEYS, everything)
         yield draw("cross-attention with a mask", "mask", KEYS, draw_mask(KEYS))
     padded = draw("padded keys", "padding", queries, np.arange(queries) < lengths[:, None, None])
-    if not padded.reference(spec, weights).fully_masked_rows:  # a narrow window
+    if not padded.reference(spec, weights).fully_masked_rows:  # as in a narrow window
         yield padded
-    if not (spec.qk_norm or spec.softcap):  # which hold the scores
+    if not (spec.qk_norm or spec.softcap):  # these bound the scores
         yield draw("large logits", "plain", queries, everything, largest=1500.0)
-    if spec.normalizer != "sigmoid":  # whose weights depend on the length of a segment, but not on a mask
+    if spec.normalizer != "sigmoid":  # sigmoid weights depend on the length of a segment, but not on a mask
         segments = np.stack([1 + np.arange(queries) * parts // queries for parts in (3, 2)])
         segments = segments[np.arange(batch) if "segments" in masks_per_item else np.zeros(batch, int)]
         packed = draw("packed sequences", "segments", queries, segments[:, :, None] == segments[:, None, :])
@@ -107,7 +107,7 @@ def _scaled(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array], dtyp
         factor = 2**0.5 if highest < largest else 0.5**0.5  # scores are products of two inputs
         scaled = replace(case, query=case.query * factor, key=case.key * factor, value=case.value * factor)
         before, highest = highest, float(scaled.reference(spec, weights).scores.max())
-        if abs(highest - before) < 0.1 * abs(before):  # a norm or a softcap holds them
+        if abs(highest - before) < 0.1 * abs(before):  # a norm or a softcap bounds the scores
             break
         case = scaled
     query, key, value = (x.astype(BY_TORCH[dtype].numpy).astype(np.float64) for x in (case.query, case.key, case.value))

@@ -1,4 +1,4 @@
-"""What the parameters and weights of a candidate mean: by the names that people give them, or by the options of a `Convention`.
+"""What the parameters and weights of a candidate mean: by their usual names, or by the options of a `Convention`.
 
 A name is used where its meaning is beyond doubt. Options say what libraries disagree about: does true in a mask mean "may attend"? Is W
 applied as x @ W? How is a packed matrix split? Nothing is guessed: without the option a ValueError names it.
@@ -24,7 +24,7 @@ class Convention:
     mask_means: Annotated[Polarity | None, "true in a mask: may attend, is blocked, or is added to the scores (0 and -inf)"] = None
     mask_shape: Annotated[Literal["q,k", "b,k", "b,q,k", "b,1,q,k", "b,h,q,k"], "axes of a mask"] = "q,k"
     mask_dtype: Annotated[Literal["bool", "int", "float"], "of a mask that is not added"] = "bool"
-    padding_means: Annotated[Polarity | None, "the same as mask_means, of a separate mask over the keys, [b, k]"] = None
+    padding_means: Annotated[Polarity | None, "true in a separate mask over the keys, [b, k]: may attend, is blocked, or is added"] = None
     arguments: Annotated[Mapping[str, str], 'what parameters are: {"x": "query", "A": "query.weight", …}'] = field(default_factory=dict)
     method: Annotated[str | None, "the method to call; by default the object itself, forward or call"] = None
     batched: Annotated[bool, "false: inputs are [n, d_model]"] = True

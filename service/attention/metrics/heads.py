@@ -176,31 +176,31 @@ class Products:
 def contribution_products(heads: Tensor, counts: Tensor, weight: Tensor | None, bias: Tensor | None, direction: Tensor | None) -> Products:
     """The products from head outputs [b, h, q, d], counted rows [b, h, q], and the output projection [out, h * d] (None: identity)."""
     b, h, _, d = heads.shape
-    some = counts.any(1)  # [b, q]
+    any_counts = counts.any(1)  # [b, q]
     outputs = heads.double().masked_fill(~counts[..., None], 0).transpose(1, 2).flatten(2)  # [b, q, h * d]
     weight = torch.eye(h * d, dtype=torch.float64, device=heads.device) if weight is None else weight.double()
     offset = torch.zeros(len(weight), dtype=torch.float64, device=heads.device) if bias is None else bias.double()
     weight_products = weight.T @ weight  # [h * d, h * d]
     inner = ((outputs.transpose(1, 2) @ outputs) * weight_products).view(b, h, d, h, d).sum((2, 4))
     to_bias = (outputs.sum(1) * (offset @ weight)).view(b, h, d).sum(-1)
-    bias_square = some.sum(1) * offset.square().sum()
+    bias_square = any_counts.sum(1) * offset.square().sum()
     rows = counts.double()
     sums = (rows @ outputs).view(b, h, h, d)  # [b, i, j, d]: O_j over the rows of head i
-    own = sums.diagonal(dim1=1, dim2=2).transpose(1, 2)  # [b, h, d]
+    own_sums = sums.diagonal(dim1=1, dim2=2).transpose(1, 2)  # [b, h, d]
     number = rows.sum(-1)  # [b, h]
-    mean = own / number[..., None]
+    mean = own_sums / number[..., None]
     blocks = weight_products.view(h, d, h, d)
     mean_square = number * torch.einsum("bhd,hdhe,bhe->bh", mean, blocks, mean)
-    along = torch.einsum("bijd,jdie,bie->bi", sums, blocks, mean)
-    along = along + number * (mean * (offset @ weight).view(h, d)).sum(-1)
+    output_to_mean = torch.einsum("bijd,jdie,bie->bi", sums, blocks, mean)
+    output_to_mean = output_to_mean + number * (mean * (offset @ weight).view(h, d)).sum(-1)
     if direction is None:
         to_direction = inner.sum(-1) + to_bias
     else:
-        pulled = direction.double().masked_fill(~some[..., None], 0) @ weight  # [b, q, h * d]
-        to_direction = (pulled * outputs).sum(1).view(b, h, d).sum(-1)
-    counted = some.any(1)
+        head_directions = direction.double().masked_fill(~any_counts[..., None], 0) @ weight  # [b, q, h * d]
+        to_direction = (head_directions * outputs).sum(1).view(b, h, d).sum(-1)
+    counted = any_counts.any(1)
     to_direction = to_direction.masked_fill(~counted[:, None], torch.nan)
-    return Products(inner, to_bias, bias_square, to_direction, mean_square, along, counted)
+    return Products(inner, to_bias, bias_square, to_direction, mean_square, output_to_mean, counted)
 
 
 def gradient_importance(contribution: Tensor) -> Tensor:

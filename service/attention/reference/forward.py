@@ -85,9 +85,9 @@ class Layer:
 
         biases = self.biases(request, q, positions)
         blocked = np.broadcast_to(self.blocked(request, biases, positions), shape)
-        empty = np.all(blocked, axis=-1)  # [b, h, q]
-        if request.fully_masked == "error" and empty.any():
-            raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(empty)[0].tolist()}")
+        fully_masked = np.all(blocked, axis=-1)  # [b, h, q]
+        if request.fully_masked == "error" and fully_masked.any():
+            raise ValueError(f"expected a key for every query, got none at [b, h, q] = {np.argwhere(fully_masked)[0].tolist()}")
 
         all_scores = []
         for queries, keys in zip(self.softmax_parts(q), self.softmax_parts(self.repeat_kv_heads(k)), strict=True):
@@ -97,8 +97,9 @@ class Layer:
             all_scores.append(
                 np.where(blocked, -np.inf, self.log_num_keys(blocked) * (scores + biases) - self.log_sequence_length(request))
             )
-        normalised, (log_sum_exp, *_) = zip(*(self.normalise_scores(scores) for scores in all_scores), strict=True)
-        fill = np.where(empty, 1 / max(shape[3], 1) if request.fully_masked == "uniform" else 0.0, 0.0)[..., None]
+        results = [self.normalise_scores(scores) for scores in all_scores]
+        normalised, log_sum_exp = [weights for weights, _ in results], results[0][1]
+        fill = np.where(fully_masked, 1 / max(shape[3], 1) if request.fully_masked == "uniform" else 0.0, 0.0)[..., None]
         attention_weights = np.sum([factor * (x + fill) for factor, x in zip(self.softmax_factors(), normalised, strict=True)], axis=0)
         if request.dropout is not None:
             attention_weights = attention_weights * dropout_multiplier(request.dropout, shape)
@@ -125,7 +126,7 @@ class Layer:
             indexer_mask=1.0 - np.all(blocked, axis=1),
             latent=self.compress("key", request.key) if spec.latent else k[:, 0, :, :0],
             rope_key=k[:, 0, :, : spec.latent.rope_key_dim if spec.latent else 0],
-            fully_masked=empty,
+            fully_masked=fully_masked,
         )
 
     # From inputs to heads and back: x [b, n, in], heads [b, heads, n, d]

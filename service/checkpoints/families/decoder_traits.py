@@ -65,7 +65,7 @@ def mpt(config: Config) -> Fields:
 
 
 def gemma_values(config: Config) -> Fields:
-    """Gemma 3n and 4: scores as they are; norms of queries and keys with weights, of values without. Later layers may have no keys."""
+    """Gemma 3n and 4: scale 1; norms of queries and keys with weights, of values without. Layers that share keys are refused."""
     shared = config.get("num_kv_shared_layers", default=0)
     if config.layer >= config.count("num_hidden_layers") - shared:
         raise config.refusal("num_kv_shared_layers", f"keys and values of its own in layer {config.layer}", shared)

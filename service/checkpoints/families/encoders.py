@@ -200,7 +200,7 @@ ENCODERS: dict[str, Family] = {
 
 @with_options
 def t5_bias(config: Config, bidirectional: bool) -> Fields:
-    """T5's table of relative biases, and scores as they are."""
+    """T5's table of relative biases, and scale 1."""
     distance = config.get("relative_attention_max_distance", default=128)
     config.ignore("relative_attention_num_buckets")  # the table's length
     return {"relative_bias": {"max_distance": distance, "bidirectional": bidirectional}, "scale": 1.0}

@@ -42,12 +42,12 @@ Family = Mapping[str, AttentionRow]  # part of the model -> its row
 
 
 def family(part: str, like: AttentionRow, *traits: Trait, **changes: Any) -> Family:
-    """A family with one part, whose attention is like another but for these traits, which are added, and other changes."""
+    """A family with one part, whose row is a copy of `like` with these traits added and these fields changed."""
     return {part: replace(like, traits=(*like.traits, *traits), **changes)}
 
 
 def number_of_layers(row: AttentionRow, config: Config) -> int:
-    """By the field that counts them, or the one that lists their types. Raises InvalidRequest if there is none."""
+    """The number of layers, from the field that counts them or lists their types. Raises InvalidRequest if there is none."""
     if row.stages:
         return sum(_depths(row, config))
     types = config.get(row.types_field)
@@ -64,7 +64,7 @@ def _depths(row: AttentionRow, config: Config) -> list[int]:
 
 
 def place_of(row: AttentionRow, config: Config) -> dict[str, int]:
-    """What the path of the layer is made from. Raises InvalidRequest if there is no such layer."""
+    """The numbers to insert into `row.path`. Raises InvalidRequest if there is no such layer."""
     n = config.layer
     if not row.stages:
         return {"n": n}
@@ -75,7 +75,7 @@ def place_of(row: AttentionRow, config: Config) -> dict[str, int]:
 
 
 def _of_stage(row: AttentionRow, config: Config) -> Config:
-    """The config with the width and the number of heads of the layer's stage in place of those of all."""
+    """The config with the width and the number of heads of the layer's stage in place of the lists of all stages."""
     stage = place_of(row, config)["stage"]
     config.ignore(*row.width)
     heads = config.of_layer(row.heads[0], stage)
@@ -95,7 +95,12 @@ def fields_of(row: AttentionRow, config: Config) -> Fields:
     if layer_type not in known:
         raise config.refusal(row.types_field, f"{' or '.join(known)} in layer {n}", layer_type)
     heads, width = config.count(*row.heads), config.get(*row.width)
-    head_dim = config.count(*row.head_dim) if config.get(*row.head_dim) else config.count(*row.width) // heads if width else 1
+    if config.get(*row.head_dim):
+        head_dim = config.count(*row.head_dim)
+    elif width:
+        head_dim = config.count(*row.width) // heads
+    else:
+        head_dim = 1
     if not 0 < head_dim <= WIDEST_HEAD:
         raise config.refusal(row.head_dim[0], f"heads of 1 to {WIDEST_HEAD} numbers", head_dim)
     fields: Fields = {"num_heads": heads, "head_dim": head_dim, "sinks": False, "qk_norm": None, "relative_bias": None, "rope": None}
@@ -114,7 +119,7 @@ def fields_of(row: AttentionRow, config: Config) -> Fields:
 
 
 def type_of_layer(row: AttentionRow, config: Config) -> str:
-    """By the field that lists them, or by the family's rule for configs without them."""
+    """The type of the layer: from the field that lists the types, else by the family's rule."""
     ruled = row.layer_type(config) if row.layer_type else None
     listed = config.of_layer(row.types_field)
     if listed is None and ruled is None and _is_windowed(row):

@@ -1,4 +1,4 @@
-"""Traits: what a row of the table says beyond its fields, each a function of a layer's config that gives fields of LayerSpec.
+"""Traits: functions from a layer's config to fields of LayerSpec, for what the fields of a row cannot say.
 
 A trait reads every field that it depends on, or marks it as ignored, since `Config.require_all_read` refuses the others. Traits of a single
 family are beside its row, for decoders in `decoder_traits.py`. Rules for the types of layers are at the end.
@@ -88,7 +88,7 @@ def window_around(config: Config) -> Fields:
 
 
 def window_if_used(config: Config) -> Fields:
-    """A window in every layer where `use_sliding_window` says so."""
+    """A window in every layer if `use_sliding_window` is true."""
     config.ignore("max_window_layers", "sliding_window")
     return window_everywhere(config) if config.flag("use_sliding_window", default=False) else {}
 

@@ -22,18 +22,18 @@ from service.checkpoints.layout import Fields
 from service.checkpoints.rope import Rotary
 from service.spec_parts import PROJECTIONS
 
-SIZES = (  # fields without effect in the layers
+IMAGE_FIELDS = (  # fields without effect in the layers
     "^(image|patch)_|projection|mask_token|layernorm|layer_?scale|^(vision_)?use_head$|^decoder_|norm_pix|^norm_(mean|std)$|_scales$|"
     "position_embeddings$|auxiliary_head|^head_in"
 )
 VIT = AttentionRow(
-    path="layer.{n}.attention", kv_heads=(), causal=False, bias=biased("qkv_bias", "qkv", always="o", default=True), irrelevant=SIZES
+    path="layer.{n}.attention", kv_heads=(), causal=False, bias=biased("qkv_bias", "qkv", always="o", default=True), irrelevant=IMAGE_FIELDS
 )
 TIMM = replace(VIT, path="blocks.{n}.attn", layout="stacked")
 CLIP = replace(VIT, path="layers.{n}.self_attn", bias=ALL_BIASED)
 INTERN = replace(VIT, bias=biased("attention_bias", "qkv", always="o"))
 IMAGE = Rotary(theta=10000.0, image="blocks")
-SAM = replace(VIT, path="layers.{n}.attn", layout="stacked", irrelevant=f"{SIZES}|^scale$|^num_pos_feats$")
+SAM = replace(VIT, path="layers.{n}.attn", layout="stacked", irrelevant=f"{IMAGE_FIELDS}|^scale$|^num_pos_feats$")
 SWIN = replace(VIT, path="encoder.layers.{stage}.blocks.{block}.attention", heads=("num_heads",), stages="depths")
 QWEN = replace(
     TIMM,
@@ -41,7 +41,7 @@ QWEN = replace(
     layers=("depth",),
     bias=ALL_BIASED,
     rotary=IMAGE,
-    irrelevant=f"{SIZES}|window_size|fullatt|deepstack|position_emb",
+    irrelevant=f"{IMAGE_FIELDS}|window_size|fullatt|deepstack|position_emb",
 )
 FULL_NORM = normed("use_qk_norm", over="all", weights="own")
 MOST_TOKENS = 1 << 16  # of one side of a grid
@@ -49,14 +49,15 @@ MOST_TOKENS = 1 << 16  # of one side of a grid
 
 def _patches(config: Config) -> tuple[int, int]:
     """Rows and columns of patches of an image of the config's size."""
-    sides = []
-    for axis in (0, 1):
-        size, patch = (config.get(name) for name in ("image_size", "patch_size"))
-        one = Config(
-            {n: x[axis] if isinstance(x, list) and len(x) == 2 else x for n, x in (("image_size", size), ("patch_size", patch))}, config.at
-        )
-        sides.append(one.count("image_size", most=MOST_TOKENS) // one.count("patch_size", most=MOST_TOKENS))
-    return sides[0], sides[1]
+    height, width = (_side(config, "image_size", axis) // _side(config, "patch_size", axis) for axis in (0, 1))
+    return height, width
+
+
+def _side(config: Config, field: str, axis: int) -> int:
+    """The height (axis 0) or width (axis 1) in a field that has one number for both, or a list of two."""
+    size = config.get(field)
+    side = size[axis] if isinstance(size, list) and len(size) == 2 else size
+    return Config({field: side}, config.at).count(field, most=MOST_TOKENS)
 
 
 def _grid(height: int, width: int, **more: object) -> Fields:
@@ -117,13 +118,17 @@ VISION: dict[str, Family] = {
     "sam_vision_model sam_hq_vision_model": vision(SAM, vectors_of_window("use_rel_pos", image_layers="global_attn_indexes")),
     "vitdet": vision(VIT, vectors_of_window("use_relative_position_embeddings", window_layers="window_block_indices"), layout="stacked"),
     "dinov3_vit": vision(
-        VIT, bias=biased_each, rotary=Rotary(theta=100.0, image="blocks", unit=2 * math.pi), irrelevant=f"{SIZES}|^pos_embed_"
+        VIT, bias=biased_each, rotary=Rotary(theta=100.0, image="blocks", unit=2 * math.pi), irrelevant=f"{IMAGE_FIELDS}|^pos_embed_"
     ),
     "sam3_vit_model": vision(
-        VIT, path="layers.{n}.attention", bias=ALL_BIASED, rotary=replace(IMAGE, interleaved=True), irrelevant=f"{SIZES}|window|global_attn"
+        VIT,
+        path="layers.{n}.attention",
+        bias=ALL_BIASED,
+        rotary=replace(IMAGE, interleaved=True),
+        irrelevant=f"{IMAGE_FIELDS}|window|global_attn",
     ),
     "pixtral": vision(CLIP, path="transformer.layers.{n}.attention", bias=NO_BIASES, rotary=replace(IMAGE, image="alternating")),
-    "qwen2_vl_vision": vision(QWEN, width=("embed_dim",), irrelevant=f"{SIZES}|^hidden_size$"),
+    "qwen2_vl_vision": vision(QWEN, width=("embed_dim",), irrelevant=f"{IMAGE_FIELDS}|^hidden_size$"),
     LIKE_QWEN: vision(QWEN),
     "qwen2_5_omni_vision_encoder": vision(QWEN, layout="separate"),
     "exaone4_5_vision": vision(QWEN, kv_heads=("num_key_value_heads",)),
@@ -134,7 +139,7 @@ VISION: dict[str, Family] = {
     "tipsv2_vision_model radio": vision(TIMM),
     "clip_vision_model siglip_vision_model chinese_clip_vision_model idefics3_vision smolvlm_vision": vision(CLIP),
     "timesformer": {
-        part: replace(VIT, path=f"encoder.layer.{{n}}.{name}", layout="stacked", irrelevant=f"{SIZES}|^attention_type$")
+        part: replace(VIT, path=f"encoder.layer.{{n}}.{name}", layout="stacked", irrelevant=f"{IMAGE_FIELDS}|^attention_type$")
         for part, name in (("time", "temporal_attention"), ("space", "attention"))
     },
     "aimv2_vision_model": vision(VIT, path="layers.{n}.attention", bias=biased("qkv_bias")),
@@ -143,13 +148,15 @@ VISION: dict[str, Family] = {
 }
 
 TRANSFORMER_XL: Fields = {"relative_scores": {"kind": "transformer_xl", "interleaved": True}}
-SOUNDS = "conv|feat_|codevector|^mask_|adapter|temperature|^add_|negatives|stable_layer_norm"  # fields without effect in the layers
-WAV2VEC2 = replace(CLIP, path="encoder.layers.{n}.attention", irrelevant=SOUNDS)
-WHISPER = replace(CLIP, bias=WITHOUT_KEY_BIAS, irrelevant=SOUNDS)
-LASR = AttentionRow(rotary=Rotary(), causal=False, bias=biased("attention_bias"), irrelevant=f"{SOUNDS}|batch_norm|residual")
+AUDIO_FIELDS = "conv|feat_|codevector|^mask_|adapter|temperature|^add_|negatives|stable_layer_norm"  # fields without effect in the layers
+WAV2VEC2 = replace(CLIP, path="encoder.layers.{n}.attention", irrelevant=AUDIO_FIELDS)
+WHISPER = replace(CLIP, bias=WITHOUT_KEY_BIAS, irrelevant=AUDIO_FIELDS)
+LASR = AttentionRow(rotary=Rotary(), causal=False, bias=biased("attention_bias"), irrelevant=f"{AUDIO_FIELDS}|batch_norm|residual")
 
 CONFORMER = replace(WAV2VEC2, path="encoder.layers.{n}.self_attn")
-PARAKEET = AttentionRow(causal=False, bias=biased("attention_bias", default=True), irrelevant=f"{SOUNDS}|^scale_input$|^convolution_bias$")
+PARAKEET = AttentionRow(
+    causal=False, bias=biased("attention_bias", default=True), irrelevant=f"{AUDIO_FIELDS}|^scale_input$|^convolution_bias$"
+)
 
 
 def conformer(config: Config) -> Fields:
@@ -173,7 +180,7 @@ def fastspeech2(side: str) -> AttentionRow:
         heads=(f"{side}_num_attention_heads",),
         layers=(f"{side}_layers",),
         traits=(constant(**TRANSFORMER_XL),),
-        irrelevant=f"{SOUNDS}|^(en|de)coder_|conformer|predictor|embed|^use_(weighted_)?masking$|postnet",
+        irrelevant=f"{AUDIO_FIELDS}|^(en|de)coder_|conformer|predictor|embed|^use_(weighted_)?masking$|postnet",
     )
 
 

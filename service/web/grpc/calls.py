@@ -204,10 +204,10 @@ class CallHandlers:
 
 def _record_of(context: Any, key: str = "") -> GrpcRecord:
     metadata = dict(context.invocation_metadata())
-    identity = valid_request_id(metadata.get(REQUEST_ID_KEY))
-    trailing = [(REQUEST_ID_KEY, identity)]
+    request_id = valid_request_id(metadata.get(REQUEST_ID_KEY))
+    trailing = [(REQUEST_ID_KEY, request_id)]
     seconds, from_worker = context.time_remaining(), context.peer().startswith("unix:")
-    return GrpcRecord(identity, key=key, from_worker=from_worker, metadata=metadata, seconds_left=seconds, trailing=trailing)
+    return GrpcRecord(request_id, key=key, from_worker=from_worker, metadata=metadata, seconds_left=seconds, trailing=trailing)
 
 
 async def _abort_failed(context: Any, record: GrpcRecord) -> None:

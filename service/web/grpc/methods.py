@@ -1,7 +1,7 @@
 """The methods of GRPCInferenceService. The engine answers calls, as over HTTP; `web/v2` describes models.
 
-ModelInfer takes and returns bytes: the engine decodes and encodes them, large ones outside the event loop. `GrpcForwarder` sends messages
-of sequences that another worker has to that worker, as `web/forwarding.py` does over HTTP.
+ModelInfer takes and returns bytes: the engine decodes and encodes them, large ones outside the event loop. If another worker has the
+session of a call, `GrpcForwarder` sends the message to that worker, as `web/forwarding.py` does over HTTP.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

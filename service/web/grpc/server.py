@@ -33,7 +33,7 @@ from service.web.v2.description import ProtocolExtensions
 
 WINDOW_BYTES = 64 * 1024  # bytes of an unread message that HTTP/2's flow control admits
 MAX_CONNECTIONS = 1024
-MAX_CONNECTION_AGE_MS = 3600 * 1000  # until a client has to reconnect; after as many again its old connection is closed
+MAX_CONNECTION_AGE_MS = 3600 * 1000  # until a client has to reconnect; its old connection is closed after as many milliseconds again
 MAX_WATCHES = 256  # streams of the health service's Watch
 MAX_KEYLESS = 4  # health messages read at the same time, and reflection streams: neither needs a key
 CHECK_INTERVAL = 0.5  # seconds between two checks of readiness
@@ -97,7 +97,7 @@ class Health:
     def __init__(self, service: Service, largest: int, seconds: float) -> None:
         self.service = service
         self._reader, self._watches = MessageReader(MAX_KEYLESS, largest, seconds), CallLimit(MAX_WATCHES, "health watches")
-        self._budget = ByteBudget(MAX_KEYLESS * largest)  # not the budget of calls: a server that has spent that is still healthy
+        self._budget = ByteBudget(MAX_KEYLESS * largest)  # not the service's budget: a server without free budget is still healthy
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The handlers to register. Each reads its message itself."""

@@ -1,7 +1,7 @@
 """POST /attend, POST /attend/analysis, POST /attend/plan and POST /attend/figure.
 
-All but the plan are called by `web/access.py` before any routing: they bypass FastAPI's request parsing, which would allocate a
-Python object per number. The routes declared for them here are never called; OpenAPI is generated from them.
+`web/access.py` calls all but POST /attend/plan before any routing: they bypass FastAPI's request parsing, which would allocate a Python
+object per number. The routes declared for them here are never called; OpenAPI is generated from them.
 """
 
 from functools import partial
@@ -70,7 +70,7 @@ async def send_reply(reply: EncodedReply, record: HttpRecord, send: Send, *heade
 
 
 def install(app: FastAPI, service: Service) -> None:
-    """Adds the route of plans, and those that document the endpoints that bypass FastAPI."""
+    """Adds POST /attend/plan, and routes that document the endpoints that bypass FastAPI."""
 
     @app.post(
         "/attend",

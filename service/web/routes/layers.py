@@ -24,17 +24,6 @@ NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # doc
 CHUNK_BYTES = 1 << 20  # bytes sent at a time, so that a slow client does not cause a second copy of the weights
 
 
-def require_query(names: Sequence[str]) -> None:
-    """Raises InvalidRequest if a query parameter of PUT is unknown or occurs twice."""
-    unknown = [name for name in names if name not in QUERY_PARAMETERS][:MAX_PROBLEMS]
-    problems = [
-        Problem(pointer([name]), f"a query parameter among {', '.join(QUERY_PARAMETERS)}", describe_value(name)) for name in unknown
-    ]
-    problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY_PARAMETERS if names.count(name) > 1]
-    if problems:
-        raise InvalidRequest(problems=problems)
-
-
 def install(app: FastAPI, service: Service, require_writable: Callable[[], None]) -> None:
     """Adds the routes. `require_writable` raises an error if layers cannot be changed over HTTP."""
 
@@ -74,7 +63,7 @@ def install(app: FastAPI, service: Service, require_writable: Callable[[], None]
         """
         require_writable()
         require_layer_name(name)
-        require_query([name for name, _ in request.query_params.multi_items()])
+        _require_query_parameters([name for name, _ in request.query_params.multi_items()])
         service.require_started()
         raw = await read_request(request.scope["attend"], request.receive, service, layer=True)
         layer, new, assumed = await documents.put_layer(service, name, raw, CheckpointQuery(layout, prefix, spec))
@@ -102,9 +91,20 @@ def install(app: FastAPI, service: Service, require_writable: Callable[[], None]
         await service.loader.remove(name, deadline_of(request.scope["attend"], service))
 
 
+def _require_query_parameters(names: Sequence[str]) -> None:
+    """Raises InvalidRequest if a query parameter of PUT /layers/{name} is unknown or occurs twice."""
+    unknown = [name for name in names if name not in QUERY_PARAMETERS][:MAX_PROBLEMS]
+    problems = [
+        Problem(pointer([name]), f"a query parameter among {', '.join(QUERY_PARAMETERS)}", describe_value(name)) for name in unknown
+    ]
+    problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY_PARAMETERS if names.count(name) > 1]
+    if problems:
+        raise InvalidRequest(problems=problems)
+
+
 def send_file(pieces: Sequence[Buffer], name: str, record: HttpRecord, service: Service) -> StreamingResponse:
-    """The response with a safetensors file to save as `name`. It counts against the memory budget: what is replaced meanwhile stays in
-    memory until it is sent."""
+    """The response with a safetensors file to save as `name`. Its bytes count against the byte budget: the file stays in memory until it
+    is sent, even if the layer or session is replaced meanwhile."""
     size = sum(map(len, pieces))
     lease_of(record, service).add(size)
     headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}

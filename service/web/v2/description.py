@@ -17,7 +17,7 @@ from service.serving.cost import output_shapes
 from service.serving.layers.registry import LoadedLayer
 from service.serving.service import Service
 from service.serving.sessions.registry import MAX_SESSIONS
-from service.serving.statistics import Statistics as Counted
+from service.serving.statistics import Statistics as LayerStatistics
 from service.serving.statistics import Totals
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
@@ -51,7 +51,7 @@ class ProtocolExtensions:
 
     why_not_writable: Exception | None
     why_no_statistics: Exception | None
-    sessions: bool = False  # whether the server keeps sequences
+    sessions: bool = False  # whether the server keeps sessions
     workers: int = 1  # processes; each has a copy of every layer
 
     def require_writable(self) -> None:
@@ -106,7 +106,7 @@ def config_of(layer: LoadedLayer, service: Service, largest: int) -> ModelConfig
 
 
 def _scheduling(service: Service) -> dict[str, Any]:
-    """How calls are scheduled, which is one of two in Triton's configuration: steps of different sequences, if there are sessions."""
+    """The scheduling section of Triton's configuration: `sequence_batching` if the server keeps sessions, else `dynamic_batching`."""
     delay = round(service.scheduler.limits.delay * 1e6)
     if service.engine.sessions is None:
         return {"dynamic_batching": {"max_queue_delay_microseconds": delay, "default_queue_policy": {"allow_timeout_override": True}}}
@@ -118,10 +118,10 @@ def _scheduling(service: Service) -> dict[str, Any]:
 def statistics_of(service: Service, layers: Sequence[LoadedLayer], workers: int) -> Statistics:
     """Statistics of these models since the server started, over all workers."""
     counted = service.statistics.all()
-    return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, Counted()), workers) for layer in layers])
+    return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, LayerStatistics()), workers) for layer in layers])
 
 
-def _statistics(layer: LoadedLayer, counted: Counted, workers: int) -> ModelStatistics:
+def _statistics(layer: LoadedLayer, counted: LayerStatistics, workers: int) -> ModelStatistics:
     spec, device, answered, failed = layer.spec, layer.attention.device, counted.answered, counted.failed
     durations = {name: Duration(count=answered.calls, ns=getattr(answered, phase)) for name, phase in DURATIONS.items()}
     durations["fail"] = Duration(count=failed.calls, ns=failed.total)
@@ -148,20 +148,20 @@ def _batch(size: int, row: Totals) -> BatchStatistics:
 
 def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
     number = BY_TORCH[spec.dtype].name
-    pairs, keys = [-1, -1, -1, -1], [-1, -1]  # [b, h, q, k], [b, k]
+    mask_shape, per_key = [-1, -1, -1, -1], [-1, -1]  # [b, h, q, k], [b, k]
     table: list[tuple[str, str, list[int]]] = [
         ("query", number, [-1, -1, spec.query_dim]),
         ("key", number, [-1, -1, spec.key_dim]),
         ("value", number, [-1, -1, spec.value_dim]),
-        ("attend_mask", "BOOL", pairs),
-        ("block_mask", "BOOL", pairs),
-        ("attend_keys", "BOOL", keys),
-        ("block_keys", "BOOL", keys),
-        ("segments", "INT64", keys),
-        ("query_segments", "INT64", keys),
-        ("key_segments", "INT64", keys),
+        ("attend_mask", "BOOL", mask_shape),
+        ("block_mask", "BOOL", mask_shape),
+        ("attend_keys", "BOOL", per_key),
+        ("block_keys", "BOOL", per_key),
+        ("segments", "INT64", per_key),
+        ("query_segments", "INT64", per_key),
+        ("key_segments", "INT64", per_key),
         ("valid_lens", "INT64", [-1, 1]),
-        ("bias", number, pairs),
+        ("bias", number, mask_shape),
         ("query_offset", "INT64", [-1, 1]),
         ("head_scale", number, [-1, spec.num_heads]),
     ]

@@ -44,7 +44,7 @@ VERSIONED_PATH = re.compile(rf"({MODEL_PATH.format(name='[^/]+')})/versions/([^/
 INFER_PATH = re.compile(rf"{MODEL_PATH.format(name='([^/]+)')}(?:/versions/([^/]+))?/infer/?")
 REPOSITORY_PATH = "/v2/repository/models/{name}"
 CONFIG_PATH = "/parameters/config"  # the place of the spec in a request to load a model
-MAX_BODY_BYTES = 1 << 16  # bytes of such a body, before and after decompression; a spec has some hundreds
+MAX_BODY_BYTES = 1 << 16  # bytes of a body for the model repository, before and after decompression; a spec has some hundreds
 CODEC = V2Codec()
 ROUTE_OPTIONS: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
 D = TypeVar("D", bound=StrictModel)

@@ -98,7 +98,7 @@ def _integer(text: str) -> int | float:
 
 
 def _first_repeated(keys: Iterable[str]) -> str:
-    """The first key that is there already."""
+    """The first key that occurs a second time."""
     seen: set[str] = set()
     return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
 

@@ -166,7 +166,7 @@ class AnalysisReply(Document):
     | metric | shape | what it is |
     |---|---|---|
     | `entropy`, `entropy_per_query` | [b,h], [b,h,q] | -sum a ln a over the keys, in nats; mean over queries |
-    | `normalised_entropy` | [b,h] | the same over ln of the number of keys that the row may see |
+    | `normalised_entropy` | [b,h] | entropy over ln of the number of keys that the row may attend to |
     | `confidence`, `confidence_per_query` | [b,h], [b,h,q] | the largest weight of a row; mean over queries |
     | `strongest_links` | `queries`, `keys`, `weights` [b,h,n] | the largest weights; with tokens `query_words` and `key_words` too |
     | `self_share`, `local_share`, `global_share` | [b,h] | mass on the query's own position, up to `local_window` beside it, beyond |
