@@ -43,8 +43,8 @@ class Admission(NamedTuple):
         dropout or gradients, depend on all keys at once; such calls are never cut, nor are several sequences in one query.
         """
         problems = exceeded_limits(cost, self.limits)
-        is_whole = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
-        if not problems or self.shards < 2 or is_whole or type(request) is not AttendRequest or not spec.splits_over_keys:
+        is_indivisible = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
+        if not problems or self.shards < 2 or is_indivisible or type(request) is not AttendRequest or not spec.splits_over_keys:
             return problems, False
         return (problems, False) if exceeded_limits(cost_of_part(cost, self.shards), self.limits) else ([], True)
 

@@ -14,7 +14,8 @@ from service.attention.metrics.rows import MetricsOptions
 from service.errors import InvalidRequest
 from service.serving.admission import Admission
 from service.serving.binding import check_against_layer, refuse_packed, require_masks_of_all_heads, shape_fields
-from service.serving.casting import cast, make_call, numpy_of
+from service.serving.calls import make_call
+from service.serving.casting import cast, numpy_of
 from service.serving.cost import Cost, predict, reply_sizes
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
@@ -97,14 +98,14 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
     return MetricsOperation(
         MetricsOptions(
             metrics,
-            options.local_window,
-            options.top_links,
-            options.mass,
-            _counted_queries(request, call),
-            query_ids,
-            key_ids,
-            direction,
-            _kept(request, "key"),
+            local_window=options.local_window,
+            top_links=options.top_links,
+            mass=options.mass,
+            queries=_counted_queries(request, call),
+            query_tokens=query_ids,
+            key_tokens=key_ids,
+            direction=direction,
+            link_keys=_kept(request, "key"),
         )
     )
 

@@ -180,9 +180,9 @@ def stack(calls: Sequence[Call]) -> Call:
 
 def _stacked(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
     """Concatenate tensors [b|1, …] of calls with `sizes` batch items; a tensor that is equal in all calls is returned once, [1, …]."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    if not there:
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not present:
         return None
-    if all(t.shape[0] == 1 for t in there) and all(t is there[0] or torch.equal(t, there[0]) for t in there):
-        return there[0]
-    return torch.cat([t if t.shape[0] == n else t.expand(n, *t.shape[1:]) for t, n in zip(there, sizes, strict=True)])
+    if all(t.shape[0] == 1 for t in present) and all(t is present[0] or torch.equal(t, present[0]) for t in present):
+        return present[0]
+    return torch.cat([t if t.shape[0] == n else t.expand(n, *t.shape[1:]) for t, n in zip(present, sizes, strict=True)])

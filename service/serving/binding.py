@@ -10,7 +10,7 @@ from service.attention.call import Call
 from service.attention.operations import ShortCall
 from service.errors import InvalidRequest
 from service.serving.admission import Admission
-from service.serving.casting import finite_arrays, make_call, packed_attention, tensors_of
+from service.serving.calls import finite_arrays, make_call, packed_attention, tensors_of
 from service.serving.cost import predict
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall

@@ -19,7 +19,7 @@ from service.wire.schemas.attend import AttendRequest
 KEY_PROJECTIONS = tuple(f"{name}.weight" for name in ("key", "value", "key_value_down", "rope_key", "index_key"))  # applied to each key
 MAX_BLOCK_ROWS = 1 << 11  # most rows of a block of `attention/positions.py`, roughly
 OPERATIONS_PER_SEQUENCE = 1 << 16  # that take as long as the overhead of a sequence among several in one query
-ADDED = ("operations", "scores", "memory_bytes", "reply_bytes", "pairs", "tensor_bytes", "items")  # of Cost: sums over sequences
+SUMMED_FIELDS = ("operations", "scores", "memory_bytes", "reply_bytes", "pairs", "tensor_bytes", "items")  # of the costs of sequences
 TEXT_BYTES = {1: 6, 2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
 FIXED_DATATYPES = {"attention_weights.keys": "INT64", "indexer_mask": "BOOL"}  # of outputs that a request cannot choose
 
@@ -84,7 +84,7 @@ def _sum_of_sequences(costs: Sequence[Cost]) -> Cost:
         else:
             rows = -1 if name == "log_sum_exp" else -2
             outputs[name] = (*shape[:rows], sum(own[rows] for own in shapes), *shape[len(shape) + rows + 1 :])
-    totals = {name: sum(getattr(cost, name) for cost in costs) for name in ADDED}
+    totals = {name: sum(getattr(cost, name) for cost in costs) for name in SUMMED_FIELDS}
     return Cost(outputs, **{**totals, "operations": totals["operations"] + len(costs) * OPERATIONS_PER_SEQUENCE})
 
 
@@ -92,19 +92,19 @@ def _inputs(request: AttendRequest, spec: LayerSpec, num_queries: int, num_keys:
     *batch, _, _ = request.query.shape
     select, reply = request.select, request.reply
     return CostInputs(
-        batch[0] if batch else None,
-        num_queries,
-        num_keys,
-        tuple(request.outputs),
-        None if select is None else len(select.heads or range(spec.num_heads)),
-        None if select is None else len(select.queries or range(num_queries)),
-        select is not None and select.average,
-        None if select is None else select.top_k,
-        request.dropout is not None,
-        request.output_gradient is not None,
-        reply.form,
-        reply.datatype,
-        reply.decimals,
+        batch=batch[0] if batch else None,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        outputs=tuple(request.outputs),
+        heads=None if select is None else len(select.heads or range(spec.num_heads)),
+        queries=None if select is None else len(select.queries or range(num_queries)),
+        average=select is not None and select.average,
+        top_k=None if select is None else select.top_k,
+        dropout=request.dropout is not None,
+        gradients=request.output_gradient is not None,
+        form=reply.form,
+        datatype=reply.datatype,
+        decimals=reply.decimals,
     )
 
 

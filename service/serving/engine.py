@@ -24,7 +24,7 @@ from service.serving.replies import compress, encode_reply
 from service.serving.requests import BoundCall, EncodedReply, RawRequest
 from service.serving.scheduler import Scheduler
 from service.serving.sessions.registry import Session, SessionRegistry
-from service.serving.sessions.steps import Bind, bind_look, bind_step
+from service.serving.sessions.steps import Bind, bind_step, bind_without_step
 from service.serving.sessions.turns import require_this_worker, turn_of_call
 from service.serving.shards import Shards, compute_in_shards
 from service.serving.statistics import LayerStatistics
@@ -81,11 +81,11 @@ class Engine:
     async def answer(self, raw: RawRequest, kind: CallKind) -> EncodedReply:
         """Decode, bind, compute and encode one call. Raises AttendError, whose paths point into the body that was sent."""
         started, size = self.clock(), raw.size  # decoding takes the body out of `raw`
-        decoded, bound = await self.read(raw, size, self.decode_and_bind, raw, kind)
+        decoded, bound = await self.run_by_size(raw, size, self.decode_and_bind, raw, kind)
         if bound is not None:
             return await self.complete(raw, decoded, bound, started)
         async with turn_of_call(self.require_sessions(), raw, decoded) as session:
-            bound = await self.read(raw, size, self.bind, raw, decoded, kind, session)
+            bound = await self.run_by_size(raw, size, self.bind, raw, decoded, kind, session)
             return await self.complete(raw, decoded, bound, started)
 
     def decode_and_bind(self, raw: RawRequest, kind: CallKind) -> tuple[Decoded, BoundCall | None]:
@@ -118,7 +118,7 @@ class Engine:
             if session is None:
                 bound = kind.bind(decoded, self.find(decoded.members, kind.document), self.admission)
             elif kind.takes_session:
-                bound = bind_look(session, kind.bind, decoded, session.layer, self.admission)
+                bound = bind_without_step(session, kind.bind, decoded, session.layer, self.admission)
             else:
                 bound = bind_step(session, decoded, session.layer, self.admission)
             if raw.reply_codec.largest_reply is not None:
@@ -181,7 +181,7 @@ class Engine:
             return encoded
         return await self.run(raw, sum(map(len, encoded.pieces)), compress, encoded, raw.reply_coding)
 
-    async def read(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
+    async def run_by_size(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads a body of `size` bytes: on the event loop if it is small, else in a thread of the codec pool."""
         if size <= INLINE_BYTES and not raw.coding:
             return function(*args)

@@ -22,7 +22,7 @@ from service.attention.figures import FigureSpec, Format, compose, draw, operati
 from service.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
 from service.serving.admission import Admission
 from service.serving.binding import check_against_layer, refuse_packed, shape_fields
-from service.serving.casting import make_call
+from service.serving.calls import make_call
 from service.serving.cost import predict
 from service.serving.layers.registry import LoadedLayer
 from service.serving.replies import refuse_fully_masked

@@ -8,7 +8,7 @@ from service.serving.cost import predict, wire_datatype
 from service.serving.engine import Engine
 from service.serving.requests import RawRequest
 from service.serving.sessions.registry import Session
-from service.serving.sessions.steps import members_of_look, refuse_outputs_of_inputs
+from service.serving.sessions.steps import members_with_session_keys, refuse_outputs_of_inputs
 from service.serving.sessions.turns import session_in_body
 from service.tensors import DATATYPES
 from service.wire.codec import Decoded
@@ -36,7 +36,7 @@ def _plan(engine: Engine, decoded: Decoded, session: Session | None) -> Plan:
         members = {name: value for name, value in decoded.members.items() if name != "session"}
         layer = engine.find(members, document)
     else:
-        layer, members = session.layer, members_of_look(session, decoded.members)
+        layer, members = session.layer, members_with_session_keys(session, decoded.members)
     request = validate(document, members)
     if session is not None and document is AttendRequest:
         refuse_outputs_of_inputs(request, layer.spec)

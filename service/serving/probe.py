@@ -7,7 +7,7 @@ import numpy as np
 
 from service.errors import AttendError
 from service.serving.admission import Admission, ServingLimits
-from service.serving.casting import make_call
+from service.serving.calls import make_call
 from service.serving.cost import predict
 from service.serving.executor import Outcome
 from service.serving.layers.registry import LoadedLayer

@@ -57,7 +57,7 @@ SIZE, CALLS, ITEMS, OPERATIONS, LAST, TOTAL, QUEUE, DECODE, COMPUTE, ENCODE, EXE
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class LayerTotals:
     """Calls to one layer. `rows` maps a batch size (items computed together) to the totals of its calls."""
 
     rows: Mapping[int, Totals] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class LayerStatistics(Collector):
             row[CALLS] += 1
             row[TOTAL] += round(seconds * 1e9)
 
-    def all(self) -> dict[str, Statistics]:
+    def all(self) -> dict[str, LayerTotals]:
         """Layer -> statistics over all processes, as a copy. Thread-safe."""
         tables: dict[str, list[Array]] = {}
         if self.folder is None:
@@ -177,13 +177,13 @@ class _Table:
         return row
 
 
-def _sum(tables: Iterable[Array]) -> Statistics:
+def _sum(tables: Iterable[Array]) -> LayerTotals:
     rows: dict[int, Totals] = {}
     for table in tables:
         for numbers in table[table[:, CALLS] > 0]:
             row = Totals(*map(int, numbers))
             rows[row.size] = rows[row.size].plus(row) if row.size in rows else row
-    return Statistics(rows)
+    return LayerTotals(rows)
 
 
 def _is_alive(process: int) -> bool:

@@ -16,7 +16,8 @@ from service.attention.compare.random_cases import FEATURES, LAYER_FEATURES, Cas
 from service.attention.decoding import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, forward_steps
 from service.attention.native.extension import extension
 from service.errors import InvalidRequest, SessionConflict
-from service.serving.casting import make_call, numpy_of
+from service.serving.calls import make_call
+from service.serving.casting import numpy_of
 from service.spec import LayerSpec
 from service.wire.problems import validate
 from service.wire.schemas.attend import AttendRequest

@@ -18,7 +18,7 @@ from service.serving import executor
 from service.serving.admission import ServingLimits
 from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, stack
 from service.serving.binding import check_against_layer
-from service.serving.casting import make_call
+from service.serving.calls import make_call
 from service.serving.cost import Cost, predict
 from service.serving.executor import Outcome, compute
 from service.serving.layers.registry import LayerRegistry, LoadedLayer

@@ -28,7 +28,7 @@ from service.attention.call import Call, Result
 from service.errors import OutOfMemory, ServiceFault
 from service.serving import batching, executor, probe, scheduler
 from service.serving.admission import ServingLimits
-from service.serving.casting import make_call
+from service.serving.calls import make_call
 from service.serving.cost import Cost
 from service.serving.executor import Outcome
 from service.serving.scheduler import UNHEALTHY_AFTER

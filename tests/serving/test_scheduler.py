@@ -39,7 +39,7 @@ from service.serving import scheduler
 from service.serving.admission import ServingLimits
 from service.serving.batching import Entry
 from service.serving.binding import check_against_layer
-from service.serving.casting import make_call
+from service.serving.calls import make_call
 from service.serving.cost import Cost, predict
 from service.serving.engine import ATTEND
 from service.serving.executor import Execution, Outcome

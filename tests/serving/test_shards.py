@@ -20,7 +20,7 @@ from service.attention.compare.random_cases import FEATURES, random_case
 from service.attention.reference import forward
 from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from service.serving.admission import Admission, ServingLimits, cost_of_part
-from service.serving.casting import make_call
+from service.serving.calls import make_call
 from service.serving.cost import predict
 from service.serving.engine import ATTEND
 from service.serving.layers.registry import LayerRegistry

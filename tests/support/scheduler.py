@@ -11,7 +11,7 @@ import torch
 from service.attention.call import Call, Result
 from service.serving.admission import ServingLimits
 from service.serving.batching import BatchLimits
-from service.serving.casting import make_call
+from service.serving.calls import make_call
 from service.serving.cost import Cost
 from service.serving.executor import Outcome
 from service.serving.layers.registry import LayerRegistry, LoadedLayer

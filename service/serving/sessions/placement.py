@@ -1,9 +1,8 @@
 """Where a session is kept: its id names the process, and processes reach each other on Unix sockets.
 
 An id is `s.REPLICA.REST`. A balancer can route by the name of the replica; the rest has the number of the worker, the worker's start, 128
-random bits, and a checksum. So a process can tell where a session is, and a lost session from an id that never was one, without a list of
-all. The checksum detects ids that no server made. It protects nothing: what protects a session is its random bits and the API key that it
-belongs to.
+random bits, and a checksum. So a process knows where a session is without a list of all sessions. The checksum distinguishes the id of a
+session that has ended from a text that no server made. It does not protect a session; the random bits and the owner's API key do.
 
 The sockets are files in a folder that only the server's user can open. Their names have the number of the worker and the millisecond of its
 start, as ids do: `3.1000.http`, and `3.1000.grpc`. A worker creates them when it begins to serve; its supervisor removes them when it has

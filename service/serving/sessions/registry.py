@@ -1,8 +1,8 @@
-"""Sessions, and those of one process: their memory, their owners, and when they end.
+"""A session, and the registry of the sessions of one process: their memory, their owners, and when they end.
 
 A session belongs to the API key that created it; without keys, all belong to one owner. It ends when it is deleted or idle, when its layer
-is replaced or removed, or when its owner needs memory for another one: then the owner's least recently used session ends first. No session
-ends for another owner's sake, so with keys no owner may take all memory.
+is replaced or removed, or when its owner needs memory for another one: then the owner's least recently used session ends first. It never
+ends because another owner needs memory; so with keys, no owner may take all of it.
 """
 
 import asyncio
@@ -202,7 +202,7 @@ class SessionRegistry:
             return
         if self._shortage(owner, size) is not None:
             problem = self._shortage(owner, size - self._evictable(owner, cache))
-            if problem is not None:  # sessions do not end in vain
+            if problem is not None:  # no session ends if that would not free enough
                 raise OutOfMemory(problem)
         while (problem := self._shortage(owner, cache.missing_bytes(stop))) is not None:
             if not self._evict(owner, cache):

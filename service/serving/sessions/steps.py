@@ -13,7 +13,7 @@ from service.attention.decoding import CachedOperation, CachedStep
 from service.errors import InvalidRequest, SessionConflict, TooLarge, pointer
 from service.serving.admission import Admission
 from service.serving.binding import check_against_layer, shape_fields
-from service.serving.casting import finite_arrays, make_call, rotary_positions, tensors_of
+from service.serving.calls import finite_arrays, make_call, rotary_positions, tensors_of
 from service.serving.cost import predict_step
 from service.serving.layers.registry import LoadedLayer
 from service.serving.requests import BoundCall
@@ -72,7 +72,7 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
 
 
 def _given(members: Mapping[str, Any]) -> dict[str, Any]:
-    """The members without those of which null means that they are left out."""
+    """The members that are given: null means for most fields that they are left out."""
     return {name: value for name, value in members.items() if value is not None or name not in NULLABLE}
 
 
@@ -175,10 +175,10 @@ def _with_all_keys(members: Mapping[str, Any], rows: AttendRequest, session: Ses
     return whole
 
 
-def bind_look(session: Session, bind: Bind, decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
-    """The bound call of a request to another endpoint, which `bind` binds, on the rows of a session. Raises what `bind` raises, or
+def bind_without_step(session: Session, bind: Bind, decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
+    """The bound call of a request to another endpoint, which reads the rows of a session and appends none. Raises what `bind` raises, or
     SessionConflict."""
-    bound = bind(decoded._replace(members=members_of_look(session, decoded.members)), layer, admission)
+    bound = bind(decoded._replace(members=members_with_session_keys(session, decoded.members)), layer, admission)
     _require_rows(session, bound.call, layer)
     if session.cache.first and isinstance(request := bound.request, AnalysisRequest):
         for name in OF_ALL_VALUES & set(request.wanted(layer.spec)):
@@ -186,8 +186,8 @@ def bind_look(session: Session, bind: Bind, decoded: Decoded, layer: LoadedLayer
     return bound._replace(operation=CachedOperation(session.cache, bound.operation))
 
 
-def members_of_look(session: Session, members: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of a request that names a session in place of keys, with all keys of the session. Raises InvalidRequest."""
+def members_with_session_keys(session: Session, members: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of a request that names a session, with all keys of that session in place of its name. Raises InvalidRequest."""
     own = {name: value for name, value in _given(members).items() if name != "session"}
     for name in ("layer", "key", "value", "key_positions", "query_lengths", "key_lengths"):
         if name in own:

@@ -17,8 +17,7 @@ from service.serving.cost import output_shapes
 from service.serving.layers.registry import LoadedLayer
 from service.serving.service import Service
 from service.serving.sessions.registry import MAX_SESSIONS
-from service.serving.statistics import Statistics as LayerStatistics
-from service.serving.statistics import Totals
+from service.serving.statistics import LayerTotals, Totals
 from service.spec import LayerSpec
 from service.tensors import BY_TORCH
 from service.wire.schemas.layers import LayerDocument
@@ -118,10 +117,10 @@ def _scheduling(service: Service) -> dict[str, Any]:
 def statistics_of(service: Service, layers: Sequence[LoadedLayer], workers: int) -> Statistics:
     """Statistics of these models since the server started, over all workers."""
     counted = service.statistics.all()
-    return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, LayerStatistics()), workers) for layer in layers])
+    return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, LayerTotals()), workers) for layer in layers])
 
 
-def _statistics(layer: LoadedLayer, counted: LayerStatistics, workers: int) -> ModelStatistics:
+def _statistics(layer: LoadedLayer, counted: LayerTotals, workers: int) -> ModelStatistics:
     spec, device, answered, failed = layer.spec, layer.attention.device, counted.answered, counted.failed
     durations = {name: Duration(count=answered.calls, ns=getattr(answered, phase)) for name, phase in DURATIONS.items()}
     durations["fail"] = Duration(count=failed.calls, ns=failed.total)
