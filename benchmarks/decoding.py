@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 STREAM = torch.randn(2, 1 << 26)
 TOLERANCE = 1e-5  # of an output from torch's
 SESSIONS = 16  # at once, in every second row
-SECONDS = 1  # of a row over HTTP in a turn; in more, the session would grow too much
+STEP_SECONDS, WHOLE_SECONDS = 1, 4  # of a row over HTTP in a turn; in more, a session would grow too much
 
 
 class Contenders:
@@ -156,8 +156,8 @@ def over_http(keys: list[int], turns: int, port: int) -> None:
                     paths = [f"/sessions/{id}/attend" for id in ids]
                     for path in paths:
                         post(path, encode("st", {"query": past}, fields)[0])
-                    for name, sent, to in (("session", step, paths), ("whole", whole, ["/attend"])):
-                        figures = wrk(server.url, sent, callers, SECONDS, to)
+                    for name, sent, to, seconds in (("session", step, paths, STEP_SECONDS), ("whole", whole, ["/attend"], WHOLE_SECONDS)):
+                        figures = wrk(server.url, sent, callers, seconds, to)
                         assert not figures.bad, f"{figures.bad} requests of {name} failed"
                         rates[name].append(figures.rate)
                     for id in ids:

@@ -203,7 +203,7 @@ class KeyValueCache:
         self.truncate(0)
 
     def blocks(self, first: int, stop: int) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-        """The rows from `first` to `stop` page by page: their places, and views [heads, n, width] by name. Freed rows are left out."""
+        """The rows from `first` to `stop` page by page: as a slice, and as views [heads, n, width] by name. Freed rows are left out."""
         for page in self._pages:
             if first < page.stop and page.start < stop:
                 rows = slice(max(first, page.start), min(stop, page.stop))

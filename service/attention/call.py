@@ -94,7 +94,11 @@ class Result:
             return [self]
         items = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         masked = self.fully_masked
-        return [Result({name: x[i] for name, x in self.tensors.items()}, None if masked is None else masked[i]) for i in items]
+        results = []
+        for i in items:
+            tensors = {name: tensor[i] for name, tensor in self.tensors.items()}
+            results.append(Result(tensors, None if masked is None else masked[i]))
+        return results
 
 
 class WeightBlock(NamedTuple):

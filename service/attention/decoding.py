@@ -208,8 +208,8 @@ def _attend_to_pages(eager: Eager, call: Call, query: Tensor, cache: KeyValueCac
 def _pages_in_torch(rows: Tensor, scale: float, cache: KeyValueCache, keys: slice, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Outputs [heads, d] and log-sum-exps [heads] of rows [1, kv heads, group, d] and some keys of a cache; None if scores overflow."""
     outputs, totals = [], []
-    for places, tensors in cache.blocks(keys.start, keys.stop):
-        mask = None if bias is None else bias[..., places]
+    for page_keys, tensors in cache.blocks(keys.start, keys.stop):
+        mask = None if bias is None else bias[..., page_keys]
         output, total = _fused(rows, tensors["key"][None], tensors["value"][None], scale=scale, attn_mask=mask)
         outputs.append(output.reshape(-1, rows.shape[-1]))
         totals.append(total.reshape(-1))

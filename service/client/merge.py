@@ -48,14 +48,14 @@ def merge(
 
     highest = lse.max(axis=0)
     highest = np.where(np.isneginf(highest), 0.0, highest)
-    surplus: Array | float = 0.0
+    repeated_sinks: Array | float = 0.0
     if sinks is not None:
         sink = _sink_column(sinks, lse.shape[-2])  # [h, 1]
         lse = _above_sinks(lse, sink, logs)
         highest = np.maximum(highest, sink)
-        surplus = np.maximum((~np.isneginf(lse)).sum(axis=0) - 1, 0) * np.exp(sink - highest)
+        repeated_sinks = np.maximum((~np.isneginf(lse)).sum(axis=0) - 1, 0) * np.exp(sink - highest)
     shares = np.exp(lse - highest)  # 0 for a part without keys
-    total = shares.sum(axis=0) - surplus
+    total = shares.sum(axis=0) - repeated_sinks
     divisor = np.where(total == 0, 1.0, total)
     merged = (shares[..., None] * outputs).sum(axis=0) / divisor[..., None]
     with np.errstate(divide="ignore"):

@@ -4,7 +4,7 @@
     output, weights = attention(x, x, x, key_padding_mask=padding)
 
 The weights are in the service, so the module has no parameters. Gradients of query, key and value come from a second request. Masks have
-torch's meaning (True = blocked) and are translated. No other module of the client loads torch.
+torch's meaning (True = blocked) and are translated.
 
 torch's Transformer layers have a fast path that computes with the weights of their attention module instead of calling it. Here the weights
 are placeholders with `__torch_function__`, which disables that path.

@@ -177,12 +177,12 @@ def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None
     headers = response.headers
     try:
         binary = headers.get("content-type", "").startswith(SAFETENSORS)
-        head, content = decode_binary_reply(response.content) if binary else decode_json_reply(response.content)
+        metadata, content = decode_binary_reply(response.content) if binary else decode_json_reply(response.content)
         tensors = {name: _of_parts(tensor) if isinstance(tensor, dict) else tensor for name, tensor in content.items()}
         timing = {phase: float(duration) for phase, duration in _PHASE.findall(headers.get("server-timing", ""))}
-        length = None if head.session is None else head.session.length
+        length = None if metadata.session is None else metadata.session.length
         return AttendResult(
-            tensors, head.layer, head.fully_masked_rows, headers.get("x-request-id", ""), timing, select or {}, tokens or {}, length
+            tensors, metadata.layer, metadata.fully_masked_rows, headers.get("x-request-id", ""), timing, select or {}, tokens or {}, length
         )
     except (RequestError, KeyError, TypeError) as error:
         raise BadReply(f"the reply to POST /attend cannot be read: {error}") from None
@@ -191,8 +191,8 @@ def read_attend(response: httpx.Response, select: Any = None, tokens: Any = None
 def read_analysis(response: httpx.Response) -> AnalysisResult:
     """Decodes a reply to POST /attend/analysis. Raises BadReply if it cannot be read."""
     try:
-        head, content = decode_json_reply(response.content)
-        return AnalysisResult(content["metrics"], head.layer, head.fully_masked_rows)
+        metadata, content = decode_json_reply(response.content)
+        return AnalysisResult(content["metrics"], metadata.layer, metadata.fully_masked_rows)
     except (RequestError, KeyError, TypeError) as error:
         raise BadReply(f"the reply to POST /attend/analysis cannot be read: {error}") from None
 

@@ -112,7 +112,7 @@ def decode_document(body: bytes) -> dict[str, Any]:
     return document
 
 
-class ReplyHead(BaseModel):
+class ReplyMetadata(BaseModel):
     """The members of every reply to a call that are not tensors."""
 
     layer: LayerReference
@@ -120,14 +120,14 @@ class ReplyHead(BaseModel):
     session: SessionReference | None = None
 
 
-def decode_json_reply(body: bytes) -> tuple[ReplyHead, dict[str, Any]]:
-    """A JSON reply to POST /attend or /attend/analysis: (head, the other members as arrays). Raises RequestError."""
+def decode_json_reply(body: bytes) -> tuple[ReplyMetadata, dict[str, Any]]:
+    """A JSON reply to POST /attend or /attend/analysis: (metadata, the other members as arrays). Raises RequestError."""
     document = decode_document(body)
-    others = {name: value for name, value in document.items() if name not in ReplyHead.model_fields}
-    return validate(ReplyHead, document), {name: _arrays(value, name, pointer([name])) for name, value in others.items()}
+    others = {name: value for name, value in document.items() if name not in ReplyMetadata.model_fields}
+    return validate(ReplyMetadata, document), {name: _arrays(value, name, pointer([name])) for name, value in others.items()}
 
 
-def decode_binary_reply(body: bytes) -> tuple[ReplyHead, dict[str, Any]]:
+def decode_binary_reply(body: bytes) -> tuple[ReplyMetadata, dict[str, Any]]:
     """A safetensors reply to POST /attend. Raises MalformedBody, InvalidRequest or TooLarge."""
     arrays, metadata = read_tensors(body)
     tensors: dict[str, Any] = {}
@@ -137,7 +137,7 @@ def decode_binary_reply(body: bytes) -> tuple[ReplyHead, dict[str, Any]]:
             tensors.setdefault(output, {})[part] = array.copy()
         else:
             tensors[output] = array.copy()
-    return validate(ReplyHead, decode_document(metadata.get("reply", "").encode())), tensors
+    return validate(ReplyMetadata, decode_document(metadata.get("reply", "").encode())), tensors
 
 
 def _arrays(value: Any, name: str, at: str) -> Any:

@@ -43,78 +43,13 @@ EXPECTED_WITH_LIMIT = {
 }
 
 
-def describe_value(value: Any) -> str:
-    """A short description of a received value, in terms of JSON."""
-    if isinstance(value, np.ndarray):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list | tuple):
-        return f"a list of {len(value)}"
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    text = f'"{repr(str(value))[1:-1]}"' if isinstance(value, str) else str(value)
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
-
-
-def is_unicode(text: str) -> bool:
-    """Whether the text can be encoded as UTF-8. JSON can escape half of a surrogate pair, which UTF-8 cannot."""
+def validate(model: type[Model], document: Any, at: str = "") -> Model:
+    """The document as a `model`. Raises InvalidRequest with pydantic's errors, as pointers below `at`."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def one_of(names: Iterable[str]) -> str:
-    """The expectation of one of these names, in alphabetical order; "none" if there are none."""
-    every = sorted(names)
-    return f"one of {', '.join(every)}" if every else "none"
-
-
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A question after the most similar known name: " (did you mean NAME?)"; "" if none is similar, or if `name` is no string."""
-    if not isinstance(name, str):
-        return ""
-    text = name[:64]
-    compared = nlargest(COMPARED, known, key=lambda other: len(commonprefix((text, other))))  # noqa: RUF071  # characters are meant
-    near = get_close_matches(text, compared, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-def unknown_field(at: str, name: str, model: type[BaseModel]) -> Problem:
-    """The problem of a field that `model` does not have, with what to write instead, or the field that is most like it."""
-    expected_instead: Mapping[str, str] = getattr(model, "expected_instead", {})
-    got = f"a field {describe_value(name[:MAX_SHOWN])}"
-    if name in expected_instead:
-        return Problem(at, expected_instead[name], got)
-    return Problem(at, "no field of that name", got + did_you_mean(name, model.model_fields))
-
-
-def _model_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel]:
-    """The model of the document at this path below a document of `model`; one without fields if that has no model of its own."""
-    types: Sequence[Any] = [model]
-    for name in path:
-        if isinstance(name, int):
-            types = [item for kind in types if get_origin(kind) is list for item in get_args(kind)]
-        else:
-            fields = [kind.model_fields[name] for kind in types if _is_model(kind) and name in kind.model_fields]
-            types = [x for field in fields for x in (field.annotation, *_members_of_union(field.annotation))]
-    return next(filter(_is_model, types), BaseModel)
-
-
-def _is_model(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _members_of_union(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
-
-
-def _expected_object(model: type[BaseModel]) -> str:
-    """The expectation of a document of `model`, with its fields that have an example."""
-    example = {name: field.examples[0] for name, field in model.model_fields.items() if field.examples}
-    return f"an object such as {json.dumps(example)}" if example else "an object"
+        return model.model_validate(document)
+    except ValidationError as refusal:
+        problems = [_problem_of(error, at, model) for error in refusal.errors(include_url=False)[:MAX_PROBLEMS]]
+    raise InvalidRequest(problems=problems)
 
 
 def _problem_of(error: Any, at: str, model: type[BaseModel]) -> Problem:
@@ -145,10 +80,75 @@ def _problem_of(error: Any, at: str, model: type[BaseModel]) -> Problem:
     return Problem(place, EXPECTED.get(error_type, message[:1].lower() + message[1:]), got)
 
 
-def validate(model: type[Model], document: Any, at: str = "") -> Model:
-    """The document as a `model`. Raises InvalidRequest with pydantic's errors, as pointers below `at`."""
+def _model_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel]:
+    """The model of the document at this path below a document of `model`; one without fields if that has no model of its own."""
+    types: Sequence[Any] = [model]
+    for name in path:
+        if isinstance(name, int):
+            types = [item for kind in types if get_origin(kind) is list for item in get_args(kind)]
+        else:
+            fields = [kind.model_fields[name] for kind in types if _is_model(kind) and name in kind.model_fields]
+            types = [x for field in fields for x in (field.annotation, *_members_of_union(field.annotation))]
+    return next(filter(_is_model, types), BaseModel)
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _members_of_union(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+
+
+def _expected_object(model: type[BaseModel]) -> str:
+    """The expectation of a document of `model`, with its fields that have an example."""
+    example = {name: field.examples[0] for name, field in model.model_fields.items() if field.examples}
+    return f"an object such as {json.dumps(example)}" if example else "an object"
+
+
+def unknown_field(at: str, name: str, model: type[BaseModel]) -> Problem:
+    """The problem of a field that `model` does not have, with what to write instead, or the field that is most like it."""
+    expected_instead: Mapping[str, str] = getattr(model, "expected_instead", {})
+    got = f"a field {describe_value(name[:MAX_SHOWN])}"
+    if name in expected_instead:
+        return Problem(at, expected_instead[name], got)
+    return Problem(at, "no field of that name", got + did_you_mean(name, model.model_fields))
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A question after the most similar known name: " (did you mean NAME?)"; "" if none is similar, or if `name` is no string."""
+    if not isinstance(name, str):
+        return ""
+    text = name[:64]
+    compared = nlargest(COMPARED, known, key=lambda other: len(commonprefix((text, other))))  # noqa: RUF071  # characters are meant
+    near = get_close_matches(text, compared, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def one_of(names: Iterable[str]) -> str:
+    """The expectation of one of these names, in alphabetical order; "none" if there are none."""
+    every = sorted(names)
+    return f"one of {', '.join(every)}" if every else "none"
+
+
+def describe_value(value: Any) -> str:
+    """A short description of a received value, in terms of JSON."""
+    if isinstance(value, np.ndarray):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    text = f'"{repr(str(value))[1:-1]}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be encoded as UTF-8. JSON can escape half of a surrogate pair, which UTF-8 cannot."""
     try:
-        return model.model_validate(document)
-    except ValidationError as refusal:
-        problems = [_problem_of(error, at, model) for error in refusal.errors(include_url=False)[:MAX_PROBLEMS]]
-    raise InvalidRequest(problems=problems)
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -154,12 +154,12 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
 def encode(reply: Reply, options: ReplyOptions) -> list[Buffer]:
     """Encodes a reply: tensors by name, selections as `.keys` and `.values`, the other members in the metadata entry `reply`."""
     arrays = {name: wire_array(name, array, reply.datatype, options.nonfinite)[0] for name, array in reply.arrays()}
-    head: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
+    members: dict[str, Any] = {"layer": reply.layer, "fully_masked_rows": reply.fully_masked_rows}
     if reply.session is not None:
-        head["session"] = reply.session
+        members["session"] = reply.session
     if reply.metrics is not None:
-        head["metrics"] = _metrics(reply, arrays)
-    return write_tensors(arrays, {"reply": orjson.dumps(head).decode()})
+        members["metrics"] = _metrics(reply, arrays)
+    return write_tensors(arrays, {"reply": orjson.dumps(members).decode()})
 
 
 def _metrics(reply: Reply, arrays: dict[str, Array]) -> dict[str, Any]:

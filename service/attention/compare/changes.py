@@ -169,10 +169,10 @@ def share_by_reshape(layer: Layer, shared: Array, heads: int) -> Array:
 
 def share_by_reshape_after_rope(layer: Layer, x: Array, name: str, positions: Array) -> Array:
     """Rotates the keys, and then shares their rotary part by a reshape."""
-    turned, latent = Layer.rotate(layer, x, name, positions), layer.spec.latent
+    rotated, latent = Layer.rotate(layer, x, name, positions), layer.spec.latent
     if name == "query" or latent is None:
-        return turned
-    shared, own = np.split(turned, [latent.rope_key_dim], axis=-1)
+        return rotated
+    shared, own = np.split(rotated, [latent.rope_key_dim], axis=-1)
     return np.concatenate([share_by_reshape(layer, shared[:, 0], x.shape[1]), own], axis=-1)
 
 
@@ -182,14 +182,14 @@ def rotate_with_angles_of_other_pairs(layer: Layer, x: Array, name: str, positio
     if rope is None or rope.axes or layer.spec.differential:
         raise Impossible
     dims = rope.dims or x.shape[-1]
-    of_pairs, turning = frequencies(rope, dims), x[..., :dims]
+    of_pairs, x_rotary = frequencies(rope, dims), x[..., :dims]
     angles = positions[:, None, :, None] * (np.tile(of_pairs, 2) if rope.interleaved else np.repeat(of_pairs, 2))
     if rope.interleaved:
-        partners = np.stack((-turning[..., 1::2], turning[..., 0::2]), axis=-1).reshape(turning.shape)
+        partners = np.stack((-x_rotary[..., 1::2], x_rotary[..., 0::2]), axis=-1).reshape(x_rotary.shape)
     else:
-        partners = np.concatenate((-turning[..., dims // 2 :], turning[..., : dims // 2]), axis=-1)
-    turned = rope.attention_factor * (turning * np.cos(angles) + partners * np.sin(angles))
-    return np.concatenate((turned, x[..., dims:]), axis=-1)
+        partners = np.concatenate((-x_rotary[..., dims // 2 :], x_rotary[..., : dims // 2]), axis=-1)
+    rotated = rope.attention_factor * (x_rotary * np.cos(angles) + partners * np.sin(angles))
+    return np.concatenate((rotated, x[..., dims:]), axis=-1)
 
 
 def exp_without_maximum(c: Computation, softmax: Function, scores: Array, sinks: Array | None) -> Array:

@@ -29,55 +29,67 @@ MAX_LETTERS = 1000
 ELLIPSIS = "…"
 
 
-def printable(text: str) -> str:
-    """The text, at most MAX_LETTERS of it, with invisible characters escaped as in Python: a newline becomes \\n."""
-    text = text if len(text) <= MAX_LETTERS else text[:MAX_LETTERS] + ELLIPSIS
-    return "".join(c if c.isprintable() or c in JOINERS else c.encode("unicode_escape").decode() for c in text)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The rectangle of a panel's cells, and whether it has row labels and column labels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    has_rows: bool = True
+    has_columns: bool = True
 
 
-@cache
-def _characters() -> frozenset[int]:
-    """The code points that DejaVu Sans has."""
-    from matplotlib.font_manager import findfont, get_font
+class Layout:
+    """The positions of a whole figure. Raises InvalidRequest if its width has no room for panels next to their labels."""
 
-    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
+    def __init__(self, picture: Picture, spec: FigureSpec) -> None:
+        panels, self.longest = picture.panels, min(LONGEST_LABEL, max(18.0, ((spec.width or WIDEST) - BAR - 2 * MARGIN) / 3 - 10))
+        shared = len({panel.columns for panel in panels}) == 1
+        self.columns = grid_columns(len(panels), (spec.width or WIDEST) - BAR - 2 * MARGIN - 60) if shared else 1
+        beside = max(row_ticks(panel.rows, TEXT * LINE * panel.rows.cells, self.longest).room for panel in panels)  # at the largest size
+        left = MARGIN + TEXT * LINE + beside + 10
+        wide, high = self._panel_size(panels, spec, left)
+        right = left + self.columns * wide + GAP * (self.columns - 1)
+        self.width = spec.width or max(NARROWEST, math.ceil(right + BAR + MARGIN))
+        room = self.width - 2 * MARGIN
+        self.title = wrapped(printable(picture.title), TITLE, room, 3, bold=True)
+        self.notes = [line for note in picture.notes for line in wrapped(printable(note), NOTE, room, 4)]
+        self.places, y = self._places(panels, left, wide, high, shared)
+        self.bar = Place(round(right) + GAP + 4, self.places[0].y, 14, min(max(high, 120), 320))
+        self.foot = max(y, self.bar.y + self.bar.height + TEXT * 2) + 4
+        blocked, empty = any(np.isnan(panel.values).any() for panel in panels), any(panel.empty for panel in panels)
+        self.legend = ["may not attend"] * blocked + [NO_KEY] * empty
+        self.legend_columns = 2 if self.width >= NARROWEST else 1
+        self.notes_y = self.foot + 18 * math.ceil(len(self.legend) / self.legend_columns)
+        self.height = math.ceil(self.notes_y + NOTE * LINE * len(self.notes) + 0.7 * MARGIN)
 
+    def _panel_size(self, panels: Sequence[Panel], spec: FigureSpec, left: float) -> tuple[float, float]:
+        """Width and height of a panel: cells are squares unless the panel would be too flat or too high."""
+        rows, columns = (max(getattr(panel, side).cells for panel in panels) for side in ("rows", "columns"))
+        width = ((spec.width or WIDEST) - left - BAR - MARGIN - GAP * (self.columns - 1)) / self.columns
+        if width < 24:
+            raise InvalidRequest.where("/figure/width", "room for panels next to their labels", str(spec.width))
+        if spec.width is None:
+            width = min(width, max(min(columns * LARGEST_CELL, LARGEST_PANEL if 2 * rows >= columns else WIDEST), 110))
+        if width / columns >= 16:
+            width = width // columns * columns  # cells of whole pixels
+        height = max(width * rows / columns, min(rows * 15.0, 0.4 * width))
+        height = max(36.0, min(height, max(1.5 * width, min(2.0 * rows, LARGEST_PANEL)), rows * LARGEST_CELL * 2))
+        return width, round(height / rows) * rows if height / rows >= 7 else height
 
-def drawable(text: str) -> str:
-    """The text with a box for each character that DejaVu Sans lacks; for PNG, since readers of SVG have other fonts."""
-    return "".join(c if ord(c) in _characters() else "□" for c in text)
-
-
-@lru_cache(4096)
-def _unit_width(text: str, bold: bool) -> float:
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
-    font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal", size=100)
-    return float(text_to_path.get_text_width_height_descent(drawable(text), font, ismath=False)[0]) / 100 if text else 0.0
-
-
-def width(text: str, size: float, bold: bool = False) -> float:
-    """The width of the text at a font size, in the unit of the size."""
-    return size * _unit_width(text, bold)
-
-
-def cut(text: str, size: float, room: float, bold: bool = False) -> str:
-    """The text, or its beginning and an ellipsis if it is wider than `room`."""
-    if width(text, size, bold) <= room:
-        return text
-    kept = bisect_right(range(len(text)), room, key=lambda n: width(text[:n] + ELLIPSIS, size, bold)) - 1
-    return text[: max(kept, 0)].rstrip() + ELLIPSIS
-
-
-def wrapped(text: str, size: float, room: float, most: int, bold: bool = False) -> list[str]:
-    """The text in at most `most` lines no wider than `room`; the last line is cut if there is more."""
-    letters = max(1, int(len(text) * room / max(width(text, size, bold), room)))
-    lines = wrap(text, letters)
-    while letters > 1 and max((width(line, size, bold) for line in lines), default=0) > room:
-        letters = max(1, letters * 19 // 20)
-        lines = wrap(text, letters)
-    return lines if len(lines) <= most else [*lines[: most - 1], cut(" ".join(lines[most - 1 :]), size, room, bold)]
+    def _places(self, panels: Sequence[Panel], left: float, wide: float, high: float, shared: bool) -> tuple[list[Place], float]:
+        """The places of the panels, and the lower end of the last one. Panels of a grid share the labels of its last row."""
+        below = max(column_ticks(panel.columns, wide, self.longest).room for panel in panels) + TEXT * LINE + 16
+        places, y = [], MARGIN + TITLE * LINE * len(self.title) + 8
+        for start in range(0, len(panels), self.columns):
+            y += HEADING * LINE + 4 if any(panel.title for panel in panels) else 0
+            is_lowest = not shared or start + self.columns >= len(panels)
+            for i in range(min(self.columns, len(panels) - start)):
+                places.append(Place(round(left + i * (wide + GAP)), round(y), wide, high, i == 0, is_lowest))
+            y += high + (below if is_lowest else GAP)
+        return places, y
 
 
 def grid_columns(panels: int, room: float) -> int:
@@ -142,64 +154,52 @@ def _ticks(axis: Axis, least: float, size: float, longest: float) -> Ticks:
     return Ticks(at, texts, size, min(longest, max(width(text, size) for text in texts)))
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The rectangle of a panel's cells, and whether it has row labels and column labels."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    has_rows: bool = True
-    has_columns: bool = True
+def wrapped(text: str, size: float, room: float, most: int, bold: bool = False) -> list[str]:
+    """The text in at most `most` lines no wider than `room`; the last line is cut if there is more."""
+    letters = max(1, int(len(text) * room / max(width(text, size, bold), room)))
+    lines = wrap(text, letters)
+    while letters > 1 and max((width(line, size, bold) for line in lines), default=0) > room:
+        letters = max(1, letters * 19 // 20)
+        lines = wrap(text, letters)
+    return lines if len(lines) <= most else [*lines[: most - 1], cut(" ".join(lines[most - 1 :]), size, room, bold)]
 
 
-class Layout:
-    """The positions of a whole figure. Raises InvalidRequest if its width has no room for panels next to their labels."""
+def cut(text: str, size: float, room: float, bold: bool = False) -> str:
+    """The text, or its beginning and an ellipsis if it is wider than `room`."""
+    if width(text, size, bold) <= room:
+        return text
+    kept = bisect_right(range(len(text)), room, key=lambda n: width(text[:n] + ELLIPSIS, size, bold)) - 1
+    return text[: max(kept, 0)].rstrip() + ELLIPSIS
 
-    def __init__(self, picture: Picture, spec: FigureSpec) -> None:
-        panels, self.longest = picture.panels, min(LONGEST_LABEL, max(18.0, ((spec.width or WIDEST) - BAR - 2 * MARGIN) / 3 - 10))
-        shared = len({panel.columns for panel in panels}) == 1
-        self.columns = grid_columns(len(panels), (spec.width or WIDEST) - BAR - 2 * MARGIN - 60) if shared else 1
-        beside = max(row_ticks(panel.rows, TEXT * LINE * panel.rows.cells, self.longest).room for panel in panels)  # at the largest size
-        left = MARGIN + TEXT * LINE + beside + 10
-        wide, high = self._panel_size(panels, spec, left)
-        right = left + self.columns * wide + GAP * (self.columns - 1)
-        self.width = spec.width or max(NARROWEST, math.ceil(right + BAR + MARGIN))
-        room = self.width - 2 * MARGIN
-        self.title = wrapped(printable(picture.title), TITLE, room, 3, bold=True)
-        self.notes = [line for note in picture.notes for line in wrapped(printable(note), NOTE, room, 4)]
-        self.places, y = self._places(panels, left, wide, high, shared)
-        self.bar = Place(round(right) + GAP + 4, self.places[0].y, 14, min(max(high, 120), 320))
-        self.foot = max(y, self.bar.y + self.bar.height + TEXT * 2) + 4
-        blocked, empty = any(np.isnan(panel.values).any() for panel in panels), any(panel.empty for panel in panels)
-        self.legend = ["may not attend"] * blocked + [NO_KEY] * empty
-        self.legend_columns = 2 if self.width >= NARROWEST else 1
-        self.notes_y = self.foot + 18 * math.ceil(len(self.legend) / self.legend_columns)
-        self.height = math.ceil(self.notes_y + NOTE * LINE * len(self.notes) + 0.7 * MARGIN)
 
-    def _panel_size(self, panels: Sequence[Panel], spec: FigureSpec, left: float) -> tuple[float, float]:
-        """Width and height of a panel: cells are squares unless the panel would be too flat or too high."""
-        rows, columns = (max(getattr(panel, side).cells for panel in panels) for side in ("rows", "columns"))
-        width = ((spec.width or WIDEST) - left - BAR - MARGIN - GAP * (self.columns - 1)) / self.columns
-        if width < 24:
-            raise InvalidRequest.where("/figure/width", "room for panels next to their labels", str(spec.width))
-        if spec.width is None:
-            width = min(width, max(min(columns * LARGEST_CELL, LARGEST_PANEL if 2 * rows >= columns else WIDEST), 110))
-        if width / columns >= 16:
-            width = width // columns * columns  # cells of whole pixels
-        height = max(width * rows / columns, min(rows * 15.0, 0.4 * width))
-        height = max(36.0, min(height, max(1.5 * width, min(2.0 * rows, LARGEST_PANEL)), rows * LARGEST_CELL * 2))
-        return width, round(height / rows) * rows if height / rows >= 7 else height
+def width(text: str, size: float, bold: bool = False) -> float:
+    """The width of the text at a font size, in the unit of the size."""
+    return size * _unit_width(text, bold)
 
-    def _places(self, panels: Sequence[Panel], left: float, wide: float, high: float, shared: bool) -> tuple[list[Place], float]:
-        """The places of the panels, and the lower end of the last one. Panels of a grid share the labels of its last row."""
-        below = max(column_ticks(panel.columns, wide, self.longest).room for panel in panels) + TEXT * LINE + 16
-        places, y = [], MARGIN + TITLE * LINE * len(self.title) + 8
-        for start in range(0, len(panels), self.columns):
-            y += HEADING * LINE + 4 if any(panel.title for panel in panels) else 0
-            is_lowest = not shared or start + self.columns >= len(panels)
-            for i in range(min(self.columns, len(panels) - start)):
-                places.append(Place(round(left + i * (wide + GAP)), round(y), wide, high, i == 0, is_lowest))
-            y += high + (below if is_lowest else GAP)
-        return places, y
+
+@lru_cache(4096)
+def _unit_width(text: str, bold: bool) -> float:
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal", size=100)
+    return float(text_to_path.get_text_width_height_descent(drawable(text), font, ismath=False)[0]) / 100 if text else 0.0
+
+
+def printable(text: str) -> str:
+    """The text, at most MAX_LETTERS of it, with invisible characters escaped as in Python: a newline becomes \\n."""
+    text = text if len(text) <= MAX_LETTERS else text[:MAX_LETTERS] + ELLIPSIS
+    return "".join(c if c.isprintable() or c in JOINERS else c.encode("unicode_escape").decode() for c in text)
+
+
+def drawable(text: str) -> str:
+    """The text with a box for each character that DejaVu Sans lacks; for PNG, since readers of SVG have other fonts."""
+    return "".join(c if ord(c) in _characters() else "□" for c in text)
+
+
+@cache
+def _characters() -> frozenset[int]:
+    """The code points that DejaVu Sans has."""
+    from matplotlib.font_manager import findfont, get_font
+
+    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())

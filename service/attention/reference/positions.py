@@ -30,10 +30,10 @@ def rotate(x: Array, positions: Array, rope: Rope) -> Array:
     of_points = positions[..., None] if positions.ndim == 2 else np.stack([positions[..., axis] for axis in rope.axes or ()], axis=-1)
     angles = of_points[:, None] * frequencies(rope, dims)  # [b, 1, n, dims/2]
     cos, sin = rope.attention_factor * np.cos(angles), rope.attention_factor * np.sin(angles)
-    turned = x.copy()
-    turned[..., first] = x[..., first] * cos - x[..., second] * sin
-    turned[..., second] = x[..., first] * sin + x[..., second] * cos
-    return turned
+    rotated = x.copy()
+    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+    rotated[..., second] = x[..., first] * sin + x[..., second] * cos
+    return rotated
 
 
 def frequencies(rope: Rope, dims: int) -> Array:

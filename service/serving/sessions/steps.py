@@ -26,11 +26,11 @@ from service.wire.schemas.analysis import AnalysisRequest
 from service.wire.schemas.attend import AttendRequest
 from service.wire.schemas.sessions import SessionAttendRequest, StepOptions
 
-OF_ONE_LENGTH = ("query_offset", "tokens")  # fields whose validity depends on the session's length
-Bind = Callable[[Decoded, LoadedLayer, Admission], BoundCall]
-OF_ALL_VALUES = {"value_norms", "value_norm_weights", "subspace_disagreement"}  # metrics of all values, visible or not
-NULLABLE = {name for name, field in AttendRequest.model_fields.items() if field.default is None}
-ROW_FIELDS = ("query", "key", "value", "positions", "key_positions")  # of the new rows
+Bind = Callable[[Decoded, LoadedLayer, Admission], BoundCall]  # how an endpoint binds a request without a session
+LENGTH_FIELDS = ("query_offset", "tokens")  # fields whose validity depends on the session's length
+ROW_FIELDS = ("query", "key", "value", "positions", "key_positions")  # fields that have the new rows
+NULLABLE_FIELDS = {name for name, field in AttendRequest.model_fields.items() if field.default is None}
+METRICS_OF_ALL_VALUES = {"value_norms", "value_norm_weights", "subspace_disagreement"}  # of values that no query may attend to, too
 
 
 def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
@@ -73,7 +73,7 @@ def bind_step(session: Session, decoded: Decoded, layer: LoadedLayer, admission:
 
 def _given(members: Mapping[str, Any]) -> dict[str, Any]:
     """The members that are given: null means for most fields that they are left out."""
-    return {name: value for name, value in members.items() if value is not None or name not in NULLABLE}
+    return {name: value for name, value in members.items() if value is not None or name not in NULLABLE_FIELDS}
 
 
 def _length_after(members: Mapping[str, Any], options: StepOptions, session: Session) -> int:
@@ -112,7 +112,7 @@ def _cache_key(members: Mapping[str, Any], options: StepOptions, spec: LayerSpec
     """A key that is equal for steps whose validity does not differ, whatever their numbers and the length of their session."""
     if spec.grid_bias is not None or (spec.rope is not None and spec.rope.max_length is not None):
         return None
-    key = cache_key(members) if members.keys().isdisjoint(OF_ONE_LENGTH) else None
+    key = cache_key(members) if members.keys().isdisjoint(LENGTH_FIELDS) else None
     return None if key is None else ("step", options.append, key)
 
 
@@ -181,7 +181,7 @@ def bind_without_step(session: Session, bind: Bind, decoded: Decoded, layer: Loa
     bound = bind(decoded._replace(members=members_with_session_keys(session, decoded.members)), layer, admission)
     _require_rows(session, bound.call, layer)
     if session.cache.first and isinstance(request := bound.request, AnalysisRequest):
-        for name in OF_ALL_VALUES & set(request.wanted(layer.spec)):
+        for name in METRICS_OF_ALL_VALUES & set(request.wanted(layer.spec)):
             raise SessionConflict.where("/metrics", "metrics of visible keys alone, since the values of the first rows are freed", name)
     return bound._replace(operation=CachedOperation(session.cache, bound.operation))
 

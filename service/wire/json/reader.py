@@ -34,6 +34,23 @@ ESCAPE = re.compile(rb"\\(?:/|u00([0-7][0-9A-Fa-f]))")  # of a character that ba
 TENSOR_KEYS = ("shape", "datatype", "data", "base64")
 
 
+def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
+    """The members of the JSON object `body`; those named in `kinds` as arrays, the others as Python objects.
+
+    `kinds` maps names of members to the kind of their tensor; "weights/*" names every member of the object `weights`. With `shapes_alone` a
+    tensor may be given by its shape: zeros that take no memory. Raises MalformedBody, InvalidRequest or TooLarge.
+    """
+    reader = DocumentReader(limits, shapes_alone)
+    try:
+        return reader.members(split_json(body, limits).document(), kinds)
+    except TooLarge:
+        raise
+    except RequestError:
+        if len(body) > MAX_STRICT_BYTES:
+            raise
+    return DocumentReader(limits, shapes_alone).members(parse_strictly(body), kinds)
+
+
 class Base64Text(RawValue):
     """A long string."""
 
@@ -130,23 +147,6 @@ def _base64_text(text: bytes, start: int, limits: WireLimits) -> Base64Text | No
     """The string that begins at `start`; None if it is at most MAX_TEMPLATE_STRING bytes."""
     stop = text.find(b'"', start + 1) + 1
     return Base64Text(text, start, stop, limits) if stop - start > MAX_TEMPLATE_STRING and text[stop - 2 : stop - 1] != b"\\" else None
-
-
-def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
-    """The members of the JSON object `body`; those named in `kinds` as arrays, the others as Python objects.
-
-    `kinds` maps names of members to the kind of their tensor; "weights/*" names every member of the object `weights`. With `shapes_alone` a
-    tensor may be given by its shape: zeros that take no memory. Raises MalformedBody, InvalidRequest or TooLarge.
-    """
-    reader = DocumentReader(limits, shapes_alone)
-    try:
-        return reader.members(split_json(body, limits).document(), kinds)
-    except TooLarge:
-        raise
-    except RequestError:
-        if len(body) > MAX_STRICT_BYTES:
-            raise
-    return DocumentReader(limits, shapes_alone).members(parse_strictly(body), kinds)
 
 
 class DocumentReader:

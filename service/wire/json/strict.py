@@ -13,26 +13,6 @@ DIGITS_TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 SCALARS = {str, int, float, bool, type(None)}
 
 
-class _RepeatedKey:
-    """Takes the place of an object with a repeated key."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-
-class _Constant:
-    """Takes the place of NaN or an infinity, which JSON does not have."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-def line_and_column(text: bytes, offset: int) -> str:
-    """Line and column of a byte in a text, counted from 1."""
-    line, column = text.count(b"\n", 0, offset) + 1, offset - text.rfind(b"\n", 0, offset)
-    return f"line {line} column {column}"
-
-
 def parse_strictly(
     text: bytes, name: str = "body", position_of: Callable[[int], str] | None = None, replacements: Sequence[Any] | None = None
 ) -> Any:
@@ -90,6 +70,26 @@ def parse_nested(text: str, at: str) -> Any:
         return parse_strictly(encoded, "text")
     except RequestError as refusal:
         raise refusal.with_paths(at.__add__) from None
+
+
+class _RepeatedKey:
+    """Takes the place of an object with a repeated key."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+class _Constant:
+    """Takes the place of NaN or an infinity, which JSON does not have."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def line_and_column(text: bytes, offset: int) -> str:
+    """Line and column of a byte in a text, counted from 1."""
+    line, column = text.count(b"\n", 0, offset) + 1, offset - text.rfind(b"\n", 0, offset)
+    return f"line {line} column {column}"
 
 
 def _integer(text: str) -> int | float:

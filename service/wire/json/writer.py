@@ -6,6 +6,7 @@ the GIL until it returns, so long arrays are written in pieces. Both write NaN a
 """
 
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -75,11 +76,11 @@ def write_json(document: dict[str, Any]) -> list[Buffer]:
 
 def _tensor(name: str, array: Array, datatype: str, options: ReplyOptions) -> Any:
     array, nonfinite = wire_array(name, array, datatype, options.nonfinite)
-    head = {"shape": list(array.shape), "datatype": BY_NUMPY[array.dtype.newbyteorder("<")].name}
+    description = {"shape": list(array.shape), "datatype": BY_NUMPY[array.dtype.newbyteorder("<")].name}
     if options.form == "base64":
-        return {**head, "base64": _base64(array)}
+        return {**description, "base64": _base64(array)}
     if options.form == "flat" or 0 in array.shape:  # nested lists of shape [1, 0, 64] and [1, 0] are the same
-        return {**head, "data": json_text_of(name, array.reshape(-1), nonfinite, options)}
+        return {**description, "data": json_text_of(name, array.reshape(-1), nonfinite, options)}
     return json_text_of(name, array, nonfinite, options)
 
 
@@ -141,7 +142,8 @@ def _list_text(name: str, array: Array, nonfinite: Array | None, options: ReplyO
     if nonfinite is None:
         return text
     values = [_nonfinite(name, str(float(number)), options) for number in array.reshape(-1)[nonfinite.reshape(-1)]]
-    return b"".join(piece for pair in zip(text.split(b"null"), [*values, b""], strict=True) for piece in pair)
+    between = text.split(b"null")
+    return b"".join(chain.from_iterable(zip(between, [*values, b""], strict=True)))
 
 
 def _rounded(array: Array, decimals: int | None) -> Array:
