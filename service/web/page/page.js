@@ -74,7 +74,7 @@ function showRefusal(error) {
 function showReply(composed, reply) {
   $("shown").inert = false;
   $("code").hidden = true;
-  $("taken").textContent = "";
+  $("export-status").textContent = "";
   views.showReply(composed, reply, savedState);
   savedState = {};
   showSummary(composed, reply);
@@ -166,12 +166,12 @@ function requestOfHeads() {
 }
 
 async function attemptExport(act) {
-  const succeeded = await form.attempt("take", async () => views.reply && ($("taken").textContent = await act()));
-  if (!succeeded) $("taken").textContent = "";
+  const succeeded = await form.attempt("export", async () => views.reply && ($("export-status").textContent = await act()));
+  if (!succeeded) $("export-status").textContent = "";
 }
 
 async function exportFigure(format) {
-  $("taken").textContent = "Drawing…";
+  $("export-status").textContent = "Drawing…";
   const figure = figureOf($("kind").value, views.shown, views.heads.chosen);
   const name = `attention-${figure.kind}.${format}`;
   await downloadFigure(views.composed.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: views.item }, name);
@@ -186,7 +186,7 @@ function runSoon() {
 function listen() {
   const on = (id, event, act) => $(id).addEventListener(event, act);
   const onEach = (selector, event, act) => document.querySelectorAll(selector).forEach((element) => element.addEventListener(event, () => act(element)));
-  on("ask", "submit", (event) => (event.preventDefault(), run()));
+  on("controls", "submit", (event) => (event.preventDefault(), run()));
   for (const id of ["text", "keys"]) on(id, "input", () => (unblock(), runSoon()));
   onEach("[data-example]", "click", ({ dataset }) => (($("text").value = dataset.example), unblock(), run()));
   on("request", "input", () => (unblock(), form.showPasted(), runSoon()));

@@ -137,7 +137,7 @@ def test_copied_code_reads_the_key_from_the_environment(visit: Visit, guarded: G
     copied = {}
     for kind in ("json", "curl", "python"):
         page.click(f"[data-copy={kind}]")
-        page.locator("#taken", has_text="Copied the " + {"json": "JSON", "curl": "curl", "python": "Python"}[kind]).wait_for()
+        page.locator("#export-status", has_text="Copied the " + {"json": "JSON", "curl": "curl", "python": "Python"}[kind]).wait_for()
         copied[kind] = page.evaluate("navigator.clipboard.readText()")
         assert guarded.secret not in copied[kind]
 

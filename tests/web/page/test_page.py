@@ -146,7 +146,7 @@ def test_after_a_refusal_the_earlier_result_is_inert(begin_visit: BeginVisit) ->
 
     visit.request_sent_by(lambda: visit.page.fill("#length", "4"))
     assert visit.page.locator("[inert]").count() == 0 and visit.page.locator("#problem").is_hidden()
-    assert visit.page.locator("#code").is_hidden() and visit.page.inner_text("#taken") == ""
+    assert visit.page.locator("#code").is_hidden() and visit.page.inner_text("#export-status") == ""
 
 
 def test_a_click_on_an_example_sends_it(begin_visit: BeginVisit) -> None:
@@ -246,7 +246,7 @@ def test_copied_code_reproduces_the_shown_numbers(browser: Any, begin_visit: Beg
     copied = {}
     for kind in ("json", "curl", "python"):
         visit.page.click(f"[data-copy={kind}]")
-        visit.page.locator("#taken", has_text="Copied").wait_for()
+        visit.page.locator("#export-status", has_text="Copied").wait_for()
         copied[kind] = visit.page.evaluate("navigator.clipboard.readText()")
         assert copied[kind] == visit.page.input_value("#code")
     weights = weights_of(http, requested)
@@ -283,8 +283,8 @@ def test_the_refusal_of_a_picture_is_shown_beside_its_button(begin_visit: BeginV
     visit = begin_visit()
     visit.page.route("**/attend/figure", lambda route: route.continue_(post_data=route.request.post_data.replace('"default"', '"gone"', 1)))
     visit.refusal(lambda: visit.page.click("[data-figure=svg]"), "**/attend/figure")
-    visit.page.locator("#take-error", has_text="Expected a loaded layer").wait_for()
-    assert visit.page.inner_text("#taken") == ""
+    visit.page.locator("#export-error", has_text="Expected a loaded layer").wait_for()
+    assert visit.page.inner_text("#export-status") == ""
 
 
 def test_the_page_is_operable_by_keyboard(begin_visit: BeginVisit, http: httpx.Client) -> None:
