@@ -192,7 +192,7 @@ class StrongestLinks:
         """`keys`, bool [b|1, k]: those that links may have."""
         self.n, self.keys = n, keys
         self._weights: Tensor | None = None  # [b, h, n at most]
-        self._places: Tensor | None = None  # [b, h, n at most], query * keys + key
+        self._pairs: Tensor | None = None  # [b, h, n at most]: query * number of keys + key
         self._num_keys = 0
 
     def add(self, block: MetricsBlock) -> None:
@@ -200,20 +200,20 @@ class StrongestLinks:
         self._num_keys = block.shares.shape[-1]
         weights = block.weights.masked_fill(~block.counts[..., None], 0)
         weights = (weights if self.keys is None else weights.masked_fill(~self.keys[:, None, None], 0)).flatten(2)
-        best, places = top_k(weights, min(self.n, weights.shape[-1]))
-        here = places + block.rows.start * self._num_keys
-        if self._weights is not None and self._places is not None:
-            best, here = torch.cat((self._weights, best), -1), torch.cat((self._places, here), -1)
+        best, pairs = top_k(weights, min(self.n, weights.shape[-1]))
+        here = pairs + block.rows.start * self._num_keys
+        if self._weights is not None and self._pairs is not None:
+            best, here = torch.cat((self._weights, best), -1), torch.cat((self._pairs, here), -1)
             best, order = best.sort(dim=-1, descending=True, stable=True)
             best, here = best[..., : self.n], here.gather(-1, order)[..., : self.n]
-        self._weights, self._places = best, here
+        self._weights, self._pairs = best, here
 
     def tensors(self) -> dict[str, Tensor]:
         """`queries`, `keys` and `weights`, each [b, h, n]; -1 and NaN for missing links. A weight of 0 is not a link."""
-        assert self._weights is not None and self._places is not None
+        assert self._weights is not None and self._pairs is not None
         none, num_keys = self._weights <= 0, max(1, self._num_keys)
         return {
-            "strongest_links.queries": (self._places // num_keys).masked_fill(none, -1),
-            "strongest_links.keys": (self._places % num_keys).masked_fill(none, -1),
+            "strongest_links.queries": (self._pairs // num_keys).masked_fill(none, -1),
+            "strongest_links.keys": (self._pairs % num_keys).masked_fill(none, -1),
             "strongest_links.weights": self._weights.double().masked_fill(none, torch.nan),
         }
