@@ -16,7 +16,7 @@ from typing import Any
 
 from service.checkpoints.config import MAX_SHOWN, Config
 from service.checkpoints.detection import Match, complete_matches, find_matches, listed, normalised
-from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, AttentionRow, Family, fields_of, place_of
+from service.checkpoints.families import COMPOSITES, FAMILIES, REFUSED, AttentionRow, Family, fields_of, path_numbers
 from service.checkpoints.families.traits import CONVERSION
 from service.checkpoints.layout import Fields, Weights
 from service.checkpoints.model_layouts import MODEL_LAYOUTS
@@ -139,7 +139,7 @@ def describe(fields: Mapping[str, Any], layer: int, part: str | None = None) -> 
         raise InvalidRequest.where(config.at, f"values as {model_type} has them", str(error)[:MAX_SHOWN]) from error
     config.require_all_read(row.irrelevant)
     conversion = spec.pop(CONVERSION, {})
-    return ModelLayer(model_type, part, layer, row, spec, row.path.format(**place_of(row, config)), conversion)
+    return ModelLayer(model_type, part, layer, row, spec, row.path.format(**path_numbers(row, config)), conversion)
 
 
 def _for_layer(config: Config, layer: int) -> Config:

@@ -91,16 +91,20 @@ def check(
     console = Console(quiet=as_json)
     if module:
         arguments = _read_spec(spec) | _read_options(options or [])
-        given = [*(["--spec", spec] if spec else []), *(word for option in options or [] for word in ("--with", option))]
+        repeated = ["--spec", spec] if spec else []
+        for option in options or []:
+            repeated += ["--with", option]
         reports = []
         for name in module:
-            reports.append(check_module(name, arguments, seed, cases or 1, given))
+            reports.append(check_module(name, arguments, seed, cases or 1, repeated))
             reports[-1].show(console)
         document = {"agrees": all(report.agrees for report in reports), "modules": [report.document() for report in reports]}
     else:
-        repeated = {"url": url, "ca": url and ca, "config": config, **flags}
-        words = [word for name, value in repeated.items() if value is not None for word in (f"--{name}", str(value))]
-        report = ServerReport(shlex.join(["attend", "check", *words]), seed)
+        command = ["attend", "check"]
+        for name, value in {"url": url, "ca": url and ca, "config": config, **flags}.items():
+            if value is not None:
+                command += [f"--{name}", str(value)]
+        report = ServerReport(shlex.join(command), seed)
         with report_errors("check"), open_client(url, ca, config, flags) as client:
             check_server(client, report, range(cases or CASES) if case is None else [case])
         report.show(console)
@@ -139,13 +143,13 @@ def _read_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """The last round of one module, its seed, and the number of calls in all rounds. `flags`: those that repeat it."""
+    """The check of one module; `check_module` says what a round is."""
 
     name: str
-    flags: Sequence[str]
-    comparison: Comparison
-    calls: int
-    seed: int
+    flags: Sequence[str]  # of the command that repeats the last round
+    comparison: Comparison  # of the last round
+    calls: int  # in all rounds
+    seed: int  # of the last round
 
     @property
     def agrees(self) -> bool:

@@ -69,7 +69,7 @@ def open_client(url: str | None, ca: Path | None, config: Path | None = None, fl
 @contextmanager
 def in_process(settings: Settings) -> Iterator[Client]:
     """A client of an application with these settings in this process. Raises BadSettings and AttendError."""
-    with Client(timeout=None, retries=0, transport=InProcess(settings)) as client:
+    with Client(timeout=None, retries=0, transport=InProcessTransport(settings)) as client:
         try:
             yield client
         except AttendError as error:
@@ -77,7 +77,7 @@ def in_process(settings: Settings) -> Iterator[Client]:
             raise
 
 
-class InProcess(httpx.BaseTransport):
+class InProcessTransport(httpx.BaseTransport):
     """Passes requests to an application with these settings in this process. Its event loop runs only during a request."""
 
     def __init__(self, settings: Settings) -> None:

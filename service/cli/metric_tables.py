@@ -19,9 +19,9 @@ MAX_ITEMS = 8  # of a batch
 def metric_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
     """The tables for the metrics of an `AnalysisResult`; a line of text for an array that is too large for a table."""
     name = next(iter(metrics))
-    part, letters = next(iter(METRIC_SHAPES[name].items()))
+    part, axes = next(iter(METRIC_SHAPES[name].items()))
     first = _part(metrics[name], part)
-    if first.ndim < len(letters):  # without a batch axis
+    if first.ndim < len(axes):  # without a batch axis
         yield from _item_tables(metrics, width)
         return
     for index in range(min(len(first), MAX_ITEMS)):
@@ -39,17 +39,17 @@ def _item(value: Any, index: int) -> Any:
 def _item_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
     """The tables of one item of a batch: first metrics with one number per head, in columns, then those of other shapes."""
     flat = [
-        (f"{name} {part}".strip().replace("_", " "), letters, _part(metrics[name], part))
+        (f"{name} {part}".strip().replace("_", " "), axes, _part(metrics[name], part))
         for name in metrics
-        for part, letters in METRIC_SHAPES[name].items()
+        for part, axes in METRIC_SHAPES[name].items()
         if name not in ("strongest_links", "pruning_order")
     ]
-    per_head = [(title, array) for title, letters, array in flat if letters == "bh"]
+    per_head = [(title, array) for title, axes, array in flat if axes == "bh"]
     step = max(1, (width - 6) // (MAX_COLUMN + 1))
     for start in range(0, len(per_head), step):
         titles, arrays = zip(*per_head[start : start + step], strict=True)
         yield _table("", ("head", *titles), ((str(h), *map(_format_number, row)) for h, row in enumerate(zip(*arrays, strict=True))))
-    if all_heads := [(title, _format_number(float(array))) for title, letters, array in flat if letters == "b"]:
+    if all_heads := [(title, _format_number(float(array))) for title, axes, array in flat if axes == "b"]:
         yield _table("", ("all heads", ""), all_heads)
     if "strongest_links" in metrics:
         yield _strongest_links(metrics["strongest_links"])
@@ -58,12 +58,12 @@ def _item_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str
         steps = enumerate(zip(order["heads"], order["errors"], strict=True), 1)
         rows = ((str(n), str(int(head)) if head >= 0 else "-", _format_number(error)) for n, (head, error) in steps)
         yield _table("pruning order", ("step", "removed head", "error after"), rows)
-    for title, letters, array in flat:
-        if letters == "bq":
+    for title, axes, array in flat:
+        if axes == "bq":
             yield _grid(title, array[:, None], width, "query")
-        elif letters in ("bhh", "bhq", "bhk"):
-            yield _grid(title, array if letters == "bhh" else array.T, width, {"h": "head", "q": "query", "k": "key"}[letters[-1]])
-        elif letters == "bhqk":
+        elif axes in ("bhh", "bhq", "bhk"):
+            yield _grid(title, array if axes == "bhh" else array.T, width, {"h": "head", "q": "query", "k": "key"}[axes[-1]])
+        elif axes == "bhqk":
             yield _shape_only(title, array)
 
 

@@ -156,8 +156,8 @@ def predict_analysis(request: AnalysisRequest, spec: LayerSpec) -> Cost:
     lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in metrics:
-        for part, letters in METRIC_SHAPES[name].items():
-            shape = tuple(lengths[letter] for letter in letters)
+        for part, axes in METRIC_SHAPES[name].items():
+            shape = tuple(lengths[axis] for axis in axes)
             shapes[f"metrics.{name}{'.' if part else ''}{part}"] = shape if request.batched else shape[1:]
     weights = b * h * q * k
     passes = 1 + 2 * ("single_head" in metrics) + bool(OUTPUT_METRICS & set(metrics))

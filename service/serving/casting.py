@@ -21,7 +21,7 @@ def cast(name: str, array: Array, dtype: str, infinite: bool = False) -> torch.T
 
 
 def finite_array(name: str, array: Array, dtype: str, infinite: bool = False) -> Array:
-    """As `cast`, but an array: contiguous, unless `array` has one number in all places.
+    """The array in `dtype`, contiguous unless `array` has one number in all places. Raises as `cast` does.
 
     To be called within an `np.errstate` that ignores overflow.
     """

@@ -40,8 +40,12 @@ def create_app(settings: Settings, private_socket: Path | None = None) -> FastAP
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
     service = create_service(settings, private_socket)
     forwarder = Forwarder(service, settings.keepalive_timeout)
-    why_not = _why_not_writable(settings), _why_no_statistics(settings, service)
-    extensions = ProtocolExtensions(*why_not, settings.session_memory > 0, settings.workers)
+    extensions = ProtocolExtensions(
+        why_not_writable=_why_not_writable(settings),
+        why_no_statistics=_why_no_statistics(settings, service),
+        sessions=settings.session_memory > 0,
+        workers=settings.workers,
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -119,8 +123,15 @@ def _grpc(
 
     address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
     tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
-    largest = min(settings.max_grpc_bytes, settings.max_body_bytes)
-    options = GrpcOptions(largest, settings.client_timeout, settings.shutdown_seconds, tls, settings.access_log, keyring, telemetry)
+    options = GrpcOptions(
+        largest=min(settings.max_grpc_bytes, settings.max_body_bytes),
+        seconds=settings.client_timeout,
+        grace=settings.shutdown_seconds,
+        tls=tls,
+        log_requests=settings.access_log,
+        keyring=keyring,
+        telemetry=telemetry,
+    )
     return run_grpc_server(service, extensions, address, options)
 
 
@@ -137,6 +148,7 @@ def _why_not_writable(settings: Settings) -> Exception | None:
 
 
 def _why_no_statistics(settings: Settings, service: Service) -> Exception | None:
+    """Why there are no model statistics here, as the error to raise; None if there are."""
     if settings.workers > 1 and not service.metrics.shared:
         return LayerConflict("there are no model statistics: with several workers they need a shared folder, and this server has none")
     return None

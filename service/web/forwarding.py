@@ -68,16 +68,19 @@ class Forwarder:
 
         Raises NotReady, DeadlinePassed or CallerGone.
         """
-        workers, deadline, found = self.service.engine.require_sessions().workers, deadline_of(record, self.service), []
-        for error in [] if workers is None or record.from_worker else workers.others():
+        workers, deadline = self.service.engine.require_sessions().workers, deadline_of(record, self.service)
+        replies: list[bytes] = []
+        if workers is None or record.from_worker:
+            return replies
+        for other in workers.others():
             try:
-                async with self._response(error, scope, record, None, deadline) as response:
-                    found.append(await response.aread())
+                async with self._response(other, scope, record, None, deadline) as response:
+                    replies.append(await response.aread())
             except SessionEnded:
                 continue
             except httpx.TransportError as broken:
                 raise NotReady(ENDED) from broken
-        return found
+        return replies
 
     @asynccontextmanager
     async def _response(

@@ -78,16 +78,16 @@ def require_key(keyring: Keyring, headers: Mapping[str, str], scopes: frozenset[
     none of `scopes`."""
     if not scopes:
         return ""
-    wanted = "a key as `Authorization: Bearer …` or `X-API-Key`"
+    expected = "a key as `Authorization: Bearer …` or `X-API-Key`"
     kind, _, token = headers.get("authorization", "").partition(" ")
     presented = (token if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip()
     if not presented:
-        raise Unauthenticated.where("", wanted, "none")
+        raise Unauthenticated.where("", expected, "none")
     if (key := keyring.find(presented)) is None:
-        raise Unauthenticated.where("", wanted, "an unknown key")
+        raise Unauthenticated.where("", expected, "an unknown key")
     if not key.scopes & scopes:
-        needed = f"a key with the scope {' or '.join(sorted(scopes))}"
-        raise Forbidden.where("", needed, f'"{key.name}" with {", ".join(sorted(key.scopes))}')
+        expected = f"a key with the scope {' or '.join(sorted(scopes))}"
+        raise Forbidden.where("", expected, f'"{key.name}" with {", ".join(sorted(key.scopes))}')
     return key.name
 
 

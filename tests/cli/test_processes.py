@@ -116,7 +116,7 @@ def test_a_killed_worker_is_replaced(two_workers: Server) -> None:
 
 
 def sleeping_worker() -> Worker:
-    """One that never answers the supervisor."""
+    """A worker that never answers the supervisor."""
     worker = Worker(uvicorn.Config("nowhere:app"), [])
     worker.process = get_context("spawn").Process(target=time.sleep, args=(3600,))
     worker.start()
@@ -124,7 +124,7 @@ def sleeping_worker() -> Worker:
 
 
 def test_a_worker_that_dies_during_a_ping_is_detected_at_once() -> None:
-    """A worker that was killed was often busy, and had been pinged: its place must not stay empty while it could still answer."""
+    """A worker may be killed while the supervisor waits for its answer to a ping: it is replaced without waiting for the timeout."""
     worker = sleeping_worker()
     threading.Timer(0.1, worker.process.kill).start()
     assert not worker.ping(timeout=3600)
@@ -155,8 +155,7 @@ def test_rule_10_a_stopped_worker_does_not_delay_the_shutdown(start: Start) -> N
 
 @several_workers
 def test_a_worker_accepts_no_calls_before_it_is_ready(two_workers: Server) -> None:
-    """One that has just come back leaves the port to the other, or lets callers wait, until its layers are there: no 503 from a server
-    that is ready."""
+    """A restarted worker accepts no connections until its layers are loaded, so a ready server never replies 503."""
     answer, ready = attend(two_workers.url).json(), len(events(two_workers, "ready"))
     _, newcomer = kill_one(two_workers)
     with only(newcomer, two_workers.process.pid):
@@ -193,7 +192,7 @@ print(pieces)
 
 @several_workers
 def test_rule_10_several_workers_drain_on_sigterm(start: Start) -> None:
-    """SIGTERM to the parent is SIGTERM to all: each turns unready and still takes work; the door closes; what was begun is answered."""
+    """SIGTERM to the supervisor drains every worker: not ready, but accepting calls; the port closes; accepted calls are answered."""
     server = start("--workers", "2", "--drain-seconds", LONG, "--shutdown-seconds", "4")
     parent = server.process.pid
     until(lambda: len(events(server, "ready")) == 2, "both ready")
@@ -212,8 +211,8 @@ def test_rule_10_several_workers_drain_on_sigterm(start: Start) -> None:
     for worker in workers:
         os.kill(worker, signal.SIGTERM)
     assert begun[0].finish()[0] == 200
-    until(lambda: not connects(server.url), "the door closes")
-    assert begun[1].finish()[0] == 200, "newcomers were left at a door that nobody answers until it was too late for this one"
+    until(lambda: not connects(server.url), "the port is closed")
+    assert begun[1].finish()[0] == 200, "the port stayed open without a process that serves it, until it was too late for this call"
     assert server.process.wait(PATIENCE) == 0
     assert not any(map(state, workers))
     assert "Traceback" not in "".join(server.log)
@@ -347,8 +346,8 @@ def default_sighup() -> Iterator[None]:
 
 @several_workers
 def test_sighup_replaces_the_workers_and_removes_their_metrics(start: Start, default_sighup: None) -> None:
-    """One by one; the server stays ready, a call of an old worker is answered, and metrics count the living alone. Then the supervisor
-    dies without a word: its workers answer what they have, close the door and leave."""
+    """One by one; the server stays ready, a call to an old worker is answered, and gauges are those of living workers. Then the supervisor
+    is killed: its workers answer their calls, close the port and exit."""
     server = start("--workers", "2", "--drain-seconds", "0", "--client-timeout", LONG)
     until(lambda: len(events(server, "ready")) == 2, "both ready")
     old = workers_of(server.process.pid)

@@ -24,14 +24,14 @@ from support.processes import (
     until,
 )
 
-LATE = 10  # calls that are still sent after readiness has said no
+LATE = 10  # calls that a client still sends after /health/ready has returned 503
 
 
-# 10. SIGTERM: ready turns 503 while work is still taken, then the door closes, accepted work is answered, exit.
+# 10. SIGTERM: /health/ready returns 503 while calls are accepted; then the port closes, accepted calls are answered, the process exits.
 
 
 def test_rule_10_sigterm_drains_in_the_stated_order(start: Start) -> None:
-    """Ready says no while /attend still says yes; live stays alive; then the door is shut, what was begun is answered; then the end."""
+    """First not ready, but alive and accepting calls; then the port closes, accepted calls are answered, and the process exits."""
     server = start("--drain-seconds", LONG)
     assert ask(server.url).status_code == 200
     begun_before = HalfSent(server.url)
@@ -49,7 +49,7 @@ def test_rule_10_sigterm_drains_in_the_stated_order(start: Start) -> None:
         assert ask(server.url).status_code == 503
 
     server.process.send_signal(signal.SIGTERM)  # a second one skips the rest of the wait
-    until(lambda: not connects(server.url), "the door closes")
+    until(lambda: not connects(server.url), "the port is closed")
     assert server.process.poll() is None
     answers = [begun.finish() for begun in (begun_before, begun_while_draining)]
     assert [status for status, _ in answers] == [200, 200]
@@ -62,28 +62,28 @@ def test_rule_10_sigterm_drains_in_the_stated_order(start: Start) -> None:
 
 
 def test_rule_10_without_a_drain_delay_requests_are_refused_at_once(start: Start) -> None:
-    """Drain 0: the first SIGTERM closes the door; what was begun is answered all the same."""
+    """With --drain-seconds 0, the first SIGTERM closes the port; an accepted call is still answered."""
     server = start("--drain-seconds", "0")
     begun = HalfSent(server.url)
     server.process.send_signal(signal.SIGTERM)
-    until(lambda: not connects(server.url), "the door closes")
+    until(lambda: not connects(server.url), "the port is closed")
     assert begun.finish()[0] == 200
     assert server.process.wait(PATIENCE) == 0
 
 
 def test_rule_10_sigint_does_not_wait(start: Start) -> None:
-    """Ctrl-C in a terminal is somebody waiting: no drain, but what was begun is answered."""
+    """Ctrl-C in a terminal skips the drain, since a person waits; an accepted call is still answered."""
     server = start("--drain-seconds", LONG)
     begun = HalfSent(server.url)
     server.process.send_signal(signal.SIGINT)
-    until(lambda: not connects(server.url), "the door closes")
+    until(lambda: not connects(server.url), "the port is closed")
     assert begun.finish()[0] == 200
     assert server.process.wait(PATIENCE) == 130
     assert "Traceback" not in "".join(server.log)
 
 
 def test_rule_10_a_call_that_never_ends_is_abandoned(start: Start) -> None:
-    """A request whose rest never comes does not keep the server for ever: `shutdown_seconds` after the door closed it goes."""
+    """The server exits `shutdown_seconds` after the port has closed, even if the rest of a request never arrives."""
     server = start("--drain-seconds", "0", "--shutdown-seconds", "1")
     begun = HalfSent(server.url)
     server.process.send_signal(signal.SIGTERM)
@@ -92,7 +92,7 @@ def test_rule_10_a_call_that_never_ends_is_abandoned(start: Start) -> None:
 
 
 def test_rule_10_a_draining_server_ends_its_connections(start: Start) -> None:
-    """Every reply after SIGTERM says that its connection is the last: nobody is cut off between two requests."""
+    """Every reply after SIGTERM has `Connection: close`, so that no client sends a request on a connection that is being closed."""
     server = start("--drain-seconds", LONG)
     with httpx.Client(base_url=server.url) as client:
         assert "connection" not in client.get("/health/ready").headers
@@ -104,7 +104,7 @@ def test_rule_10_a_draining_server_ends_its_connections(start: Start) -> None:
 
 
 def test_rule_10_nothing_is_lost_under_load(start: Start) -> None:
-    """Callers come without pause, and look at readiness as a load balancer does, a little late: each is answered, to the last."""
+    """Clients send calls without pause and stop a little after /health/ready returns 503, as a load balancer does. All get replies."""
     server, callers = start("--drain-seconds", "2"), 6
     answered: list[int] = []
     busy = threading.Barrier(callers + 1)
@@ -129,7 +129,7 @@ def test_rule_10_nothing_is_lost_under_load(start: Start) -> None:
 
 
 def test_one_process_drains_on_sighup(start: Start) -> None:
-    """As on SIGTERM: not ready first, then what was begun is answered, and exit status 0. A terminal may say it twice."""
+    """As after SIGTERM: not ready first, then the accepted call is answered; exit status 0. A terminal may send SIGHUP twice."""
     server = start("--drain-seconds", LONG)
     begun = HalfSent(server.url)
     server.process.send_signal(signal.SIGHUP)

@@ -12,10 +12,21 @@ name in the config or in the checkpoint, in `Rotary` (../rope.py) if it is about
 
 from service.checkpoints.families.decoders import DECODERS, HYBRIDS
 from service.checkpoints.families.encoders import ENCODER_DECODERS, ENCODERS
-from service.checkpoints.families.row import AttentionRow, Family, fields_of, number_of_layers, place_of
+from service.checkpoints.families.row import AttentionRow, Family, fields_of, number_of_layers, path_numbers
 from service.checkpoints.families.vision_audio import AUDIO, VISION
 
-__all__ = ["COMPOSITES", "FAMILIES", "PARTS", "REASONS", "REFUSED", "AttentionRow", "Family", "fields_of", "number_of_layers", "place_of"]
+__all__ = [
+    "COMPOSITES",
+    "FAMILIES",
+    "PARTS",
+    "REASONS",
+    "REFUSED",
+    "AttentionRow",
+    "Family",
+    "fields_of",
+    "number_of_layers",
+    "path_numbers",
+]
 
 TABLES = DECODERS | HYBRIDS | ENCODERS | ENCODER_DECODERS | VISION | AUDIO
 FAMILIES: dict[str, Family] = {name: family for names, family in TABLES.items() for name in names.split()}

@@ -63,7 +63,7 @@ def _depths(row: AttentionRow, config: Config) -> list[int]:
     return list(depths)
 
 
-def place_of(row: AttentionRow, config: Config) -> dict[str, int]:
+def path_numbers(row: AttentionRow, config: Config) -> dict[str, int]:
     """The numbers to insert into `row.path`. Raises InvalidRequest if there is no such layer."""
     n = config.layer
     if not row.stages:
@@ -76,7 +76,7 @@ def place_of(row: AttentionRow, config: Config) -> dict[str, int]:
 
 def _of_stage(row: AttentionRow, config: Config) -> Config:
     """The config with the width and the number of heads of the layer's stage in place of the lists of all stages."""
-    stage = place_of(row, config)["stage"]
+    stage = path_numbers(row, config)["stage"]
     config.ignore(*row.width)
     heads = config.of_layer(row.heads[0], stage)
     return config.with_fields({row.heads[0]: heads, row.width[0]: config.count("embed_dim") << stage, STAGE: stage})

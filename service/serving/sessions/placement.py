@@ -80,7 +80,7 @@ class Workers:
         return int(worker), int(epoch)
 
     def others(self) -> list[WrongWorker]:
-        """The other workers that serve, as the errors that name them."""
+        """A WrongWorker for each other worker that serves: its socket, and the error to raise if that worker has ended."""
         return [WrongWorker(path, SessionEnded(RESTARTED)) for path in sorted(self.own.parent.glob(f"*{HTTP}")) if path != self.own]
 
     def require_session(self, place: Place) -> None:

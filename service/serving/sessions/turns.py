@@ -14,7 +14,7 @@ from service.wire.schemas.sessions import PostSession
 
 
 def turn_of_call(sessions: SessionRegistry, raw: RawRequest, decoded: Decoded) -> AbstractAsyncContextManager[Session]:
-    """As `turn`, for the session of a call: that of its sequence, of its path, or of its body."""
+    """The turn of a call in its session, which its sequence, its path or its body names."""
     if decoded.sequence is not None:
         return turn_in_sequence(sessions, decoded.members["layer"], decoded.sequence, raw)
     return turn(sessions, raw.session or session_in_body(sessions, decoded, raw.key).id, raw.key, raw)
@@ -50,7 +50,7 @@ async def turn(sessions: SessionRegistry, session_id: str, owner: str, raw: RawR
 
 @asynccontextmanager
 async def turn_in_sequence(sessions: SessionRegistry, layer: str, part: SequencePart, raw: RawRequest) -> AsyncIterator[Session]:
-    """As `turn`, for a part of a sequence of the Open Inference Protocol: its first part starts a session, and its last one ends it.
+    """The turn of a part of a sequence of the Open Inference Protocol: its first part starts a session, and its last one ends it.
 
     Raises InvalidRequest for a part of a sequence that has not begun.
     """

@@ -72,8 +72,8 @@ class GrpcCodec(Codec):
         if not request.inputs:
             raise InvalidRequest.where("/inputs", "a list of inputs", "nothing")
         if pieces and len(pieces) != len(request.inputs):
-            wanted = f"{len(request.inputs)} pieces, one for each input"
-            raise InvalidRequest.where("/raw_input_contents", wanted, str(len(pieces)))
+            expected = f"{len(request.inputs)} pieces, one for each input"
+            raise InvalidRequest.where("/raw_input_contents", expected, str(len(pieces)))
         tensors, paths = [], []
         for i, entry in enumerate(request.inputs):
             path, array = _input(entry, pieces[i] if pieces else None, parts.typed[i], f"/inputs/{i}")
@@ -152,8 +152,8 @@ def _input(entry: Any, piece: memoryview | None, typed: Mapping[int, bytes | mem
     if typed is not None:
         raise InvalidRequest.where(at, "either contents or raw_input_contents", "both")
     if len(piece) != math.prod(shape) * datatype.size:
-        wanted = f"{math.prod(shape) * datatype.size} bytes for shape {list(shape)} of {datatype.name}"
-        raise InvalidRequest.where(f"{at}/raw_input_contents", wanted, str(len(piece)))
+        expected = f"{math.prod(shape) * datatype.size} bytes for shape {list(shape)} of {datatype.name}"
+        raise InvalidRequest.where(f"{at}/raw_input_contents", expected, str(len(piece)))
     return InputPath(entry.name, shape), array_of_bytes(piece, datatype, shape, at)
 
 

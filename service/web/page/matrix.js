@@ -9,7 +9,7 @@ const GUTTER = 130; // pixels at most for labels
 const LARGEST = 46; // pixels of a cell unless zoomed
 const READABLE = 34; // pixels of a cell from which its number fits
 const LEAST = 0.005; // smaller numbers would all read .00
-const TALLEST = 620;
+const TALLEST = 620; // pixels of its visible part at most, unless the labels need more
 
 export class Matrix {
   /** A cell with `isBlocked({q, k})` is crossed out. */

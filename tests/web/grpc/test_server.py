@@ -128,7 +128,7 @@ def test_grpc_stops_accepting_calls_together_with_http(start: Callable[..., Serv
     with grpc.insecure_channel(address_of(server)) as kept:
         assert code_of_a_call(kept) is grpc.StatusCode.OK
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: code_of_a_call(kept) is grpc.StatusCode.UNAVAILABLE, "the door closes")
+        until(lambda: code_of_a_call(kept) is grpc.StatusCode.UNAVAILABLE, "the port is closed")
         with grpc.insecure_channel(address_of(server)) as new:
             assert code_of_a_call(new) is grpc.StatusCode.UNAVAILABLE
         assert server.process.poll() is None
