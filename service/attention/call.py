@@ -141,9 +141,9 @@ def select_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
 
 def select_weights(weights: Tensor, call: Call) -> Tensor:
     """The weights of the selected heads and queries, from all weights [b, h, q, k]."""
-    for axis, places in ((1, call.heads), (2, call.queries)):
-        if places is not None:
-            weights = weights.index_select(axis, torch.tensor(places, device=weights.device))
+    for axis, indices in ((1, call.heads), (2, call.queries)):
+        if indices is not None:
+            weights = weights.index_select(axis, torch.tensor(indices, device=weights.device))
     return weights
 
 
@@ -174,8 +174,8 @@ def top_k(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
         least = rows.topk(n, -1).values[:, -1:]
         above, equal = rows > least, rows == least
         taken = above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
-        places = taken.nonzero()[:, 1].view(-1, n)  # in order of index
-        order = rows.gather(1, places).sort(dim=1, descending=True, stable=True).indices
-        indices[tied] = places.gather(1, order)
+        taken_indices = taken.nonzero()[:, 1].view(-1, n)  # in ascending order
+        order = rows.gather(1, taken_indices).sort(dim=1, descending=True, stable=True).indices
+        indices[tied] = taken_indices.gather(1, order)
         largest[tied] = values[tied].gather(1, indices[tied])
     return largest, indices

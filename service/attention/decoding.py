@@ -166,7 +166,7 @@ def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValu
     """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
     if (head_outputs := _attend_to_pages(layer.eager, call, query, cache)) is not None:
         return layer.merge_heads(call, head_outputs), None
-    rows, outputs = cache.joined(), call.outputs - {"latent"}  # which `attend` would project from the inputs
+    rows, outputs = cache.joined(), call.outputs - {"latent"}  # `attend` would project `latent` from the inputs
     if layer.indexer is not None:
         call = layer.indexer.with_keys(rows["index_key"][None]).select_keys(call)
     tensors, fully_masked = layer.attend(replace(call, outputs=outputs), query, *keys_and_values(layer, rows))

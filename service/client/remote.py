@@ -150,7 +150,7 @@ class RemoteMultiheadAttention(nn.Module):
         fields |= {"layer": self.layer, "outputs": ["output", "attention_weights"] if need_weights else ["output"]}
         selection = {"select": {"average": True}} if need_weights and average_attn_weights else {}
         inputs = tuple(x.transpose(0, 1) if is_transposed else x for x in (query, query if key is query else key, value))
-        output, *weights = _Attend.apply(self, fields, selection, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        output, *weights = _Attend.apply(self, fields, selection, *inputs)  # type: ignore[no-untyped-call]  # torch does not annotate it
         return output.transpose(0, 1) if is_transposed else output, weights[0] if need_weights else None
 
     def extra_repr(self) -> str:

@@ -40,7 +40,7 @@ def bind_analysis(decoded: Decoded, layer: LoadedLayer, admission: Admission) ->
     cost = predict_analysis(request, layer.spec)
     admission.require(request, layer.spec, cost)
     call = make_call(request, layer.spec)
-    log_fields = {**shape_fields(request, call), "outputs": request.wanted(layer.spec), "operations": cost.operations}
+    log_fields = {**shape_fields(request, call), "outputs": request.metrics_for(layer.spec), "operations": cost.operations}
     return BoundCall(request, layer, call, cost, log_fields, operation=operation_of(request, layer.spec, call))
 
 
@@ -51,7 +51,7 @@ def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
     key = request.query if request.key is None else request.key
     if not request.query.size or not key.size:
         raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
-    metrics = request.wanted(spec)
+    metrics = request.metrics_for(spec)
     for name in metrics:
         if name in (*POSITIONAL_METRICS, "duplicate_token_score") and not request.has_positions(bool(spec.positional)):
             expected = f'an offset (0, "end", …), since {name} needs the positions of the queries among the keys'
@@ -86,7 +86,7 @@ def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> Metri
 
     Raises InvalidRequest if a number of the direction is not finite in the layer's dtype.
     """
-    options, metrics = request.analysis, request.wanted(spec)
+    options, metrics = request.analysis, request.metrics_for(spec)
     query_ids = key_ids = None
     if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
         query_ids, key_ids = _token_ids(request.tokens.query, request.tokens.key)
@@ -152,7 +152,7 @@ def predict_analysis(request: AnalysisRequest, spec: LayerSpec) -> Cost:
     b = request.query.shape[0] if request.batched else 1
     q, h = request.query.shape[-2], spec.num_heads
     k = q if request.key is None else request.key.shape[-2]
-    metrics = request.wanted(spec)
+    metrics = request.metrics_for(spec)
     lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in metrics:
@@ -189,7 +189,7 @@ def build_reply(request: AnalysisRequest, layer: LoadedLayer, result: Result) ->
     tensors = {name: tensor for name, tensor in result.tensors.items() if name != OVERFLOWED}
     arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
     metrics: dict[str, Any] = {}
-    for name in request.wanted(layer.spec):
+    for name in request.metrics_for(layer.spec):
         parts = {part: arrays[f"{name}.{part}" if part else name] for part in METRIC_SHAPES[name]}
         metrics[name] = parts.get("", parts)
         if name == "strongest_links" and request.tokens is not None:

@@ -81,7 +81,7 @@ def _figure_spec(request: FigureRequest, layer: LayerSpec, format: Format) -> Fi
     options = request.figure
     key = request.query if request.key is None else request.key
     heads = options.heads or ([0] if options.kind == "head" else range(layer.num_heads))
-    kept, tokens = {side: request.kept(side) for side in SIDES}, {side: request.item_tokens(side) for side in SIDES}
+    kept, tokens = {side: request.drawn_positions(side) for side in SIDES}, {side: request.item_tokens(side) for side in SIDES}
     labels = {side: tokens[side] if (at := kept[side]) is None else tuple(tokens[side][i] for i in at) for side in SIDES}
     return FigureSpec(
         kind=options.kind,

@@ -2,7 +2,7 @@
 
 Each case is made so that one kind of mistake shows. Inputs are scaled until the largest score is near 3, so that the softmax is neither
 flat nor one-hot whatever the weights are; a norm of queries and keys makes scores independent of that. Batch, heads, queries, keys and
-widths all differ. docs/check.md says what tolerances are made of, and what correct implementations need of them.
+widths all differ. docs/check.md explains the tolerances.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -57,7 +57,7 @@ LEFT_OUT = {  # field of a spec -> its name in hints
     "query_scale": "the factor on queries by their position",
     "alibi": "ALiBi",
     "relative_bias": "the relative bias",
-    "grid_bias": "the bias by places in a grid",
+    "grid_bias": "the bias by positions in a grid",
     "sinks": "the sink of the softmax",
 }
 

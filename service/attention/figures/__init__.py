@@ -1,6 +1,9 @@
 """Draws figures of heads from arrays and labels, as a PNG, an SVG or a standalone HTML page.
 
-    weights --kinds--> Picture --layout, plot--> png | svg | html
+    spec.py     the options of a figure, and its content: `Picture`
+    kinds.py    weights or outputs to a `Picture`, for each kind of figure
+    layout.py   positions and sizes of its parts
+    plot.py     a `Picture` to a PNG, an SVG or an HTML page
 
 matplotlib is loaded by the first figure. Only one thread at a time may call `draw`.
 """

@@ -184,8 +184,8 @@ def compose(spec: FigureSpec, tensors: Mapping[str, Tensor], about: Mapping[str,
         if np.isinf(panel.values).any():
             raise InvalidRequest.where("", f"finite numbers to draw for {panel.title or spec.kind}", "infinity")
     default_title, name, long_name = TEXTS[spec.kind]
-    whose = f", {about['Source']}" if "Source" in about else ""
-    title = default_title.format(first=spec.heads[0], count=len(spec.heads)) + whose if spec.title is None else spec.title
+    source = f", {about['Source']}" if "Source" in about else ""
+    title = default_title.format(first=spec.heads[0], count=len(spec.heads)) + source if spec.title is None else spec.title
     scale = _scale(spec, name, panels)
     notes = [f"Colour: {long_name}, {scale.low:.3g} to {scale.high:.3g}.", *_pooling_note(spec, steps)]
     notes += [f"Left out: {', '.join(spec.omitted)}."] * bool(spec.omitted)

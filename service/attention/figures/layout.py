@@ -30,7 +30,7 @@ ELLIPSIS = "…"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlotArea:
     """The rectangle of a panel's cells, and whether it has row labels and column labels."""
 
     x: float
@@ -48,16 +48,17 @@ class Layout:
         panels, self.longest = picture.panels, min(LONGEST_LABEL, max(18.0, ((spec.width or WIDEST) - BAR - 2 * MARGIN) / 3 - 10))
         shared = len({panel.columns for panel in panels}) == 1
         self.columns = grid_columns(len(panels), (spec.width or WIDEST) - BAR - 2 * MARGIN - 60) if shared else 1
-        beside = max(row_ticks(panel.rows, TEXT * LINE * panel.rows.cells, self.longest).room for panel in panels)  # at the largest size
-        left = MARGIN + TEXT * LINE + beside + 10
-        wide, high = self._panel_size(panels, spec, left)
-        right = left + self.columns * wide + GAP * (self.columns - 1)
+        # the room of row labels at their largest size
+        label_room = max(row_ticks(panel.rows, TEXT * LINE * panel.rows.cells, self.longest).room for panel in panels)
+        left = MARGIN + TEXT * LINE + label_room + 10
+        panel_width, panel_height = self._panel_size(panels, spec, left)
+        right = left + self.columns * panel_width + GAP * (self.columns - 1)
         self.width = spec.width or max(NARROWEST, math.ceil(right + BAR + MARGIN))
         room = self.width - 2 * MARGIN
         self.title = wrapped(printable(picture.title), TITLE, room, 3, bold=True)
         self.notes = [line for note in picture.notes for line in wrapped(printable(note), NOTE, room, 4)]
-        self.places, y = self._places(panels, left, wide, high, shared)
-        self.bar = Place(round(right) + GAP + 4, self.places[0].y, 14, min(max(high, 120), 320))
+        self.areas, y = self._plot_areas(panels, left, panel_width, panel_height, shared)
+        self.bar = PlotArea(round(right) + GAP + 4, self.areas[0].y, 14, min(max(panel_height, 120), 320))
         self.foot = max(y, self.bar.y + self.bar.height + TEXT * 2) + 4
         blocked, empty = any(np.isnan(panel.values).any() for panel in panels), any(panel.empty for panel in panels)
         self.legend = ["may not attend"] * blocked + [NO_KEY] * empty
@@ -79,21 +80,23 @@ class Layout:
         height = max(36.0, min(height, max(1.5 * width, min(2.0 * rows, LARGEST_PANEL)), rows * LARGEST_CELL * 2))
         return width, round(height / rows) * rows if height / rows >= 7 else height
 
-    def _places(self, panels: Sequence[Panel], left: float, wide: float, high: float, shared: bool) -> tuple[list[Place], float]:
-        """The places of the panels, and the lower end of the last one. Panels of a grid share the labels of its last row."""
-        below = max(column_ticks(panel.columns, wide, self.longest).room for panel in panels) + TEXT * LINE + 16
-        places, y = [], MARGIN + TITLE * LINE * len(self.title) + 8
+    def _plot_areas(
+        self, panels: Sequence[Panel], left: float, panel_width: float, panel_height: float, shared: bool
+    ) -> tuple[list[PlotArea], float]:
+        """The areas of the panels, and the lower end of the last one. Panels of a grid share the labels of its last row."""
+        below = max(column_ticks(panel.columns, panel_width, self.longest).room for panel in panels) + TEXT * LINE + 16
+        areas, y = [], MARGIN + TITLE * LINE * len(self.title) + 8
         for start in range(0, len(panels), self.columns):
             y += HEADING * LINE + 4 if any(panel.title for panel in panels) else 0
             is_lowest = not shared or start + self.columns >= len(panels)
             for i in range(min(self.columns, len(panels) - start)):
-                places.append(Place(round(left + i * (wide + GAP)), round(y), wide, high, i == 0, is_lowest))
-            y += high + (below if is_lowest else GAP)
-        return places, y
+                areas.append(PlotArea(round(left + i * (panel_width + GAP)), round(y), panel_width, panel_height, i == 0, is_lowest))
+            y += panel_height + (below if is_lowest else GAP)
+        return areas, y
 
 
 def grid_columns(panels: int, room: float) -> int:
-    """The number of columns of the grid: wider than high, few empty places, no panel narrower than 130 pixels."""
+    """The number of columns of the grid: wider than high, few cells of the grid empty, no panel narrower than 130 pixels."""
     most = max(1, min(panels, int(room // 130)))
     return min(range(1, most + 1), key=lambda n: abs(math.log(n / math.ceil(panels / n) / 1.7)) + 0.35 * (-panels % n))
 

@@ -34,7 +34,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from service.attention.figures import layout
-from service.attention.figures.layout import HEADING, LINE, MARGIN, NOTE, TEXT, TITLE, Place, Ticks, cut, drawable, printable
+from service.attention.figures.layout import HEADING, LINE, MARGIN, NOTE, TEXT, TITLE, PlotArea, Ticks, cut, drawable, printable
 from service.attention.figures.spec import Axis, FigureSpec, Panel, Picture, Scale, Theme
 from service.errors import InvalidRequest, TooLarge
 from service.tensors import Array
@@ -110,17 +110,17 @@ class Plot:
         self.width, self.height = self.layout.width, self.layout.height
         self.figure = Figure(figsize=(self.width / 96, self.height / 96), dpi=spec.dpi, facecolor=self.colours["paper"])
         self._write("title", self.layout.title, MARGIN, TITLE, self.colours["ink"], weight="bold")
-        for panel, place in zip(picture.panels, self.layout.places, strict=True):
+        for panel, area in zip(picture.panels, self.layout.areas, strict=True):
             check()
-            self._panel(panel, place)
+            self._panel(panel, area)
         self._bar(self.layout.bar)
         if self.layout.legend:
             self._legend()
         self._write("note", self.layout.notes, self.layout.notes_y, NOTE, self.colours["faint"])
 
-    def _axes(self, place: Place) -> Axes:
-        size = place.width / self.width, place.height / self.height
-        axes: Axes = self.figure.add_axes((place.x / self.width, 1 - place.y / self.height - size[1], *size))
+    def _axes(self, area: PlotArea) -> Axes:
+        size = area.width / self.width, area.height / self.height
+        axes: Axes = self.figure.add_axes((area.x / self.width, 1 - area.y / self.height - size[1], *size))
         return axes
 
     def _register(self, artist: Text, role: str, text: str, uncut: str = "") -> None:
@@ -131,12 +131,12 @@ class Plot:
     def _write(self, role: str, lines: Sequence[str], y: float, size: float, colour: str, **style: Any) -> None:
         """Lines of text below `y`."""
         for i, line in enumerate(lines):
-            place = MARGIN / self.width, 1 - (y + (i + 0.8) * size * LINE) / self.height
-            self._register(self.figure.text(*place, drawable(line), fontsize=size * PIXEL, color=colour, **style), role, line)
+            corner = MARGIN / self.width, 1 - (y + (i + 0.8) * size * LINE) / self.height
+            self._register(self.figure.text(*corner, drawable(line), fontsize=size * PIXEL, color=colour, **style), role, line)
 
-    def _panel(self, panel: Panel, place: Place) -> None:
-        axes, rows, columns = self._axes(place), panel.rows.cells, panel.columns.cells
-        cell = place.width / columns, place.height / rows
+    def _panel(self, panel: Panel, area: PlotArea) -> None:
+        axes, rows, columns = self._axes(area), panel.rows.cells, panel.columns.cells
+        cell = area.width / columns, area.height / rows
         values = np.clip(panel.values, self.picture.scale.low, self.picture.scale.high)
         if self.cells <= MAX_SHAPES:
             mesh = axes.pcolormesh(values, cmap=self.map, norm=self.norm, snap=True, gid=f"cells-{len(self.figure.axes)}")
@@ -149,10 +149,10 @@ class Plot:
                 axes.vlines(range(1, columns), 0, rows, colors=self.colours["paper"], linewidth=PIXEL)
                 axes.hlines(range(1, rows), 0, columns, colors=self.colours["paper"], linewidth=PIXEL)
         axes.set(xlim=(0, columns), ylim=(rows, 0), frame_on=False)
-        axes.xaxis.set_visible(place.has_columns)
-        axes.yaxis.set_visible(place.has_rows)
+        axes.xaxis.set_visible(area.has_columns)
+        axes.yaxis.set_visible(area.has_rows)
         if panel.title:
-            self._heading(axes, panel.title, place.width + (layout.GAP - 4 if self.layout.columns > 1 else 0))
+            self._heading(axes, panel.title, area.width + (layout.GAP - 4 if self.layout.columns > 1 else 0))
         for _, run in groupby(enumerate(panel.empty), lambda pair: pair[1] - pair[0]):
             empty = [row for _, row in run]
             axes.axhspan(empty[0], empty[-1] + 1, facecolor="none", edgecolor=self.colours["hatch"], hatch=HATCH, linewidth=0)
@@ -160,10 +160,10 @@ class Plot:
             axes.axvline(i * columns / len(panel.columns.groups), color=self.colours["ink"], linewidth=1.2 * PIXEL)
         self._values(axes, panel, cell)
         longest = self.layout.longest
-        if place.has_rows:
-            self._ticks(axes.yaxis, "row", layout.row_ticks(panel.rows, place.height, longest), panel.rows.name, place.height)
-        if place.has_columns:
-            self._ticks(axes.xaxis, "column", layout.column_ticks(panel.columns, place.width, longest), panel.columns.name, place.width)
+        if area.has_rows:
+            self._ticks(axes.yaxis, "row", layout.row_ticks(panel.rows, area.height, longest), panel.rows.name, area.height)
+        if area.has_columns:
+            self._ticks(axes.xaxis, "column", layout.column_ticks(panel.columns, area.width, longest), panel.columns.name, area.width)
 
     def _heading(self, axes: Axes, title: str, room: float) -> None:
         text = cut(printable(title), HEADING, room)
@@ -199,13 +199,13 @@ class Plot:
                     artist = axes.text(j + 0.5, i + 0.5, text, fontsize=size * PIXEL, color=inks[i, j], ha="center", va="center_baseline")
                     self._register(artist, "value", text)
 
-    def _bar(self, place: Place) -> None:
+    def _bar(self, area: PlotArea) -> None:
         """The colour bar with its numbers and its name."""
         low, high, ticks = self.picture.scale.low, self.picture.scale.high, None
         if not self.picture.scale.logarithmic:
             inner, apart = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high), 0.07 * (high - low)
             ticks = [low, *(tick for tick in inner if low + apart < tick < high - apart), high]
-        bar = self.figure.colorbar(ScalarMappable(self.norm, self.map), cax=self._axes(place), format="{x:.3g}", ticks=ticks)
+        bar = self.figure.colorbar(ScalarMappable(self.norm, self.map), cax=self._axes(area), format="{x:.3g}", ticks=ticks)
         bar.outline.set_visible(False)
         bar.minorticks_off()
         bar.ax.tick_params(length=4 * PIXEL, pad=3 * PIXEL, labelsize=NOTE * PIXEL)
@@ -296,12 +296,12 @@ def _asset(path: str) -> str:
 def _page_data(plot: Plot) -> str:
     """The data of the script as JSON, with `<` escaped so that it cannot end the script element."""
     panels = []
-    for panel, place in zip(plot.picture.panels, plot.layout.places, strict=True):
+    for panel, area in zip(plot.picture.panels, plot.layout.areas, strict=True):
         with np.errstate(over="ignore"):  # overflow is shown as infinity
             values = b64encode(panel.values.astype("<f4").tobytes()).decode()
-        place_of_cells = [place.x, place.y, place.width, place.height]
+        cell_area = [area.x, area.y, area.width, area.height]
         sides = {"rows": _axis_data(panel.rows), "columns": _axis_data(panel.columns)}
-        panels.append({"title": printable(panel.title), "place": place_of_cells, **sides, "empty": panel.empty, "values": values})
+        panels.append({"title": printable(panel.title), "place": cell_area, **sides, "empty": panel.empty, "values": values})
     document = {"size": [plot.width, plot.height], "panels": panels}
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 

@@ -30,7 +30,7 @@ from service.attention.metrics.heads import (
     value_norms,
     zero_ablation,
 )
-from service.attention.metrics.rows import ROW_METRICS, Block, MetricsOptions, StrongestLinks, make_block
+from service.attention.metrics.rows import ROW_METRICS, MetricsBlock, MetricsOptions, StrongestLinks, make_metrics_block
 
 PER_QUERY = "_per_query"
 OF_WEIGHTS = {"strongest_links", "cosine_similarity", "jensen_shannon", "position_disagreement", "deviation_across_heads", "single_head"}
@@ -51,8 +51,8 @@ class MetricsOperation:
 
         The tensor `overflowed` is true if an input of the metrics is not finite, so that some numbers are missing or NaN.
         """
-        computation = _Computation(layer, replace(call, heads=None, queries=None), self.options)
-        metrics = computation.of_values() | computation.of_weights() | computation.of_outputs()
+        computation = _MetricsComputation(layer, replace(call, heads=None, queries=None), self.options)
+        metrics = computation.value_metrics() | computation.weight_metrics() | computation.output_metrics()
         requested = {name: tensor for name, tensor in metrics.items() if name.partition(".")[0] in self.options.metrics}
         return Result({**requested, OVERFLOWED: torch.stack(computation.overflowed).any()}, computation.fully_masked)
 
@@ -60,7 +60,7 @@ class MetricsOperation:
         return MetricsOperation(self.options.to(device))
 
 
-class _Computation:
+class _MetricsComputation:
     """The metrics of one call. Each method computes those of one kind that are requested; `overflowed` has a flag of each input."""
 
     def __init__(self, layer: MultiHeadAttention, call: Call, options: MetricsOptions) -> None:
@@ -71,7 +71,7 @@ class _Computation:
         self.overflowed = [torch.zeros((), dtype=torch.bool, device=call.query.device)]
         self.output_weight = layer.weights.get("output.weight")
 
-    def of_values(self) -> dict[str, Tensor]:
+    def value_metrics(self) -> dict[str, Tensor]:
         metrics: dict[str, Tensor] = {}
         value = self.projected[2]
         if self.options.includes("value_norms", "value_norm_weights", "subspace_disagreement"):
@@ -88,7 +88,7 @@ class _Computation:
         norms = value_norms(self.projected[2], self.output_weight, groups, self.real)
         return norms if self.call.head_scale is None else norms * self.call.head_scale[..., 0].abs()
 
-    def of_weights(self) -> dict[str, Tensor]:
+    def weight_metrics(self) -> dict[str, Tensor]:
         """All metrics of weights, in one pass over the query rows."""
         options = self.options
         if not OF_WEIGHTS & set(options.metrics):
@@ -106,7 +106,7 @@ class _Computation:
         for block in self._blocks(self.call, self.projected, self.fully_masked):
             self.overflowed.append(block.overflowed.any())
             for name, function in row_metrics.items():
-                parts.setdefault(name + PER_QUERY, []).append(block.of_counted(function(block)))
+                parts.setdefault(name + PER_QUERY, []).append(block.nan_where_uncounted(function(block)))
             for accumulator in accumulators:
                 accumulator.add(block)
             if options.includes("deviation_across_heads"):
@@ -122,11 +122,11 @@ class _Computation:
 
     def _blocks(
         self, call: Call, projected: tuple[Tensor, ...], fully_masked: Tensor | None, slices: Iterable[slice] | None = None
-    ) -> Iterator[Block]:
+    ) -> Iterator[MetricsBlock]:
         """The weights of a call block by block; `slices` are the rows of each block."""
         first_key = self.real.to(torch.int8).argmax(-1)  # the first that is not padding
         for block in self.layer.attention_weights(call, projected[0], projected[1], fully_masked, slices):
-            yield make_block(block, call.masks.positions, fully_masked, first_key, self.options)
+            yield make_metrics_block(block, call.masks.positions, fully_masked, first_key, self.options)
 
     def _single_head(self) -> dict[str, Tensor]:
         """Compare the layer with a layer of one head, in blocks of the same rows."""
@@ -143,7 +143,7 @@ class _Computation:
         single_output = self.layer.project_back(accumulator.outputs.to(self.layer.dtype))
         return accumulator.tensors(output, single_output, self._counts(fully_masked, 1)[:, 0])
 
-    def of_outputs(self) -> dict[str, Tensor]:
+    def output_metrics(self) -> dict[str, Tensor]:
         """All metrics of head outputs."""
         if not self.options.includes("output_disagreement", *OF_CONTRIBUTIONS):
             return {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from service.attention.call import Call
-from service.attention.metrics.rows import Block
+from service.attention.metrics.rows import MetricsBlock
 
 
 class CosineSimilarity:
@@ -27,7 +27,7 @@ class CosineSimilarity:
     def __init__(self) -> None:
         self._dots = self._squares = self._rows = torch.zeros(())
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MetricsBlock) -> None:
         """Add the block's rows."""
         counts = block.counts.double()
         flat = block.shares.flatten(2)
@@ -50,7 +50,7 @@ class JensenShannon:
     def __init__(self) -> None:
         self._sum = self._rows = torch.zeros(())
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MetricsBlock) -> None:
         """Add a block: per row, entropy of the mean minus mean of the entropies, for one head against all at a time."""
         shares, counts = block.shares, block.counts
         own = torch.special.entr(shares).sum(-1)
@@ -67,7 +67,7 @@ class JensenShannon:
         return {"jensen_shannon": self._sum / self._rows}
 
 
-def deviation(block: Block) -> Tensor:
+def deviation(block: MetricsBlock) -> Tensor:
     """[b, rows]: the standard deviation of a weight across heads, averaged over the keys visible to any head.
 
     NaN for rows that do not count for every head.
@@ -118,7 +118,7 @@ class SingleHead:
         self._products = torch.zeros(())  # [3, b, h]: of the single head's weights and each head's, and both squares
         self._outputs: list[Tensor] = []  # [b, rows, h * d]
 
-    def add(self, block: Block, of_layer: Block, value: Tensor) -> None:
+    def add(self, block: MetricsBlock, of_layer: MetricsBlock, value: Tensor) -> None:
         """Add a block of the single head, and the same rows of the layer; `value` [b, 1, k, h * d] is the single head's."""
         counts = block.counts[:, 0]
         entropy = torch.special.entr(block.shares[:, 0]).sum(-1)
@@ -179,20 +179,20 @@ def contribution_products(heads: Tensor, counts: Tensor, weight: Tensor | None, 
     any_counts = counts.any(1)  # [b, q]
     outputs = heads.double().masked_fill(~counts[..., None], 0).transpose(1, 2).flatten(2)  # [b, q, h * d]
     weight = torch.eye(h * d, dtype=torch.float64, device=heads.device) if weight is None else weight.double()
-    offset = torch.zeros(len(weight), dtype=torch.float64, device=heads.device) if bias is None else bias.double()
+    bias = torch.zeros(len(weight), dtype=torch.float64, device=heads.device) if bias is None else bias.double()
     weight_products = weight.T @ weight  # [h * d, h * d]
     inner = ((outputs.transpose(1, 2) @ outputs) * weight_products).view(b, h, d, h, d).sum((2, 4))
-    to_bias = (outputs.sum(1) * (offset @ weight)).view(b, h, d).sum(-1)
-    bias_square = any_counts.sum(1) * offset.square().sum()
+    to_bias = (outputs.sum(1) * (bias @ weight)).view(b, h, d).sum(-1)
+    bias_square = any_counts.sum(1) * bias.square().sum()
     rows = counts.double()
     sums = (rows @ outputs).view(b, h, h, d)  # [b, i, j, d]: O_j over the rows of head i
     own_sums = sums.diagonal(dim1=1, dim2=2).transpose(1, 2)  # [b, h, d]
-    number = rows.sum(-1)  # [b, h]
-    mean = own_sums / number[..., None]
+    num_rows = rows.sum(-1)  # [b, h]
+    mean = own_sums / num_rows[..., None]
     blocks = weight_products.view(h, d, h, d)
-    mean_square = number * torch.einsum("bhd,hdhe,bhe->bh", mean, blocks, mean)
+    mean_square = num_rows * torch.einsum("bhd,hdhe,bhe->bh", mean, blocks, mean)
     output_to_mean = torch.einsum("bijd,jdie,bie->bi", sums, blocks, mean)
-    output_to_mean = output_to_mean + number * (mean * (offset @ weight).view(h, d)).sum(-1)
+    output_to_mean = output_to_mean + num_rows * (mean * (bias @ weight).view(h, d)).sum(-1)
     if direction is None:
         to_direction = inner.sum(-1) + to_bias
     else:

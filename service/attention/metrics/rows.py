@@ -41,7 +41,7 @@ class MetricsOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MetricsBlock:
     """A block of query rows of all heads."""
 
     options: MetricsOptions
@@ -58,12 +58,14 @@ class Block:
     def keys(self) -> Tensor:
         return torch.arange(self.shares.shape[-1], device=self.shares.device)
 
-    def of_counted(self, values: Tensor) -> Tensor:
+    def nan_where_uncounted(self, values: Tensor) -> Tensor:
         """The values [b, h, rows] in float64, NaN where a row does not count."""
         return values.double().masked_fill(~self.counts, torch.nan)
 
 
-def make_block(block: WeightBlock, positions: Tensor, fully_masked: Tensor | None, first_key: Tensor, options: MetricsOptions) -> Block:
+def make_metrics_block(
+    block: WeightBlock, positions: Tensor, fully_masked: Tensor | None, first_key: Tensor, options: MetricsOptions
+) -> MetricsBlock:
     """The block of a layer's weights; `positions` [b|1, q] and `fully_masked` [b, h, q] are of all queries."""
     rows, weights, visible = block
     total = weights.sum(-1)
@@ -76,103 +78,103 @@ def make_block(block: WeightBlock, positions: Tensor, fully_masked: Tensor | Non
     shares = weights / total.masked_fill(~counts, 1)[..., None]
     if not counts.all():
         shares = shares.masked_fill(~counts[..., None], 0)
-    return Block(options, rows, weights, shares, counts, visible, positions[:, rows], first_key, overflowed)
+    return MetricsBlock(options, rows, weights, shares, counts, visible, positions[:, rows], first_key, overflowed)
 
 
-def entropy(block: Block) -> Tensor:
+def entropy(block: MetricsBlock) -> Tensor:
     """-sum_j a_j ln a_j in nats, 0 ln 0 = 0 (Clark et al. 2019)."""
     terms: Tensor = torch.special.entr(block.shares)
     return terms.sum(-1)
 
 
-def normalised_entropy(block: Block) -> Tensor:
+def normalised_entropy(block: MetricsBlock) -> Tensor:
     """Entropy over ln n for n visible keys; NaN if n is 1."""
     return entropy(block).double() / torch.log(_visible_keys(block).double()).clamp(min=0)
 
 
-def confidence(block: Block) -> Tensor:
+def confidence(block: MetricsBlock) -> Tensor:
     """The largest weight of the row (Voita et al. 2019)."""
     return block.shares.amax(-1)
 
 
-def keys_for_mass(block: Block) -> Tensor:
+def keys_for_mass(block: MetricsBlock) -> Tensor:
     """The smallest number of keys whose shares sum to `mass`."""
     cumulative = block.shares.sort(-1, descending=True).values.cumsum(-1)
     return (cumulative < block.options.mass - ROUNDING).sum(-1) + 1
 
 
-def first_key_mass(block: Block) -> Tensor:
+def first_key_mass(block: MetricsBlock) -> Tensor:
     """Share of the first key that is not padding, which many heads use as a default target."""
     return _mass(block, block.keys == block.first_key[:, None, None, None])
 
 
-def self_share(block: Block) -> Tensor:
+def self_share(block: MetricsBlock) -> Tensor:
     """Mass on the query's own position."""
     return _mass(block, _distance(block) == 0)
 
 
-def local_share(block: Block) -> Tensor:
+def local_share(block: MetricsBlock) -> Tensor:
     """Mass on other positions, at most `local_window` away."""
     distance = _distance(block)
     return _mass(block, (distance > 0) & (distance <= block.options.local_window))
 
 
-def global_share(block: Block) -> Tensor:
+def global_share(block: MetricsBlock) -> Tensor:
     """Mass on positions more than `local_window` away."""
     return _mass(block, _distance(block) > block.options.local_window)
 
 
-def mean_distance(block: Block) -> Tensor:
+def mean_distance(block: MetricsBlock) -> Tensor:
     """sum_j a_j |i - j| (Vig & Belinkov 2019)."""
     return (block.shares * _distance(block).to(block.shares.dtype)).sum(-1)
 
 
-def previous_token_score(block: Block) -> Tensor:
+def previous_token_score(block: MetricsBlock) -> Tensor:
     """Mass on the position before the query's; NaN if the query may not attend to it."""
     return _mass_where_any(block, block.keys == block.positions[:, None, :, None] - 1)
 
 
-def duplicate_token_score(block: Block) -> Tensor:
+def duplicate_token_score(block: MetricsBlock) -> Tensor:
     """Mass on earlier positions with the query's token; NaN if none is visible."""
     return _mass_where_any(block, _earlier_same_tokens(block))
 
 
-def induction_score(block: Block) -> Tensor:
+def induction_score(block: MetricsBlock) -> Tensor:
     """Mass on the positions after earlier ones with the query's token (Olsson et al. 2022); NaN if none is visible."""
     return _mass_where_any(block, F.pad(_earlier_same_tokens(block), (1, 0))[..., :-1])
 
 
 POSITION_METRICS = (self_share, local_share, global_share, mean_distance, previous_token_score, duplicate_token_score, induction_score)
-ROW_METRICS: dict[str, Callable[[Block], Tensor]] = {
+ROW_METRICS: dict[str, Callable[[MetricsBlock], Tensor]] = {
     metric.__name__: metric for metric in (entropy, normalised_entropy, confidence, keys_for_mass, first_key_mass, *POSITION_METRICS)
 }
 
 
-def _mass(block: Block, pattern: Tensor) -> Tensor:
+def _mass(block: MetricsBlock, pattern: Tensor) -> Tensor:
     """Sum of each row's shares of the keys in a pattern, bool [b|1, 1, rows|1, k]."""
     return block.shares.masked_fill(~pattern, 0).sum(-1)
 
 
-def _mass_where_any(block: Block, pattern: Tensor) -> Tensor:
+def _mass_where_any(block: MetricsBlock, pattern: Tensor) -> Tensor:
     """As `_mass`, but NaN if no key of the pattern is visible to the row."""
     if block.visible is not None:
         pattern = pattern & block.visible
     return _mass(block, pattern).masked_fill(~pattern.any(-1), torch.nan)
 
 
-def _distance(block: Block) -> Tensor:
+def _distance(block: MetricsBlock) -> Tensor:
     """Distance of query and key, [b|1, 1, rows, k]."""
     return (block.positions[:, None, :, None] - block.keys).abs()
 
 
-def _earlier_same_tokens(block: Block) -> Tensor:
+def _earlier_same_tokens(block: MetricsBlock) -> Tensor:
     """bool [b|1, 1, rows, k]: keys before the query's position with the query's token."""
     assert block.options.query_tokens is not None and block.options.key_tokens is not None
     same = block.options.query_tokens[:, None, block.rows, None] == block.options.key_tokens[:, None, None, :]
     return same & (block.keys < block.positions[:, None, :, None])
 
 
-def _visible_keys(block: Block) -> Tensor:
+def _visible_keys(block: MetricsBlock) -> Tensor:
     """[b|1, h|1, rows|1]: number of visible keys of each row."""
     num_keys = block.shares.shape[-1]
     if block.visible is None:
@@ -190,28 +192,28 @@ class StrongestLinks:
         """`keys`, bool [b|1, k]: those that links may have."""
         self.n, self.keys = n, keys
         self._weights: Tensor | None = None  # [b, h, n at most]
-        self._places: Tensor | None = None  # [b, h, n at most], query * keys + key
+        self._pairs: Tensor | None = None  # [b, h, n at most]: query * number of keys + key
         self._num_keys = 0
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MetricsBlock) -> None:
         """Merge the block's links into the best so far."""
         self._num_keys = block.shares.shape[-1]
         weights = block.weights.masked_fill(~block.counts[..., None], 0)
         weights = (weights if self.keys is None else weights.masked_fill(~self.keys[:, None, None], 0)).flatten(2)
-        best, places = top_k(weights, min(self.n, weights.shape[-1]))
-        here = places + block.rows.start * self._num_keys
-        if self._weights is not None and self._places is not None:
-            best, here = torch.cat((self._weights, best), -1), torch.cat((self._places, here), -1)
+        best, pairs = top_k(weights, min(self.n, weights.shape[-1]))
+        here = pairs + block.rows.start * self._num_keys
+        if self._weights is not None and self._pairs is not None:
+            best, here = torch.cat((self._weights, best), -1), torch.cat((self._pairs, here), -1)
             best, order = best.sort(dim=-1, descending=True, stable=True)
             best, here = best[..., : self.n], here.gather(-1, order)[..., : self.n]
-        self._weights, self._places = best, here
+        self._weights, self._pairs = best, here
 
     def tensors(self) -> dict[str, Tensor]:
         """`queries`, `keys` and `weights`, each [b, h, n]; -1 and NaN for missing links. A weight of 0 is not a link."""
-        assert self._weights is not None and self._places is not None
+        assert self._weights is not None and self._pairs is not None
         none, num_keys = self._weights <= 0, max(1, self._num_keys)
         return {
-            "strongest_links.queries": (self._places // num_keys).masked_fill(none, -1),
-            "strongest_links.keys": (self._places % num_keys).masked_fill(none, -1),
+            "strongest_links.queries": (self._pairs // num_keys).masked_fill(none, -1),
+            "strongest_links.keys": (self._pairs % num_keys).masked_fill(none, -1),
             "strongest_links.weights": self._weights.double().masked_fill(none, torch.nan),
         }

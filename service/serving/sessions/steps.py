@@ -181,7 +181,7 @@ def bind_without_step(session: Session, bind: Bind, decoded: Decoded, layer: Loa
     bound = bind(decoded._replace(members=members_with_session_keys(session, decoded.members)), layer, admission)
     _require_rows(session, bound.call, layer)
     if session.cache.first and isinstance(request := bound.request, AnalysisRequest):
-        for name in METRICS_OF_ALL_VALUES & set(request.wanted(layer.spec)):
+        for name in METRICS_OF_ALL_VALUES & set(request.metrics_for(layer.spec)):
             raise SessionConflict.where("/metrics", "metrics of visible keys alone, since the values of the first rows are freed", name)
     return bound._replace(operation=CachedOperation(session.cache, bound.operation))
 

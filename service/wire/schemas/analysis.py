@@ -144,7 +144,7 @@ class AnalysisRequest(AttendRequest):
         """Whether the position of queries among the keys is known: in self-attention, or from the request or the layer."""
         return self.key is None or self.query_offset is not None or self.causal or self.window is not None or positional
 
-    def wanted(self, spec: LayerSpec) -> tuple[str, ...]:
+    def metrics_for(self, spec: LayerSpec) -> tuple[str, ...]:
         """The metrics to compute: those of the request, or the default ones that the layer has and for which it has what they need."""
         if self.metrics is not None:
             return tuple(self.metrics)

@@ -72,7 +72,7 @@ class FigureRequest(AttendRequest):
         rows = self.tokens_of(side)
         return tuple(rows[self.figure.item] if rows and not isinstance(rows[0], str) else rows)  # type: ignore[arg-type]  # of one item
 
-    def kept(self, side: Literal["query", "key"]) -> tuple[int, ...] | None:
+    def drawn_positions(self, side: Literal["query", "key"]) -> tuple[int, ...] | None:
         """The item's positions whose tokens are not omitted; None if all are drawn."""
         options, tokens = self.tokens, self.item_tokens(side)
         if options is None or not any(map(options.omits, tokens)):

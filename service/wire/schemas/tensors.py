@@ -135,7 +135,7 @@ class Tensor:
             return mask
         if self.kind == "count":
             least, expected = 0, f"a number of {self.counted}: a whole number of at least 0"
-        else:  # from 2^53 on, float64 has not every whole number: two segments might become one
+        else:  # from 2^53 on, float64 cannot represent every whole number: two segments might become one
             least, expected = -1, f"the number of a segment, a whole number below {MAX_EXACT_INTEGER}, or -1 for padding"
         if (wrong := ~(array >= least) | (array >= MAX_EXACT_INTEGER) | (array != np.floor(array))).any():
             at, got = first_element(array, wrong)

@@ -211,13 +211,13 @@ def test_a_png_has_the_colours_of_its_cells(tmp_path):
             plot = Plot(picture, spec)
 
         assert pixels.shape[:2] == (plot.height * 2, plot.width * 2)
-        place, paper = plot.layout.places[0], rgb(THEMES[theme]["paper"])
+        area, paper = plot.layout.areas[0], rgb(THEMES[theme]["paper"])
         for i, j in np.ndindex(5, 5):
-            middle = pixels[int(2 * (place.y + (i + 0.5) * place.height / 5)), int(2 * (place.x + (j + 0.5) * place.width / 5))]
+            middle = pixels[int(2 * (area.y + (i + 0.5) * area.height / 5)), int(2 * (area.x + (j + 0.5) * area.width / 5))]
             expected = rgb(THEMES[theme]["blocked"]) if i == 3 else np.rint(255 * np.array(plot.map(float(i == j))[:3])).astype(int)
             assert np.abs(middle - expected).max() <= 1
         assert tuple(pixels[0, 0]) == paper
-        down = pixels[round(2 * place.y) + 4 : round(2 * (place.y + place.height)) - 4, int(2 * (place.x + 1.5 * place.width / 5))]
+        down = pixels[round(2 * area.y) + 4 : round(2 * (area.y + area.height)) - 4, int(2 * (area.x + 1.5 * area.width / 5))]
         assert (np.abs(down - paper) <= 1).all(-1).sum() >= 4  # a gap between each two cells
 
 
