@@ -52,6 +52,16 @@ def code_of_a_call(channel: grpc.Channel) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
+def answers_new_connection(address: str) -> bool:
+    """Whether a call on a new connection is answered soon."""
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        try:
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(GOOD, timeout=1)
+        except grpc.RpcError:
+            return False
+    return True
+
+
 def test_watchers_are_notified_of_the_drain_and_their_streams_end_with_it(start: Callable[..., Server]) -> None:
     """Every watcher, also if another one of the same name has disconnected. Calls are accepted during the drain."""
     server = start("--grpc-port", "0", "--drain-seconds", LONG, "--shutdown-seconds", LONG)
@@ -201,13 +211,3 @@ def test_workers_share_one_grpc_port(start: Callable[..., Server]) -> None:
     with grpc.insecure_channel(address) as channel:
         reply = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStatistics(service_pb2.ModelStatisticsRequest(name="default"))
     assert reply.model_stats[0].inference_stats.success.count >= 2
-
-
-def answers_new_connection(address: str) -> bool:
-    """Whether a call on a new connection is answered soon."""
-    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        try:
-            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(GOOD, timeout=1)
-        except grpc.RpcError:
-            return False
-    return True
