@@ -79,9 +79,10 @@ def python_examples() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("block", [block for _, block in python_examples()], ids=[name for name, _ in python_examples()])
-def test_a_python_example_runs(server: Server, block: str) -> None:
-    """In a new interpreter, as pasted."""
-    code = block.replace("http://127.0.0.1:8000", server.url).replace("127.0.0.1:8000", server.url.removeprefix("http://"))
+def test_a_python_example_runs(start_here: Callable[..., str], block: str) -> None:
+    """In a new interpreter, as pasted, with a new server, since it may leave layers there."""
+    url = start_here(session_memory=1 << 26)
+    code = block.replace("http://127.0.0.1:8000", url).replace("127.0.0.1:8000", url.removeprefix("http://"))
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
