@@ -12,7 +12,7 @@ from service.client import Client, Retries
 
 
 def alternate(calls: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
-    """Seconds that each call took, in turn; each goes first every other time."""
+    """Seconds that each call took; the two calls alternate in going first."""
     times: list[list[float]] = [[] for _ in calls]
     order, began = list(range(len(calls))), time.perf_counter()
     while time.perf_counter() - began < seconds or not times[0]:

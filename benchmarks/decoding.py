@@ -90,7 +90,7 @@ def copy() -> None:
 
 
 def timed(contenders: dict[str, Callable[[], object]], turns: int, repeats: int) -> dict[str, float]:
-    """Median microseconds of each, with interleaved turns. Each begins a turn as often as the others: the first loads what they share."""
+    """Median microseconds of each, with interleaved turns. Each is first equally often: the first one loads shared data."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders.items())
     for turn in range(turns + 1):

@@ -129,7 +129,7 @@ def nested(array: NDArray[np.float32]) -> str:
 
 @contextmanager
 def serve(command: str, port: int, env: Mapping[str, str] = {}, cwd: Path | None = None) -> Iterator[Server]:
-    """The command as a process group on SERVER_CORE. It ends with the block; whether it is ready is the caller's to find out."""
+    """The command as a process group on SERVER_CORE. It ends with the block. The caller waits until it is ready."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             ["taskset", "-c", SERVER_CORE, *command.split()],

@@ -1,4 +1,4 @@
-"""Requests per second of attend and of the servers that people would choose instead, for the same bytes, in one run.
+"""Requests per second of attend and of other inference servers, for the same bytes, in one run.
 
 `bare` is torch's module with no server, `echo` a FastAPI route that sends the body back, `canned` an ASGI one that computes nothing.
 A reply of any other is compared with torch's output before anything is measured. With --with, every named peer is installed into a virtual

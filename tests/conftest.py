@@ -21,22 +21,22 @@ from support.v2 import LAYERS
 from service.client import Client
 from service.wire.native import numbers
 
-os.environ["PYTHONSAFEPATH"] = "1"  # processes that tests start import the installed package, not the checkout beside it
-# Hypothesis draws 20 examples of each test, the same ones in each run; with `--hypothesis-profile thorough` 150, other ones in each run.
+os.environ["PYTHONSAFEPATH"] = "1"  # processes that tests start import the installed package, not the checkout
+# Hypothesis draws 20 examples for each test, the same in every run; with `--hypothesis-profile thorough`, 150 new ones in every run.
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=150, deadline=None)
 settings.load_profile("quick")
-# Exceptions are logged as `attend serve` logs them: structlog's own default adds the local variables of every frame, for seconds each.
+# Log exceptions as `attend serve` does: structlog's default also renders the local variables of every frame, which takes seconds.
 renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 structlog.configure([renderer], logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
-# Tests of what is not installed here: an extra; the compiled extension.
+# Leave out tests of an extra or a compiled extension that is not installed.
 collect_ignore_glob = [] if find_spec("ray") else ["deploy/test_ray.py"]
 collect_ignore_glob += [] if numbers.variants()[1:] else ["wire/native/test_numbers.py"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before the selection by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs more than the extra `test` installs is slow as well."""
+    """Mark tests that need more than the extra `test` installs as slow."""
     for item in items:
         if any(item.get_closest_marker(name) for name in ("checkpoint", "browser", "gateway", "ray")):
             item.add_marker("slow")
@@ -65,7 +65,7 @@ def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """One server for all tests that leave it as they found it."""
+    """One server, shared by all tests that restore its state."""
     running = start_server("--max-body-bytes", str(4 * 1024 * 1024), "--session-memory", str(256 * 1024 * 1024))
     yield running
     running.stop()
@@ -73,11 +73,11 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    """Starts servers in processes of their own; they end with the test."""
+    """Starts servers, each in its own process; they stop when the test ends."""
     running: list[Server] = []
 
     def begin(*flags: str, env: dict[str, str] | None = None) -> Server:
-        begin_one = start_server if "--workers" in flags else fork_server  # workers import all anew, as their supervisor did
+        begin_one = start_server if "--workers" in flags else fork_server  # workers import every module again, as their supervisor did
         running.append(begin_one(*flags, env=env))
         return running[-1]
 
@@ -88,8 +88,8 @@ def start() -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture
 def start_here() -> Iterator[Callable[..., str]]:
-    """Starts servers with settings of one's own in this process, where processes, signals and the command line are not the point."""
-    from support.app import Settings, serve_here  # with torch, which not every test needs
+    """Starts servers with given settings in this process, for tests that do not test processes, signals or the command line."""
+    from support.app import Settings, serve_here  # imports torch, which not every test needs
 
     with ExitStack() as servers:
         yield lambda **settings: servers.enter_context(serve_here(Settings(access_log=False, **settings)))
@@ -98,7 +98,7 @@ def start_here() -> Iterator[Callable[..., str]]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A Chromium for the tests of one file."""
-    from support.browser import chromium  # which few tests need
+    from support.browser import chromium  # few tests need it
 
     with chromium() as browser:
         yield browser
@@ -120,7 +120,7 @@ def client(server: Server) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def v2_server() -> Iterator[Server]:
-    """A server for the tests of the Open Inference Protocol: it speaks gRPC, and they count its calls and load and unload its layers."""
+    """A server for the tests of the Open Inference Protocol, with gRPC. The tests count its calls, and load and unload its layers."""
     running = start_server("--grpc-port", "0", "--max-body-bytes", str(1 << 20), env={"ATTEND_LAYERS": json.dumps(LAYERS)})
     yield running
     running.stop()

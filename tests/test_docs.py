@@ -1,4 +1,4 @@
-"""README and docs: examples are run as they stand, tables are compared with the code."""
+"""README and docs: the examples run unchanged, and the tables agree with the code."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from service.wire.schemas.figure import Figure
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-TESTED_ELSEWHERE = {"examples.md", "heads.md", "check.md"}  # by test_examples.py, test_docs_heads.py and cli/test_check_layers.py
+TESTED_ELSEWHERE = {"examples.md", "heads.md", "check.md"}  # test_examples.py, test_docs_heads.py and cli/test_check_layers.py test these
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -51,16 +51,15 @@ def test_the_curl_example_gives_the_reply_shown(server: Server) -> None:
     assert replies[1] == json.loads(blocks("json")[0])
 
 
-def test_the_examples_of_the_document_are_those_of_the_readme() -> None:
-    """One example, in three places."""
+def test_the_openapi_document_and_the_readme_have_the_same_examples() -> None:
     commands = next(block for block in blocks("sh") if "curl" in block)
     bodies = [json.loads(shlex.split(command)[-1]) for command in re.split(r"\n(?=curl)", commands)]
 
     assert bodies == [PUT_LAYER_EXAMPLE, ATTEND_EXAMPLE]
 
 
-def test_the_protocols_example_gives_the_same_weights(server: Server) -> None:
-    """The curl block under /v2 asks for one head of the first example."""
+def test_the_v2_example_gives_the_weights_of_the_first_example(server: Server) -> None:
+    """The curl block under /v2 requests one head of it."""
     command = next(block for block in blocks("sh", page("protocol.md")) if "/v2/" in block).replace("localhost:8000", server.url)
     shown = json.loads(blocks("json")[0])
     make = next(block for block in blocks("sh") if "curl" in block).replace("localhost:8000", server.url)
@@ -80,9 +79,10 @@ def python_examples() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("block", [block for _, block in python_examples()], ids=[name for name, _ in python_examples()])
-def test_a_python_example_runs(server: Server, block: str) -> None:
-    """In an interpreter of its own, as pasted."""
-    code = block.replace("http://127.0.0.1:8000", server.url).replace("127.0.0.1:8000", server.url.removeprefix("http://"))
+def test_a_python_example_runs(start_here: Callable[..., str], block: str) -> None:
+    """In a new interpreter, as pasted, with a new server, since it may leave layers there."""
+    url = start_here(session_memory=1 << 26)
+    code = block.replace("http://127.0.0.1:8000", url).replace("127.0.0.1:8000", url.removeprefix("http://"))
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
@@ -97,7 +97,7 @@ def test_the_index_lists_every_page() -> None:
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
 def test_every_link_leads_to_a_file(path: Path) -> None:
-    """Links between documents, and pictures."""
+    """Links between documents, and to pictures."""
     targets = [*re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()), *re.findall(r'src="([^"]+)"', path.read_text())]
     missing = [target for target in targets if not target.startswith("http") and not (path.parent / target).exists()]
     assert missing == []
@@ -106,14 +106,14 @@ def test_every_link_leads_to_a_file(path: Path) -> None:
         assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-BELOW = "add|export|remove|list|start|fork|truncate|import|delete"  # commands of a group
+BELOW = "add|export|remove|list|start|fork|truncate|import|delete"  # second words of commands
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").rglob("*.md"))]
 LINES = sorted({line for page in PAGES for line in re.findall(r"(?:^|`|&& )(attend \w[^`\n#]*)", page.read_text(), re.MULTILINE)})
 
 
 @pytest.mark.parametrize("command", sorted({re.match(rf"attend \w+(?: (?:{BELOW})\b)?", line)[0] for line in LINES}))
 def test_every_command_of_the_documentation_exists(command: str) -> None:
-    """With every flag that is written behind it, in a block or in the text."""
+    """With every flag that the documentation shows after it, in a block or in the text."""
     names = command.split()[1:]
     done = run_attend(*names, "--help", env={**os.environ, "COLUMNS": "300", "NO_COLOR": "1"})
 
@@ -125,8 +125,8 @@ def test_every_command_of_the_documentation_exists(command: str) -> None:
                 assert re.search(rf" {flag}\b", shown), f"{line}: {flag}"
 
 
-def test_the_commands_on_a_request_work_as_pasted(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this order, in an empty folder."""
+def test_the_commands_that_use_a_request_file_work_as_pasted(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the page, in an empty folder."""
     commands = [line for block in blocks("sh", page("heads.md")) for line in block.splitlines() if "request.json" in line]
     assert [shlex.split(command)[1] for command in commands] == ["demo", "heads", "figure"]
     monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
@@ -144,8 +144,8 @@ def test_pages_have_the_tables_of_their_fields(name: str) -> None:
     assert head + rows in page(name)
 
 
-def test_the_settings_page_shows_a_file_that_is_read(tmp_path: Path, start: Callable[..., Server]) -> None:
-    """The TOML block is a settings file that a server starts with, the layer included."""
+def test_a_server_starts_with_the_settings_file_of_the_page(tmp_path: Path, start: Callable[..., Server]) -> None:
+    """The TOML block of docs/settings.md, its layer included."""
     block = blocks("toml", page("settings.md"))[0]
     (tmp_path / "attend.toml").write_text(block)
     assert set(tomllib.loads(block)) <= set(Settings.model_fields)
@@ -156,8 +156,8 @@ def test_the_settings_page_shows_a_file_that_is_read(tmp_path: Path, start: Call
     assert ready["layers"] == ["default", "encoder"]
 
 
-def test_the_inits_are_all_described() -> None:
-    """The table of inits has exactly those a spec may have."""
+def test_every_init_is_described() -> None:
+    """The table of inits lists exactly the values that a spec accepts, in the same order."""
     described = re.findall(
         r"`(\w+)`", "\n".join(line.split("|")[1] for line in page("layers.md").splitlines() if re.match(r"\| `\w+_\w+`.* \|", line))
     )
@@ -166,13 +166,12 @@ def test_the_inits_are_all_described() -> None:
     assert [name for name in described if name in inits] == inits
 
 
-def test_the_figures_have_been_filled_in() -> None:
-    """No placeholder is left."""
+def test_the_readme_has_no_placeholder() -> None:
     assert not re.search(r"^[A-Z]{6,}$|FINGERPRINT", README, re.MULTILINE)
 
 
-def test_the_table_of_figures_has_every_field() -> None:
-    """Those a picture may be told, and the kinds there are."""
+def test_the_table_of_figure_fields_is_complete() -> None:
+    """It lists every field of `figure`, and every value of the fields that have a list of values."""
     table = page("heads.md").partition("| field of `figure` |")[2].partition("\n\n")[0]
     fields = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")}
 
@@ -183,8 +182,8 @@ def test_the_table_of_figures_has_every_field() -> None:
 
 
 @pytest.mark.checkpoint
-def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
-    """Pixel for pixel, but for what another version of the fonts' renderer makes of letters."""
+def test_the_script_draws_the_committed_pictures(tmp_path: Path) -> None:
+    """Pixel for pixel; 2 % may differ, since versions of the font renderer draw letters differently."""
     runpy.run_path(str(ROOT / "docs" / "draw_pictures.py"))["draw_pictures"](tmp_path)
 
     drawn = sorted(path.name for path in tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The examples of docs/heads.md print what is shown below them."""
+"""The examples of docs/heads.md print the output that the page shows below them."""
 
 import re
 import runpy
@@ -17,13 +17,13 @@ EXAMPLES = re.findall(r"### ([^\n]*)\n.*?```python\n(.*?)```\n\n```text\n(.*?)``
 
 
 def test_every_example_has_its_output() -> None:
-    """No block of Python is left out below."""
+    """So the test below runs every block of Python."""
     assert len(EXAMPLES) == PAGE.count("```python") == 4
 
 
 @pytest.mark.parametrize(("code", "shown"), [(code, shown) for _, code, shown in EXAMPLES], ids=[title for title, _, _ in EXAMPLES])
-def test_an_example_prints_what_is_shown(server: Server, code: str, shown: str) -> None:
-    """In an interpreter of its own, as pasted."""
+def test_an_example_prints_the_output_on_the_page(server: Server, code: str, shown: str) -> None:
+    """In a new interpreter, as pasted."""
     code = code.replace("http://127.0.0.1:8000", server.url)
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
 
@@ -31,8 +31,8 @@ def test_an_example_prints_what_is_shown(server: Server, code: str, shown: str) 
     assert done.stdout == shown
 
 
-def test_the_figures_are_what_their_script_draws(tmp_path: Path) -> None:
-    """Pixel for pixel, but for what another version of the fonts' renderer makes of letters; and each is on the page."""
+def test_the_script_draws_the_committed_figures(tmp_path: Path) -> None:
+    """Pixel for pixel; 2 % may differ, since versions of the font renderer draw letters differently. The page shows each figure."""
     runpy.run_path(str(DOCS / "draw_examples.py"))["draw_examples"](tmp_path)
 
     drawn = sorted(path.name for path in tmp_path.iterdir())

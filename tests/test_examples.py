@@ -1,4 +1,4 @@
-"""docs/examples.md: every block is run as it stands against a server, in the languages that this machine has; all print the same."""
+"""docs/examples.md: every block runs unchanged against a server, in each language that is installed; all print the same numbers."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def run(language, code, folder):
 
 
 @pytest.mark.parametrize(("language", "code"), HERE, ids=[f"{language}{i}" for i, (language, _) in enumerate(HERE)])
-def test_an_example_runs_and_prints_what_the_page_says(server, tmp_path, language, code):
+def test_an_example_runs_and_prints_the_expected_numbers(server, tmp_path, language, code):
     done = run(language, code.replace("http://127.0.0.1:8000", server.url), tmp_path)
     assert done.returncode == 0, done.stderr
     first, second, third = (float(number) for number in re.findall(r"[\d.]+", done.stdout)[2:5])
@@ -36,5 +36,5 @@ def test_every_language_is_shown():
     assert [language for language, _ in BLOCKS] == ["sh", "python", "js", "go"]
 
 
-def test_what_can_be_run_anywhere_was_run():
+def test_the_shell_and_python_examples_were_run():
     assert {"sh", "python"} <= {language for language, _ in HERE}

@@ -50,23 +50,23 @@ THIRD_PARTIES: dict[str, set[str]] = {
         "opentelemetry",
     },
 }
-WATCHED = {"asyncio"}  # of the standard library, where event loops may be is part of the rules
-ABOVE_ATTENTION = ("metrics", "figures", "compare")  # folders of attention; each may import those before it, and the core none of them
+WATCHED = {"asyncio"}  # of the standard library: the rules say which packages may use event loops
+ABOVE_ATTENTION = ("metrics", "figures", "compare")  # folders of attention; each may import the earlier ones, the core none
 SETTINGS_READERS = {"cli", "web/app.py", "deploy"}
 
 
 def imports(source: str) -> Iterator[str]:
-    """Dotted names a module imports, wherever in the file."""
+    """The dotted names that a module imports, anywhere in the file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "relative imports hide the room"
+            assert not node.level, "relative imports hide the package"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _height(folder: str) -> int:
-    """The place of a part of attention above its core, which is 0."""
+def _level(folder: str) -> int:
+    """The level of a folder of attention; the core is 0."""
     return ABOVE_ATTENTION.index(folder) + 1 if folder in ABOVE_ATTENTION else 0
 
 
@@ -83,7 +83,7 @@ def breaches(modules: Mapping[str, str]) -> list[str]:
                 target = parts[1] if len(parts) > 1 else "__init__"
                 if target not in (room, "__version__") and target not in ALLOWED[room]:
                     found.append(f"{path} imports {name}")
-                if room == target == "attention" and _height(parts[2]) > _height(path.split("/")[1]):
+                if room == target == "attention" and _level(parts[2]) > _level(path.split("/")[1]):
                     found.append(f"{path} imports {name}")
                 if target == "settings" and path not in SETTINGS_READERS and room not in SETTINGS_READERS:
                     found.append(f"{path} imports {name}")
@@ -96,10 +96,10 @@ def breaches(modules: Mapping[str, str]) -> list[str]:
 
 
 def cycles(modules: Mapping[str, str]) -> list[str]:
-    """Files that import themselves by way of others. Imports inside functions and for type checking alone count as well."""
+    """Files that import themselves through other files. Imports inside functions or only for type checking count too."""
     named = {"service." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): source for path, source in modules.items()}
-    edges = {
-        name: {target if target in named else target.rpartition(".")[0] for target in imports(source)} & named.keys()  # of a name: its file
+    edges = {  # an imported name stands for its file
+        name: {target if target in named else target.rpartition(".")[0] for target in imports(source)} & named.keys()
         for name, source in named.items()
     }
 
@@ -119,12 +119,11 @@ def package() -> dict[str, str]:
 
 
 def test_no_module_imports_upward_or_sideways() -> None:
-    """wire knows no torch, attention no request, serving no HTTP, web nothing else."""
+    """For example, wire does not import torch, attention no request schema, and serving no HTTP library."""
     assert breaches(package()) == []
 
 
 def test_there_are_no_import_cycles() -> None:
-    """A ring of modules has no first one to read."""
     assert cycles(package()) == []
 
 
@@ -144,8 +143,8 @@ def test_there_are_no_import_cycles() -> None:
         ("errors.py", "from service import spec"),
     ],
 )
-def test_the_check_above_can_fail(path: str, source: str) -> None:
-    """Each of these breaks one rule."""
+def test_a_forbidden_import_is_found(path: str, source: str) -> None:
+    """Each case breaks one rule."""
     assert breaches({path: source})
 
 
@@ -160,7 +159,6 @@ def test_the_check_above_can_fail(path: str, source: str) -> None:
     ids=["two", "three, in a function", "for type checking", "a package and its file"],
 )
 def test_a_cycle_is_found(modules: dict[str, str]) -> None:
-    """Files that import each other, in whatever way."""
     assert cycles(modules)
 
 

@@ -1,4 +1,4 @@
-"""Cases computed by other people's code, replayed over HTTP."""
+"""Cases computed by other libraries, replayed over HTTP."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ CASES = sorted((Path(__file__).parent / "golden").glob("*.json"))
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_golden_case(http: httpx.Client, path: Path) -> None:
-    """The layer is made as a user makes it, and every expected output agrees to the case's absolute tolerance."""
+    """Create the layer over HTTP; every expected output agrees within the case's absolute tolerance."""
     case: dict[str, Any] = json.loads(path.read_text())
     made = http.put("/layers/golden", json={"spec": case["layer"], "weights": case["weights"]})
     assert made.is_success, made.text
@@ -26,5 +26,5 @@ def test_golden_case(http: httpx.Client, path: Path) -> None:
 
 
 def test_there_are_golden_cases() -> None:
-    """An empty folder would pass silently."""
+    """Without cases, the test above would pass."""
     assert len(CASES) >= 6

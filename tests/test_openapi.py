@@ -1,4 +1,4 @@
-"""The committed OpenAPI document is the one the application serves, and its examples are answered as it says."""
+"""The committed OpenAPI document is the one that the application serves, and the server accepts its examples."""
 
 import json
 from collections.abc import Iterator
@@ -22,13 +22,12 @@ def examples() -> list[tuple[str, str, Any]]:
     return sorted(found, key=lambda item: item[0] != "put")
 
 
-def test_the_committed_document_is_what_is_served(http: httpx.Client) -> None:
+def test_the_server_serves_the_committed_document(http: httpx.Client) -> None:
     """Regenerate it with `attend openapi -o openapi/openapi.json`."""
     assert http.get("/openapi.json").json() == COMMITTED
 
 
 def test_every_reference_in_the_document_resolves() -> None:
-    """A generated client would stumble over one that does not."""
     references = {part.split('"')[0] for part in json.dumps(COMMITTED).split('"$ref": "')[1:]}
 
     assert references
@@ -37,7 +36,7 @@ def test_every_reference_in_the_document_resolves() -> None:
 
 
 def test_no_default_is_an_object() -> None:
-    """With one that is, the client that openapi-generator makes for Go does not compile."""
+    """The Go client that openapi-generator makes from such a default does not compile."""
 
     def defaults(node: Any) -> Iterator[Any]:
         if isinstance(node, dict) and "default" in node:
@@ -49,11 +48,11 @@ def test_no_default_is_an_object() -> None:
     assert found and not [default for default in found if isinstance(default, dict | list)]
 
 
-def test_every_example_is_answered(http: httpx.Client) -> None:
-    """Posted in an order in which a reader would, with another name of the layer: other tests have one called tiny."""
+def test_the_server_accepts_every_example(http: httpx.Client) -> None:
+    """In the order in which a reader would send them. The layer is renamed, since other tests have a layer `tiny`."""
     assert len(examples()) >= 3
     session = http.post("/sessions", json={}).json()["id"]
-    for method, path, body in sorted(examples(), key=lambda example: example[0] == "patch"):  # rows are appended, then dropped
+    for method, path, body in sorted(examples(), key=lambda example: example[0] == "patch"):  # PATCH drops rows that POST has appended
         renamed = json.loads(json.dumps(body).replace('"tiny"', '"example"').replace('"length": 3', '"length": 1'))
         reply = http.request(method, path.replace("{name}", "example").replace("{id}", session), json=renamed)
         assert reply.is_success, reply.text
@@ -62,8 +61,8 @@ def test_every_example_is_answered(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/favicon-32x32.png"])
-def test_the_page_and_its_assets_come_from_here(http: httpx.Client, path: str) -> None:
-    """/docs works without any network."""
+def test_the_server_serves_the_docs_page_and_its_assets(http: httpx.Client, path: str) -> None:
+    """/docs works without internet access."""
     reply = http.get(path)
 
     assert reply.status_code == 200

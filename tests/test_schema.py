@@ -1,4 +1,4 @@
-"""schemathesis against the OpenAPI document: what a generated caller sends is answered as the document says, and taken where it says so."""
+"""schemathesis: replies to generated requests are as the OpenAPI document says, and requests that it calls valid are accepted."""
 
 import json
 import os
@@ -14,8 +14,8 @@ EXAMPLES = os.environ.get("SCHEMA_EXAMPLES", "2")  # for each operation and phas
 PHASES = os.environ.get("SCHEMA_PHASES", "examples,fuzzing")  # .ci/run has more examples, and the phases coverage and stateful as well
 HERE = Path(__file__).parent
 
-# Of data that the document calls good. `support/schema_check.py` looks at why it was refused: 400, 404, 413 and 422 have to be for a reason
-# that it knows. 409: the configured layer cannot be replaced where layers are kept. 410, 412: a session has ended, or has another length.
+# positive_data_acceptance: statuses allowed for valid data. `support/schema_check.py` accepts 400, 404, 413 and 422 only for known reasons.
+# 409: the configured layer cannot be replaced on a server that stores layers. 410, 412: a session has ended, or has another length.
 CONFIG = """
 [checks.positive_data_acceptance]
 expected-statuses = ["2xx", 400, 404, 409, 410, 412, 413, 422]
@@ -25,9 +25,9 @@ expected-statuses = ["4xx"]
 """
 
 
-def test_generated_requests_are_answered_as_documented(start: Callable[..., Server], tmp_path: Path) -> None:
-    """With every check that there is, and one of ours."""
-    server = start("--layers-dir", str(tmp_path / "layers"), "--session-memory", "100000000")  # so that the layer `default` stays
+def test_replies_to_generated_requests_are_as_documented(start: Callable[..., Server], tmp_path: Path) -> None:
+    """With every check of schemathesis, and `support/schema_check.py`."""
+    server = start("--layers-dir", str(tmp_path / "layers"), "--session-memory", "100000000")  # keeps the layer `default`
     httpx.put(f"{server.url}/layers/tiny", json={"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}).raise_for_status()
     config, report = tmp_path / "schemathesis.toml", tmp_path / "report"
     config.write_text(CONFIG)

@@ -1,4 +1,4 @@
-"""KServe's model server with a model of one's own, V2 protocol."""
+"""KServe's model server with a custom model, V2 protocol."""
 
 import os
 

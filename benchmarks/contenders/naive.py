@@ -1,4 +1,4 @@
-"""FastAPI as a first version is written: nested lists in, `tolist` out."""
+"""A first version in FastAPI: nested lists in, `tolist` out."""
 
 import torch
 from fastapi import FastAPI

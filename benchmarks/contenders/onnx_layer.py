@@ -33,7 +33,7 @@ def step(weights: Mapping[str, Floats], heads: int, row: Floats, past: tuple[Flo
 
     def run() -> Floats:
         session.run_with_iobinding(binding)
-        output: Floats = binding.get_outputs()[-1].numpy()  # those that were bound last
+        output: Floats = binding.get_outputs()[-1].numpy()  # the buffers that were bound last
         return output
 
     return run

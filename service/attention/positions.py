@@ -183,7 +183,11 @@ class RelativeTerms:
 
 
 class CallTerms:
-    """The relative terms of one call, for any of its query rows."""
+    """The relative terms of one call, for any of its query rows.
+
+    Vectors of distances, and products with them, stand in columns of falling distance. With the last query at position 5 and keys
+    0 to 2, the columns 0, 1, 2 have the distances 5, 4, 3 of that query to its keys; a query at position 4 finds its own in 1, 2, 3.
+    """
 
     def __init__(self, layer: RelativeTerms, masks: Masks, key: Tensor, heads: Sequence[int] | None) -> None:
         self.num_keys, last = masks.num_keys, masks.positions.amax(1, keepdim=True)

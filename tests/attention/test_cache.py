@@ -144,7 +144,7 @@ def filled(length: int, **fields: Any) -> KeyValueCache:
 
 @given(length=st.integers(0, 40), fields=st.sampled_from(SPECS))
 def test_a_cache_that_begins_with_a_later_row_has_the_same_rows(length: int, fields: dict[str, Any]) -> None:
-    """As an exported one does. Pages of the rows before it are not created."""
+    """As an imported session may. No pages are created for the rows before it."""
     cache = filled(length, **fields)
     cache.free_hidden()
     copy = KeyValueCache(cache.spec, cache.pool, "copy")
@@ -166,7 +166,7 @@ def test_a_cache_cannot_begin_within_a_page_or_with_a_row_that_queries_need(firs
 
 @pytest.mark.parametrize(("length", "rows"), [(1, 16), (16, 16), (17, 32), (100, 128), (1024, 1024), (1025, 2048), (5000, 5120)])
 def test_a_short_cache_has_one_small_page_and_a_long_one_few(length: int, rows: int) -> None:
-    """With the sizes that servers have."""
+    """With the page sizes of servers."""
     with small_pages_of(PAGE_BYTES, FIRST_ROWS):
         cache = KeyValueCache(LayerSpec(d_model=512, num_heads=8), PagePool(torch.device("cpu")), "owner")
         cache.reserve(length)

@@ -153,7 +153,7 @@ def test_a_look_may_have_positions(axes: list[int] | None) -> None:
     sequence.step(sequence.look(RNG, 3, "positions"))
 
 
-def test_what_cannot_be_computed_is_refused() -> None:
+def test_keys_of_latent_layers_and_latents_of_normed_layers_are_refused() -> None:
     latent = sequence_of(latent={"key_value_rank": 5, "rope_key_dim": 1})
     members = latent.draw(RNG, 1, 1)
     with pytest.raises(InvalidRequest, match="no value, since latent attention"):

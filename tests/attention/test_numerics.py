@@ -12,7 +12,7 @@ from service.attention.numerics import MIN_INPUTS, Linear, has_onednn, suits_one
 
 @pytest.fixture(params=["F.linear", "oneDNN"])
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both products for every weight; a substitute for oneDNN's if this torch has none."""
+    """torch's product and oneDNN's, for every weight; a substitute for oneDNN's if this torch has none."""
     name: str = request.param
     if name == "oneDNN" and not has_onednn():
         monkeypatch.setattr(numerics, "_reorder", lambda weight: weight if weight.numel() > numerics.MAX_REORDERED else weight.clone())

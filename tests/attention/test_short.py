@@ -1,4 +1,4 @@
-"""Short calls in C: every implementation that this processor can run agrees with the float64 reference, and takes only the calls it can.
+"""Short calls in C: every implementation that this processor can run agrees with the float64 reference.
 
 Where the extension is not built, torch's computation is the only implementation, and the same tests hold for it.
 """
@@ -99,7 +99,7 @@ def test_scores_of_any_size_agree_with_the_reference(size: float) -> None:
     call = call_of(layer, 2, 7, seed=3)
     call = replace(call, query=call.query * size, key=call.query * size, value=call.query * size)
     wanted = reference(layer, call)
-    rounding = max(1.0, float(np.abs(wanted.scores).max())) * torch.finfo(torch.float32).eps  # of a score, which softmax hands on
+    rounding = max(1.0, float(np.abs(wanted.scores).max())) * torch.finfo(torch.float32).eps  # of a score, and so of weights
     for each in implementations(layer):
         got = each.forward(call).tensors
         for name in OUTPUTS:

@@ -146,7 +146,7 @@ def test_the_order_of_fused_rows_must_be_given():
 
 
 def test_neox_needs_the_number_of_rotated_dims():
-    """rotary_pct is 0.25 in its models; a table of frequencies tells it."""
+    """rotary_pct is 0.25 in its models; a table of frequencies shows it."""
     with pytest.raises(InvalidRequest, match="at /spec/rope/dims"):
         read_layer(fused(), layout="neox", spec={"num_heads": 3, "rope": {"theta": 1e4}})
     with_frequencies = fused(rotary_emb__inv_freq=draw(1, 2), bias=np.ones((1, 1, 9, 9), bool), masked_bias=np.array(-1e9))
@@ -259,7 +259,7 @@ def d2l_expected(w, inputs):
     ],
 )
 def test_names_of_textbook_matrices_say_whether_they_are_transposed(spelling, transposed):
-    """`.weight` is [out, in], a kernel or a bare matrix [in, out]; W_o is square, so only its numbers tell."""
+    """`.weight` is [out, in], a kernel or a bare matrix [in, out]; W_o is square, so only its numbers show it."""
     w = {"W_q": draw(1, 7, 15), "W_k": draw(2, 11, 15), "W_v": draw(3, 13, 15), "W_o": draw(4, 15, 15)}
     inputs = draw(5, B, Q, 7), draw(6, B, K, 11), draw(7, B, K, 13)
     checkpoint = {spelling.format(name[-1]): x.T if transposed else x for name, x in w.items()}
@@ -298,7 +298,7 @@ def test_a_layer_without_projections_has_only_other_weights():
 
 
 def test_given_fields_take_precedence_over_assumed_ones():
-    """What no tensor tells passes through, and beats what a layout assumes."""
+    """Fields that no tensor determines are kept, and replace the assumptions of the layout."""
     checkpoint = {"query_key_value.weight": draw(1, 45, 15), "dense.weight": draw(2, 15, 15)}
     checkpoint |= {"query_key_value.bias": draw(3, 45), "dense.bias": draw(4, 15)}
     spec = {"num_heads": 3, "scale": 5**-0.5 / 2, "window": {"left": 3}, "alibi": False}

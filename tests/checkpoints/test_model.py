@@ -437,7 +437,7 @@ NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
     ],
 )
 def test_wrong_types_in_a_config_raise_no_other_error_than_a_refusal(model: str) -> None:
-    """Every field, also inside of others, with every wrong value."""
+    """Every field, also in nested sections, with every wrong value."""
     case, config = MODELS[model]["cases"][0], MODELS[model]["config"]
     for path in _paths(config):
         for value in NASTY:
@@ -449,7 +449,7 @@ def test_wrong_types_in_a_config_raise_no_other_error_than_a_refusal(model: str)
 
 @pytest.mark.parametrize("model", ["deberta", "deberta-v2", "deberta_v2_own", "swinv2", "wav2vec2-bert", "squeezebert", "deepseek_v32"])
 def test_missing_and_short_tensors_raise_no_other_error_than_a_refusal(model: str) -> None:
-    """It is refused, or left out as a bias may be; those which are multiplied into others, too."""
+    """A layer without the tensor is refused, or read if the tensor is optional, such as a bias."""
     case, config = MODELS[model]["cases"][0], MODELS[model]["config"]
     tensors = tensors_of(case)
     for name in tensors:
@@ -611,7 +611,7 @@ def test_a_call_beyond_the_max_length_of_rope_is_refused(layers: httpx.Client) -
 
 
 def test_the_reply_lists_assumed_fields(layers: httpx.Client) -> None:
-    """Without a config: all that changes results and that neither tensors nor spec gave. With one, nothing."""
+    """Without a config: all fields that change results and that neither tensors nor spec give. With one, nothing."""
     tensors = tensors_of(MODELS["llama"]["cases"][0])
     rope = {"theta": 500.0, "interleaved": False}
     made = layers.put(
@@ -637,8 +637,8 @@ def test_the_reply_lists_assumed_fields(layers: httpx.Client) -> None:
     assert "assumed" not in layers.put("/layers/model", json={"spec": {"d_model": 4, "num_heads": 1}}).json()
 
 
-def test_no_change_of_a_config_makes_a_layer_wrong() -> None:
-    """What `golden/perturb_models.py --record` wrote, for every model."""
+def test_the_record_of_changed_configs_has_no_wrong_layer() -> None:
+    """`golden/perturb_models.py --record` wrote it, for every model."""
     lines = (GOLDEN / "perturbed.txt").read_text().splitlines()
     assert {line.partition(":")[0] for line in lines} == set(MODELS)
     assert not [line for line in lines if "wrong" in line]

@@ -1,4 +1,4 @@
-"""What cannot be read is refused by name: the tensor, the field of the spec, the layout or the prefix, and what was expected there."""
+"""Refusals of checkpoints name the tensor, the field of the spec, the layout or the prefix, and what was expected there."""
 
 import numpy as np
 import pytest
@@ -203,7 +203,7 @@ def test_every_layout_has_a_spelling_and_a_description():
 
 
 def test_random_checkpoints_are_read_or_refused():
-    """Names of any layout with random shapes, dtypes and specs: read or refused, never an accident."""
+    """Names of any layout with random shapes, dtypes and specs: they are read or refused, and raise no other exception."""
     stream = np.random.RandomState(0)
     values = [None, 0, 1, 2, 3, 4, -1, 2.5, "3", True, False, {}, [], {"dims": 2}, {"theta": 1e4}, {"buckets": 4}]
     fields = [

@@ -80,7 +80,7 @@ def test_many_calls_share_few_connections(server):
     assert 1 <= asyncio.run(opened()) <= 8
 
 
-# --- the form on the wire ---------------------------------------------------------------------------------------------------------------
+# --- media types ----------------------------------------------------------------------------------------------------------------------
 
 
 REPLY = {"layer": {"name": "default", "fingerprint": "f"}, "fully_masked_rows": 0, "output": [[1.0]]}

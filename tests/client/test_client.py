@@ -110,7 +110,7 @@ def test_numbers_arrive_bit_for_bit(client, query, dtype):
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 def test_all_forms_of_reply_have_equal_arrays(client, form):
     outputs = ["output", "attention_weights", "scores", "log_sum_exp", "head_outputs"]
-    fields = {"layer": "float32", "causal": True, "outputs": outputs, "reproducible": True}  # bodies differ in alignment, and so sums may
+    fields = {"layer": "float32", "causal": True, "outputs": outputs, "reproducible": True}  # alignment may change the order of sums
     expected = client.attend(SMALL, **fields)
     result = client.attend(SMALL, **fields, reply={"form": form})
     assert list(result) == outputs and np.isneginf(result.scores).any()
@@ -119,7 +119,7 @@ def test_all_forms_of_reply_have_equal_arrays(client, form):
 
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
-def test_overflow_is_returned_as_nonfinite_says(client, form):
+def test_nonfinite_determines_how_overflow_is_returned(client, form):
     weights = {f"{name}.weight": np.eye(6) * (1e6 if name == "output" else 1) for name in ("query", "key", "value", "output")}
     client.put_layer("huge", {**SHAPE, "bias": False}, weights)
     row = np.array([[1.0, -1.0, 0, 0, 0, 0]])
@@ -185,7 +185,7 @@ def test_a_result_lists_its_outputs(client):
     assert len(result.request_id) == 16
     assert {**result}.keys() == {"output", "attention_weights"} and len(result) == 2
     assert repr(result) == "AttendResult(output [2, 3, 6], attention_weights [2, 2, 3, 3]; layer 'float32')"
-    result.output[0] = 0  # one's own to change
+    result.output[0] = 0  # the caller may change it
     with pytest.raises(AttributeError, match=r"no 'scores' among the outputs output, attention_weights"):
         _ = result.scores
     with pytest.raises(KeyError, match=r"did you mean output\?"):
@@ -209,7 +209,7 @@ def reference(layer):
     return LayerReference(name=layer.name, fingerprint=layer.fingerprint)
 
 
-def test_words_of_a_text_are_arguments_of_every_operation(client, http):
+def test_the_result_of_words_can_be_passed_to_every_operation(client, http):
     """Tokens and vectors of /words are sent to /attend, as the page does."""
     words = client.words("The cat sat.", layer="float32")
     assert words.tokens == ["The", "cat", "sat", "."] and words.layer == reference(client.layer("float32"))

@@ -75,7 +75,7 @@ def test_only_requests_that_cannot_repeat_a_change_are_retried(call, outcome, ag
         (httpx.Response(200), False),
     ],
 )
-def test_an_operation_knows_of_attempts_that_may_have_been_computed(outcome, may_be_computed):
+def test_on_unanswered_is_called_for_attempts_that_may_have_been_computed(outcome, may_be_computed):
     """Whether or not they are repeated."""
     unanswered = []
     Attempts(Retries(times=0), replace(ATTEND, on_unanswered=lambda: unanswered.append(outcome)), None).next_delay(outcome)

@@ -123,7 +123,7 @@ def test_gradients_are_those_of_finite_differences(client):
 
 
 def test_a_layer_replaced_before_its_gradients_is_detected(client):
-    """Gradients of other weights than those of the output would be wrong without a sign."""
+    """Gradients of other weights than those of the output would be silently wrong."""
     client.put_layer("moving", {"d_model": 6, "num_heads": 2, "seed": 1})
     query = torch.randn(2, 3, 6, requires_grad=True)
     output, _ = RemoteMultiheadAttention(client, "moving", batch_first=True)(query, query, query)
@@ -266,7 +266,7 @@ def test_each_pass_is_one_call(server):
 
 
 def test_a_gradient_of_the_attention_weights_is_refused(client):
-    """A loss that contains the weights would otherwise be minimised without them, without a sign."""
+    """A loss that contains the weights would otherwise silently be minimised without them."""
     query, key, value = (x.requires_grad_() for x in inputs(True))
     remote = RemoteMultiheadAttention(client, "float64", batch_first=True)
     for loss in (lambda output, weights: weights.square().sum(), lambda output, weights: output.sum() + weights.max()):

@@ -113,7 +113,7 @@ def test_each_field_of_a_step_is_a_typed_and_described_argument() -> None:
     ids=["array", "batch of one", "list", "torch", "wire"],
 )
 def test_steps_take_every_form_of_tensor(client: Client, server: Server, given: Callable[[Any], Any]) -> None:
-    """Also the refusal of a step that was computed before counts their rows."""
+    """In each form, the client counts the rows of a step whose reply was lost."""
     query = rows(3)
     with Client(server.url, transport=Losing(lost=1), retries=Retries(first=0)) as losing, losing.session("steps") as session:
         with pytest.raises(ReplyLost):
@@ -123,7 +123,7 @@ def test_steps_take_every_form_of_tensor(client: Client, server: Server, given: 
         np.testing.assert_allclose(session.attend(given(query), causal=True).output.reshape(3, 6), expected, rtol=0, atol=1e-12)
 
 
-def test_keys_are_appended_and_a_look_appends_nothing(client: Client) -> None:
+def test_keys_are_appended_unless_append_is_false(client: Client) -> None:
     query, key = rows(2), rows(5)
     with client.session("steps") as session:
         result = session.attend(query, key, key)
@@ -134,7 +134,7 @@ def test_keys_are_appended_and_a_look_appends_nothing(client: Client) -> None:
         assert session.length == again.session_length == 5
 
 
-def test_forks_and_shorter_sessions_go_on_by_themselves(client: Client) -> None:
+def test_forks_and_truncated_sessions_do_not_affect_each_other(client: Client) -> None:
     sequence = rows()
     whole = client.attend(sequence, layer="steps", causal=True).output
     with client.session("steps") as session:
@@ -165,7 +165,7 @@ def test_a_file_of_rows_is_loaded_from_bytes_and_from_a_path(client: Client, tmp
     np.testing.assert_array_equal(outputs[0], outputs[2])
 
 
-def test_a_resumed_session_lives_on(client: Client) -> None:
+def test_a_resumed_session_is_not_deleted_at_the_end_of_its_block(client: Client) -> None:
     with client.session("steps", capacity=7, idle_seconds=60) as session:
         session.attend(rows(4))
         with client.session(id=session.id) as resumed:
@@ -181,7 +181,7 @@ def test_a_resumed_session_lives_on(client: Client) -> None:
     assert session.id not in [found.id for found in client.sessions()]
 
 
-def test_the_end_of_a_block_never_hides_what_ended_it(client: Client) -> None:
+def test_an_exception_in_a_block_is_raised_although_the_session_is_deleted(client: Client) -> None:
     with pytest.raises(KeyError), client.session("steps") as session:
         session.delete()
         raise KeyError
@@ -191,7 +191,7 @@ def test_the_end_of_a_block_never_hides_what_ended_it(client: Client) -> None:
     ("fields", "refusal"),
     [({"layer": "steps"}, "no layer"), ({"dropped": 1}, "dropped"), ({"Q": 1}, "query"), ({"append": False, "key": [[0.0] * 6]}, "no key")],
 )
-def test_what_has_no_place_in_a_step_is_refused(client: Client, fields: dict[str, Any], refusal: str) -> None:
+def test_invalid_fields_of_a_step_are_refused(client: Client, fields: dict[str, Any], refusal: str) -> None:
     with client.session("steps") as session:
         with pytest.raises(errors.InvalidRequest, match=refusal):
             session.attend(rows(1), **fields)
@@ -199,7 +199,7 @@ def test_what_has_no_place_in_a_step_is_refused(client: Client, fields: dict[str
 
 
 @pytest.mark.parametrize("query", [np.ones(6), [[1.0], [1.0, 2.0]], {"data": [1.0]}], ids=["one axis", "ragged", "no shape"])
-def test_what_is_no_tensor_of_rows_is_refused(client: Client, query: Any) -> None:
+def test_a_query_that_is_not_a_tensor_of_rows_is_refused(client: Client, query: Any) -> None:
     with client.session("steps") as session, pytest.raises(errors.InvalidRequest, match="query"):
         session.attend(query)
 
@@ -214,8 +214,8 @@ def test_steps_of_another_client_are_refused_with_the_true_length(client: Client
         assert session.attend(rows(2)).session_length == 7
 
 
-def test_steps_at_the_same_time_are_not_taken_for_each_other(server: Server, client: Client) -> None:
-    """The second is refused, and not as computed before, although the session has the length that it has after the step."""
+def test_of_two_concurrent_steps_one_is_computed_and_one_refused(server: Server, client: Client) -> None:
+    """The refused one does not raise ReplyLost, although the session has the length that the step would give it."""
 
     async def both() -> list[Any]:
         async with AsyncClient(server.url) as other, other.session("steps") as session:
@@ -231,7 +231,7 @@ def test_steps_at_the_same_time_are_not_taken_for_each_other(server: Server, cli
 
 
 class Losing(httpx.HTTPTransport):
-    """A connection that breaks after the server has replied to a step, `lost` times, or before it has the step, `unsent` times."""
+    """A connection that breaks before it sends a step, `unsent` times, and then after the reply to a step, `lost` times."""
 
     def __init__(self, unsent: int = 0, lost: int = 0) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Losing(httpx.HTTPTransport):
         return response
 
 
-def test_a_step_that_never_arrived_is_repeated(client: Client, server: Server) -> None:
+def test_a_step_that_did_not_arrive_is_repeated(client: Client, server: Server) -> None:
     sequence = rows(2)
     with Client(server.url, transport=Losing(unsent=2), retries=Retries(first=0)) as losing, losing.session("steps") as session:
         result = session.attend(sequence, causal=True)
@@ -258,7 +258,7 @@ def test_a_step_that_never_arrived_is_repeated(client: Client, server: Server) -
     np.testing.assert_allclose(result.output, client.attend(sequence, layer="steps", causal=True).output, rtol=0, atol=1e-12)
 
 
-def test_a_lost_reply_says_that_the_step_was_computed_and_can_be_had_again(client: Client, server: Server) -> None:
+def test_reply_lost_says_that_the_step_was_computed_and_its_result_can_be_computed_again(client: Client, server: Server) -> None:
     sequence = rows(6)
     with Client(server.url, transport=Losing(lost=1), retries=Retries(first=0)) as losing, losing.session("steps") as session:
         with pytest.raises(ReplyLost, match="the session has 4 rows") as lost:
@@ -270,7 +270,7 @@ def test_a_lost_reply_says_that_the_step_was_computed_and_can_be_had_again(clien
     np.testing.assert_allclose(np.concatenate([again.output, later.output]), whole, rtol=0, atol=1e-12)
 
 
-def test_without_retries_the_next_attempt_says_so(server: Server, client: Client) -> None:
+def test_without_retries_repeating_a_computed_step_raises_reply_lost(server: Server, client: Client) -> None:
     with Client(server.url, transport=Losing(lost=1), retries=0) as losing, losing.session("steps") as session:
         row = rows(1)
         with pytest.raises(errors.Unreachable):
@@ -294,12 +294,12 @@ def test_analysis_plan_and_figure_take_a_session(client: Client) -> None:
     rows = np.random.default_rng(5).standard_normal((7, 64)).astype(np.float32)
     with client.session() as session:
         session.attend(rows, causal=True)
-        look: dict[str, Any] = {"query_offset": 4, "causal": True, "session": session.id}
-        ours = client.analysis(rows[4:], metrics=["entropy"], **look)
+        fields: dict[str, Any] = {"query_offset": 4, "causal": True, "session": session.id}
+        ours = client.analysis(rows[4:], metrics=["entropy"], **fields)
         whole = client.analysis(rows[4:], rows, metrics=["entropy"], query_offset=4, causal=True)
 
         np.testing.assert_allclose(ours.metrics["entropy"], whole.metrics["entropy"], rtol=1e-5)
-        assert client.plan(rows[4:], **look).outputs["attention_weights"].shape == [8, 3, 7]
-        assert client.figure(rows[4:], format="svg", **look).startswith(b"<")
+        assert client.plan(rows[4:], **fields).outputs["attention_weights"].shape == [8, 3, 7]
+        assert client.figure(rows[4:], format="svg", **fields).startswith(b"<")
         with pytest.raises(errors.InvalidRequest, match="no layer beside session"):
-            client.analysis(rows[4:], layer="other", **look)
+            client.analysis(rows[4:], layer="other", **fields)

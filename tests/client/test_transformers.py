@@ -6,7 +6,7 @@ import torch
 
 from service.client import Client
 
-pytestmark = pytest.mark.slow  # transformers is no package of the tests
+pytestmark = pytest.mark.slow  # the extra `test` does not install transformers
 
 
 def tiny(kind: str):

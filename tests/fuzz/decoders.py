@@ -1,6 +1,7 @@
-"""What must hold of a decoder whatever bytes come: it refuses in the terms of `service.errors`, or reads what a slower reader of another
-make reads. `run.py` looks for bytes of which that is not true; `corpus.json` holds of those that it made the few that between them
-lead through all the lines and turns that any did.
+"""Checks of the decoders, for any bytes: a decoder raises a RequestError, or reads the same values as a slower, independent decoder.
+
+`run.py` searches for bytes for which a check fails. `corpus.json` has a minimal set of the fuzzer's inputs: together they cover every line
+and branch that any of its inputs covered.
 """
 
 import gzip
@@ -31,7 +32,7 @@ TOKENS = (
 )
 PROTOCOL = "id parameters inputs outputs name binary_data binary_data_size binary_data_output timeout priority attention_weights.keys INT64"
 WORDS = [*AttendRequest.model_fields, *LayerSpec.model_fields, *TOKENS.split(), *PROTOCOL.split(), "__metadata__", "query.weight"]
-BYTES_ALONE = 0xFFFF  # in the place of a length: a V2 body without the header that tells where its JSON ends
+BYTES_ALONE = 0xFFFF  # in place of a length: a V2 body without the header that says where its JSON ends
 
 
 def _v2_seed(head: bytes, tensors: bytes = b"") -> bytes:
@@ -72,11 +73,11 @@ SEEDS = {
 }
 
 
-def hold_json(body: bytes) -> None:
+def check_json(body: bytes) -> None:
     _document(body, AttendRequest)
 
 
-def hold_layer(body: bytes) -> None:
+def check_layer(body: bytes) -> None:
     _document(body, PutLayer)
 
 
@@ -91,7 +92,7 @@ def _document(body: bytes, model: Any) -> None:
         validate(model, members)
 
 
-def hold_safetensors(body: bytes) -> None:
+def check_safetensors(body: bytes) -> None:
     with suppress(RequestError):
         tensors, _ = safetensors.read_tensors(body)
         with suppress(SafetensorError, KeyError, AttributeError, TypeError):  # dtypes that the library has no NumPy name for
@@ -101,8 +102,8 @@ def hold_safetensors(body: bytes) -> None:
         validate(AttendRequest, safetensors.parse(body, AttendRequest.tensor_kinds, LIMITS))
 
 
-def hold_v2(body: bytes) -> None:
-    """The first two bytes say how many of the last are tensors'."""
+def check_v2(body: bytes) -> None:
+    """The first two bytes give the number of bytes of tensors at the end."""
     behind, body = int.from_bytes(body[:2], "little"), body[2:]
     size = len(body) if behind == BYTES_ALONE else len(body) - behind
     parameters = {"model": "default", "header_length": "" if behind == BYTES_ALONE else str(size)}
@@ -112,12 +113,12 @@ def hold_v2(body: bytes) -> None:
         for entry in head["inputs"]:
             array, dtype = members[entry["name"]], DATATYPES[entry["datatype"]].numpy
             if "data" in entry:
-                kind = int if dtype.kind in "iu" else float  # of the 64 bits of an integer a float holds 53
+                kind = int if dtype.kind in "iu" else float  # a float has 53 bits of precision, too few for integers of 64 bits
                 want = np.array([kind(number) for number in _flat(entry["data"])], None if kind is float else dtype).astype(dtype)
             else:
                 taken = entry["parameters"]["binary_data_size"]
                 want, rest = np.frombuffer(rest[:taken], dtype), rest[taken:]
-            if isinstance(array, np.ndarray):  # else it is no tensor, and about to be refused
+            if isinstance(array, np.ndarray):  # otherwise it is not a tensor, and `validate` refuses it
                 assert array.dtype == dtype and array.size == np.prod(entry["shape"], dtype=np.int64)
                 assert array.tobytes() == want.tobytes()
         assert not rest
@@ -128,12 +129,12 @@ def _flat(data: Any) -> list[Any]:
     return [number for item in data for number in _flat(item)] if isinstance(data, list) else [data]
 
 
-def hold_gzip(body: bytes) -> None:
+def check_gzip(body: bytes) -> None:
     with suppress(RequestError):
         assert unpack(body, "gzip", LIMITS.body_bytes) == (gzip.decompress(body) if body else b"")
 
 
-def hold_deflate(body: bytes) -> None:
+def check_deflate(body: bytes) -> None:
     with suppress(RequestError):
         unpacked = unpack(body, "deflate", LIMITS.body_bytes)
         stream = zlib.decompressobj()
@@ -141,10 +142,10 @@ def hold_deflate(body: bytes) -> None:
 
 
 TARGETS = {
-    "json": hold_json,
-    "layer": hold_layer,
-    "safetensors": hold_safetensors,
-    "v2": hold_v2,
-    "gzip": hold_gzip,
-    "deflate": hold_deflate,
+    "json": check_json,
+    "layer": check_layer,
+    "safetensors": check_safetensors,
+    "v2": check_v2,
+    "gzip": check_gzip,
+    "deflate": check_deflate,
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""A coverage-guided fuzz of one decoder with atheris: `python tests/fuzz/run.py json CORPUS -max_total_time=600`.
+"""Fuzz one decoder with atheris, guided by coverage: `python tests/fuzz/run.py json CORPUS -max_total_time=600`.
 
-Outside the ordinary run, since atheris is no dependency (`pip install atheris`). What it finds becomes a case in `tests/wire`.
+Not part of the test suite, since atheris is no dependency (`pip install atheris`). Add what it finds as a case to `tests/wire`.
 """
 
 import sys
@@ -14,7 +14,7 @@ with atheris.instrument_imports(include=["service"]):
 
 
 def main() -> None:
-    """The first argument is the decoder, the second a folder for the corpus; the rest is libFuzzer's."""
+    """The first argument is the decoder, the second the corpus folder; libFuzzer gets the rest."""
     name, corpus, *rest = sys.argv[1:]
     folder = Path(corpus)
     folder.mkdir(parents=True, exist_ok=True)

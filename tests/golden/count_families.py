@@ -1,4 +1,4 @@
-"""Which of transformers' families can be built tiny and run, which of those have softmax attention, and what becomes of them here.
+"""Which of transformers' families can be built tiny and run, which have softmax attention, and which this service computes or refuses.
 
 A family is a model type whose config has no sections: the others combine families, such as one for text and one for images, or are other
 names of a family.

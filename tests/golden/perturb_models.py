@@ -1,4 +1,4 @@
-"""Changes each field of the configs of tiny models: what changes transformers' eager attention has to change ours too, or be refused.
+"""Changes each field of the configs of tiny models: a change of transformers' eager attention must change ours equally, or be refused.
 
 Run as `python perturb_models.py [--record] [NAME …]` where `generate_models.py` runs, for all models or those named. It prints every change
 after which a layer is wrong, and for each model how many changes led to what: right, refused, or not built, by transformers itself or since
@@ -156,7 +156,7 @@ class Perturbation:
 
 
 def record(name, counts):
-    """Replaces the line of this model in the record; drops those of models that are no more."""
+    """Replaces the line of this model in the record; drops those of removed models."""
     lines = dict(line.split(": ") for line in RECORD.read_text().splitlines()) if RECORD.exists() else {}
     lines[name] = ", ".join(f"{kind} {counts[kind]}" for kind in ("right", "refused", "not built", "wrong") if counts[kind])
     kept = sorted(lines.keys() & {path.stem for path in FOLDER.glob("*.json")})

@@ -62,7 +62,7 @@ class Recorder:
             "query": arrays["query"],
             "key": None if np.array_equal(arrays["query"], arrays["key"]) else arrays["key"],
             "attend_keys": None if mask is None else mask.tolist(),
-            "fully_masked": "uniform",  # what the eager modules do: they add the dtype's lowest number
+            "fully_masked": "uniform",  # as the eager modules, which add the dtype's lowest number
             **modules.request,
         }
         load = {"layout": modules.layout, "prefix": modules.prefix, "spec": modules.spec}

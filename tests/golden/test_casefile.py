@@ -1,4 +1,4 @@
-"""`--check` of the generators finds what differs: the case files are only as good as that."""
+"""The generators' option `--check` finds every difference between the file and a new run."""
 
 import copy
 import json
@@ -33,14 +33,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_every_change_is_found_in_either_direction(change):
+def test_every_difference_is_found(change):
     before, after = document(), copy.deepcopy(document())
     change(after)
     assert list(casefile.compare(before, after)) and list(casefile.compare(after, before))
 
 
-def test_rounding_is_no_change():
-    """Expectations may differ below the tolerance; the file on disk is what is compared."""
+def test_differences_below_the_tolerance_are_ignored():
+    """The tolerance applies to expected outputs, and is that of the file on disk."""
     before, after = document(), document()
     after["cases"][0]["expect"]["output"] = nudged(after["cases"][0]["expect"]["output"], 2e-6)
     assert list(casefile.compare(json.loads(json.dumps(before)), after)) == []

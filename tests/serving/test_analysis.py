@@ -40,7 +40,7 @@ WINDOW, LINKS, MASS = 1, 3, 0.8
 
 
 def items(case: Case, weights: dict[str, Any], words: Any) -> list[Item]:
-    """The items of a case, with padding and positions worked out from the request alone."""
+    """The items of a case, with padding and positions derived from the request alone."""
     request = Request(**case.request)
     ref = Layer(case.spec, weights).attend(request)
     b, h, q, _ = ref.attention_weights.shape
@@ -107,7 +107,7 @@ def test_metrics_agree_with_plain_numpy_on_random_layers_and_masks(client: Clien
 
 
 def _links_agree(ours: dict[str, Any], theirs: list[list[tuple[float, int, int]]]) -> None:
-    """Weights, and where they stand as far as no two are equal but for rounding."""
+    """Asserts equal weights, and equal indices except where weights differ only by rounding."""
     for h, more in enumerate(theirs):
         links = more[:LINKS]
         found = int((ours["queries"][h] >= 0).sum())
@@ -291,8 +291,8 @@ def test_undefined_numbers_are_null(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("omit", ["special", ["[CLS]", "<|end|>"]])
-def test_omitted_tokens_are_no_queries_and_in_no_link(client: Client, omit: Any) -> None:
-    """The weights of the others stay as they are, of a batch whose items have tokens of their own."""
+def test_omitted_tokens_are_neither_queries_nor_in_links(client: Client, omit: Any) -> None:
+    """Other weights do not change. Each item of the batch has its own tokens."""
     x, n = np.random.default_rng(11).standard_normal((2, 6, 64)), 30
     words = [["[CLS]", "a", "b", "[UNK]", "c", "<|end|>"], ["a", "[CLS]", "b", "c", "d", "e"]]
     names, options = ["entropy", "entropy_per_query", "value_norms", "strongest_links"], {"top_links": n}
@@ -425,7 +425,7 @@ def same(ours: Any, theirs: Any) -> None:
 
 
 def test_metrics_are_computed_on_the_device_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the call: metrics are many steps."""
+    """However small the call is, since metrics take many steps."""
     threads: list[int] = []
 
     compute_metrics = MetricsOperation.__call__

@@ -40,12 +40,12 @@ OUTPUTS = [
     "head_outputs",
     "concatenated",
 ]
-MODERATE_INITS = ("xavier_uniform", "torch_linear", "torch_mha")  # weights that keep scores of the size of the inputs
+MODERATE_INITS = ("xavier_uniform", "torch_linear", "torch_mha")  # keeps scores as large as the inputs
 
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[Callable[[int], None]]:
-    """One thread, unless a test sets more: for calls this small, several only wait for one another."""
+    """One thread, unless a test sets more: several threads slow down calls this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield torch.set_num_threads
@@ -201,7 +201,7 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
                 fates[id(one)] = name
         for one in waiting:
             ahead[id(one)] -= 1
-            assert ahead[id(one)] >= 0, "as many batches as there were calls before it, and it still waits"
+            assert ahead[id(one)] >= 0, "it still waits after as many batches as there were calls before it"
 
     assert [fates[id(one)] for one, _ in submitted] == [fate for _, fate in submitted]
 

@@ -29,7 +29,7 @@ PIECE = CAPACITY // 4096
 
 
 def fill(budget: ByteBudget, caller: str) -> int:
-    """Bytes that a caller gets by many requests, each of a piece, until one is refused."""
+    """The bytes that a caller gets by requests of `piece` bytes each, until one is refused."""
     used = 0
     try:
         while True:
@@ -110,14 +110,14 @@ def test_rule_14_retry_after_is_estimated_from_the_rate_of_released_bytes() -> N
         return refusal.value.retry_after
 
     assert wait("new", size) == MAX_RETRY_AFTER
-    for _ in range(200):  # 100 bytes each half second, which others take at once
+    for _ in range(200):  # 100 bytes are released each half second, and taken by others at once
         now[0] += 0.5
         leases[0].release()
         leases[0].resize(size)
     assert wait("new", size) == 1
     assert [wait("new", size) for size in (400, 500)] == [2, 3]
     now[0] += RATE_TIME_CONSTANT
-    assert wait("new", 400) > 4, "releases of long ago count for less"
+    assert wait("new", 400) > 4, "old releases count for less"
     now[0] += 3600
     assert wait("new", 400) == MAX_RETRY_AFTER
     leases[0].release()
@@ -132,7 +132,7 @@ def test_retry_after_is_randomly_increased_by_up_to_half() -> None:
 
 
 class Exchange:
-    """One request to an ASGI application: `push` hands over a part of its body; its reply is taken piece by piece once `taking` is set."""
+    """One request to an ASGI application: `push` sends a part of its body; its reply is read piece by piece once `taking` is set."""
 
     def __init__(self, app: Any, size: int, address: str, path: str = "/attend", **headers: str) -> None:
         self.sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -173,7 +173,7 @@ async def serving(**settings: Any) -> AsyncIterator[Any]:
 
 def test_rule_5_bodies_that_are_being_read_count_against_the_budget() -> None:
     """By the bytes received, not by those declared. Too many are refused, and the reply frees them."""
-    size = 700_000  # of a room of 1 MiB
+    size = 700_000  # the budget is 1 MiB
     body = b'{"query": [[1, 2, 3, 4]]}'.ljust(size)
 
     async def test() -> None:
@@ -188,7 +188,7 @@ def test_rule_5_bodies_that_are_being_read_count_against_the_budget() -> None:
 
             first = Exchange(app, size, "192.0.2.1")
             await loop_iterations()
-            assert await ask() == 200  # nothing of the first has come
+            assert await ask() == 200  # no byte of the first has arrived
             first.push(body[:-1], more=True)
             while not app.state.service.budget.used:
                 await loop_iterations()

@@ -26,30 +26,30 @@ from service.wire.limits import WireLimits
 
 
 class Work:
-    """Functions that note when they run, and stand still until they may end."""
+    """Functions that record their names when they run, and block until the test sets `free`."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
         self.free = threading.Event()
         self.entered = threading.Semaphore(0)
 
-    def of(self, name: str) -> Callable[[], str]:
-        def function() -> str:
+    def function(self, name: str) -> Callable[[], str]:
+        def block() -> str:
             self.order.append(name)
             self.entered.release()
-            assert self.free.wait(PATIENCE), "the test forgot to let it end"
+            assert self.free.wait(PATIENCE), "the test did not set `free`"
             return name
 
-        return function
+        return block
 
     async def until_entered(self) -> None:
         assert await asyncio.to_thread(self.entered.acquire, timeout=PATIENCE)
 
 
 def pooled(test: Callable[[CodecPool, Work], Coroutine[Any, Any, None]], threads: int = 2) -> None:
-    """The test with a pool and work for it, on a loop."""
+    """Run the test on an event loop, with a pool and blocking functions."""
 
-    async def begun() -> None:
+    async def with_pool() -> None:
         pool, work = CodecPool(threads), Work()
         try:
             await test(pool, work)
@@ -57,7 +57,7 @@ def pooled(test: Callable[[CodecPool, Work], Coroutine[Any, Any, None]], threads
             work.free.set()
             pool.close()
 
-    run(begun())
+    run(with_pool())
 
 
 def start(pool: CodecPool, function: Callable[[], Any], size: int, caller: str = "") -> "asyncio.Task[Any]":
@@ -68,7 +68,7 @@ def test_light_jobs_run_beside_heavy_ones() -> None:
     """Ten heavy jobs were queued first; one of them runs."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        heavy = [start(pool, work.of("heavy"), HEAVY_BYTES) for _ in range(10)]
+        heavy = [start(pool, work.function("heavy"), HEAVY_BYTES) for _ in range(10)]
         await work.until_entered()
         assert await asyncio.gather(*(start(pool, lambda i=i: i, HEAVY_BYTES - 1) for i in range(5))) == [0, 1, 2, 3, 4]
         assert work.order == ["heavy"]
@@ -82,7 +82,7 @@ def test_heavy_jobs_have_their_own_thread() -> None:
     """It is not one of the threads for light jobs."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.of(name), HEAVY_BYTES) for name in ("first", "second")]
+        tasks = [start(pool, work.function(name), HEAVY_BYTES) for name in ("first", "second")]
         await work.until_entered()
         assert await start(pool, lambda: "light", 1) == "light"
         assert work.order == ["first"]
@@ -111,12 +111,12 @@ def test_threads_of_heavy_work_have_a_lower_priority() -> None:
 
 
 def test_callers_share_the_threads_fairly() -> None:
-    """However many bodies one of them has sent."""
+    """However many bodies one caller has sent."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.of("a"), HEAVY_BYTES, "a") for _ in range(5)]
+        tasks = [start(pool, work.function("a"), HEAVY_BYTES, "a") for _ in range(5)]
         await work.until_entered()
-        tasks += [start(pool, work.of("b"), HEAVY_BYTES, "b") for _ in range(2)]
+        tasks += [start(pool, work.function("b"), HEAVY_BYTES, "b") for _ in range(2)]
         await loop_iterations()
         work.free.set()
         await asyncio.gather(*tasks)
@@ -141,7 +141,7 @@ def test_cancelled_jobs_are_skipped() -> None:
     """A job cancelled while it waits never runs. The result of one cancelled while it runs is dropped."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.of(name), HEAVY_BYTES) for name in ("runs", "waits", "last")]
+        tasks = [start(pool, work.function(name), HEAVY_BYTES) for name in ("runs", "waits", "last")]
         await work.until_entered()
         for task in tasks[:2]:
             task.cancel()
@@ -169,7 +169,7 @@ def test_a_medium_body_is_decoded_while_large_ones_wait(monkeypatch: pytest.Monk
 
         def decode_slowly(raw: RawRequest, *more: Any) -> Decoded:
             if len(raw.body) >= HEAVY_BYTES:
-                work.of("large")()
+                work.function("large")()
             return decode(raw, *more)
 
         monkeypatch.setattr(service.engine, "decode", decode_slowly)

@@ -102,14 +102,14 @@ def test_the_input_of_a_deeper_layer_equals_that_of_transformers():
 
 @pytest.mark.checkpoint
 @pytest.mark.parametrize("layer", [-1, 6])
-def test_a_layer_that_the_model_has_not(layer):
+def test_a_layer_beyond_those_of_the_model_is_refused(layer):
     with pytest.raises(ValueError, match=f"0 to 5, got {layer}"):
         read_minilm(SENTENCE, layer)
 
 
 @pytest.mark.checkpoint
 def test_a_head_of_the_model_links_each_word_to_the_one_before():
-    """Heads that mean something: head 2 of layer 0 is a previous-token head."""
+    """Head 2 of layer 0 is a previous-token head."""
     read = read_minilm(SENTENCE)
     weights = attend(read.spec, read.weights, query=read.vectors).attention_weights[2]
     assert (weights[1:-1].argmax(-1) == np.arange(len(read.tokens) - 2)).all()

@@ -58,7 +58,7 @@ class FailsOnce:
 
 @pytest.mark.parametrize("stage", ["sizing", "counting", "stacking", "computing", "splitting"])
 def test_rule_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it happens. The next batch is computed."""
+    """In whichever step it happens. The next batch is computed."""
 
     async def test() -> None:
         harness = Harness()
@@ -77,7 +77,7 @@ def test_rule_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatc
         outcomes = await outcomes_of(*(harness.start(call) for call in calls))
 
         if stage == "counting" and any(isinstance(outcome, Outcome) for outcome in outcomes):
-            assert_answers(outcomes, calls)  # no harm done
+            assert_answers(outcomes, calls)  # the next batch is computed
         else:
             assert [type(outcome) for outcome in outcomes] == [ServiceFault] * 3
             assert [type(outcome.__cause__) for outcome in outcomes] == [RuntimeError] * 3
@@ -165,7 +165,7 @@ def test_rule_7_reproducible_calls_are_bit_for_bit_equal_at_any_load() -> None:
         harness = Harness()
         spec = LayerSpec(d_model=64, num_heads=8)
         layer = REGISTRY.make("wide", spec)
-        counts: list[tuple[int, int]] = []  # threads of arithmetic in the thread that computes, and in one that starts meanwhile
+        counts: list[tuple[int, int]] = []  # number of torch's threads in the thread that computes, and in one that starts meanwhile
 
         def spied(call: Call) -> Result:
             with ThreadPoolExecutor(1) as other:
@@ -201,7 +201,7 @@ def test_rule_7_reproducible_calls_are_bit_for_bit_equal_at_any_load() -> None:
 
 
 def beyond(n: int, error: Callable[[], BaseException]) -> Callable[[Call], None]:
-    """There is memory for n items at once."""
+    """A fault as if there were memory for n items at once."""
 
     def fault(call: Call) -> None:
         if call.query.shape[0] > n:
@@ -211,7 +211,7 @@ def beyond(n: int, error: Callable[[], BaseException]) -> Callable[[Call], None]
 
 
 def what_torch_raises() -> BaseException:
-    """What its CPU allocator raises when there is no memory."""
+    """The exception of its CPU allocator when there is no memory."""
     try:
         torch.empty(1 << 52)
     except RuntimeError as error:

@@ -13,14 +13,14 @@ from service.serving.requests import RawRequest
 
 
 class BlockedFigure:
-    """A figure whose drawing begins, and ends once the test sets `go`."""
+    """A figure whose drawing sets `started`, and ends once the test sets `go`."""
 
     def __init__(self):
-        self.begun, self.go, self.times = threading.Event(), threading.Event(), 0
+        self.started, self.go, self.times = threading.Event(), threading.Event(), 0
 
     def draw(self, check):
         self.times += 1
-        self.begun.set()
+        self.started.set()
         assert self.go.wait(60)
         check()
         return b""
@@ -66,7 +66,7 @@ def test_a_drawing_whose_deadline_passes_while_it_waits_never_starts(renderer):
         task.cancel()
         first.go.set()
         await asyncio.gather(task, return_exceptions=True)
-        renderer.close()  # waits for whatever is still to be drawn
+        renderer.close()  # waits for the remaining drawings
         return second.times
 
     assert asyncio.run(scenario()) == 0
@@ -76,7 +76,7 @@ def test_a_disconnected_caller_ends_the_drawing(renderer):
     async def scenario():
         figure, gone = BlockedFigure(), threading.Event()
         task = await begin(renderer, figure, gone=gone.is_set)
-        await asyncio.to_thread(figure.begun.wait)
+        await asyncio.to_thread(figure.started.wait)
         gone.set()
         figure.go.set()
         with pytest.raises(CallerGone):
@@ -93,7 +93,7 @@ def test_at_the_deadline_the_caller_gets_an_error_and_the_thread_stops_drawing()
         renderer = FigureRenderer(lambda: now[0])
         figure = BlockedFigure()
         task = await begin(renderer, figure, deadline=5.0)
-        await asyncio.to_thread(figure.begun.wait)
+        await asyncio.to_thread(figure.started.wait)
         now[0] = 6.0
         figure.go.set()
         with pytest.raises(DeadlinePassed):

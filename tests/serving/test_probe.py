@@ -17,11 +17,11 @@ from service.serving.service import Service, open_service
 from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 
-SOON, EVER = 0.05, 60.0  # seconds of a deadline that is to pass, and of one that is not
+SOON, EVER = 0.05, 60.0  # seconds: a deadline that passes, and one that does not
 
 
 async def opened(attention: Attention) -> tuple[Service, Clock]:
-    """A started service with that layer alone, long after anything was computed."""
+    """A started service with that layer alone, long after its last computation."""
     service, clock = open_service("cpu", WireLimits(), ServingLimits()), Clock()
     await service.start({})
     service.clock = service.scheduler.clock = clock
@@ -162,7 +162,7 @@ def test_the_first_retry_after_uses_the_speed_measured_at_the_start() -> None:
     async def test() -> None:
         attention = Attention()
         scheduler = Scheduler(torch.device("cpu"), Metrics(), QueueLimits(operations=10**11), BatchLimits())
-        scheduler.calibrate(10**8, 0.01)  # ten thousand million a second
+        scheduler.calibrate(10**8, 0.01)  # 10^10 operations per second
         attention.gate.clear()
         calls = []
         for operations in (HEAVY, 10**11):

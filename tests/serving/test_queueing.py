@@ -14,7 +14,7 @@ from service.serving.queueing import DEFAULT_RATE, MAX_IDLE_FLOWS, FairQueue, Fl
 
 @dataclass(frozen=True)
 class Item:
-    """One of those of a flow, counted from 0."""
+    """An item of a flow; `number` counts from 0."""
 
     flow: str
     number: int
@@ -161,7 +161,7 @@ def cost(operations: int = 0, memory: int = 0) -> Cost:
 
 
 def filled(occupancy: Occupancy, flow: Flow, one: Cost) -> int:
-    """How many such calls of the flow find room."""
+    """The number of such calls of the flow that fit."""
     for count in range(1000):
         if occupancy.refusal(flow, one) is not None:
             return count

@@ -63,7 +63,7 @@ def no_light_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "LIGHT_OPERATIONS", -1)
 
 
-# 1. Decode and validate first; batch only what is bound.
+# 1. Requests are decoded and validated first; only valid ones are queued.
 
 
 @pytest.mark.usefixtures("no_light_calls")
@@ -136,7 +136,7 @@ def test_rule_2_a_cancelled_call_is_not_computed_and_is_counted() -> None:
 
 
 def test_rule_2_a_call_of_a_disconnected_caller_is_not_computed_and_is_counted() -> None:
-    """`gone` returns True; nothing cancels the call."""
+    """`gone` returns True, but the call is not cancelled."""
 
     async def test() -> None:
         harness = Harness()
@@ -510,7 +510,7 @@ def test_rule_6_a_delay_applies_only_to_an_idle_device() -> None:
             assert_answers(await asyncio.gather(*tasks), [request(1)] * 5)
             assert len(timers) == 1
 
-            later = harness.start()  # finds it idle again
+            later = harness.start()  # the device is idle again
             await loop_iterations()
             assert len(timers) == 2
             timers[1]()
@@ -524,7 +524,7 @@ def test_rule_6_a_delay_applies_only_to_an_idle_device() -> None:
 
 
 def test_rule_8_only_the_injected_clock_is_read() -> None:
-    """Hours pass between arrival and computation if the clock says so; queue and compute times come from it alone."""
+    """The clock moves by hours between arrival and computation; queue and compute times come from it alone."""
 
     async def test() -> None:
         clock = Clock()
@@ -862,7 +862,7 @@ def test_rule_14_retry_after_uses_the_speed_of_each_size_class() -> None:
     run(test())
 
 
-# All at once
+# All rules together
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -50,10 +50,10 @@ PLACE = Place("one", 3, 1000)
 
 
 class Sessions:
-    """A registry of sessions with a clock that a test sets. To be used on a running loop."""
+    """A registry of sessions whose clock the test sets. Needs a running event loop."""
 
     def __init__(self, pages: int = 4, shared: bool = False, seconds: float = 300.0) -> None:
-        """`pages`: number of first pages that fit into its memory."""
+        """`pages`: the number of first pages that fit into its memory."""
         self.clock, self.metrics, self.seconds = Clock(), Metrics(), seconds
         self.layers = LayerRegistry(torch.device("cpu"), ServingLimits())
         self.layers.put(self.layers.make("default", SPEC))
@@ -87,7 +87,7 @@ class Sessions:
 
 
 def loop(test: Callable[[], Any]) -> Callable[[], None]:
-    """Runs an asynchronous test, and gives it up if it hangs."""
+    """Runs an asynchronous test, with a timeout."""
 
     def wrapped() -> None:
         run(test())
@@ -116,7 +116,7 @@ async def test_ten_thousand_abandoned_sessions_leave_no_memory() -> None:
 
 @loop
 async def test_the_least_recently_used_session_of_the_same_owner_ends_first() -> None:
-    """And never one that is in use, or one of another owner. A step that finds no page leaves everything as it was."""
+    """Never one that is in use or belongs to another owner. A step that gets no page changes nothing."""
     sessions = Sessions(pages=4)
     other, first, second, third = sessions.create("other", 1), *(sessions.create("owner", 1) for _ in range(3))
     await sessions.use(first)
@@ -138,7 +138,7 @@ async def test_the_least_recently_used_session_of_the_same_owner_ends_first() ->
 
 @loop
 async def test_a_session_whose_next_call_waits_is_in_use() -> None:
-    """Also between the end of one call and the begin of the next, in which nothing has the lock."""
+    """Also between the end of one call and the beginning of the next, when nothing has the lock."""
     sessions, order = Sessions(pages=1), []
     session = sessions.create(rows=1)
 
@@ -161,7 +161,7 @@ async def test_with_keys_no_owner_takes_all_memory_or_all_sessions() -> None:
     sessions = Sessions(pages=9, shared=True)
     for _ in range(8):
         sessions.create("greedy", rows=1)
-    assert sessions.registry.pool.of_owner["greedy"] == 6 * FIRST_PAGE  # twice the three that stay free
+    assert sessions.registry.pool.of_owner["greedy"] == 6 * FIRST_PAGE  # two thirds of the memory: twice the three that stay free
     sessions.create("modest", rows=1)
     assert len(sessions.registry.of_owner("greedy")) == 6 and sessions.ended("memory") == 2
     with pytest.raises(OutOfMemory, match="2 times the free bytes"):
@@ -200,7 +200,7 @@ async def test_a_fork_that_cannot_be_added_shares_no_page() -> None:
 
 @loop
 async def test_the_memory_of_a_fork_counts_once_until_a_page_is_written() -> None:
-    """A fork does not end for the copy of a page that it shares: no memory would be free afterwards."""
+    """A fork is not evicted to make room for a copy of a page that it shares: that would free no memory."""
     sessions = Sessions(pages=1)
     session = sessions.create(rows=3)
     fork = sessions.registry.fork(session, 2)
@@ -220,7 +220,7 @@ async def test_the_memory_of_a_session_that_ends_in_use_is_free_afterwards() -> 
     equal = sessions.layers.make("default", SPEC)
     sessions.layers.put(equal)
     async with turn(sessions.registry, session.id, "", RawRequest(b"")) as used:
-        assert used.layer is equal  # so the one before it needs no memory
+        assert used.layer is equal  # so the step before it needs no memory
         sessions.layers.put(sessions.layers.make("default", SPEC.model_copy(update={"seed": 2})))
         assert "its layer was replaced" in sessions.reason(session)
         assert sessions.registry.pool.used == FIRST_PAGE
@@ -229,7 +229,7 @@ async def test_the_memory_of_a_session_that_ends_in_use_is_free_afterwards() -> 
 
 
 @loop
-async def test_an_id_says_why_there_is_no_session() -> None:
+async def test_the_refusal_of_an_id_says_why_the_session_does_not_exist() -> None:
     sessions = Sessions()
     for place, error, words in (
         (PLACE._replace(epoch=999), SessionEnded, "its process was restarted"),
@@ -251,8 +251,8 @@ def test_workers_share_the_memory(tmp_path: Path) -> None:
     service.close()
 
 
-def test_a_session_or_sequence_names_its_worker(tmp_path: Path) -> None:
-    """Of two workers with one number, while one replaces the other, the newer one has the sequences, and each its sessions."""
+def test_requests_of_sessions_and_sequences_are_sent_to_their_worker(tmp_path: Path) -> None:
+    """While a worker is replaced, the old and the new one have the same number: the new one has the sequences, each its own sessions."""
     workers = Workers(tmp_path / "1.70.http", 3)
     for name in ("0.60.http", "1.9.http", "1.70.http", "1.70.grpc"):
         (tmp_path / name).touch()
@@ -315,7 +315,7 @@ async def step(service: Service, session: Session, rows: Any, **fields: Any) -> 
 
 @loop
 async def test_a_cancelled_step_ends_before_the_next_one_begins() -> None:
-    """The thread of the device cannot be interrupted: meanwhile the session is in use. What was cancelled is not appended."""
+    """The device's thread cannot be interrupted, so the session is in use until it ends. Rows of a cancelled step are not appended."""
     with pytest.MonkeyPatch.context() as patch:
         gate, sessions = Gate(patch), Sessions()
         service, session = service_of(sessions), sessions.create()
@@ -340,7 +340,7 @@ async def test_a_cancelled_step_ends_before_the_next_one_begins() -> None:
 
 @loop
 async def test_a_step_whose_reply_is_an_error_appends_nothing() -> None:
-    """Such as a query without a key, which is known only once it is computed, or memory that was not there."""
+    """For example a query without a key, which is known only after the computation, or missing memory."""
     sessions = Sessions(pages=16)
     service, session = service_of(sessions), sessions.create()
     row = np.ones((1, 6))
@@ -358,7 +358,7 @@ async def test_a_step_whose_reply_is_an_error_appends_nothing() -> None:
 
 @loop
 async def test_rule_12_a_large_step_is_bound_in_another_thread() -> None:
-    """Its body has been decoded by then, and its numbers are still to be checked and cast."""
+    """Its body is decoded, and its numbers have yet to be checked and cast."""
     sessions, on_loop = Sessions(pages=1000), []
     service, session = service_of(sessions), sessions.create()
 

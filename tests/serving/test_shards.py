@@ -66,13 +66,13 @@ def test_merged_parts_equal_the_whole_call(dtype, seed, select):
     expected = layer.attention.forward(call)
     scores = expected.tensors["scores"]
     largest = scores[torch.isfinite(scores)].abs().max().item() if torch.isfinite(scores).any() else 0.0
-    tolerance = 1e-12 if dtype == "float64" else 1e-6 * max(1.0, largest)  # an error in a score is a relative one in a weight
+    tolerance = 1e-12 if dtype == "float64" else 1e-6 * max(1.0, largest)  # an absolute error of a score is a relative error of its weight
     for shards in (2, 64):
         got = compute(layer, call, shards)
         assert got.tensors.keys() == expected.tensors.keys()
         assert got.fully_masked_rows == expected.fully_masked_rows
         for name in expected.tensors:
-            if name != "keys":  # of equal weights another may come first by a rounding
+            if name != "keys":  # rounding may change the order of equal weights
                 close(expected.tensors[name], got.tensors[name], tolerance)
         if select is not None and "top_k" in select:
             weights = layer.attention.forward(replace(call, top_k=None)).tensors["attention_weights"]
@@ -113,7 +113,7 @@ def test_a_pickled_part_contains_only_its_own_keys():
     layer = REGISTRY.make("x", LayerSpec(d_model=6, num_heads=2))
     request = AttendRequest(query=np.ones((1, 2, 6)), key=np.ones((1, 10_000, 6)), bias=np.zeros((2, 10_000)), outputs=["output"])
     call = make_call(request, layer.spec)
-    whole = 10_000 * (6 + 2) * 4  # in float32; the value is the key, and goes once
+    whole = 10_000 * (6 + 2) * 4  # in float32; the value is the key, which is sent once
     assert all(whole / 5 < len(pickle.dumps(part)) < whole / 4 for part in split_call(call, 5))
 
 
@@ -149,8 +149,8 @@ SPEC = LayerSpec(d_model=12, num_heads=3, seed=4, sinks=True, rope={})
 BODY = {"query": np.random.default_rng(0).standard_normal((2, 41, 12)).tolist(), "causal": True, "select": {"queries": [40, 3]}}
 
 
-class Here:
-    """Shards of this very process."""
+class LocalShards:
+    """Shards in this process."""
 
     def __init__(self, count, error=None, wait=0.0):
         self.count, self.error, self.wait, self.calls = count, error, wait, []
@@ -196,7 +196,7 @@ HALF = {
 
 @pytest.mark.parametrize("limit", HALF)
 def test_only_calls_too_large_for_one_process_go_to_shards(limit):
-    (expected, _), shards = ask(None), Here(2)
+    (expected, _), shards = ask(None), LocalShards(2)
     (small, _) = ask(shards)
     assert small == expected and not shards.calls
     large, plan = ask(shards, HALF[limit]())
@@ -206,7 +206,7 @@ def test_only_calls_too_large_for_one_process_go_to_shards(limit):
         np.testing.assert_allclose(large[name], expected[name], rtol=0, atol=1e-6 * np.abs(expected[name]).max())
 
 
-@pytest.mark.parametrize("shards", [None, Here(0), Here(1)])
+@pytest.mark.parametrize("shards", [None, LocalShards(0), LocalShards(1)])
 def test_without_shards_a_call_beyond_the_limit_is_refused(shards):
     with pytest.raises(TooLarge, match="max_memory_bytes"):
         ask(shards, HALF["memory"]())
@@ -217,14 +217,14 @@ def test_calls_with_dropout_or_gradients_are_not_cut(fields):
     fields = {**fields, "select": None}
     limits = ServingLimits(max_operations=cost_of(**fields).operations * 2 // 3)
     with pytest.raises(TooLarge, match="max_operations"):
-        ask(Here(2), limits, **fields)
+        ask(LocalShards(2), limits, **fields)
 
 
 def test_a_call_too_large_for_all_shards_is_refused():
     limits = ServingLimits(max_operations=cost_of().operations // 3)
-    assert ask(Here(4), limits)
+    assert ask(LocalShards(4), limits)
     with pytest.raises(TooLarge, match="max_operations"):
-        ask(Here(2), limits)
+        ask(LocalShards(2), limits)
     problems, in_parts = Admission(ServingLimits(max_scores=10), 64).refusals(AttendRequest(**BODY), SPEC, cost_of())
     assert problems and not in_parts, "weights come together in one place"
     assert cost_of_part(cost_of(), 2).operations == -(-cost_of().operations // 2)
@@ -232,9 +232,9 @@ def test_a_call_too_large_for_all_shards_is_refused():
 
 def test_a_deadline_ends_the_wait_for_shards():
     with pytest.raises(DeadlinePassed):
-        ask(Here(2, wait=30), HALF["memory"](), deadline=0.05)
+        ask(LocalShards(2, wait=30), HALF["memory"](), deadline=0.05)
 
 
 def test_an_error_of_a_shard_reaches_the_caller():
     with pytest.raises(OutOfMemory):
-        ask(Here(2, error=OutOfMemory()), HALF["memory"]())
+        ask(LocalShards(2, error=OutOfMemory()), HALF["memory"]())

@@ -31,7 +31,7 @@ def cgroup(tmp_path: Path) -> Limit:
 
 @pytest.fixture
 def affinity(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Pins this process, as it believes, to that many cores."""
+    """Pretends that this process is pinned to that many cores."""
     return lambda cores: monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
 
 
@@ -43,7 +43,7 @@ def version_2(quota: str, period: str = "100000") -> dict[str, str]:
     return {"cpu.max": f"{quota} {period}\n"}
 
 
-# What may be used
+# Usable cores
 
 
 @pytest.mark.parametrize("write", [version_1, version_2])
@@ -117,7 +117,7 @@ def test_rule_11_usable_cores_of_this_machine() -> None:
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
 
 
-# The plan
+# Planned threads
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_rule_11_no_plan_exceeds_the_cores(workers: int, threads: int | None, co
     assert planned == threads or (threads is None and (planned + 1) * workers > cores)
 
 
-# Before torch
+# torch's threads
 
 
 def test_rule_11_threads_are_planned_before_torch_is_imported() -> None:

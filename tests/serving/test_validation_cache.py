@@ -25,7 +25,7 @@ from service.spec import LayerSpec
 from service.wire.limits import WireLimits
 
 SPECS = {"default": LayerSpec(d_model=6, num_heads=2, seed=3), "half": LayerSpec(d_model=6, num_heads=3, dtype="float16")}
-OPTIONS: dict[str, list[Any]] = {  # right and wrong, and pairs that Python calls equal
+OPTIONS: dict[str, list[Any]] = {  # valid and invalid values, and pairs that are equal in Python
     "layer": ["default", "half", "nobody", 1, ["default"], None],
     "causal": [True, False, 1, 0, "true", None],
     "scale": [1, 1.0, None, "1", 0.5],
@@ -47,7 +47,7 @@ SERVICE = open_service("cpu", WireLimits(), ServingLimits(max_scores=40))
 
 
 def engine() -> Engine:
-    """One with layers of its own, and so without anything cached."""
+    """A new engine, whose cache is empty."""
     registry = LayerRegistry(torch.device("cpu"), SERVICE.limits)
     for name, spec in SPECS.items():
         registry.put(registry.make(name, spec))
@@ -60,7 +60,7 @@ def bind(engine: Engine, body: dict[str, Any]) -> BoundCall:
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Of few shapes, so that many are alike."""
+    """Requests of few shapes, so that many have the same one."""
     batch = draw(st.sampled_from([(), (1,), (2,)]))
     body: dict[str, Any] = {}
     for name, rows in (("query", (2, 3)), ("key", (2, 3)), ("value", (3,))):
@@ -73,7 +73,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def call_of(bound: BoundCall) -> Call:
-    """The call with its numbers, which a short call has in its operation."""
+    """The call with its numbers; those of a short call are in its operation."""
     return bound.operation.with_numbers(bound.call) if isinstance(bound.operation, ShortCall) else bound.call
 
 
@@ -100,7 +100,7 @@ REMEMBERING = engine()
 def test_a_cached_request_gives_the_same_call_or_refusal_as_an_uncached_one(body: dict[str, Any]) -> None:
     anew = outcome(engine(), body)
     assert outcome(REMEMBERING, body) == anew
-    assert outcome(REMEMBERING, body) == anew  # now that it has been seen
+    assert outcome(REMEMBERING, body) == anew  # from the cache
 
 
 def bound_twice(*bodies: dict[str, Any]) -> tuple[BoundCall, BoundCall]:
@@ -135,7 +135,7 @@ def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same shape", "another shape"])
 def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
-    """Between any two bytecode instructions of one insertion another runs from beginning to end, as in another thread."""
+    """A second insertion runs completely between any two bytecode instructions of the first, as in another thread."""
     bound = bind(engine(), {"query": np.ones((1, 2, 6)).tolist()})
     validated = CachedValidation(bound.request, bound.call, bound.cost, bound.in_parts, bound.log_fields)
     code = ValidationCache.keep.__code__
@@ -166,9 +166,7 @@ def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
         assert "first" in kept and len(kept) == MAX_RESULTS
         for number in range(MAX_RESULTS):
             cache.keep(("later", number), validated)
-        assert set(cache._results) == {("later", number) for number in range(MAX_RESULTS)}, (
-            f"an entry was left behind at instruction {place}"
-        )
+        assert set(cache._results) == {("later", number) for number in range(MAX_RESULTS)}, f"an entry remained at instruction {place}"
     assert most > 50
 
 

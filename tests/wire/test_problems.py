@@ -1,4 +1,4 @@
-"""What a caller may have meant: the closest name, and names of other libraries."""
+"""Suggestions for unknown names: the closest name, and the fields that correspond to names of other libraries."""
 
 import re
 
@@ -16,20 +16,20 @@ FIELDS = {*AttendRequest.model_fields, *AnalysisRequest.model_fields, *FigureReq
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
-def test_a_name_of_another_library_in_a_request_is_answered_with_a_field(name: str) -> None:
+def test_a_request_field_is_suggested_for_a_name_of_another_library(name: str) -> None:
     assert name not in FIELDS
     assert re.match("|".join(FIELDS), OTHER_NAMES[name])
 
 
 @pytest.mark.parametrize(("name", "meaning"), LayerSpec.expected_instead.items())
-def test_a_name_of_another_library_in_a_spec_is_answered_with_a_field(name: str, meaning: str) -> None:
+def test_a_spec_field_is_suggested_for_a_name_of_another_library(name: str, meaning: str) -> None:
     assert name not in LayerSpec.model_fields
     assert meaning.partition(" ")[0] in {*LayerSpec.model_fields, "no"}
     with pytest.raises(InvalidRequest, match=re.escape(f'expected {meaning}, got a field "{name}", at /spec/{name}')):
         validate(PutLayer, {"spec": {"d_model": 4, "num_heads": 2, name: 1}})
 
 
-def test_each_name_has_one_advice() -> None:
+def test_each_name_of_another_library_has_one_suggestion() -> None:
     names = " ".join(ADVICE.values()).split()
     assert sorted(names) == sorted(OTHER_NAMES)
 

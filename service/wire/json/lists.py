@@ -129,7 +129,10 @@ class ArrayBuilder:
         self.counts: list[int] = []  # how many items each open list has so far
 
     def add(self, items: list[Any], open_before: int = 0, open_after: int = 0) -> None:
-        """Adds a piece. Its outermost `open_before` lists continue those of the piece before; the next piece continues `open_after`."""
+        """Adds a piece. Its outermost `open_before` lists continue those of the piece before; the next piece continues `open_after`.
+
+        The text [[1, 2], [3, 4]], cut at its last comma, comes as [[1, 2], [3]] with `open_after` 2, and [[4]] with `open_before` 2.
+        """
         self._add_list(items, 1, open_before, open_after)
         self.pieces.append(np.array(self.numbers, self.dtype if self.exact else FLOAT64))
         self.numbers = []

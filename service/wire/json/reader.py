@@ -111,7 +111,8 @@ def split_json(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFO
 
     Nothing is parsed. In JSON, a quotation mark before a colon ends a key, so a value follows. There are no strings or objects before the
     next quotation mark or brace, so a list that is the value and ends before that mark contains only numbers. If the text is not JSON, the
-    template or one of the values is not JSON either, and is refused when it is parsed.
+    template or one of the values is not JSON either, and is refused when it is parsed. So {"query": [[1, 2]], "causal": true} has the list
+    [[1, 2]], and a template with a placeholder in its place.
     """
     pieces: list[bytes] = []
     values: list[RawValue] = []

@@ -20,7 +20,7 @@ BODY = {
 
 @pytest.fixture(params=["light", "dark"])
 def page(request, browser, http: httpx.Client, tmp_path):
-    """The opened page of three heads; at the end it has logged no message and fetched nothing but itself."""
+    """The opened page of three heads. At the end, asserts that it logged no message and fetched only itself."""
     figure = {"format": "html", "heads": HEADS, "title": "<b>Heads</b> & more", "theme": request.param}
     answer = http.post("/attend/figure", json={**BODY, "figure": figure})
     assert answer.status_code == 200, answer.text

@@ -161,7 +161,7 @@ def test_causal_and_window_block_the_expected_keys():
         ({"attend_keys": [0, 1, 0, 0]}, [[0, 0, 0, 0], [0, 1, 0, 0]]),
         ({"block_keys": [1, 0, 0, 1]}, [[0, 1, 0, 0], [0, 1, 1, 0]]),
         ({"block_keys": [0, 0, 1, 1], "valid_lens": 3}, [[1, 0, 0, 0], [1, 1, 0, 0]]),
-        ({"block_mask": [[0, 0, 0, 1]]}, [[1, 1, 1, 0], [1, 1, 1, 0]]),  # a mask over pairs says nothing about real keys
+        ({"block_mask": [[0, 0, 0, 1]]}, [[1, 1, 1, 0], [1, 1, 1, 0]]),  # a mask over pairs does not say which keys are padding
         ({"valid_lens": 0}, [[0, 0, 0, 0], [0, 0, 0, 0]]),
     ],
 )
@@ -265,7 +265,7 @@ def test_values_of_blocked_keys_have_no_effect(poison, fields):
     np.testing.assert_allclose(spoilt.output, clean.output, rtol=1e-14)
 
 
-# --- what must always hold ------------------------------------------------------------------------------------------------------------
+# --- invariants -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_rows_sum_to_one_and_log_sum_exp_is_the_logarithm_of_their_denominator():

@@ -64,7 +64,7 @@ def test_agrees_with_autograd(seed):
 def torch_output(spec, weights, request, inputs, forward):
     """The output computed with torch: its norms, RoPE by `rotate_half` or by complex numbers, the sink as one column more.
 
-    What is blocked is read off the reference's answer, which other tests hold.
+    The blocked keys are those of the reference, which other tests check.
     """
     q, k, v = (torch_heads(spec, weights, name, x) for name, x in inputs.items())
     (queries, keys), offset = forward.scores.shape[2:], offset_of(request, forward)
@@ -342,7 +342,7 @@ def test_a_key_and_a_sink_have_the_gradient_of_the_logistic_function():
     np.testing.assert_allclose(got["query_gradient"], [[sigma * (1 - sigma)]], rtol=1e-14)
 
 
-# --- what must always hold ------------------------------------------------------------------------------------------------------------
+# --- invariants -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(40))

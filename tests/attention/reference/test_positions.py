@@ -1,5 +1,5 @@
-"""Windows, RoPE, biases and scores by position, and grids: published or hand-computed numbers, other ways to compute them, and what follows
-from positions being relative."""
+"""Windows, RoPE, biases and scores by position, and grids: published or hand-computed numbers, other ways to compute them, and
+invariants of relative positions."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def visible_keys(spec, q, k, **request):
     return np.isfinite(scores(spec, q, k, **request)[0]).astype(int).tolist()
 
 
-# --- where a query stands -------------------------------------------------------------------------------------------------------------
+# --- offsets and windows --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", [{"window": {}}, {"rope": {}}, {"alibi": True}, {"relative_bias": {}}])
@@ -58,7 +58,7 @@ def test_a_window_beyond_the_keys_masks_the_row():
     got = attend(
         layer_without_projections(window={"left": 1, "right": 1}), {}, query=np.zeros((2, 1)), key=np.zeros((3, 1)), query_offset=3
     )
-    assert got.fully_masked.tolist() == [[False, True]]  # query 0 stands on 3 and sees key 2, query 1 stands on 4
+    assert got.fully_masked.tolist() == [[False, True]]  # query 0 is at position 3 and may attend to key 2; query 1 is at position 4
 
 
 @pytest.mark.parametrize("seed", range(80))

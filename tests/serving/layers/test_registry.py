@@ -51,7 +51,7 @@ def test_a_reply_comes_from_one_layer_while_layers_are_replaced(http: httpx.Clie
         http.delete(f"/layers/{NAME}")
         return len(seen) == 3 or bool(wrong)
 
-    until(seen_all, "both layers and none were met")  # or this shows nothing
+    until(seen_all, "both layers and none were met")  # otherwise the test proves nothing
     over.set()
     for caller in callers:
         caller.join()

@@ -38,7 +38,7 @@ def here(folder: Path | None, **settings: Any) -> AbstractContextManager[str]:
 
 
 def ask(server: Server | str, method: str, path: str, **knobs: Any) -> httpx.Response:
-    """One request on a connection of its own, which any worker may take."""
+    """Send one request on a new connection, which any worker may accept."""
     with httpx.Client(base_url=server if isinstance(server, str) else server.url, timeout=60, headers={"Connection": "close"}) as client:
         return client.request(method, path, **knobs)
 
@@ -95,7 +95,7 @@ def test_a_stored_layer_is_loaded_after_a_restart_and_a_removed_one_is_not(start
 
 
 def contains(now: Any, then: Any) -> bool:
-    """Whether a document has all that it had; objects may have new fields beside it."""
+    """Whether a document has all the values that it had; objects may have new fields too."""
     if isinstance(now, dict) and isinstance(then, dict):
         return now.keys() >= then.keys() and all(contains(now[name], value) for name, value in then.items())
     return bool(now == then)
@@ -185,7 +185,7 @@ def test_files_that_are_not_valid_layers_are_logged_and_skipped(start: Start, tm
     (tmp_path / "linked.safetensors").symlink_to(tmp_path / "elsewhere" / "out")
     (tmp_path / "bad name.safetensors").write_bytes(good)
     os.mkfifo(tmp_path / "pipe.safetensors")
-    (tmp_path / ".good.0123.part").write_bytes(good[:9])  # what a writer left that died
+    (tmp_path / ".good.0123.part").write_bytes(good[:9])  # the partial file of a writer that died
     (tmp_path / ".peer-0123").write_text("0")
 
     second = start("--layers-dir", str(tmp_path))
@@ -312,7 +312,7 @@ def test_a_disk_too_full_to_announce_the_change_changes_nothing(start: Start, tm
     for name in ("mine", "new"):
         assert "as they were" in put(server, name, OTHER, 507)["detail"]
     assert files(tmp_path) == ["mine.safetensors"]
-    put(server, "more", {"spec": {"d_model": 128, "num_heads": 2}}, 507)  # and by now it would have followed the folder
+    put(server, "more", {"spec": {"d_model": 128, "num_heads": 2}}, 507)  # by now it would have read the folder again
     assert ask(server, "GET", "/layers/mine").json() == old and names(server) == ["default", "mine"]
     removed = ask(server, "DELETE", "/layers/mine")
     assert removed.status_code == 507 and "as they were" not in removed.json()["detail"] and "has changed" in removed.json()["detail"]
@@ -331,7 +331,7 @@ def test_all_workers_have_a_change_when_its_reply_arrives(start: Start, tmp_path
         writer.start()
     for writer in writers:
         writer.join()
-    put(server, "last", TINY, 201)  # then all that came before it has been followed too
+    put(server, "last", TINY, 201)  # changes are applied in order, so all earlier ones have been applied too
     assert len({ask(server, "GET", "/layers/mine").json()["fingerprint"] for _ in range(12)}) == 1
     assert ask(server, "DELETE", "/layers/mine").status_code == 204
     assert {ask(server, "GET", "/layers/mine").status_code for _ in range(12)} == {404}

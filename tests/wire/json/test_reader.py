@@ -25,7 +25,7 @@ KINDS: dict[str, Kind] = {"x": "number", "y": "number", "bias": "bias", "mask": 
 INTEGERS = st.one_of(st.integers(-1000, 1000), st.integers(-(2**63), 2**64 - 1), st.integers(-(10**300), 10**300))
 FLOATS = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),
-    st.floats(-1e-300, 1e-300),  # subnormals among them
+    st.floats(-1e-300, 1e-300),  # subnormals included
     st.sampled_from([0.0, -0.0, 5e-324, -5e-324, 2.2250738585072014e-308, 1.7976931348623157e308, 2.0**53 + 2, 0.1]),
 )
 TEXTS = st.sampled_from(
@@ -90,7 +90,7 @@ def bits(array: Any) -> Any:
 
 
 def python(text: str) -> np.ndarray[Any, Any]:
-    """What Python makes of the tensor."""
+    """The tensor as Python's json reads it."""
     return np.array(json.loads(text, parse_int=lambda digits: float(int(digits))), np.float64)
 
 

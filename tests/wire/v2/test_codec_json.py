@@ -55,7 +55,7 @@ def outcome(body: bytes, length: str = "") -> Any:
 
 
 def agree(body: bytes, length: str = "") -> Any:
-    """What comes of the body, whether its lists are cut out or the strict reader parses all of it."""
+    """The outcome, which is the same whether lists are cut out or the strict reader parses the whole body."""
     quick = outcome(body, length)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec, "split_json", MagicMock(side_effect=InvalidRequest))
@@ -79,7 +79,7 @@ def test_valid_requests_are_read() -> None:
 
 
 def test_data_lists_are_replaced_by_placeholders() -> None:
-    """Otherwise the tests here would not test that."""
+    """Otherwise this file would not test the placeholders."""
     body = json.dumps(GOOD).encode()
     parts = split_json(body, WireLimits(), codec.BEFORE_DATA)
     assert [json.loads(body[value.start : value.stop]) for value in parts.values] == [entry["data"] for entry in GOOD["inputs"]]
