@@ -400,6 +400,13 @@ def test_cancelled_and_expired_calls_are_not_computed_and_a_drain_answers_the_re
     server.process.wait(30)
 
 
+def grpc_type(field: Any) -> str:
+    """The name of a field's type in a descriptor: DOUBLE, FLOAT, …"""
+    return str(next(name for name, value in vars(type(field)).items() if name.startswith("TYPE_") and value == field.type)).removeprefix(
+        "TYPE_"
+    )
+
+
 def test_message_definitions_equal_those_of_tritons_client() -> None:
     """Every field has the same number and type; there are no others."""
     file = FileDescriptorProto()
@@ -425,10 +432,3 @@ def test_message_definitions_equal_those_of_tritons_client() -> None:
     for method in ours["service"][0]["method"]:
         assert (f".{methods[method['name']].input_type.full_name}") == method["inputType"]
     assert compared > 100
-
-
-def grpc_type(field: Any) -> str:
-    """The name of a field's type in a descriptor: DOUBLE, FLOAT, …"""
-    return str(next(name for name, value in vars(type(field)).items() if name.startswith("TYPE_") and value == field.type)).removeprefix(
-        "TYPE_"
-    )

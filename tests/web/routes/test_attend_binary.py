@@ -385,7 +385,7 @@ def test_a_field_as_tensor_and_in_the_metadata_is_refused(post: Post, name: str)
     assert "both" in words
 
 
-def written(header: str, data: bytes = b"") -> bytes:
+def body_with_header(header: str, data: bytes = b"") -> bytes:
     """A body with exactly this header."""
     return struct.pack("<Q", len(header)) + header.encode() + data
 
@@ -397,18 +397,18 @@ MALFORMED: dict[str, tuple[bytes, int]] = {
     "broken off": (packed(CROSS)[:-1], 400),
     "too long": (packed(CROSS) + b"\0", 400),
     "huge header": (b"\xff" * 8 + b"{" * 56, 413),
-    "list": (written("[]"), 400),
-    "cut": (written('{"query":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'), 400),
-    "a tensor twice": (written('{"query":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"query":[]}'), 400),
-    "an unknown dtype": (written('{"query":{"dtype":"F8_E4M3","shape":[0,1],"data_offsets":[0,0]}}'), 422),
+    "list": (body_with_header("[]"), 400),
+    "cut": (body_with_header('{"query":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'), 400),
+    "a tensor twice": (body_with_header('{"query":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"query":[]}'), 400),
+    "an unknown dtype": (body_with_header('{"query":{"dtype":"F8_E4M3","shape":[0,1],"data_offsets":[0,0]}}'), 422),
     "half JSON": (save({}, {"request": "{"}), 400),
     "a field twice": (save({}, {"request": '{"query": [[1]], "query": [[1]]}'}), 400),
     "a list in it": (save({}, {"request": "[]"}), 422),
     "nothing in it": (save({}, {"request": "{}"}), 422),
     "rank 5": (save({"query": np.ones((1, 1, 1, 1, 1))}), 422),
     "rank 1": (save({"query": np.ones(4)}), 422),
-    "half a pair": (written('{"__metadata__":{"request":"{\\"layer\\": \\"\\ud800\\"}"}}'), 400),
-    "half a pair as a name": (written('{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'), 422),
+    "half a pair": (body_with_header('{"__metadata__":{"request":"{\\"layer\\": \\"\\ud800\\"}"}}'), 400),
+    "half a pair as a name": (body_with_header('{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'), 422),
 }
 
 
@@ -549,7 +549,7 @@ def raw_reply(client: httpx.Client, accept_encoding: str | None, accept: str = J
         answer.close()
 
 
-def opened(answer: httpx.Response, content: bytes) -> bytes:
+def decompressed(answer: httpx.Response, content: bytes) -> bytes:
     """The reply as it was before it was compressed, if it was."""
     assert answer.status_code == 200
     assert int(answer.headers["content-length"]) == len(content)
@@ -581,7 +581,7 @@ def test_replies_are_compressed_if_accept_encoding_names_one_coding(
     plain, content = raw_reply(http, None, accept)
     answer, other = raw_reply(http, accept_encoding, accept)
     assert answer.headers.get("content-encoding", "") == coding
-    assert len(opened(answer, other)) == len(opened(plain, content))
+    assert len(decompressed(answer, other)) == len(decompressed(plain, content))
     assert answer.headers["content-type"] == accept
     assert (len(other) < len(content)) == bool(coding)
 
@@ -638,7 +638,7 @@ def test_settings_compress_replies_and_set_a_default_deadline(start_here: Callab
             for accept in (JSON, SAFETENSORS):
                 answer, other = raw_reply(client, accept_encoding, accept, **patient)
                 assert answer.headers.get("content-encoding", "") == coding, accept_encoding
-                whole = opened(answer, other)
+                whole = decompressed(answer, other)
                 if accept == JSON:
                     assert json.loads(whole) == json.loads(content)
                 else:

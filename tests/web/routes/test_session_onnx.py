@@ -26,19 +26,6 @@ def rows(x: Any) -> Any:
     return x.swapaxes(0, 1).reshape(x.shape[1], -1)
 
 
-@pytest.mark.parametrize("name", ATTRIBUTES)
-def test_a_step_equals_a_case_of_onnx_with_a_past(http: httpx.Client, name: str) -> None:
-    case = {key.rpartition(".")[2]: x for key, x in TENSORS.items() if key.rpartition(".")[0] == name}
-    options, dtype = ATTRIBUTES[name], str(case["Q"].dtype)
-    (_, heads, _, head_dim), (_, kv_heads, _, value_head_dim) = case["Q"].shape, case["past_value"].shape
-    spec = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim, "dtype": dtype}
-    made = http.put("/layers/onnx", json={"spec": {**spec, "d_model": heads * head_dim, "projections": False}})
-    assert made.is_success, made.text
-    for i in range(len(case["Q"])):
-        check_item(http, {key: x[i] if x.ndim == 4 else x for key, x in case.items()}, options, TOLERANCES[dtype])
-    http.delete("/layers/onnx")
-
-
 def check_item(http: httpx.Client, item: dict[str, Any], options: dict[str, Any], tolerance: float) -> None:
     session, past = http.post("/sessions", json={"layer": "onnx"}).json(), item["past_key"].shape[1]
     metadata = {"fingerprint": session["layer"]["fingerprint"], "length": str(past)}
@@ -76,3 +63,16 @@ def attend(http: httpx.Client, path: str, tensors: dict[str, Any], request: dict
 def finite(x: Any) -> float:
     """The largest finite magnitude."""
     return float(np.abs(x[np.isfinite(x)]).max())
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_a_step_equals_a_case_of_onnx_with_a_past(http: httpx.Client, name: str) -> None:
+    case = {key.rpartition(".")[2]: x for key, x in TENSORS.items() if key.rpartition(".")[0] == name}
+    options, dtype = ATTRIBUTES[name], str(case["Q"].dtype)
+    (_, heads, _, head_dim), (_, kv_heads, _, value_head_dim) = case["Q"].shape, case["past_value"].shape
+    spec = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim, "dtype": dtype}
+    made = http.put("/layers/onnx", json={"spec": {**spec, "d_model": heads * head_dim, "projections": False}})
+    assert made.is_success, made.text
+    for i in range(len(case["Q"])):
+        check_item(http, {key: x[i] if x.ndim == 4 else x for key, x in case.items()}, options, TOLERANCES[dtype])
+    http.delete("/layers/onnx")

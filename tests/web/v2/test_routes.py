@@ -548,30 +548,30 @@ def test_the_refusal_of_an_unknown_path_suggests_the_most_similar_one(v2: httpx.
 
 
 @pytest.fixture
-def made(v2: httpx.Client) -> Iterator[str]:
+def new_model(v2: httpx.Client) -> Iterator[str]:
     """A model of one test."""
     spec = json.dumps({"d_model": 4, "num_heads": 2, "seed": 1})
-    assert v2.post("/v2/repository/models/made/load", json={"parameters": {"config": spec}}).content == b""
-    yield "made"
-    v2.delete("/layers/made")
+    assert v2.post("/v2/repository/models/new_model/load", json={"parameters": {"config": spec}}).content == b""
+    yield "new_model"
+    v2.delete("/layers/new_model")
 
 
-def test_statistics_count_answered_items_and_failed_calls(v2: httpx.Client, made: str) -> None:
+def test_statistics_count_answered_items_and_failed_calls(v2: httpx.Client, new_model: str) -> None:
     """Requests refused before the model was called are not failures of the model."""
     query = np.ones((B, Q, 4), np.float32)
-    before = v2.get(f"/v2/models/{made}/stats").json()["model_stats"][0]
+    before = v2.get(f"/v2/models/{new_model}/stats").json()["model_stats"][0]
     for _ in range(3):
-        read(v2.post(f"/v2/models/{made}/infer", json={"inputs": in_json(query=query)}))
-    native(v2, layer=made, query=query[0])
-    refused(v2.post(f"/v2/models/{made}/infer", json={"inputs": in_json(query=query[..., :3])}))
+        read(v2.post(f"/v2/models/{new_model}/infer", json={"inputs": in_json(query=query)}))
+    native(v2, layer=new_model, query=query[0])
+    refused(v2.post(f"/v2/models/{new_model}/infer", json={"inputs": in_json(query=query[..., :3])}))
     refused(
         v2.post(
-            f"/v2/models/{made}/infer",
+            f"/v2/models/{new_model}/infer",
             json={"inputs": in_json(query=query, valid_lens=np.zeros(B, np.int64)), "parameters": {"fully_masked": "error"}},
         )
     )
 
-    answer = v2.get(f"/v2/models/{made}/stats").json()["model_stats"][0]
+    answer = v2.get(f"/v2/models/{new_model}/stats").json()["model_stats"][0]
 
     assert before["inference_count"] == before["last_inference"] == 0 and before["batch_stats"] == []
     assert (answer["inference_count"], answer["execution_count"]) == (3 * B + 1, 4)
@@ -582,7 +582,7 @@ def test_statistics_count_answered_items_and_failed_calls(v2: httpx.Client, made
     assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in answer["batch_stats"]] == [(1, 1), (B, 3)]
     assert answer["memory_usage"] == [{"type": "CPU", "id": 0, "byte_size": 4 * (4 * 4 * 4 + 4 * 4)}]
     everyone = v2.get("/v2/models/stats").json()["model_stats"]
-    assert {entry["name"] for entry in everyone} == {"default", made, *LAYERS}
+    assert {entry["name"] for entry in everyone} == {"default", new_model, *LAYERS}
 
 
 def test_statistics_count_executions_by_batch_size() -> None:
@@ -639,46 +639,50 @@ def test_concurrent_requests_of_different_lengths_get_their_own_results(
             assert np.abs(got[name] - wanted[name]).max() <= (0 if reproducible else 1e-6) * np.abs(wanted[name]).max()
 
 
-def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> None:
+def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, new_model: str) -> None:
     """As with PUT and DELETE of /layers."""
-    layer = v2.get(f"/layers/{made}").json()
+    layer = v2.get(f"/layers/{new_model}").json()
     assert (layer["spec"]["d_model"], layer["spec"]["seed"]) == (4, 1)
     index = v2.post("/v2/repository/index").json()
-    assert {"name": made, "version": "1", "state": "READY", "reason": ""} in index
+    assert {"name": new_model, "version": "1", "state": "READY", "reason": ""} in index
     assert index == v2.post("/v2/repository/index", json={"ready": True}).json()
-    assert v2.post(f"/v2/repository/models/{made}/load").content == b""  # it is loaded already
+    assert v2.post(f"/v2/repository/models/{new_model}/load").content == b""  # it is loaded already
 
     query = {"inputs": [{"name": "query", "shape": [1, 1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
-    before = v2.post(f"/v2/models/{made}/infer", json=query).json()
-    assert v2.get(f"/v2/models/{made}/ready").json() == {"name": made, "ready": True}
+    before = v2.post(f"/v2/models/{new_model}/infer", json=query).json()
+    assert v2.get(f"/v2/models/{new_model}/ready").json() == {"name": new_model, "ready": True}
 
     for _ in range(2):  # one that is unloaded stays so
-        assert v2.post(f"/v2/repository/models/{made}/unload", json={"parameters": {"unload_dependents": False}}).content == b""
+        assert v2.post(f"/v2/repository/models/{new_model}/unload", json={"parameters": {"unload_dependents": False}}).content == b""
 
-    assert v2.get(f"/layers/{made}").json() == {**layer, "state": "unloaded"}
+    assert v2.get(f"/layers/{new_model}").json() == {**layer, "state": "unloaded"}
     assert {**layer, "state": "unloaded"} in v2.get("/layers").json()["layers"]
     index = v2.post("/v2/repository/index").json()
-    assert {"name": made, "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"} in index
-    assert made not in [entry["name"] for entry in v2.post("/v2/repository/index", json={"ready": True}).json()]
-    assert f"/v2/repository/models/{made}/load" in refused(v2.get(f"/v2/models/{made}/ready"), 409)
-    for answer in (v2.post(f"/v2/models/{made}/infer", json=query), v2.get(f"/v2/models/{made}"), v2.get(f"/v2/models/{made}/stats")):
-        assert f"/v2/repository/models/{made}/load" in refused(answer, 409)
-    assert v2.post("/attend", json={"layer": made, "query": [[1, 2, 3, 4]]}).status_code == 409
+    assert {"name": new_model, "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"} in index
+    assert new_model not in [entry["name"] for entry in v2.post("/v2/repository/index", json={"ready": True}).json()]
+    assert f"/v2/repository/models/{new_model}/load" in refused(v2.get(f"/v2/models/{new_model}/ready"), 409)
+    for answer in (
+        v2.post(f"/v2/models/{new_model}/infer", json=query),
+        v2.get(f"/v2/models/{new_model}"),
+        v2.get(f"/v2/models/{new_model}/stats"),
+    ):
+        assert f"/v2/repository/models/{new_model}/load" in refused(answer, 409)
+    assert v2.post("/attend", json={"layer": new_model, "query": [[1, 2, 3, 4]]}).status_code == 409
 
-    assert v2.post(f"/v2/repository/models/{made}/load").content == b""
-    assert v2.get(f"/layers/{made}").json() == layer
-    assert v2.post(f"/v2/models/{made}/infer", json=query).json() == before
+    assert v2.post(f"/v2/repository/models/{new_model}/load").content == b""
+    assert v2.get(f"/layers/{new_model}").json() == layer
+    assert v2.post(f"/v2/models/{new_model}/infer", json=query).json() == before
 
-    v2.post(f"/v2/repository/models/{made}/unload")
-    assert v2.delete(f"/layers/{made}").status_code == 204
-    assert v2.get(f"/layers/{made}").status_code == 404
-    refused(v2.post(f"/v2/repository/models/{made}/unload"), 404)
-    refused(v2.post(f"/v2/repository/models/{made}/load"), 404)
+    v2.post(f"/v2/repository/models/{new_model}/unload")
+    assert v2.delete(f"/layers/{new_model}").status_code == 204
+    assert v2.get(f"/layers/{new_model}").status_code == 404
+    refused(v2.post(f"/v2/repository/models/{new_model}/unload"), 404)
+    refused(v2.post(f"/v2/repository/models/{new_model}/load"), 404)
 
 
-def test_an_unloaded_layer_with_given_weights_can_be_loaded_again(v2: httpx.Client, made: str) -> None:
+def test_an_unloaded_layer_with_given_weights_can_be_loaded_again(v2: httpx.Client, new_model: str) -> None:
     """Without --layers-dir its weights stay in memory."""
-    weights = v2.get(f"/layers/{made}/weights").content
+    weights = v2.get(f"/layers/{new_model}/weights").content
     put = v2.put("/layers/given", content=weights, headers={"Content-Type": "application/vnd.safetensors"})
     try:
         assert put.status_code == 201 and put.json()["spec"]["init"] is None
