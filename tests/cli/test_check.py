@@ -244,7 +244,7 @@ def test_the_first_disagreement_of_a_wrong_module_is_shown(package):
     assert shown.count("agrees with the reference") == 1
 
 
-def test_the_line_again_repeats_the_whole_command(package):
+def test_the_printed_command_repeats_the_whole_check(package):
     """With every convention, quoted for a shell, and the seed of the round that disagreed."""
     given = ["--module", "./theirs.py:Lettered", "--with", 'weights={"query": "a", "key": "c", "value": "b"}', "--with", "num_heads=2"]
     done = check_module(package, *given, "--seed", "4", "--cases", "20")

@@ -405,7 +405,7 @@ def test_sequences_that_leak_across_segments_are_named_where_they_are_packed(fol
     assert all(hint in hints[-1] for hint in ["sequences leak across segments", *before])
 
 
-def test_a_spec_may_be_in_a_file_and_again_repeats_it(folder):
+def test_a_spec_may_be_in_a_file_and_the_printed_command_names_it(folder):
     (folder / "spec.json").write_text(json.dumps(ROTARY))
     done = check(folder, "Unscaled", "spec.json", CAUSAL, "--seed", "3")
     again = shlex.split(done.stdout.decode().splitlines()[-1].removeprefix("again: attend "))

@@ -218,7 +218,7 @@ def test_an_interrupted_demo_stops_its_server():
     url, gone = done.stdout.split()
     assert gone == "gone"
     probe = subprocess.run(["curl", "-s", url], capture_output=True)
-    assert probe.returncode == 7  # nobody listens
+    assert probe.returncode == 7  # nothing listens
 
 
 def test_without_a_writable_folder_the_demo_suggests_save(monkeypatch) -> None:

@@ -65,7 +65,7 @@ def test_a_layer_is_added_exported_and_removed(server: Server, http: httpx.Clien
 
 @pytest.mark.parametrize(("command", "setting"), [("infer", "flag"), ("heads", "variable"), ("figure", "file"), ("figure", "variable")])
 def test_commands_find_the_layers_of_the_folder(command: str, setting: str, tmp_path: Path) -> None:
-    """As a server with the same settings would: those of the folder, and those of the configuration."""
+    """Like a server with the same settings: the layers of the folder and of the configuration."""
     kept, request, config = tmp_path / "kept", tmp_path / "request.json", tmp_path / "attend.toml"
     save_file(
         {"query.weight": np.eye(4, dtype=np.float32)} | {f"{x}.weight": np.eye(4, dtype=np.float32) for x in ("key", "value", "output")},

@@ -1,7 +1,7 @@
 """Several workers behind one port under real signals: what SIGTERM, SIGHUP and SIGKILL do, and workers that cannot start.
 
-Nothing here waits for time to pass: a drain is set so long that it never ends by itself, a worker is kept from answering by
-SIGSTOP, and a request is held open by not sending the rest of it.
+No test waits for time to pass: a drain is so long that it never ends by itself, SIGSTOP keeps a worker from answering,
+and the last byte of a request is not sent until later.
 """
 
 import ast
@@ -57,7 +57,7 @@ def two_workers() -> Iterator[Server]:
 
 @several_workers
 def test_all_workers_answer_and_their_metrics_are_summed(two_workers: Server) -> None:
-    """Both give the same answer, and the metrics of either have the calls of both."""
+    """Both give the same reply, and the metrics of each have the calls of both."""
     parent = two_workers.process.pid
     workers = workers_of(parent)
     documents, before = [], int(counted(two_workers.url, "attend_batch_calls_sum"))
@@ -90,7 +90,7 @@ def test_several_workers_without_a_folder_refuse_changes_of_layers(two_workers: 
 
 
 @several_workers
-def test_rule_11_the_plan_of_threads_is_printed(two_workers: Server) -> None:
+def test_rule_11_the_number_of_threads_of_each_worker_is_logged(two_workers: Server) -> None:
     """The log says at the start how many threads each worker gets, the index says the same; together they do not exceed the cores."""
     index = ask(two_workers.url, path="/").json()
     (listening,) = events(two_workers, "listening")
@@ -101,16 +101,16 @@ def test_rule_11_the_plan_of_threads_is_printed(two_workers: Server) -> None:
 
 @several_workers
 def test_a_killed_worker_is_replaced(two_workers: Server) -> None:
-    """The other serves meanwhile, nothing that was counted is lost, and the newcomer answers as the one before it did."""
+    """The other worker serves meanwhile, no count is lost, and the replacement gives the same answer as the killed worker."""
     answer = attend(two_workers.url).json()
     before, ready = counted(two_workers.url, ATTENDED), len(events(two_workers, "ready"))
-    stays, newcomer = kill_one(two_workers)
+    stays, replacement = kill_one(two_workers)
     with only(stays, two_workers.process.pid):
         for _ in range(3):
             assert attend(two_workers.url).json() == answer
         assert counted(two_workers.url, ATTENDED) == before + 3
     until(lambda: len(events(two_workers, "ready")) > ready, "ready again")
-    with only(newcomer, two_workers.process.pid):
+    with only(replacement, two_workers.process.pid):
         assert attend(two_workers.url).json() == answer
         assert counted(two_workers.url, ATTENDED) == before + 4
 
@@ -157,8 +157,8 @@ def test_rule_10_a_stopped_worker_does_not_delay_the_shutdown(start: Start) -> N
 def test_a_worker_accepts_no_calls_before_it_is_ready(two_workers: Server) -> None:
     """A restarted worker accepts no connections until its layers are loaded, so a ready server never replies 503."""
     answer, ready = attend(two_workers.url).json(), len(events(two_workers, "ready"))
-    _, newcomer = kill_one(two_workers)
-    with only(newcomer, two_workers.process.pid):
+    _, replacement = kill_one(two_workers)
+    with only(replacement, two_workers.process.pid):
         answered = attend(two_workers.url)
     until(lambda: len(events(two_workers, "ready")) > ready, "ready again")
     assert answered.status_code == 200, answered.text
@@ -166,7 +166,7 @@ def test_a_worker_accepts_no_calls_before_it_is_ready(two_workers: Server) -> No
 
 
 def test_each_line_of_the_log_is_flushed() -> None:
-    """Several processes share one standard error: a line in two pieces would be torn apart by what another writes between them."""
+    """Several processes share one standard error: a line written in two pieces could be split by a line of another process."""
     script = """
 import io, sys
 
@@ -197,10 +197,10 @@ def test_rule_10_several_workers_drain_on_sigterm(start: Start) -> None:
     parent = server.process.pid
     until(lambda: len(events(server, "ready")) == 2, "both ready")
     workers = workers_of(parent)
-    begun = []
+    half_sent = []
     for worker in workers:
         with only(worker, parent):
-            begun.append(HalfSent(server.url))
+            half_sent.append(HalfSent(server.url))
 
     server.process.send_signal(signal.SIGTERM)
     for worker in workers:
@@ -210,9 +210,9 @@ def test_rule_10_several_workers_drain_on_sigterm(start: Start) -> None:
 
     for worker in workers:
         os.kill(worker, signal.SIGTERM)
-    assert begun[0].finish()[0] == 200
+    assert half_sent[0].finish()[0] == 200
     until(lambda: not connects(server.url), "the port is closed")
-    assert begun[1].finish()[0] == 200, "the port stayed open without a process that serves it, until it was too late for this call"
+    assert half_sent[1].finish()[0] == 200, "the port stayed open without a process that serves it, until it was too late for this call"
     assert server.process.wait(PATIENCE) == 0
     assert not any(map(state, workers))
     assert "Traceback" not in "".join(server.log)
@@ -228,7 +228,7 @@ def test_rule_10_several_workers_drain_on_sigterm(start: Start) -> None:
     ids=["workers", "threads", "their product"],
 )
 def test_rule_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> None:
-    """Before a socket is opened, in one line that says how many there are, with the exit code of a command that makes no sense."""
+    """Before a socket is opened, in one line with the number of cores, with the exit status of a usage error."""
     command = [sys.executable, "-m", "service", "serve", "--port", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 2
@@ -263,7 +263,7 @@ def test_rule_10_no_connection_is_reset_when_workers_exit(start: Start) -> None:
 
 
 def break_folder(path: Path) -> Path:
-    """Makes a folder of layers unusable for processes that start. What is returned is to be removed to mend it."""
+    """Makes a folder of layers unusable for processes that start. Returns the path whose removal makes it usable again."""
     broken = path / ".broken.part"  # the name of an unfinished file
     broken.mkdir()
     return broken
@@ -311,7 +311,7 @@ def test_a_failed_replacement_of_a_worker_is_repeated(start: Start, tmp_path: Pa
 
 
 def test_several_workers_need_a_folder_for_their_metrics() -> None:
-    """Where no temporary folder is writable, shared memory does; where that is not either, one line says what is missing."""
+    """If no temporary folder is writable, shared memory is used; if that is not writable either, one line says what is missing."""
     script = """
 import os, sys, tempfile
 from service.cli import processes
@@ -352,11 +352,11 @@ def test_sighup_replaces_the_workers_and_removes_their_metrics(start: Start, def
     until(lambda: len(events(server, "ready")) == 2, "both ready")
     old = workers_of(server.process.pid)
     calls = counted(server.url, ATTENDED)
-    begun = HalfSent(server.url)
+    half_sent = HalfSent(server.url)
     server.process.send_signal(signal.SIGHUP)
     until(lambda: events(server, "retiring"), "an old worker retires")
     assert ask(server.url).status_code == 200
-    assert begun.finish()[0] == 200
+    assert half_sent.finish()[0] == 200
     until(lambda: len(events(server, "worker replaced")) == 2, "both replaced")
     new = workers_of(server.process.pid)
     assert len(new) == 2 and not set(new) & set(old)
@@ -369,9 +369,9 @@ def test_sighup_replaces_the_workers_and_removes_their_metrics(start: Start, def
             assert counted(server.url, "attend_device_memory_bytes") < 1.2 * resident * os.sysconf("SC_PAGE_SIZE")
     assert counted(server.url, ATTENDED) == calls + 3
 
-    begun = HalfSent(server.url)
+    half_sent = HalfSent(server.url)
     server.process.kill()
     until(lambda: len(events(server, "supervisor died")) == 2, "both workers notice")
-    assert begun.finish()[0] == 200
+    assert half_sent.finish()[0] == 200
     until(lambda: not any(map(state, new)), "no worker stays")
     assert not connects(server.url)

@@ -50,7 +50,7 @@ def test_flags_and_environment_variables_configure_the_same(file, here):
 
 
 def test_settings_about_callers_do_not_apply_in_this_process(file, here):
-    """Keys, addresses, hosts and deadlines are for requests over a network."""
+    """Keys, addresses, hosts and deadlines apply to requests over a network."""
     env = {"ATTEND_KEYS_FILE": "/nowhere", "ATTEND_HOST": "0.0.0.0", "ATTEND_ALLOWED_HOSTS": "a.example", "ATTEND_WORKERS": "2"}
     env |= {"ATTEND_REQUEST_TIMEOUT": "0.000001", "ATTEND_COMPRESS_REPLIES": "true", "ATTEND_MAX_BODY_BYTES": "1024"}
     done = run_attend("infer", file, "--json", *LAYER, env={**os.environ, **env})

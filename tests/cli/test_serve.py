@@ -1,4 +1,4 @@
-"""Where `attend serve` listens and whom it believes: TLS, a Unix socket, a proxy, and flags that it refuses at the start."""
+"""Where `attend serve` listens and which proxies it trusts: TLS, a Unix socket, a proxy, and flags that it refuses at the start."""
 
 import json
 import socket
@@ -25,7 +25,7 @@ INJECTED = {"ATTEND_PORT": "tcp://10.0.0.7:8000", "ATTEND_PORT_8000_TCP_ADDR": "
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[trustme.CA, Path, Path]:
-    """An authority, and the chain and the key that it gave this machine."""
+    """A CA, and the certificate chain and the key that it issued to this machine."""
     authority, chain, key = trustme.CA(), tmp_path / "chain.pem", tmp_path / "key.pem"
     leaf = authority.issue_cert("127.0.0.1")
     leaf.private_key_pem.write_to_path(str(key))
@@ -36,7 +36,7 @@ def certificate(tmp_path: Path) -> tuple[trustme.CA, Path, Path]:
 def test_a_client_that_never_reads_is_disconnected_over_https_too(
     start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]
 ) -> None:
-    """Again and again, while others come and go: one that goes just when the server looks must not end the watch over the rest."""
+    """While other clients connect and disconnect: a disconnect during the server's check must not stop the other checks."""
     authority, chain, key = certificate
     server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "0.5")
     context = ssl.create_default_context()
@@ -63,7 +63,7 @@ def test_a_ready_server_prints_the_addresses_of_its_pages(start: Callable[..., S
 
 
 def test_flags_enable_https(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
-    """With a certificate and its key the server speaks HTTPS; with half of them, or others, it says so and stops."""
+    """With a certificate and its key the server speaks HTTPS; with only one of them, or unusable ones, it exits with a message."""
     authority, chain, key = certificate
     server = start("--tls-cert", str(chain), "--tls-key", str(key), "--grpc-port", "0")
     assert server.url.startswith("https://")
@@ -79,7 +79,7 @@ def test_flags_enable_https(start: Callable[..., Server], certificate: tuple[tru
         with pytest.raises(grpc.RpcError):
             service_pb2_grpc.GRPCInferenceServiceStub(plaintext).ServerLive(alive, timeout=60)
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as plain:
-        idle = context.wrap_socket(plain, server_hostname="127.0.0.1")  # one that does not answer a farewell
+        idle = context.wrap_socket(plain, server_hostname="127.0.0.1")  # a client that does not answer TLS's close_notify
         assert server.stop() == 0
         idle.close()
     for flags in (
@@ -92,7 +92,7 @@ def test_flags_enable_https(start: Callable[..., Server], certificate: tuple[tru
 
 
 def test_the_server_listens_on_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
-    """Served like a port, also over one that a killed server left behind; gone when the server is."""
+    """It serves like a port and replaces the socket of a killed server. The file is removed when the server stops."""
     path = tmp_path / "attend.sock"
     server = start("--uds", str(path))
     assert server.url == f"unix:{path}"
@@ -113,7 +113,7 @@ def test_the_server_listens_on_a_unix_socket(start: Callable[..., Server], tmp_p
 
 
 def test_a_key_permits_writing_layers_over_a_unix_socket(start: Callable[..., Server], tmp_path: Path) -> None:
-    """It is the admin's, as on a public address. What has taken the socket's place meanwhile is left alone."""
+    """The key needs the scope admin, as on a public address. A file that has replaced the socket meanwhile is not removed."""
     path, keyed = tmp_path / "attend.sock", tmp_path / "keys"
     secret = run_attend("keys", "add", "one", "--scope", "infer,admin", "--file", str(keyed)).stdout.decode().strip()
     server = start("--uds", str(path), "--keys-file", str(keyed))
@@ -127,7 +127,7 @@ def test_a_key_permits_writing_layers_over_a_unix_socket(start: Callable[..., Se
 
 
 def serve(*flags: str) -> "subprocess.CompletedProcess[str]":
-    """The command where it is to refuse."""
+    """Runs `attend serve` with flags that it refuses."""
     done = run_attend("serve", *flags)
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
@@ -168,7 +168,7 @@ def test_invalid_settings_are_refused_at_the_start(flags: tuple[str, ...], messa
 
 
 def test_valid_lists_are_accepted() -> None:
-    """Networks, several of a kind, spaces between them."""
+    """Networks, several values, spaces between them."""
     settings = Settings(
         trusted_proxies="10.0.0.0/8, ::1 ,192.0.2.7",
         cors_origins="https://a.example, http://localhost:3000,null",
@@ -178,7 +178,7 @@ def test_valid_lists_are_accepted() -> None:
 
 
 def test_a_trusted_proxy_names_the_caller(start: Callable[..., Server]) -> None:
-    """Under a prefix that the proxy takes away, which pages and metrics know; whom it says the caller is, is believed of it alone.
+    """Under a prefix that the proxy removes, which pages and metrics use. Only this proxy's header with the caller's address is used.
 
     In Kubernetes, too: a Service of the name attend gives every pod ATTEND_PORT=tcp://…, which is no setting; the server says so.
     """

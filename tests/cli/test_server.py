@@ -1,7 +1,6 @@
 """A server of one process under real signals: rule 10 (what SIGTERM does) and SIGHUP.
 
-Nothing here waits for time to pass: a drain is set so long that it never ends by itself, and a request is held open by not sending the
-rest of it.
+No test waits for time to pass: a drain is so long that it never ends by itself, and the last byte of a request is not sent until later.
 """
 
 import itertools
@@ -34,7 +33,7 @@ def test_rule_10_sigterm_drains_in_the_stated_order(start: Start) -> None:
     """First not ready, but alive and accepting calls; then the port closes, accepted calls are answered, and the process exits."""
     server = start("--drain-seconds", LONG)
     assert ask(server.url).status_code == 200
-    begun_before = HalfSent(server.url)
+    sent_before_drain = HalfSent(server.url)
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as kept:
         assert kept.get("/health/live").status_code == 200
 
@@ -45,13 +44,13 @@ def test_rule_10_sigterm_drains_in_the_stated_order(start: Start) -> None:
         assert ask(server.url, path="/health/startup").status_code == 200
         assert attend(server.url).status_code == 200
         assert kept.post("/attend", json=QUERY).status_code == 200
-        begun_while_draining = HalfSent(server.url)
+        sent_while_draining = HalfSent(server.url)
         assert ask(server.url).status_code == 503
 
     server.process.send_signal(signal.SIGTERM)  # a second one skips the rest of the wait
     until(lambda: not connects(server.url), "the port is closed")
     assert server.process.poll() is None
-    answers = [begun.finish() for begun in (begun_before, begun_while_draining)]
+    answers = [half_sent.finish() for half_sent in (sent_before_drain, sent_while_draining)]
     assert [status for status, _ in answers] == [200, 200]
     assert answers[0] == answers[1]
     assert json.loads(answers[0][1])["fully_masked_rows"] == 0
@@ -64,20 +63,20 @@ def test_rule_10_sigterm_drains_in_the_stated_order(start: Start) -> None:
 def test_rule_10_without_a_drain_delay_requests_are_refused_at_once(start: Start) -> None:
     """With --drain-seconds 0, the first SIGTERM closes the port; an accepted call is still answered."""
     server = start("--drain-seconds", "0")
-    begun = HalfSent(server.url)
+    half_sent = HalfSent(server.url)
     server.process.send_signal(signal.SIGTERM)
     until(lambda: not connects(server.url), "the port is closed")
-    assert begun.finish()[0] == 200
+    assert half_sent.finish()[0] == 200
     assert server.process.wait(PATIENCE) == 0
 
 
 def test_rule_10_sigint_does_not_wait(start: Start) -> None:
     """Ctrl-C in a terminal skips the drain, since a person waits; an accepted call is still answered."""
     server = start("--drain-seconds", LONG)
-    begun = HalfSent(server.url)
+    half_sent = HalfSent(server.url)
     server.process.send_signal(signal.SIGINT)
     until(lambda: not connects(server.url), "the port is closed")
-    assert begun.finish()[0] == 200
+    assert half_sent.finish()[0] == 200
     assert server.process.wait(PATIENCE) == 130
     assert "Traceback" not in "".join(server.log)
 
@@ -85,10 +84,10 @@ def test_rule_10_sigint_does_not_wait(start: Start) -> None:
 def test_rule_10_a_call_that_never_ends_is_abandoned(start: Start) -> None:
     """The server exits `shutdown_seconds` after the port has closed, even if the rest of a request never arrives."""
     server = start("--drain-seconds", "0", "--shutdown-seconds", "1")
-    begun = HalfSent(server.url)
+    half_sent = HalfSent(server.url)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(PATIENCE) == 0
-    begun.connection.close()
+    half_sent.connection.close()
 
 
 def test_rule_10_a_draining_server_ends_its_connections(start: Start) -> None:
@@ -131,12 +130,12 @@ def test_rule_10_nothing_is_lost_under_load(start: Start) -> None:
 def test_one_process_drains_on_sighup(start: Start) -> None:
     """As after SIGTERM: not ready first, then the accepted call is answered; exit status 0. A terminal may send SIGHUP twice."""
     server = start("--drain-seconds", LONG)
-    begun = HalfSent(server.url)
+    half_sent = HalfSent(server.url)
     server.process.send_signal(signal.SIGHUP)
     until(lambda: ask(server.url).status_code == 503, "not ready after SIGHUP")
     server.process.send_signal(signal.SIGHUP)
     assert attend(server.url).status_code == 200
     server.process.send_signal(signal.SIGTERM)
-    assert begun.finish()[0] == 200
+    assert half_sent.finish()[0] == 200
     assert server.process.wait(PATIENCE) == 0
     assert "Traceback" not in "".join(server.log)

@@ -200,7 +200,7 @@ def test_a_deadline_ends_the_wait_for_another_worker(pair: Server) -> None:
 @several_workers
 @pytest.mark.parametrize("protocol", ["http", "grpc", "stream"])
 def test_sequences_equal_one_causal_call(pair: Server, both: list[httpx.Client], protocol: str) -> None:
-    """A hash of its id gives the worker of a sequence, so eight of them reach both workers."""
+    """The worker of a sequence is a hash of its id, so eight sequences reach both workers."""
     rows = RNG.standard_normal((4, WIDTH)).astype(np.float32)
     body = {"query": rows.tolist(), "causal": True, "outputs": ["output"]}
     whole = both[0].post("/attend", json=body).json()["output"]
@@ -260,8 +260,8 @@ def test_keys_are_checked_at_each_worker(tmp_path: Path) -> None:
 
 
 @several_workers
-def test_a_killed_worker_takes_its_sessions_alone(start: Start) -> None:
-    """While no worker is in its place, and afterwards."""
+def test_only_the_sessions_of_a_killed_worker_are_lost(start: Start) -> None:
+    """Before the replacement is started, and afterwards."""
     server = start(*FLAGS)
     until(lambda: len(events(server, "ready")) == 2, "both ready")
     rows = RNG.standard_normal((3, WIDTH))
@@ -296,10 +296,10 @@ def test_a_killed_worker_takes_its_sessions_alone(start: Start) -> None:
         until(lambda: part(lost_parts[0] + 1, sequence_start=True).status_code == 200, "a sequence at the new worker")
         assert "its process was restarted" in refusal(step(caller, gone, rows[:1]), 410)
         assert step(caller, stays, rows[1:]).json()["session"]["length"] == 3
-        (newcomer,) = set(workers_of(server.process.pid)) - callers.keys()
+        (replacement,) = set(workers_of(server.process.pid)) - callers.keys()
         with callers_of(server) as now:
-            assert now[newcomer].get(f"/sessions/{stays}").json()["length"] == 3
-            assert "its process was restarted" in refusal(now[newcomer].get(f"/sessions/{gone}"), 410)
+            assert now[replacement].get(f"/sessions/{stays}").json()["length"] == 3
+            assert "its process was restarted" in refusal(now[replacement].get(f"/sessions/{gone}"), 410)
 
 
 @several_workers
@@ -315,19 +315,19 @@ def test_sessions_of_a_worker_that_is_replaced_can_be_exported(start: Start) -> 
     server.process.send_signal(signal.SIGHUP)
     until(lambda: events(server, "retiring"), "the old worker drains")
     with callers_of(server) as callers:
-        newcomer = callers[max(callers)]
-        file = newcomer.get(f"/sessions/{session}/cache").content
-        expected = step(newcomer, session, rows[7:]).json()["output"]
+        replacement = callers[max(callers)]
+        file = replacement.get(f"/sessions/{session}/cache").content
+        expected = step(replacement, session, rows[7:]).json()["output"]
         os.kill(old, signal.SIGTERM)
         until(lambda: events(server, "draining"), "its drain")
         os.kill(old, signal.SIGTERM)  # skips the drain
         until(lambda: state(old) in ("", "Z"), "the old worker has ended")
-        assert "its process was restarted" in refusal(newcomer.get(f"/sessions/{session}"), 410)
-        copy = begin(newcomer)
-        assert newcomer.put(f"/sessions/{copy}/cache", content=file, headers={"content-type": SAFETENSORS}).json()["length"] == 7
+        assert "its process was restarted" in refusal(replacement.get(f"/sessions/{session}"), 410)
+        copy = begin(replacement)
+        assert replacement.put(f"/sessions/{copy}/cache", content=file, headers={"content-type": SAFETENSORS}).json()["length"] == 7
         for caller in (caller for worker, caller in callers.items() if worker != old):
             fork = caller.post(f"/sessions/{copy}/fork", json={}).json()["id"]
-            assert step(newcomer, fork, rows[7:]).json()["output"] == expected
+            assert step(replacement, fork, rows[7:]).json()["output"] == expected
     workers = workers_of(server.process.pid)
     server.process.kill()  # its drain would take too long
     for worker in workers:
@@ -336,7 +336,7 @@ def test_sessions_of_a_worker_that_is_replaced_can_be_exported(start: Start) -> 
 
 @several_workers
 def test_a_temporary_folder_whose_name_is_too_long_is_refused(tmp_path: Path) -> None:
-    """No Unix socket could be made in it. Without sessions it will do."""
+    """No Unix socket can be created in it. Without sessions none is needed."""
     folder = tmp_path / ("x" * 90)
     folder.mkdir()
     command = [sys.executable, "-m", "service", "serve", "--port", "0", *FLAGS]

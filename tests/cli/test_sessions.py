@@ -35,7 +35,7 @@ def step(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_a_life_of_a_session(server: Server, http: httpx.Client, step: str, tmp_path: Path) -> None:
+def test_the_commands_start_use_export_and_delete_a_session(server: Server, http: httpx.Client, step: str, tmp_path: Path) -> None:
     place, file = ("--url", server.url), str(tmp_path / "cache.safetensors")
     id = ok("sessions", "start", "--capacity", "7", "--idle-seconds", "90", *place).strip()
     described = http.get(f"/sessions/{id}").json()
@@ -70,7 +70,7 @@ def test_a_life_of_a_session(server: Server, http: httpx.Client, step: str, tmp_
     assert b"attend sessions truncate: the session has ended: it was deleted" in failed("sessions", "truncate", id, "1", *place).stderr
 
 
-def test_what_cannot_be_is_refused(server: Server, step: str) -> None:
+def test_invalid_uses_of_a_session_are_refused(server: Server, step: str) -> None:
     assert b"expected --url with --session" in failed("infer", step, "--session", "s.x").stderr
     assert b"expected the id of a session" in failed("infer", step, "--session", "s.x", "--url", server.url).stderr
     assert b'got "missing", at /layer' in failed("sessions", "start", "missing", "--url", server.url).stderr

@@ -1,8 +1,8 @@
-"""What the conformance suite is pointed at: `--url`, or without one the server of this project. Knows HTTP and JSON alone, no server.
+"""The server that the conformance suite tests: the one at `--url`, or else this project's. The suite uses HTTP and JSON alone.
 
     pytest tests/conformance --url http://localhost:8000 --model resnet
 
-A model's inputs are made from its metadata, with 2 for every length that varies; `--inputs` gives them for servers that tell none.
+A model's inputs are made from its metadata, with 2 for every length that varies; `--inputs` gives them for servers whose metadata has none.
 """
 
 import json
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    """The server, its model, and what it says of itself."""
+    """The server, its model, and its metadata."""
     option = request.config.getoption
     model = option("--model", None) or "default"
     own = None if option("--url", None) else request.getfixturevalue("server").url
@@ -42,7 +42,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
 
 
 def _required(http: httpx.Client, model: str, metadata: dict[str, Any], extensions: list[str]) -> list[dict[str, Any]]:
-    """The inputs that no configuration calls optional."""
+    """The inputs that the configuration does not call optional."""
     config = http.get(f"/v2/models/{model}/config").json() if "model_configuration" in extensions else {}
     optional = {tensor["name"] for tensor in config.get("input", []) if tensor.get("optional")}
     return [tensor for tensor in metadata.get("inputs", []) if tensor["name"] not in optional]

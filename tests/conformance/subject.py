@@ -26,7 +26,7 @@ class Subject:
 
     @cached_property
     def outputs(self) -> list[str]:
-        """The names of those that come unless others are asked for."""
+        """The names of the outputs that a reply has by default."""
         return list(outputs_of(self.infer()))
 
     @property
@@ -34,7 +34,7 @@ class Subject:
         return f"/v2/models/{self.model}"
 
     def infer(self, body: dict[str, Any] | bytes | None = None, **headers: str) -> httpx.Response:
-        """POST infer; without a body a good request."""
+        """POST infer; the default body is a valid request."""
         content = body if isinstance(body, bytes) else json.dumps({"inputs": self.inputs} if body is None else body).encode()
         own = {name.replace("_", "-"): value for name, value in headers.items()}
         return self.http.post(f"{self.path}/infer", content=content, headers=own)
@@ -63,7 +63,7 @@ def packed(tensor: dict[str, Any]) -> bytes:
 
 
 def outputs_of(answer: httpx.Response) -> dict[str, list[float]]:
-    """The numbers of each output, wherever they stood; checks that shapes, sizes and bytes agree."""
+    """The numbers of each output, in JSON or after it; checks that shapes, sizes and bytes agree."""
     assert answer.status_code == 200, answer.text
     length = answer.headers.get(LENGTH)
     head, rest = (answer.content, b"") if length is None else (answer.content[: int(length)], answer.content[int(length) :])
@@ -90,7 +90,7 @@ def flat(data: Any) -> list[float]:
 
 
 def nested(data: list[float], shape: list[int]) -> Any:
-    """Numbers as lists in lists, as their shape has it."""
+    """The numbers as nested lists of this shape."""
     if len(shape) < 2:
         return data
     step = len(data) // shape[0]
@@ -103,7 +103,7 @@ def skip_if_restricted(answer: httpx.Response) -> None:
 
 
 def refusal_of(answer: httpx.Response) -> str:
-    """The words of a refusal: a status that is one, and a JSON object with `error`. What an operator has restricted says nothing."""
+    """The text of a refusal: a 4xx or 5xx status and a JSON object with `error`. Skips the test if an operator has restricted the path."""
     skip_if_restricted(answer)
     assert answer.status_code >= 400, (answer.status_code, answer.text[:200])
     words = answer.json()["error"]

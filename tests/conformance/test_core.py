@@ -2,14 +2,14 @@
 
 Six places of its specification contradict one another; each has a test here that names the choice made:
 
-1. The prose shows {"live": …} as the body of ready, too; servers send anything or nothing. The status is the answer; a body that is JSON
-   must not deny it.
+1. The prose shows {"live": …} as the body of ready, too; servers send anything or nothing. The status decides; a body that is JSON
+   must not contradict it.
 2. `model_name` is required in a reply, and missing from the specification's own example. It is required.
 3. The example declares shape [3] and gives one element. Shape and data agree.
 4. BF16 is in the prose and not in the table of datatypes. It is a datatype.
 5. The server's metadata is at `v2` in the prose and at `/v2/` in the OpenAPI document. Both answer.
-6. The OpenAPI document requires `data` of every input, which the binary extension leaves out. It is required only where nothing
-   stands for it (`test_extensions.py` has the other half).
+6. The OpenAPI document requires `data` of every input, which the binary extension leaves out. It is required only if
+   the input has no binary data (`test_extensions.py` has the other half).
 """
 
 import json
@@ -30,12 +30,12 @@ def test_server_metadata(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("which", ["live", "ready"])
-def test_health_is_told_by_the_status(subject: Subject, which: str) -> None:
+def test_the_status_reports_the_health(subject: Subject, which: str) -> None:
     assert subject.http.get(f"/v2/health/{which}").status_code == 200
 
 
 @pytest.mark.parametrize("which", ["live", "ready"])
-def test_contradiction_1_the_body_of_health_does_not_deny_it(subject: Subject, which: str) -> None:
+def test_contradiction_1_the_body_of_health_does_not_contradict_the_status(subject: Subject, which: str) -> None:
     answer = subject.http.get(f"/v2/health/{which}")
 
     assert not answer.content or answer.json().get(which, True) is True
@@ -58,7 +58,7 @@ def test_contradiction_4_datatypes_are_those_of_the_table_or_bf16(subject: Subje
     assert {tensor["datatype"] for tensor in [*subject.metadata["inputs"], *subject.metadata["outputs"]]} <= SIZES
 
 
-def test_versions_that_are_announced_answer(subject: Subject) -> None:
+def test_announced_versions_exist(subject: Subject) -> None:
     for version in subject.metadata.get("versions") or []:
         path = f"{subject.path}/versions/{version}"
         assert subject.http.get(path).json()["name"] == subject.model
@@ -67,7 +67,7 @@ def test_versions_that_are_announced_answer(subject: Subject) -> None:
 
 
 def test_contradiction_5_a_slash_at_the_end_changes_nothing(subject: Subject) -> None:
-    """It may also lead to where there is none."""
+    """A redirect to the path without a slash is allowed, too."""
     assert subject.http.get("/v2/", follow_redirects=True).json() == subject.http.get("/v2").json()
 
 
@@ -97,11 +97,11 @@ def test_outputs_are_as_announced(subject: Subject) -> None:
         assert all(want in (-1, got) for want, got in zip(announced[output["name"]]["shape"], output["shape"], strict=True))
 
 
-def test_an_id_comes_back(subject: Subject) -> None:
+def test_a_reply_repeats_the_id_of_the_request(subject: Subject) -> None:
     assert subject.infer({"id": "an id", "inputs": subject.inputs}).json()["id"] == "an id"
 
 
-def test_outputs_that_are_asked_for_come_alone(subject: Subject) -> None:
+def test_a_reply_has_only_the_requested_outputs(subject: Subject) -> None:
     name = subject.outputs[-1]
 
     assert list(outputs_of(subject.infer({"inputs": subject.inputs, "outputs": [{"name": name}]}))) == [name]
@@ -116,19 +116,19 @@ def test_the_order_of_inputs_does_not_matter(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("content_type", ["", "application/json", "application/octet-stream", "application/x-www-form-urlencoded"])
-def test_the_content_type_does_not_decide(subject: Subject, content_type: str) -> None:
-    """Triton's client sends none, curl its own."""
+def test_the_content_type_is_ignored(subject: Subject, content_type: str) -> None:
+    """Triton's client sends none; curl sends a form's type."""
     assert outputs_of(subject.infer(**({"Content_Type": content_type} if content_type else {})))
 
 
-def spoilt(subject: Subject, **changes: object) -> dict[str, object]:
-    """A good request but for these members of its first input; None takes one away."""
+def with_invalid_input(subject: Subject, **changes: object) -> dict[str, object]:
+    """A valid request, except for these members of its first input; None removes one."""
     first = {name: value for name, value in {**subject.inputs[0], **changes}.items() if value is not None}
     return {"inputs": [first, *subject.inputs[1:]]}
 
 
-NO_REQUESTS = [b"", b"{", b"[]", b"{}", b'{"inputs": []}', b'{"inputs": 1}', b"\xff"]
-SPOILT: list[dict[str, object]] = [
+INVALID_BODIES = [b"", b"{", b"[]", b"{}", b'{"inputs": []}', b'{"inputs": 1}', b"\xff"]
+INVALID_INPUTS: list[dict[str, object]] = [
     {"name": None},
     {"shape": None},
     {"datatype": None},
@@ -144,27 +144,29 @@ SPOILT: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("body", NO_REQUESTS)
-def test_what_is_no_request_is_refused(subject: Subject, body: bytes) -> None:
+@pytest.mark.parametrize("body", INVALID_BODIES)
+def test_a_body_that_is_not_a_request_is_refused(subject: Subject, body: bytes) -> None:
     refusal_of(subject.infer(body))
 
 
-@pytest.mark.parametrize("changes", SPOILT, ids=json.dumps)
-def test_a_spoilt_input_is_refused(subject: Subject, changes: dict[str, object]) -> None:
-    """Also `data` that is missing with nothing to stand for it (contradiction 6)."""
-    refusal_of(subject.infer(spoilt(subject, **changes)))
+@pytest.mark.parametrize("changes", INVALID_INPUTS, ids=json.dumps)
+def test_an_invalid_input_is_refused(subject: Subject, changes: dict[str, object]) -> None:
+    """Also if `data` is missing and there is no binary data (contradiction 6)."""
+    refusal_of(subject.infer(with_invalid_input(subject, **changes)))
 
 
-def test_the_status_of_a_refusal_blames_the_caller(subject: Subject) -> None:
-    """Most commonly 400, the specification says; a 500 would be the server's own fault."""
-    answers = [subject.infer(body) for body in NO_REQUESTS] + [subject.infer(spoilt(subject, **changes)) for changes in SPOILT]
+def test_the_status_of_a_refusal_is_4xx(subject: Subject) -> None:
+    """The specification says most commonly 400; 5xx would mean a fault of the server."""
+    answers = [subject.infer(body) for body in INVALID_BODIES] + [
+        subject.infer(with_invalid_input(subject, **changes)) for changes in INVALID_INPUTS
+    ]
 
     assert [answer.text for answer in answers if not 400 <= answer.status_code < 500] == []
 
 
 def test_one_element_too_many_is_refused(subject: Subject) -> None:
-    """Not cut off, and no fault of the server."""
-    refusal_of(subject.infer(spoilt(subject, data=[*subject.inputs[0]["data"], 1.0])))
+    """The surplus element is not ignored."""
+    refusal_of(subject.infer(with_invalid_input(subject, data=[*subject.inputs[0]["data"], 1.0])))
 
 
 def test_an_output_that_does_not_exist_is_refused(subject: Subject) -> None:
@@ -174,7 +176,7 @@ def test_an_output_that_does_not_exist_is_refused(subject: Subject) -> None:
 @pytest.mark.parametrize(
     "path", ["/v2/models/none", "/v2/models/none/versions/1", "{model}/versions/77", "/v2/models/none/infer", "/v2/none"]
 )
-def test_what_does_not_exist_is_refused_in_the_protocols_form(subject: Subject, path: str) -> None:
+def test_an_unknown_path_is_refused_in_the_protocols_form(subject: Subject, path: str) -> None:
     path = path.format(model=subject.path)
     answer = subject.http.post(path, json={"inputs": subject.inputs}) if path.endswith("infer") else subject.http.get(path)
 

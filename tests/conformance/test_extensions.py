@@ -1,4 +1,4 @@
-"""Each extension that a server announces works; those that it does not announce are not asked for."""
+"""Each extension that a server announces works; those that it does not announce are not tested."""
 
 import gzip
 import json
@@ -40,10 +40,10 @@ def test_binary_contradiction_6_inputs_need_no_data(binary: Subject, in_json: in
 
 @pytest.mark.parametrize("overall", [None, False, True])
 @pytest.mark.parametrize("own", [None, False, True])
-def test_binary_an_outputs_own_wish_beats_the_overall_one(binary: Subject, overall: bool | None, own: bool | None) -> None:
+def test_binary_data_of_an_output_overrides_binary_data_output(binary: Subject, overall: bool | None, own: bool | None) -> None:
     name = binary.outputs[0]
-    wish = {} if own is None else {"parameters": {"binary_data": own}}
-    members: dict[str, Any] = {"outputs": [{"name": name, **wish}]}
+    requested = {} if own is None else {"parameters": {"binary_data": own}}
+    members: dict[str, Any] = {"outputs": [{"name": name, **requested}]}
     if overall is not None:
         members["parameters"] = {"binary_data_output": overall}
 
@@ -54,7 +54,7 @@ def test_binary_an_outputs_own_wish_beats_the_overall_one(binary: Subject, overa
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "1e3", str(10**9), str(10**20), "1.5"])
-def test_binary_a_length_that_cannot_be_is_refused(binary: Subject, length: str) -> None:
+def test_binary_an_invalid_length_is_refused(binary: Subject, length: str) -> None:
     refusal_of(binary.send(binary.binary()[0], {LENGTH: length}))
 
 
@@ -98,7 +98,7 @@ def test_binary_lengths_count_before_compression(binary: Subject, coding: str) -
 
 
 def test_model_configuration(subject: Subject) -> None:
-    """Its tensors are those of the metadata, less the batch axis of a model that batches."""
+    """Its tensors are those of the metadata, without the batch axis if the model batches."""
     needs(subject, "model_configuration")
     config = subject.http.get(f"{subject.path}/config").json()
 
@@ -107,14 +107,14 @@ def test_model_configuration(subject: Subject) -> None:
     shapes = {tensor["name"]: tensor["shape"] for tensor in [*subject.metadata["inputs"], *subject.metadata["outputs"]]}
     for tensor in [*config["input"], *config["output"]]:
         wanted = shapes[tensor["name"]][1 if batches else 0 :]
-        assert wanted, "a tensor of the batch axis alone, which no configuration can tell"
+        assert wanted, "a tensor with only a batch axis, which a configuration cannot describe"
         assert [int(length) for length in tensor["dims"]] == wanted
         assert tensor["data_type"].startswith("TYPE_")
     refusal_of(subject.http.get("/v2/models/there-is-none/config"))
 
 
 def test_outputs_by_default_are_those_of_the_configuration(subject: Subject) -> None:
-    """All, the specification says; where a model has outputs that cost much, its configuration names those that come."""
+    """The specification says all outputs. If a model has expensive ones, its configuration names the outputs by default."""
     needs(subject, "model_configuration")
     config = subject.http.get(f"{subject.path}/config").json()
 
@@ -148,7 +148,7 @@ def test_statistics_grow_with_every_call(subject: Subject) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"ready": true}'])
 def test_model_repository_index(subject: Subject, body: bytes) -> None:
-    """A bare list; Triton's client asks with an empty body."""
+    """The reply is a list; Triton's client sends an empty body."""
     needs(subject, "model_repository")
     answer = subject.http.post("/v2/repository/index", content=body)
     skip_if_restricted(answer)
@@ -157,7 +157,7 @@ def test_model_repository_index(subject: Subject, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("verb", ["load", "unload"])
-def test_model_repository_refuses_what_it_does_not_know(subject: Subject, verb: str) -> None:
+def test_model_repository_refuses_unknown_models(subject: Subject, verb: str) -> None:
     needs(subject, "model_repository")
     refusal_of(subject.http.post(f"/v2/repository/models/there-is-none/{verb}"))
 
@@ -178,7 +178,7 @@ def test_schedule_policy(subject: Subject) -> None:
         ("logging", "/v2/logging"),
     ],
 )
-def test_extensions_answer_exactly_where_they_are_announced(subject: Subject, extension: str, path: str) -> None:
+def test_extensions_work_if_and_only_if_they_are_announced(subject: Subject, extension: str, path: str) -> None:
     answer = subject.http.get(path)
     skip_if_restricted(answer)
 
@@ -188,9 +188,9 @@ def test_extensions_answer_exactly_where_they_are_announced(subject: Subject, ex
         refusal_of(answer)
 
 
-def test_classification_answers_exactly_where_it_is_announced(subject: Subject) -> None:
-    wish = [{"name": subject.outputs[0], "parameters": {"classification": 1}}]
-    answer = subject.infer({"inputs": subject.inputs, "outputs": wish})
+def test_classification_works_if_and_only_if_it_is_announced(subject: Subject) -> None:
+    requested = [{"name": subject.outputs[0], "parameters": {"classification": 1}}]
+    answer = subject.infer({"inputs": subject.inputs, "outputs": requested})
 
     if "classification" in subject.extensions:
         assert answer.json()["outputs"][0]["datatype"] == "BYTES"

@@ -22,7 +22,7 @@ from service.client import Client, Session
 from service.errors import AttendError, SessionEnded
 
 SAMPLES = Path(__file__).parents[2] / "deploy" / "gateways"
-IDLE = 1.0  # seconds after which a gateway lets go of an idle connection, and 1.25 times which the server does
+IDLE = 1.0  # seconds after which a gateway closes an idle connection; the server does after 1.25 times as long
 QUERY = {"query": [[0.5] * 64]}
 
 ROW = np.random.default_rng(0).standard_normal((1, 64)).astype("f4")
@@ -45,7 +45,7 @@ def changed(text: str, changes: dict[str, str]) -> str:
 def nginx(folder: Path, ports: dict[str, str], sample: str = "nginx") -> list[str]:
     """The command that runs nginx with a sample."""
     temporary = "".join(f"\n  {kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
-    user = "user root;\n" if os.geteuid() == 0 else ""  # who may write into the folder of the test
+    user = "user root;\n" if os.geteuid() == 0 else ""  # so that the workers may write into the test's folder
     changes = {"keepalive_timeout 60s": f"keepalive_timeout {IDLE * 1000:.0f}ms", "http {": f"http {{{temporary}\n  access_log off;"}
     (folder / "nginx.conf").write_text(user + changed((SAMPLES / f"{sample}.conf").read_text(), ports | changes))
     command = ["nginx", "-p", str(folder), "-e", str(folder / "error.log"), "-c", str(folder / "nginx.conf")]
@@ -173,7 +173,7 @@ def replicas(request: pytest.FixtureRequest, start: Callable[..., Server], tmp_p
 
 
 def test_all_requests_of_a_session_reach_its_replica(replicas: Replicas) -> None:
-    """Also those that name it in their body. Another replica refuses them, and of a replica that has ended the gateway says so."""
+    """Also requests that name it in their body. Another replica refuses them; if the replica has ended, the gateway replies so."""
     with Client(replicas.url, retries=0) as client, httpx.Client() as direct:
         sessions = replicas.begin(client)
         for _ in range(20):

@@ -95,9 +95,9 @@ def test_replies_errors_ids_and_metrics_equal_those_of_one_process(client, embed
     same(client.attend(SHORT, causal=True), embedded.attend(SHORT, causal=True))
     for ask in (lambda c: c.attend(SHORT[..., :5]), lambda c: c.layer("none"), lambda c: c.attend(SHORT, scale="x")):
         refused = []
-        for asked in (client, embedded):
+        for target in (client, embedded):
             with pytest.raises(errors.RequestError) as refusal:
-                ask(asked)
+                ask(target)
             refused.append(refusal.value)
         assert type(refused[0]) is type(refused[1]) and refused[0].problems == refused[1].problems
     answer = httpx.post(f"{url}/attend", json={"query": [[0] * 63]}, headers={"X-Request-Id": "mine-7"})
@@ -136,15 +136,15 @@ def step(url, session, expected_length):
     return httpx.post(f"{url}/sessions/{session}/attend", json=body, timeout=PATIENCE)
 
 
-def of_two_replicas(url):
-    """A session of each replica."""
+def begin_on_each_replica(url):
+    """One new session on each replica."""
     found = {}
     until(lambda: found.update({(session := begin(url)).split(".")[1]: session}) or len(found) == 2, "sessions of two replicas")
     return list(found.values())
 
 
 def test_requests_of_a_session_reach_its_replica(url):
-    sessions = of_two_replicas(url)
+    sessions = begin_on_each_replica(url)
     for i in range(7):
         for session in sessions:
             assert step(url, session, i).json()["session"] == {"id": session, "length": i + 1}
@@ -171,8 +171,8 @@ def test_requests_of_a_sequence_reach_one_replica(url):
             assert reply.status_code == 200, reply.text
 
 
-def test_a_killed_replica_takes_its_sessions_alone(url):
-    gone, stays = of_two_replicas(url)
+def test_only_the_sessions_of_a_killed_replica_are_lost(url):
+    gone, stays = begin_on_each_replica(url)
     (victim,) = (name for name in replicas("Attend") if gone.split(".")[1] in name)
     ray.kill(ray.get_actor(victim, namespace="serve"))
     until(lambda: step(url, gone, 0).status_code == 421, "no replica of that name")
@@ -181,12 +181,12 @@ def test_a_killed_replica_takes_its_sessions_alone(url):
     assert step(url, stays, 1).status_code == 200
 
 
-def under_load(client, embedded, happens):
-    """Sends calls of both sizes from four threads during `happens()` and after it; every reply is correct."""
+def under_load(client, embedded, disturb):
+    """Sends calls of both sizes from four threads during `disturb()` and after it; every reply is correct."""
     expected = {"short": embedded.attend(SHORT), "long": embedded.attend(LONG, outputs=["output"], causal=True)}
     over = threading.Event()
 
-    def patiently(query, **fields):
+    def attend_or_repeat(query, **fields):
         """Ray's proxy may never answer a call that it passed to a replica that ended then. So the call is repeated after a timeout."""
         try:
             return client.attend(query, **fields)
@@ -196,16 +196,16 @@ def under_load(client, embedded, happens):
     def ask(number):
         count = 0
         while not over.is_set() or count < 3:
-            same(patiently(SHORT), expected["short"])
+            same(attend_or_repeat(SHORT), expected["short"])
             if number == 0:
-                same(patiently(LONG, outputs=["output"], causal=True), expected["long"])
+                same(attend_or_repeat(LONG, outputs=["output"], causal=True), expected["long"])
             count += 1
         return count
 
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(ask, number) for number in range(4)]
         try:
-            happens()
+            disturb()
         finally:
             over.set()
         assert all(done.result() >= 3 for done in asking)

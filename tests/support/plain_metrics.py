@@ -1,5 +1,5 @@
 """The oracle of the metrics: each in NumPy float64 as its definition reads, with loops over items, heads and queries; ablations run the
-layer's output projection again. Shares no line with the service; starts from what the reference answers, with a batch axis.
+layer's output projection again. Shares no code with the service; starts from the outputs of the reference, with a batch axis.
 """
 
 import math
@@ -13,7 +13,7 @@ from service.tensors import Array
 
 
 class Item:
-    """One item of a batch: weights [h, q, k], values [h, k, d], head outputs [h, q, d], and what else the metrics are made of."""
+    """One item of a batch: weights [h, q, k], values [h, k, d], head outputs [h, q, d], and the other inputs of the metrics."""
 
     def __init__(self, ref: Outputs, b: int, heads: int, real: Array, counted: Array, positions: Array, words: list[str]) -> None:
         self.weights, self.outputs = ref.attention_weights[b], ref.head_outputs[b]
@@ -36,7 +36,7 @@ class Item:
 
 
 def mean(numbers: Array) -> Array:
-    """Over the last axis, of those that are defined."""
+    """Mean of the defined values over the last axis."""
     return np.array([np.mean(row[~np.isnan(row)]) if (~np.isnan(row)).any() else np.nan for row in numbers])
 
 
@@ -50,17 +50,17 @@ def cosine(x: Array, y: Array) -> float:
 
 
 def row_metrics(item: Item, window: int, mass: float) -> dict[str, Array]:
-    """Those that are means over rows."""
+    """The metrics that are means over rows."""
 
     def normalised(row: Array, h: int, i: int) -> float:
         seen = item.visible[h, i].sum()
         return entropy_of(row) / math.log(seen) if seen > 1 else np.nan
 
     def of_mass(row: Array, h: int, i: int) -> int:
-        held = 0.0
+        sum_so_far = 0.0
         for n, a in enumerate(sorted(row, reverse=True), 1):
-            held += a
-            if held >= mass - 1e-6:
+            sum_so_far += a
+            if sum_so_far >= mass - 1e-6:
                 return n
         return len(row)
 
@@ -101,7 +101,7 @@ def row_metrics(item: Item, window: int, mass: float) -> dict[str, Array]:
 
 
 def between_metrics(item: Item) -> dict[str, Any]:
-    """Those of pairs of heads, each on the rows that count for both."""
+    """The metrics of pairs of heads, on the rows that count for both."""
     pairs = {name: np.full((item.h, item.h), np.nan) for name in ("cosine_similarity", "jensen_shannon", "position", "value", "output")}
     for i, j in product(range(item.h), range(item.h)):
         rows = [t for t in range(item.q) if item.counts[i, t] and item.counts[j, t]]
@@ -133,7 +133,7 @@ def between_metrics(item: Item) -> dict[str, Any]:
 
 
 def output_metrics(item: Item, weight: Array, bias: Array, head_scale: Array, direction: Array | None) -> dict[str, Any]:
-    """Those of the output, by taking heads away and projecting again. `weight` is [out, h * d]."""
+    """The metrics of the output: heads are removed and the projection is computed again. `weight` is [out, h * d]."""
     some = item.counts.any(0)
     heads = item.outputs * item.counts[:, :, None]
     d = heads.shape[-1]

@@ -18,7 +18,7 @@ from support.server import Server
 from support.waiting import PATIENCE, until
 
 QUERY = {"query": [[0.25] * 64] * 3, "causal": True}
-LONG = "600"  # seconds of drain that no test sees the end of
+LONG = "600"  # seconds of a drain that is longer than any test
 Start = Callable[..., Server]
 ATTENDED = 'attend_requests_total{endpoint="/attend",status="200"}'
 
@@ -39,17 +39,17 @@ def attend(url: str) -> httpx.Response:
 
 
 def connects(url: str) -> bool:
-    """Whether the door is open, without going in."""
+    """Whether the port accepts connections. Sends no request."""
     host, port = url.removeprefix("http://").split(":")
     try:
         socket.create_connection((host, int(port)), timeout=PATIENCE).close()
-    except (ConnectionRefusedError, ConnectionResetError):  # reset: it closed in that moment
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: the port closed during the handshake
         return False
     return True
 
 
 class HalfSent:
-    """A request that the server has begun to read, and of which the last byte is still to come."""
+    """A request that the server is reading, and whose last byte is not sent yet."""
 
     def __init__(self, url: str) -> None:
         host, port = url.removeprefix("http://").split(":")
@@ -58,11 +58,11 @@ class HalfSent:
         head = "POST /attend HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nExpect: 100-continue\r\n"
         head += f"Content-Length: {len(self.body)}\r\n\r\n"
         self.connection.sendall(head.encode())
-        assert self.connection.recv(1024).startswith(b"HTTP/1.1 100 ")  # so it is being read
+        assert self.connection.recv(1024).startswith(b"HTTP/1.1 100 ")  # the server is reading the request
         self.connection.sendall(self.body[:-1])
 
     def finish(self) -> tuple[int, bytes]:
-        """Sends the last byte; status and body of the answer."""
+        """Sends the last byte. Returns status and body of the reply."""
         self.connection.sendall(self.body[-1:])
         with self.connection, self.connection.makefile("rb") as reader:
             status = int(reader.readline().split()[1])
@@ -72,7 +72,7 @@ class HalfSent:
 
 
 def workers_of(parent: int) -> list[int]:
-    """The processes that serve, by their ids."""
+    """The process ids of the workers."""
     found = []
     for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         with suppress(FileNotFoundError):  # it has ended since
@@ -82,7 +82,7 @@ def workers_of(parent: int) -> list[int]:
 
 
 def state(pid: int) -> str:
-    """R running, S sleeping, T stopped, Z dead and not yet buried; empty where there is no such process."""
+    """R running, S sleeping, T stopped, Z ended but not reaped; empty if there is no such process."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
@@ -90,7 +90,7 @@ def state(pid: int) -> str:
 
 @contextmanager
 def only(pid: int, parent: int) -> Iterator[None]:
-    """All workers but this one are stopped, so that it must be the one who answers."""
+    """Stops all other workers, so that this one answers."""
     others = [worker for worker in workers_of(parent) if worker != pid]
     try:
         for other in others:
@@ -103,11 +103,11 @@ def only(pid: int, parent: int) -> Iterator[None]:
 
 
 def events(server: Server, name: str) -> list[dict[str, Any]]:
-    """The lines of the log about one thing; also where two processes wrote into one line."""
+    """The log lines of the event `name`, also if two processes wrote into one line."""
     found, text, decoder = [], "".join(server.log), json.JSONDecoder()
     at = text.find("{")
     while at >= 0:
-        with suppress(ValueError):  # a line that is still being written, or none of ours
+        with suppress(ValueError):  # an incomplete line, or a line of another program
             event, end = decoder.raw_decode(text, at)
             found.append(event)
             at = end - 1
@@ -122,13 +122,13 @@ def counted(url: str, name: str) -> float:
 
 
 def kill_one(server: Server) -> tuple[int, int]:
-    """Ends a worker as the kernel would, out of memory. Returns the one that stays, and the one that comes in its place."""
+    """Kills a worker as the kernel does when memory runs out. Returns the ids of the other worker and of the replacement."""
     killed, stays = workers_of(server.process.pid)
     os.kill(killed, signal.SIGKILL)
     until(lambda: state(killed) in ("", "Z"), "dead")
-    until(lambda: len(set(workers_of(server.process.pid)) - {killed}) == 2, "another in its place")
-    (newcomer,) = set(workers_of(server.process.pid)) - {killed, stays}
-    return stays, newcomer
+    until(lambda: len(set(workers_of(server.process.pid)) - {killed}) == 2, "a replacement")
+    (replacement,) = set(workers_of(server.process.pid)) - {killed, stays}
+    return stays, replacement
 
 
 def terminate_under_load(server: Server, call: Callable[[], None], busy: threading.Barrier) -> None:

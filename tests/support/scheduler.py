@@ -27,7 +27,7 @@ SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 REAL = REGISTRY.make("layer", SPEC)
 HEAVY = LIGHT_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
-ANSWER_SECONDS = 5  # in which a call must end once nothing delays it
+ANSWER_SECONDS = 5  # a call must end in this time once nothing delays it
 
 
 class Attention:

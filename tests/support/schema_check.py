@@ -1,7 +1,7 @@
-"""A check for schemathesis: data that the OpenAPI document calls good is refused only for what no JSON schema can tell.
+"""A check for schemathesis: data that the OpenAPI document calls valid is refused only for reasons that no JSON schema can express.
 
-Each reason is written as what the refusal expected, in full: a refusal in other words fails the check, and then either the document or the
-server is to be mended.
+Each reason is the full text of `expected` in the refusal. A refusal with another text fails the check: then the document or the server has
+to be corrected.
 """
 
 import json
@@ -56,7 +56,7 @@ REASONS = {
         r"no \w+ beside query_lengths|at least one sequence|lengths with the sum .*|\d+ lengths, as query_lengths has",
         r"segments, which keep sequences in one query apart here",
         r"(none|an output other than \w+) for layer .*",
-        r"data or base64 in addition to the shape",  # a shape alone is for the plan
+        r"data or base64 in addition to the shape",  # only the plan accepts a shape without data
         r"attention_weights among the outputs",
         r"a gradient of the output, since \w+_gradient is among the outputs",
         r"query_gradient, key_gradient or value_gradient among the outputs",
@@ -86,7 +86,7 @@ REASONS = {
     "under /v2: what the path, another member or a text inside says": [
         r'"[^"]*", as in the path',
         r"JSON",
-        r"an object( such as .*)?|a list|an integer|a number|true or false|no field of that name",  # inside such a text
+        r"an object( such as .*)?|a list|an integer|a number|true or false|no field of that name",  # inside a parameter of JSON text
         r"either data or binary_data_size",
         r"\d+ bytes of tensors after the JSON|\d+ bytes after the JSON .*",
         r"an input called query",
@@ -101,7 +101,7 @@ V2 = re.compile(r"expected (?P<expected>.*), got (?P<got>.*?)(, at (?P<at>/.*))?
 
 
 def complaints(document: dict[str, Any]) -> list[dict[str, str]]:
-    """What a refusal is about, natively and under /v2."""
+    """What a refusal expected, from a native reply and from one under /v2."""
     if "error" in document:
         found = V2.fullmatch(document["error"])
         return [{name: text or "" for name, text in found.groupdict().items()}] if found else []
@@ -120,4 +120,4 @@ def good_data_is_taken(ctx: schemathesis.CheckContext, response: schemathesis.Re
         return
     found = complaints(json.loads(response.content))
     odd = [complaint for complaint in found if not is_told_by_no_schema(complaint)]
-    assert found and not odd, f"what the document calls good is refused: {odd or response.text}"
+    assert found and not odd, f"data that the document calls valid is refused: {odd or response.text}"

@@ -1,4 +1,4 @@
-"""A server in a process of its own, on a free port, waited for by its own log."""
+"""A server in a process of its own, on a free port. It is ready once its log says so."""
 
 import json
 import os
@@ -106,6 +106,6 @@ def _ready(server: Server, stderr: TextIO) -> Server:
         ready.set()
 
     threading.Thread(target=follow, daemon=True).start()
-    assert ready.wait(120), "no sign of life"
+    assert ready.wait(120), "the server wrote nothing to its log"
     assert server.url and server.process.poll() is None, "".join(server.log)
     return server

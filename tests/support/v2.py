@@ -46,14 +46,14 @@ def in_json(**tensors: Any) -> list[dict[str, Any]]:
 
 
 def in_bytes(members: dict[str, Any] | None = None, **tensors: Array) -> tuple[bytes, dict[str, str]]:
-    """A body with all tensors behind the JSON, and the header that says where."""
+    """A body with all tensors after the JSON, and the header with the length of the JSON."""
     inputs = [described(name, array, parameters={"binary_data_size": array.nbytes}) for name, array in tensors.items()]
     head = json.dumps({"inputs": inputs, **(members or {})}).encode()
     return head + b"".join(array.tobytes() for array in tensors.values()), {"Inference-Header-Content-Length": str(len(head))}
 
 
 def read(answer: httpx.Response) -> Reply:
-    """A reply as a careful client reads it: every byte belongs to an output."""
+    """A reply, after checking that every byte belongs to an output."""
     assert answer.status_code == 200, answer.text
     length = answer.headers.get("inference-header-content-length")
     assert answer.headers["content-type"] == ("application/json" if length is None else "application/octet-stream")
@@ -74,7 +74,7 @@ def read(answer: httpx.Response) -> Reply:
 
 
 def refused(answer: httpx.Response, status: int = 400) -> str:
-    """Asserts a refusal as the protocol has them. Returns the words."""
+    """Asserts a refusal in the protocol's form. Returns its text."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     document = answer.json()

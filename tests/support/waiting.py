@@ -8,7 +8,7 @@ PATIENCE = 60.0  # seconds until a test that waits fails; a test that passes nev
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    """Returns once the condition holds. Raises AssertionError with `what` was waited for after PATIENCE seconds."""
+    """Returns once the condition holds. Raises AssertionError with `what` after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, f"never: {what}"

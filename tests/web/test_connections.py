@@ -116,7 +116,7 @@ def test_requests_before_a_malformed_one_are_answered(short_timeout_server: Serv
 
 @pytest.mark.parametrize("end", [b"", b"\r\nX: "], ids=["one header", "many headers"])
 def test_endless_headers_are_refused(server: Server, end: bytes) -> None:
-    """The refusal arrives although the client goes on sending."""
+    """The refusal arrives although the client is still sending."""
     before, refused = failures(server, "long_headers"), requests(server, "other", 431)
     with connect(server) as connection:
         connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX: ")
@@ -227,7 +227,7 @@ def test_a_client_that_sends_single_bytes_gets_408(short_timeout_server: Server)
     connection.settimeout(0.05)
     answer, drops, end = b"", iter(HEAD % 10**6 + b" " * 10**6), time.monotonic() + PATIENCE
     while not answer:
-        assert time.monotonic() < end, "never cut off"
+        assert time.monotonic() < end, "the connection was not closed"
         connection.send(bytes([next(drops)]))
         try:
             answer = connection.recv(1 << 16)
@@ -443,7 +443,7 @@ def test_a_client_that_reads_slowly_but_steadily_is_not_disconnected() -> None:
         for _ in range(12):
             loop.pass_time(1.0)
         assert transport.closed
-        assert transport.written == b""  # a reply was under way
+        assert transport.written == b""  # a reply was being sent
 
     asyncio.run(test())
 

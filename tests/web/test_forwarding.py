@@ -1,4 +1,4 @@
-"""Forwarding to another worker, which is a Unix socket here that answers by a script. `cli/test_session_workers.py` has real workers."""
+"""Forwarding to another worker, which is replaced by a scripted Unix socket. `cli/test_session_workers.py` has real workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -93,31 +93,31 @@ def test_the_wait_for_a_reply_ends_a_second_after_the_deadline(service: Service,
     async def run() -> None:
         forwarder, loop = Forwarder(service, 5.0), asyncio.get_running_loop()
         async with worker(tmp_path / "0.1.http", never):
-            begun = loop.time()
+            started = loop.time()
             with pytest.raises(DeadlinePassed):
                 await forward(forwarder, tmp_path / "0.1.http", x_request_timeout="0.05")
-            assert loop.time() - begun > 0.9 * GRACE_SECONDS > 0.5
+            assert loop.time() - started > 0.9 * GRACE_SECONDS > 0.5
             await forwarder.close()
 
     asyncio.run(run())
 
 
 def test_connections_to_a_worker_that_has_ended_are_closed_after_its_last_reply(service: Service, tmp_path: Path) -> None:
-    """Once a request goes to a new worker. Its supervisor has removed the socket of the one that has ended."""
+    """As soon as a request is forwarded to a new worker. The supervisor has removed the socket of the ended worker."""
 
     async def run() -> None:
-        forwarder, begun, finish = Forwarder(service, 5.0), asyncio.Event(), asyncio.Event()
+        forwarder, received, finish = Forwarder(service, 5.0), asyncio.Event(), asyncio.Event()
 
         async def slowly(writer: asyncio.StreamWriter) -> None:
             writer.write(REPLY + b"do")
-            begun.set()
+            received.set()
             await finish.wait()
             writer.write(b"ne")
 
         old, new, newest = (tmp_path / f"0.{start}.http" for start in (1, 2, 3))
         async with asyncio.timeout(PATIENCE), worker(old, slowly) as closed, worker(new, answer), worker(newest, answer):
             reply = asyncio.create_task(forward(forwarder, old))
-            await begun.wait()
+            await received.wait()
             old.unlink()
             await forward(forwarder, new)
             finish.set()

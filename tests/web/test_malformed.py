@@ -45,22 +45,22 @@ class Bad:
 
 
 def tiny(**fields: Any) -> bytes:
-    """A body for the layer `tiny` (d_model 4, 2 heads) with b 2, q = k = 3; good but for `fields`."""
+    """A body for the layer `tiny` (d_model 4, 2 heads) with b 2, q = k = 3; valid except for `fields`."""
     return json.dumps({"layer": "tiny", "query": QUERY, **fields}).encode()
 
 
 def cross(**fields: Any) -> bytes:
-    """A body for the layer `cross` (key_dim 3, value_dim 5) with b 2, q 3, k 5; good but for `fields`."""
+    """A body for the layer `cross` (key_dim 3, value_dim 5) with b 2, q 3, k 5; valid except for `fields`."""
     return json.dumps({"layer": "cross", "query": QUERY, "key": KEY, "value": VALUE, **fields}).encode()
 
 
 def loose(**fields: Any) -> bytes:
-    """An unbatched body for the layer `tiny` with q = k = 3; good but for `fields`."""
+    """An unbatched body for the layer `tiny` with q = k = 3; valid except for `fields`."""
     return json.dumps({"layer": "tiny", "query": QUERY[0], **fields}).encode()
 
 
 def raw(query: str, more: str = "") -> bytes:
-    """A body for the layer `tiny` whose query is this very text."""
+    """A body for the layer `tiny` whose query is this text."""
     return f'{{"layer": "tiny", "query": {query}{more}}}'.encode()
 
 
@@ -85,7 +85,7 @@ def spec(**fields: Any) -> bytes:
 
 
 def weights(**changes: Any) -> bytes:
-    """A good PUT of weights for d_model 2 without biases, but for `changes` (`query` is `query.weight`; None takes it away)."""
+    """A valid PUT of weights for d_model 2 without biases, except for `changes` (`query` is `query.weight`; None removes it)."""
     given = {f"{name}.weight": [[1, 0], [0, 1]] for name in ("query", "key", "value", "output")}
     given |= {f"{name}.weight": value for name, value in changes.items()}
     given = {name: value for name, value in given.items() if value is not None}

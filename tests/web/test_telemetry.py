@@ -56,7 +56,7 @@ def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], rece
         (span,) = [span for span in receiver.spans if span.trace_id.hex() == reply.headers["traceparent"].split("-")[1] and span.kind == 2]
         return span, {pair.key: pair.value.string_value for pair in span.attributes}
 
-    span, attributes = span_of(alone)  # the caller's fault, and so none of a server's
+    span, attributes = span_of(alone)  # a fault of the caller is not an error of the server's span
     assert span.status.code == 0 and "error.type" not in attributes and attributes["attend.reason"] == "InvalidRequest"
     span, attributes = span_of(nowhere)
     assert (span.name, attributes["http.request.method"]) == ("HTTP", "_OTHER") and attributes["http.request.method_original"] == "PROPFIND"

@@ -115,7 +115,7 @@ def test_typed_contents_of_every_kind(channel: grpc.Channel, v2: httpx.Client, d
 
 
 def field(number: int, kind: int, payload: bytes) -> bytes:
-    """A field as it is on the wire, of a number below 16 and a length below 16,384."""
+    """A field in the wire format, with a field number below 16 and a length below 16,384."""
     length = bytes([len(payload) & 127 | 128, len(payload) >> 7]) if kind == 2 else b""
     return bytes([number << 3 | kind]) + length + payload
 
@@ -377,7 +377,7 @@ def test_cancelled_and_expired_calls_are_not_computed_and_a_drain_answers_the_re
         good, with_timeout = request("default", inputs), request("default", inputs, parameters={"timeout": {"int64_param": 200_000}})
 
         def expire() -> None:
-            """A call that the server gives up; it has then heard of all that were sent before on this connection."""
+            """A call that reaches its deadline at the server, which has then received all earlier calls of this connection."""
             with pytest.raises(grpc.RpcError, match="the caller's deadline"):
                 stub.ModelInfer(with_timeout)
 

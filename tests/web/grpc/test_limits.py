@@ -32,7 +32,7 @@ END_STREAM, ACK = 1, 1
 
 
 class GuardedServer:
-    """A gRPC server that requires a key, which `metadata` has, and admits a second for each message."""
+    """A gRPC server that requires a key, which `metadata` has, and allows one second for each message."""
 
     def __init__(self, folder: Path) -> None:
         secret, key = make_key("caller", ("infer", "admin"))

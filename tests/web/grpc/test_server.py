@@ -52,7 +52,17 @@ def code_of_a_call(channel: grpc.Channel) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def test_watchers_get_the_drain_and_their_streams_end_with_the_gate(start: Callable[..., Server]) -> None:
+def answers_new_connection(address: str) -> bool:
+    """Whether a call on a new connection is answered soon."""
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        try:
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(GOOD, timeout=1)
+        except grpc.RpcError:
+            return False
+    return True
+
+
+def test_watchers_are_notified_of_the_drain_and_their_streams_end_with_it(start: Callable[..., Server]) -> None:
     """Every watcher, also if another one of the same name has disconnected. Calls are accepted during the drain."""
     server = start("--grpc-port", "0", "--drain-seconds", LONG, "--shutdown-seconds", LONG)
     with grpc.insecure_channel(address_of(server)) as channel, grpc.insecure_channel(address_of(server)) as other:
@@ -76,7 +86,7 @@ def test_watchers_get_the_drain_and_their_streams_end_with_the_gate(start: Calla
             503,
         ]
 
-        server.process.send_signal(signal.SIGTERM)  # a second one skips the rest of the wait
+        server.process.send_signal(signal.SIGTERM)  # a second SIGTERM skips the rest of the drain
         for states in (*watchers, unknown):
             assert list(states) == []
         assert server.process.wait(PATIENCE) == 0
@@ -108,7 +118,7 @@ def test_open_reflection_streams_do_not_delay_the_exit(start: Callable[..., Serv
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_without_a_drain_watchers_get_the_shutdown_at_once(start: Callable[..., Server], number: signal.Signals) -> None:
+def test_without_a_drain_watchers_are_notified_of_the_shutdown_at_once(start: Callable[..., Server], number: signal.Signals) -> None:
     server = start("--grpc-port", "0", "--drain-seconds", "0", "--shutdown-seconds", LONG)
     with grpc.insecure_channel(address_of(server)) as channel:
         states = watched(channel)
@@ -124,7 +134,7 @@ def test_grpc_stops_accepting_calls_together_with_http(start: Callable[..., Serv
     The server's timeouts are long: gRPC's client may wait 20 seconds for a connection.
     """
     server = start("--grpc-port", "0", "--drain-seconds", "0", "--client-timeout", LONG, "--shutdown-seconds", LONG)
-    begun = HalfSent(server.url)
+    half_sent = HalfSent(server.url)
     with grpc.insecure_channel(address_of(server)) as kept:
         assert code_of_a_call(kept) is grpc.StatusCode.OK
         server.process.send_signal(signal.SIGTERM)
@@ -132,7 +142,7 @@ def test_grpc_stops_accepting_calls_together_with_http(start: Callable[..., Serv
         with grpc.insecure_channel(address_of(server)) as new:
             assert code_of_a_call(new) is grpc.StatusCode.UNAVAILABLE
         assert server.process.poll() is None
-    assert begun.finish()[0] == 200
+    assert half_sent.finish()[0] == 200
     assert server.process.wait(PATIENCE) == 0
 
 
@@ -177,8 +187,8 @@ def test_a_hung_device_is_not_ready_over_any_protocol(monkeypatch: pytest.Monkey
 def test_a_grpc_port_in_use_is_refused(start: Callable[..., Server]) -> None:
     """The kernel would let two gRPC servers share it, and half of all calls would reach the other."""
     taken = address_of(start("--grpc-port", "0")).rpartition(":")[2]
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        for port in (taken, str(stranger.getsockname()[1])):
+    with socket.create_server(("127.0.0.1", 0)) as other_server:
+        for port in (taken, str(other_server.getsockname()[1])):
             done = run_attend("serve", "--port", "0", "--grpc-port", port)
             assert done.returncode == 1
             message = done.stderr.decode()
@@ -196,18 +206,8 @@ def test_workers_share_one_grpc_port(start: Callable[..., Server]) -> None:
 
     for worker in workers_of(server.process.pid):
         with only(worker, server.process.pid):
-            until(lambda: answered_anew(address), "an answer")  # the kernel deals connections out to the stopped one, too
+            until(lambda: answers_new_connection(address), "an answer")  # the kernel gives connections to the stopped worker, too
 
     with grpc.insecure_channel(address) as channel:
         reply = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStatistics(service_pb2.ModelStatisticsRequest(name="default"))
     assert reply.model_stats[0].inference_stats.success.count >= 2
-
-
-def answered_anew(address: str) -> bool:
-    """Whether a call on a new connection is answered soon."""
-    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        try:
-            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(GOOD, timeout=1)
-        except grpc.RpcError:
-            return False
-    return True

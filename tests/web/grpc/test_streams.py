@@ -77,7 +77,7 @@ def test_a_refusal_in_a_stream_has_the_id_and_the_reason(stub: Any) -> None:
 
 
 def test_a_stream_is_read_only_as_fast_as_it_is_answered_and_ends_with_its_client(start: Callable[..., Server]) -> None:
-    """Calls wait for further calls for up to a second, enough for all of them. An open stream does not delay the server's exit."""
+    """A batch waits up to a second for more calls, which is enough for all of them. An open stream does not delay the server's exit."""
     server = start("--grpc-port", "0", "--batch-delay", "1")
     good = request("default", entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
     with_timeout = request("default", good.inputs[0], parameters={"timeout": {"int64_param": 100_000}})
@@ -89,7 +89,7 @@ def test_a_stream_is_read_only_as_fast_as_it_is_answered_and_ends_with_its_clien
 
         leaving = stub.ModelStreamInfer(iter([good] * 3))
         with pytest.raises(grpc.RpcError, match="deadline"):
-            stub.ModelInfer(with_timeout)  # by now the server has heard of the stream
+            stub.ModelInfer(with_timeout)  # by now the server has received the stream
         staying, before = stub.ModelInfer.future(good), counted(http, "attend_abandoned_calls_total")
         leaving.cancel()
         assert len(staying.result(60).outputs) == 2

@@ -24,11 +24,11 @@ class Guarded:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "keys.txt"
         (self.secret, self.key), (self.other, self.others) = make_key("caller", ["infer"]), make_key("watcher", ["metrics"])
-        self.know(self.key, self.others)
+        self.set_keys(self.key, self.others)
         self.server: Server = fork_server("--keys-file", str(self.file))
 
-    def know(self, *keys: Key) -> None:
-        """These keys, and no others, from now on."""
+    def set_keys(self, *keys: Key) -> None:
+        """Replaces the keys in the file."""
         write_keys(self.file, keys)
 
 
@@ -42,7 +42,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 @pytest.fixture
 def visit(browser: Any, guarded: Guarded) -> Iterator[Visit]:
     """A new tab, whose console is checked at the end. `sent` of the page has the Authorization of each request."""
-    guarded.know(guarded.key, guarded.others)
+    guarded.set_keys(guarded.key, guarded.others)
     page = browser.new_context(permissions=["clipboard-read", "clipboard-write"]).new_page()
     page.set_default_timeout(20000)
     one = Visit(page, guarded.server.url)
@@ -69,7 +69,7 @@ def shown(visit: Visit) -> None:
 
 
 def test_the_page_requests_a_key_and_shows_why_one_is_refused(visit: Visit, guarded: Guarded) -> None:
-    """No key, an unknown one, one with the wrong scope, one that no header can have; then the right one."""
+    """No key, an unknown one, one with the wrong scope, one that a header cannot contain; then the right one."""
     page = visit.page
     visit.open()
     assert "requires a key" in error(visit)
@@ -121,7 +121,7 @@ def test_after_a_key_is_removed_the_page_requests_another(visit: Visit, guarded:
     enter(visit, guarded.secret)
     shown(visit)
 
-    guarded.know(guarded.others)
+    guarded.set_keys(guarded.others)
     visit.refusal(lambda: visit.page.click("#go"))
 
     assert "does not know the key" in error(visit)

@@ -14,15 +14,15 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.fixture
-def kept(http: httpx.Client) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """The sessions that the server has beyond those from before the test, which are deleted at its end."""
+def new_sessions(http: httpx.Client) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Returns the sessions that were created since the start of the test. All sessions are deleted at its end."""
 
-    def ids() -> list[dict[str, Any]]:
+    def all_sessions() -> list[dict[str, Any]]:
         return list(http.get("/sessions").json()["sessions"])
 
-    before = [session["id"] for session in ids()]
-    yield lambda: [session for session in ids() if session["id"] not in before]
-    for session in ids():
+    before = [session["id"] for session in all_sessions()]
+    yield lambda: [session for session in all_sessions() if session["id"] not in before]
+    for session in all_sessions():
         http.delete(f"/sessions/{session['id']}")
 
 
@@ -50,7 +50,7 @@ def shown(visit: Visit) -> tuple[list[str], Any]:
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_each_step_shows_a_row_with_one_key_more(
-    begin_visit: BeginVisit, http: httpx.Client, kept: Callable[[], list[dict[str, Any]]], width: int
+    begin_visit: BeginVisit, http: httpx.Client, new_sessions: Callable[[], list[dict[str, Any]]], width: int
 ) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
@@ -64,7 +64,7 @@ def test_each_step_shows_a_row_with_one_key_more(
         assert words == ["Head", *WORDS[:count]]
         np.testing.assert_allclose(numbers, weights[:, count - 1, :count], rtol=0, atol=0.0051)
         assert visit.page.locator("#decoding .hint[role=status]").inner_text() == f"Token {count} of {len(WORDS)}: {WORDS[count - 1]}"
-    [session] = kept()
+    [session] = new_sessions()
     assert session["length"] == len(WORDS)
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     table = visit.page.locator("#decoding .wide").bounding_box()
@@ -75,7 +75,7 @@ def test_each_step_shows_a_row_with_one_key_more(
     assert button(visit).inner_text() == "Start over"
     with visit.page.expect_response(f"**/sessions/{session['id']}"):
         button(visit).press("Enter")
-    assert button(visit).inner_text() == "Step" and kept() == []
+    assert button(visit).inner_text() == "Step" and new_sessions() == []
     assert visit.page.locator("#decoding .wide").is_hidden()
 
 
@@ -89,23 +89,23 @@ def test_a_window_and_separate_keys_and_values_are_those_of_the_request(begin_vi
         np.testing.assert_allclose(shown(visit)[1], weights[:, count - 1, :count], rtol=0, atol=0.0051)
 
 
-def test_another_sentence_begins_anew(begin_visit: BeginVisit, kept: Callable[[], list[dict[str, Any]]]) -> None:
+def test_another_sentence_starts_a_new_session(begin_visit: BeginVisit, new_sessions: Callable[[], list[dict[str, Any]]]) -> None:
     visit = begin_visit()
     step(visit)
     with visit.page.expect_response(lambda response: response.request.method == "DELETE"):
         visit.request_sent_by(lambda: visit.page.fill("#text", "one two"))
-    assert visit.page.locator("#decoding .wide").is_hidden() and kept() == []
+    assert visit.page.locator("#decoding .wide").is_hidden() and new_sessions() == []
     step(visit)
     assert shown(visit)[0] == ["Head", "one"]
 
 
 def test_after_a_refused_step_nothing_of_the_session_is_shown(
-    begin_visit: BeginVisit, http: httpx.Client, kept: Callable[[], list[dict[str, Any]]]
+    begin_visit: BeginVisit, http: httpx.Client, new_sessions: Callable[[], list[dict[str, Any]]]
 ) -> None:
     visit = begin_visit()
     step(visit)
     step(visit)
-    [session] = kept()
+    [session] = new_sessions()
     http.delete(f"/sessions/{session['id']}")
 
     button(visit).click()

@@ -163,7 +163,7 @@ def test_fields_of_lengths_and_offsets_have_hints(begin_visit: BeginVisit) -> No
 
 
 def test_the_address_restores_the_state(begin_visit: BeginVisit, layers: None) -> None:
-    """A link in another tab shows the same, as does a reload; it has only what differs from the page's first state."""
+    """A link in another tab shows the same, as does a reload; it contains only what differs from the page's initial state."""
     visit = begin_visit("wide")
     assert visit.page.url.endswith("/#layer=wide")
     visit.request_sent_by(lambda: visit.page.fill("#text", "a dog & a bird"))

@@ -539,7 +539,7 @@ def test_a_huge_window_does_not_overflow(cross: Callable[..., dict[str, Any]], s
 
 
 @pytest.mark.parametrize("offset", [2**31 - 1, 1 - 2**31])
-def test_distant_offsets(cross: Callable[..., dict[str, Any]], offset: int) -> None:
+def test_distant_offsets_make_all_keys_or_none_visible(cross: Callable[..., dict[str, Any]], offset: int) -> None:
     """A query far behind the keys sees all of them, one far before them none."""
     reply = cross(causal=True, query_offset=offset)
 
@@ -940,7 +940,7 @@ def test_the_mask_of_an_indexer_can_be_requested_and_given_to_another_layer(http
         assert {name: np.array(x).shape for name, x in packed.json()["indexer_mask"].items()} == {"0": (3, 3), "1": (4, 4)}
 
 
-def test_what_does_not_go_with_an_indexer_is_refused(http: httpx.Client) -> None:
+def test_fields_that_an_indexer_excludes_are_refused(http: httpx.Client) -> None:
     assert http.put(
         "/layers/indexed", json={"spec": {"d_model": 4, "num_heads": 2, "indexer": {"num_heads": 1, "head_dim": 2, "top_k": 1}}}
     )

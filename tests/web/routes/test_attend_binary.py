@@ -67,7 +67,7 @@ def unpacked(answer: httpx.Response) -> tuple[Tensors, dict[str, Any]]:
 
 
 def refused(answer: httpx.Response, status: int, at: str = "") -> str:
-    """Asserts a refusal, in words, at that place. Returns the words."""
+    """Asserts a refusal at that pointer with these words. Returns its text."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == PROBLEM
     document = answer.json()

@@ -1,4 +1,4 @@
-"""The outputs `latent` and `rope_key` of layers with latent attention, over HTTP: what such a layer has to keep of each key."""
+"""The outputs `latent` and `rope_key` of layers with latent attention, over HTTP: the part of each key that a cache has to store."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -118,7 +118,7 @@ def test_the_plan_and_v2_have_the_shapes_of_latent_outputs(client: Client, http:
     ids=str,
 )
 def test_layers_without_these_outputs_refuse_them(http: httpx.Client, fields: dict[str, Any], name: str, reason: str) -> None:
-    """A norm of whole keys, or a rotation of shared numbers together with others, makes every head's key another."""
+    """With a norm over whole keys, or a rotation of shared and own numbers together, the keys of the heads have no shared part."""
     assert http.put("/layers/other", json={"spec": SPEC | fields}).is_success
     body = {"layer": "other", "query": [[0.0] * 11], "key": [[1.0] * 13], "query_offset": 0, "outputs": ["output", name]}
     answers = [http.post(path, json=body) for path in ("/attend", "/attend/plan")]

@@ -38,7 +38,7 @@ def drawn(width: int, *shape: int) -> Any:
 
 
 def bert(layers: int, width: int = 6) -> dict[str, Any]:
-    """A checkpoint of that many layers, with something in it that is no attention."""
+    """A checkpoint of that many layers, with a tensor that is not of attention."""
     tensors: dict[str, Any] = {"embeddings.word_embeddings.weight": drawn(width, 11, width)}
     for i in range(layers):
         for path in ("self.query", "self.key", "self.value", "output.dense"):
@@ -75,7 +75,7 @@ def test_put_is_201_then_200_and_delete_is_204_then_404(http: httpx.Client, laye
     assert http.post("/attend", json={"layer": "coming", "query": [[0] * 6]}).status_code == 404
 
 
-def test_the_document_of_a_layer(http: httpx.Client, layers: dict[str, Any]) -> None:
+def test_the_document_of_a_layer_has_spec_parameters_fingerprint_and_device(http: httpx.Client, layers: dict[str, Any]) -> None:
     """Spec with defaults filled in, parameters, fingerprint, device."""
     layer = http.get("/layers/cross").json()
 
@@ -139,7 +139,7 @@ def test_a_replaced_layer_computes_with_its_new_weights(http: httpx.Client, laye
 
 
 @pytest.mark.parametrize("name", ["a", "A.b_c-D", "9", "x" * 64])
-def test_valid_layer_names(http: httpx.Client, layers: dict[str, Any], name: str) -> None:
+def test_valid_layer_names_are_accepted(http: httpx.Client, layers: dict[str, Any], name: str) -> None:
     """Letters, digits, point, underscore, hyphen; at most 64."""
     assert http.put(f"/layers/{name}", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 201
     assert http.post("/attend", json={"layer": name, "query": QUERY}).status_code == 200
@@ -265,7 +265,7 @@ HOSTILE: dict[str, tuple[bytes, int]] = {
     "a header without end": (struct.pack("<Q", (1 << 64) - 1) + b"{}", 413),
     "overlap": (framed(json.dumps({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}).encode(), b"\0" * 12), 400),
     "a hole": (framed(json.dumps({"a": entry(0, 4, [1]), "b": entry(8, 12, [1])}).encode(), b"\0" * 12), 400),
-    "data that nobody owns": (framed(json.dumps({"a": entry(0, 4, [1])}).encode(), b"\0" * 8), 400),
+    "data of no tensor": (framed(json.dumps({"a": entry(0, 4, [1])}).encode(), b"\0" * 8), 400),
     "one name twice": (
         framed(b'{"a":%s,"a":%s}' % (json.dumps(entry(0, 4, [1])).encode(), json.dumps(entry(4, 8, [1])).encode()), b"\0" * 8),
         400,
@@ -296,7 +296,7 @@ def test_the_format_of_a_file_that_is_not_safetensors_is_recognised(http: httpx.
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_files_are_refused(http: httpx.Client, case: str) -> None:
-    """No layer is added, and the server goes on."""
+    """No layer is added, and the server answers the next request."""
     body, status = HOSTILE[case]
     problem(put(http, body), status)
     assert http.get("/health/ready").status_code == 200
@@ -352,14 +352,14 @@ def test_weights_in_json_that_fit_no_layer_are_refused(http: httpx.Client, body:
     assert http.get("/layers/filed").status_code == 404
 
 
-def test_a_misspelt_weight_is_answered_with_its_name(http: httpx.Client) -> None:
+def test_the_refusal_of_a_misspelt_weight_suggests_its_name(http: httpx.Client) -> None:
     weights = {f"{name}.weight": drawn(4) for name in ("query", "key", "value")} | {"output_weight": drawn(4)}
     answer = http.put("/layers/filed", json=in_json(weights, d_model=4, num_heads=2, bias=False))
     assert '"output_weight" (did you mean output.weight?)' in {error["got"] for error in answer.json()["errors"]}
 
 
 def weights_of(http: httpx.Client, **spec: Any) -> dict[str, Any]:
-    """The weights of a layer in float64, which is made and removed."""
+    """The weights in float64 of a layer that is created and removed."""
     made = http.put("/layers/gained", json={"spec": {"d_model": 6, "num_heads": 2, "seed": 4, "dtype": "float64", **spec}})
     assert made.is_success, made.text
     tensors: dict[str, Any] = load(http.get("/layers/gained/weights").content)

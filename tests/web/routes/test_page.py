@@ -1,4 +1,4 @@
-"""GET / and the page's files over HTTP, and /words. What people do with the page is tested in a browser."""
+"""GET / and the page's files over HTTP, and /words. `web/page` tests the page in a browser."""
 
 import base64
 import re

@@ -33,8 +33,8 @@ def weights() -> dict[str, dict[str, Array]]:
 
 
 @pytest.fixture
-def made(http: httpx.Client, weights: dict[str, dict[str, Array]]) -> Iterator[httpx.Client]:
-    """The shared server, with these layers for the time of a test."""
+def positions_client(http: httpx.Client, weights: dict[str, dict[str, Array]]) -> Iterator[httpx.Client]:
+    """A client of the shared server, which has these layers during a test."""
     for name, spec in LAYERS.items():
         body = {"spec": spec, "weights": {part: array.tolist() for part, array in weights[name].items()}}
         answer = http.put(f"/layers/{name}", json=body)
@@ -48,19 +48,22 @@ def as_json(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in fields.items()}
 
 
-def places(*shape: int) -> Array:
+def coordinates(*shape: int) -> Array:
     return RNG.uniform(-5, 20, shape)
 
 
 CALLS = {
-    "images": ("images", {"query": QUERY, "positions": places(2, 7, 2)}),
-    "one for all items": ("images", {"query": QUERY, "positions": places(1, 7, 2)}),
-    "without a batch": ("images", {"query": QUERY[0], "positions": places(7, 2)}),
-    "cross": ("images", {"query": QUERY, "key": KEY, "positions": places(2, 7, 2), "key_positions": places(1, 5, 2), "query_offset": 0}),
-    "three axes": ("text", {"query": QUERY, "positions": places(2, 7, 3), "causal": True}),
+    "images": ("images", {"query": QUERY, "positions": coordinates(2, 7, 2)}),
+    "one for all items": ("images", {"query": QUERY, "positions": coordinates(1, 7, 2)}),
+    "without a batch": ("images", {"query": QUERY[0], "positions": coordinates(7, 2)}),
+    "cross": (
+        "images",
+        {"query": QUERY, "key": KEY, "positions": coordinates(2, 7, 2), "key_positions": coordinates(1, 5, 2), "query_offset": 0},
+    ),
+    "three axes": ("text", {"query": QUERY, "positions": coordinates(2, 7, 3), "causal": True}),
     "three axes of text": ("text", {"query": QUERY, "causal": True}),
-    "one axis": ("line", {"query": QUERY, "positions": places(2, 7), "causal": True, "window": {"left": 3, "right": None}}),
-    "one axis without a batch": ("line", {"query": QUERY[0], "positions": places(7)}),
+    "one axis": ("line", {"query": QUERY, "positions": coordinates(2, 7), "causal": True, "window": {"left": 3, "right": None}}),
+    "one axis without a batch": ("line", {"query": QUERY[0], "positions": coordinates(7)}),
     "grid": ("grid", {"query": QUERY}),
     "part of a grid": ("grid", {"query": QUERY[:, :3], "key": KEY, "query_offset": 6, "softcap": 2.0}),
     "offsets": ("grid", {"query": QUERY, "key": KEY, "query_offset": np.array([0, 3])}),
@@ -70,62 +73,77 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_agree_with_the_reference(made: httpx.Client, weights: dict[str, dict[str, Array]], name: str) -> None:
+def test_calls_agree_with_the_reference(positions_client: httpx.Client, weights: dict[str, dict[str, Array]], name: str) -> None:
     layer, fields = CALLS[name]
     expected = attend(LayerSpec.model_validate(LAYERS[layer]), weights[layer], **fields)
     for outputs in (["output", "attention_weights"], ["output"]):
-        answer = made.post("/attend", json={"layer": layer, "outputs": outputs, **as_json(fields)})
+        answer = positions_client.post("/attend", json={"layer": layer, "outputs": outputs, **as_json(fields)})
         assert answer.status_code == 200, answer.text
         for output in outputs:
             np.testing.assert_allclose(answer.json()[output], getattr(expected, output), rtol=0, atol=1e-11)
-    assert made.post("/attend/plan", json={"layer": layer, **as_json(fields)}).json()["admitted"]
+    assert positions_client.post("/attend/plan", json={"layer": layer, **as_json(fields)}).json()["admitted"]
 
 
-def test_positions_in_bytes_are_those_in_text(made: httpx.Client) -> None:
+def test_positions_in_bytes_are_those_in_text(positions_client: httpx.Client) -> None:
     layer, fields = CALLS["cross"]
     tensors = {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
-    expected = made.post("/attend", json={"layer": layer, **as_json(fields)}).json()["output"]
+    expected = positions_client.post("/attend", json={"layer": layer, **as_json(fields)}).json()["output"]
     body = save(tensors, {"request": f'{{"layer": "{layer}", "query_offset": 0}}'})
-    np.testing.assert_array_equal(load(made.post("/attend", content=body, headers=MEDIA).content)["output"], expected)
-    announced = {tensor["name"]: tensor for tensor in made.get(f"/v2/models/{layer}").json()["inputs"]}
+    np.testing.assert_array_equal(load(positions_client.post("/attend", content=body, headers=MEDIA).content)["output"], expected)
+    announced = {tensor["name"]: tensor for tensor in positions_client.get(f"/v2/models/{layer}").json()["inputs"]}
     for name in ("positions", "key_positions"):
         assert announced[name] == {"name": name, "datatype": "FP64", "shape": [-1, -1, 2]}
     parameters = {"parameters": {"query_offset": 0}}
-    answers = [made.post(f"/v2/models/{layer}/infer", json={"inputs": in_json(**tensors), **parameters})]
+    answers = [positions_client.post(f"/v2/models/{layer}/infer", json={"inputs": in_json(**tensors), **parameters})]
     content, headers = in_bytes(parameters, **tensors)
-    answers.append(made.post(f"/v2/models/{layer}/infer", content=content, headers=headers))
+    answers.append(positions_client.post(f"/v2/models/{layer}/infer", content=content, headers=headers))
     for answer in answers:
         np.testing.assert_allclose(read(answer).arrays["output"], expected, rtol=0, atol=1e-12)
 
 
-def test_sequences_in_one_query_have_their_own_positions_and_grids(made: httpx.Client) -> None:
+def test_sequences_in_one_query_have_their_own_positions_and_grids(positions_client: httpx.Client) -> None:
     """Four and three rows: as calls of their own."""
     rows, key, lengths = QUERY[0], RNG.standard_normal((5, 21)), {"query_lengths": [4, 3], "key_lengths": [2, 3]}
-    where, of_keys = places(7, 2), places(5, 2)
+    where, of_keys = coordinates(7, 2), coordinates(5, 2)
     images = {"query": rows, "key": key, "positions": where, "key_positions": of_keys, "query_offset": 0}
     grids = {"query": rows, "key": key, "query_offset": 5}
     for layer, fields in (("images", images), ("grid", grids)):
-        answer = made.post("/attend", json={"layer": layer, "outputs": ["output"], **as_json(fields), **lengths})
+        answer = positions_client.post("/attend", json={"layer": layer, "outputs": ["output"], **as_json(fields), **lengths})
         assert answer.status_code == 200, answer.text
         for q, k in ((slice(0, 4), slice(0, 2)), (slice(4, 7), slice(2, 5))):
             own = {name: (x[k if name.startswith("key") else q] if isinstance(x, np.ndarray) else x) for name, x in fields.items()}
-            expected = made.post("/attend", json={"layer": layer, "outputs": ["output"], **as_json(own)}).json()["output"]
+            expected = positions_client.post("/attend", json={"layer": layer, "outputs": ["output"], **as_json(own)}).json()["output"]
             np.testing.assert_allclose(answer.json()["output"][q], expected, rtol=0, atol=1e-12)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "missing": ("images", {"query": QUERY}, "/positions", "the positions of the queries"),
-    "of one axis": ("images", {"query": QUERY, "positions": places(2, 7)}, "/positions", "shape [2, 7, 2], 2 coordinates for each row"),
-    "of three axes": ("images", {"query": QUERY, "positions": places(2, 7, 3)}, "/positions", "shape [2, 7, 2], 2 coordinates"),
-    "of an axis too many": ("line", {"query": QUERY, "positions": places(2, 7, 1)}, "/positions", "shape [2, 7], one number for each row"),
-    "of other rows": ("images", {"query": QUERY, "positions": places(2, 6, 2)}, "/positions", "[2, 7]"),
-    "of other items": ("images", {"query": QUERY, "positions": places(3, 7, 2)}, "/positions", "[2, 7]"),
-    "without rope": ("grid", {"query": QUERY, "positions": places(2, 7)}, "/positions", "no rope"),
-    "of keys alone": ("text", {"query": QUERY, "key_positions": places(2, 7, 3)}, "/key_positions", "positions in addition"),
-    "of queries alone": ("text", {"query": QUERY, "key": KEY, "positions": places(2, 7, 3)}, "/key_positions", "positions of the keys"),
+    "of one axis": (
+        "images",
+        {"query": QUERY, "positions": coordinates(2, 7)},
+        "/positions",
+        "shape [2, 7, 2], 2 coordinates for each row",
+    ),
+    "of three axes": ("images", {"query": QUERY, "positions": coordinates(2, 7, 3)}, "/positions", "shape [2, 7, 2], 2 coordinates"),
+    "of an axis too many": (
+        "line",
+        {"query": QUERY, "positions": coordinates(2, 7, 1)},
+        "/positions",
+        "shape [2, 7], one number for each row",
+    ),
+    "of other rows": ("images", {"query": QUERY, "positions": coordinates(2, 6, 2)}, "/positions", "[2, 7]"),
+    "of other items": ("images", {"query": QUERY, "positions": coordinates(3, 7, 2)}, "/positions", "[2, 7]"),
+    "without rope": ("grid", {"query": QUERY, "positions": coordinates(2, 7)}, "/positions", "no rope"),
+    "of keys alone": ("text", {"query": QUERY, "key_positions": coordinates(2, 7, 3)}, "/key_positions", "positions in addition"),
+    "of queries alone": (
+        "text",
+        {"query": QUERY, "key": KEY, "positions": coordinates(2, 7, 3)},
+        "/key_positions",
+        "positions of the keys",
+    ),
     "of keys that are queries": (
         "text",
-        {"query": QUERY, "positions": places(2, 7, 3), "key_positions": places(2, 7, 3)},
+        {"query": QUERY, "positions": coordinates(2, 7, 3), "key_positions": coordinates(2, 7, 3)},
         "/key_positions",
         "since the key is the query",
     ),
@@ -141,18 +159,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_with_its_place(made: httpx.Client, name: str) -> None:
+def test_invalid_positions_are_refused_with_a_pointer(positions_client: httpx.Client, name: str) -> None:
     layer, fields, at, expected = REFUSED[name]
-    answer = made.post("/attend", json={"layer": layer, **as_json(fields)})
+    answer = positions_client.post("/attend", json={"layer": layer, **as_json(fields)})
     assert answer.status_code == 422, answer.text
     (problem,) = answer.json()["errors"]
     assert problem["at"] == at
     assert expected in problem["expected"]
 
 
-def test_longer_positions_than_a_model_has_are_refused(made: httpx.Client) -> None:
-    assert made.put("/layers/line", json={"spec": {**LINE, "rope": {"max_length": 9}}}).is_success
-    answer = made.post("/attend", json={"layer": "line", **as_json({"query": QUERY[0], "positions": np.arange(3.0, 10)})})
+def test_positions_beyond_the_models_maximum_are_refused(positions_client: httpx.Client) -> None:
+    assert positions_client.put("/layers/line", json={"spec": {**LINE, "rope": {"max_length": 9}}}).is_success
+    answer = positions_client.post("/attend", json={"layer": "line", **as_json({"query": QUERY[0], "positions": np.arange(3.0, 10)})})
     assert answer.json()["errors"] == [
         {
             "at": "/positions",
@@ -162,18 +180,18 @@ def test_longer_positions_than_a_model_has_are_refused(made: httpx.Client) -> No
     ]
 
 
-def test_sequences_in_one_query_are_aligned_one_by_one(made: httpx.Client) -> None:
-    """As many queries as keys in all, but not in each sequence; and none is too long for a model whose sum would be."""
+def test_sequences_in_one_query_are_aligned_one_by_one(positions_client: httpx.Client) -> None:
+    """The totals of queries and keys are equal, those of a sequence are not. The maximum length applies to each sequence."""
     body = {"layer": "line", "query": QUERY[0, :5].tolist(), "key": KEY[0].tolist(), "query_lengths": [2, 3], "outputs": ["output"]}
-    answer = made.post("/attend", json={**body, "key_lengths": [3, 2]})
+    answer = positions_client.post("/attend", json={**body, "key_lengths": [3, 2]})
     assert answer.json()["errors"][0]["at"] == "/query_offset"
-    assert made.post("/attend", json={**body, "key_lengths": [3, 2], "query_offset": 0}).is_success
-    assert made.post("/attend", json={**body, "key_lengths": [2, 3]}).is_success
-    assert made.put("/layers/line", json={"spec": {**LINE, "rope": {"max_length": 3}}}).is_success
-    assert made.post("/attend", json={**body, "key_lengths": [2, 3]}).is_success
-    assert made.post("/attend", json={**body, "key_lengths": [1, 4], "query_offset": 0}).status_code == 422
+    assert positions_client.post("/attend", json={**body, "key_lengths": [3, 2], "query_offset": 0}).is_success
+    assert positions_client.post("/attend", json={**body, "key_lengths": [2, 3]}).is_success
+    assert positions_client.put("/layers/line", json={"spec": {**LINE, "rope": {"max_length": 3}}}).is_success
+    assert positions_client.post("/attend", json={**body, "key_lengths": [2, 3]}).is_success
+    assert positions_client.post("/attend", json={**body, "key_lengths": [1, 4], "query_offset": 0}).status_code == 422
 
 
-def test_a_single_head_has_no_grid_of_many(made: httpx.Client) -> None:
-    answer = made.post("/attend/analysis", json={"layer": "grid", "query": QUERY.tolist(), "metrics": ["single_head"]})
+def test_the_metric_single_head_is_refused_for_a_layer_with_a_grid_bias(positions_client: httpx.Client) -> None:
+    answer = positions_client.post("/attend/analysis", json={"layer": "grid", "query": QUERY.tolist(), "metrics": ["single_head"]})
     assert "grid_bias" in answer.json()["errors"][0]["expected"]

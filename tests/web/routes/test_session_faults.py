@@ -1,4 +1,4 @@
-"""Sessions when things go wrong, over HTTP: no memory, deadlines, callers that are gone, other keys, shutdown; and steps in one batch."""
+"""Sessions when things go wrong, over HTTP: no memory, deadlines, disconnected callers, other keys, shutdown; and steps in one batch."""
 
 import json
 import signal
@@ -65,7 +65,7 @@ def connect() -> Iterator[Callable[..., Caller]]:
 
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch, connect: Callable[..., Caller]) -> Iterator[tuple[Caller, Service, Gate]]:
-    """A server on which steps wait for a gate, in the device's thread."""
+    """A server whose steps wait, in the device's thread, until the test opens a gate."""
     gate = Gate(monkeypatch)
     with serve_service(Settings(batch_delay=0.0001, **MEMORY)) as (url, service):
         yield connect(url), service, gate
@@ -77,8 +77,8 @@ def calls_of(service: Service, session: str) -> int:
     return service.engine.sessions._sessions[session].calls
 
 
-def test_a_deadline_that_passes_while_a_step_is_computed(gated: tuple[Caller, Service, Gate]) -> None:
-    """The next step of the session begins after it; its expected length says whether it was appended. A step that waits expires."""
+def test_a_step_that_is_being_computed_is_answered_after_its_deadline(gated: tuple[Caller, Service, Gate]) -> None:
+    """The next step of the session starts after it, and `expected_length` shows that it was appended. A waiting step is 504."""
     caller, service, gate = gated
     session = caller.begin()
     with ThreadPoolExecutor(4) as threads:
@@ -99,8 +99,8 @@ def test_a_deadline_that_passes_while_a_step_is_computed(gated: tuple[Caller, Se
     assert [reply.json()["session"]["length"] for reply in replies] == [1, 2]
 
 
-def test_a_caller_that_is_gone_learns_whether_its_step_was_appended(gated: tuple[Caller, Service, Gate]) -> None:
-    """One went while its step was computed, the other while it waited."""
+def test_expected_length_shows_whether_the_step_of_a_disconnected_caller_was_appended(gated: tuple[Caller, Service, Gate]) -> None:
+    """One caller disconnects while its step is computed, the other while its step waits."""
     caller, service, gate = gated
     session = caller.begin()
     body = json.dumps({"query": [[0.5] * 64]}).encode()
@@ -133,8 +133,8 @@ def test_two_callers_at_once_are_both_answered_in_one_order(connect: Callable[..
             np.testing.assert_allclose(caller.step(again, rows[i]).json()["output"], replies[i]["output"], rtol=0, atol=1e-6)
 
 
-def test_of_a_batch_only_the_step_without_a_page_is_refused(connect: Callable[..., Caller]) -> None:
-    """Sessions in use do not end for its sake. The others are computed together, and equal to steps alone; a reproducible one is alone."""
+def test_only_the_step_without_a_page_is_refused_in_a_batch(connect: Callable[..., Caller]) -> None:
+    """Sessions in use do not end for its pages. The others are computed together, and equal to steps alone; a reproducible one is alone."""
     with collecting_server(64, session_memory=4 * FIRST_PAGE) as (url, collect), ThreadPoolExecutor(6) as threads:
         caller = connect(url)
         sessions, rows = [caller.begin() for _ in range(5)], RNG.standard_normal((5, 1, 64))
@@ -148,7 +148,7 @@ def test_of_a_batch_only_the_step_without_a_page_is_refused(connect: Callable[..
         assert replies[i].status_code == 507 and "session_memory" in replies[i].json()["detail"]
         assert [caller.length(session) for session in sessions] == [int(j != i) for j in range(5)]
         batches = caller.metric("attend_batch_calls_count") - counted[0], caller.metric("attend_batch_calls_sum") - counted[1]
-        assert batches == (3 if i != 3 else 2, 5)  # one is that of the call that held the device
+        assert batches == (3 if i != 3 else 2, 5)  # one is the batch of the call that occupied the device
         for session in sessions:
             caller.http.delete(f"/sessions/{session}")
         for j in set(range(5)) - {i}:
@@ -239,8 +239,8 @@ def test_keys_share_the_memory_and_see_only_their_own_sessions(tmp_path: Path, c
         assert len(one.http.get("/sessions").json()["sessions"]) == 5
 
 
-def test_a_cache_outlives_its_server(start: Callable[..., Server], connect: Callable[..., Caller]) -> None:
-    """It is exported while the server drains, and imported into the next one: the same bits follow. The old id says what happened."""
+def test_an_exported_cache_can_be_imported_into_the_next_server(start: Callable[..., Server], connect: Callable[..., Caller]) -> None:
+    """It is exported while the server drains, and imported into the next one: the same bits follow. The old id is refused."""
     server, flags = start("--session-memory", "1000000", "--drain-seconds", LONG), ("--session-memory", "1000000")
     caller, rows = connect(server.url), RNG.standard_normal((9, 64))
     session = caller.begin()
@@ -260,7 +260,7 @@ def test_a_cache_outlives_its_server(start: Callable[..., Server], connect: Call
     assert after.step(new, rows[7:]).json()["output"] == expected
 
 
-def test_a_layer_that_is_removed_while_steps_run_and_wait(gated: tuple[Caller, Service, Gate]) -> None:
+def test_the_removal_of_a_layer_refuses_only_the_steps_that_wait(gated: tuple[Caller, Service, Gate]) -> None:
     """The step that is being computed is answered, and the one that waits is refused. The memory is free afterwards."""
     caller, service, gate = gated
     caller.http.put("/layers/fleeting", json={"spec": {"d_model": 64, "num_heads": 8, "seed": 5}}).raise_for_status()
@@ -279,7 +279,7 @@ def test_a_layer_that_is_removed_while_steps_run_and_wait(gated: tuple[Caller, S
     assert caller.metric("attend_session_bytes") == caller.metric("attend_sessions") == 0
 
 
-def test_abandoned_sessions_end_by_themselves(connect: Callable[..., Caller]) -> None:
+def test_idle_sessions_end_without_a_request(connect: Callable[..., Caller]) -> None:
     """Without any request to the server."""
     with serve_service(Settings(**MEMORY)) as (url, service):
         caller = connect(url)

@@ -27,7 +27,7 @@ def rows(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_a_case_with_a_past(http: httpx.Client, name: str) -> None:
+def test_a_step_equals_a_case_of_onnx_with_a_past(http: httpx.Client, name: str) -> None:
     case = {key.rpartition(".")[2]: x for key, x in TENSORS.items() if key.rpartition(".")[0] == name}
     options, dtype = ATTRIBUTES[name], str(case["Q"].dtype)
     (_, heads, _, head_dim), (_, kv_heads, _, value_head_dim) = case["Q"].shape, case["past_value"].shape

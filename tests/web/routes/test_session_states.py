@@ -1,4 +1,4 @@
-"""Any order of calls to sessions over HTTP, against a model that keeps the rows and asks the reference."""
+"""Any order of calls to sessions over HTTP, compared with a model that stores the rows and calls the reference."""
 
 import json
 from typing import Any
@@ -64,7 +64,7 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: self.models)
     @rule(data=st.data(), count=st.sampled_from([1, 1, 2, 9]), seed=st.integers(0, 999), appends=st.booleans(), binary=st.booleans())
     def attend(self, data: st.DataObject, count: int, seed: int, appends: bool, binary: bool) -> None:
-        """A step or a look; with a wrong `expected_length`, 412 and nothing appended."""
+        """A step with or without `append`; a wrong `expected_length` is 412 and appends nothing."""
         session, model = self.one(data)
         start, rng = rows(model), np.random.default_rng(seed)
         query = rng.standard_normal((count, 12)).astype(self.case.spec.dtype)

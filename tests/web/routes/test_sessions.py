@@ -1,4 +1,4 @@
-"""/sessions over HTTP: a life of a session, its refusals, forks, caches as files, keys, and its end."""
+"""/sessions over HTTP: steps of a session, refusals, forks, caches as files, keys, and its end."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def test_steps_equal_one_causal_call(http: httpx.Client, session: str) -> None:
     np.testing.assert_allclose(outputs, whole["output"], rtol=0, atol=1e-6 * np.abs(whole["output"]).max())
 
 
-def test_a_look_appends_nothing(http: httpx.Client, session: str) -> None:
+def test_a_step_without_append_appends_nothing(http: httpx.Client, session: str) -> None:
     sequence = rows(5)
     step(http, session, sequence)
     look = step(http, session, sequence[-1:], append=False, query_offset=4, outputs=["output", "attention_weights"]).json()
@@ -56,14 +56,14 @@ def test_a_look_appends_nothing(http: httpx.Client, session: str) -> None:
     assert "no key, since append is false" in refusal(step(http, session, sequence, key=sequence.tolist(), append=False), 422)
 
 
-def test_another_length_is_refused_and_nothing_appended(http: httpx.Client, session: str) -> None:
+def test_a_wrong_expected_length_is_refused_and_nothing_is_appended(http: httpx.Client, session: str) -> None:
     step(http, session, rows(5))
 
     assert "expected 5, the length of the session, got 3" in refusal(step(http, session, rows(1), expected_length=3), 412)
     assert http.get(f"/sessions/{session}").json()["length"] == 5
 
 
-def test_rolling_back_and_forking(http: httpx.Client, session: str) -> None:
+def test_a_rollback_does_not_change_a_fork(http: httpx.Client, session: str) -> None:
     sequence = rows(23)
     whole = step(http, session, sequence, outputs=["output"]).json()["output"]
     fork = http.post(f"/sessions/{session}/fork", json={"length": 17})
@@ -76,7 +76,7 @@ def test_rolling_back_and_forking(http: httpx.Client, session: str) -> None:
     assert "at most 21" in refusal(http.patch(f"/sessions/{session}", json={"length": 22}), 422)
 
 
-def test_a_cache_goes_out_and_in_again(http: httpx.Client, session: str) -> None:
+def test_an_exported_cache_can_be_imported_into_another_session(http: httpx.Client, session: str) -> None:
     sequence = rows(19)
     step(http, session, sequence[:18])
     file = http.get(f"/sessions/{session}/cache")
@@ -104,7 +104,7 @@ def test_a_cache_of_another_layer_is_refused(http: httpx.Client, session: str) -
     assert "its layer was removed" in refusal(http.get(f"/sessions/{other}"), 410)
 
 
-def test_what_has_no_place_in_a_session_is_refused(http: httpx.Client, session: str) -> None:
+def test_fields_that_sessions_do_not_support_are_refused(http: httpx.Client, session: str) -> None:
     query = rows(3)
     assert "no layer, since the session has one" in refusal(step(http, session, query, layer="default"), 422)
     gradient = {"outputs": ["query_gradient"], "output_gradient": query.tolist()}
@@ -114,14 +114,14 @@ def test_what_has_no_place_in_a_session_is_refused(http: httpx.Client, session: 
     assert "/query_lengths" in refusal(step(http, session, query, query_lengths=[3]), 422)
 
 
-def test_a_deleted_session_is_gone_and_an_invented_id_unknown(http: httpx.Client, session: str) -> None:
+def test_a_deleted_session_is_410_and_an_unknown_id_404(http: httpx.Client, session: str) -> None:
     assert http.delete(f"/sessions/{session}").status_code == 204
     assert "it was deleted" in refusal(http.get(f"/sessions/{session}"), 410)
     assert "the id of a session" in refusal(http.get(f"/sessions/{session[:-3]}abc"), 404)
     assert session not in [document["id"] for document in http.get("/sessions").json()["sessions"]]
 
 
-def test_a_server_without_memory_for_them_keeps_none(start: Callable[..., Server]) -> None:
+def test_a_server_without_session_memory_refuses_sessions(start: Callable[..., Server]) -> None:
     with httpx.Client(base_url=start().url) as http:
         assert "--session-memory" in refusal(http.post("/sessions", json={}), 404)
 
@@ -163,7 +163,7 @@ def test_a_figure_of_a_session_is_that_of_its_rows(http: httpx.Client, session: 
 
 
 def test_segments_and_positions_of_a_session(http: httpx.Client) -> None:
-    """Of segments, keys and queries have their own. Positions are those of the new rows, also of none."""
+    """Queries and keys have their own segments. Positions are those of the new rows, also if there are none."""
     http.put("/layers/axes", json={"spec": {"d_model": 16, "num_heads": 2, "rope": {"axes": [0, 0, 1, 1], "requires_positions": True}}})
     session = http.post("/sessions", json={"layer": "axes"}).json()["id"]
     sequence, positions = RNG.standard_normal((5, 16)), [[i, i // 2] for i in range(5)]
@@ -219,7 +219,7 @@ def test_sessions_and_forks_need_no_body(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/attend/analysis", "/attend/figure", "/attend/plan"])
-def test_a_session_in_a_body_that_is_not_there_is_refused_with_its_place(http: httpx.Client, session: str, path: str) -> None:
+def test_an_unknown_session_in_a_body_is_refused_with_a_pointer(http: httpx.Client, session: str, path: str) -> None:
     http.delete(f"/sessions/{session}")
     cases = ((session, 410, "it was deleted"), ("nonsense", 404, "the id of a session"), (7, 422, "a string"))
     for name, status, words in cases:
@@ -228,7 +228,7 @@ def test_a_session_in_a_body_that_is_not_there_is_refused_with_its_place(http: h
         assert [error["at"] for error in reply.json()["errors"]] == ["/session"]
 
 
-def test_a_plan_takes_null_for_a_session_as_analysis_does(http: httpx.Client) -> None:
+def test_plan_and_analysis_accept_null_as_session(http: httpx.Client) -> None:
     for path in ("/attend/plan", "/attend/analysis"):
         assert http.post(path, json={"query": rows(1).tolist(), "session": None}).status_code == 200
 
@@ -241,6 +241,6 @@ def test_a_plan_refuses_what_a_step_refuses(http: httpx.Client, session: str) ->
         assert [error["at"] for error in reply.json()["errors"]] == ["/outputs/1"]
 
 
-def test_a_misspelt_field_of_a_step_alone_gets_a_suggestion(http: httpx.Client, session: str) -> None:
+def test_the_refusal_of_a_misspelt_field_suggests_the_right_one(http: httpx.Client, session: str) -> None:
     for name, meant in (("apend", "append"), ("expected_lenght", "expected_length"), ("causl", "causal")):
         assert f"did you mean {meant}?" in refusal(http.post(f"/sessions/{session}/attend", json={"query": rows(1).tolist(), name: 1}), 422)

@@ -22,7 +22,7 @@ INFER = "/v2/models/tiny/infer"
 
 
 def announced(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """A tensor of exactly this datatype and shape, with lengths in the place of -1 that go together."""
+    """A tensor of exactly this datatype and shape, with consistent lengths in place of -1."""
     lengths = iter(LENGTHS[tensor["name"]])
     shape = [next(lengths) if length == -1 else length for length in tensor["shape"]]
     return RNG.integers(0, 2, shape).astype(DTYPES[tensor["datatype"]])
@@ -125,6 +125,6 @@ def test_max_batch_size_is_the_largest_admitted_batch(start_here: Callable[..., 
 
         assert largest > 1
         assert read(infer(largest)).arrays["attention_weights"].shape == (largest, 8, 1, 1)
-        if setting == "max_body_bytes":  # what the JSON leaves of its room goes to tensors
+        if setting == "max_body_bytes":  # tensors get the bytes that the JSON does not use
             largest += 4
         assert "at most" in refused(infer(largest + 1), 413)

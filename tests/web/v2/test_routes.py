@@ -303,7 +303,7 @@ def test_parameters_that_client_libraries_add_are_ignored(v2: httpx.Client) -> N
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_null_is_the_same_as_left_out(v2: httpx.Client, binary: bool) -> None:
+def test_a_null_field_equals_an_omitted_one(v2: httpx.Client, binary: bool) -> None:
     """Generated clients send null."""
     nothing = {"id": None, "parameters": None, "model_name": None, "model_version": None}
     [query] = one()["inputs"]
@@ -384,7 +384,7 @@ def test_bodies_of_the_repository_are_limited_to_64_kib(v2: httpx.Client) -> Non
 
 
 def one(**changes: Any) -> dict[str, Any]:
-    """A request of one input, which these changes spoil."""
+    """A request of one input, made invalid by these changes."""
     good = {"name": "query", "shape": [1, 2, 6], "datatype": "FP32", "data": [0.5] * 12}
     return {"inputs": [{name: value for name, value in {**good, **changes}.items() if value is not ...}]}
 
@@ -439,7 +439,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a wrong option": ({**one(), "parameters": {"causal": "yes"}}, "at /parameters/causal"),
     "an option as an input": ({"inputs": [*one()["inputs"], one(name="causal")["inputs"][0]]}, "expected causal among the parameters"),
     "the layer as an input": ({"inputs": [*one()["inputs"], one(name="layer")["inputs"][0]]}, "at /inputs/1/name"),
-    "a mask whose meaning nobody knows": ({"inputs": [*one()["inputs"], one(name="mask")["inputs"][0]]}, "attend_mask"),
+    "an input named mask, which is ambiguous": ({"inputs": [*one()["inputs"], one(name="mask")["inputs"][0]]}, "attend_mask"),
     "an input twice": ({"inputs": one()["inputs"] * 2}, "twice"),
     "an input that does not exist": ({"inputs": [*one()["inputs"], one(name="input__0")["inputs"][0]]}, "at /inputs/1/name"),
     "an output that does not exist": ({**one(), "outputs": [{"name": "logits"}]}, "/outputs/0"),
@@ -536,7 +536,7 @@ def test_unknown_paths_and_models_are_refused_as_the_protocol_says(v2: httpx.Cli
     ],
     ids=lambda path: str(path)[:20],
 )
-def test_an_unknown_path_is_answered_with_the_one_that_is_most_like_it(v2: httpx.Client, path: str, meant: str | None) -> None:
+def test_the_refusal_of_an_unknown_path_suggests_the_most_similar_one(v2: httpx.Client, path: str, meant: str | None) -> None:
     answer = v2.get(path)
 
     message = answer.json()["error" if path.startswith("/v2") else "detail"]
@@ -549,7 +549,7 @@ def test_an_unknown_path_is_answered_with_the_one_that_is_most_like_it(v2: httpx
 
 @pytest.fixture
 def made(v2: httpx.Client) -> Iterator[str]:
-    """A model of one test's own."""
+    """A model of one test."""
     spec = json.dumps({"d_model": 4, "num_heads": 2, "seed": 1})
     assert v2.post("/v2/repository/models/made/load", json={"parameters": {"config": spec}}).content == b""
     yield "made"
@@ -646,7 +646,7 @@ def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, made: str) -> N
     index = v2.post("/v2/repository/index").json()
     assert {"name": made, "version": "1", "state": "READY", "reason": ""} in index
     assert index == v2.post("/v2/repository/index", json={"ready": True}).json()
-    assert v2.post(f"/v2/repository/models/{made}/load").content == b""  # it is there
+    assert v2.post(f"/v2/repository/models/{made}/load").content == b""  # it is loaded already
 
     query = {"inputs": [{"name": "query", "shape": [1, 1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
     before = v2.post(f"/v2/models/{made}/infer", json=query).json()

@@ -17,8 +17,8 @@ STEPS, WIDTH = (5, 1, 1, 3, 1), 64
 
 
 @pytest.fixture(scope="module")
-def keeping() -> Any:
-    """A server that keeps sequences."""
+def stateful() -> Any:
+    """A server with memory for sequences."""
     from support.server import start_server
 
     running = start_server("--grpc-port", "0", "--session-memory", "10000000")
@@ -27,10 +27,10 @@ def keeping() -> Any:
 
 
 @pytest.fixture(params=["http", "grpc"])
-def infer(request: pytest.FixtureRequest, keeping: Server) -> Any:
+def infer(request: pytest.FixtureRequest, stateful: Server) -> Any:
     """Sends rows as a part of a sequence, and returns the output."""
     library: Any = {"http": tritonclient.http, "grpc": tritonclient.grpc}[request.param]
-    url = keeping.url.removeprefix("http://") if request.param == "http" else address_of(keeping)
+    url = stateful.url.removeprefix("http://") if request.param == "http" else address_of(stateful)
     client = library.InferenceServerClient(url)
 
     def send(rows: Any, sequence: int | str, **flags: bool) -> Any:
@@ -44,9 +44,9 @@ def infer(request: pytest.FixtureRequest, keeping: Server) -> Any:
     client.close()
 
 
-def test_a_sequence_equals_one_causal_call(infer: Callable[..., Any], keeping: Server) -> None:
+def test_a_sequence_equals_one_causal_call(infer: Callable[..., Any], stateful: Server) -> None:
     rows = RNG.standard_normal((sum(STEPS), WIDTH)).astype(np.float32)
-    whole = httpx.post(f"{keeping.url}/attend", json={"query": rows.tolist(), "causal": True, "outputs": ["output"]}).json()["output"]
+    whole = httpx.post(f"{stateful.url}/attend", json={"query": rows.tolist(), "causal": True, "outputs": ["output"]}).json()["output"]
     outputs: dict[int | str, list[Any]] = {7: [], "seven": []}
     start = 0
     for i, count in enumerate(STEPS):  # two sequences, one after the other
@@ -57,10 +57,10 @@ def test_a_sequence_equals_one_causal_call(infer: Callable[..., Any], keeping: S
 
     for parts in outputs.values():
         np.testing.assert_allclose(np.concatenate(parts), whole, rtol=0, atol=1e-6 * np.abs(whole).max())
-    assert httpx.get(f"{keeping.url}/sessions").json()["sessions"] == []
+    assert httpx.get(f"{stateful.url}/sessions").json()["sessions"] == []
 
 
-def test_a_sequence_begins_with_its_flag_and_again(infer: Callable[..., Any], keeping: Server) -> None:
+def test_sequence_start_starts_and_restarts_a_sequence(infer: Callable[..., Any], stateful: Server) -> None:
     row = RNG.standard_normal((1, WIDTH)).astype(np.float32)
     with pytest.raises(Exception, match="sequence_start, or the id of a sequence of this model that has begun"):
         infer(row, 12)
@@ -84,8 +84,8 @@ def test_a_refused_start_leaves_the_sequence_as_it_was(infer: Callable[..., Any]
         infer(rows[:1], 3)
 
 
-def test_the_metadata_name_the_extension(keeping: Server) -> None:
-    assert "sequence" in httpx.get(f"{keeping.url}/v2").json()["extensions"]
+def test_the_metadata_name_the_extension(stateful: Server) -> None:
+    assert "sequence" in httpx.get(f"{stateful.url}/v2").json()["extensions"]
 
 
 def test_a_server_without_session_memory_refuses_sequences(v2: httpx.Client) -> None:
@@ -100,11 +100,11 @@ def test_a_server_without_session_memory_refuses_sequences(v2: httpx.Client) -> 
     assert reply.status_code == 400 and "a sequence_id in addition" in reply.json()["error"]
 
 
-def test_the_configuration_says_whether_models_keep_sequences(keeping: Server, start: Callable[..., Server]) -> None:
+def test_the_configuration_says_whether_models_keep_sequences(stateful: Server, start: Callable[..., Server]) -> None:
     """Triton's configuration has one of the two schedulers; perf_analyzer sends sequences where it is that of sequences."""
-    with contextlib.closing(tritonclient.http.InferenceServerClient(keeping.url.removeprefix("http://"))) as client:
+    with contextlib.closing(tritonclient.http.InferenceServerClient(stateful.url.removeprefix("http://"))) as client:
         over_http = client.get_model_config("default")
-    with contextlib.closing(tritonclient.grpc.InferenceServerClient(address_of(keeping))) as client:
+    with contextlib.closing(tritonclient.grpc.InferenceServerClient(address_of(stateful))) as client:
         over_grpc = client.get_model_config("default").config
     batching = {
         "max_sequence_idle_microseconds": 300_000_000,

@@ -1,4 +1,4 @@
-"""Statistics with several workers: each counts its calls, and any worker reports the sum."""
+"""Statistics with several workers: each counts its calls, and every worker reports the sum."""
 
 import json
 from pathlib import Path
@@ -59,9 +59,9 @@ def test_any_worker_reports_the_sum_including_ended_workers(tmp_path: Path) -> N
                 assert found["memory_usage"][0]["byte_size"] == 2 * 4 * (4 * 4 * 4 + 4 * 4)  # each has the model
 
         ready = len(events(server, "ready"))
-        stays, newcomer = kill_one(server)
+        stays, replacement = kill_one(server)
         until(lambda: len(events(server, "ready")) > ready, "ready again")
-        for worker in (stays, newcomer):
+        for worker in (stays, replacement):
             with only(worker, server.process.pid):
                 assert totals(server.url) == (10, 5, 5, 0)
     finally:
@@ -70,7 +70,7 @@ def test_any_worker_reports_the_sum_including_ended_workers(tmp_path: Path) -> N
 
 @several_workers
 def test_statistics_restart_after_a_model_is_unloaded(tmp_path: Path) -> None:
-    """Also if a worker that had counted is dead, and if the worker that unloads has not counted."""
+    """Also if a worker with counts has ended, and if the worker that unloads has no counts."""
     server = start_server("--workers", "2", "--layers-dir", str(tmp_path), "--threads", "1")
     try:
         until(lambda: len(events(server, "ready")) == 2, "both ready")

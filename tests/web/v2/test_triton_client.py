@@ -36,7 +36,7 @@ def client(v2_server: Server) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def want(v2: httpx.Client) -> dict[str, Array]:
-    """The answer by hand, to every request of these tests that is not special."""
+    """The expected reply to the default request of these tests."""
     return read(v2.post("/v2/models/tiny/infer", json={"inputs": in_json(query=QUERY, key=KEY)})).arrays
 
 

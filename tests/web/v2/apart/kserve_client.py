@@ -1,6 +1,6 @@
 """KServe's InferenceRESTClient and InferenceGRPCClient against the servers named on the command line: http://host:port host:port.
 
-In an environment of its own: it brings half a gigabyte.
+It needs an environment of its own, since it installs half a gigabyte.
 """
 
 import asyncio

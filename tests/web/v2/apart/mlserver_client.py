@@ -1,6 +1,6 @@
 """MLServer's codecs and its command `mlserver infer` against the servers named on the command line: http://host:port host:port.
 
-In an environment of its own: it brings a server that is not needed. Its codecs send `content_type` for every tensor and the request.
+It needs an environment of its own, since it installs a whole server. Its codecs send `content_type` for every tensor and the request.
 """
 
 import json

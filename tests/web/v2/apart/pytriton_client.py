@@ -1,6 +1,6 @@
 """PyTriton's ModelClient against the servers named on the command line: http://host:port grpc://host:port.
 
-In an environment of its own: its wheel holds a whole Triton.
+It needs an environment of its own, since its wheel contains a whole Triton.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ def check(url: str) -> dict[str, np.ndarray]:
         for name, array in batch.items():
             np.testing.assert_allclose(positional[name], array, rtol=0, atol=1e-6)
             np.testing.assert_allclose(sample[name], array[1], rtol=0, atol=1e-6)
-        lengths, offsets = np.array([[4], [2]]), np.array([[2], [0]])  # a sample's of the shape that the configuration tells
+        lengths, offsets = np.array([[4], [2]]), np.array([[2], [0]])  # one item of the shape in the configuration
         shorter = client.infer_batch(query=QUERY, key=KEY, valid_lens=lengths, query_offset=offsets, parameters={"causal": True})
         assert not shorter["attention_weights"][1, ..., 2:].any() and shorter["attention_weights"][0, ..., :4].any()
         alone = client.infer_sample(query=QUERY[1], key=KEY[1], valid_lens=lengths[1], query_offset=offsets[1], parameters={"causal": True})
@@ -38,7 +38,7 @@ def check(url: str) -> dict[str, np.ndarray]:
             assert "expected 64 values per query" in str(error), error
         else:
             raise AssertionError("a query that does not fit was taken")
-    if url.startswith("http"):  # that one speaks HTTP to whatever URL
+    if url.startswith("http"):  # this client uses HTTP for every URL
         with FuturesModelClient(url, "default", max_workers=4) as client:
             futures = [client.infer_batch(query=QUERY, key=KEY) for _ in range(8)]
             for future in futures:

@@ -1,4 +1,4 @@
-"""Runs the scripts beside this one against a server started for them: python run.py KSERVE_PYTHON MLSERVER_PYTHON PYTRITON_PYTHON."""
+"""Runs the other scripts of this folder against a server that it starts: python run.py KSERVE_PYTHON MLSERVER_PYTHON PYTRITON_PYTHON."""
 
 import subprocess
 import sys
