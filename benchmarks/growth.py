@@ -1,7 +1,7 @@
 """Time per byte and peak memory of attend as bodies grow from 1 KB to 100 MB.
 
 The batch grows and its items stay 128 queries of 512 numbers, and the output alone is requested: so the work per byte is the same in every
-row, and only what the server adds can grow. Every row has a server of its own, so that a peak is the row's own.
+row, and only the server's overhead can grow. Every row has a new server, so that its peak is that of the row.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def shape_for(size: int, form: str) -> tuple[int, int, int]:
 
 
 def resident(process: int, peak: bool = False) -> int:
-    """Bytes of memory that a process holds, or held at most since it was last asked without `peak`."""
+    """Resident memory of a process in bytes; with `peak`, its maximum since the last call without `peak`."""
     status = Path(f"/proc/{process}/status")
     found = re.search(rf"^Vm{'HWM' if peak else 'RSS'}:\s+(\d+) kB", status.read_text(), re.MULTILINE)
     if not peak:

@@ -15,7 +15,7 @@ FOUR = {"bert": ("self.query", "self.key", "self.value", "output.dense"), "disti
 
 
 def bert(layers, prefix="bert.encoder.layer", joint=".", width=15):
-    """Every layer's tensors differ, and other tensors stand between them."""
+    """Every layer's tensors differ, and there are other tensors between them."""
     w = {"bert.embeddings.word_embeddings.weight": draw(0, 9, width)}
     for i in range(layers):
         for j, name in enumerate(FOUR["bert"]):

@@ -116,7 +116,7 @@ def test_a_layer_of_one_head_may_have_norms_if_the_spec_says_so():
 
 
 def test_gemma3_norms_are_stored_less_one_and_not_mistaken_for_those_of_qwen3():
-    """Same names; where the sibling norm of Gemma stands, the layout has to be given. Bfloat16 norms are added to in float32."""
+    """Both have the same names. With Gemma's feed-forward norm, the layout has to be given. 1 is added in float32."""
     checkpoint = {name: x.astype(ml_dtypes.bfloat16) for name, x in llama(q_norm__weight=draw(1, 6), k_norm__weight=draw(2, 6)).items()}
     checkpoint["layers.0.pre_feedforward_layernorm.weight"] = draw(3, 7).astype(ml_dtypes.bfloat16)
     with pytest.raises(InvalidRequest, match=r"gemma3 .* llama .*at /layout"):

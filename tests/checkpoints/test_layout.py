@@ -134,7 +134,7 @@ def fused_expected(x, per_head, added=0.0):
 
 
 def test_the_order_of_fused_rows_must_be_given():
-    """The same names and shapes stand for two packings: without a layout they are refused, with one read as it says."""
+    """Two packings have the same names and shapes: without a layout they are refused, with one they are read as it says."""
     x = draw(5, B, Q, 15)
     with pytest.raises(InvalidRequest, match=r"bloom .* fused .* neox .*at /layout"):
         read_layer(fused(), spec={"num_heads": 3})
@@ -267,7 +267,7 @@ def test_names_of_textbook_matrices_say_whether_they_are_transposed(spelling, tr
 
 
 def test_layout_attend_returns_the_same_spec_and_weights():
-    """Every part of a spec that has weights; the spec is the one that stands beside the weights."""
+    """Every part of a spec that has weights; the spec is the stored one."""
     fields = {
         "d_model": 7,
         "num_heads": 4,

@@ -409,7 +409,7 @@ def test_relative_positions_on_which_config_and_tensors_disagree_are_refused(
     assert_refused(put(layers, model, 0, **config), at)
 
 
-NASTY = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
+WRONG_VALUES = [None, "x", -1, 2**70, 1e308, [], {}, [[]], {"a": 1}, True, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_wrong_types_in_a_config_raise_no_other_error_than_a_refusal(model: str)
     """Every field, also in nested sections, with every wrong value."""
     case, config = MODELS[model]["cases"][0], MODELS[model]["config"]
     for path in _paths(config):
-        for value in NASTY:
+        for value in WRONG_VALUES:
             changed = json.loads(json.dumps(config))
             reduce(lambda inner, name: inner[name], path[:-1], changed)[path[-1]] = value
             with suppress(InvalidRequest, ValidationError):  # the spec is validated where it is read
@@ -459,13 +459,13 @@ def test_missing_and_short_tensors_raise_no_other_error_than_a_refusal(model: st
                 read_model_layer(given, config, case["layer"], case["part"])
 
 
-def test_the_trained_length_may_be_inside_or_beside_rope_parameters() -> None:
-    """As transformers 5 saves it; if it is beside them too, that one counts, as in transformers."""
+def test_the_trained_length_may_be_inside_or_outside_rope_parameters() -> None:
+    """transformers 5 saves it inside; if both are there, the outer one takes precedence, as in transformers."""
     case, config = MODELS["phi3_longrope"]["cases"][0], MODELS["phi3_longrope"]["config"]
     name = "original_max_position_embeddings"
 
-    def read(beside: int | None, among: int | None) -> Any:
-        changed = {**config, name: beside, "rope_parameters": {**config["rope_parameters"], name: among}}
+    def read(outside: int | None, inside: int | None) -> Any:
+        changed = {**config, name: outside, "rope_parameters": {**config["rope_parameters"], name: inside}}
         return read_model_layer(tensors_of(case), changed, case["layer"], case["part"])[0]
 
     assert read(None, 16) == read(16, None) == read(16, 8) != read(8, 16)

@@ -12,7 +12,7 @@ NUM_HEADS = {"num_heads": 3}
 
 
 def bert(layers=1, **changes):
-    """Layers of 3 heads over width 15; `changes` replace or, if None, remove what stands below layer 0."""
+    """Layers of 3 heads over width 15; `changes` replace or, if None, remove tensors of layer 0."""
     w = {}
     for i in range(layers):
         for name in ("self.query", "self.key", "self.value", "output.dense"):
@@ -72,7 +72,7 @@ REFUSALS = {
     "half a segment": (bert(12), {"prefix": "encoder.layer.1.atten"}, "/prefix", "encoder.layer.1.attention"),
     "names of several layouts": (fused(), {"spec": NUM_HEADS}, "/layout", "bloom"),
     "a bare llama or vit": ({name[19:]: x for name, x in llama().items()}, {"spec": ROPE}, "/layout", "llama ("),
-    # tensors that are missing, too many, or not understood
+    # missing, surplus and unknown tensors
     "missing weight": (bert(self__key__weight=None), {"spec": NUM_HEADS}, f"{A0}.self.key.weight", "got nothing"),
     "missing bias": (bert(self__value__bias=None), {"spec": NUM_HEADS}, f"{A0}.self.value.bias", "got nothing"),
     "missing of the given layout": (llama(o_proj__weight=None), {"layout": "llama"}, f"{L0}.o_proj.weight", "got nothing"),
@@ -135,7 +135,7 @@ REFUSALS = {
     "whole numbers": (bert(self__key__weight=np.ones((15, 15), np.int8)), {"spec": NUM_HEADS}, f"{A0}.self.key.weight", "floating-point"),
     "complex numbers": (bert(self__key__weight=np.ones((15, 15), complex)), {"spec": NUM_HEADS}, f"{A0}.self.key.weight", "got complex128"),
     "nothing in it": (bert(self__key__weight=draw(1, 0, 15)), {"spec": NUM_HEADS}, f"{A0}.self.key.weight", "got shape [0, 15]"),
-    # the spec beside them
+    # the spec
     "no head count": (bert(), {}, "/spec/num_heads", "got nothing"),
     "no head count for rows": (fused(), {"layout": "bloom"}, "/spec/num_heads", "got nothing"),
     "heads that do not divide": (bert(), {"spec": {"num_heads": 4}}, "/spec/num_heads", "a divisor of 15"),

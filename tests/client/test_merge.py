@@ -81,7 +81,7 @@ def shard(request: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     }
 
 
-def of_shards(client: Client, layer: str, request: dict[str, Any], sizes: tuple[int, ...]) -> list[Any]:
+def attend_in_shards(client: Client, layer: str, request: dict[str, Any], sizes: tuple[int, ...]) -> list[Any]:
     """A reply for each part of the keys."""
     ends = np.cumsum(sizes)
     return [client.attend(layer=layer, outputs=BOTH, **shard(request, end - n, end)) for n, end in zip(sizes, ends, strict=True)]
@@ -103,7 +103,7 @@ def test_merged_parts_equal_the_whole(client: Client, name: str, sizes: tuple[in
     request = {"query": QUERY, "key": KEY, "value": VALUE, **fields}
     whole = client.attend(layer="whole", outputs=[*BOTH, "output"], **request)
 
-    replies = of_shards(client, "whole", request, sizes)
+    replies = attend_in_shards(client, "whole", request, sizes)
     merged = merge(replies, sinks=weights.get("sinks"), output_weight=weights["output.weight"], output_bias=weights["output.bias"])
 
     assert list(merged) == [*BOTH, "output"]
@@ -135,7 +135,7 @@ def test_parts_of_any_call_to_any_layer_can_be_merged(client: Client, batched: b
     first, second = sorted(data.draw(st.tuples(st.integers(0, keys), st.integers(0, keys))))
     sinks = (case.weights or {}).get("sinks")
 
-    a, b, c = of_shards(client, "cut", request, (first, second - first, keys - second))
+    a, b, c = attend_in_shards(client, "cut", request, (first, second - first, keys - second))
 
     for merged in (merge([a, b, c], sinks=sinks), merge([merge([c, a], sinks=sinks), b], sinks=sinks)):
         for output in BOTH:
@@ -156,7 +156,7 @@ def test_merged_arrays_have_the_dtype_of_the_replies(client: Client, dtype: str,
     request = {"query": QUERY[0], "key": KEY[0], "value": VALUE[0]}
     whole = client.attend(layer="low", outputs=BOTH, **request)
 
-    merged = merge(of_shards(client, "low", request, (13, 5)), sinks=draw(spec)["sinks"])
+    merged = merge(attend_in_shards(client, "low", request, (13, 5)), sinks=draw(spec)["sinks"])
 
     assert merged["head_outputs"].shape == (H, Q, 7)
     for name, exact in whole.items():

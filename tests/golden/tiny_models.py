@@ -1,8 +1,8 @@
 """Tiny models of transformers, and what their attention layers compute, eager. Needs torch and transformers; downloads nothing.
 
-A model is made from a config.json, saved, filled with drawn numbers and loaded again, so its files and its config are as on a hub. What
-goes into the matrices of queries and keys and what comes out of the output projection is seen by hooks; the modules are found by comparing
-their weights with the tensors of the file, so this works for any family.
+A model is made from a config.json, saved, filled with drawn numbers and loaded again, so its files and its config are as on a hub. Hooks
+record the inputs of the query and key projections and the result of the output projection. Their modules are found by comparing weights
+with the tensors of the file, so this works for any family.
 """
 
 import json
@@ -42,12 +42,12 @@ warnings.simplefilter("ignore")
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
-AutoModel.register(Step3p7TextConfig, Step3p7TextModel, exist_ok=True)  # which transformers registers only inside of its composite
+AutoModel.register(Step3p7TextConfig, Step3p7TextModel, exist_ok=True)  # transformers registers it only as a part of its composite
 AutoModel.register(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, exist_ok=True)  # likewise
 AutoModel.register(Qwen2_5OmniVisionEncoderConfig, Qwen2_5OmniVisionEncoder, exist_ok=True)  # likewise
 AutoModel.register(Qwen3OmniMoeVisionEncoderConfig, Qwen3OmniMoeVisionEncoder, exist_ok=True)  # likewise
 AutoModel.register(MllamaTextConfig, MllamaTextModel, exist_ok=True)  # likewise
-AutoModel.register(TrOCRConfig, TrOCRForCausalLM, exist_ok=True)  # which has no model without a head
+AutoModel.register(TrOCRConfig, TrOCRForCausalLM, exist_ok=True)  # it has no model without a head
 AutoModel.register(SiglipTextConfig, SiglipTextModel, exist_ok=True)  # likewise
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7]])
@@ -219,32 +219,35 @@ def usual_inputs(model):
     if getattr(config, "add_cross_attention", False) or config.model_type in ("trocr", "mllama_text_model"):
         width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", None) or config.d_model
         name = "cross_attention_states" if config.model_type == "mllama_text_model" else "encoder_hidden_states"
-        yield {"input_ids": IDS, name: stirred(1, 7, width)}
+        yield {"input_ids": IDS, name: input_numbers(1, 7, width)}
     if hasattr(config, "cross_attention_frequency"):
-        yield {"query_embeds": stirred(1, 5, config.hidden_size), "encoder_hidden_states": stirred(1, 7, config.encoder_hidden_size)}
+        yield {
+            "query_embeds": input_numbers(1, 5, config.hidden_size),
+            "encoder_hidden_states": input_numbers(1, 7, config.encoder_hidden_size),
+        }
     if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
         yield {"input_ids": IDS, "position_ids": AXES}
     yield {"input_ids": IDS, **extra}
     if hasattr(config, "spatial_merge_size"):
         patches = getattr(config, "temporal_patch_size", 1) * config.patch_size**2 * getattr(config, "in_channels", 3)
-        yield {"hidden_states": stirred(24, patches), "grid_thw": torch.tensor([[1, 4, 6]])}
-    yield {"pixel_values": stirred(24, 3 * 16), "grid_thw": torch.tensor([[1, 4, 6]]), "merge_sizes": torch.tensor([1])}
+        yield {"hidden_states": input_numbers(24, patches), "grid_thw": torch.tensor([[1, 4, 6]])}
+    yield {"pixel_values": input_numbers(24, 3 * 16), "grid_thw": torch.tensor([[1, 4, 6]]), "merge_sizes": torch.tensor([1])}
     if images is not None:
         size, channels = images.image_size, getattr(images, "num_channels", 3)
         sides = (size, size) if isinstance(size, int) else tuple(size)
-        pixels = {"pixel_values": stirred(1, channels, *sides)}
+        pixels = {"pixel_values": input_numbers(1, channels, *sides)}
         yield pixels
         yield pixels | {"input_ids": IDS}
-        yield {"pixel_values": stirred(1, getattr(images, "num_frames", 1), channels, *sides)}
-    yield {"input_values": stirred(1, 4000), **extra}
+        yield {"pixel_values": input_numbers(1, getattr(images, "num_frames", 1), channels, *sides)}
+    yield {"input_values": input_numbers(1, 4000), **extra}
     bins = getattr(config, "num_mel_bins", getattr(config, "input_feat_per_channel", 80))
     frames = 2 * getattr(config, "max_source_positions", 32)
-    yield {"input_features": stirred(1, bins, frames), **extra}
-    yield {"input_features": stirred(1, frames, bins), **extra}
-    yield {"input_values": stirred(1, getattr(config, "max_length", frames), bins), **extra}
+    yield {"input_features": input_numbers(1, bins, frames), **extra}
+    yield {"input_features": input_numbers(1, frames, bins), **extra}
+    yield {"input_values": input_numbers(1, getattr(config, "max_length", frames), bins), **extra}
 
 
-def stirred(*shape):
+def input_numbers(*shape):
     """float32 numbers that depend on the shape alone."""
     return torch.from_numpy(drawn(str(shape), shape) * 3)
 

@@ -206,7 +206,7 @@ class NumPyAttention:
         scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
         if mask is not None:
             scores = np.where(mask, -np.inf, scores)
-        self.q = q  # an array of the last call, which is no weight
+        self.q = q  # an array of the last call, not a weight
         weights = softmax(scores)
         return self.apply((weights @ v).transpose(0, 2, 1, 3).reshape(query.shape), self.W_o) + self.b_o, weights
 
@@ -422,12 +422,12 @@ def test_constructing_a_class_keeps_the_random_state_and_makes_biases_nonzero():
     assert_agrees(nn.MultiheadAttention)
     assert torch.equal(torch.get_rng_state(), state)
 
-    class Forgets(nn.MultiheadAttention):
+    class ZeroesBiases(nn.MultiheadAttention):
         def forward(self, query, key, value):
             self.in_proj_bias.zero_()
             return super().forward(query, key, value)[0]
 
-    assert not compare(Forgets).agrees
+    assert not compare(ZeroesBiases).agrees
 
 
 def test_comparing_numpy_candidates_does_not_import_torch():

@@ -381,8 +381,8 @@ def test_a_sink_lowers_weights_as_computed_by_hand():
     np.testing.assert_allclose(got.scores, [[scores]], rtol=1e-14)
 
 
-def sunken(sinks, **request):
-    """A layer of two heads, with these sinks or none."""
+def attend_with_sinks(sinks, **request):
+    """The result of a layer of two heads with these sinks, or none."""
     spec = LayerSpec(d_model=10, num_heads=2, sinks=sinks is not None, dtype="float64")
     weights = draw_all(13, LayerSpec(d_model=10, num_heads=2)) | ({} if sinks is None else {"sinks": np.asarray(sinks)})
     query, key = draw(14, (3, 5, 10), (3, 7, 10))
@@ -390,7 +390,7 @@ def sunken(sinks, **request):
 
 
 def test_rows_sum_to_one_minus_the_sinks_share():
-    got, plain = sunken([0.3, 4.0]), sunken(None)
+    got, plain = attend_with_sinks([0.3, 4.0]), attend_with_sinks(None)
     left = 1 - np.exp(np.array([0.3, 4.0])[:, None] - got.log_sum_exp)
     np.testing.assert_allclose(got.attention_weights.sum(axis=-1), left, rtol=1e-12)
     np.testing.assert_allclose(got.attention_weights / left[..., None], plain.attention_weights, rtol=1e-9)
@@ -400,15 +400,15 @@ def test_rows_sum_to_one_minus_the_sinks_share():
 
 def test_a_sink_equals_a_key_with_value_zero():
     """In torch: a column is appended to the scores and dropped after the softmax."""
-    got = sunken([0.3, 4.0], valid_lens=[7, 2, 1])
+    got = attend_with_sinks([0.3, 4.0], valid_lens=[7, 2, 1])
     sink = np.broadcast_to(np.array([0.3, 4.0])[:, None, None], (3, 2, 5, 1))
     columns = torch.softmax(torch.tensor(np.concatenate([got.scores, sink], axis=-1)), dim=-1)
     np.testing.assert_allclose(got.attention_weights, columns[..., :-1].numpy(), rtol=1e-12)
 
 
 def test_very_low_and_very_high_sinks_do_not_overflow():
-    np.testing.assert_array_equal(sunken([-1e4, -1e4]).attention_weights, sunken(None).attention_weights)
-    high = sunken([1e4, -1e4])
+    np.testing.assert_array_equal(attend_with_sinks([-1e4, -1e4]).attention_weights, attend_with_sinks(None).attention_weights)
+    high = attend_with_sinks([1e4, -1e4])
     assert (high.attention_weights[:, 0] == 0).all()
     np.testing.assert_array_equal(high.log_sum_exp[:, 0], 1e4)
     assert not high.fully_masked.any()
@@ -417,18 +417,18 @@ def test_very_low_and_very_high_sinks_do_not_overflow():
 
 def test_a_sink_does_not_unmask_a_row():
     lens = [7, 0, 3]
-    got = sunken([0.3, 4.0], valid_lens=lens)
+    got = attend_with_sinks([0.3, 4.0], valid_lens=lens)
     assert got.fully_masked.any(axis=(1, 2)).tolist() == [False, True, False]
     assert (got.attention_weights[1] == 0).all()
     assert (got.log_sum_exp[1] == -np.inf).all()
-    uniform = sunken([0.3, 4.0], valid_lens=lens, fully_masked="uniform")
+    uniform = attend_with_sinks([0.3, 4.0], valid_lens=lens, fully_masked="uniform")
     np.testing.assert_array_equal(uniform.attention_weights[1], 1 / 7)
     assert (uniform.log_sum_exp[1] == -np.inf).all()
     np.testing.assert_array_equal(uniform.attention_weights[0], got.attention_weights[0])
 
 
 def test_dropout_is_applied_after_the_sink():
-    got, plain = sunken([0.3, 4.0], dropout={"p": 0.5, "seed": 3}), sunken([0.3, 4.0])
+    got, plain = attend_with_sinks([0.3, 4.0], dropout={"p": 0.5, "seed": 3}), attend_with_sinks([0.3, 4.0])
     stream = np.random.RandomState(3).random_sample(plain.scores.shape)
     np.testing.assert_allclose(got.attention_weights, np.where(stream >= 0.5, 2 * plain.attention_weights, 0), rtol=1e-14)
 
@@ -436,7 +436,7 @@ def test_dropout_is_applied_after_the_sink():
 @pytest.mark.parametrize("sinks", [None, [0.3, 4.0]])
 def test_halves_of_the_keys_are_merged_by_their_log_sum_exp(sinks):
     """Both halves count the sink, so one is subtracted: Z = Z₁ + Z₂ - exp(sink), and the output is (Z₁ O₁ + Z₂ O₂) / Z."""
-    first, second, whole = (sunken(sinks, attend_keys=[[*keys]] * 3) for keys in ([1] * 4 + [0] * 3, [0] * 4 + [1] * 3, [1] * 7))
+    first, second, whole = (attend_with_sinks(sinks, attend_keys=[[*keys]] * 3) for keys in ([1] * 4 + [0] * 3, [0] * 4 + [1] * 3, [1] * 7))
     parts = [np.exp(x.log_sum_exp)[..., None] for x in (first, second)]
     total = sum(parts) - (0 if sinks is None else np.exp(sinks)[:, None, None])
     np.testing.assert_allclose(np.log(total[..., 0]), whole.log_sum_exp, rtol=1e-12)

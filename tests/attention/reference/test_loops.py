@@ -286,7 +286,7 @@ def score(spec, weights, request, place, offset, query, key):
         capped -= slopes(spec.num_heads)[n] * abs(ahead)
     if spec.relative_bias:
         capped += weights["relative_bias"][bucket(ahead, spec.relative_bias), n]
-    capped += of_grid(spec.grid_bias, weights, query, n, i + offset, j)
+    capped += grid_bias(spec.grid_bias, weights, query, n, i + offset, j)
     windows = [spec.window.model_dump() if spec.window else {}, request.get("window", {})]
     blocked = [
         not pick(request.get("attend_mask", np.ones((1, 1))), place),
@@ -332,7 +332,7 @@ def bucketed(distance, settings):
     return max(0, min(2 * size - 1, distance + size))
 
 
-def of_grid(grid, weights, query, n, i, j):
+def grid_bias(grid, weights, query, n, i, j):
     """The bias for two tokens of a grid: an entry of the table of distances, or products with the query."""
     if grid is None:
         return 0.0

@@ -273,8 +273,8 @@ def test_biases_are_neither_scaled_nor_capped_and_are_summed():
 # --- scores by content and distance ---------------------------------------------------------------------------------------------------
 
 
-def related(**fields):
-    """A layer of one head of one number, whose queries are 3, keys 5 and values 0, and the scores of three queries."""
+def relative_scores_of(**fields):
+    """A function of weights that returns the scores of three queries. One head of width 1; queries are 3, keys 5, values 0."""
     spec = LayerSpec(**{"d_model": 2, "num_heads": 1, "head_dim": 1, "scale": 1.0, "bias": False, "dtype": "float64"} | fields)
     weights = {name: np.zeros(shape) for name, shape in spec.weight_shapes().items()}
     weights |= {"query.weight": np.array([[3.0, 0.0]]), "key.weight": np.array([[5.0, 0.0]])}
@@ -284,7 +284,7 @@ def related(**fields):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_terms_of_transformer_xl_equal_hand_computed_numbers(interleaved):
     """u·k, then (q + v)·r with r the first number of R_D, sin D, or the second, cos D: of a width of 2, the only frequency is 1."""
-    scores = related(relative_scores={"kind": "transformer_xl", "interleaved": interleaved})
+    scores = relative_scores_of(relative_scores={"kind": "transformer_xl", "interleaved": interleaved})
     distance = np.subtract.outer(np.arange(3), np.arange(3))
     np.testing.assert_allclose(scores(content_bias=np.array([[7.0]])), 35.0, rtol=1e-15)
     for wave, row in zip((np.sin, np.cos), np.eye(2), strict=True):
@@ -294,7 +294,7 @@ def test_terms_of_transformer_xl_equal_hand_computed_numbers(interleaved):
 
 def test_terms_of_deberta_equal_hand_computed_numbers():
     """Columns 0 to 3 are distances of -2 or less, -1, 0, and 1 or more, for queries (3) and keys (5)."""
-    scores = related(relative_scores={"kind": "disentangled", "max_distance": 2, "position_to_content": True})
+    scores = relative_scores_of(relative_scores={"kind": "disentangled", "max_distance": 2, "position_to_content": True})
     buckets = np.array([[2, 1, 0], [3, 2, 1], [3, 3, 2]])
     columns = np.array([0.1, 0.2, 0.4, 0.8])
     np.testing.assert_allclose(scores(**{"position_key.weight": columns[None]}), 3 * columns[buckets], rtol=1e-13)
@@ -335,8 +335,8 @@ def test_invalid_relative_scores_are_refused(fields, place):
 # --- grids ----------------------------------------------------------------------------------------------------------------------------
 
 
-def of_grid(weights, query, **grid):
-    """The scores of one head of width 1 with keys 0, which are the grid's biases; the grid is 2 x 3 by default."""
+def grid_scores(weights, query, **grid):
+    """The scores of one head of width 1 with keys 0, which are the biases of the grid; by default the grid is 2 x 3."""
     spec = layer_without_projections(grid_bias={"height": 2, "width": 3} | grid)
     return attend(spec, weights, query=query, key=np.zeros((6 + spec.grid_bias.class_token, 1)), query_offset=0).scores[0]
 
@@ -344,14 +344,14 @@ def of_grid(weights, query, **grid):
 def test_a_table_has_a_bias_for_each_distance_in_a_grid():
     """Distances in rows, -1 to 1, by those in columns, -2 to 2: token 0 is at the upper left, so most keys are below it or to its right."""
     table = np.arange(15.0)[:, None]
-    got = of_grid({"grid_bias": table}, np.zeros((6, 1)))
+    got = grid_scores({"grid_bias": table}, np.zeros((6, 1)))
     assert got[0].tolist() == [7, 6, 5, 2, 1, 0]
     assert got[5].tolist() == [14, 13, 12, 9, 8, 7]
     assert np.diag(got).tolist() == [7] * 6
 
 
 def test_a_class_token_has_separate_biases():
-    got = of_grid({"grid_bias": np.arange(18.0)[:, None]}, np.zeros((7, 1)), class_token=True)
+    got = grid_scores({"grid_bias": np.arange(18.0)[:, None]}, np.zeros((7, 1)), class_token=True)
     assert got[0].tolist() == [17] + [15] * 6
     assert got[1:, 0].tolist() == [16] * 6
     assert got[1, 1:].tolist() == [7, 6, 5, 2, 1, 0]
@@ -360,7 +360,7 @@ def test_a_class_token_has_separate_biases():
 def test_decomposed_positions_are_multiplied_with_the_query():
     """Rows give 10, 20, 30 for distances -1, 0, 1, columns 1 to 5 for -2 to 2, times the query."""
     weights = {"grid_rows": np.array([[10.0], [20.0], [30.0]]), "grid_columns": np.arange(1.0, 6)[:, None]}
-    got = of_grid(weights, np.array([[1.0], [2], [3], [4], [5], [6]]), kind="decomposed")
+    got = grid_scores(weights, np.array([[1.0], [2], [3], [4], [5], [6]]), kind="decomposed")
     assert got[0].tolist() == [23, 22, 21, 13, 12, 11]
     assert got[5].tolist() == [6 * x for x in (35, 34, 33, 25, 24, 23)]
 

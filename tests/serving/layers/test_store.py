@@ -32,8 +32,8 @@ ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2
 OTHER = {"spec": {"d_model": 4, "num_heads": 2, "seed": 2}}
 
 
-def here(folder: Path | None, **settings: Any) -> AbstractContextManager[str]:
-    """The URL of a server in this process that keeps its layers there, for the tests whose servers need not be killed."""
+def serve_layers(folder: Path | None, **settings: Any) -> AbstractContextManager[str]:
+    """The URL of a server in this process that stores its layers in the folder, for tests that do not kill servers."""
     return serve_here(Settings(layers_dir=folder, access_log=False, **settings))
 
 
@@ -64,7 +64,7 @@ def test_the_origin_of_weights_is_kept(tmp_path: Path) -> None:
     for origin, folder in (("layer 3 of a small model", tmp_path / "layers"), ("x" * 300, None)):
         save_file(tensors, tmp_path / "layer.safetensors", metadata={"spec": spec, "origin": origin})
         body, media = (tmp_path / "layer.safetensors").read_bytes(), {"Content-Type": "application/vnd.safetensors"}
-        with here(folder) as first:
+        with serve_layers(folder) as first:
             made = ask(first, "PUT", "/layers/mine", content=body, headers=media).json()
             assert made["origin"] == origin[:200] and "origin" not in put(first, "drawn", TINY, 201)
             exported = ask(first, "GET", "/layers/mine/weights").content
@@ -74,14 +74,14 @@ def test_the_origin_of_weights_is_kept(tmp_path: Path) -> None:
             ask(first, "POST", "/v2/repository/models/mine/load")
             assert ask(first, "GET", "/layers/mine").json() == made
         if folder is not None:
-            with here(folder) as second:
+            with serve_layers(folder) as second:
                 assert ask(second, "GET", "/layers/mine").json() == made
 
 
 def test_a_stored_layer_is_loaded_after_a_restart_and_a_removed_one_is_not(start: Start, tmp_path: Path) -> None:
     """Same document, seed and fingerprint. Every user can read the file, and another server accepts it."""
     folder = tmp_path / "new" / "layers"
-    with here(folder) as first:
+    with serve_layers(folder) as first:
         kept, gone = put(first, "kept", TINY, 201), put(first, "gone", OTHER, 201)
         put(first, "kept", OTHER, 200)
         kept = put(first, "kept", {"spec": {**TINY["spec"], "dtype": "bfloat16"}}, 200)
@@ -106,7 +106,7 @@ def test_layers_stored_by_the_first_release_give_the_same_fingerprints_and_outpu
     shutil.copytree(STORED / "layers", tmp_path, dirs_exist_ok=True)
     then = json.loads((STORED / "answers.json").read_text())
     assert {f"{one['layer']['name']}.safetensors" for one in then} == {path.name for path in (STORED / "layers").iterdir()}
-    with here(tmp_path) as server:
+    with serve_layers(tmp_path) as server:
         for one in then:
             layer = one["layer"]
             now = ask(server, "GET", f"/layers/{layer['name']}").json()
@@ -121,7 +121,7 @@ def test_layers_stored_by_the_first_release_give_the_same_fingerprints_and_outpu
 
 def test_an_unloaded_layer_stays_unloaded_after_a_restart_and_can_be_loaded(tmp_path: Path) -> None:
     """Its file is renamed, which another server on the same folder sees too. DELETE removes the file."""
-    with here(tmp_path) as first, here(tmp_path) as second:
+    with serve_layers(tmp_path) as first, serve_layers(tmp_path) as second:
         made = put(first, "mine", TINY, 201)
         for name in ("replaced", "removed"):
             put(first, name, TINY, 201)
@@ -134,7 +134,7 @@ def test_an_unloaded_layer_stays_unloaded_after_a_restart_and_can_be_loaded(tmp_
         assert [ask(server, "GET", "/layers/removed").status_code for server in (first, second)] == [404, 404]
 
     assert files(tmp_path) == ["mine.unloaded", "replaced.safetensors"]
-    with here(tmp_path) as third:
+    with serve_layers(tmp_path) as third:
         assert ask(third, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
         assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 409
         assert ask(third, "POST", "/v2/repository/models/mine/load").status_code == 200
@@ -145,7 +145,7 @@ def test_an_unloaded_layer_stays_unloaded_after_a_restart_and_can_be_loaded(tmp_
 
 def test_a_loaded_layers_file_takes_precedence_over_an_unloaded_ones(start: Start, tmp_path: Path) -> None:
     """A process that dies between writing the one and removing the other leaves both. Files that are not layers do not prevent loading."""
-    with here(tmp_path) as first:
+    with serve_layers(tmp_path) as first:
         made = put(first, "mine", TINY, 201)
     (tmp_path / "mine.unloaded").write_bytes(b"an old one")
     (tmp_path / "odd.unloaded").write_bytes(b"none")
@@ -161,7 +161,7 @@ def test_a_loaded_layers_file_takes_precedence_over_an_unloaded_ones(start: Star
 
 def test_a_configured_layer_cannot_be_changed_and_its_stored_file_is_ignored(start: Start, tmp_path: Path) -> None:
     """A change would be undone by the next restart."""
-    with here(tmp_path) as first:
+    with serve_layers(tmp_path) as first:
         put(first, "mine", TINY, 201)
         assert ask(first, "PUT", "/layers/default", json=TINY).status_code == 409
     second = start("--layers-dir", str(tmp_path), env={"ATTEND_LAYERS": json.dumps({"mine": OTHER["spec"]})})
@@ -173,7 +173,7 @@ def test_a_configured_layer_cannot_be_changed_and_its_stored_file_is_ignored(sta
 
 def test_files_that_are_not_valid_layers_are_logged_and_skipped(start: Start, tmp_path: Path) -> None:
     """Truncated, foreign, changed, linked and misnamed files, and folders: one log line for each; the other layers are loaded."""
-    with here(tmp_path) as first:
+    with serve_layers(tmp_path) as first:
         put(first, "good", TINY, 201)
     good = (tmp_path / "good.safetensors").read_bytes()
     (tmp_path / "torn.safetensors").write_bytes(good[: len(good) // 2])
@@ -212,7 +212,7 @@ def test_files_that_are_not_valid_layers_are_logged_and_skipped(start: Start, tm
 def test_layer_names_that_look_like_paths_write_nothing(tmp_path: Path) -> None:
     """They are refused before they become paths. Nothing is written in the folder or beside it."""
     folder = tmp_path / "layers"
-    with here(folder) as server:
+    with serve_layers(folder) as server:
         for name, status in (("..%2Fout", 404), ("%2Fetc%2Fx", 404), ("%2e%2e", 422), (".hidden", 422), ("a%00b", 422), ("x" * 65, 422)):
             assert ask(server, "PUT", f"/layers/{name}", json=TINY).status_code == status, name
             assert ask(server, "DELETE", f"/layers/{name}").status_code == 404, name
@@ -365,7 +365,7 @@ def test_the_limit_on_parameters_holds_over_concurrent_puts_of_several_workers(s
 
 def test_a_put_that_cannot_lock_the_folder_is_504_at_its_deadline(tmp_path: Path) -> None:
     """Another process holds the lock. Nothing is changed, and the same request succeeds afterwards."""
-    with here(tmp_path) as server:
+    with serve_layers(tmp_path) as server:
         put(server, "mine", TINY, 201)
         claim = Claim(tmp_path)
         assert claim.acquire() and not Claim(tmp_path).acquire()
@@ -379,7 +379,7 @@ def test_a_put_that_cannot_lock_the_folder_is_504_at_its_deadline(tmp_path: Path
 @pytest.mark.parametrize("kept", [True, False], ids=["in a folder", "in memory"])
 def test_a_layer_whose_file_would_exceed_the_limit_is_refused(tmp_path: Path, kept: bool) -> None:
     """413 names the setting, and the old layer remains. Any accepted layer can be exported and put back."""
-    with here(tmp_path if kept else None, max_layer_bytes=20480) as server:
+    with serve_layers(tmp_path if kept else None, max_layer_bytes=20480) as server:
         old = put(server, "mine", TINY, 201)
         for name in ("mine", "new"):
             refused = put(server, name, {"spec": {"d_model": 64, "num_heads": 8}}, 413)
@@ -426,7 +426,7 @@ def test_servers_that_share_a_folder_apply_each_others_changes(start: Start, tmp
 
 def test_a_reply_names_the_fingerprint_of_the_weights_it_was_computed_with(tmp_path: Path) -> None:
     """A layer is replaced repeatedly under load: each reply is the result of the layer whose fingerprint it has, and no call fails."""
-    with here(tmp_path) as server:
+    with serve_layers(tmp_path) as server:
         body = {"layer": "mine", "query": [[0.5, -1.0, 2.0, 0.25]] * 3, "reproducible": True}
         right = {}
         for document, status in ((TINY, 201), (OTHER, 200)):

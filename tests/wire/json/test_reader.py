@@ -77,7 +77,7 @@ def changed(value: Nested, path: tuple[int, ...], change: Callable[[Nested], Nes
 
 
 def body(tensor: Nested, strings: dict[str, str] | None = None, ascii_only: bool = True, space: str = "") -> bytes:
-    """A body with the tensor between these members."""
+    """A body with the tensor as member `x`, between these strings."""
     members = [
         f"{json.dumps(k, ensure_ascii=ascii_only)}:{space}{json.dumps(v, ensure_ascii=ascii_only)}" for k, v in (strings or {}).items()
     ]

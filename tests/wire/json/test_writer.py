@@ -25,7 +25,7 @@ ODD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 
 
 def write(tensors: dict[str, Any], datatype: str = "FP32", **options: Any) -> dict[str, Any]:
-    """What a caller reads of a reply with these tensors; no bare NaN is let through."""
+    """The document of a reply with these tensors. Fails if it contains a bare NaN or infinity."""
     reply = Reply({"name": "tiny", "fingerprint": "abc"}, 7, datatype, tensors)
     document: dict[str, Any] = json.loads(text(reply, **options), parse_constant=lambda word: pytest.fail(f"a bare {word}"))
     assert list(document) == ["layer", "fully_masked_rows", *tensors]
@@ -38,7 +38,7 @@ def text(reply: Reply, **options: Any) -> bytes:
 
 
 def read(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """The inverse of the forms with a shape."""
+    """Decode a tensor with a shape, in either form."""
     dtype = {**DTYPES, "INT64": np.dtype(np.int64)}[tensor["datatype"]]
     if "base64" in tensor:
         return np.frombuffer(base64.b64decode(tensor["base64"], validate=True), dtype).reshape(tensor["shape"])

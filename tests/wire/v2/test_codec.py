@@ -34,12 +34,12 @@ INFER = "/v2/models/tiny/infer"
 
 
 def parsed(body: bytes, length: str, model: str = "tiny") -> AttendRequest:
-    """The request that a body makes. Raises RequestError, and nothing else."""
+    """Decode and validate a body. Raises RequestError if it is invalid."""
     parameters = {"model": model, "header_length": length}
     return validate(AttendRequest, V2Codec().decode(body, parameters, AttendRequest.tensor_kinds, WireLimits()).members)
 
 
-def is_the_good_one(request: AttendRequest) -> bool:
+def is_valid_request(request: AttendRequest) -> bool:
     return (
         np.array_equal(request.query, QUERY)
         and np.array_equal(request.key, KEY)
@@ -49,7 +49,7 @@ def is_the_good_one(request: AttendRequest) -> bool:
 
 
 def test_every_prefix_of_a_valid_body_is_refused() -> None:
-    assert is_the_good_one(parsed(BODY, str(SIZE)))
+    assert is_valid_request(parsed(BODY, str(SIZE)))
     for cut in range(len(BODY)):
         with pytest.raises(RequestError):
             parsed(BODY[:cut], str(SIZE))
@@ -238,7 +238,7 @@ def test_malformed_bodies_over_http_and_grpc_do_not_leak_memory(v2: httpx.Client
         status = Path(f"/proc/{v2_server.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0])
 
-    def spoil() -> None:
+    def send_malformed_bodies() -> None:
         for cut in range(0, len(BODY), 23):
             refused(v2.post(INFER, content=BODY[:cut], headers=HEADERS))
         for _ in range(20):
@@ -251,10 +251,10 @@ def test_malformed_bodies_over_http_and_grpc_do_not_leak_memory(v2: httpx.Client
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         for _ in range(2):
-            spoil()
+            send_malformed_bodies()
         before = resident()
         for _ in range(6):
-            spoil()
+            send_malformed_bodies()
         assert resident() - before < 16 * 1024  # KiB; six rounds hold 120 bodies of 0.6 MB
     np.testing.assert_array_equal(read(v2.post(INFER, content=BODY, headers=HEADERS)).arrays["output"], want)
 
