@@ -81,7 +81,7 @@ class Adapter:
             result = self.function(*bound.args, **bound.kwargs)
         except Exception as error:
             called = ", ".join(f"{name} {_describe(value)}" for name, value in ordered.items())
-            raise CallFailed(f"it raised {type(error).__name__}: {error}; called with {called}") from error
+            raise CallFailed(f"{type(error).__name__}: {error}; called with {called}") from error
         parts = result if isinstance(result, tuple | list) else (result,)
         if not parts or not hasattr(parts[0], "dtype"):
             raise ValueError(f"expected an array or a tuple (output, weights), got {type(parts[0] if parts else result).__name__}")

@@ -124,7 +124,7 @@ def prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, seed
         try:
             prepared.adapter.call(next(prepared.draw_cases(seed)))
         except CallFailed as failure:
-            failures.append(f"with {framework}, {failure}")
+            failures.append(f"with {framework}, it raised {failure}")
         else:
             return prepared
     raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {"; ".join(failures)}')

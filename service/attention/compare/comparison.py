@@ -34,7 +34,7 @@ class CaseResult:
         if self.skipped is not None:
             return f"{self.case:<28} not run: {self.skipped}"
         if self.raised is not None:
-            return f"{self.case:<28} {self.raised}"
+            return f"{self.case:<28} raised {self.raised}"
         return f"{self.case:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {'agrees' if self.agrees else 'DISAGREES'}"
 
 

@@ -143,9 +143,9 @@ class LayerLoader:
         self.stop_following()
 
     def _require_not_configured(self, name: str) -> None:
-        """With a store, raises LayerConflict for a configured layer, since a restart would restore the configured one."""
+        """With a store, raises LayerConflict for a configured layer, which a restart would restore."""
         if self.store is not None and name in self._configured:
-            raise LayerConflict(f'the layer "{name}" comes from the configuration, which wins over the folder of layers')
+            raise LayerConflict(f'the layer "{name}" is configured, and a restart would restore it: it can be neither replaced nor removed')
 
     @asynccontextmanager
     async def _exclusive(self, deadline: float | None) -> AsyncIterator[None]:
