@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from service.cli.child import child_server
+from service.cli.clients import child_server
 
 from service.cli.clients import in_process
 from service.cli.demo import SENTENCE
