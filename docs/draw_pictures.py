@@ -8,9 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from service.cli.clients import child_server
-
-from service.cli.clients import in_process
+from service.cli.clients import child_server, in_process
 from service.cli.demo import SENTENCE
 from service.serving.embeddings import read_minilm
 from service.settings import Settings
