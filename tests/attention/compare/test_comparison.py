@@ -556,7 +556,8 @@ def test_the_report_shows_a_mistake_and_a_later_exception():
 
     changed = {"scale": lambda self, s: s, "forward": forward}
     report = str(compare(type("Wrong", (Wrong,), changed), mask_means="attend"))
-    assert "first disagreement: no mask, output" in report and "also disagreement: mask, output: expected a result, got RuntimeError" in report
+    assert "first disagreement: no mask, output" in report
+    assert "also disagreement: mask, output: expected a result, got RuntimeError" in report
 
 
 @pytest.mark.parametrize("heads", [3, 4])
