@@ -17,7 +17,7 @@ def begin_visit(browser: Any, server: Server) -> Iterator[BeginVisit]:
 
     def begin(layer: str = "default", **context: Any) -> Visit:
         page = browser.new_context(**{"viewport": {"width": 1440, "height": 1000}, **context}).new_page()
-        page.set_default_timeout(20000)
+        page.set_default_timeout(60000)  # milliseconds: on a busy machine the first picture takes long, since it imports matplotlib
         visits.append(Visit(page, server.url).begin(layer))
         return visits[-1]
 
