@@ -213,7 +213,7 @@ class RequestFile:
         body = orjson.dumps(changed) if self.document and changed != self.document else self.body
         layer = str(self.document.get("layer", ""))
         with open_client(url, ca, config, flags) as client, _layer_beside(client, self.file, layer, url, flags):
-            return client.perform(post(path, body, "unbegun" if path.startswith(SESSIONS) else "always"))  # a step appends rows
+            return client.perform(post(path, body, "if_not_begun" if path.startswith(SESSIONS) else "always"))  # a step appends rows
 
 
 def read_request(command: str, file: str) -> RequestFile:

@@ -52,7 +52,7 @@ from service.wire.schemas.sessions import SessionDocument, Sessions
 from service.wire.schemas.text import Vocabulary
 
 T = TypeVar("T")
-Repeat = Literal["always", "unbegun", "never"]
+Repeat = Literal["always", "if_not_begun", "never"]
 read_layer = partial(read_document, LayerDocument)
 
 
@@ -60,7 +60,8 @@ read_layer = partial(read_document, LayerDocument)
 class Operation(Generic[T]):
     """One HTTP request and the reader of its response.
 
-    `repeat`: after a failure, a computation may "always" be repeated; a change only if the server certainly did not begin it ("unbegun").
+    `repeat`: whether to repeat it after a failure: a computation "always", a change "if_not_begun", that is, if the server certainly
+    did not begin it.
     `json_body` returns a JSON body in place of `body`, for servers and proxies that refuse safetensors. `check` returns the response, or
     raises its refusal. `on_unanswered` is called after each attempt that the server may have computed although there is no reply.
     `session` is the id of a session that the body names; a balancer reads it in the header X-Attend-Session.
@@ -226,7 +227,7 @@ def put_layer(
     drawn = {"init", "seed", "gain"} if weights is not None else None  # a LayerSpec has them, but then nothing is drawn
     document = spec.model_dump(mode="json", exclude=drawn) if isinstance(spec, LayerSpec) else spec
     body = encode_json_request({"spec": document, "weights": weights}, PutLayer.tensor_kinds)
-    return Operation("PUT", layer_path(name), body, read_layer, timeout, repeat="unbegun")
+    return Operation("PUT", layer_path(name), body, read_layer, timeout, repeat="if_not_begun")
 
 
 def put_layer_file(
@@ -247,7 +248,7 @@ def put_layer_file(
     parameters = {"layout": layout, "prefix": prefix, "spec": None if spec is None else json.dumps(dict(spec))}
     query = urlencode({key: value for key, value in parameters.items() if value is not None})
     path = layer_path(name) + (f"?{query}" if query else "")
-    return Operation("PUT", path, body, read_layer, timeout, SAFETENSORS, repeat="unbegun")
+    return Operation("PUT", path, body, read_layer, timeout, SAFETENSORS, repeat="if_not_begun")
 
 
 def put_layer_from(
@@ -282,7 +283,7 @@ def layer_weights(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operat
 
 def delete_layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[None]:
     """Remove a layer."""
-    return Operation("DELETE", layer_path(name), None, lambda _: None, timeout, repeat="unbegun")
+    return Operation("DELETE", layer_path(name), None, lambda _: None, timeout, repeat="if_not_begun")
 
 
 def ready(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:

@@ -73,7 +73,7 @@ def fork(make_session: MakeSession[T], session: SessionState, length: int | None
 
 def _create(path: str, fields: Mapping[str, Any], make_session: MakeSession[T], timeout: Timeout) -> Operation[T]:
     body = encode_json_request(fields, {})
-    return Operation("POST", path, body, lambda response: make_session(_document(response), False), timeout, repeat="unbegun")
+    return Operation("POST", path, body, lambda response: make_session(_document(response), False), timeout, repeat="if_not_begun")
 
 
 def _document(response: httpx.Response) -> SessionDocument:
@@ -152,7 +152,7 @@ def load(session: SessionState, file: bytes | str | Path, *, timeout: Timeout = 
 
 def delete(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[None]:
     """End the session, and free its memory."""
-    return Operation("DELETE", session.path, None, lambda _: None, timeout, repeat="unbegun")
+    return Operation("DELETE", session.path, None, lambda _: None, timeout, repeat="if_not_begun")
 
 
 def _updating(session: SessionState, result: Callable[[SessionDocument], T]) -> Callable[[httpx.Response], T]:

@@ -145,8 +145,8 @@ class Access:
             if is_out_of_memory(error) and not record.status:
                 await out_of_memory(error, scope)(scope, receive, send)
                 return
-            record.reason = "unforeseen"
-            log.exception("unforeseen", request_id=record.request_id, path=scope["path"])
+            record.reason = "internal_error"
+            log.exception("internal_error", request_id=record.request_id, path=scope["path"])
             if not record.status:
                 await internal_error(scope)(scope, receive, send)
 

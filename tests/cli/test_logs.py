@@ -17,7 +17,7 @@ log.bind(part=1).info("bound", half=2)
 try:
     1 / 0
 except ZeroDivisionError:
-    log.exception("unforeseen", request_id="5")
+    log.exception("internal_error", request_id="5")
 logging.getLogger("uvicorn.error").error("of %s", "uvicorn")
 """
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z"
@@ -29,25 +29,25 @@ def lines_of(form: str) -> list[str]:
 
 
 def test_a_console_line_has_time_level_and_fields() -> None:
-    request, bare, bound, unforeseen, *traceback, foreign = lines_of("console")
+    request, bare, bound, internal_error, *traceback, foreign = lines_of("console")
 
     fields = r"""path=/attend key= name='two words' said='"' rows=(2, 3) ms=0.25 none=None half='\ud800'"""
     assert re.fullmatch(rf"{TIME} \[info\] request {re.escape(fields)}", request)
     assert re.fullmatch(rf"{TIME} \[warning\] bare", bare)
     assert re.fullmatch(rf"{TIME} \[info\] bound part=1 half=2", bound)
-    assert re.fullmatch(rf"{TIME} \[error\] unforeseen request_id=5", unforeseen)
+    assert re.fullmatch(rf"{TIME} \[error\] internal_error request_id=5", internal_error)
     assert traceback[0] == "Traceback (most recent call last):" and traceback[-1] == "ZeroDivisionError: division by zero"
     assert re.fullmatch(rf"{TIME} \[error\] of uvicorn", foreign)
 
 
 def test_a_json_line_has_fields_event_level_and_time() -> None:
-    request, bare, bound, unforeseen, foreign = map(json.loads, lines_of("json"))
+    request, bare, bound, internal_error, foreign = map(json.loads, lines_of("json"))
 
     assert re.fullmatch(TIME, request.pop("timestamp"))
     expected = {"path": "/attend", "key": "", "name": "two words", "said": '"', "rows": [2, 3], "ms": 0.25, "none": None, "half": "\ud800"}
     assert list(request.items()) == [*expected.items(), ("event", "request"), ("level", "info")]
     assert (bare["event"], bare["level"]) == ("bare", "warning")
     assert (bound["part"], bound["half"], bound["event"]) == (1, 2, "bound")
-    assert (unforeseen["event"], unforeseen["level"], unforeseen["request_id"]) == ("unforeseen", "error", "5")
-    assert unforeseen["exception"][0]["exc_type"] == "ZeroDivisionError"
+    assert (internal_error["event"], internal_error["level"], internal_error["request_id"]) == ("internal_error", "error", "5")
+    assert internal_error["exception"][0]["exc_type"] == "ZeroDivisionError"
     assert (foreign["event"], foreign["level"]) == ("of uvicorn", "error")

@@ -1011,7 +1011,7 @@ def test_the_limit_on_parameters_is_shared_by_all_layers(start_here: Callable[..
 
 def test_the_log_has_no_unexpected_exception(http: httpx.Client, server: Any, layers: dict[str, Any]) -> None:
     """After all requests above."""
-    surprises = [event for event in server.events if event["event"] == "unforeseen" or "exception" in event]
+    surprises = [event for event in server.events if event["event"] == "internal_error" or "exception" in event]
 
     assert [str(event.get("exception"))[:200] for event in surprises] == []
 
@@ -1042,7 +1042,7 @@ def test_a_stack_trace_in_the_log_contains_no_payload(log_format: str) -> None:
         "try:\n"
         "    raise RuntimeError('broken')\n"
         "except RuntimeError:\n"
-        "    structlog.get_logger('attend').exception('unforeseen')\n"
+        "    structlog.get_logger('attend').exception('internal_error')\n"
     )
 
     log = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr

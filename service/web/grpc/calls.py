@@ -175,8 +175,8 @@ class CallHandlers:
             record.code, record.detail, record.reason = refused.code(), refused.details() or "", refused.code().name
             record.trailing, record.forwarded = list(refused.trailing_metadata()), True
         except Exception:
-            record.code, record.detail, record.reason = grpc.StatusCode.INTERNAL, UNEXPECTED_ERROR, "unforeseen"
-            log.exception("unforeseen", method=name, request_id=record.request_id)
+            record.code, record.detail, record.reason = grpc.StatusCode.INTERNAL, UNEXPECTED_ERROR, "internal_error"
+            log.exception("internal_error", method=name, request_id=record.request_id)
         finally:
             if not record.forwarded:
                 self._log_call(full_name, record, span, service.clock() - started)
