@@ -48,8 +48,8 @@ FROM dependencies AS project
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps --root /project /wheel/*.whl \
     && PYTHONPATH="$(echo /project/opt/attend/lib/python3*/site-packages)" /opt/attend/bin/python -c '\
-from service.attention.native import extension; \
-from service.wire.native import numbers; \
+from attend.attention.native import extension; \
+from attend.wire.native import numbers; \
 assert numbers.variant() != numbers.PYTHON and extension.variant() != extension.TORCH, \
     "a compiled extension is missing, or fails its self-test"'
 

@@ -1,4 +1,4 @@
-"""Milliseconds of a call through service.client, and of the same bytes through httpx, measured in turn."""
+"""Milliseconds of a call through attend.client, and of the same bytes through httpx, measured in turn."""
 
 import argparse
 import time
@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 from load import SIZES, encode, print_table, random_arrays, serve_attend
 
-from service.client import Client, Retries
+from attend.client import Client, Retries
 
 
 def alternate(calls: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:

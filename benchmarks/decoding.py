@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-from service.attention.cache import KeyValueCache, PagePool
-from service.attention.call import Call
-from service.attention.decoding import CachedStep, forward_steps
-from service.attention.layer import MultiHeadAttention
-from service.attention.masks import Masks
-from service.spec import LayerSpec
+from attend.attention.cache import KeyValueCache, PagePool
+from attend.attention.call import Call, CallOptions
+from attend.attention.decoding import CachedStep, forward_steps
+from attend.attention.layer import MultiHeadAttention
+from attend.attention.masks import Masks
+from attend.spec import LayerSpec
 
 WIDTH, HEADS, HEAD_DIM = 512, 8, 64
 CPU = torch.device("cpu")
@@ -53,13 +53,13 @@ class Contenders:
         for cache, (key, value) in zip(self.caches, self.past, strict=True):
             cache.reserve(keys + 1)
             cache.write(0, {"key": key[0, :, :keys], "value": value[0, :, :keys]})
-        placeholder = torch.zeros(()).expand(1, keys + 1, WIDTH)
         masks = Masks(torch.tensor([[keys]]), keys + 1, right=0)
-        self.call = Call(self.row, placeholder, placeholder, masks, self.spec.scale, frozenset({"output"}))
+        options = CallOptions(1, 1, keys + 1, frozenset({"output"}), self.spec.scale, self_attention=True, keys_as_values=True)
+        self.call = Call(options, self.row, self.row, self.row, masks)
 
     def ours(self) -> Tensor:
         """One step of every session, as one batch. The output of the last one."""
-        steps = [(CachedStep(cache, self.keys, self.row, self.row), self.call) for cache in self.caches]
+        steps = [(CachedStep(cache, self.keys), self.call) for cache in self.caches]
         return forward_steps(self.layer, steps)[-1].tensors["output"]
 
     @torch.inference_mode()

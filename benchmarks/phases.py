@@ -61,17 +61,17 @@ def measure_floor_apart(size: Size, form: str, payload: Payload, seconds: float)
 def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> float:
     import torch
 
-    from service.errors import AttendError
-    from service.serving.admission import ServingLimits
-    from service.serving.batching import Entry
-    from service.serving.engine import ATTEND
-    from service.serving.executor import compute
-    from service.serving.replies import build_reply
-    from service.serving.requests import RawRequest
-    from service.serving.service import open_service
-    from service.spec import LayerSpec
-    from service.wire.limits import WireLimits
-    from service.wire.negotiation import CODECS, JSON, SAFETENSORS
+    from attend.errors import AttendError
+    from attend.serving.admission import ServingLimits
+    from attend.serving.batching import Entry
+    from attend.serving.engine import ATTEND
+    from attend.serving.executor import compute
+    from attend.serving.replies import build_reply
+    from attend.serving.requests import RawRequest
+    from attend.serving.service import open_service
+    from attend.spec import LayerSpec
+    from attend.wire.limits import WireLimits
+    from attend.wire.negotiation import CODECS, JSON, SAFETENSORS
 
     torch.set_num_threads(1)
     service = open_service("cpu", WireLimits(), ServingLimits())
@@ -80,7 +80,7 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     codec = CODECS[SAFETENSORS if form == "st" else JSON]
 
     def answer(body: bytes) -> None:
-        raw = RawRequest(body, codec, reply_codec=codec)
+        raw = RawRequest(body, codec=codec, reply_codec=codec)
         decoded, bound = service.engine.decode_and_bind(raw, ATTEND)
         [(_, outcome)] = compute([Entry(bound.layer, bound.call, bound.cost, 0.0)], service.clock)
         if isinstance(outcome, AttendError):

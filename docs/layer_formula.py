@@ -2,11 +2,10 @@
 
 import math
 
-from service.spec import LayerSpec
+from attend.spec import LayerSpec
 
-COVERED = """d_model num_heads num_kv_heads head_dim value_head_dim key_dim value_dim output_dim bias projections scale softcap window
-chunk_size rope query_scale alibi relative_bias relative_scores grid_bias qk_norm sinks output_gate latent differential indexer seed init
-gain dtype matmul_precision"""
+WITH_FORMULA = """softcap window chunk_size rope query_scale alibi relative_bias relative_scores grid_bias qk_norm sinks output_gate latent
+differential indexer"""
 
 
 def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
@@ -62,9 +61,8 @@ def formula(spec: LayerSpec, causal: bool, cross: bool) -> dict[str, str]:
 
 
 def _others(spec: LayerSpec) -> list[str]:
-    """Fields of the spec that differ from their defaults and have no formula above."""
-    fields = LayerSpec.model_fields.items()
-    return [name for name, field in fields if name not in COVERED.split() and getattr(spec, name) != field.default]
+    """Fields of the layer's operators that have no formula above."""
+    return [operator.field for operator in spec.operators if operator.field not in WITH_FORMULA.split()]
 
 
 def _norm(spec: LayerSpec) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from service.checkpoints.families import FAMILIES, REASONS
-from service.checkpoints.rope import ROPE_TYPES
+from attend.checkpoints.families import FAMILIES, REASONS
+from attend.checkpoints.rope import ROPE_TYPES
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "docs"))
@@ -24,10 +24,11 @@ FOLDER = ROOT / "docs" / "checkpoints"
 HEAD = """# Families of models
 
 `attend layers add NAME FOLDER --layer N` loads a layer as the model's own `config.json` describes it ([layers.md](layers.md)). This
-list and its pages are made by `python docs/list_checkpoints.py` from the table in `service/checkpoints/families/` and the cases in
+list and its pages are made by `python docs/list_checkpoints.py` from the table in `service/attend/checkpoints/families/` and the cases in
 `tests/golden/models`. Those are tiny models that `tests/golden/generate_models.py` makes with transformers 5.23.0, draws weights for
 and saves; the service repeats their eager attention over HTTP to 3e-5 of the largest value. Every other `model_type` is refused by
-name, and so is every field about attention that is not understood.
+name, and so is every field that the family does not read, unless it is known that no attention depends on it
+(`service/attend/checkpoints/unrelated_fields.py`). A refused field that has no effect on attention can be removed from config.json.
 
 The page of a family has its formula, what the fields of its config determine, and its tensors. All families with RoPE read
 `rope_parameters` of transformers 5 as well as `rope_theta` and `rope_scaling` of transformers 4, of the types
@@ -44,7 +45,8 @@ made tiny and run on tokens, an image or sound; model types that only combine fa
 {plain} have no softmax attention. Layers of **{right} of the other {softmax}** are computed, {share:.0%}; none is wrong, and the others
 are refused.
 
-`tests/golden/perturb_models.py` changes the fields of these models' configs and removes them. Of {changes} such changes in {perturbed}
+`tests/golden/perturb_models.py` changes the fields of these models' configs, removes them, and
+adds those that are read though a config leaves them out. Of {changes} such changes in {perturbed}
 of the {models} models, {followed} left the layers right, {rejected} were refused here, and {unbuilt} by transformers; {wrong} made a layer
 wrong."""
 

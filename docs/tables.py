@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from service.attention.compare.convention import option_table
-from service.settings import Settings
+from attend.check.convention import option_table
+from attend.settings import Settings
 
 DOCS = Path(__file__).parent
 SETTINGS = "| flag | default | |\n|---|---|---|\n"

@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 import structlog
 from hypothesis import settings
+
+from attend.client import Client
+from attend.wire.native import numbers
 from support.server import Server, fork_server, start_server
 from support.v2 import LAYERS
 
-from service.client import Client
-from service.wire.native import numbers
-
 os.environ["PYTHONSAFEPATH"] = "1"  # processes that tests start import the installed package, not the checkout
-# Hypothesis draws 20 examples for each test, the same in every run; with `--hypothesis-profile thorough`, 150 new ones in every run.
+# Hypothesis draws 20 examples for each test, the same in every run; with `--hypothesis-profile thorough`, 40 new ones in every run
+# that gives no `--hypothesis-seed`.
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
-settings.register_profile("thorough", max_examples=150, deadline=None)
+settings.register_profile("thorough", max_examples=40, deadline=None)
 settings.load_profile("quick")
 # Log exceptions as `attend serve` does: structlog's default also renders the local variables of every frame, which takes seconds.
 renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)

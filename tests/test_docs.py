@@ -16,13 +16,13 @@ from typing import get_args
 import numpy as np
 import pytest
 from matplotlib.image import imread
+
+from attend.settings import Settings
+from attend.spec import Init
+from attend.web.openapi import ATTEND_EXAMPLE, PUT_LAYER_EXAMPLE
+from attend.wire.schemas.figure import Figure
 from support.command import run_attend
 from support.server import Server
-
-from service.settings import Settings
-from service.spec import Init
-from service.web.openapi import ATTEND_EXAMPLE, PUT_LAYER_EXAMPLE
-from service.wire.schemas.figure import Figure
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -60,12 +60,10 @@ def test_the_openapi_document_and_the_readme_have_the_same_examples() -> None:
 
 def test_the_v2_example_gives_the_weights_of_the_first_example(server: Server) -> None:
     """The curl block under /v2 requests one head of it."""
-    command = next(block for block in blocks("sh", page("protocol.md")) if "/v2/" in block).replace("localhost:8000", server.url)
+    commands = next(block for block in blocks("sh", page("protocol.md")) if "/v2/" in block).replace("localhost:8000", server.url)
     shown = json.loads(blocks("json")[0])
-    make = next(block for block in blocks("sh") if "curl" in block).replace("localhost:8000", server.url)
-    subprocess.run(["curl", "-sS", *shlex.split(re.split(r"\n(?=curl)", make)[0])[1:]], capture_output=True, check=True)
-
-    done = subprocess.run(["curl", "-sS", *shlex.split(command)[1:]], capture_output=True, text=True, check=True)
+    for command in re.split(r"\n(?=curl)", commands):
+        done = subprocess.run(["curl", "-sS", *shlex.split(command)[1:]], capture_output=True, text=True, check=True)
 
     [output] = json.loads(done.stdout)["outputs"]
     assert output["shape"] == [1, 1, 3, 3]
@@ -106,7 +104,7 @@ def test_every_link_leads_to_a_file(path: Path) -> None:
         assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-BELOW = "add|export|remove|list|start|fork|truncate|import|delete"  # second words of commands
+BELOW = "add|export|remove|list|inspect"  # second words of commands
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").rglob("*.md"))]
 LINES = sorted({line for page in PAGES for line in re.findall(r"(?:^|`|&& )(attend \w[^`\n#]*)", page.read_text(), re.MULTILINE)})
 
@@ -129,12 +127,28 @@ def test_the_commands_that_use_a_request_file_work_as_pasted(server: Server, tmp
     """In the order of the page, in an empty folder."""
     commands = [line for block in blocks("sh", page("heads.md")) for line in block.splitlines() if "request.json" in line]
     assert [shlex.split(command)[1] for command in commands] == ["demo", "heads", "figure"]
-    monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
+    monkeypatch.setattr("attend.cli.demo.child_server", lambda: nullcontext(server.url))
     for command in commands:
         done = run_attend(*shlex.split(command, comments=True)[1:], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
     assert (tmp_path / "similarity.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_the_commands_of_a_session_work_as_pasted(server: Server, tmp_path: Path) -> None:
+    """In one shell, each command succeeding."""
+    (block,) = blocks("bash", page("sessions.md"))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    script = "set -eo pipefail\n" + block.replace("curl -s", "curl -sS --fail-with-body").replace(
+        "localhost:8000", server.url.removeprefix("http://")
+    )
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"length":1,' in done.stdout.splitlines()[-1]
+    assert (tmp_path / "cache.safetensors").stat().st_size > 2 * 2 * 64 * 4
 
 
 @pytest.mark.parametrize("name", ["settings.md", "check.md"])

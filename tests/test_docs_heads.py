@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
+
 from support.server import Server
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -1,6 +1,7 @@
 """The committed OpenAPI document is the one that the application serves, and the server accepts its examples."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,22 @@ def test_every_reference_in_the_document_resolves() -> None:
     assert references
     for reference in references:
         assert reference.removeprefix("#/components/schemas/") in COMMITTED["components"]["schemas"]
+
+
+def test_bounds_are_in_the_words_of_json_schema() -> None:
+    """Pydantic writes the bound of a field that already has one as `ge`, which no reader of the document knows."""
+    assert not re.findall(r'"(?:ge|gt|le|lt)": ', json.dumps(COMMITTED))
+
+
+def test_a_schema_stands_after_those_that_it_refers_to() -> None:
+    """orval writes the schemas as constants in the order of the document, and one that extends a later one is no valid TypeScript."""
+    schemas = COMMITTED["components"]["schemas"]
+    seen: set[str] = set()
+    for name, schema in schemas.items():
+        referred = {part.split('"')[0] for part in json.dumps(schema).split('"$ref": "#/components/schemas/')[1:]}
+        assert referred <= seen, (name, referred - seen)
+        seen.add(name)
+    assert "Datatype" in seen
 
 
 def test_no_default_is_an_object() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+
 from support.server import Server
 
 EXAMPLES = os.environ.get("SCHEMA_EXAMPLES", "2")  # for each operation and phase

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.decoding import rows_of, small_pages_of
 
-from service.attention.cache import FIRST_ROWS, PAGE_BYTES, KeyValueCache, Page, PagePool, first_visible
-from service.errors import InvalidRequest
-from service.spec import LayerSpec
+from attend.attention.cache import FIRST_ROWS, PAGE_BYTES, KeyValueCache, Page, PagePool, first_visible
+from attend.errors import InvalidRequest
+from attend.spec import LayerSpec
+from support.decoding import rows_of, small_pages_of
 
 SPECS = (
     {},
@@ -68,7 +68,7 @@ class Caches(RuleBasedStateMachine):
         assert missing == created and (missing == 0 or count)
         if is_kept:
             self.written += 1
-            shapes = {name: (heads, count, width) for name, (heads, width, _) in cache.cached.items()}
+            shapes = {name: (heads, count, width) for name, (heads, width, *_) in cache.cached.items()}
             cache.write(start, {name: torch.full(shape, float(self.written % 97)) for name, shape in shapes.items()})
             model.rows += [self.written % 97] * count
         cache.truncate(len(model.rows))
@@ -116,8 +116,8 @@ class Caches(RuleBasedStateMachine):
             for tensor in rows_of(cache).values():
                 expected = np.broadcast_to(np.array(model.rows[first:])[None, :, None], tensor.shape)
                 np.testing.assert_array_equal(tensor.astype("f8"), expected)
-            assert cache.size == sum(page.size for page in cache._pages)
-            for page in cache._pages:
+            assert cache.size == sum(page.size for page in cache.pages)
+            for page in cache.pages:
                 pages[id(page)] = page, pages.get(id(page), (page, 0))[1] + 1
                 assert page.size == (page.stop - page.start) * cache.row_bytes
         if hasattr(self, "pool"):
@@ -138,7 +138,7 @@ TestCaches = Caches.TestCase
 def filled(length: int, **fields: Any) -> KeyValueCache:
     cache = KeyValueCache(spec_of(**fields), PagePool(torch.device("cpu")), "owner")
     cache.reserve(length)
-    cache.write(0, {name: torch.rand(heads, length, width) for name, (heads, width, _) in cache.cached.items()})
+    cache.write(0, {name: torch.rand(heads, length, width) for name, (heads, width, *_) in cache.cached.items()})
     return cache
 
 

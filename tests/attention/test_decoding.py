@@ -8,19 +8,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.decoding import Sequence, random_sequence, random_step, small_pages_of
 
-from service.attention import decoding
-from service.attention.cache import KeyValueCache, PagePool
-from service.attention.compare.random_cases import FEATURES, LAYER_FEATURES, Case, random_case
-from service.attention.decoding import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, forward_steps
-from service.attention.native.extension import extension
-from service.errors import InvalidRequest, SessionConflict
-from service.serving.calls import make_call
-from service.serving.casting import numpy_of
-from service.spec import LayerSpec
-from service.wire.problems import validate
-from service.wire.schemas.attend import AttendRequest
+from attend.attention.cache import KeyValueCache, PagePool
+from attend.attention.decoding import forward_steps
+from attend.attention.kernels import pages
+from attend.attention.kernels.pages import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from attend.attention.native.extension import extension
+from attend.check.random_cases import FEATURES, LAYER_FEATURES, Case, random_case
+from attend.errors import InvalidRequest, SessionConflict, TooLarge
+from attend.serving.admission import Admission, ServingLimits
+from attend.serving.calls import make_call
+from attend.serving.casting import numpy_of
+from attend.serving.sessions.steps import bind_step
+from attend.spec import LayerSpec
+from attend.wire.codec import Decoded
+from attend.wire.problems import validate
+from attend.wire.schemas.attend import AttendRequest
+from support.decoding import Sequence, random_sequence, random_step, small_pages_of
 
 SEEDS = st.integers(0, 2**32 - 1)
 RNG = np.random.default_rng(0)
@@ -81,7 +85,7 @@ def test_steps_equal_one_causal_call(dtype: str, tolerance: float, seed: int) ->
         stop = min(count, start + int(rng.choice([1, 1, 2, 5])))
         outputs = ["output", "attention_weights"] if rng.random() < 0.3 else ["output"]
         bound = sequence.bind({"query": query[start:stop], "causal": True, "outputs": outputs})
-        tensors = bound.operation(sequence.layer.attention, bound.call).tensors
+        tensors = bound.operation.run(sequence.layer.attention, bound.call).tensors
         for name, got in tensors.items():
             expected = whole[name][..., start:stop, : got.shape[-1]]
             assert (got - expected).abs().max() <= tolerance * whole[name].abs().max(), (name, case.spec)
@@ -115,7 +119,7 @@ def test_a_query_beyond_its_keys_agrees_with_the_reference(offset: int, window: 
     weights = {name: RNG.standard_normal(shape) for name, shape in spec.weight_shapes().items()}
     sequence = Sequence(Case(spec, {}, weights))
     sequence.step(sequence.draw(RNG, 7, 7))
-    sequence.cache._freed or sequence.step({**sequence.draw(RNG, 1, 1), "query_offset": offset, "outputs": ["output"]})
+    sequence.cache.first or sequence.step({**sequence.draw(RNG, 1, 1), "query_offset": offset, "outputs": ["output"]})
 
 
 @pytest.mark.parametrize("head_dim", [2, 16])
@@ -125,7 +129,7 @@ def test_rows_that_overflow_agree_with_the_reference(head_dim: int) -> None:
     for factor in (1e30, 1.0, -1e30, 1.0):
         row = {name: rows * np.float32(factor) for name, rows in sequence.draw(RNG, 1, 1).items()}
         bound = sequence.bind({**row, "outputs": ["output"]})
-        step = bound.operation(sequence.layer.attention, bound.call).tensors["output"]
+        step = bound.operation.run(sequence.layer.attention, bound.call).tensors["output"]
         sequence.keep(row)
         keys = sequence.rows["key"].astype("f4")
         request = {"layer": "layer", "query": row["query"], "key": keys, "query_offset": sequence.length - 1}
@@ -156,10 +160,10 @@ def test_a_look_may_have_positions(axes: list[int] | None) -> None:
 def test_keys_of_latent_layers_and_latents_of_normed_layers_are_refused() -> None:
     latent = sequence_of(latent={"key_value_rank": 5, "rope_key_dim": 1})
     members = latent.draw(RNG, 1, 1)
-    with pytest.raises(InvalidRequest, match="no value, since latent attention"):
+    with pytest.raises(InvalidRequest, match="no value, since sessions of this layer"):
         latent.bind({**members, "key": members["query"], "value": members["query"]})
     normed = sequence_of(latent={"key_value_rank": 5, "rope_key_dim": 1}, qk_norm={"kind": "rms"})
-    with pytest.raises(InvalidRequest, match="no latent vectors, since sessions of this layer"):
+    with pytest.raises(InvalidRequest, match="no latent, since sessions of this layer"):
         normed.bind({**members, "outputs": ["latent"]})
 
 
@@ -187,9 +191,12 @@ def test_a_window_frees_pages_and_bounds_what_is_possible() -> None:
     sequence.step({"query": query})
 
 
-def in_c(query: np.ndarray, cache: KeyValueCache, keys: slice, variant: str) -> tuple[np.ndarray, np.ndarray]:
+def in_c(
+    query: np.ndarray, cache: KeyValueCache, keys: slice, variant: str, bias: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Output [heads, d] and log-sum-exp [heads] of query [kv heads, group, d], as an implementation in C computes them."""
-    result = decoding._pages_in_c(torch.from_numpy(query), 0.3, cache, keys, variant)
+    added = None if bias is None else torch.from_numpy(bias)
+    result = pages.attend_to_pages(torch.from_numpy(query), 0.3, cache, keys, added, variant)
     assert result is not None
     return result[0].numpy(), result[1].numpy()
 
@@ -214,15 +221,19 @@ def filled_cache(
     rows=st.sampled_from([1, 2, 7, 16, 31, 64, 509, 512, 1031, 1613]),
     page_rows=st.sampled_from([5, 17, 512, 601, 2000]),
     size=st.sampled_from([1.0, 100.0]),
+    has_bias=st.booleans(),
 )
-def test_steps_in_c_agree_with_float64(seed: int, kv_heads: int, group: int, width: int, rows: int, page_rows: int, size: float) -> None:
+def test_steps_in_c_agree_with_float64(
+    seed: int, kv_heads: int, group: int, width: int, rows: int, page_rows: int, size: float, has_bias: bool
+) -> None:
     """Every implementation that this processor can run, for any part of a cache; threads do not change a bit."""
     rng = np.random.default_rng(seed)
     cache, key, value = filled_cache(rng, kv_heads, width, rows, page_rows)
     query = (size * rng.standard_normal((kv_heads, group, width)) / np.sqrt(width)).astype(np.float32)
     first, stop = sorted(int(n) for n in rng.integers(0, rows + 1, 2))
     keys = slice(first, stop) if first < stop else slice(0, rows)
-    scores = 0.3 * query.astype("f8") @ key[:, keys].astype("f8").swapaxes(1, 2)
+    bias = rng.standard_normal((kv_heads, group, keys.stop - keys.start)).astype(np.float32) if has_bias else None
+    scores = 0.3 * query.astype("f8") @ key[:, keys].astype("f8").swapaxes(1, 2) + (0 if bias is None else bias)
     most = scores.max(-1, keepdims=True)
     exponentials = np.exp(scores - most)
     totals = exponentials.sum(-1, keepdims=True)
@@ -230,12 +241,12 @@ def test_steps_in_c_agree_with_float64(seed: int, kv_heads: int, group: int, wid
     expected_total = (most + np.log(totals)).reshape(-1)
     tolerance = 2e-6 * max(1.0, np.abs(scores).max())
     for variant in extension.variants if extension is not None else ():
-        output, total = in_c(query, cache, keys, variant)
+        output, total = in_c(query, cache, keys, variant, bias)
         assert np.abs(output - expected).max() <= tolerance * np.abs(value).max()
         assert np.abs(total - expected_total).max() <= tolerance * max(1.0, np.abs(expected_total).max())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "get_num_threads", lambda: 3)
-            assert all(np.array_equal(a, b) for a, b in zip(in_c(query, cache, keys, variant), (output, total), strict=True))
+            assert all(np.array_equal(a, b) for a, b in zip(in_c(query, cache, keys, variant, bias), (output, total), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +257,7 @@ def test_steps_with_and_without_the_extension_agree_with_the_reference(
     more: dict[str, Any], has_extension: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_extension:
-        monkeypatch.setattr(decoding, "extension", None)
+        monkeypatch.setattr(pages, "extension", None)
     sequence = sequence_of(**{"d_model": 7, "num_heads": 3, "head_dim": 16, "dtype": "float32", **more})
     sequence.step(sequence.draw(RNG, 11, 11))
     for _ in range(5):
@@ -260,7 +271,9 @@ def test_steps_in_c_refuse_sizes_that_do_not_fit(kv_heads: int, width: int) -> N
     query, page, total = np.zeros((2, 1, 16), np.float32), np.zeros((2, 5, 16), np.float32), np.zeros((2, 1), np.float32)
 
     def attend(kv_heads: int, width: int, key: np.ndarray, value: np.ndarray, first: int, stop: int, output: np.ndarray = total) -> None:
-        extension.attend_cache(extension.variants[0], 1, kv_heads, 1, width, 1.0, query, ((key, value, first, stop),), query.copy(), output)
+        extension.attend_cache(
+            extension.variants[0], 1, kv_heads, 1, width, 1.0, query, ((key, value, first, stop),), None, query.copy(), output
+        )
 
     if extension is not None:
         attend(2, 16, page, page, 0, 5)
@@ -275,6 +288,18 @@ def test_steps_in_c_refuse_sizes_that_do_not_fit(kv_heads: int, width: int) -> N
         with pytest.raises(ValueError, match="sizes"):
             attend(2, 16, page, page, 0, 5, total[:1].copy())
         with pytest.raises(ValueError, match="variant"):
-            extension.attend_cache("none", 1, 2, 1, 16, 1.0, query, ((page, page, 0, 5),), query.copy(), total)
+            extension.attend_cache("none", 1, 2, 1, 16, 1.0, query, ((page, page, 0, 5),), None, query.copy(), total)
         with pytest.raises(ValueError, match="sizes"):
-            extension.attend_cache(extension.variants[0], 1, 2, 1, 16, 1.0, query, (), query.copy(), total)
+            extension.attend_cache(extension.variants[0], 1, 2, 1, 16, 1.0, query, (), None, query.copy(), total)
+        for bias in (np.zeros(2 * 5 - 1, np.float32), np.zeros(2 * 5 + 1, np.float32)):
+            with pytest.raises(ValueError, match="sizes"):
+                extension.attend_cache(extension.variants[0], 1, 2, 1, 16, 1.0, query, ((page, page, 0, 5),), bias, query.copy(), total)
+
+
+def test_a_step_beyond_the_limits_is_refused_also_where_calls_are_cut_into_parts() -> None:
+    """Its cache is in one process."""
+    spec = LayerSpec(d_model=6, num_heads=3)
+    sequence = Sequence(Case(spec, {}, {name: np.ones(shape) for name, shape in spec.weight_shapes().items()}))
+    limited = Admission(ServingLimits(max_pairs=3 * 5 * 5 - 1), shards=3)
+    with pytest.raises(TooLarge, match="max_pairs"):
+        bind_step(sequence.session, Decoded({"query": np.ones((5, 6)), "causal": True}), sequence.layer, limited)

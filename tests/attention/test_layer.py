@@ -5,6 +5,8 @@ arithmetic of the reference.
 """
 
 import base64
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -14,16 +16,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from attend.attention.layer import MultiHeadAttention
+from attend.attention.reference import forward
+from attend.attention.reference.forward import Outputs
+from attend.check.random_cases import LAYER_FEATURES, REQUEST_FEATURES, Case, random_case
+from attend.cli.server_check import compare_reply, largest_score, outputs_of, with_roundings
+from attend.client import Client
+from attend.spec import Init, LayerSpec
 from support.cases import weights_of
 from support.gradients import gradients
 from support.layers import json_body
-
-from service.attention.compare.random_cases import REQUEST_FEATURES, Case, random_case
-from service.attention.reference import forward
-from service.attention.reference.forward import Outputs
-from service.cli.server_check import compare_reply, largest_score, outputs_of
-from service.client import Client
-from service.spec import Init, LayerSpec
 
 INITS = get_args(Init)
 OUTPUTS = (
@@ -288,17 +291,21 @@ def test_alibi_at_distant_positions_is_exact_in_several_blocks(http: httpx.Clien
         np.testing.assert_allclose(attend(http, case, outputs=outputs)["output"], exact.output, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
 @given(seed=SEEDS)
-def test_any_layer_agrees_with_the_reference(client: Client, seed: int) -> None:
-    """Every output of a random call to a random layer."""
-    case = random_case(np.random.default_rng(seed), rate=0.4)
+def test_any_layer_agrees_with_the_reference(client: Client, dtype: str | None, seed: int) -> None:
+    """Every output of a random call to a random layer, and the output alone, which another kernel may compute."""
+    case = random_case(np.random.default_rng(seed), rate=0.4, dtype=dtype)
     client.put_layer("operator", case.spec, case.weights)
-    exact = forward.attend(case.spec, weights_of(case), **case.request)
+    weights = weights_of(case)
+    exact, rounded = forward.attend(case.spec, weights, **case.request), with_roundings(case, weights)
 
     result = client.attend(**case.request, layer="operator", outputs=outputs_of(case.spec))
+    alone = client.attend(**case.request, layer="operator", outputs=["output"])
 
-    wrong = [finding for finding in compare_reply(case, exact, result, result.fully_masked_rows) if not finding.agrees]
-    assert wrong == [], case.spec
+    for reply in (result, {**result, "output": alone["output"]}):
+        wrong = [finding for finding in compare_reply(case, exact, reply, result.fully_masked_rows, rounded) if not finding.agrees]
+        assert wrong == [], case.spec
 
 
 @given(seed=SEEDS)
@@ -315,3 +322,20 @@ def test_gradients_agree_with_hand_derived_formulas(client: Client, seed: int) -
     for name in GRADIENTS:
         scale = max(1.0, np.abs(exact[name]).max(initial=0.0))
         np.testing.assert_allclose(result[name], exact[name], rtol=0, atol=1e-10 * scale, err_msg=name)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_layer_is_freed_with_its_last_reference(seed: int) -> None:
+    """A cycle would keep the weights of a replaced layer until a garbage collection, which may be gigabytes later."""
+    case = random_case(np.random.default_rng(seed), features=LAYER_FEATURES)
+    dtype = getattr(torch, case.spec.dtype)
+    weights = {name: torch.from_numpy(np.array(x, np.float32)).to(dtype) for name, x in (case.weights or {}).items()}
+    gc.collect()
+    gc.disable()
+    try:
+        layer = MultiHeadAttention(case.spec, weights, torch.device("cpu"))
+        parts = [weakref.ref(part) for part in (layer, layer.projections, layer.eager, *layer.operators)]
+        del layer
+        assert [part() for part in parts if part() is not None] == []
+    finally:
+        gc.enable()

@@ -1,125 +1,42 @@
-"""Products of projections are exact with torch's product and with oneDNN's. The tests choose which one is used."""
+"""The precision of a layer's products is its own, whatever other threads compute."""
 
-from collections.abc import Callable
-from typing import Any
+import threading
 
 import pytest
 import torch
 
-from service.attention import numerics
-from service.attention.numerics import MIN_INPUTS, Linear, has_onednn, suits_onednn
+from attend.attention.numerics import matmul_precision
+
+CPU, GPU = torch.device("cpu"), torch.device("meta")  # any device other than the CPU
 
 
-@pytest.fixture(params=["F.linear", "oneDNN"])
-def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """torch's product and oneDNN's, for every weight; a substitute for oneDNN's if this torch has none."""
-    name: str = request.param
-    if name == "oneDNN" and not has_onednn():
-        monkeypatch.setattr(numerics, "_reorder", lambda weight: weight if weight.numel() > numerics.MAX_REORDERED else weight.clone())
-        monkeypatch.setattr(numerics, "_onednn", torch.nn.functional.linear)
-    monkeypatch.setattr(numerics, "has_onednn", lambda: name == "oneDNN")
-    return name
+def test_calls_on_a_cpu_leave_the_precision_of_the_process_as_it_is() -> None:
+    """Small calls are computed on the event loop beside the device's thread."""
+    with matmul_precision("medium", CPU):
+        assert torch.get_float32_matmul_precision() == "highest"
 
 
-def weight_of(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs), dtype=torch.float64).to(dtype)
+def test_calls_on_a_gpu_with_different_precisions_exclude_each_other() -> None:
+    inside, seen = threading.Event(), []
+
+    def compute() -> None:
+        inside.set()
+        with matmul_precision("highest", GPU):
+            seen.append(torch.get_float32_matmul_precision())
+
+    other = threading.Thread(target=compute)
+    with matmul_precision("medium", GPU):
+        other.start()
+        assert inside.wait(60)
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert not seen
+    other.join(60)
+    assert seen == ["highest"]
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("outputs", "inputs"), [(7, 5), (131, MIN_INPUTS - 1), (127, MIN_INPUTS), (257, 509)])
-@pytest.mark.parametrize("shape", [(1,), (13,), (3, 5), (2, 0), (0, 4), (300,)])
-@pytest.mark.usefixtures("product")
-@torch.inference_mode()
-def test_products_agree_with_float64(shape: tuple[int, ...], outputs: int, inputs: int, bias: bool) -> None:
-    weight = weight_of(outputs, inputs)
-    added = weight_of(1, outputs)[0] if bias else None
-    x = weight_of(max(1, torch.Size(shape).numel()), inputs)[: torch.Size(shape).numel()].reshape(*shape, inputs)
-    got = Linear(weight, added)(x)
-    wanted = x.double() @ weight.double().T + (0 if added is None else added.double())
-    sizes = x.abs().double() @ weight.abs().double().T + 1
-    assert got.shape == (*shape, outputs)
-    assert bool(((got - wanted).abs() <= inputs * torch.finfo(torch.float32).eps * sizes).all())
-
-
-@pytest.fixture
-def onednn_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of rows of each product that is passed to oneDNN's operation, which is replaced."""
-    rows: list[int] = []
-
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows.append(len(x))
-        return torch.nn.functional.linear(x, weight, bias)
-
-    monkeypatch.setattr(numerics, "has_onednn", lambda: True)
-    monkeypatch.setattr(numerics, "_reorder", lambda weight: weight)
-    monkeypatch.setattr(numerics, "_onednn", product)
-    return rows
-
-
-@torch.inference_mode()
-def test_onednn_products_have_few_different_numbers_of_rows(onednn_rows: list[int]) -> None:
-    product = Linear(weight_of(131, 137), None)
-    for rows in range(1, 1025):
-        assert product(torch.ones(rows, 137)).shape == (rows, 131)
-    assert len(set(onednn_rows)) < 50
-    assert max(onednn_rows) == 1024
-    assert len(onednn_rows) == 1023  # `F.linear` for one row
-
-
-def test_gradients_are_computed_by_torch(onednn_rows: list[int]) -> None:
-    """oneDNN's operation has no gradient."""
-    weight = weight_of(3, MIN_INPUTS)
-    x = torch.ones(2, MIN_INPUTS, requires_grad=True)
-    Linear(weight, None)(x).sum().backward()  # type: ignore[no-untyped-call]
-    assert x.grad is not None
-    assert torch.allclose(x.grad, weight.sum(0).expand(2, -1))
-    assert not onednn_rows
-
-
-@pytest.mark.parametrize(
-    ("dtype", "inputs"), [(torch.float64, 300), (torch.bfloat16, 300), (torch.float16, 300), (torch.float32, MIN_INPUTS - 1)]
-)
-@torch.inference_mode()
-def test_torch_computes_other_datatypes_and_narrow_inputs(dtype: torch.dtype, inputs: int, onednn_rows: list[int]) -> None:
-    weight, x = weight_of(300, inputs, dtype), weight_of(5, inputs, dtype)
-    assert not suits_onednn(weight)
-    assert torch.equal(Linear(weight, None)(x), torch.nn.functional.linear(x, weight))
-    assert not onednn_rows
-
-
-@torch.inference_mode()
-def test_large_weights_are_not_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "has_onednn", lambda: True)
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: weight.clone(), raising=False)
-    monkeypatch.setattr(numerics, "MAX_REORDERED", 300 * 769)
-    for outputs, is_light in ((300, True), (301, False)):
-        weight = weight_of(outputs, 769)
-        assert (Linear(weight, None)._reordered is weight) is not is_light
-
-
-def lacking(*_: Any) -> Any:
-    raise AttributeError("_linear_pointwise")
-
-
-def refusing(*_: Any) -> Any:
-    raise RuntimeError("not with these arguments")
-
-
-@pytest.mark.parametrize("operation", [lacking, refusing])
-@pytest.mark.parametrize("name", ["_reorder", "_onednn"])
-def test_without_the_onednn_operation_torch_computes_the_product(
-    name: str, operation: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numerics, name, operation)
-    assert not has_onednn.__wrapped__()
-    monkeypatch.setattr(numerics, "has_onednn", has_onednn.__wrapped__)
-    weight, x = weight_of(200, 200), weight_of(3, 200)
-    assert torch.equal(Linear(weight, None)(x), torch.nn.functional.linear(x, weight))
-
-
-@pytest.mark.parametrize(("capability", "fast"), [("DEFAULT", False), ("AVX2", True), ("AVX512", True), ("SVE256", False)])
-def test_onednn_is_used_on_processors_with_avx2_or_avx512(capability: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "_reorder", lambda weight: weight)
-    monkeypatch.setattr(numerics, "_onednn", torch.nn.functional.linear)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert has_onednn.__wrapped__() is fast
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_a_failing_call_does_not_leave_its_precision_behind(precision: str) -> None:
+    with pytest.raises(ZeroDivisionError), matmul_precision(precision, GPU):
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == "highest"

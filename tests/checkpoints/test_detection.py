@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 import pytest
-from support.checkpoints import draw
 
-from service.checkpoints import detect, layers_in, read_layer
-from service.checkpoints.detection import FRAMEWORK_LAYOUTS
-from service.errors import InvalidRequest
+from attend.checkpoints import detect, layers_in, read_layer
+from attend.checkpoints.layouts import LAYOUTS, NAMES
+from attend.errors import InvalidRequest
+from support.checkpoints import draw
 
 FOUR = {"bert": ("self.query", "self.key", "self.value", "output.dense"), "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin")}
 
@@ -130,13 +130,16 @@ def test_cross_attention_is_listed_as_a_separate_layer():
     assert layers_in(gluon) == [("mxnet", "cell.attention_cell_in"), ("mxnet", "cell.attention_cell_inter")]
 
 
-@pytest.mark.parametrize("spelling", FRAMEWORK_LAYOUTS, ids=lambda spelling: f"{spelling.name} {next(iter(spelling.roles))}")
+WITHOUT_CONFIG = [layout for layout in LAYOUTS if layout.name in NAMES]
+
+
+@pytest.mark.parametrize("spelling", WITHOUT_CONFIG, ids=lambda spelling: f"{spelling.name} {next(iter(spelling.roles))}")
 def test_every_spelling_of_a_layout_is_detected(spelling):
     """Under a stem that identifies it, its layout is the only one; otherwise it is among those to choose from."""
     stem = spelling.identified_under[0] if spelling.identified_under else "layer"
     names = [f"model/0/{stem}/{name}" for name in spelling.roles]
-    place = f"model/0/{stem}" + (f"/{spelling.parent}" if spelling.parent else "")
+    prefix = f"model/0/{stem}" + (f"/{spelling.parent}" if spelling.parent else "")
     layout = {"qkv.weight": "vit", "c_attn.weight": "gpt2"}.get(next(iter(spelling.roles)), spelling.name)
-    assert (layout, place) in layers_in(names)
+    assert (layout, prefix) in layers_in(names)
     if spelling.identified_under != ():
         assert detect(names) == spelling.name

@@ -18,20 +18,22 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from safetensors.numpy import load, save
+
+from attend.checkpoints import read_model_layer
+from attend.checkpoints.families import FAMILIES, REFUSED
+from attend.checkpoints.folder import ModelFolder
+from attend.checkpoints.model import describe, parts_of
+from attend.client import AsyncClient, Client
+from attend.errors import InvalidRequest
+from attend.spec import LayerSpec
+from attend.spec_parts import PROJECTIONS
 from support.command import run_attend
 from support.framework_cases import SAFETENSORS, array
 from support.model_cases import CASES, MODELS, TOLERANCE, difference, put, tensors_of, write_folder
 from support.server import Server
 
-from service.checkpoints import read_model_layer
-from service.checkpoints.families import FAMILIES, REFUSED
-from service.checkpoints.folder import ModelFolder
-from service.checkpoints.model import describe
-from service.client import AsyncClient, Client
-from service.errors import InvalidRequest
-from service.spec import LayerSpec
-
 GOLDEN = Path(__file__).parents[1] / "golden"
+HUB_CONFIGS: dict[str, Any] = json.loads((Path(__file__).parent / "hub_configs.json").read_text())
 LATENT_CACHES: dict[str, Any] = json.loads((GOLDEN / "caches" / "latent.json").read_text())
 
 
@@ -172,12 +174,84 @@ def test_unknown_values_in_a_config_are_refused(layers: httpx.Client, config: di
         "attn_logit_softcapping",
         "attention_embedding_multiplier",
         "qk_post_norm",
+        "logit_softcapping",
+        "logit_cap",
+        "soft_cap",
+        "logits_soft_cap",
+        "use_xpos",
+        "use_dynamic_ntk",
+        "ntk_alpha",
+        "yarn_factor",
+        "use_bidirectional",
+        "prefix_lm",
+        "softmax_offset",
+        "use_ssmax",
+        "value_residual",
+        "q_lora_rank",
+        "moe_attention_heads",
+        "pruned_heads",
+        "a_field_of_tomorrow",
     ],
 )
-def test_fields_that_change_attention_are_refused(name: str) -> None:
+@pytest.mark.parametrize("model", ["llama", "bert", "vit", "falcon_h1", "wav2vec2"])
+def test_fields_that_may_change_attention_are_refused(model: str, name: str) -> None:
+    case = MODELS[model]["cases"][0]
     with pytest.raises(InvalidRequest) as refusal:
-        describe(MODELS["llama"]["config"] | {name: 1.0}, 0)
+        describe(MODELS[model]["config"] | {name: {"0": 1}}, case["layer"], case["part"])
     assert refusal.value.problems[0].at == f"/config/{name}"
+
+
+def test_the_refusal_of_a_field_says_how_to_go_on() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"if this field has no effect on attention, remove it from config\.json, got true, at /config/use_xpos"
+    ):
+        describe(MODELS["llama"]["config"] | {"use_xpos": True}, 0)
+
+
+@pytest.mark.parametrize(("model", "part"), [(model, part) for model, config in HUB_CONFIGS.items() for part in parts_of(config)])
+def test_configs_of_hubs_are_understood(model: str, part: str) -> None:
+    """Files with the fields that transformers 3 and 4, training tools and code beside the model wrote."""
+    assert describe(HUB_CONFIGS[model], 0, part).fields["num_heads"] > 1
+
+
+@pytest.mark.parametrize("model", HUB_CONFIGS)
+def test_files_of_hubs_with_one_more_field_are_refused(model: str) -> None:
+    """The section that describes a layer is what its config is checked by."""
+    config = HUB_CONFIGS[model]
+    for part, (section, _) in parts_of(config).items():
+        inner = {**section.fields, "softmax_offset": 1}
+        changed = inner if section.at == "/config" else config | {section.at.removeprefix("/config/"): inner}
+        with pytest.raises(InvalidRequest, match="/softmax_offset"):
+            describe(changed, 0, part)
+
+
+def test_older_names_in_files_of_hubs_are_read() -> None:
+    """MiniMax-M2 says how many dims are rotated; InternLM3 has a flag for the biases of queries, keys and values, and one for others."""
+    assert describe(HUB_CONFIGS["MiniMaxAI/MiniMax-M2"], 0).fields["rope"]["dims"] == 64
+    internlm = HUB_CONFIGS["internlm/internlm3-8b-instruct"]
+    assert describe(internlm | {"qkv_bias": True, "bias": True}, 0).fields["bias"] == dict.fromkeys(PROJECTIONS, True)
+    assert describe(internlm | {"qkv_bias": True}, 0).fields["bias"] == {"query": True, "key": True, "value": True, "output": False}
+    assert describe(HUB_CONFIGS["bigscience/bloom-560m"], 0).fields["head_dim"] == 64
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value"),
+    [
+        ("gemma3_text", "attn_logit_softcapping", 3.0),  # which transformers' Gemma 3 does not apply
+        ("nanochat", "attn_logit_softcapping", 3.0),
+        ("codegen", "rope_theta", 5e5),  # its theta is in the code
+        ("roformer", "rope_theta", 5e5),
+        ("gptj", "rotary", False),
+        ("gpt_bigcode", "scale_attn_by_inverse_layer_idx", True),
+        ("deberta", "attention_head_size", 3),
+        ("minimax_m2", "attn_type_list", [0, 1, 1, 1, 1, 1]),
+        ("minimax_m2", "qk_norm_type", "per_head"),
+    ],
+)
+def test_fields_that_a_family_does_not_apply_are_refused(model: str, field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        describe(MODELS[model]["config"] | {field: value}, 0)
+    assert refusal.value.problems[0].at == f"/config/{field}"
 
 
 @pytest.mark.parametrize("model", ["bert", "albert", "bart", "big_bird", "clip_text_model"])
@@ -573,11 +647,14 @@ def test_a_folder_with_a_broken_file_is_refused(tmp_path: Path) -> None:
 def test_the_command_lists_and_loads_layers_of_a_folder(tmp_path: Path) -> None:
     """`layers inspect` says which layers there are and which are refused; `layers add` loads one."""
     number = write_folder(tmp_path, "qwen2_sliding", 1)
-    listed = run_attend("layers", "inspect", str(tmp_path))
+    listed = run_attend("layers", "inspect", str(tmp_path), "--json")
     assert listed.returncode == 0, listed.stderr
     lines = [json.loads(line) for line in listed.stdout.splitlines()]
     assert [line["layer"] for line in lines] == list(range(6)) and "refused" in lines[0]
     assert lines[number]["spec"]["window"] == {"left": 4} and lines[number]["name"].endswith("self_attn")
+    assert lines[number]["spec"]["d_model"] == 32 and lines[number]["spec"]["num_kv_heads"] == 2
+    shown = run_attend("layers", "inspect", str(tmp_path)).stdout.decode()
+    assert re.search(rf"decoder +{number} +\S+self_attn +32 +8 +float32 +4/2", shown) and "layer 0 of part decoder is refused: " in shown
     kept = ("--layers-dir", str(tmp_path / "kept"))
     added = run_attend("layers", "add", "one", str(tmp_path), "--layer", str(number), "--json", *kept)
     assert added.returncode == 0 and json.loads(added.stdout)["spec"]["num_kv_heads"] == 2, added.stderr

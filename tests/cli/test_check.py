@@ -1,27 +1,37 @@
 """`attend check`: correct servers and modules agree, and faults in wrong ones are detected and named."""
 
+import io
 import json
 import os
 import shlex
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import get_args
 
 import httpx
 import numpy as np
 import pytest
-from support.command import run_attend
+from rich.console import Console
 
-from service.attention.compare.convention import option_table
-from service.attention.reference.forward import attend
-from service.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case, outputs_of
-from service.spec import LayerSpec
-from service.tensors import datatype_of
-from service.wire.client_codec import decode_json_reply
-from service.wire.codec import Reply
-from service.wire.json.writer import encode_json
-from service.wire.schemas.attend import ReplyOptions
+from attend.attention.reference.forward import attend
+from attend.attention.reference.request import Request
+from attend.check.convention import option_table
+from attend.check.random_cases import random_case
+from attend.check.rounding import HALF, RoundedLayer
+from attend.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case, outputs_of, with_roundings
+from attend.cli.terminal import progress_line
+from attend.spec import DType, LayerSpec
+from attend.tensors import datatype_of
+from attend.wire.client_codec import decode_json_reply
+from attend.wire.codec import Reply
+from attend.wire.json.writer import encode_json
+from attend.wire.schemas.attend import ReplyOptions
+from support.cases import weights_of
+from support.command import run_attend
 
 
 def reply_of(content: bytes) -> Reply:
@@ -37,7 +47,7 @@ WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 def test_the_service_agrees_in_process_and_by_url(server, http):
     before = http.get("/layers").json()
     for where in ([], ["--url", server.url]):
-        done = run_attend("check", "--cases", "40", "--seed", "3", *where, env=WIDE)
+        done = run_attend("check", "--cases", "40", "--seed", "4", *where, env=WIDE)
         shown = done.stdout.decode()
         assert done.returncode == 0, shown
         assert shown.endswith("40 cases agree with the reference\n")
@@ -113,7 +123,7 @@ def one_row_more(reply: Reply) -> Reply:
 )
 def test_a_wrong_reply_is_detected(relay, change, named):
     url = relay(change)
-    done = run_attend("check", "--cases", "2", "--seed", "1", "--url", url, env=WIDE)
+    done = run_attend("check", "--cases", "2", "--seed", "14", "--url", url, env=WIDE)
     shown = done.stdout.decode()
     assert done.returncode == 1 and "WRONG" in shown
     assert f"wrong: {named}" in shown and "query [" in shown
@@ -148,25 +158,49 @@ def test_other_weights_are_detected(relay, server, monkeypatch):
     assert done.returncode == 1 and b"wrong: weights differ from" in done.stdout
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", get_args(DType))
 def test_every_output_is_compared(dtype):
     """The reference agrees with itself; an error above the tolerance in any output, NaN, or another shape does not."""
     number = next(n for n in range(100) if draw_case(0, n).spec.dtype == dtype)
     case = draw_case(0, number)
-    from service.attention.initialization import draw_weights
-
-    reference = attend(case.spec, draw_weights(case.spec), **case.request)
+    weights = weights_of(case)
+    reference, rounded = attend(case.spec, weights, **case.request), with_roundings(case, weights)
+    masked = reference.fully_masked_rows
     right = {name: getattr(reference, name) for name in outputs_of(case.spec)}
-    allowed = {found.output: found.tolerance for found in compare_reply(case, reference, right, reference.fully_masked_rows)}
-    assert all(found.agrees for found in compare_reply(case, reference, right, reference.fully_masked_rows))
+    allowed = {found.output: found.tolerance for found in compare_reply(case, reference, right, masked, rounded)}
+    assert all(found.agrees for found in compare_reply(case, reference, right, masked, rounded))
     for name, tensor in right.items():
         place = tuple(np.argwhere(np.isfinite(tensor))[-1])
         for wrong in (tensor[place] + 1.01 * allowed[name], np.nan, np.inf):
             changed = tensor.copy()
             changed[place] = wrong
-            found = compare_reply(case, reference, {**right, name: changed}, reference.fully_masked_rows)
+            found = compare_reply(case, reference, {**right, name: changed}, masked, rounded)
             assert [f.output for f in found if not f.agrees] == [name]
         assert not compare_output(name, tensor, tensor[..., None], case.spec, 1.0).agrees
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_half_precision_layer_with_fewer_digits_is_detected(dtype):
+    """A layer that rounds as the dtype does agrees; one that keeps three bits less at each place does not, in most cases."""
+    step = {"float16": 2.0**-8, "bfloat16": 2.0**-5}[dtype]  # of mantissas in [0.5, 1); bfloat16 has 2^-8
+
+    class Coarse(RoundedLayer):
+        def rounded(self, x):
+            mantissa, exponent = np.frexp(x)
+            return np.ldexp(np.round(mantissa / step) * step, exponent)
+
+    detected = 0
+    for number in range(60):
+        case = random_case(np.random.default_rng(number), dtype=dtype)
+        weights = weights_of(case)
+        reference, rounded = attend(case.spec, weights, **case.request), with_roundings(case, weights)
+        right, wrong = rounded, Coarse(case.spec, weights).attend(Request(**case.request))
+        for outputs, agrees in ((right, True), (wrong, False)):
+            reply = {name: getattr(outputs, name).reshape(getattr(reference, name).shape) for name in outputs_of(case.spec)}
+            found = compare_reply(case, reference, reply, reference.fully_masked_rows, rounded)
+            assert all(each.agrees for each in found) or not agrees
+            detected += not (agrees or all(each.agrees for each in found))
+    assert detected > 30
 
 
 def test_minus_infinity_agrees_only_with_itself():
@@ -239,9 +273,37 @@ def test_the_first_disagreement_of_a_wrong_module_is_shown(package):
     done = check_module(package, "--module", "theirs:Right", "--module", "theirs:Unscaled")
     shown = done.stdout.decode()
     assert done.returncode == 1
-    assert "first disagreement: no mask, output[0, 0, 0]: expected " in shown
+    assert shown.index("theirs:Unscaled disagrees with the reference in ") < shown.index("hint: ") < shown.index("largest error")
+    assert "first disagreement: no mask, output[0, 0, 0] (item 0, query 0, number 0): expected " in shown
     assert "hint: this is what comes out when the scores are not divided by sqrt(head_dim)" in shown
-    assert shown.count("agrees with the reference") == 1
+    assert shown.count(" agrees with the reference") == 1
+    assert shown.count("largest error") == 1  # the cases of the one that is wrong
+    assert b"largest error" in check_module(package, "--module", "theirs:Right", "--verbose").stdout
+
+
+def test_the_report_fits_80_columns_and_begins_with_the_verdict(package):
+    done = run_attend("check", "--module", "theirs:Unscaled", cwd=package, env={**WIDE, "COLUMNS": "80"})
+    lines = done.stdout.decode().splitlines()
+    assert lines[0].startswith("theirs:Unscaled disagrees with the reference in ")
+    assert lines[1] == "hint: this is what comes out when the scores are not divided by sqrt(head_dim)"
+    assert lines[2:4] == ["  you compute: softmax(Q Kᵀ) V", "  expected:    softmax(Q Kᵀ / √d) V"]
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_line_of_progress_appears_on_terminals_alone():
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal)
+        with progress_line("checking theirs:Right", console, 0) as timer:
+            if terminal:
+                timer.join()
+        assert ("checking theirs:Right" in console.file.getvalue()) is terminal
+
+
+def test_python_runs_the_command(package):
+    done = subprocess.run(
+        [sys.executable, "-m", "attend", "check", "--module", "theirs:Unscaled"], cwd=package, env=WIDE, capture_output=True, check=False
+    )
+    assert done.returncode == 1 and b"not divided by sqrt(head_dim)" in done.stdout
 
 
 def test_the_printed_command_repeats_the_whole_check(package):
@@ -258,12 +320,12 @@ def test_unknown_names_of_weights_are_refused_and_can_be_mapped(package):
     printed = check_module(package, "--module", "theirs.py:Lettered").stderr.decode()
     assert "the meaning of 'a.weight'" in printed and "--with 'NAME={…}'" in printed and "c.bias [12]" in printed
     names = 'weights={"query": "a", "key": "b", "value": "c"}'
-    assert check_module(package, "--module", "theirs.py:Lettered", "--with", names).returncode == 0
+    assert check_module(package, "--module", "theirs.py:Lettered", "--with", names).returncode == 3
 
 
 def test_the_help_has_every_convention_and_its_values(package):
     """The same as in docs/check.md."""
-    shown = check_module(package, "--help").stdout.decode()
+    shown = " ".join(check_module(package, "--help").stdout.decode().split())
     for name, values, meaning in option_table():
         assert f"{name}={' | '.join(values)}: {meaning}" in shown
 
@@ -275,6 +337,8 @@ def test_the_check_of_a_module_prints_json(package):
     right, unscaled, raises = printed["modules"]
     assert right["agrees"] and right["calls"] == 8 and all(case["agrees"] for case in right["cases"])
     assert not unscaled["agrees"] and "not divided by sqrt(head_dim)" in unscaled["first"] and unscaled["cases"][0]["agrees"] is False
+    assert unscaled["mistakes"] == ["the scores are not divided by sqrt(head_dim)"]
+    assert unscaled["arithmetic"] == [["softmax(Q Kᵀ) V", "softmax(Q Kᵀ / √d) V"]]
     assert unscaled["again"] == "attend check --module theirs:Unscaled --seed 0"
     assert "KeyError" in raises["cases"][0]["raised"] and raises["cases"][0]["error"] is None
 
@@ -314,5 +378,7 @@ def test_the_options_reach_the_comparison(package):
     ],
 )
 def test_modules_that_cannot_be_checked_are_refused(package, arguments, message):
+    """The remedy fits the mistake: no option repairs a wrong name."""
     done = check_module(package, *arguments)
     assert done.returncode == 2 and message in done.stderr.decode()
+    assert not ("--with" in done.stderr.decode() and any(word in message for word in ("no attribute", "my_file.py", "no file", "import ")))

@@ -11,17 +11,16 @@ import httpx
 import numpy as np
 import pytest
 import trustme
-from support.command import run_attend
+
+from attend import __version__
+from attend.attention.native import extension
+from attend.settings import Settings
+from attend.wire.native import numbers
+from support.command import run_attend, spawn_attend
 from support.server import fork_server, start_server
 
-from service import __version__
-from service.attention.native import extension
-from service.settings import Settings
-from service.wire.native import numbers
-
-COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "sessions", "keys", "config", "check", "openapi", "version"]
+COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "openapi", "version"]
 BELOW = ["layers list", "layers add", "layers inspect", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
-BELOW += [f"sessions {name}" for name in ("start", "list", "fork", "truncate", "export", "import", "delete")]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 
@@ -35,27 +34,27 @@ def test_the_help_of_each_command_has_an_example(command):
 @pytest.mark.parametrize("width", ["80", "120"])
 def test_the_text_of_the_help_fills_its_lines(width):
     """Also in terminals of another width than the source."""
-    shown = run_attend("heads", "--help", env={**WIDE, "COLUMNS": width}).stdout.decode()
-    lines = shown.partition("Without --metrics")[2].partition("╭")[0].strip().splitlines()
+    shown = spawn_attend("heads", "--help", env={**WIDE, "COLUMNS": width}).stdout.decode()  # in this process the width is fixed
+    lines = shown.partition("  Without --metrics")[2].partition("\n\n")[0].splitlines()
     longest = int(width) - 20
     assert len(lines) > 2 and all(len(line) > longest for line in lines[1:-1])
 
 
-def test_the_help_has_the_description_of_each_setting():
-    """Brackets are not interpreted as markup. The columns of the table are narrow, so white space is not compared."""
-    shown = run_attend("serve", "--help", env=WIDE).stdout.decode().replace("│", " ")
-    shown = "".join(shown.split())
+def test_the_help_has_the_flag_and_the_description_of_each_setting():
+    """Whole flags, also in 80 columns; brackets are not interpreted as markup. White space is not compared."""
+    shown = "".join(run_attend("serve", "--help", env={**WIDE, "COLUMNS": "80"}).stdout.decode().split())
     for name, field in Settings.model_fields.items():
         assert f"--{name.replace('_', '-')}" in shown
         assert "".join(str(field.description).split()) in shown
+    assert "(default)" not in shown
 
 
 def test_the_help_lists_every_command():
     shown = run_attend("--help", env=WIDE).stdout.decode()
-    assert set(re.findall(r"^│ (\w+)  ", shown, re.MULTILINE)) == set(COMMANDS)
+    assert set(re.findall(r"^  (\w+)  ", shown.partition("Commands:")[2], re.MULTILINE)) == set(COMMANDS)
     assert "Exit codes: 0 success; 1 " in shown and "attend demo" in shown.partition("Examples")[2]
-    for group in ("layers", "sessions", "keys"):
-        listed = re.findall(r"^│ (\w+)  ", run_attend(group, "--help", env=WIDE).stdout.decode(), re.MULTILINE)
+    for group in ("layers", "keys"):
+        listed = re.findall(r"^  (\w+)  ", run_attend(group, "--help", env=WIDE).stdout.decode().partition("Commands:")[2], re.MULTILINE)
         assert [f"{group} {name}" for name in listed] == [command for command in BELOW if command.startswith(group)]
 
 
@@ -71,7 +70,7 @@ def test_a_shell_completes_commands_and_flags(shell):
 
 
 def test_the_version_is_printed_as_text_and_json():
-    assert run_attend("version").stdout.decode() == f"{__version__}\n"
+    assert run_attend("version").stdout.decode() == run_attend("--version").stdout.decode() == f"{__version__}\n"
     assert json.loads(run_attend("version", "--json").stdout) == {"version": __version__}
 
 
@@ -88,7 +87,7 @@ def test_a_command_for_a_server_imports_no_torch():
     """The import of torch takes seconds."""
     code = """
         import sys
-        from service.cli import main
+        from attend.cli import main
         sys.argv = ["attend", "layers", "list", "--url", "http://127.0.0.1:1"]
         try:
             main()
@@ -123,7 +122,7 @@ def test_a_flag_without_its_packages_names_the_extra_to_install(flags, missing, 
         sys.meta_path[:] = map(Without, sys.meta_path)
         sys.argv = ["attend", "serve", "--port", "0", *{flags!r}]
         try:
-            runpy.run_module("service", run_name="__main__")
+            runpy.run_module("attend", run_name="__main__")
         finally:
             assert "torch" not in sys.modules
     """
@@ -195,9 +194,14 @@ def test_a_setting_without_its_counterpart_is_refused():
     assert (done.returncode, done.stderr) == (2, b"attend config: tls_cert and tls_key go together\n")
 
 
+def test_a_scope_that_does_not_exist_is_refused(tmp_path):
+    done = run_attend("keys", "add", "one", "--scope", "infr", "--file", str(tmp_path / "keys.txt"))
+    assert done.returncode == 2 and b"got infr (did you mean infer?)" in done.stderr and not list(tmp_path.iterdir())
+
+
 def test_keys_of_a_missing_file_are_refused(tmp_path):
     done = run_attend("keys", "list", "--file", str(tmp_path / "none"))
-    assert done.returncode == 1 and b"cannot read the keys file" in done.stderr and b"`attend keys add` makes it" in done.stderr
+    assert done.returncode == 2 and b"cannot read the keys file" in done.stderr and b"`attend keys add` makes it" in done.stderr
 
 
 @pytest.mark.parametrize("setting", ["flag", "variable"])
@@ -235,7 +239,7 @@ def test_layers_are_configured_as_json(start):
 
 def test_a_server_without_the_compiled_extension_logs_so_once(tmp_path):
     """The log says what that costs; everything works."""
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['service.wire.native._numbers'] = None")
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['attend.wire.native._numbers'] = None")
     server = start_server(env={"PYTHONPATH": str(tmp_path)})
     index = httpx.get(f"{server.url}/", headers={"accept": "application/json"}).json()
     (warning,) = [event for event in server.events if "extension" in str(event["event"])]

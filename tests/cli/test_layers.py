@@ -10,14 +10,14 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+
+from attend.checkpoints.families import FAMILIES
+from attend.cli.clients import in_process
+from attend.client import Client
+from attend.errors import InvalidRequest
+from attend.settings import Settings
 from support.command import run_attend, spawn_attend
 from support.server import Server
-
-from service.checkpoints.families import FAMILIES
-from service.cli.clients import in_process
-from service.client import Client
-from service.errors import InvalidRequest
-from service.settings import Settings
 
 HEADS = '{"num_heads": 2}'
 PATHS = {"query": "self.query", "key": "self.key", "value": "self.value", "output": "output.dense"}
@@ -155,20 +155,29 @@ def test_a_name_that_no_layer_can_have_is_refused_as_a_name(server: Server, chec
 
 def test_the_layers_of_a_file_are_inspected(checkpoint: Path, tmp_path: Path) -> None:
     """With the prefixes that `add` takes; of a file of this service, with its spec; a file without layers is refused."""
-    lines = run_attend("layers", "inspect", str(checkpoint)).stdout.splitlines()
+    lines = run_attend("layers", "inspect", str(checkpoint), "--json").stdout.splitlines()
     assert [json.loads(line) for line in lines] == [{"layout": "bert", "prefix": f"encoder.layer.{i}.attention"} for i in range(2)]
     with in_process(Settings()) as client:
         (tmp_path / "own.safetensors").write_bytes(client.layer_file("default"))
         spec = client.layer("default").spec.model_dump(mode="json")
-    assert json.loads(run_attend("layers", "inspect", str(tmp_path / "own.safetensors")).stdout) == {"spec": spec}
+    own = ("layers", "inspect", str(tmp_path / "own.safetensors"))
+    assert json.loads(run_attend(*own, "--json").stdout) == {"spec": spec}
+    title, line = (line.split() for line in run_attend(*own).stdout.decode().splitlines() if line.strip(" ─"))
+    assert dict(zip(title, line, strict=True)) == {"d_model": "64", "head_dim": "8", "dtype": "float32", "heads": "8"}
+    shown = run_attend("layers", "inspect", str(checkpoint)).stdout.decode().split()
+    assert {"layout", "prefix", "bert", "encoder.layer.0.attention", "encoder.layer.1.attention"} <= set(shown)
     save_file({"x": np.ones(3)}, tmp_path / "other.safetensors")
     (tmp_path / "text.safetensors").write_text("{}")
     for name, message in (
         ("other", "expected tensors with the names of a known layout, got x"),
-        ("text", "expected a safetensors file, or a"),
+        ("text", "expected a safetensors file, or a model's folder with its config.json, got "),
     ):
-        done = run_attend("layers", "inspect", str(tmp_path / f"{name}.safetensors"))
+        file = str(tmp_path / f"{name}.safetensors")
+        done = run_attend("layers", "inspect", file)
+        assert "deserializing" not in done.stderr.decode() and "save_pretrained" not in done.stderr.decode()
         assert done.returncode == 1 and message in done.stderr.decode()
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a file" in run_attend("layers", "inspect", str(tmp_path / "pipe")).stderr.decode()
 
 
 def test_the_table_does_not_cut_names(tmp_path: Path) -> None:

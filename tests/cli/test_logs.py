@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import logging, structlog
-from service.cli.logs import configure_logs
+from attend.cli.logs import configure_logs
 configure_logs({form!r}, "info")
 log = structlog.get_logger("attend")
 log.debug("hidden")

@@ -19,6 +19,9 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
+
+from attend.cli.processes import Worker
+from attend.serving.threads import usable_cores
 from support.processes import (
     ATTENDED,
     LONG,
@@ -39,9 +42,6 @@ from support.processes import (
     workers_of,
 )
 from support.server import Server, start_server
-
-from service.cli.processes import Worker
-from service.serving.threads import usable_cores
 
 # Workers
 
@@ -177,7 +177,7 @@ class Stream(io.StringIO):
 
 pieces, real, sys.stderr = [], sys.stderr, Stream()
 import structlog
-from service.cli.logs import configure_logs
+from attend.cli.logs import configure_logs
 for log_format in ("json", "console"):
     configure_logs(log_format, "info")
     structlog.get_logger("attend").info("said", number=log_format)
@@ -229,13 +229,21 @@ def test_rule_10_several_workers_drain_on_sigterm(start: Start) -> None:
 )
 def test_rule_11_more_threads_than_cores_are_refused(flags: tuple[str, ...]) -> None:
     """Before a socket is opened, in one line with the number of cores, with the exit status of a usage error."""
-    command = [sys.executable, "-m", "service", "serve", "--port", "0", *flags]
+    command = [sys.executable, "-m", "attend", "serve", "--port", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr.startswith("attend serve: ")
     assert f"{usable_cores()} cores" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not done.stdout
+
+
+@several_workers
+def test_sigint_ends_several_workers_with_the_status_of_one(start: Start) -> None:
+    server = start("--workers", "2", "--drain-seconds", LONG)
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(PATIENCE) == 130
+    assert "Traceback" not in "".join(server.log)
 
 
 @several_workers
@@ -272,7 +280,7 @@ def break_folder(path: Path) -> Path:
 def test_a_server_that_cannot_load_its_layers_exits(tmp_path: Path) -> None:
     """With the reason and an exit status, as with several workers."""
     break_folder(tmp_path)
-    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--layers-dir", str(tmp_path), "--log-format", "json"]
+    command = [sys.executable, "-m", "attend", "serve", "--port", "0", "--layers-dir", str(tmp_path), "--log-format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5 * PATIENCE)
     found = Server(None, log=done.stderr.splitlines(keepends=True))  # type: ignore[arg-type]  # it has ended
     assert done.returncode == 1
@@ -285,7 +293,7 @@ def test_a_server_whose_workers_cannot_start_exits(tmp_path: Path) -> None:
     """With the reason and an exit status, instead of starting workers for ever behind an open port."""
     break_folder(tmp_path)
     flags = ["--port", "0", "--workers", "2", "--layers-dir", str(tmp_path), "--log-format", "json", "--drain-seconds", "0"]
-    command = [sys.executable, "-m", "service", "serve", *flags]
+    command = [sys.executable, "-m", "attend", "serve", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5 * PATIENCE)
     found = Server(None, log=done.stderr.splitlines(keepends=True))  # type: ignore[arg-type]  # it has ended
     assert done.returncode == 1
@@ -314,13 +322,13 @@ def test_several_workers_need_a_folder_for_their_metrics() -> None:
     """If no temporary folder is writable, shared memory is used; if that is not writable either, one line says what is missing."""
     script = """
 import os, sys, tempfile
-from service.cli import processes
+from attend.cli import processes
 def no_folder():
     raise FileNotFoundError(2, "No usable temporary directory found")
 processes.tempfile.gettempdir = no_folder
 assert processes.shared_folder() == processes.SHARED_MEMORY
 processes.SHARED_MEMORY = "/nowhere"
-from service.settings import Settings
+from attend.settings import Settings
 import socket
 try:
     processes.serve_processes(Settings(workers=2), 1, socket.create_server(("127.0.0.1", 0)))

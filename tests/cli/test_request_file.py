@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from support.command import run_attend
 
-from service.wire.schemas.figure import Figure
+from attend.wire.schemas.figure import Figure
+from support.command import run_attend
 
 LAYER = ("--d-model", "4", "--num-heads", "2", "--seed", "5")
 NARROW = {**os.environ, "COLUMNS": "80"}
@@ -79,7 +79,7 @@ def test_the_largest_weights_and_fully_masked_rows_are_printed(tmp_path):
     ("arguments", "code", "message"),
     [
         (["{file}"], 1, 'expected 64 values per query for layer "default", got 4, at /query'),
-        (["{file}.not", *LAYER], 1, "cannot read"),
+        (["{file}.not", *LAYER], 2, "cannot read"),
         (["{file}", "--url", "http://127.0.0.1:1"], 1, "Start a server with `attend serve`"),
         (["{file}", "--url", "{server}"], 1, "got 4, at /query"),
         (["{file}", "--url", "{server}", "--seed", "1"], 2, "--seed cannot be combined with --url"),
@@ -138,7 +138,7 @@ def test_the_json_of_heads_is_the_reply_of_the_service(server: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("nowhere.json",), 1, "cannot read nowhere.json"),
+        (("nowhere.json",), 2, "cannot read nowhere.json"),
         (("-", "--metrics", "entropie"), 2, "no metric is called 'entropie' (did you mean entropy?)"),
         (("-", "--metrics", "entropy"), 1, "expected a JSON object"),
     ],
@@ -262,7 +262,7 @@ def test_without_output_the_figure_is_written_beside_the_request(figure_file):
         (["{file}", "-o", "{folder}/heads.gif"], 2, "expected a name that ends in .png, .svg, .html, .htm"),
         (["{file}", "-o", "{folder}/heads.svg", "--url", "{server}", "--kind", "pie"], 1, 'got "pie", at /figure/kind'),
         (["{file}", "-o", "{folder}/no/heads.svg", *LAYER], 1, "cannot write"),
-        (["{file}.not", "-o", "{folder}/heads.svg"], 1, "cannot read"),
+        (["{file}.not", "-o", "{folder}/heads.svg"], 2, "cannot read"),
     ],
 )
 def test_figure_refuses_invalid_arguments(server, figure_file, tmp_path, arguments, code, message):

@@ -5,18 +5,19 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 import trustme
-from support.command import run_attend
-from support.server import Server
-from support.waiting import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from service.settings import Settings
+from attend.settings import Settings
+from support.command import run_attend
+from support.server import Server
+from support.waiting import PATIENCE, until
 
 SPEC = {"spec": {"d_model": 4, "num_heads": 2}}
 QUERY = {"query": [[0.25] * 64] * 3}
@@ -50,6 +51,16 @@ def test_a_client_that_never_reads_is_disconnected_over_https_too(
             count = f'attend_failures_total{{reason="slow_reply"}} {cut_off}.0'
             until(lambda count=count: count in httpx.get(f"{server.url}/metrics", verify=context).text, count)
             mute.close()
+
+
+def test_a_tls_handshake_that_stops_is_ended(start: Callable[..., Server], certificate: tuple[trustme.CA, Path, Path]) -> None:
+    """After the client timeout. The test waits for less than the minute that asyncio would."""
+    _, chain, key = certificate
+    server = start("--tls-cert", str(chain), "--tls-key", str(key), "--client-timeout", "0.5")
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE / 2) as stopped:
+        stopped.sendall(b"\x16\x03\x01\x40\x00")  # the first five bytes of a ClientHello
+        with suppress(ConnectionResetError):
+            assert stopped.recv(1) == b""
 
 
 def test_a_ready_server_prints_the_addresses_of_its_pages(start: Callable[..., Server]) -> None:
@@ -157,6 +168,9 @@ def test_a_unix_socket_replaces_no_other_file(tmp_path: Path) -> None:
         (("--allowed-hosts", "http://x y"), "--allowed-hosts: expected names allowed in Host"),
         (("--allowed-hosts", "a.example:8000"), "without ports"),
         (("--grpc-port", "8765", "--port", "8765"), "port and grpc_port cannot both be 8765"),
+        (("--dtype", "float"), "--dtype: input should be 'float64', 'float32', 'bfloat16' or 'float16' (did you mean float64?)"),
+        (("--log-format", "jsn"), "(did you mean json?)"),
+        (("--shards", "2"), "--shards has an effect only under Ray Serve: `ATTEND_SHARDS=… serve run attend.deploy.ray:app`"),
         (("--tls-cert", "nofile.pem", "--tls-key", "nokey.pem"), "cannot use --tls-cert nofile.pem: No such file or directory"),
     ],
 )

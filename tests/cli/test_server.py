@@ -9,6 +9,7 @@ import signal
 import threading
 
 import httpx
+
 from support.processes import (
     LONG,
     PATIENCE,

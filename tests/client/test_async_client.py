@@ -8,9 +8,9 @@ import httpx
 import numpy as np
 import pytest
 
-from service import errors
-from service.client import AsyncClient, Client
-from service.wire.negotiation import JSON, SAFETENSORS
+from attend import errors
+from attend.client import AsyncClient, Client
+from attend.wire.negotiation import JSON, SAFETENSORS
 
 QUERY = np.random.default_rng(0).standard_normal((2, 3, 64)).astype(np.float32)
 

@@ -5,6 +5,7 @@ import base64
 import copy
 import inspect
 import pickle
+import runpy
 import socket
 import ssl
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,18 +24,16 @@ import pytest
 import torch
 import trustme
 
-from service import errors
-from service.client import AsyncClient, BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, Untrusted, operations
-from service.client import fields as arguments
-from service.client.connection import Attempts
-from service.client.responses import CLASSES
-from service.spec import LayerSpec
-from service.spec_parts import Window
-from service.web.errors import STATUSES, problem_document
-from service.wire.schemas.analysis import AnalysisOptions, AnalysisRequest
-from service.wire.schemas.attend import AttendRequest, Dropout, ReplyOptions, Select, Tokens
-from service.wire.schemas.document import LayerReference
-from service.wire.schemas.figure import Figure, FigureRequest
+from attend import errors
+from attend.client import AsyncClient, BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, Untrusted, operations
+from attend.client.connection import Attempts
+from attend.client.responses import CLASSES
+from attend.spec import LayerSpec
+from attend.web.errors import STATUSES, problem_document
+from attend.wire.schemas.analysis import AnalysisRequest
+from attend.wire.schemas.attend import AttendRequest
+from attend.wire.schemas.figure import FigureRequest
+from attend.wire.schemas.schema import LayerReference
 
 SHAPE = {"d_model": 6, "num_heads": 2}
 SPEC = {**SHAPE, "seed": 3}
@@ -75,14 +75,14 @@ def with_gradient(x):
 
 @pytest.mark.parametrize("as_given", [np.ndarray.tolist, torch.tensor, with_gradient, np.asfortranarray, lambda x: x.astype(">f4")])
 def test_arrays_lists_and_tensors_are_accepted(client, as_given):
-    expected = client.attend(SMALL, layer="float32").output
-    np.testing.assert_array_equal(client.attend(as_given(SMALL), layer="float32").output, expected)
+    expected = client.attend(SMALL, layer="float32", reproducible=True).output
+    np.testing.assert_array_equal(client.attend(as_given(SMALL), layer="float32", reproducible=True).output, expected)
 
 
 def test_torch_bfloat16_is_sent_as_bfloat16(client):
     halves = torch.tensor(SMALL).bfloat16()
-    expected = client.attend(halves.float().numpy(), layer="float32").output
-    np.testing.assert_array_equal(client.attend(halves, layer="float32").output, expected)
+    expected = client.attend(halves.float().numpy(), layer="float32", reproducible=True).output
+    np.testing.assert_array_equal(client.attend(halves, layer="float32", reproducible=True).output, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
@@ -135,7 +135,7 @@ def test_nonfinite_determines_how_overflow_is_returned(client, form):
         assert np.isnan(output("null")[:2]).all()
     with pytest.raises(errors.InvalidRequest) as refused:
         output("error")
-    assert refused.value.problems[0].at == "/reply/nonfinite"
+    assert refused.value.problems[0].at == "/reply/datatype"
 
 
 def test_masks_biases_and_lengths_of_every_python_type_are_accepted(client):
@@ -160,8 +160,8 @@ def test_masks_biases_and_lengths_of_every_python_type_are_accepted(client):
 
 
 def test_none_leaves_a_field_out(client):
-    result = client.attend(SMALL, layer="float32", attend_mask=None, causal=None, outputs=None, reply=None)
-    np.testing.assert_array_equal(result.output, client.attend(SMALL, layer="float32").output)
+    result = client.attend(SMALL, layer="float32", attend_mask=None, causal=None, outputs=None, reply=None, reproducible=True)
+    np.testing.assert_array_equal(result.output, client.attend(SMALL, layer="float32", reproducible=True).output)
 
 
 def test_axes_of_length_zero_are_kept(client):
@@ -172,8 +172,9 @@ def test_axes_of_length_zero_are_kept(client):
 
 @pytest.mark.parametrize("form", ["nested", "flat", "base64"])
 def test_the_largest_weights_come_with_their_keys(client, form):
-    full = client.attend(LARGE, layer="float32").attention_weights
-    top = client.attend(LARGE, layer="float32", select={"top_k": 3}, reply={"form": form}).attention_weights
+    fields = {"layer": "float32", "reproducible": True}
+    full = client.attend(LARGE, **fields).attention_weights
+    top = client.attend(LARGE, **fields, select={"top_k": 3}, reply={"form": form}).attention_weights
     assert isinstance(top, TopWeights) and top.keys.dtype == np.int64 and top.keys.shape == (4, 2, 60, 3)
     np.testing.assert_array_equal(np.take_along_axis(full, top.keys, -1), top.values.astype(np.float32))
 
@@ -231,7 +232,15 @@ def test_the_result_of_words_can_be_passed_to_every_operation(client, http):
     "vectors", [{"shape": [1, 2], "datatype": "FP99", "base64": ""}, {"shape": [1, 2], "datatype": "FP32", "base64": "AAA="}]
 )
 def test_invalid_vectors_are_a_bad_reply(vectors):
-    words = {"layer": {"name": "x", "fingerprint": "y"}, "tokens": ["a"], "vectors": vectors, "meaningful": False, "note": ""}
+    words = {
+        "layer": {"name": "x", "fingerprint": "y"},
+        "tokens": ["a"],
+        "vectors": vectors,
+        "meaningful": False,
+        "note": "",
+        "options": {},
+        "heads": [],
+    }
     with pytest.raises(BadReply, match="POST /words"):
         answering(httpx.Response(200, json=words)).words("a")
 
@@ -258,18 +267,10 @@ def test_each_field_is_a_typed_and_described_argument(method, model, own):
     assert inspect.getdoc(function) == inspect.getdoc(getattr(AsyncClient, method))
 
 
-def test_the_typed_dictionaries_have_the_fields_of_the_service():
-    pairs = {
-        arguments.Window: Window,
-        arguments.Dropout: Dropout,
-        arguments.Select: Select,
-        arguments.Reply: ReplyOptions,
-        arguments.Tokens: Tokens,
-        arguments.MetricOptions: AnalysisOptions,
-    }
-    for dictionary, model in pairs.items():
-        assert dictionary.__annotations__.keys() == model.model_fields.keys()
-    assert arguments.FigureOptions.__annotations__.keys() | {"kind", "format"} == Figure.model_fields.keys()
+def test_the_types_of_the_fields_are_those_of_the_schemas():
+    """Regenerate them with `python tests/client/generate_fields.py`."""
+    script = runpy.run_path(str(Path(__file__).parent / "generate_fields.py"))
+    assert script["FILE"].read_text() == script["write"]()
 
 
 # --- plan and layers ------------------------------------------------------------------------------------------------------------------
@@ -565,7 +566,7 @@ def test_every_method_takes_a_timeout(kind, method, monkeypatch):
     waited = []
     folder = SimpleNamespace(layer=lambda *_: (SimpleNamespace(part=""), {}), config_text="")
     monkeypatch.setattr(operations, "ModelFolder", lambda _: folder)
-    monkeypatch.setattr("service.client.client.Attempts", partial(Attempts, clock=lambda: 0.0))
+    monkeypatch.setattr("attend.client.client.Attempts", partial(Attempts, clock=lambda: 0.0))
 
     def handle(request):
         waited.append(request.extensions["timeout"]["read"])
@@ -653,7 +654,7 @@ def test_a_forked_process_opens_its_own_connections(server):
     code = f"""
 import os
 import numpy as np
-from service.client import Client
+from attend.client import Client
 
 def ask(client, width, times):
     for n in range(1, times):

@@ -9,10 +9,10 @@ import httpx
 import numpy as np
 import pytest
 
-from service.client import AsyncClient, Client, Retries, Unreachable, operations
-from service.client.connection import Attempts, retry_after
-from service.errors import AttendError, NotReady, Overloaded, ServiceFault
-from service.web.errors import problem_document
+from attend.client import AsyncClient, Client, Retries, Unreachable, operations
+from attend.client.connection import Attempts, retry_after
+from attend.errors import AttendError, NotReady, Overloaded, ServiceFault
+from attend.web.errors import problem_document
 
 QUERY = np.ones((2, 3, 6), np.float32)
 ATTEND, DELETE = operations.attend(QUERY), operations.delete_layer("x")

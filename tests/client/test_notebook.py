@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from service.client.notebook import MAX_CELLS, MAX_MAPS, MAX_ROWS, _png
+from attend.client.notebook import MAX_CELLS, MAX_MAPS, MAX_ROWS, _png
 
 RNG = np.random.default_rng(0)
 QUERY = RNG.standard_normal((2, 5, 64)).astype(np.float32)

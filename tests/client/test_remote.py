@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.data_loader import Attended
 from torch import nn
 
-from service.client import Client
-from service.client.remote import RemoteMultiheadAttention
-from service.errors import InvalidRequest, LayerConflict
+from attend.client import Client
+from attend.client.remote import RemoteMultiheadAttention
+from attend.errors import InvalidRequest, LayerConflict
+from support.data_loader import Attended
 
 WIDTH, HEADS, B, Q, K = 14, 2, 3, 5, 7
 SEED = 11

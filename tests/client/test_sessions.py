@@ -9,11 +9,11 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from support.server import Server
 
-from service import errors
-from service.client import AsyncClient, AsyncSession, Client, ReplyLost, Retries, Session
-from service.wire.schemas.sessions import SessionAttendRequest
+from attend import errors
+from attend.client import AsyncClient, AsyncSession, Client, ReplyLost, Retries, Session
+from attend.wire.schemas.sessions import SessionAttendRequest
+from support.server import Server
 
 RNG = np.random.default_rng(0)
 LENGTH, STEPS = 31, (5, 1, 1, 7, 1, 3, 13)
@@ -54,12 +54,12 @@ def test_steps_equal_one_causal_call(client: Client) -> None:
 def test_both_clients_have_the_same_sessions(client: Client, server: Server) -> None:
     sequence = rows()
     with client.session("steps") as session:
-        expected = [session.attend(chunk, causal=True).output for chunk in chunks(sequence)]
+        expected = [session.attend(chunk, causal=True, reproducible=True).output for chunk in chunks(sequence)]
 
     async def everything() -> list[Any]:
         async with AsyncClient(server.url) as other:
             async with other.session("steps") as session:
-                outputs = [(await session.attend(chunk, causal=True)).output for chunk in chunks(sequence)]
+                outputs = [(await session.attend(chunk, causal=True, reproducible=True)).output for chunk in chunks(sequence)]
                 async with session.fork(7) as fork:
                     assert fork.length == 7 and fork.id != session.id
                 await session.truncate(9)
@@ -158,7 +158,7 @@ def test_a_file_of_rows_is_loaded_from_bytes_and_from_a_path(client: Client, tmp
         file.write_bytes(session.export())
         first.load(session.export())
         second.load(file)
-        outputs = [one.attend(sequence[23:], causal=True).output for one in (session, first, second)]
+        outputs = [one.attend(sequence[23:], causal=True, reproducible=True).output for one in (session, first, second)]
         with client.session("window") as other, pytest.raises(errors.SessionConflict, match="fingerprint"):
             other.load(file)
     np.testing.assert_array_equal(outputs[0], outputs[1])
@@ -207,7 +207,7 @@ def test_a_query_that_is_not_a_tensor_of_rows_is_refused(client: Client, query: 
 def test_steps_of_another_client_are_refused_with_the_true_length(client: Client) -> None:
     with client.session("steps") as session, client.session(id=session.id) as other:
         other.attend(rows(5))
-        with pytest.raises(errors.LengthMismatch, match="expected 5, the length of the session, got 0") as refused:
+        with pytest.raises(errors.LengthMismatch, match="the length of the session is 5, but expected_length is 0") as refused:
             session.attend(rows(2))
         assert not isinstance(refused.value, ReplyLost)
         assert session.length == refused.value.length == 5

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from conformance.subject import Subject
 
 

@@ -17,6 +17,7 @@ import math
 
 import httpx
 import pytest
+
 from conformance.subject import Subject, agreed, flat, nested, outputs_of, refusal_of
 
 SIZES = {"BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES", "BF16"}

@@ -6,6 +6,7 @@ import zlib
 from typing import Any
 
 import pytest
+
 from conformance.subject import LENGTH, Subject, agreed, outputs_of, refusal_of, skip_if_restricted
 
 

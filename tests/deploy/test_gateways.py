@@ -14,12 +14,13 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-from support.server import Server
 from tritonclient import http as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from service.client import Client, Session
-from service.errors import AttendError, SessionEnded
+from attend.client import Client, Session
+from attend.errors import AttendError, SessionEnded
+from support.http2 import MORE_HEADERS, opening
+from support.server import Server
 
 SAMPLES = Path(__file__).parents[2] / "deploy" / "gateways"
 IDLE = 1.0  # seconds after which a gateway closes an idle connection; the server does after 1.25 times as long
@@ -138,6 +139,24 @@ def test_gateways_pass_large_bodies_refusals_addresses_and_grpc(gateway: Gateway
         query = service_pb2.ModelInferRequest.InferInputTensor(name="query", datatype="FP32", shape=[1, 1, 64], contents=contents)
         reply = stub.ModelInfer(service_pb2.ModelInferRequest(model_name="default", inputs=[query]), timeout=60)
         assert [tuple(output.shape) for output in reply.outputs] == [(1, 1, 64), (1, 8, 1, 1)]
+
+
+def resident_bytes(process: int) -> int:
+    """Resident memory of a process and its children."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident_bytes(int(child)) for child in children)
+
+
+def test_gateways_keep_headers_that_never_end_from_the_server(gateway: Gateway) -> None:
+    """HAProxy closes the connection, nginx discards what follows. Neither keeps it, nor passes it on to the gRPC library, which would."""
+    processes = (gateway.server.process.pid, gateway.process.pid)
+    before = [resident_bytes(process) for process in processes]
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", gateway.grpc), timeout=60) as connection:
+        connection.sendall(opening("localhost", "/inference.GRPCInferenceService/ModelInfer", flags=0))
+        for _ in range(10_000):  # 100 MB, of which the library would make several times as much
+            connection.sendall(MORE_HEADERS)
+    assert all(resident_bytes(process) - size < 20_000_000 for process, size in zip(processes, before, strict=True))
 
 
 class Replicas:

@@ -7,7 +7,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from service.settings import PREFIX, Settings, read_settings
+from attend.settings import PREFIX, Settings, read_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCUMENTS = {path.relative_to(DEPLOY).as_posix(): yaml.safe_load(path.read_text()) for path in sorted(DEPLOY.rglob("*.yaml"))}

@@ -13,18 +13,18 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from service.errors import RequestError
-from service.spec import LayerSpec
-from service.tensors import DATATYPES
-from service.wire import safetensors
-from service.wire.compression import unpack
-from service.wire.json import reader as json_reader
-from service.wire.json.strict import parse_strictly
-from service.wire.limits import WireLimits
-from service.wire.problems import validate
-from service.wire.schemas.attend import AttendRequest
-from service.wire.schemas.layers import PutLayer
-from service.wire.v2.codec import V2Codec
+from attend.errors import RequestError
+from attend.spec import LayerSpec
+from attend.tensors import DATATYPES
+from attend.wire import safetensors
+from attend.wire.compression import unpack
+from attend.wire.json import reader as json_reader
+from attend.wire.json.strict import parse_strictly
+from attend.wire.limits import WireLimits
+from attend.wire.problems import validate
+from attend.wire.schemas.attend import AttendRequest
+from attend.wire.schemas.layers import PutLayer
+from attend.wire.v2.codec import V2Codec
 
 LIMITS = WireLimits(body_bytes=1 << 20, depth=16)
 TOKENS = (

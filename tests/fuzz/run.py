@@ -9,7 +9,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["service"]):
+with atheris.instrument_imports(include=["attend"]):
     import decoders
 
 

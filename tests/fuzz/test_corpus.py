@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from fuzz import decoders
 
 CORPUS: dict[str, list[str]] = json.loads(Path(__file__).with_name("corpus.json").read_text())

@@ -17,7 +17,7 @@ from tiny_models import forward
 from transformers import CONFIG_MAPPING, AutoModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from service.checkpoints.families import FAMILIES, REASONS, REFUSED
+from attend.checkpoints.families import FAMILIES, REASONS, REFUSED
 
 FILE = Path(__file__).parent / "tiny_families.txt"
 MOST_PARAMETERS = 30_000_000

@@ -10,8 +10,9 @@ import json
 import re
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,13 +20,15 @@ from generate_models import FOLDER, compare, layers_of
 from tiny_models import TinyModel
 from transformers import CONFIG_MAPPING, AutoModel
 
-from service.checkpoints.model import describe
-from service.errors import InvalidRequest
+from attend.checkpoints.config import Config
+from attend.checkpoints.model import describe
+from attend.errors import InvalidRequest
 
+LARGE_EPS = 0.1
 MOST_PARAMETERS, MOST_TOGETHER, SECONDS = 10_000_000, 1_000_000, 60  # of a model with one change, and with several
 RECORD = Path(__file__).parent / "perturbed.txt"
 
-REMOVED = object()
+REMOVED, LEFT_OUT = object(), object()
 KEPT = re.compile(  # what the model is, and settings of training, generation and output
     r"^(model_type|(torch_)?dtype|architectures|vocab_size|num_hidden_layers|n_layers?|problem_type|return_dict|use_cache|output_\w+)$|"
     r"dropout|pdrop|token_id|initializer|id2label|label2id|chunk_size_feed_forward|is_(encoder_)?decoder|tie_word|router_\w+_coef"
@@ -41,22 +44,42 @@ def alternatives(name, value):
         yield value * 2 or 1
     elif isinstance(value, float):
         yield value * 2 or 0.5
+        if value < LARGE_EPS:  # twice a small eps changes nothing that is seen
+            yield LARGE_EPS
+    elif value is LEFT_OUT:
+        yield 3
+        yield True
     elif value is None:
         yield 3
+        yield 3.0  # which strict dataclasses want of numbers that are not counts
         yield True
     elif isinstance(value, list):
         yield value[::-1]
-    if not OF_INPUTS.search(name):
+    if value is not LEFT_OUT and not OF_INPUTS.search(name):
         yield REMOVED
 
 
-def places(fields, *above):
-    """The path of each field, also inside of others."""
-    for name, value in fields.items():
+def places(fields, read, *above):
+    """(path, value) of each field, also inside of others, and of each that the loader reads though the config leaves it out."""
+    left_out = {name: LEFT_OUT for name in sorted(read.get("/".join(("/config", *above)), ())) if name not in fields}
+    for name, value in (fields | left_out).items():
         if not KEPT.search(name):
             yield (*above, name), value
             if isinstance(value, dict):
-                yield from places(value, *above, name)
+                yield from places(value, read, *above, name)
+
+
+def fields_read(config):
+    """Place of each section of the config -> the names of fields in it that the loader looks for."""
+    read, get = defaultdict(set), Config.get
+
+    def watched(self, *names, default=None):
+        read[self.at].update(names)
+        return get(self, *names, default=default)
+
+    with patch.object(Config, "get", watched):
+        description(config)
+    return read
 
 
 def changed(config, path, value):
@@ -123,7 +146,7 @@ class Perturbation:
         self.in_memory, self.own = is_saved_as_it_is(self.config), description(self.config)
         self.counts, self.wrong = Counter(), []
         together = {}
-        for path, value in places(self.config):
+        for path, value in places(self.config, fields_read(self.config)):
             for i, other in enumerate(alternatives(path[-1], value)):
                 key = (i, len(path), other is REMOVED) if self.changes_nothing_of_ours(path, other) else (path, i)
                 together.setdefault(key, []).append((path, other))

@@ -10,21 +10,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.decoding import Sequence
 
-from service.attention.call import Call, Result
-from service.attention.compare.random_cases import FEATURES, Case, random_case
-from service.serving import executor
-from service.serving.admission import ServingLimits
-from service.serving.batching import BatchLimits, Entry, batch_key_of, form_batch, limits_on, stack
-from service.serving.binding import check_against_layer
-from service.serving.calls import make_call
-from service.serving.cost import Cost, predict
-from service.serving.executor import Outcome, compute
-from service.serving.layers.registry import LayerRegistry, LoadedLayer
-from service.spec import LayerSpec
-from service.wire.problems import validate
-from service.wire.schemas.attend import AttendRequest
+from attend.attention import decoding
+from attend.attention.call import Call, Result
+from attend.attention.stacking import stack
+from attend.check.random_cases import FEATURES, Case, random_case
+from attend.serving.admission import ServingLimits
+from attend.serving.batching import MAX_EXAMINED, BatchLimits, Entry, batch_key, form_batch, limits_on
+from attend.serving.binding import check_against_layer
+from attend.serving.calls import make_call
+from attend.serving.cost import Cost, predict
+from attend.serving.executor import Outcome, compute
+from attend.serving.layers.registry import LayerRegistry, LoadedLayer
+from attend.spec import LayerSpec
+from attend.wire.problems import validate
+from attend.wire.schemas.attend import AttendRequest
+from support.decoding import Sequence
 
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 LAYER = REGISTRY.make("layer", LayerSpec(d_model=6, num_heads=3, seed=1))
@@ -62,7 +63,8 @@ def bound(layer: LoadedLayer, **fields: Any) -> tuple[Call, Cost]:
 def entry(kind: int = 2, layer: LoadedLayer = LAYER, operations: int = 1, memory: int = 1, **knobs: Any) -> Entry:
     """A waiting call; those of the same `kind`, which is its number of rows, can be stacked."""
     call, cost = bound(layer, query=np.ones((1, kind, layer.spec.d_model)))
-    return Entry(layer, call, replace(cost, operations=operations, memory_bytes=memory), knobs.pop("arrived", 0.0), **knobs)
+    cost = replace(cost, operations=operations, memory_bytes=memory)
+    return Entry(layer, call, cost, knobs.pop("arrived", 0.0), batch_key=batch_key(layer, call), **knobs)
 
 
 def remove_batch(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
@@ -209,8 +211,8 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
 # Expired and abandoned
 
 
-def test_expired_and_abandoned_calls_are_removed_anywhere_in_the_queue() -> None:
-    """At the head, among calls with the same batch key, among others, and behind a full batch."""
+def test_expired_and_abandoned_calls_are_removed_before_the_batch_is_full() -> None:
+    """At the head, among calls with the same batch key, and among others. Those behind a full batch are not looked at."""
     head_gone, head_late, first, other_late, same_key_gone, same_key, full, behind_gone, behind_late, other = (
         entry(3, gone=lambda: True),
         entry(3, deadline=5.0),
@@ -228,9 +230,30 @@ def test_expired_and_abandoned_calls_are_removed_anywhere_in_the_queue() -> None
     batch, expired, abandoned = remove_batch(waiting, BatchLimits(calls=2), 5.0)
 
     assert batch == [first, same_key]
-    assert expired == [head_late, other_late, behind_late]
-    assert abandoned == [head_gone, same_key_gone, behind_gone]
-    assert list(waiting) == [full, other]
+    assert expired == [head_late, other_late]
+    assert abandoned == [head_gone, same_key_gone]
+    assert list(waiting) == [full, behind_gone, behind_late, other]
+
+
+def test_forming_a_batch_looks_at_a_bounded_number_of_calls() -> None:
+    """One that must run alone: at no other. Calls that may join it are found among the next MAX_EXAMINED."""
+    looks = [0]
+
+    def gone() -> bool:
+        looks[0] += 1
+        return False
+
+    def looked_at(waiting: list[Entry], limits: BatchLimits = UNLIMITED) -> int:
+        looks[0] = 0
+        form_batch(waiting, limits, 0.0)
+        return looks[0]
+
+    alone, others = entry(2, gone=gone), [entry(3, gone=gone)] * (2 * MAX_EXAMINED)
+    assert looked_at([alone, *others]) == MAX_EXAMINED + 1
+    assert looked_at([alone, *others], BatchLimits(calls=1)) == 1
+    reproducible = replace(alone, batch_key=batch_key(LAYER, alone.call.with_options(reproducible=True)))
+    assert looked_at([reproducible, *others]) == 1
+    assert looked_at([entry(3, gone=gone), *others], BatchLimits(calls=7)) == 7
 
 
 def test_a_call_expires_at_its_deadline_not_before() -> None:
@@ -307,26 +330,26 @@ UNLIKE_REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-def batch_key(**fields: Any) -> Any:
+def key_with(**fields: Any) -> Any:
     """The batch key of a call with these fields."""
-    return batch_key_of(LAYER, bound(LAYER, **{**base(), **fields})[0])
+    return batch_key(LAYER, bound(LAYER, **{**base(), **fields})[0])
 
 
 def test_calls_that_cannot_be_stacked_have_different_batch_keys() -> None:
     """Each pair differs in a property that a stacked call has only once. The same call with other numbers has the same key."""
-    keys = {name: batch_key(**fields) for name, fields in UNLIKE_REQUESTS.items()}
+    keys = {name: key_with(**fields) for name, fields in UNLIKE_REQUESTS.items()}
 
     for name, one in keys.items():
         assert one is not None, name
         assert [other for other, its in keys.items() if its == one] == [name]
-        assert batch_key(**UNLIKE_REQUESTS[name]) == one, name
+        assert key_with(**UNLIKE_REQUESTS[name]) == one, name
 
 
 def test_calls_to_another_layer_with_equal_name_and_weights_are_not_stacked() -> None:
     """Calls bound to a layer that was replaced are computed by that layer."""
     call, _ = bound(LAYER, **base())
     again = REGISTRY.make("layer", LAYER.spec)
-    assert batch_key_of(LAYER, call) != batch_key_of(again, call)
+    assert batch_key(LAYER, call) != batch_key(again, call)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +378,7 @@ def test_calls_to_another_layer_with_equal_name_and_weights_are_not_stacked() ->
     ],
 )
 def test_calls_that_differ_in_numbers_and_batch_size_have_equal_batch_keys(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert batch_key(**one) == batch_key(**other) is not None
+    assert key_with(**one) == key_with(**other) is not None
 
 
 @pytest.mark.parametrize(
@@ -366,8 +389,9 @@ def test_calls_that_differ_in_numbers_and_batch_size_have_equal_batch_keys(one: 
 def test_dropout_reproducible_and_large_score_calls_have_no_batch_key(fields: dict[str, Any]) -> None:
     """The dropout's stream has the shape of the call alone, `reproducible` must be bit for bit equal, and large scores amplify rounding."""
     call, cost = bound(LAYER, **{**base(), **fields})
-    twins = [Entry(LAYER, call, cost, 0.0) for _ in range(2)]
-    plain = Entry(LAYER, *bound(LAYER, **base()), 0.0)
+    twins = [Entry(LAYER, call, cost, 0.0, batch_key=batch_key(LAYER, call)) for _ in range(2)]
+    call, cost = bound(LAYER, **base())
+    plain = Entry(LAYER, call, cost, 0.0, batch_key=batch_key(LAYER, call))
 
     for first, second in (twins, (twins[0], plain), (plain, twins[0])):
         waiting = deque([first, second])
@@ -502,7 +526,7 @@ def stackable_requests(seed: int, count: int, init: str | None = None, dtype: st
 def assert_rule_7(layer: LoadedLayer, calls: list[Call], note: str, limits: BatchLimits = UNLIMITED) -> list[int]:
     """Calls computed in batches from a queue get the results that they get alone. Returns the sizes of the batches."""
     alone = {id(call): layer.attention.forward(call) for call in calls}
-    waiting, sizes = deque(Entry(layer, call, Cost({}, 1, 0, 1, 0), 0.0) for call in calls), []
+    waiting, sizes = deque(Entry(layer, call, Cost({}, 1, 0, 1, 0), 0.0, batch_key=batch_key(layer, call)) for call in calls), []
     while waiting:
         batch = next_batch(waiting, limits)
         for one, got in computed(batch):
@@ -526,7 +550,7 @@ def score_kinds(spec: LayerSpec) -> set[str]:
     """What affects how large the scores of a layer are, or how large they may be before its calls must run alone."""
     factors = {
         "float64": spec.dtype == "float64",
-        "differential": spec.differential is not None,
+        "amplified rounding": any(operator.amplifies_rounding for operator in spec.operators),
         "query_scale": spec.query_scale is not None,
         "scalable_softmax": spec.normalizer == "scalable_softmax",
     }
@@ -547,7 +571,7 @@ def test_rule_7_a_stacked_call_equals_the_call_alone(init: str) -> None:
         empty += sum(layer.attention.forward(call).fully_masked_rows for call in calls)
     assert sizes == {1, 2, 3, 4}
     assert empty > 100
-    assert batches.keys() == {"float64", "differential", "query_scale", "scalable_softmax", "plain float32"}
+    assert batches.keys() == {"float64", "amplified rounding", "query_scale", "scalable_softmax", "plain float32"}
     assert stacked["float64"] == batches["float64"]
     assert stacked["plain float32"] >= 0.9 * batches["plain float32"]
     assert all(stacked[kind] >= batches[kind] / 3 for kind in batches), f"stacked {stacked} of {batches}"
@@ -591,7 +615,7 @@ def test_calls_with_large_scores_are_not_stacked(fields: dict[str, Any], dtype: 
     """Softmax amplifies the rounding of scores in the hundreds beyond the tolerance of rule 7 on some processors."""
     layer = REGISTRY.make("layer", LayerSpec.model_validate({**LAYER.spec.model_dump(), "dtype": dtype}))
     calls = [bound(layer, **{"query": numbers(1, Q, 6), "key": numbers(1, K, 6), **fields})[0] for _ in range(2)]
-    one, other = (batch_key_of(layer, call) for call in calls)
+    one, other = (batch_key(layer, call) for call in calls)
     assert one == other
     assert (one is not None) is stacked
 
@@ -605,7 +629,7 @@ def test_overflow_in_a_blocked_key_does_not_affect_other_calls_of_the_batch() ->
         bound(LAYER, query=x, valid_lens=[3], select={"queries": [0, 1, 2]}, outputs=["attention_weights", "output"])[0]
         for x in (query, huge)
     ]
-    assert batch_key_of(LAYER, calls[1]) is None  # calls with scores of that size are not stacked, although they could be
+    assert batch_key(LAYER, calls[1]) is None  # calls with scores of that size are not stacked, although they could be
 
     own, spoilt = LAYER.attention.forward(stack(calls)).split([1, 1])
 
@@ -618,7 +642,7 @@ def test_overflow_in_a_blocked_key_does_not_affect_other_calls_of_the_batch() ->
 def test_a_call_with_zero_batch_items_can_be_stacked(sizes: tuple[int, ...]) -> None:
     """Its result has no rows and no fully masked rows of the other calls."""
     calls = [bound(LAYER, query=np.ones((b, Q, 6)), attend_keys=np.zeros((1, K))[:b] if b < 2 else np.zeros((b, K)))[0] for b in sizes]
-    assert len({batch_key_of(LAYER, call) for call in calls}) == 1
+    assert len({batch_key(LAYER, call) for call in calls}) == 1
 
     together = LAYER.attention.forward(stack(calls)).split(sizes)
 
@@ -635,8 +659,8 @@ def test_rule_7_holds_for_a_mixed_queue() -> None:
     alone: dict[int, Result] = {}
     for seed in range(12):
         layer, calls = stackable_requests(1000 + seed, count=5)
-        for call in [*calls, replace(calls[0], dropout=(0.5, seed), outputs=frozenset({"output", "attention_weights"}))]:
-            one = Entry(layer, call, Cost({}, int(rng.integers(1, 50)), 0, 1, 0), 0.0)
+        for call in [*calls, calls[0].with_options(dropout=(0.5, seed), outputs=frozenset({"output", "attention_weights"}))]:
+            one = Entry(layer, call, Cost({}, int(rng.integers(1, 50)), 0, 1, 0), 0.0, batch_key=batch_key(layer, call))
             alone[id(one)] = layer.attention.forward(call)
             entries.append(one)
     waiting = deque(entries[i] for i in rng.permutation(len(entries)))
@@ -679,12 +703,14 @@ def test_steps_share_a_batch_if_rounding_does_not_matter(factor: float, shares: 
         sequence = Sequence(case, first.pool, first.layer)
         for rows in rng.standard_normal((2, 20, 64)) * (factor if i else 1):
             past = sequence.bind({"query": rows.astype("f4")})
-            past.operation(first.layer.attention, past.call)
+            past.operation.run(first.layer.attention, past.call)
         query, fork = rng.standard_normal((1, 64)).astype("f4"), sequence.fork(40)
         solo = fork.bind({"query": query, "outputs": ["output"]})
-        alone.append(solo.operation(first.layer.attention, solo.call).tensors["output"])
+        alone.append(solo.operation.run(first.layer.attention, solo.call).tensors["output"])
         bound.append(sequence.bind({"query": query, "outputs": ["output"]}))
-    waiting = [Entry(each.layer, each.call, each.cost, 0.0, operation=each.operation) for each in bound]
+    waiting = [
+        Entry(*each[1:4], 0.0, operation=each.operation, batch_key=batch_key(each.layer, each.call, each.operation)) for each in bound
+    ]
     batch, _, _ = form_batch(waiting, UNLIMITED, 0.0)
     assert len(batch) == (8 if shares else 1)
     for (_, outcome), expected in zip(compute(batch, lambda: 0.0), alone, strict=False):
@@ -693,7 +719,7 @@ def test_steps_share_a_batch_if_rounding_does_not_matter(factor: float, shares: 
 
 def test_steps_of_a_batch_that_runs_out_of_memory_append_their_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed again alone, after the batch has written rows."""
-    real, sizes = executor.forward_steps, []
+    real, sizes = decoding.forward_steps, []
 
     def forward_steps(layer: Any, steps: Any) -> Any:
         sizes.append(len(steps))
@@ -702,7 +728,7 @@ def test_steps_of_a_batch_that_runs_out_of_memory_append_their_rows_once(monkeyp
             raise MemoryError
         return results
 
-    monkeypatch.setattr(executor, "forward_steps", forward_steps)
+    monkeypatch.setattr(decoding, "forward_steps", forward_steps)
     rng, case = np.random.default_rng(0), Case(LayerSpec(d_model=6, num_heads=3), {})
     first = Sequence(case)
     sequences, starts = [first, *(Sequence(case, first.pool, first.layer) for _ in range(4))], (3, 0, 17, 2, 5)
@@ -713,7 +739,8 @@ def test_steps_of_a_batch_that_runs_out_of_memory_append_their_rows_once(monkeyp
     bound = [sequence.bind(members) for sequence, members in zip(sequences, steps, strict=True)]
     waiting = [Entry(each.layer, each.call, each.cost, 0.0, operation=each.operation) for each in bound]
     outcomes = compute(waiting, lambda: 0.0)
-    assert sizes == [5, 2, 3, 2]
+    assert [size for size in sizes if size > 1] == [5, 2, 3, 2]
+    assert sizes.count(1) == 5
     for sequence, members, start, (_, outcome) in zip(sequences, steps, starts, outcomes, strict=True):
         sequence.keep(members)
         assert sequence.length == start + 1

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+
+from attend.serving.admission import ServingLimits
+from attend.serving.codec_pool import LARGE_BYTES, CodecPool
+from attend.serving.engine import ATTEND
+from attend.serving.metrics import Metrics
+from attend.serving.requests import RawRequest
+from attend.serving.scheduler import Scheduler
+from attend.serving.service import open_service
+from attend.serving.threads import NICE
+from attend.wire.codec import Decoded
+from attend.wire.limits import WireLimits
 from support.scheduler import REAL, loop_iterations, run
 from support.waiting import PATIENCE
-
-from service.serving.admission import ServingLimits
-from service.serving.codec_pool import HEAVY_BYTES, CodecPool
-from service.serving.engine import ATTEND
-from service.serving.metrics import Metrics
-from service.serving.requests import RawRequest
-from service.serving.scheduler import Scheduler
-from service.serving.service import open_service
-from service.serving.threads import NICE
-from service.wire.codec import Decoded
-from service.wire.limits import WireLimits
 
 
 class Work:
@@ -64,13 +64,13 @@ def start(pool: CodecPool, function: Callable[[], Any], size: int, caller: str =
     return asyncio.get_running_loop().create_task(pool.run(function, size, caller))
 
 
-def test_light_jobs_run_beside_heavy_ones() -> None:
+def test_small_bodies_run_beside_heavy_ones() -> None:
     """Ten heavy jobs were queued first; one of them runs."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        heavy = [start(pool, work.function("heavy"), HEAVY_BYTES) for _ in range(10)]
+        heavy = [start(pool, work.function("heavy"), LARGE_BYTES) for _ in range(10)]
         await work.until_entered()
-        assert await asyncio.gather(*(start(pool, lambda i=i: i, HEAVY_BYTES - 1) for i in range(5))) == [0, 1, 2, 3, 4]
+        assert await asyncio.gather(*(start(pool, lambda i=i: i, LARGE_BYTES - 1) for i in range(5))) == [0, 1, 2, 3, 4]
         assert work.order == ["heavy"]
         work.free.set()
         assert await asyncio.gather(*heavy) == 10 * ["heavy"]
@@ -78,11 +78,11 @@ def test_light_jobs_run_beside_heavy_ones() -> None:
     pooled(test)
 
 
-def test_heavy_jobs_have_their_own_thread() -> None:
+def test_large_bodies_have_their_own_thread() -> None:
     """It is not one of the threads for light jobs."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.function(name), HEAVY_BYTES) for name in ("first", "second")]
+        tasks = [start(pool, work.function(name), LARGE_BYTES) for name in ("first", "second")]
         await work.until_entered()
         assert await start(pool, lambda: "light", 1) == "light"
         assert work.order == ["first"]
@@ -103,7 +103,7 @@ def test_threads_of_heavy_work_have_a_lower_priority() -> None:
     async def test(pool: CodecPool, _: Work) -> None:
         scheduler = Scheduler(torch.device("cpu"), Metrics())
         lower = min(19, priority() + NICE)
-        assert await pool.run(priority, HEAVY_BYTES, "") == await asyncio.wrap_future(scheduler._thread.submit(priority)) == lower
+        assert await pool.run(priority, LARGE_BYTES, "") == await asyncio.wrap_future(scheduler._thread.submit(priority)) == lower
         assert await pool.run(priority, 1, "") == priority() != lower
         scheduler.close()
 
@@ -114,9 +114,9 @@ def test_callers_share_the_threads_fairly() -> None:
     """However many bodies one caller has sent."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.function("a"), HEAVY_BYTES, "a") for _ in range(5)]
+        tasks = [start(pool, work.function("a"), LARGE_BYTES, "a") for _ in range(5)]
         await work.until_entered()
-        tasks += [start(pool, work.function("b"), HEAVY_BYTES, "b") for _ in range(2)]
+        tasks += [start(pool, work.function("b"), LARGE_BYTES, "b") for _ in range(2)]
         await loop_iterations()
         work.free.set()
         await asyncio.gather(*tasks)
@@ -129,7 +129,7 @@ def test_an_exception_reaches_only_the_caller_of_that_job() -> None:
     """The thread runs the next job."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        for size in (1, HEAVY_BYTES):
+        for size in (1, LARGE_BYTES):
             with pytest.raises(ZeroDivisionError):
                 await pool.run(lambda: 1 // 0, size, "")
             assert await pool.run(lambda: 7, size, "") == 7
@@ -141,7 +141,7 @@ def test_cancelled_jobs_are_skipped() -> None:
     """A job cancelled while it waits never runs. The result of one cancelled while it runs is dropped."""
 
     async def test(pool: CodecPool, work: Work) -> None:
-        tasks = [start(pool, work.function(name), HEAVY_BYTES) for name in ("runs", "waits", "last")]
+        tasks = [start(pool, work.function(name), LARGE_BYTES) for name in ("runs", "waits", "last")]
         await work.until_entered()
         for task in tasks[:2]:
             task.cancel()
@@ -168,15 +168,15 @@ def test_a_medium_body_is_decoded_while_large_ones_wait(monkeypatch: pytest.Monk
         decode = service.engine.decode
 
         def decode_slowly(raw: RawRequest, *more: Any) -> Decoded:
-            if len(raw.body) >= HEAVY_BYTES:
+            if len(raw.body) >= LARGE_BYTES:
                 work.function("large")()
             return decode(raw, *more)
 
         monkeypatch.setattr(service.engine, "decode", decode_slowly)
         text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
-        large = [asyncio.create_task(service.engine.answer(RawRequest(text.ljust(HEAVY_BYTES), caller="a"), ATTEND)) for _ in range(4)]
+        large = [asyncio.create_task(service.engine.answer(RawRequest(text.ljust(LARGE_BYTES), caller="a"), ATTEND)) for _ in range(4)]
         await work.until_entered()
-        assert (await service.engine.answer(RawRequest(text.ljust(HEAVY_BYTES // 2), caller="a"), ATTEND)).pieces
+        assert (await service.engine.answer(RawRequest(text.ljust(LARGE_BYTES // 2), caller="a"), ATTEND)).pieces
         assert work.order == ["large"]
         work.free.set()
         await asyncio.gather(*large)
@@ -190,7 +190,7 @@ def test_a_thread_that_cannot_start_fails_one_job(monkeypatch: pytest.MonkeyPatc
 
     async def scenario() -> None:
         pool, refused = CodecPool(1), []
-        submit = pool._heavy.threads.submit
+        submit = pool._large_bodies.threads.submit
 
         def refuse_once(function: Callable[[], Any]) -> Any:
             if refused:
@@ -198,10 +198,10 @@ def test_a_thread_that_cannot_start_fails_one_job(monkeypatch: pytest.MonkeyPatc
             refused.append(function)
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(pool._heavy.threads, "submit", refuse_once)
+        monkeypatch.setattr(pool._large_bodies.threads, "submit", refuse_once)
         with pytest.raises(RuntimeError, match="can't start"):
-            await pool.run(lambda: 1, HEAVY_BYTES, "caller")
-        assert await pool.run(lambda: 2, HEAVY_BYTES, "caller") == 2
+            await pool.run(lambda: 1, LARGE_BYTES, "caller")
+        assert await pool.run(lambda: 2, LARGE_BYTES, "caller") == 2
         pool.close()
 
     run(scenario())

@@ -2,24 +2,28 @@
 
 import gc
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
-from support.scheduler import REAL, run
 
-from service.attention.call import Call
-from service.errors import AttendError
-from service.serving.admission import ServingLimits
-from service.serving.batching import Entry
-from service.serving.codec_pool import HEAVY_BYTES, Job
-from service.serving.engine import ATTEND
-from service.serving.requests import RawRequest
-from service.serving.service import open_service
-from service.wire.limits import WireLimits
-from service.wire.negotiation import CODECS, JSON, SAFETENSORS
+from attend.attention.call import Call
+from attend.attention.layer import MultiHeadAttention
+from attend.errors import AttendError
+from attend.serving import batching
+from attend.serving.admission import ServingLimits
+from attend.serving.batching import BatchLimits, Entry
+from attend.serving.codec_pool import LARGE_BYTES, Job
+from attend.serving.engine import ATTEND
+from attend.serving.requests import RawRequest
+from attend.serving.service import open_service
+from attend.spec import LayerSpec
+from attend.wire.limits import WireLimits
+from attend.wire.negotiation import CODECS, JSON, SAFETENSORS
+from support.scheduler import REAL, run
 
 KINDS = {
     "computed in a thread": (SAFETENSORS, {}, False),
@@ -41,7 +45,7 @@ def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
     media, members, is_refused = KINDS[kind]
     query = np.random.default_rng(0).standard_normal((5, 509, 6)).astype("f4")
     if media == JSON:
-        body = json.dumps({"layer": "layer", "query": query.tolist(), **members}).encode().ljust(HEAVY_BYTES)
+        body = json.dumps({"layer": "layer", "query": query.tolist(), **members}).encode().ljust(LARGE_BYTES)
     else:
         body = save({"query": query}, {"request": json.dumps({"layer": "layer", **members})})
 
@@ -51,7 +55,7 @@ def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
         for _ in range(3):
             deadline = service.clock() if kind == "a deadline that has passed" else None
             try:
-                await service.engine.answer(RawRequest(body, CODECS[media], "", CODECS[media], "", deadline=deadline), ATTEND)
+                await service.engine.answer(RawRequest(body, codec=CODECS[media], reply_codec=CODECS[media], deadline=deadline), ATTEND)
                 assert not is_refused
             except AttendError:
                 assert is_refused
@@ -62,8 +66,55 @@ def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
     try:
         earlier = requests_in_memory()  # of other tests
         run(test())
-        cached = [known.call for known in REAL.validated._results.values()]  # calls without numbers
-        left = [found for found in requests_in_memory() if all(found is not x for x in (*earlier, *cached))]
+        left = [found for found in requests_in_memory() if all(found is not x for x in earlier)]
     finally:
         gc.enable()
     assert not left
+
+
+def test_a_small_gradient_is_not_computed_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one loads modules of torch."""
+    threads: list[bool] = []
+    real = MultiHeadAttention.forward
+
+    def forward(*args: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return real(*args)
+
+    monkeypatch.setattr(MultiHeadAttention, "forward", forward)
+
+    async def check() -> None:
+        service = open_service("cpu", WireLimits(), ServingLimits())
+        service.registry.put(service.registry.make("default", LayerSpec(d_model=6, num_heads=3)))
+        row = [[0.5] * 6]
+        body = json.dumps({"query": row, "output_gradient": row, "outputs": ["query_gradient"]}).encode()
+        await service.engine.answer(RawRequest(body), ATTEND)
+        service.close()
+
+    run(check())
+    assert threads and not any(threads)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_the_numbers_that_decide_on_a_batch_are_read_where_the_body_is(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    """A large bias in a thread; with batches of one call it is not read."""
+    real, threads = batching.may_amplify_rounding, []
+
+    def recorded(*arguments: Any) -> bool:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return real(*arguments)
+
+    monkeypatch.setattr(batching, "may_amplify_rounding", recorded)
+    rng = np.random.default_rng(0)
+    tensors = {"query": rng.standard_normal((1, 211, 6)).astype("f4"), "bias": rng.standard_normal((1, 1, 211, 211)).astype("f4")}
+    body = save(tensors, {"request": json.dumps({"layer": "layer"})})
+
+    async def check() -> None:
+        service = open_service("cpu", WireLimits(), ServingLimits())
+        service.registry.put(replace(REAL, name="layer"))
+        service.scheduler.batch_limits = BatchLimits(calls)
+        await service.engine.answer(RawRequest(body, codec=CODECS[SAFETENSORS], reply_codec=CODECS[SAFETENSORS]), ATTEND)
+        service.close()
+
+    run(check())
+    assert threads == [False] * (calls - 1)

@@ -10,6 +10,23 @@ import httpx
 import numpy as np
 import pytest
 import torch
+
+from attend.attention import operations, stacking
+from attend.attention.call import Call, Result
+from attend.errors import OutOfMemory, ServiceFault
+from attend.serving import probe, scheduler
+from attend.serving.admission import ServingLimits
+from attend.serving.calls import make_call
+from attend.serving.cost import Cost
+from attend.serving.executor import Outcome
+from attend.serving.scheduler import UNHEALTHY_AFTER
+from attend.serving.service import open_service
+from attend.settings import Settings
+from attend.spec import LayerSpec
+from attend.web.app import create_app
+from attend.wire.limits import WireLimits
+from attend.wire.problems import validate
+from attend.wire.schemas.attend import AttendRequest
 from support.scheduler import (
     HEAVY,
     REAL,
@@ -23,22 +40,6 @@ from support.scheduler import (
     request,
     run,
 )
-
-from service.attention.call import Call, Result
-from service.errors import OutOfMemory, ServiceFault
-from service.serving import batching, executor, probe, scheduler
-from service.serving.admission import ServingLimits
-from service.serving.calls import make_call
-from service.serving.cost import Cost
-from service.serving.executor import Outcome
-from service.serving.scheduler import UNHEALTHY_AFTER
-from service.serving.service import open_service
-from service.settings import Settings
-from service.spec import LayerSpec
-from service.web.app import create_app
-from service.wire.limits import WireLimits
-from service.wire.problems import validate
-from service.wire.schemas.attend import AttendRequest
 
 # 3. A failure in sizing, stacking, computing or splitting reaches every call of that batch, and later batches are computed.
 
@@ -70,8 +71,8 @@ def test_rule_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatc
             once = FailsOnce(Result.split)
             monkeypatch.setattr(Result, "split", lambda result, sizes: once(result, sizes))
         else:
-            name = {"sizing": "form_batch", "stacking": "stack"}[stage]
-            monkeypatch.setattr(scheduler if name == "form_batch" else executor, name, FailsOnce(getattr(batching, name)))
+            module, name = {"sizing": (scheduler, "form_batch"), "stacking": (operations, "stack")}[stage]
+            monkeypatch.setattr(module, name, FailsOnce(getattr(module, name)))
         calls = [request(b, seed=b) for b in (1, 2, 3)]
 
         outcomes = await outcomes_of(*(harness.start(call) for call in calls))
@@ -89,7 +90,7 @@ def test_rule_3_a_failure_reaches_every_call_of_its_batch(stage: str, monkeypatc
     run(test())
 
 
-def test_rule_3_a_failure_of_a_light_call_affects_no_other_call() -> None:
+def test_rule_3_a_failure_of_a_inline_call_affects_no_other_call() -> None:
     async def test() -> None:
         harness = Harness()
         harness.attention.forward = FailsOnce(harness.attention.forward)  # type: ignore[method-assign]
@@ -264,10 +265,10 @@ def test_rule_9_running_out_of_memory_while_stacking_splits_the_batch() -> None:
         def stack(calls: list[Call]) -> Call:
             if len(calls) > 1:
                 raise MemoryError
-            return batching.stack(calls)
+            return stacking.stack(calls)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(executor, "stack", stack)
+            patch.setattr(operations, "stack", stack)
             harness.attention.gate.set()
             outcomes = await outcomes_of(busy, *tasks)
         assert_answers(outcomes[1:], [request(2)] * 4)

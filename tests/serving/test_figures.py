@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from service.errors import CallerGone, DeadlinePassed, Overloaded
-from service.serving.figures import MAX_WAITING, FigureRenderer
-from service.serving.requests import RawRequest
+from attend.errors import CallerGone, DeadlinePassed, Overloaded
+from attend.serving.figures import MAX_WAITING, FigureRenderer
+from attend.serving.requests import RawRequest
 
 
 class BlockedFigure:
@@ -98,7 +98,7 @@ def test_at_the_deadline_the_caller_gets_an_error_and_the_thread_stops_drawing()
         figure.go.set()
         with pytest.raises(DeadlinePassed):
             await task
-        seen.append(renderer._waiting)
+        seen.append(renderer.waiting)
         renderer.close()
 
     asyncio.run(scenario())
@@ -109,7 +109,7 @@ def test_matplotlib_is_imported_without_a_full_garbage_collection() -> None:
     """A full collection among matplotlib's objects would pause every thread, including the event loop's."""
     script = """
 import gc, sys
-from service.serving.figures import _load_matplotlib
+from attend.serving.figures import _load_matplotlib
 full = []
 gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
 _load_matplotlib()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+
 from support.processes import HalfSent, ask, attend, events, kill_one, only, several_workers, workers_of
 from support.server import Server
 from support.waiting import until

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.scheduler import HEAVY, Attention, Clock, layer_with, loop_iterations, request, run
 
-from service.errors import Overloaded, ServiceFault
-from service.serving.admission import ServingLimits
-from service.serving.batching import BatchLimits
-from service.serving.cost import Cost
-from service.serving.metrics import Metrics
-from service.serving.scheduler import QueueLimits, Scheduler
-from service.serving.service import Service, open_service
-from service.spec import LayerSpec
-from service.wire.limits import WireLimits
+from attend.errors import Overloaded, ServiceFault
+from attend.serving.admission import ServingLimits
+from attend.serving.batching import BatchLimits
+from attend.serving.cost import Cost
+from attend.serving.metrics import Metrics
+from attend.serving.scheduler import QueueLimits, Scheduler
+from attend.serving.service import Service, open_service
+from attend.spec import LayerSpec
+from attend.wire.limits import WireLimits
+from support.scheduler import HEAVY, Attention, Clock, layer_with, loop_iterations, request, run
 
 SOON, EVER = 0.05, 60.0  # seconds: a deadline that passes, and one that does not
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.serving.cost import Cost
-from service.serving.queueing import DEFAULT_RATE, MAX_IDLE_FLOWS, FairQueue, Flow, Occupancy, Throughput, size_class
+from attend.serving.cost import Cost
+from attend.serving.queueing import DEFAULT_RATE, MAX_IDLE_FLOWS, FairQueue, Flow, Occupancy, Throughput, size_class
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ def items(flow: str, *costs: float) -> list[Item]:
 def drained(queue: FairQueue[Item]) -> Iterator[Item]:
     """Every item, each served before the next is chosen."""
     while queue:
-        first = next(iter(queue))
+        first = queue.first()
+        assert first is not None
+        assert first is next(iter(queue))
         queue.serve([first])
         yield first
 
@@ -55,6 +57,47 @@ def test_every_item_is_served_once_and_each_flow_in_its_order(flows: dict[str, l
     assert len(queue) == 0
     for flow, costs in flows.items():
         assert [item for item in served if item.flow == flow] == items(flow, *costs)
+
+
+class Counted:
+    """An item that counts how often any such item is hashed, which finding, adding and removing one does."""
+
+    hashed = 0
+
+    def __init__(self, flow: int) -> None:
+        self.flow = flow
+
+    def __hash__(self) -> int:
+        Counted.hashed += 1
+        return id(self)
+
+
+@pytest.mark.parametrize("flows", [1, 2003], ids=["one flow", "a flow for each item"])
+def test_the_work_of_one_item_does_not_grow_with_the_number_of_items(flows: int) -> None:
+    """Each item is looked at a few times while 2,003 of them are added, removed or served one by one, from either end."""
+    queue: FairQueue[Counted] = FairQueue(lambda item: item.flow, lambda item: 1.0)
+    waiting = [Counted(number % flows) for number in range(2003)]
+    Counted.hashed = 0
+    for item in waiting:
+        queue.append(item)
+    for item in reversed(waiting[1501:]):
+        queue.remove([item])
+    served = []
+    while (first := queue.first()) is not None:
+        served.append(first)
+        queue.serve([first])
+    assert served == waiting[:1501]
+    assert Counted.hashed <= 5 * len(waiting)
+
+
+def test_outdated_entries_of_the_order_are_dropped() -> None:
+    """Flows that come and go while the first one waits leave nothing behind."""
+    queue = queue_of(*items("first", 1))
+    for number in range(20 * MAX_IDLE_FLOWS):
+        queue.append(item := Item(f"flow{number}", 0, 1))
+        queue.remove([item])
+    assert len(queue._by_tag) <= 2 * MAX_IDLE_FLOWS
+    assert queue.first() == Item("first", 0, 1)
 
 
 @given(ARRIVALS, st.lists(st.integers(0, 3), max_size=40))
@@ -205,8 +248,8 @@ def test_a_removed_call_frees_its_cost() -> None:
         assert filled(occupancy, Flow("a", 1), cost(1, 1)) == 5
         for _ in range(5):
             occupancy.remove(Flow("a", 1), cost(1, 1))
-    assert not occupancy.flows
-    assert (occupancy.total.calls, occupancy.total.operations, occupancy.total.memory_bytes) == (0, 0, 0)
+    assert len(occupancy.operations) == len(occupancy.memory_bytes) == 0
+    assert (occupancy.calls, occupancy.operations.used, occupancy.memory_bytes.used) == (0, 0, 0)
 
 
 def test_size_classes_differ_by_a_factor_of_sixteen() -> None:

@@ -16,6 +16,29 @@ import numpy as np
 import pytest
 import torch
 import uvicorn
+
+from attend.attention.call import Call, Result
+from attend.errors import AttendError, DeadlinePassed, InvalidRequest, Overloaded, ServiceFault
+from attend.serving import scheduler
+from attend.serving.admission import ServingLimits
+from attend.serving.batching import Entry, batch_key
+from attend.serving.binding import check_against_layer
+from attend.serving.calls import make_call
+from attend.serving.cost import Cost, predict
+from attend.serving.engine import ATTEND
+from attend.serving.executor import Execution, Outcome
+from attend.serving.requests import RawRequest
+from attend.serving.service import open_service
+from attend.settings import Settings
+from attend.web.app import create_app
+from attend.web.connections import Connection
+from attend.wire.codec import Decoded
+from attend.wire.json.reader import parse
+from attend.wire.json.writer import encode_json
+from attend.wire.limits import WireLimits
+from attend.wire.negotiation import JSON, AttendCodec
+from attend.wire.problems import validate
+from attend.wire.schemas.attend import AttendRequest
 from support.scheduler import (
     ANSWER_SECONDS,
     HEAVY,
@@ -33,40 +56,17 @@ from support.scheduler import (
 )
 from support.waiting import PATIENCE
 
-from service.attention.call import Call, Result
-from service.errors import AttendError, DeadlinePassed, InvalidRequest, Overloaded, ServiceFault
-from service.serving import scheduler
-from service.serving.admission import ServingLimits
-from service.serving.batching import Entry
-from service.serving.binding import check_against_layer
-from service.serving.calls import make_call
-from service.serving.cost import Cost, predict
-from service.serving.engine import ATTEND
-from service.serving.executor import Execution, Outcome
-from service.serving.requests import RawRequest
-from service.serving.service import open_service
-from service.settings import Settings
-from service.web.app import create_app
-from service.web.connections import Connection
-from service.wire.codec import Decoded
-from service.wire.json.reader import parse
-from service.wire.json.writer import encode_json
-from service.wire.limits import WireLimits
-from service.wire.negotiation import JSON, NativeCodec
-from service.wire.problems import validate
-from service.wire.schemas.attend import AttendRequest
-
 
 @pytest.fixture
-def no_light_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_inline_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call is computed on the device's thread, however little it costs."""
-    monkeypatch.setattr(scheduler, "LIGHT_OPERATIONS", -1)
+    monkeypatch.setattr(scheduler, "INLINE_OPERATIONS", -1)
 
 
 # 1. Requests are decoded and validated first; only valid ones are queued.
 
 
-@pytest.mark.usefixtures("no_light_calls")
+@pytest.mark.usefixtures("no_inline_calls")
 @pytest.mark.parametrize(
     "body",
     [
@@ -158,7 +158,7 @@ def test_rule_2_a_call_of_a_disconnected_caller_is_not_computed_and_is_counted()
     run(test())
 
 
-@pytest.mark.usefixtures("no_light_calls")
+@pytest.mark.usefixtures("no_inline_calls")
 @pytest.mark.parametrize("size", [0, 1 << 20], ids=["small", "so large that reading was paused"])
 def test_rule_2_closing_the_connection_drops_the_waiting_call(size: int) -> None:
     """Through a real server with a busy device."""
@@ -244,7 +244,6 @@ def test_rule_2_a_settled_future_is_not_set_again() -> None:
                 one.settle(what)
             assert one.future is not None
             assert (one.future.exception() or one.future.result()) is first
-            assert one.is_settled()
             assert not one.is_abandoned()
         cancelled = entry()
         assert cancelled.future is not None
@@ -329,7 +328,7 @@ def test_rule_5_an_empty_queue_accepts_any_call() -> None:
     run(test())
 
 
-@pytest.mark.usefixtures("no_light_calls")
+@pytest.mark.usefixtures("no_inline_calls")
 def test_rule_5_the_queue_is_bounded_by_cost_not_by_number() -> None:
     """Thousands of small calls may wait where two large ones may not."""
 
@@ -352,7 +351,7 @@ def test_rule_5_the_queue_is_bounded_by_cost_not_by_number() -> None:
     run(test())
 
 
-@pytest.mark.usefixtures("no_light_calls")
+@pytest.mark.usefixtures("no_inline_calls")
 def test_rule_5_abandoned_calls_free_their_room_in_the_queue() -> None:
     async def test() -> None:
         harness = Harness(operations=1000)
@@ -369,6 +368,36 @@ def test_rule_5_abandoned_calls_free_their_room_in_the_queue() -> None:
 
         outcomes = await outcomes_of(busy, patient)
         assert_answers(outcomes, [request(1)] * 2)
+        harness.scheduler.close()
+
+    run(test())
+
+
+def test_rule_12_the_work_for_a_batch_does_not_grow_with_the_number_of_waiting_calls() -> None:
+    """499 calls that cannot share a batch: each is looked at when it is computed or removed, not for every batch before it. Half of them
+    leave or expire meanwhile, and free their room at once."""
+    looks = [0]
+
+    def gone() -> bool:
+        looks[0] += 1
+        return False
+
+    async def test() -> None:
+        clock = Clock()
+        harness = Harness(clock)
+        busy = await harness.occupy()
+        call = request(1, reproducible=True)
+        tasks = [harness.start(call, gone=gone, deadline=clock.now + 0.01 if i % 4 == 1 else None) for i in range(499)]
+        await loop_iterations()
+        for task in tasks[::4]:
+            task.cancel()
+        await asyncio.wait([task for i, task in enumerate(tasks) if i % 4 == 1], timeout=ANSWER_SECONDS)
+        assert harness.scheduler.load[0] == len(harness.scheduler.waiting) == 249
+        assert harness.counted("attend_abandoned_calls_total") == 125
+        harness.attention.gate.set()
+        outcomes = await outcomes_of(busy, *tasks)
+        assert sum(isinstance(outcome, Outcome) for outcome in outcomes) == 250
+        assert looks[0] <= 2 * 499
         harness.scheduler.close()
 
     run(test())
@@ -666,7 +695,7 @@ def test_a_settled_call_leaves_no_timer() -> None:
         pytest.param(False, {"query": np.ones((1, 800, 6)), "dropout": {"p": 0.5, "seed": 1}}, id="millions of random numbers"),
     ],
 )
-def test_rule_12_only_light_calls_are_computed_on_the_event_loop(small: bool, fields: dict[str, Any]) -> None:
+def test_rule_12_only_inline_calls_are_computed_on_the_event_loop(small: bool, fields: dict[str, Any]) -> None:
     """All others are computed on the device's thread."""
 
     async def test() -> None:
@@ -684,7 +713,7 @@ def test_rule_12_a_compressed_body_is_decoded_in_a_thread() -> None:
     """Its size is that after decompression."""
     threads: list[int] = []
 
-    class Watched(NativeCodec):
+    class Watched(AttendCodec):
         def decode(self, *args: Any) -> Decoded:
             threads.append(threading.get_ident())
             return super().decode(*args)
@@ -697,7 +726,7 @@ def test_rule_12_a_compressed_body_is_decoded_in_a_thread() -> None:
             body = b'{"layer": "layer", "outputs": ["log_sum_exp"], "key": [[0,0,0,0,0,0]], "query": [' + (row * rows)[:-1] + b"]}"
             packed = gzip.compress(body)
             assert len(packed) < 64 * 1024
-            await service.engine.answer(RawRequest(packed, Watched(JSON, parse, encode_json), "gzip"), ATTEND)
+            await service.engine.answer(RawRequest(packed, codec=Watched(JSON, parse, encode_json), coding="gzip"), ATTEND)
         service.close()
         assert len(threads) == 2
         assert threads[1] != threading.get_ident()
@@ -705,10 +734,10 @@ def test_rule_12_a_compressed_body_is_decoded_in_a_thread() -> None:
     run(test())
 
 
-# 14. No caller, however heavy, delays light callers by more than a few of the longest single calls.
+# 14. No caller, however heavy, delays callers of small calls by more than a few of the longest single calls.
 
 
-def test_rule_14_light_calls_do_not_wait_for_the_device() -> None:
+def test_rule_14_inline_calls_do_not_wait_for_the_device() -> None:
     """On a CPU they are computed on the event loop on arrival, while the device's thread computes another call."""
 
     async def test() -> None:
@@ -733,17 +762,17 @@ def test_rule_14_light_calls_do_not_wait_for_the_device() -> None:
     run(test())
 
 
-def test_a_light_reproducible_call_does_not_block_the_event_loop() -> None:
+def test_a_small_reproducible_call_does_not_block_the_event_loop() -> None:
     """The one thread that computes such calls may be busy with a long one."""
 
     async def test() -> None:
         harness = Harness()
-        task = harness.start(replace(request(2), reproducible=True), operations=1)
+        task = harness.start(request(2).with_options(reproducible=True), operations=1)
         await outcomes_of(task)
         assert harness.attention.threads and threading.get_ident() not in harness.attention.threads
         assert harness.counted("attend_batch_calls_count") == 1
         busy = await harness.occupy()
-        waits = harness.start(replace(request(1), reproducible=True), operations=1)
+        waits = harness.start(request(1).with_options(reproducible=True), operations=1)
         await loop_iterations()
         assert len(harness.scheduler.waiting) == 1
         harness.attention.gate.set()
@@ -753,7 +782,7 @@ def test_a_light_reproducible_call_does_not_block_the_event_loop() -> None:
     run(test())
 
 
-def test_rule_14_light_calls_do_not_make_a_hung_device_ready() -> None:
+def test_rule_14_inline_calls_do_not_make_a_hung_device_ready() -> None:
     """They are computed on the event loop and do not show that the device's thread works."""
 
     async def test() -> None:
@@ -788,7 +817,7 @@ def test_rule_14_a_call_waits_for_at_most_one_call_of_each_other_caller() -> Non
     run(test())
 
 
-@pytest.mark.usefixtures("no_light_calls")
+@pytest.mark.usefixtures("no_inline_calls")
 def test_rule_14_small_calls_do_not_wait_for_heavy_calls_of_the_same_caller() -> None:
     """Calls of another size class are another flow: two programs may share an address."""
 
@@ -891,19 +920,20 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
 
         async def caller(i: int) -> None:
             b, length = int(rng.choice([1, 2, 5, 13])), int(rng.choice([2, 3]))
-            call = replace(request(1), query=torch.full((b, 4, 6), float(i + 1)))
-            call = replace(call, key=torch.zeros(b, length, 6), value=torch.zeros(b, length, 6))
-            if rng.random() < 0.02:
-                call = replace(call, query=torch.full((b, 4, 6), -1.0))
+            query = torch.full((b, 4, 6), -1.0 if rng.random() < 0.02 else float(i + 1))
+            call = replace(request(1), query=query, key=torch.zeros(b, length, 6), value=torch.zeros(b, length, 6))
+            call = call.with_options(items=b, num_queries=4, num_keys=length, self_attention=False, keys_as_values=False)
             wanted[i] = call.query * 2 + length
             deadline = clock.now + float(rng.choice([0.0, 0.004, 1e6])) if rng.random() < 0.2 else None
             try:
+                layer = others[int(rng.integers(2))]
                 outcomes[i] = await harness.scheduler.submit(
-                    others[int(rng.integers(2))],
+                    layer,
                     call,
                     Cost({}, int(rng.choice([1, HEAVY])), 0, 1, 0),
                     deadline,
                     lambda: i in hung_up,
+                    key=batch_key(layer, call),
                 )
             except (AttendError, asyncio.CancelledError) as error:
                 outcomes[i] = error

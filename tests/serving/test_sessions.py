@@ -2,51 +2,43 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 import torch
-from support.decoding import Gate
-from support.scheduler import Clock, run
-from support.waiting import PATIENCE
 
-from service.errors import (
-    CallerGone,
-    DeadlinePassed,
+from attend.attention.cache import KeyValueCache, Page
+from attend.errors import (
     InvalidRequest,
-    NotReady,
     OutOfMemory,
     SessionEnded,
     SessionNotFound,
     WrongReplica,
-    WrongWorker,
 )
-from service.serving import engine
-from service.serving.admission import ServingLimits
-from service.serving.engine import ATTEND
-from service.serving.layers.registry import LayerRegistry
-from service.serving.metrics import Metrics
-from service.serving.requests import RawRequest
-from service.serving.scheduler import QueueLimits
-from service.serving.service import Service, open_service
-from service.serving.sessions import registry, steps
-from service.serving.sessions.placement import Place, Workers, make_id, new_socket
-from service.serving.sessions.registry import Session, SessionRegistry
-from service.serving.sessions.turns import turn
-from service.settings import Settings
-from service.spec import LayerSpec
-from service.web.app import create_service
-from service.wire.limits import WireLimits
-from service.wire.negotiation import CODECS, JSON
-from service.wire.schemas.sessions import PostSession
+from attend.serving import engine
+from attend.serving.admission import ServingLimits
+from attend.serving.engine import ATTEND
+from attend.serving.layers.registry import LayerRegistry
+from attend.serving.metrics import Metrics
+from attend.serving.requests import RawRequest
+from attend.serving.scheduler import QueueLimits
+from attend.serving.service import Service, open_service
+from attend.serving.sessions import registry, steps
+from attend.serving.sessions.ids import make_id, new_process
+from attend.serving.sessions.locks import lock_session
+from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.spec import LayerSpec
+from attend.wire.limits import WireLimits
+from attend.wire.schemas.sessions import PostSession
+from support.decoding import Gate
+from support.scheduler import Clock, loop_iterations, run
 
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 ROW_BYTES, FIRST_PAGE = 48, 16 * 48
-PLACE = Place("one", 3, 1000)
+PROCESS = new_process("one")
 
 
 class Sessions:
@@ -57,22 +49,22 @@ class Sessions:
         self.clock, self.metrics, self.seconds = Clock(), Metrics(), seconds
         self.layers = LayerRegistry(torch.device("cpu"), ServingLimits())
         self.layers.put(self.layers.make("default", SPEC))
-        self.registry = SessionRegistry(self.layers, self.metrics, pages * FIRST_PAGE, PLACE, shared, self.clock)
+        self.registry = SessionRegistry(self.layers, self.metrics, pages * FIRST_PAGE, PROCESS, shared, self.clock)
 
-    def create(self, owner: str = "", rows: int = 0) -> Session:
+    async def create(self, owner: str = "", rows: int = 0) -> Session:
         session = self.registry.create(PostSession(idle_seconds=self.seconds), owner)
         if rows:
-            self.append(session, rows)
+            await self.append(session, rows)
         return session
 
-    def append(self, session: Session, rows: int) -> None:
+    async def append(self, session: Session, rows: int) -> None:
         stop = session.length + rows
-        self.registry.reserve(session.cache, stop)
+        await self.registry.reserve(session.cache, stop)
         session.cache.write(session.length, {name: torch.zeros(3, rows, 2) for name in ("key", "value")})
 
     async def use(self, session: Session, rows: int = 0) -> None:
-        async with turn(self.registry, session.id, session.owner, RawRequest(b"")) as used:
-            self.append(used, rows)
+        async with lock_session(self.registry, session.id, session.owner, RawRequest(b"")) as used:
+            await self.append(used, rows)
 
     def reason(self, session: Session) -> str:
         """Why the session has ended; "" if it has not."""
@@ -99,13 +91,13 @@ def loop(test: Callable[[], Any]) -> Callable[[], None]:
 @loop
 async def test_ten_thousand_abandoned_sessions_leave_no_memory() -> None:
     sessions = Sessions(pages=10_000)
-    opened = [sessions.create(rows=1) for _ in range(10_000)]
+    opened = [await sessions.create(rows=1) for _ in range(10_000)]
     assert sessions.registry.pool.used == 10_000 * FIRST_PAGE
 
     sessions.clock.now += 299
     await sessions.use(opened[5])
     sessions.clock.now += 1
-    sessions.registry._sweep()
+    await sessions.registry.sweep()
 
     assert len(sessions.registry) == 1 and sessions.registry.pool.used == FIRST_PAGE
     assert sessions.ended("idle") == 9999
@@ -118,11 +110,11 @@ async def test_ten_thousand_abandoned_sessions_leave_no_memory() -> None:
 async def test_the_least_recently_used_session_of_the_same_owner_ends_first() -> None:
     """Never one that is in use or belongs to another owner. A step that gets no page changes nothing."""
     sessions = Sessions(pages=4)
-    other, first, second, third = sessions.create("other", 1), *(sessions.create("owner", 1) for _ in range(3))
+    other, first, second, third = await sessions.create("other", 1), *[await sessions.create("owner", 1) for _ in range(3)]
     await sessions.use(first)
 
-    async with turn(sessions.registry, second.id, "owner", RawRequest(b"")):
-        sessions.append(sessions.create("owner"), 1)  # ends the third: the second is in use
+    async with lock_session(sessions.registry, second.id, "owner", RawRequest(b"")):
+        await sessions.append(await sessions.create("owner"), 1)  # ends the third: the second is in use
         assert "a session of the same owner needed its memory" in sessions.reason(third)
         with pytest.raises(OutOfMemory, match="session_memory"):
             await sessions.use(first, 48)  # would need the page of the second as well
@@ -140,19 +132,57 @@ async def test_the_least_recently_used_session_of_the_same_owner_ends_first() ->
 async def test_a_session_whose_next_call_waits_is_in_use() -> None:
     """Also between the end of one call and the beginning of the next, when nothing has the lock."""
     sessions, order = Sessions(pages=1), []
-    session = sessions.create(rows=1)
+    session = await sessions.create(rows=1)
 
     async def call(number: int) -> None:
-        async with turn(sessions.registry, session.id, "", RawRequest(b"")) as used:
+        async with lock_session(sessions.registry, session.id, "", RawRequest(b"")) as used:
             order.append((number, used.length))
-            sessions.append(used, 1)
+            await sessions.append(used, 1)
 
-    async with turn(sessions.registry, session.id, "", RawRequest(b"")):
+    async with lock_session(sessions.registry, session.id, "", RawRequest(b"")):
         waiting = [asyncio.create_task(call(number)) for number in range(3)]
         await asyncio.sleep(0)
-    assert not session.lock.locked() and not sessions.registry._evict("")
+    assert not session.lock.locked()
+    with pytest.raises(OutOfMemory):
+        await sessions.create(rows=1)
+    assert not session.lock.locked() and sessions.reason(session) == ""
     await asyncio.gather(*waiting)
     assert order == [(0, 1), (1, 2), (2, 3)] and session.calls == 0
+    sessions.registry.close()
+
+
+@loop
+async def test_a_step_that_ends_many_sessions_looks_at_each_once_and_yields() -> None:
+    """9,900 of them, beside those of another owner and one that is in use. The event loop does other work a hundred times."""
+    pages, looked_at, turns, stepped = 9900, 0, 0, asyncio.Event()
+    real = KeyValueCache.pages
+    sessions = Sessions(pages=90 + 10_923)  # the new rows take two whole pages, as much as 10,923 first pages
+
+    def counted(cache: KeyValueCache) -> Sequence[Page]:
+        nonlocal looked_at
+        looked_at += 1
+        return real.__get__(cache)  # type: ignore[no-any-return]
+
+    async def others() -> None:
+        nonlocal turns
+        while not stepped.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+
+    big = await sessions.create("owner")
+    for owner, count in (("owner", pages), ("other", 90)):
+        for _ in range(count):
+            await sessions.create(owner, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeyValueCache, "pages", property(counted))
+        beside = asyncio.create_task(others())
+        await sessions.use(big, 16 * pages)
+        stepped.set()
+        await beside
+    assert len(sessions.registry.of_owner("owner")) == 1 and len(sessions.registry.of_owner("other")) == 90
+    assert sessions.ended("memory") == pages
+    assert looked_at < 1.1 * pages
+    assert turns >= pages / registry.SESSIONS_AT_ONCE
     sessions.registry.close()
 
 
@@ -160,12 +190,12 @@ async def test_a_session_whose_next_call_waits_is_in_use() -> None:
 async def test_with_keys_no_owner_takes_all_memory_or_all_sessions() -> None:
     sessions = Sessions(pages=9, shared=True)
     for _ in range(8):
-        sessions.create("greedy", rows=1)
+        await sessions.create("greedy", rows=1)
     assert sessions.registry.pool.of_owner["greedy"] == 6 * FIRST_PAGE  # two thirds of the memory: twice the three that stay free
-    sessions.create("modest", rows=1)
+    await sessions.create("modest", rows=1)
     assert len(sessions.registry.of_owner("greedy")) == 6 and sessions.ended("memory") == 2
     with pytest.raises(OutOfMemory, match="2 times the free bytes"):
-        sessions.create("late", rows=17)
+        await sessions.create("late", rows=17)
     sessions.registry.close()
 
 
@@ -174,14 +204,14 @@ async def test_the_number_of_sessions_is_bounded() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "MAX_SESSIONS", 9)
         sessions = Sessions(shared=True)
-        created = [sessions.create("greedy") for _ in range(20)]
+        created = [await sessions.create("greedy") for _ in range(20)]
         assert sessions.registry.of_owner("greedy") == created[-6:]
         fork = sessions.registry.fork(created[-1], None)
         assert sessions.registry.of_owner("greedy") == [*created[-5:], fork]
         for name in "abc":
-            sessions.create(name)
+            await sessions.create(name)
         with pytest.raises(OutOfMemory, match="9 sessions, of at most 9"):
-            sessions.create("d")
+            await sessions.create("d")
         sessions.registry.close()
 
 
@@ -190,8 +220,8 @@ async def test_a_fork_that_cannot_be_added_shares_no_page() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "MAX_SESSIONS", 1)
         sessions = Sessions()
-        session = sessions.create(rows=1)
-        async with turn(sessions.registry, session.id, "", RawRequest(b"")):
+        session = await sessions.create(rows=1)
+        async with lock_session(sessions.registry, session.id, "", RawRequest(b"")):
             with pytest.raises(OutOfMemory):
                 sessions.registry.fork(session, None)
         assert sessions.registry.pool.shared == 0
@@ -202,7 +232,7 @@ async def test_a_fork_that_cannot_be_added_shares_no_page() -> None:
 async def test_the_memory_of_a_fork_counts_once_until_a_page_is_written() -> None:
     """A fork is not evicted to make room for a copy of a page that it shares: that would free no memory."""
     sessions = Sessions(pages=1)
-    session = sessions.create(rows=3)
+    session = await sessions.create(rows=3)
     fork = sessions.registry.fork(session, 2)
     assert sessions.registry.pool.used == sessions.registry.pool.shared == FIRST_PAGE
     with pytest.raises(OutOfMemory):
@@ -216,10 +246,10 @@ async def test_the_memory_of_a_fork_counts_once_until_a_page_is_written() -> Non
 @loop
 async def test_the_memory_of_a_session_that_ends_in_use_is_free_afterwards() -> None:
     sessions = Sessions()
-    session = sessions.create(rows=3)
+    session = await sessions.create(rows=3)
     equal = sessions.layers.make("default", SPEC)
     sessions.layers.put(equal)
-    async with turn(sessions.registry, session.id, "", RawRequest(b"")) as used:
+    async with lock_session(sessions.registry, session.id, "", RawRequest(b"")) as used:
         assert used.layer is equal  # so the step before it needs no memory
         sessions.layers.put(sessions.layers.make("default", SPEC.model_copy(update={"seed": 2})))
         assert "its layer was replaced" in sessions.reason(session)
@@ -231,74 +261,16 @@ async def test_the_memory_of_a_session_that_ends_in_use_is_free_afterwards() -> 
 @loop
 async def test_the_refusal_of_an_id_says_why_the_session_does_not_exist() -> None:
     sessions = Sessions()
-    for place, error, words in (
-        (PLACE._replace(epoch=999), SessionEnded, "its process was restarted"),
-        (PLACE._replace(replica="two"), WrongReplica, "replica two has this session, and this is one"),
-        (PLACE, SessionEnded, "the session has ended"),
+    for process, error, words in (
+        (new_process("one"), SessionEnded, "its process was restarted"),
+        (new_process("two"), WrongReplica, "replica two has this session, and this is one"),
+        (PROCESS, SessionEnded, "the session has ended"),
     ):
         with pytest.raises(error, match=words):
-            sessions.registry.find(make_id(place), "")
-    for text in ("", "s.", "s.é", make_id(PLACE)[:-1], "x" * 44):
+            sessions.registry.find(make_id(process), "")
+    for text in ("", "s.", "s.é", make_id(PROCESS)[:-1], "x" * 44):
         with pytest.raises(SessionNotFound):
             sessions.registry.find(text, "")
-
-
-def test_workers_share_the_memory(tmp_path: Path) -> None:
-    service = create_service(Settings(workers=3, session_memory=101), new_socket(tmp_path, 2))
-    assert service.engine.sessions is not None
-    assert service.engine.sessions.capacity == 33
-    assert service.engine.sessions.place.worker == 2
-    service.close()
-
-
-def test_requests_of_sessions_and_sequences_are_sent_to_their_worker(tmp_path: Path) -> None:
-    """While a worker is replaced, the old and the new one have the same number: the new one has the sequences, each its own sessions."""
-    workers = Workers(tmp_path / "1.70.http", 3)
-    for name in ("0.60.http", "1.9.http", "1.70.http", "1.70.grpc"):
-        (tmp_path / name).touch()
-    assert workers.number_and_epoch == (1, 70)
-    assert [str(other.socket.name) for other in workers.others()] == ["0.60.http", "1.9.http"]
-    workers.require_session(Place("r", 1, 70))
-    for place, name in ((Place("r", 1, 9), "1.9.http"), (Place("r", 0, 60), "0.60.http")):
-        with pytest.raises(WrongWorker) as wrong:
-            workers.require_session(place)
-        assert wrong.value.socket.name == name
-    with pytest.raises(SessionEnded, match="its process was restarted"):
-        workers.require_session(Place("r", 2, 50))
-
-    found = {"here": 0, "0.60.http": 0, "is being started": 0}
-    for sequence in range(60):
-        try:
-            workers.require_sequence("", "default", str(sequence))
-            found["here"] += 1
-        except WrongWorker as wrong:
-            found[wrong.socket.name] += 1
-        except NotReady:
-            found["is being started"] += 1
-    assert min(found.values()) > 9
-
-
-@loop
-async def test_work_ends_at_the_deadline_and_with_its_caller() -> None:
-    service, disconnected, ended = create_service(Settings()), asyncio.get_running_loop().create_future(), []
-
-    async def work(seconds: float = PATIENCE) -> int:
-        try:
-            await asyncio.sleep(seconds)
-        except asyncio.CancelledError:
-            ended.append(seconds)
-            raise
-        return 5
-
-    assert await service.in_time(work(0), None, disconnected) == 5
-    with pytest.raises(DeadlinePassed):
-        await service.in_time(work(), service.clock() - 1, disconnected)
-    disconnected.set_result(None)
-    with pytest.raises(CallerGone):
-        await service.in_time(work(), None, disconnected)
-    await asyncio.sleep(0)
-    assert len(ended) == 2
-    service.close()
 
 
 def service_of(sessions: Sessions) -> Service:
@@ -310,7 +282,22 @@ def service_of(sessions: Sessions) -> Service:
 
 async def step(service: Service, session: Session, rows: Any, **fields: Any) -> None:
     body = orjson.dumps({"query": rows.tolist(), "outputs": ["output"], **fields})
-    await service.engine.answer(RawRequest(body, CODECS[JSON], session=session.id), ATTEND)
+    await service.engine.answer(RawRequest(body, session=session.id), ATTEND)
+
+
+@loop
+async def test_waiting_for_an_earlier_call_of_the_session_counts_as_queue() -> None:
+    sessions = Sessions()
+    service, session = service_of(sessions), await sessions.create()
+    service.engine.clock = sessions.clock
+    async with lock_session(sessions.registry, session.id, "", RawRequest(b"")):
+        raw = RawRequest(orjson.dumps({"query": [[0.5] * 6], "outputs": ["output"]}), session=session.id)
+        waiting = asyncio.create_task(service.engine.answer(raw, ATTEND))
+        await loop_iterations()
+        sessions.clock.now += 5
+    phases = (await waiting).phases
+    assert phases.queue >= 5 and phases.decode == 0
+    service.close()
 
 
 @loop
@@ -318,7 +305,7 @@ async def test_a_cancelled_step_ends_before_the_next_one_begins() -> None:
     """The device's thread cannot be interrupted, so the session is in use until it ends. Rows of a cancelled step are not appended."""
     with pytest.MonkeyPatch.context() as patch:
         gate, sessions = Gate(patch), Sessions()
-        service, session = service_of(sessions), sessions.create()
+        service, session = service_of(sessions), await sessions.create()
         rows = np.random.default_rng(0).standard_normal((3, 1, 6))
         first, second, third = (asyncio.create_task(step(service, session, row)) for row in rows)
         await asyncio.to_thread(gate.wait)
@@ -330,7 +317,7 @@ async def test_a_cancelled_step_ends_before_the_next_one_begins() -> None:
         await asyncio.wait([first, second, third])
         assert first.cancelled() and third.cancelled() and second.exception() is None
         assert session.length == 1 and session.calls == 0
-        alone = sessions.create()
+        alone = await sessions.create()
         await step(service, alone, rows[1])
         for name, tensor in session.cache.joined().items():
             assert torch.equal(tensor, alone.cache.joined()[name])
@@ -339,10 +326,25 @@ async def test_a_cancelled_step_ends_before_the_next_one_begins() -> None:
 
 
 @loop
+async def test_a_step_whose_keys_overflow_appends_nothing() -> None:
+    """Not even if its reply has no such number: every later step would have them."""
+    sessions = Sessions(pages=16)
+    service, session = service_of(sessions), await sessions.create()
+    row = np.ones((1, 6))
+    await step(service, session, row)
+    with pytest.raises(InvalidRequest, match="keys and values are finite in float32"):
+        await step(service, session, row, key=np.full((1, 6), 3e38).tolist())
+    await step(service, session, row)
+    assert session.length == 2
+    sessions.registry.close()
+    service.close()
+
+
+@loop
 async def test_a_step_whose_reply_is_an_error_appends_nothing() -> None:
     """For example a query without a key, which is known only after the computation, or missing memory."""
     sessions = Sessions(pages=16)
-    service, session = service_of(sessions), sessions.create()
+    service, session = service_of(sessions), await sessions.create()
     row = np.ones((1, 6))
     await step(service, session, row)
     with pytest.raises(InvalidRequest, match="fully_masked"):
@@ -360,7 +362,7 @@ async def test_a_step_whose_reply_is_an_error_appends_nothing() -> None:
 async def test_rule_12_a_large_step_is_bound_in_another_thread() -> None:
     """Its body is decoded, and its numbers have yet to be checked and cast."""
     sessions, on_loop = Sessions(pages=1000), []
-    service, session = service_of(sessions), sessions.create()
+    service, session = service_of(sessions), await sessions.create()
 
     def bind_step(*args: Any) -> Any:
         on_loop.append(threading.current_thread() is threading.main_thread())

@@ -4,10 +4,7 @@ Without network; what would be sent is the same `Call` and `Result`.
 """
 
 import asyncio
-import gc
 import pickle
-import weakref
-from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -16,34 +13,34 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from service.attention.compare.random_cases import FEATURES, random_case
-from service.attention.reference import forward
-from service.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
-from service.serving.admission import Admission, ServingLimits, cost_of_part
-from service.serving.calls import make_call
-from service.serving.cost import predict
-from service.serving.engine import ATTEND
-from service.serving.layers.registry import LayerRegistry
-from service.serving.plan import plan_call
-from service.serving.requests import RawRequest
-from service.serving.service import open_service
-from service.serving.shards import ShardLayers, merge_results, split_call, without_sinks
-from service.spec import LayerSpec
-from service.wire.limits import WireLimits
-from service.wire.schemas.attend import AttendRequest, Select
+from attend.attention.operators import OPERATORS
+from attend.attention.reference import forward
+from attend.check.random_cases import FEATURES, random_case
+from attend.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
+from attend.serving.admission import Admission, ServingLimits, cost_of_part
+from attend.serving.calls import make_call
+from attend.serving.cost import predict
+from attend.serving.engine import ATTEND
+from attend.serving.layers.registry import LayerRegistry
+from attend.serving.plan import plan_call
+from attend.serving.requests import RawRequest
+from attend.serving.service import open_service
+from attend.serving.shards import find_layer, merge_results, split_call
+from attend.spec import LayerSpec
+from attend.wire.limits import WireLimits
+from attend.wire.schemas.attend import AttendRequest, Select
 
 OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "query_projection", "key_projection", "value_projection"]
 OUTPUTS += ["head_outputs", "concatenated"]
-WHOLE = [
-    feature for feature in FEATURES if feature not in ("dropout", "chunk_size", "query_scale", "differential", "normalizer", "indexer")
-]
+WHOLE = sorted(
+    {*FEATURES} - {"dropout", "chunk_size", "query_scale"} - {operator.field for operator in OPERATORS if not operator.splits_over_keys}
+)
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 SELECTIONS = [None, {"top_k": 3}, {"average": True}, {"average": True, "top_k": 2}, {"queries": [0]}, {"heads": [0]}]
 
 
 def compute(layer, call, shards):
-    attention = without_sinks(layer.attention)
-    return merge_results(layer.attention, call, [attention.forward(part) for part in split_call(call, shards)])
+    return merge_results(layer.attention, call, [layer.attention.forward(part) for part in split_call(call, shards)])
 
 
 def close(expected, got, tolerance):
@@ -66,7 +63,8 @@ def test_merged_parts_equal_the_whole_call(dtype, seed, select):
     expected = layer.attention.forward(call)
     scores = expected.tensors["scores"]
     largest = scores[torch.isfinite(scores)].abs().max().item() if torch.isfinite(scores).any() else 0.0
-    tolerance = 1e-12 if dtype == "float64" else 1e-6 * max(1.0, largest)  # an absolute error of a score is a relative error of its weight
+    # An absolute error of a score is a relative error of its weight. There is room for rounding before a cap, which hides larger scores.
+    tolerance = 256 * np.finfo(dtype).eps * max(1.0, largest)
     for shards in (2, 64):
         got = compute(layer, call, shards)
         assert got.tensors.keys() == expected.tensors.keys()
@@ -75,7 +73,7 @@ def test_merged_parts_equal_the_whole_call(dtype, seed, select):
             if name != "keys":  # rounding may change the order of equal weights
                 close(expected.tensors[name], got.tensors[name], tolerance)
         if select is not None and "top_k" in select:
-            weights = layer.attention.forward(replace(call, top_k=None)).tensors["attention_weights"]
+            weights = layer.attention.forward(call.with_options(top_k=None)).tensors["attention_weights"]
             close(expected.tensors["values"], weights.gather(-1, got.tensors["keys"]), tolerance)
 
 
@@ -106,7 +104,7 @@ def test_parts_compute_only_the_needed_outputs(outputs):
     assert compute(layer, call, 3).tensors.keys() == set(outputs)
     parts = split_call(call, 3)
     assert [part.key.shape[1] for part in parts] == [2, 2, 3]
-    assert all(("head_outputs" in part.outputs) == bool({"output", "concatenated"} & set(outputs)) for part in parts)
+    assert all(("head_outputs" in part.options.outputs) == bool({"output", "concatenated"} & set(outputs)) for part in parts)
 
 
 def test_a_pickled_part_contains_only_its_own_keys():
@@ -117,30 +115,18 @@ def test_a_pickled_part_contains_only_its_own_keys():
     assert all(whole / 5 < len(pickle.dumps(part)) < whole / 4 for part in split_call(call, 5))
 
 
-@pytest.mark.parametrize("sinks", [True, False])
-def test_a_shard_frees_replaced_and_removed_layers(sinks):
-    registry, seen = LayerRegistry(torch.device("cpu"), ServingLimits()), []
-    layers = ShardLayers(registry)
-
-    def put(seed):
-        layer = registry.make("x", LayerSpec(d_model=6, num_heads=2, sinks=sinks, seed=seed))
-        registry.put(layer)
-        found = layers.find("x", layer.fingerprint)
-        assert layers.find("x", layer.fingerprint) is found, "made once"
-        assert not found.spec.sinks
-        seen.extend(weakref.ref(each.attention) for each in (layer, found))
-        return layer.fingerprint
-
-    first, _ = put(1), put(2)
-    gc.collect()
-    assert [ref() is None for ref in seen] == [True, True, False, False]
+def test_a_shard_refuses_replaced_and_removed_layers():
+    registry = LayerRegistry(torch.device("cpu"), ServingLimits())
+    first, second = (registry.make("x", LayerSpec(d_model=6, num_heads=2, seed=seed)) for seed in (1, 2))
+    registry.put(first)
+    assert find_layer(registry, "x", first.fingerprint) is first
+    registry.put(second)
+    assert find_layer(registry, "x", second.fingerprint) is second
     with pytest.raises(LayerConflict):
-        layers.find("x", first)
+        find_layer(registry, "x", first.fingerprint)
     registry.remove("x")
-    gc.collect()
-    assert all(ref() is None for ref in seen)
     with pytest.raises(LayerNotFound):
-        layers.find("x", first)
+        find_layer(registry, "x", second.fingerprint)
 
 
 # --- through the engine ------------------------------------------------------------------------------------------------------------------
@@ -160,7 +146,7 @@ class LocalShards:
         await asyncio.sleep(self.wait)
         if self.error:
             raise self.error
-        return [without_sinks(layer.attention).forward(part) for part in parts]
+        return [layer.attention.forward(part) for part in parts]
 
 
 def ask(shards, limits=None, deadline=None, **fields):

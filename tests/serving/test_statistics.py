@@ -4,10 +4,10 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from support.layer_statistics import PHASES, count, count_and_leave, started
 
-from service.serving.executor import Execution
-from service.serving.statistics import MAX_BATCH_SIZES, LayerStatistics
+from attend.serving.executor import Execution
+from attend.serving.statistics import MAX_BATCH_SIZES, LayerStatistics
+from support.layer_statistics import PHASES, count, count_and_leave, started
 
 
 def series(statistics: LayerStatistics) -> dict[tuple[str, str], float]:

@@ -5,12 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.serving.threads import plan_threads, usable_cores
+from attend.serving.threads import plan_threads, prepare_torch, usable_cores
 
 Limit = Callable[[dict[str, str]], Path]
 
@@ -164,8 +165,8 @@ def test_rule_11_threads_are_planned_before_torch_is_imported() -> None:
     """torch's pool takes the size that it finds when it starts."""
     script = """
 import os, sys
-import service.cli
-import service.cli.serve as serve
+import attend.cli
+import attend.cli.serve as serve
 
 def spied(*args, **knobs):
     print("torch" in sys.modules, "numpy" in sys.modules, os.environ.get("OMP_NUM_THREADS"))
@@ -173,7 +174,7 @@ def spied(*args, **knobs):
 
 real, serve.plan_threads = serve.plan_threads, spied
 sys.argv = ["attend", "serve", "--threads", "4096"]
-service.cli.main()
+attend.cli.main()
 """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
@@ -185,15 +186,15 @@ def test_rule_11_torch_uses_the_planned_number_of_threads() -> None:
     """On any thread of the serving process, also where it is not torch's default."""
     script = """
 import concurrent.futures, os, sys
-import service.cli
-import service.cli.serve as serve
+import attend.cli
+import attend.cli.serve as serve
 
 def planned(*_):
     return 3
 
 def stop(settings, threads, listening):
     import torch
-    from service.cli import server
+    from attend.cli import server
     listening.close()
     server.application(settings, threads, {})
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -201,10 +202,31 @@ def stop(settings, threads, listening):
     raise SystemExit(0)
 
 serve.plan_threads = planned
-import service.cli.processes
-service.cli.processes.serve_processes = stop
+import attend.cli.processes
+attend.cli.processes.serve_processes = stop
 sys.argv = ["attend", "serve", "--port", "0"]
-service.cli.main()
+attend.cli.main()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["3", "3", "3"], done.stdout + done.stderr
+
+
+# What torch's libraries read from the environment
+
+
+@pytest.mark.parametrize(
+    ("vendor", "chosen", "mode"),
+    [("AuthenticAMD", None, "AUTO,STRICT"), ("GenuineIntel", None, None), ("AuthenticAMD", "COMPATIBLE", "COMPATIBLE"), (None, None, None)],
+)
+def test_products_do_not_depend_on_alignment_on_amd_unless_the_operator_chooses(
+    tmp_path: Path, vendor: str | None, chosen: str | None, mode: str | None
+) -> None:
+    """`vendor`: that in /proc/cpuinfo; None if there is no such file."""
+    if vendor is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    with mock.patch.dict(os.environ):
+        os.environ.pop("MKL_CBWR", None)
+        if chosen is not None:
+            os.environ["MKL_CBWR"] = chosen
+        prepare_torch(3, tmp_path / "cpuinfo")
+        assert (os.environ["OMP_NUM_THREADS"], os.environ.get("MKL_CBWR")) == ("3", mode)

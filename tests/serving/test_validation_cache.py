@@ -12,17 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.attention.call import Call
-from service.attention.operations import ShortCall
-from service.errors import AttendError, InvalidRequest
-from service.serving.admission import ServingLimits
-from service.serving.engine import ATTEND, Engine
-from service.serving.layers.registry import LayerRegistry
-from service.serving.requests import BoundCall, RawRequest
-from service.serving.service import open_service
-from service.serving.validation_cache import MAX_KEY_CHARACTERS, MAX_RESULTS, CachedValidation, ValidationCache, cache_key
-from service.spec import LayerSpec
-from service.wire.limits import WireLimits
+from attend.errors import AttendError, InvalidRequest
+from attend.serving.admission import ServingLimits
+from attend.serving.engine import ATTEND, Engine
+from attend.serving.layers.registry import LayerRegistry
+from attend.serving.requests import BoundCall, RawRequest
+from attend.serving.service import open_service
+from attend.serving.validation_cache import MAX_KEY_CHARACTERS, MAX_RESULTS, CachedValidation, ValidationCache, cache_key
+from attend.spec import LayerSpec
+from attend.wire.limits import WireLimits
 
 SPECS = {"default": LayerSpec(d_model=6, num_heads=2, seed=3), "half": LayerSpec(d_model=6, num_heads=3, dtype="float16")}
 OPTIONS: dict[str, list[Any]] = {  # valid and invalid values, and pairs that are equal in Python
@@ -72,18 +70,13 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     return body
 
 
-def call_of(bound: BoundCall) -> Call:
-    """The call with its numbers; those of a short call are in its operation."""
-    return bound.operation.with_numbers(bound.call) if isinstance(bound.operation, ShortCall) else bound.call
-
-
 def outcome(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
     """Everything about the call, or about its refusal."""
     try:
         bound = bind(engine, body)
     except AttendError as error:
         return {"error": type(error), "problems": error.problems}
-    call, request = call_of(bound), bound.request
+    call, request = bound.call, bound.request
     parts = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "masks"}
     parts |= {f"masks.{field.name}": getattr(call.masks, field.name) for field in fields(call.masks)}
     plain = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
@@ -112,7 +105,7 @@ def bound_twice(*bodies: dict[str, Any]) -> tuple[BoundCall, BoundCall]:
 def test_a_cached_request_is_not_validated_again_and_has_its_own_numbers() -> None:
     first, second = bound_twice(*({"query": np.full((1, 2, 6), n).tolist(), "causal": True} for n in (1.0, 2.0)))
     assert second.cost is first.cost
-    assert (call_of(first).query == 1).all() and (call_of(second).query == 2).all()
+    assert (first.call.query == 1).all() and (second.call.query == 2).all()
 
 
 def test_requests_with_masks_are_always_validated() -> None:
@@ -126,18 +119,16 @@ def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
     remembering = engine()
     for n in range(1, MAX_RESULTS + 20):
         bind(remembering, {"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})
-    kept = remembering.registry.find("default").validated._results
-    assert len(kept) == MAX_RESULTS
-    for prepared in kept.values():
-        assert prepared.call.query.stride() == (0, 0, 0)
-        assert prepared.request.query.strides == (0, 0, 0)
+    assert len(remembering.registry.find("default").validated) == MAX_RESULTS
+    again = bind(remembering, {"query": np.ones((MAX_RESULTS + 19, 2, 6)).tolist(), "outputs": ["output"]})
+    assert again.request.query.strides == (0, 0, 0)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same shape", "another shape"])
 def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
     """A second insertion runs completely between any two bytecode instructions of the first, as in another thread."""
     bound = bind(engine(), {"query": np.ones((1, 2, 6)).tolist()})
-    validated = CachedValidation(bound.request, bound.call, bound.cost, bound.in_parts, bound.log_fields)
+    validated = CachedValidation(bound.request, bound.call.options, bound.call.masks, bound.cost, bound.in_parts, bound.log_fields)
     code = ValidationCache.keep.__code__
     instructions = place = 0
     cache = ValidationCache()
@@ -162,11 +153,11 @@ def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
         finally:
             sys.settrace(before)
         most = instructions
-        kept = set(cache._results)
-        assert "first" in kept and len(kept) == MAX_RESULTS
+        assert cache.get("first") is not None and len(cache) == MAX_RESULTS
         for number in range(MAX_RESULTS):
             cache.keep(("later", number), validated)
-        assert set(cache._results) == {("later", number) for number in range(MAX_RESULTS)}, f"an entry remained at instruction {place}"
+        assert all(cache.get(("later", number)) is not None for number in range(MAX_RESULTS))
+        assert len(cache) == MAX_RESULTS, f"an entry remained at instruction {place}"
     assert most > 50
 
 
@@ -185,7 +176,7 @@ def test_a_cached_short_call_gives_the_result_of_the_first(batch: tuple[int, ...
 
     def computed(bound: BoundCall) -> dict[str, torch.Tensor]:
         attention = bound.layer.attention
-        return (attention.forward(bound.call) if bound.operation is None else bound.operation(attention, bound.call)).tensors
+        return bound.operation.run(attention, bound.call).tensors
 
     first, second = map(computed, bound_twice({"query": query}, {"query": query}))
     assert first.keys() == second.keys()

@@ -11,12 +11,12 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from service.serving.batching import BatchLimits
-from service.serving.cost import Cost
-from service.serving.service import Service
-from service.settings import Settings
-from service.web.app import create_app
-from service.web.connections import Connection
+from attend.serving.batching import BatchLimits
+from attend.serving.cost import Cost
+from attend.serving.service import Service
+from attend.settings import Settings
+from attend.web.app import create_app
+from attend.web.connections import Connection
 from support.scheduler import HEAVY, Attention, layer_with, request
 from support.waiting import PATIENCE, until
 

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlencode
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+SENTENCE = "The cat sat on the mat because it was tired"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 BREACHES = "addEventListener('securitypolicyviolation', (event) => console.error('breach', event.violatedDirective, event.blockedURI))"
 
@@ -30,23 +32,21 @@ class Visit:
     refused: list[int] = field(default_factory=list)
     fetched: list[str] = field(default_factory=list)
 
-    def open(self) -> None:
-        """Opens the page."""
+    def open(self, state: str = "") -> None:
+        """Opens the page with this state in its address."""
         page = self.page
         page.add_init_script(BREACHES)
         page.on("console", lambda message: self.console_errors.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: self.console_errors.append(str(error)))
         page.on("request", lambda request: self.fetched.append(request.url))
         page.on("response", lambda response: self.refused.append(response.status) if response.status >= 400 else None)
-        page.goto(self.url + "/")
+        page.goto(f"{self.url}/{state and f'#{state}'}")
 
     def begin(self, layer: str = "default") -> "Visit":
-        """Opens the page and selects a layer."""
-        self.open()
+        """Opens the page with SENTENCE and this layer."""
+        self.open(urlencode({"layer": layer, "text": SENTENCE}))
         page = self.page
         page.locator("#result[aria-busy=false] #heads button").first.wait_for()
-        if page.locator("#layer").input_value() != layer:
-            self.request_sent_by(lambda: page.select_option("#layer", layer))
         return self
 
     def request_sent_by(self, act: Any) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from service.attention.compare.random_cases import Case
-from service.attention.initialization import draw_weights
-from service.spec import LayerSpec
-from service.tensors import Array
+from attend.attention.initialization import draw_weights
+from attend.check.random_cases import Case
+from attend.spec import LayerSpec
+from attend.tensors import Array
 
 
 def weights_of(case: Case) -> dict[str, Array]:

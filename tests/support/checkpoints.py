@@ -6,8 +6,8 @@ the comparison of the numbers detects it.
 
 import numpy as np
 
-from service.checkpoints import read_layer
-from service.spec import LayerSpec
+from attend.checkpoints import read_layer
+from attend.spec import LayerSpec
 from support import plain_attention
 
 B, Q, K = 2, 3, 5

@@ -12,7 +12,7 @@ import structlog
 import torch
 from typer.testing import CliRunner
 
-from service.cli import app, main
+from attend.cli import app, main
 
 Done = subprocess.CompletedProcess[bytes]
 
@@ -37,7 +37,7 @@ def _restored(cwd: Path | None) -> Iterator[None]:
     """Afterwards this process is as it was: threads, logging, variables, paths, and what the command imported from its folder."""
     threads, logging = torch.get_num_threads(), structlog.get_config()
     quiet = mock.patch(
-        "service.cli.logs.configure_logs",
+        "attend.cli.logs.configure_logs",
         lambda log_format, level: structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level)),
     )
     with mock.patch.dict(os.environ), mock.patch("sys.path", list(sys.path)), quiet:
@@ -53,7 +53,7 @@ def _restored(cwd: Path | None) -> Iterator[None]:
 
 def spawn_attend(*arguments: str, stdin: bytes = b"", env: dict[str, str] | None = None) -> Done:
     """Runs a command in a process of its own. Standard error never holds a traceback or a warning."""
-    command = [sys.executable, "-W", "error::ResourceWarning", "-m", "service", *arguments]
+    command = [sys.executable, "-W", "error::ResourceWarning", "-m", "attend", *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, env=env, timeout=300)
     assert b"Traceback" not in done.stderr and b"Warning" not in done.stderr, done.stderr.decode()
     return done

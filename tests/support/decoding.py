@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from service.attention import cache, decoding
-from service.attention.cache import KeyValueCache, PagePool, caches_latent
-from service.attention.call import Result
-from service.attention.compare.random_cases import FEATURES, REQUEST_FEATURES, Case, Draw, Sizes, draw_options, random_case, rounded
-from service.attention.decoding import CachedStep, forward_steps
-from service.attention.reference import forward
-from service.attention.reference.forward import Outputs
-from service.attention.reference.request import Request
-from service.cli.server_check import compare_output, largest_score, outputs_of
-from service.serving.admission import Admission, ServingLimits
-from service.serving.casting import numpy_of
-from service.serving.layers.registry import LayerRegistry, LoadedLayer
-from service.serving.requests import BoundCall
-from service.serving.sessions.registry import Session
-from service.serving.sessions.steps import bind_step
-from service.tensors import Array
-from service.wire.codec import Decoded
+from attend.attention import cache, decoding
+from attend.attention.cache import KeyValueCache, PagePool, cached_tensors
+from attend.attention.call import Result
+from attend.attention.decoding import CachedStep, forward_steps
+from attend.attention.reference import forward
+from attend.attention.reference.forward import Outputs
+from attend.attention.reference.request import Request
+from attend.check.random_cases import FEATURES, REQUEST_FEATURES, Case, Draw, Sizes, draw_options, random_case, rounded
+from attend.cli.server_check import compare_output, largest_score, outputs_of
+from attend.serving.admission import Admission, ServingLimits
+from attend.serving.casting import numpy_of
+from attend.serving.layers.registry import LayerRegistry, LoadedLayer
+from attend.serving.requests import BoundCall
+from attend.serving.sessions.registry import Session
+from attend.serving.sessions.steps import bind_step
+from attend.tensors import Array
+from attend.wire.codec import Decoded
 from support.cases import weights_of
 from support.waiting import PATIENCE
 
@@ -43,11 +43,11 @@ class Sequence:
         self.layer = layer or REGISTRY.make("layer", case.spec, case.weights)
         self.pool = pool or PagePool(torch.device("cpu"))
         self.session = Session("id", self.layer, KeyValueCache(case.spec, self.pool, "owner"), "owner", None, 300.0, 0.0)
-        self.outputs = [name for name in outputs_of(self.spec) if name != "latent" or caches_latent(self.spec)]
+        self.outputs = [name for name in outputs_of(self.spec) if name != "latent" or "latent" in cached_tensors(self.spec)]
         self.rows = {name: np.zeros((0, getattr(case.spec, f"{name}_dim"))) for name in ("key", "value") if self.has(name)}
         if not self.rows:
             self.rows = {"key": np.zeros((0, case.spec.query_dim))}
-        self.key_positions = np.zeros((0, 1 if case.spec.rope is None else case.spec.rope.num_axes))
+        self.key_positions = np.zeros((0, 1 if case.spec.coordinates is None else case.spec.coordinates.axes))
 
     @property
     def cache(self) -> KeyValueCache:
@@ -64,7 +64,7 @@ class Sequence:
 
     def has(self, name: str) -> bool:
         """Whether steps have a key, or a value."""
-        return name in self.case.request and (name == "key" or self.spec.latent is None)
+        return name in self.case.request and (name == "key" or "value" in cached_tensors(self.spec))
 
     def draw(self, rng: np.random.Generator, queries: int, keys: int, *features: str, appended: int | None = None) -> dict[str, Any]:
         """The fields of a step with random rows. Without a key of its own, the step has as many new keys as queries."""
@@ -72,9 +72,9 @@ class Sequence:
         total = self.length + (keys if appended is None else appended)
         members: dict[str, Any] = {"query": rng.standard_normal((queries, spec.query_dim))}
         members |= {name: rng.standard_normal((keys, getattr(spec, f"{name}_dim"))) for name in ("key", "value") if self.has(name)}
-        drawn = set(features) - ({"positions"} if spec.rope is None else set()) - ({"dropout"} if spec.differential else set())
+        drawn = set(features) - ({"positions"} if spec.rope is None else set()) - {*spec.undefined_options}
         drawn = drawn - {"key", "value"} | ({"key"} if self.has("key") else set())
-        drawn |= {"indexer"} if spec.indexer else set()  # then masks have no axis of heads
+        drawn |= {operator.field for operator in spec.operators if operator.same_keys_for_all_heads}  # so that masks have no axis of heads
         sizes = Sizes(None, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim, queries, total)
         members |= draw_options(Draw(rng), sizes, drawn, spec)
         if "key_positions" in members:

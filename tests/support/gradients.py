@@ -23,12 +23,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from service.attention.reference.forward import Layer, Outputs, Positions, activate, average_values, dropout_multiplier, sigmoid
-from service.attention.reference.positions import grid_vectors, position_vectors, query_factors
-from service.attention.reference.request import Request
-from service.spec import LayerSpec
-from service.spec_parts import QKNorm
-from service.tensors import Array
+from attend.attention.operators.qk_norm import QKNorm
+from attend.attention.reference.forward import Layer, Outputs, Positions, average_values, dropout_multiplier
+from attend.attention.reference.operators.grid_bias import grid_vectors
+from attend.attention.reference.operators.output_gate import activate, gate_logits
+from attend.attention.reference.operators.query_scale import query_factors
+from attend.attention.reference.operators.relative_scores import position_vectors
+from attend.attention.reference.operators.scalable_softmax import log_num_keys
+from attend.attention.reference.operators.sigmoid import sigmoid
+from attend.attention.reference.request import Request
+from attend.spec import LayerSpec
+from attend.tensors import Array
+from support.oracles import oracle_steps
 
 
 @np.errstate(invalid="ignore", over="ignore")  # as in `attend`
@@ -56,17 +62,20 @@ def gradients(spec: LayerSpec, weights: Mapping[str, Array], output_gradient: Ar
         back = _through_norm(layer, "head", QKNorm(eps=spec.differential.eps), averaged, (1 - spec.differential.lambda_init) * back)
 
     positions = layer.positions(request, forward.scores.shape)
-    through = dict(zip(inputs, _through_attention(layer, request, forward, positions, back), strict=True))
+    *through_heads, added = _through_attention(layer, request, forward, positions, back)
+    through = dict(zip(inputs, through_heads, strict=True))
     if spec.query_scale:
         through["query"] = query_factors(positions.indices, spec.query_scale) * through["query"]
     if spec.rope:  # the gradient of a rotation is the opposite rotation
-        for name, rotary in positions.rotary.items():
+        for name, rotary in positions.coordinates.items():
             if spec.qk_norm and spec.qk_norm.after_rope:
                 rotated = layer.rotate(layer.project_heads(name, inputs[name]), name, rotary)
                 through[name] = _through_norm(layer, name, spec.qk_norm, rotated, through[name])
             through[name] = layer.rotate(through[name], name, -rotary)
     input_gradients = {name: _through_projection(layer, name, inputs[name], x) for name, x in through.items()}
     input_gradients["query"] = input_gradients["query"] + through_gate
+    for name, x in added.items():
+        input_gradients[name] = input_gradients[name] + x
     return {f"{name}_gradient": x if request.batched else x[0] for name, x in input_gradients.items()}
 
 
@@ -75,7 +84,7 @@ def _through_gate(layer: Layer, query: Array, heads: Array, back: Array) -> tupl
 
     A headwise gate has one column of Z for all columns of H, so their gradients are summed.
     """
-    gate, logits = layer.spec.output_gate, layer.gate_logits(query)
+    gate, logits = layer.spec.output_gate, gate_logits(layer, query)
     assert gate is not None
     slope = sigmoid(logits) if gate.activation == "softplus" else sigmoid(logits) * sigmoid(-logits)
     for_logits = back * heads * slope
@@ -84,8 +93,11 @@ def _through_gate(layer: Layer, query: Array, heads: Array, back: Array) -> tupl
     return Layer.merge_heads(for_logits) @ layer.weights["gate.weight"], back * activate(logits, gate)
 
 
-def _through_attention(layer: Layer, request: Request, forward: Outputs, positions: Positions, back: Array) -> tuple[Array, ...]:
-    """From the gradient of the heads' outputs [b, h, q, dv] to those of their queries [b, h, q, d], keys and values [b, kv heads, k, …]."""
+def _through_attention(layer: Layer, request: Request, forward: Outputs, positions: Positions, back: Array) -> tuple[Any, ...]:
+    """From the gradient of the heads' outputs [b, h, q, dv] to those of their queries [b, h, q, d], keys and values [b, kv heads, k, …].
+
+    The last item has what biases add to the gradients of inputs, by name.
+    """
     spec, scale, cap = layer.spec, layer.scale(request), layer.softcap(request)
     q, k, v = (layer.repeat_kv_heads(x) for x in (forward.query_projection, forward.key_projection, forward.value_projection))
     blocked = np.isneginf(forward.scores)
@@ -96,20 +108,30 @@ def _through_attention(layer: Layer, request: Request, forward: Outputs, positio
 
     for_values = forward.attention_weights.swapaxes(-1, -2) @ back
     for_weights = np.where(blocked, 0.0, multiplier * (back @ v.swapaxes(-1, -2)))
+    for step in oracle_steps(spec, "through_mix_weights"):
+        for_weights = step(layer, np.where(forward.fully_masked[..., None], 0.0, for_weights))
+    added: dict[str, Array] = {}
     for_queries, for_keys = [], []
-    for i, (factor, queries, keys) in enumerate(zip(layer.softmax_factors(), layer.softmax_parts(q), layer.softmax_parts(k), strict=True)):
-        for_scores = factor * _through_normalizer(spec, forward.normalised[:, i], for_weights) * layer.log_num_keys(blocked)
+    for i, (factor, queries, keys) in enumerate(zip(layer.factors(), layer.split(q), layer.split(k), strict=True)):
+        for_scores = factor * _through_normalizer(spec, forward.normalised[:, i], for_weights)
+        if spec.normalizer == "scalable_softmax":
+            for_scores = for_scores * log_num_keys(blocked)
+        for step in oracle_steps(spec, "through_bias_of_visible"):
+            for name, x in step(layer, request, positions, np.where(blocked, 0.0, for_scores), blocked).items():
+                added[name] = added.get(name, 0.0) + x
         for_query: Array | float = 0.0 if vectors is None else np.einsum("bhij,bijd->bhid", for_scores, vectors)
+        for step in oracle_steps(spec, "through_score"):
+            for_scores = step(layer, np.where(blocked, 0.0, for_scores))
         if cap:
             slope = 1 - np.tanh(scale * layer.raw_scores(queries, keys, positions.ahead) / cap) ** 2
-            for_scores = np.where(blocked, 0.0, for_scores * slope)
+            for_scores = np.where(for_scores == 0, 0.0, for_scores * slope)  # blocked keys may be NaN
         for_queries.append(scale * average_values(for_scores, keys) + for_query)
         for_keys.append(scale * (for_scores.swapaxes(-1, -2) @ queries))
         if spec.relative_scores:
             through_terms = _through_relative_terms(layer, scale * for_scores, positions.ahead)
             for_queries[i], for_keys[i] = for_queries[i] + through_terms[0], for_keys[i] + through_terms[1]
     by_kv_head = (_sum_over_groups(x, spec.num_kv_heads) for x in (np.concatenate(for_keys, axis=-1), for_values))
-    return np.concatenate(for_queries, axis=-1), *by_kv_head
+    return np.concatenate(for_queries, axis=-1), *by_kv_head, added
 
 
 def _through_normalizer(spec: LayerSpec, weights: Array, back: Array) -> Array:
@@ -150,7 +172,7 @@ def _through_projection(layer: Layer, name: str, x: Array, back: Array) -> Array
 
 
 def _through_latent(layer: Layer, name: str, x: Array, back: Array) -> Array:
-    """Reverses `latent_heads`. The part of the keys that all heads share has the sum of their gradients."""
+    """Reverses latent attention's `project`. The part of the keys that all heads share has the sum of their gradients."""
     latent, weights = layer.spec.latent, layer.weights
     assert latent is not None
     direct = np.zeros(1)

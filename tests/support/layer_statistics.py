@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from service.serving.executor import Execution
-from service.serving.metrics import Phases
-from service.serving.statistics import LayerStatistics
+from attend.serving.executor import Execution
+from attend.serving.metrics import Phases
+from attend.serving.statistics import LayerStatistics
 
 PHASES = Phases(decode=0.25, queue=0.5, compute=1.0, encode=0.125)
 

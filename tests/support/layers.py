@@ -1,18 +1,18 @@
 """A layer with and without a path for short calls, calls of it, and requests as JSON."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from service.attention.call import Call
-from service.attention.initialization import draw_weights
-from service.attention.layer import MultiHeadAttention
-from service.attention.masks import Masks
-from service.attention.short import OUTPUTS
-from service.spec import LayerSpec
+from attend.attention.call import Call
+from attend.attention.initialization import draw_weights
+from attend.attention.kernels.short import ShortKernel
+from attend.attention.layer import MultiHeadAttention
+from attend.attention.masks import Masks
+from attend.spec import LayerSpec
+from support import calls
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
@@ -31,7 +31,8 @@ def call_of(layer: MultiHeadAttention, batch: int, rows: int, seed: int = 0, **f
     """Self-attention, unless `fields` say otherwise."""
     query = torch.randn(batch, rows, layer.spec.d_model, generator=torch.Generator().manual_seed(seed), dtype=layer.dtype)
     masks = fields.pop("masks", rows_masks(rows, aligned=True))
-    return replace(Call(query, query, query, masks, layer.spec.scale, OUTPUTS), **fields)
+    inputs = [fields.pop(name, query) for name in ("query", "key", "value")]
+    return calls.call_of(*inputs, masks, layer.spec.scale, fields.pop("outputs", ShortKernel.declaration.outputs), **fields)
 
 
 def rows_masks(rows: int, **fields: Any) -> Masks:

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 from safetensors.numpy import save, save_file
 
-from service.tensors import Array
+from attend.tensors import Array
 from support.framework_cases import SAFETENSORS, array
 
 FOLDER = Path(__file__).parent.parent / "golden" / "models"

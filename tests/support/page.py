@@ -6,9 +6,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from support.browser import Visit
+from support.browser import SENTENCE, Visit
 
-SENTENCE = "The cat sat on the mat because it was tired"
 WORDS = SENTENCE.split()
 BeginVisit = Callable[..., Visit]
 

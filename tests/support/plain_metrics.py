@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from service.attention.reference.forward import Outputs
-from service.tensors import Array
+from attend.attention.reference.forward import Outputs
+from attend.tensors import Array
 
 
 class Item:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.serving.threads import usable_cores
+from attend.serving.threads import usable_cores
 from support.server import Server
 from support.waiting import PATIENCE, until
 

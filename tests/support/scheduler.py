@@ -8,25 +8,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from service.attention.call import Call, Result
-from service.serving.admission import ServingLimits
-from service.serving.batching import BatchLimits
-from service.serving.calls import make_call
-from service.serving.cost import Cost
-from service.serving.executor import Outcome
-from service.serving.layers.registry import LayerRegistry, LoadedLayer
-from service.serving.metrics import Metrics
-from service.serving.queueing import LIGHT_OPERATIONS
-from service.serving.scheduler import QueueLimits, Scheduler
-from service.spec import LayerSpec
-from service.wire.problems import validate
-from service.wire.schemas.attend import AttendRequest
+from attend.attention.call import Call, Result
+from attend.attention.operations import FORWARD
+from attend.serving.admission import ServingLimits
+from attend.serving.batching import BatchLimits, batch_key
+from attend.serving.calls import make_call
+from attend.serving.cost import Cost
+from attend.serving.executor import Outcome
+from attend.serving.layers.registry import LayerRegistry, LoadedLayer
+from attend.serving.metrics import Metrics
+from attend.serving.queueing import INLINE_OPERATIONS
+from attend.serving.scheduler import QueueLimits, Scheduler
+from attend.spec import LayerSpec
+from attend.wire.problems import validate
+from attend.wire.schemas.attend import AttendRequest
 from support.waiting import PATIENCE
 
 SPEC = LayerSpec(d_model=6, num_heads=3, seed=1)
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 REAL = REGISTRY.make("layer", SPEC)
-HEAVY = LIGHT_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
+HEAVY = INLINE_OPERATIONS + 1  # operations of a call that the event loop leaves to the device's thread
 ANSWER_SECONDS = 5  # a call must end in this time once nothing delays it
 
 
@@ -87,7 +88,8 @@ class Harness:
         call = request(1) if call is None else call
         layer = knobs.pop("layer", self.layer)
         cost = Cost({}, operations, 0, memory, 0)
-        return asyncio.get_running_loop().create_task(self.scheduler.submit(layer, call, cost, **knobs))
+        key = batch_key(layer, call, knobs.get("operation", FORWARD))
+        return asyncio.get_running_loop().create_task(self.scheduler.submit(layer, call, cost, key=key, **knobs))
 
     async def occupy(self) -> asyncio.Task[Outcome]:
         """Close the gate and submit a call that waits there, so that the device is busy."""

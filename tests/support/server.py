@@ -14,7 +14,7 @@ from typing import TextIO
 
 FLAGS = ("--port", "0", "--log-format", "json", "--drain-seconds", "0")
 FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(["__main__", "pytest", "service.cli.processes"])
+FORKS.set_forkserver_preload(["__main__", "pytest", "attend.cli.processes"])
 
 
 class ForkedProcess(FORKS.Process):  # type: ignore[name-defined,misc]
@@ -60,7 +60,7 @@ class Server:
 
 def start_server(*flags: str, env: dict[str, str] | None = None) -> Server:
     """Starts a server as a user does, in three seconds, and returns once it is ready. Raises AssertionError with its log if it never is."""
-    command = [sys.executable, "-m", "service", "serve", *FLAGS, *flags]
+    command = [sys.executable, "-m", "attend", "serve", *FLAGS, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
     assert process.stderr is not None
     return _ready(Server(process), process.stderr)
@@ -86,7 +86,7 @@ def _serve(flags: list[str], env: dict[str, str], stderr: Connection) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.argv = ["attend", "serve", *flags]
-    from service.cli import main
+    from attend.cli import main
 
     main()
 

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
 from support.raw_http import connect
 from support.server import Server, fork_server
 

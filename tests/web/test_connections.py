@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 import trustme
 import uvicorn
-from support.raw_http import BODY, HEAD, connect, failures, held_bytes, read_to_end, refusal, requests
-from support.server import Server
-from support.waiting import PATIENCE, until
 from uvicorn.loops.auto import auto_loop_factory
 from uvicorn.server import ServerState
 
-from service.client.connection import LIMITS
-from service.settings import Settings
-from service.web.connections import SEND_BYTES, Connection, SlowPeerTimer, connection_of
+from attend.client.connection import LIMITS
+from attend.settings import Settings
+from attend.web.connections import CONNECTION_KEY, OPTIONS_KEY, SEND_BYTES, TURN_BYTES, Connection, ConnectionOptions, SlowPeerTimer
+from support.raw_http import BODY, HEAD, connect, failures, held_bytes, read_to_end, refusal, requests
+from support.server import Server
+from support.waiting import PATIENCE, until
 
 MANY = 1000
 
@@ -157,10 +157,11 @@ def test_the_header_upgrade_is_ignored(server: Server, upgrade: bytes, chunked: 
     ("sent", "got"),
     [
         (b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", "CONNECT"),
+        (b"ATTEND /attend HTTP/1.1\r\nHost: localhost\r\n\r\n", "ATTEND"),
         (b"POST /attend HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", "gzip, chunked"),
         (b"POST /attend HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n", "gzip, chunked"),
     ],
-    ids=["CONNECT", "a list of codings", "two headers"],
+    ids=["CONNECT", "an unknown method", "a list of codings", "two headers"],
 )
 def test_unsupported_methods_and_transfer_codings_are_501(server: Server, sent: bytes, got: str) -> None:
     """The bytes after such a head are not read as a request."""
@@ -395,16 +396,16 @@ class Loop:
 def connection_without_socket(timeout: float = 10.0) -> tuple[Connection, Transport, Loop]:
     """A connection, its transport, and its event loop, whose clock is at 0."""
     loop, transport = Loop(), Transport()
-    kind = type("Watched", (Connection,), {"timer": SlowPeerTimer(timeout)})
-    return add_connection(kind, ServerState(), loop, transport), transport, loop
+    options = ConnectionOptions(SlowPeerTimer(timeout))
+    return add_connection(options, ServerState(), loop, transport), transport, loop
 
 
-def add_connection(kind: type[Connection], state: ServerState, loop: Loop, transport: Transport) -> Connection:
+def add_connection(options: ConnectionOptions, state: ServerState, loop: Loop, transport: Transport) -> Connection:
     """Another connection of the same server."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
-    connection = kind(uvicorn.Config(app, lifespan="off", log_config=None), state, {}, loop)  # type: ignore[arg-type]
+    connection = Connection(uvicorn.Config(app, lifespan="off", log_config=None), state, {OPTIONS_KEY: options}, loop)
     connection.connection_made(transport)  # type: ignore[arg-type]
     return connection
 
@@ -451,7 +452,7 @@ def test_a_client_that_reads_slowly_but_steadily_is_not_disconnected() -> None:
 def test_an_exception_in_one_check_does_not_stop_the_others() -> None:
     async def test() -> None:
         connection, transport, loop = connection_without_socket()
-        faulty = add_connection(type(connection), connection.server_state, loop, Transport())
+        faulty = add_connection(ConnectionOptions(connection.timer), connection.server_state, loop, Transport())
         faulty.check_progress = None  # type: ignore[assignment,method-assign]
         connection.data_received(b"POST /att")
         for _ in range(12):
@@ -471,8 +472,7 @@ def test_the_transport_buffers_one_piece_of_a_long_reply(tls: bool) -> None:
     most, left, is_sent = [0], [-1], asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        connection = connection_of(scope)
-        assert connection is not None
+        connection = scope["state"][CONNECTION_KEY]
 
         async def piece(message: Any) -> None:
             await send(message)
@@ -556,8 +556,6 @@ def test_an_idle_connection_is_closed_after_the_keep_alive_timeout(start: Callab
 
 def test_the_event_loop_runs_other_tasks_between_pieces_of_a_reply() -> None:
     """Even if the peer reads so fast that sending never waits."""
-    connection = Connection.__new__(Connection)
-    connection.lost, connection._sent = False, 0
     order: list[str] = []
 
     async def send(message: Any) -> None:
@@ -569,9 +567,11 @@ def test_the_event_loop_runs_other_tasks_between_pieces_of_a_reply() -> None:
             await asyncio.sleep(0)
 
     async def reply() -> None:
+        connection, _, _ = connection_without_socket()
         task = asyncio.create_task(others())
-        await connection.send(send, {"type": "http.response.body", "body": bytes(4 * SEND_BYTES)})
+        await connection.send(send, {"type": "http.response.body", "body": bytes(3 * TURN_BYTES)})
         task.cancel()
 
     asyncio.run(reply())
-    assert "".join(order).count("pieceturn") == order.count("piece") == 4
+    pieces_of_a_turn = ["piece"] * (TURN_BYTES // SEND_BYTES)
+    assert order == [*pieces_of_a_turn, "turn"] * 3

@@ -4,12 +4,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.app import application
 
-from service.serving import documents
-from service.serving.engine import Engine
-from service.serving.layers.registry import LayerRegistry
-from service.settings import Settings
+from attend.serving import layer_requests
+from attend.serving.engine import Engine
+from attend.serving.layers.registry import LayerRegistry
+from attend.settings import Settings
+from support.app import application
 
 QUERY = {"query": [[0.5] * 4]}
 V2 = {"inputs": [{"name": "query", "shape": [1, 1, 4], "datatype": "FP32", "data": [0.5] * 4}]}
@@ -20,9 +20,9 @@ PLACES: list[tuple[str, str, Any, Any, str]] = [  # of each a request, and what 
     ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Engine, "decode"),
     ("POST", "/attend/plan", QUERY, Engine, "decode"),
     ("POST", "/attend/figure", {**QUERY, "figure": {}}, Engine, "decode"),
-    ("POST", "/words", {"text": "a cat"}, documents, "_decode_members"),
+    ("POST", "/words", {"text": "a cat"}, layer_requests, "_decode_members"),
     ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, LayerRegistry, "make"),
-    ("GET", "/layers/default/weights", None, documents, "write_layer_file"),
+    ("GET", "/layers/default/weights", None, layer_requests, "write_layer_file"),
     ("POST", "/v2/models/default/infer", V2, Engine, "decode"),
     ("POST", "/v2/repository/models/new/load", LOAD, LayerRegistry, "make"),
 ]

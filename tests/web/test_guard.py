@@ -5,11 +5,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.app import answers
 
-from service.settings import Settings
-from service.web.guard import hostname, scopes_for
-from service.web.keys import make_key, write_keys
+from attend.settings import Settings
+from attend.web.guard import hostname
+from attend.web.keys import make_key, write_keys
+from support.app import answers
 
 QUERY = {"query": [[0.25] * 64] * 3}
 PAGE = "http://evil.example"
@@ -58,6 +58,20 @@ def test_hosts_and_origins_can_be_allowed() -> None:
     assert "x-request-id" in allowed.headers["access-control-expose-headers"].lower()
 
 
+def test_a_preflight_request_is_counted_and_has_the_headers_of_every_reply() -> None:
+    """It needs no key; one from another origin is refused."""
+    preflight = {"method": "OPTIONS", "url": "/attend", "headers": {"Origin": PAGE, "Access-Control-Request-Method": "POST"}}
+    refused = {**preflight, "headers": {**preflight["headers"], "Origin": "http://third.example"}}
+    answer, other, metrics = answers(
+        Settings(cors_origins=PAGE, access_log=False), preflight, refused, {"method": "GET", "url": "/metrics"}
+    )
+    assert (answer.status_code, other.status_code) == (200, 400)
+    for each in (answer, other):
+        assert each.headers["x-request-id"] and each.headers["x-content-type-options"] == "nosniff"
+    for status in (200, 400):
+        assert f'attend_requests_total{{endpoint="/attend",status="{status}"}} 1.0' in metrics.text
+
+
 def test_a_star_allows_all_hosts_and_origins(tmp_path: Path) -> None:
     """With keys any host is allowed, since pages have no key."""
     post = {"method": "POST", "url": "/attend", "json": QUERY, "headers": {"Origin": PAGE, "Host": "any.example"}}
@@ -93,10 +107,3 @@ def test_every_reply_forbids_content_sniffing_and_the_docs_framing(http: httpx.C
 )
 def test_hostname_removes_the_port(header: str, name: str) -> None:
     assert hostname(header) == name
-
-
-def test_routes_without_a_rule_need_the_scope_admin() -> None:
-    assert scopes_for("POST", "/v2/repository/models/tiny/load") == {"admin"}
-    assert scopes_for("POST", "/v2/models/tiny/infer") == {"infer"}
-    assert scopes_for("PATCH", "/layers/tiny") == {"admin"}
-    assert scopes_for("GET", "/v2/health/ready") == frozenset()

@@ -9,15 +9,15 @@ import grpc
 import httpx
 import pytest
 import typer
-from support.app import answers
-from support.command import run_attend
-from support.server import Server, fork_server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner, Result
 
-from service.cli import keys
-from service.settings import Settings
-from service.web.keys import BadKeys, Keyring, digest, make_key, read_keys, write_keys
+from attend.cli import keys
+from attend.settings import Settings
+from attend.web.keys import BadKeys, Keyring, digest, make_key, read_keys, write_keys
+from support.app import answers
+from support.command import run_attend
+from support.server import Server, fork_server
 
 SCOPES = ("infer", "admin", "metrics")
 SPEC = {"spec": {"d_model": 4, "num_heads": 2}}
@@ -36,8 +36,14 @@ ASKS: list[tuple[str, str, set[str]]] = [  # method, path, and the scopes that o
     ("GET", "/docs", set(SCOPES)),
     ("HEAD", "/layers", set(SCOPES)),
     ("GET", "/no/such/page", set(SCOPES)),
-    ("POST", "/no/such/page", {"admin"}),
-    ("OPTIONS", "/attend", {"admin"}),
+    ("POST", "/no/such/page", set(SCOPES)),  # 404
+    ("OPTIONS", "/attend", set(SCOPES)),  # 405
+    ("GET", "/docs/swagger-ui.css", set(SCOPES)),
+    ("POST", "/v2/models/default/infer", {"infer"}),
+    ("POST", "/v2/models/default/infer/", {"infer"}),
+    ("POST", "/v2/models/default/versions/1/infer/", {"infer"}),
+    ("GET", "/v2/models/default/versions/1/config/", set(SCOPES)),
+    ("POST", "/v2/repository/models/nobody/unload/", {"admin"}),
 ]
 
 
@@ -130,7 +136,7 @@ def test_every_documented_route_but_health_requires_a_key(guarded: Guarded) -> N
             assert (status == 401) == ("/health/" not in path), (method, path, status)
 
 
-@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/health/startup"])
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/health/startup", "/v2/health/live", "/v2/health/ready/"])
 def test_health_requires_no_key(guarded: Guarded, path: str) -> None:
     assert guarded.call("GET", path).status_code == 200
 
@@ -183,7 +189,7 @@ def test_attend_keys_refuses_invalid_arguments(tmp_path: Path) -> None:
     assert attend_keys("add", "one", "--scope", "infer", file=file).exit_code == 0
     assert "already" in attend_keys("add", "one", "--scope", "admin", file=file).stderr
     assert "nobody" in attend_keys("remove", "nobody", file=file).stderr
-    assert attend_keys("list", file=tmp_path / "none").exit_code == 1
+    assert attend_keys("list", file=tmp_path / "none").exit_code == 2
     assert len(read_keys(file)) == 1
 
 

@@ -7,9 +7,9 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save
-from support.app import answers
 
-from service.settings import BadSettings, Settings, read_settings
+from attend.settings import BadSettings, Settings, read_settings
+from support.app import answers
 
 QUERY = {"query": [[[0.5] * 64] * 8] * 3}  # 3 items, 8 queries, 8 heads
 LIMITS = {  # setting -> a limit that is too low for the query, and the place of the refusal
@@ -53,6 +53,15 @@ def test_the_number_of_tensors_is_limited(count: int, status: int) -> None:
     for answer in answers(Settings(max_tensors=16, access_log=False), binary, text):
         assert answer.status_code == status
         assert ("max_tensors" in answer.text) == (status == 413)
+
+
+@pytest.mark.parametrize(("count", "status"), [(62, 422), (63, 413)])
+def test_the_members_of_all_objects_are_limited(count: int, status: int) -> None:
+    """Of a body of JSON, in all: a refusal of each by its name would take long to write. The two others are those around the list."""
+    request = {"url": "/attend", "json": {"tokens": {"query": [{"unknown": 1}] * count}}}
+    (answer,) = answers(Settings(max_tensors=16, access_log=False), request)
+    assert answer.status_code == status
+    assert ("at most 64 members of objects in one body (4 x max_tensors)" in answer.text) == (status == 413)
 
 
 def test_the_index_lists_every_limit(http: httpx.Client) -> None:

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+
 from support.server import Server
 
 pytestmark = pytest.mark.browser

@@ -8,10 +8,12 @@ import grpc
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tritonclient.grpc import service_pb2_grpc
+
 from support.grpc_calls import address_of, entry, request
 from support.otlp import Receiver
+from support.raw_http import connect
 from support.server import Server
-from tritonclient.grpc import service_pb2_grpc
 
 QUERY = {"query": [[0.25] * 64] * 3}
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -27,8 +29,13 @@ def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], rece
         alone = client.post("/attend", json={"query": []}, headers={"X-Request-Id": "alone"})
         nowhere = client.request("PROPFIND", "/no/such?page=1")
         late = client.post("/attend", json=QUERY, headers={"X-Request-Timeout": "1e-9"})
-    assert (alone.status_code, nowhere.status_code, late.status_code) == (422, 404, 504)
+    assert (alone.status_code, nowhere.status_code, late.status_code) == (422, 501, 504)
+    with connect(server) as connection:
+        connection.sendall(b"ATTEND / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 501 ")
     assert server.stop() == 0
+    refused = [{pair.key: pair.value.string_value for pair in span.attributes} for span in receiver.spans if span.name == "HTTP"]
+    assert [attributes["attend.reason"] for attributes in refused if "url.path" not in attributes] == ["unsupported_message"]
 
     (span,) = [span for span in receiver.spans if span.trace_id.hex() == TRACE and span.parent_span_id.hex() == SPAN]
     assert reply.headers["traceparent"] == reply.headers["traceresponse"] == f"00-{TRACE}-{span.span_id.hex()}-01"
@@ -60,13 +67,18 @@ def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], rece
     assert span.status.code == 0 and "error.type" not in attributes and attributes["attend.reason"] == "InvalidRequest"
     span, attributes = span_of(nowhere)
     assert (span.name, attributes["http.request.method"]) == ("HTTP", "_OTHER") and attributes["http.request.method_original"] == "PROPFIND"
-    assert "http.route" not in attributes and "error.type" not in attributes and span.status.code == 0
+    assert "http.route" not in attributes and (span.status.code, attributes["error.type"]) == (2, "status_501")
     assert (attributes["url.path"], attributes["url.query"]) == ("/no/such", "page=1")
     span, attributes = span_of(late)
     assert (span.status.code, attributes["error.type"]) == (2, "DeadlinePassed")
     assert {resource["service.name"] for resource in receiver.resources} == {"attend"}
     points = {metric.name: metric for metric in receiver.metrics}
-    assert {"http.server.request.duration", "attend.phase.duration", "attend.queue.calls", "attend.layers"} <= set(points)
+    units = {"http.server.request.duration": "s", "attend.phase.duration": "s"}
+    units |= {"attend.queue.call.count": "{call}", "attend.layer.count": "{layer}"}
+    assert {name: points[name].unit for name in units} == units
+    assert not points["attend.layer.count"].sum.is_monotonic and points["attend.layer.count"].sum.data_points[0].as_int == 1
+    assert {tuple(labels_of(point)) for point in points["attend.phase.duration"].histogram.data_points} == {("attend.phase",)}
+    assert len({resource["service.instance.id"] for resource in receiver.resources}) == 1
     assert sum(point.count for point in points["attend.phase.duration"].histogram.data_points) == 4
     requests = points["http.server.request.duration"].histogram.data_points
     assert {tuple(point.explicit_bounds) for point in requests} == {
@@ -77,10 +89,10 @@ def test_traces_and_metrics_reach_a_collector(start: Callable[..., Server], rece
     assert {status: labels.get("http.route") for status, labels in by_status.items()} == {
         "200": "/attend",
         "422": "/attend",
-        "404": None,
+        "501": None,
         "504": "/attend",
     }
-    assert [status for status, labels in by_status.items() if "error.type" in labels] == ["504"]
+    assert {status for status, labels in by_status.items() if "error.type" in labels} == {"501", "504"}
     assert {labels["url.scheme"] for labels in by_status.values()} == {"http"}
 
 

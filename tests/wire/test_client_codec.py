@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from service.errors import InvalidRequest, MalformedBody
-from service.tensors import DATATYPES, datatype_of
-from service.wire.client_codec import decode_json_reply, encode_json_request
-from service.wire.codec import Reply
-from service.wire.json.reader import parse
-from service.wire.json.writer import encode_json
-from service.wire.limits import WireLimits
-from service.wire.schemas.attend import AttendRequest, ReplyOptions
-from service.wire.schemas.layers import PutLayer
+from attend.errors import InvalidRequest, MalformedBody
+from attend.tensors import DATATYPES, datatype_of
+from attend.wire.client_codec import decode_json_reply, encode_json_request
+from attend.wire.codec import Reply
+from attend.wire.json.reader import parse
+from attend.wire.json.writer import encode_json
+from attend.wire.limits import WireLimits
+from attend.wire.schemas.attend import AttendRequest, ReplyOptions
+from attend.wire.schemas.layers import PutLayer
 
 FLOATS = ["FP16", "BF16", "FP32", "FP64"]
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.errors import AttendError, MalformedBody, RequestError, TooLarge, UnsupportedMediaType
-from service.wire import compression
-from service.wire.compression import coding_of_reply, pack, unpack
+from attend.errors import AttendError, MalformedBody, RequestError, TooLarge, UnsupportedMediaType
+from attend.wire import compression
+from attend.wire.compression import coding_of_reply, pack, unpack
 
 TEXT = b'{"query": [[0.25, -1.5, 3.0]]}' * 20
 LIMIT = 10_000

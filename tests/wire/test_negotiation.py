@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.errors import NotAcceptable, UnsupportedMediaType
-from service.wire.negotiation import CODECS, JSON, SAFETENSORS, SUPPORTED, media_type_of_body, media_type_of_reply
+from attend.errors import NotAcceptable, UnsupportedMediaType
+from attend.wire.negotiation import CODECS, JSON, SAFETENSORS, SUPPORTED, media_type_of_body, media_type_of_reply
 
 ST = SAFETENSORS
 

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from service.errors import InvalidRequest
-from service.spec import LayerSpec
-from service.wire.problems import COMPARED, did_you_mean, validate
-from service.wire.schemas.analysis import AnalysisRequest
-from service.wire.schemas.attend import ADVICE, OTHER_NAMES, AttendRequest
-from service.wire.schemas.figure import FigureRequest
-from service.wire.schemas.layers import PutLayer
+from attend.errors import COMPARED, InvalidRequest, did_you_mean
+from attend.spec import LayerSpec
+from attend.wire.problems import validate
+from attend.wire.schemas.analysis import AnalysisRequest
+from attend.wire.schemas.attend import ADVICE, OTHER_NAMES, AttendRequest
+from attend.wire.schemas.figure import FigureRequest
+from attend.wire.schemas.layers import PutLayer
 
 FIELDS = {*AttendRequest.model_fields, *AnalysisRequest.model_fields, *FigureRequest.model_fields}
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import load, save
 
-from service.errors import AttendError, InvalidRequest, MalformedBody, RequestError, TooLarge
-from service.tensors import DATATYPES, Array, datatype_of
-from service.wire.codec import Reply
-from service.wire.limits import WireLimits
-from service.wire.safetensors import MAX_HEADER_BYTES, encode, parse, read_tensors, write_tensors
-from service.wire.schemas.attend import AttendRequest, ReplyOptions
+from attend.errors import AttendError, InvalidRequest, MalformedBody, RequestError, TooLarge
+from attend.tensors import DATATYPES, Array, datatype_of
+from attend.wire.codec import Reply
+from attend.wire.limits import WireLimits
+from attend.wire.safetensors import MAX_HEADER_BYTES, encode, parse, read_tensors, write_tensors
+from attend.wire.schemas.attend import AttendRequest, ReplyOptions
 
 LIMITS = WireLimits()
 KINDS = AttendRequest.tensor_kinds

@@ -1,7 +1,7 @@
 /* Random short calls and decoding steps in memory of exactly the promised sizes, so that the sanitizers see every access beyond it. Every
  * implementation must agree with a plain loop in double, and infinite and huge numbers must neither crash nor be hidden.
  *
- *     native=service/attention/native
+ *     native=service/attend/attention/native
  *     gcc -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -I$native tests/attention/native/sanitize.c \
  *         $native/{short,pages,avx512,avx2,portable}.c -lm -o sanitize && ./sanitize CALLS SEED */
 #include <math.h>
@@ -122,20 +122,24 @@ static void one_step(void)
     const int heads = kv_heads * group, is_extreme = !draw(8);
     struct page pages[MOST_PAGES];
     for (int i = 0; i < count; i++) {
-        const int rows = 1 + (int)draw(draw(2) ? 20 : 3 * BLOCK_ROWS / 2);
+        const int rows = 1 + (int)draw(draw(2) ? 20 : 3 * KEYS_PER_BLOCK / 2);
         const size_t stride = (size_t)rows * width;
         pages[i] = (struct page){random_numbers(kv_heads * stride, is_extreme ? 3e38f : 1), random_numbers(kv_heads * stride, 1), stride, rows};
     }
-    struct query query = {random_numbers((size_t)heads * width, is_extreme ? 3e38f : 1), kv_heads, group, width, 0.25f};
+    size_t all_rows = 0, row_of_page = 0;
+    for (int i = 0; i < count; i++) all_rows += pages[i].rows;
+    const float *bias = draw(2) ? random_numbers(heads * all_rows, 1) : NULL;
+    struct query query = {random_numbers((size_t)heads * width, is_extreme ? 3e38f : 1), bias, kv_heads, group, width, 0.25f};
     double *wanted = calloc((size_t)heads * width, sizeof *wanted), *totals = malloc(heads * sizeof *totals);
     for (int head = 0; head < heads; head++) {
         double most = -INFINITY, sum = 0;
         for (int pass = 0; pass < 2; pass++)
-            for (int i = 0; i < count; i++)
+            for (int i = row_of_page = 0; i < count; row_of_page += pages[i++].rows)
                 for (int row = 0; row < pages[i].rows; row++) {
                     const size_t at = head / group * pages[i].stride + (size_t)row * width;
                     double score = 0;
                     for (int j = 0; j < width; j++) score += query.scale * query.query[head * width + j] * pages[i].key[at + j];
+                    if (bias) score += bias[head * all_rows + row_of_page + row];
                     if (!pass) {
                         most = fmax(most, score);
                         continue;
@@ -155,7 +159,7 @@ static void one_step(void)
         }
     }
     for (int i = 0; i < count; i++) free((float *)pages[i].key), free((float *)pages[i].value);
-    free((float *)query.query), free(wanted), free(totals), free(output), free(log_sum_exp);
+    free((float *)query.query), free((float *)bias), free(wanted), free(totals), free(output), free(log_sum_exp);
 }
 
 int main(int count, char **arguments)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from service.attention.compare.random_cases import random_case
-from service.attention.initialization import draw_weights
-from service.attention.reference.forward import attend, softmax
-from service.spec import LayerSpec
-from service.spec_parts import PROJECTIONS
+from attend.attention.initialization import draw_weights
+from attend.attention.reference.forward import attend, softmax
+from attend.check.random_cases import random_case
+from attend.spec import LayerSpec
+from attend.spec_parts import PROJECTIONS
 
 TINY = LayerSpec(d_model=1, num_heads=1, scale=1.0, dtype="float64")  # output = weighted mean of the values themselves
 ONES = {f"{name}.weight": np.ones((1, 1)) for name in PROJECTIONS}
@@ -421,6 +421,6 @@ def test_causal_with_offset_zero_is_is_causal_of_torch(seed):
 
 
 def test_the_reference_does_not_import_torch():
-    modules = "service.attention.reference.forward, service.attention.compare.random_cases"
+    modules = "attend.attention.reference.forward, attend.check.random_cases"
     program = f"import sys; import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -5,16 +5,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from support.cases import weights_of
-from support.gradients import gradients
-from support.transformers_positions import deberta_bucket, xlnet_sinusoids
 from torch.nn import functional
 
-from service.attention.compare.random_cases import FEATURES, random_case
-from service.attention.initialization import draw_weights
-from service.attention.reference.forward import attend
-from service.spec import LayerSpec
-from service.spec_parts import PROJECTIONS
+from attend.attention.initialization import draw_weights
+from attend.attention.reference.forward import attend
+from attend.check.random_cases import FEATURES, random_case
+from attend.spec import LayerSpec
+from attend.spec_parts import PROJECTIONS
+from support.cases import weights_of
+from support.gradients import gradients
+from support.oracles import oracle_steps
+from support.transformers_positions import deberta_bucket, xlnet_sinusoids
 
 NAMES = ("query", "key", "value")
 TINY = LayerSpec(d_model=1, num_heads=1, scale=1.0, dtype="float64")
@@ -85,6 +86,8 @@ def torch_output(spec, weights, request, inputs, forward):
     bias = torch_bias(spec, weights, request, ahead)
     if spec.grid_bias:
         bias = bias + torch_grid(spec.grid_bias, weights, q, torch.arange(queries) + offset[:, None], keys)
+    for own_bias in oracle_steps(spec, "torch_bias_of_visible"):
+        bias = bias + own_bias(weights, inputs, torch.arange(queries) + offset[:, None], blocked)
     pairs = zip(torch_parts(spec, q), torch_parts(spec, k), strict=True)
     terms = torch_relative(spec, weights, q, k, ahead)
     parts = [torch_weights(spec, weights, request, *pair, terms, bias, blocked) for pair in pairs]
@@ -114,22 +117,26 @@ def torch_parts(spec, x):
 
 
 def torch_weights(spec, weights, request, q, k, terms, bias, blocked):
-    """One softmax."""
+    """One softmax, and what is done with its weights before fully masked rows are filled."""
+    empty, uniform = blocked.all(-1, keepdim=True), 1 / k.shape[2] if request.get("fully_masked") == "uniform" else 0.0
     scores = (torch.einsum("bhid,bhjd->bhij", q, k) + terms) * request.get("scale", spec.scale)
     if cap := request.get("softcap", spec.softcap):
         scores = cap * torch.tanh(scores / cap)
+    for mix in oracle_steps(spec, "torch_score"):
+        scores = mix(weights, scores)
     scores = scores + bias
     if spec.normalizer == "scalable_softmax":
         scores = scores * (~blocked).sum(-1, keepdim=True).clamp(min=1).double().log()
     if spec.normalizer == "sigmoid":
         counts = torch.tensor(in_sequence(request, scores.shape).sum(-1)).clamp(min=1)
-        sigmoids = torch.sigmoid(scores - counts.double().log()[:, None, :, None]).masked_fill(blocked, 0.0)
-        return sigmoids.masked_fill(blocked.all(-1, keepdim=True), 1 / k.shape[2] if request.get("fully_masked") == "uniform" else 0.0)
-    scores = scores.masked_fill(blocked, -torch.inf)
-    sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
-    columns = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    empty = blocked.all(dim=-1, keepdim=True)
-    return torch.softmax(columns, dim=-1)[..., :-1].masked_fill(empty, 1 / k.shape[2] if request.get("fully_masked") == "uniform" else 0.0)
+        normalised = torch.sigmoid(scores - counts.double().log()[:, None, :, None]).masked_fill(blocked, 0.0)
+    else:
+        sink = weights["sinks"] if spec.sinks else torch.full((spec.num_heads,), -1e30, dtype=torch.float64)
+        columns = torch.cat([scores.masked_fill(blocked, -torch.inf), sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+        normalised = torch.softmax(columns, dim=-1)[..., :-1].masked_fill(empty, 0.0)
+    for mix in oracle_steps(spec, "torch_mix_weights"):
+        normalised = mix(weights, normalised).masked_fill(blocked, 0.0)
+    return normalised.masked_fill(empty, uniform)
 
 
 def torch_heads(spec, weights, name, x):

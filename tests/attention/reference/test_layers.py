@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from support.cases import layer_without_projections, weights_of
 from torch.nn import functional
 
-from service.attention.compare.random_cases import random_case
-from service.attention.reference.forward import attend, normalise, softmax
-from service.spec import LayerSpec
-from service.spec_parts import QKNorm
+from attend.attention.operators.qk_norm import QKNorm
+from attend.attention.reference.forward import attend, normalise, softmax
+from attend.check.random_cases import random_case
+from attend.spec import LayerSpec
+from support.cases import layer_without_projections, weights_of
 
 
 def draw(seed, *shapes):

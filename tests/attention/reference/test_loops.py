@@ -10,10 +10,11 @@ import math
 
 import numpy as np
 import pytest
-from support.cases import weights_of
 
-from service.attention.compare.random_cases import FEATURES, random_case
-from service.attention.reference.forward import attend
+from attend.attention.reference.forward import attend
+from attend.check.random_cases import FEATURES, random_case
+from support.cases import weights_of
+from support.oracles import oracle_steps
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -49,7 +50,7 @@ def assert_agrees(spec, weights, request):
     value = request.get("value", key)
     b, h, q, k = got.scores.shape
     dropout = request.get("dropout", {"p": 0.0, "seed": 0})
-    stream = iter(np.random.RandomState(dropout["seed"]).random_sample(b * h * q * k).tolist())
+    stream = np.random.RandomState(dropout["seed"]).random_sample((b, h, q, k))
     group = spec.num_heads // spec.num_kv_heads
     for item in range(b):
         offset = offset_of(request, item, q, k)
@@ -65,32 +66,49 @@ def assert_agrees(spec, weights, request):
         if spec.latent and not spec.qk_norm:
             assert_same(got.rope_key[item], [row[: spec.latent.rope_key_dim] for row in keys[0]])
         side_by_side = [[] for _ in range(q)]
-        for n in range(h):
-            for i in range(q):
-                at = position_of(request, "query", item, i, i + offset)
-                chosen = visible_keys(spec, weights, request, (item, n, i), offset, query[item, i], key[item])
-                assert spec.indexer is None or got.indexer_mask[item, i].tolist() == [j in chosen for j in range(k)]
-                mine = query_factor(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, position=at)
-                assert_same(got.query_projection[item, n, i], mine)
-                attention_weights, log_sum_exp = np.zeros(k), 0.0
-                for part, factor in reversed([*enumerate(softmax_factors(spec, weights))]):
-                    pairs = [(halves(spec, mine)[part], halves(spec, keys[n // group][j])[part]) for j in range(k)]
-                    scores = [score(spec, weights, request, (item, n, i, j), offset, *pair) for j, pair in enumerate(pairs)]
-                    scores = [s if j in chosen else -math.inf for j, s in enumerate(scores)]
-                    scores = scaled_by_count(spec, scores, sum(in_sequence(request, item, i, j, q) for j in range(k)))
-                    own_weights, log_sum_exp = normalised(scores, weights["sinks"][n] if spec.sinks else -math.inf)
+        for i in range(q):
+            at = position_of(request, "query", item, i, i + offset)
+            mine = [query_factor(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, at) for n in range(h)]
+            assert_same(got.query_projection[item, :, i], mine)
+            chosen = [visible_keys(spec, weights, request, (item, n, i), offset, query[item, i], key[item]) for n in range(h)]
+            assert spec.indexer is None or got.indexer_mask[item, i].tolist() == [j in chosen[0] for j in range(k)]
+            attention_weights, log_sums = np.zeros((h, k)), [0.0] * h
+            for part, factor in reversed([*enumerate(softmax_factors(spec, weights))]):
+                scores, own = np.zeros((h, k)), [halves(spec, x)[part] for x in mine]
+                for j in range(k):
+                    raw = [
+                        score(spec, weights, request, (item, n, i, j), offset, own[n], halves(spec, keys[n // group][j])[part])
+                        for n in range(h)
+                    ]
+                    for mix in oracle_steps(spec, "score"):
+                        raw = mix(weights, raw)
+                    more = [added(spec, weights, request, (item, n, i, j), offset, own[n]) for n in range(h)]
+                    scores[:, j] = [s + m if j in chosen[n] else -math.inf for n, (s, m) in enumerate(zip(raw, more, strict=True))]
+                for bias, n in itertools.product(oracle_steps(spec, "bias_of_visible"), range(h)):
+                    scores[n] += bias(weights, n, i + offset, scores[n] > -math.inf, key[item])
+                rows = []
+                for n in range(h):
+                    real = sum(in_sequence(request, item, i, j, q) for j in range(k))
+                    scores[n] = scaled_by_count(spec, scores[n].tolist(), real)
+                    own_weights, log_sums[n] = normalised(scores[n].tolist(), weights["sinks"][n] if spec.sinks else -math.inf)
                     if spec.normalizer == "sigmoid":
-                        own_weights = [1 / (1 + math.exp(-s)) if s > -math.inf else 0.0 for s in scores]
+                        own_weights = [1 / (1 + math.exp(-s)) if s > -math.inf else 0.0 for s in scores[n]]
                     assert_same(got.normalised[item, part, n, i], own_weights)
-                    if math.isinf(log_sum_exp) and request.get("fully_masked") == "uniform":
-                        own_weights = [1 / k] * k
-                    attention_weights += factor * np.array(own_weights)
-                assert_same(got.scores[item, n, i], scores)
-                assert got.log_sum_exp[item, n, i] == pytest.approx(log_sum_exp, rel=1e-9, abs=1e-9)
-                assert got.fully_masked[item, n, i] == math.isinf(log_sum_exp)
-                attention_weights = [w / (1 - dropout["p"]) if next(stream) >= dropout["p"] else 0.0 for w in attention_weights]
-                assert_same(got.attention_weights[item, n, i], attention_weights)
-                mean = sum((w * v for w, v in zip(attention_weights, values[n // group], strict=True)), np.zeros(spec.value_head_dim))
+                    rows.append(own_weights)
+                for mix in oracle_steps(spec, "mix_weights"):
+                    rows = mix(weights, rows, np.isneginf(scores))
+                for n in range(h):
+                    if math.isinf(log_sums[n]):
+                        rows[n] = [1 / k if request.get("fully_masked") == "uniform" else 0.0] * k
+                    attention_weights[n] += factor * np.array(rows[n])
+            for n in range(h):
+                assert_same(got.scores[item, n, i], scores[n])
+                assert got.log_sum_exp[item, n, i] == pytest.approx(log_sums[n], rel=1e-9, abs=1e-9)
+                assert got.fully_masked[item, n, i] == math.isinf(log_sums[n])
+                kept = stream[item, n, i] >= dropout["p"]
+                own = [w / (1 - dropout["p"]) if keep else 0.0 for w, keep in zip(attention_weights[n], kept, strict=True)]
+                assert_same(got.attention_weights[item, n, i], own)
+                mean = sum((w * v for w, v in zip(own, values[n // group], strict=True)), np.zeros(spec.value_head_dim))
                 mean = differential_norm(spec, weights, mean)
                 factor = np.broadcast_to(request.get("head_scale", 1.0), (b, h))[item, n] * gate(spec, weights, query[item, i], n)
                 assert_same(got.head_outputs[item, n, i], factor * mean)
@@ -141,8 +159,8 @@ def visible_keys(spec, weights, request, of_query, offset, query, keys):
     everything = set(range(len(keys)))
     if spec.indexer is None:
         return everything
-    nothing = spec.model_copy(update=dict.fromkeys(("alibi", "relative_bias", "grid_bias", "relative_scores", "softcap")))
-    free = [j for j in everything if score(nothing, weights, request, (*of_query, j), offset, np.zeros(1), np.zeros(1)) > -math.inf]
+    nothing = spec.model_copy(update=dict.fromkeys(("alibi", "relative_bias", "grid_bias")))
+    free = [j for j in everything if added(nothing, weights, request, (*of_query, j), offset, np.zeros(1)) > -math.inf]
     rows = latent(spec, weights, "query", query)
     best = []
     for j in free:
@@ -273,20 +291,25 @@ def frequency(rope, i):
 
 
 def score(spec, weights, request, place, offset, query, key):
-    """The score of one query and one key: scale, softcap, biases, masks."""
-    item, n, i, j = place
+    """The score of one query and one key, after scale and softcap."""
+    _, n, i, j = place
     product = math.fsum(query * key) + relative(spec, weights, n, i + offset - j, query, key)
     raw = product * request.get("scale", spec.scale)
     cap = request.get("softcap", spec.softcap)
-    capped = cap * math.tanh(raw / cap) if cap else raw
-    ahead = j - (i + offset)
+    return cap * math.tanh(raw / cap) if cap else raw
+
+
+def added(spec, weights, request, place, offset, query):
+    """What is added to the score of one query and one key: biases, and -inf where it is blocked."""
+    item, n, i, j = place
+    ahead, total = j - (i + offset), 0.0
     if "bias" in request:
-        capped += pick(request["bias"], place)
+        total += pick(request["bias"], place)
     if spec.alibi:
-        capped -= slopes(spec.num_heads)[n] * abs(ahead)
+        total -= slopes(spec.num_heads)[n] * abs(ahead)
     if spec.relative_bias:
-        capped += weights["relative_bias"][bucket(ahead, spec.relative_bias), n]
-    capped += grid_bias(spec.grid_bias, weights, query, n, i + offset, j)
+        total += weights["relative_bias"][bucket(ahead, spec.relative_bias), n]
+    total += grid_bias(spec.grid_bias, weights, query, n, i + offset, j)
     windows = [spec.window.model_dump() if spec.window else {}, request.get("window", {})]
     blocked = [
         not pick(request.get("attend_mask", np.ones((1, 1))), place),
@@ -298,7 +321,7 @@ def score(spec, weights, request, place, offset, query, key):
         *(window.get("left") is not None and -ahead > window["left"] for window in windows),
         *(window.get("right") is not None and ahead > window["right"] for window in windows),
     ]
-    return -math.inf if any(blocked) else capped
+    return -math.inf if any(blocked) else total
 
 
 def relative(spec, weights, n, distance, query, key):

@@ -5,14 +5,19 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+
+from attend.attention.operators.relative_scores import RelativeScores
+from attend.attention.operators.rope import Rope, RopeScaling
+from attend.attention.operators.t5_bias import RelativeBias
+from attend.attention.reference.forward import attend
+from attend.attention.reference.operators.alibi import alibi_slopes
+from attend.attention.reference.operators.relative_scores import distance_buckets
+from attend.attention.reference.operators.rope import frequencies, rotate_part
+from attend.attention.reference.operators.t5_bias import relative_buckets
+from attend.check.random_cases import FEATURES, random_case
+from attend.spec import LayerSpec
 from support.cases import layer_without_projections, weights_of
 from support.transformers_positions import deberta_bucket
-
-from service.attention.compare.random_cases import FEATURES, random_case
-from service.attention.reference.forward import attend
-from service.attention.reference.positions import alibi_slopes, distance_buckets, frequencies, relative_buckets, rotate
-from service.spec import LayerSpec
-from service.spec_parts import RelativeBias, RelativeScores, Rope, RopeScaling
 
 
 def scores(spec, q, k, weights=None, **request):
@@ -128,9 +133,9 @@ def test_rope_rotates_unit_vectors_by_the_expected_angles():
     c, s, c10, s10 = np.cos(1), np.sin(1), np.cos(0.1), np.sin(0.1)
     units = np.eye(4)[None, None]
     positions = np.ones((1, 4))
-    halves = rotate(units, positions, Rope(theta=100.0, dims=4))[0, 0]
+    halves = rotate_part(units, positions, Rope(theta=100.0, dims=4))[0, 0]
     np.testing.assert_allclose(halves, [[c, 0, s, 0], [0, c10, 0, s10], [-s, 0, c, 0], [0, -s10, 0, c10]], atol=1e-15)
-    interleaved = rotate(units, positions, Rope(theta=100.0, dims=4, interleaved=True))[0, 0]
+    interleaved = rotate_part(units, positions, Rope(theta=100.0, dims=4, interleaved=True))[0, 0]
     np.testing.assert_allclose(interleaved, [[c, s, 0, 0], [-s, c, 0, 0], [0, 0, c10, s10], [0, 0, -s10, c10]], atol=1e-15)
 
 
@@ -140,14 +145,14 @@ def test_rope_is_a_product_of_complex_numbers(interleaved, dims):
     """Su et al.: complex numbers times exp(i · position · frequency). Numbers beyond `dims` do not change."""
     rng = np.random.default_rng(dims)
     x, positions = rng.standard_normal((3, 2, 5, 8)), rng.integers(-50, 50, (3, 5))
-    got = rotate(x, positions, Rope(dims=dims, interleaved=interleaved))
+    got = rotate_part(x, positions, Rope(dims=dims, interleaved=interleaved))
     points = np.stack(np.split(x[..., :dims], 2, axis=-1), axis=-1) if not interleaved else x[..., :dims].reshape(3, 2, 5, -1, 2)
     angles = positions[:, None, :, None] * 10000.0 ** (-2 * np.arange(dims // 2) / dims)
     turned = (points[..., 0] + 1j * points[..., 1]) * np.exp(1j * angles)
     parts = np.stack([turned.real, turned.imag], axis=-1 if interleaved else -2).reshape(3, 2, 5, dims)
     np.testing.assert_allclose(got, np.concatenate([parts, x[..., dims:]], axis=-1), atol=1e-13)
     np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-13)
-    np.testing.assert_allclose(rotate(got, -positions, Rope(dims=dims, interleaved=interleaved)), x, atol=1e-13)
+    np.testing.assert_allclose(rotate_part(got, -positions, Rope(dims=dims, interleaved=interleaved)), x, atol=1e-13)
 
 
 def test_queries_are_at_their_offset_and_keys_at_their_index():
@@ -178,8 +183,8 @@ def test_interleaved_and_half_split_rope_agree_after_permuting_rows():
 
 def test_linear_scaling_divides_positions():
     x = np.random.default_rng(2).standard_normal((1, 1, 5, 8))
-    slow = rotate(x, np.arange(5)[None] * 4, Rope(dims=8, scaling=RopeScaling(type="linear", factor=4.0)))
-    np.testing.assert_allclose(slow, rotate(x, np.arange(5)[None], Rope(dims=8)), atol=1e-14)
+    slow = rotate_part(x, np.arange(5)[None] * 4, Rope(dims=8, scaling=RopeScaling(type="linear", factor=4.0)))
+    np.testing.assert_allclose(slow, rotate_part(x, np.arange(5)[None], Rope(dims=8)), atol=1e-14)
 
 
 @pytest.mark.parametrize(

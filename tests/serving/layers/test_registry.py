@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
 from support.waiting import until
 
 NAME = "changing"

@@ -1,5 +1,6 @@
 """Layers stored in a folder: restarts, crashes while writing, full disks, and several processes that share the folder."""
 
+import errno
 import json
 import os
 import resource
@@ -18,12 +19,14 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+from attend.serving.layers.registry import LayerRegistry, LoadedLayer
+from attend.serving.layers.store import Claim, LayerStore
+from attend.settings import Settings
 from support.app import serve_here
 from support.processes import several_workers
 from support.server import Server
-
-from service.serving.layers.store import Claim, LayerStore
-from service.settings import Settings
+from support.waiting import PATIENCE
 
 Start = Callable[..., Server]
 TINY = {"spec": {"d_model": 4, "num_heads": 2, "seed": 1}}
@@ -223,10 +226,10 @@ WRITER = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from service.serving.layers import store
-from service.serving.layers.registry import LayerRegistry
-from service.serving.admission import ServingLimits
-from service.spec import LayerSpec
+from attend.serving.layers import store
+from attend.serving.layers.registry import LayerRegistry
+from attend.serving.admission import ServingLimits
+from attend.spec import LayerSpec
 
 kept = store.LayerStore(Path(sys.argv[1]), 1 << 20)
 registry = LayerRegistry(torch.device("cpu"), ServingLimits())
@@ -317,6 +320,25 @@ def test_a_disk_too_full_to_announce_the_change_changes_nothing(start: Start, tm
     removed = ask(server, "DELETE", "/layers/mine")
     assert removed.status_code == 507 and "as they were" not in removed.json()["detail"] and "has changed" in removed.json()["detail"]
     assert files(tmp_path) == []
+
+
+def test_a_process_starts_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot record which changes it has applied: others wait for it until the disk has room."""
+    store, other = LayerStore(tmp_path, 1 << 20), LayerStore(tmp_path, 1 << 20)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        store.open()
+        store.coordinator.acknowledge(1)
+    other.open()
+    assert other.coordinator.behind(1) == 1
+    store.coordinator.acknowledge(1)
+    assert other.coordinator.behind(1) == 0
+    store.close()
+    other.close()
 
 
 @several_workers
@@ -418,10 +440,55 @@ def test_servers_that_share_a_folder_apply_each_others_changes(start: Start, tmp
         late = ask(first, "PUT", "/layers/mine", json=TINY, headers={"X-Request-Timeout": "0.3"})
         assert late.status_code == 504 and "is stored, but 1 of" in late.json()["detail"]
         assert ask(first, "GET", "/layers/mine").status_code == 200
+        for change in ("unload", "load"):  # the model repository of the Open Inference Protocol
+            late = ask(first, "POST", f"/v2/repository/models/mine/{change}", headers={"X-Request-Timeout": "0.3"})
+            assert late.status_code == 504 and "is stored, but 1 of" in late.json()["error"], late.text
     finally:
         os.kill(second.process.pid, signal.SIGKILL)
         second.process.wait(20)
     put(first, "mine", OTHER, 200)
+
+
+def test_a_layer_is_removed_while_another_process_makes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That process applies the removal at once, and its own callers can remove layers too. Its layer is added afterwards."""
+    entered, gate, make = threading.Event(), threading.Event(), LayerRegistry.make
+
+    def make_slowly(registry: LayerRegistry, name: str, *args: Any) -> LoadedLayer:
+        if name == "slow":
+            entered.set()
+            assert gate.wait(PATIENCE)
+        return make(registry, name, *args)
+
+    with serve_layers(tmp_path) as first, serve_layers(tmp_path) as second, ThreadPoolExecutor(1) as caller:
+        for name in ("mine", "other"):
+            put(first, name, TINY, 201)
+        monkeypatch.setattr(LayerRegistry, "make", make_slowly)
+        slow = caller.submit(put, first, "slow", TINY, 201)
+        try:
+            assert entered.wait(PATIENCE)
+            assert ask(second, "DELETE", "/layers/mine").status_code == 204
+            assert ask(first, "DELETE", "/layers/other").status_code == 204
+            assert names(first) == names(second) == ["default"]
+            assert not slow.done()
+        finally:
+            gate.set()
+        slow.result(PATIENCE)
+        assert names(first) == names(second) == ["default", "slow"]
+
+
+def test_a_folder_in_place_of_a_layers_file_is_409(tmp_path: Path) -> None:
+    """It is neither replaced nor removed, and nothing else changes."""
+    with serve_layers(tmp_path) as server:
+        put(server, "mine", TINY, 201)
+        (tmp_path / "mine.safetensors").unlink()
+        (tmp_path / "mine.safetensors").mkdir()
+        (tmp_path / "mine.safetensors" / "inside").touch()
+        refused = ask(server, "PUT", "/layers/mine", json=OTHER)
+        assert refused.status_code == 409
+        assert "has a folder in place of the layer's file; the layers are as they were" in refused.json()["detail"]
+        assert files(tmp_path) == ["mine.safetensors"]
+        assert [path.name for path in (tmp_path / "mine.safetensors").iterdir()] == ["inside"]
+        put(server, "other", OTHER, 201)
 
 
 def test_a_reply_names_the_fingerprint_of_the_weights_it_was_computed_with(tmp_path: Path) -> None:

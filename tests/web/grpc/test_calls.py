@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import httpx
-import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -16,13 +15,13 @@ from google.protobuf import json_format
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from support.grpc_calls import GOOD, INVALID, KEY, NOT_FOUND, QUERY, SERVICE, Array, address_of, entry, request, tensor
-from support.server import Server
-from support.v2 import in_json, read
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from service.web.grpc.messages import DESCRIPTOR
+from attend.web.grpc.descriptors import DESCRIPTOR
+from support.grpc_calls import GOOD, INVALID, KEY, NOT_FOUND, QUERY, SERVICE, Array, address_of, entry, request, tensor
+from support.server import Server
+from support.v2 import in_json, read
 
 RNG = np.random.default_rng(31)
 
@@ -72,48 +71,6 @@ def test_outputs_equal_those_over_http(client: Any, want: dict[str, Array], comp
         np.testing.assert_allclose(reply.as_numpy(name), array, rtol=0, atol=1e-6)
 
 
-def test_options_masks_and_other_datatypes(client: Any, v2: httpx.Client) -> None:
-    """BF16 and FP16 as raw bytes; nested options as JSON text; priority and timeout."""
-    parameters = {"causal": True, "query_offset": "end", "scale": 0.5, "select": json.dumps({"heads": [2, 0]})}
-    masks = [tensor("block_keys", np.eye(2, 5, dtype=np.bool_), "BOOL"), tensor("valid_lens", np.array([4, 5]), "INT64")]
-    whole = np.round(QUERY)
-
-    for layer, datatype, dtype in (("brain", "BF16", ml_dtypes.bfloat16), ("half", "FP16", np.float16), ("exact", "FP64", np.float64)):
-        inputs = [tensor("query", whole.astype(dtype), datatype), tensor("key", np.round(KEY).astype(np.float64), "FP64"), *masks]
-        reply = client.infer(layer, inputs, parameters=parameters, timeout=60_000_000, priority=1)
-        by_hand = in_json(query=whole, key=np.round(KEY), block_keys=np.eye(2, 5, dtype=np.bool_), valid_lens=np.array([4, 5]))
-        answer = read(v2.post(f"/v2/models/{layer}/infer", json={"inputs": by_hand, "parameters": parameters}))
-        assert reply.as_numpy("attention_weights").shape == (2, 2, 3, 5)
-        got, other = reply.as_numpy("output"), answer.arrays["output"]
-        assert got.dtype == dtype
-        np.testing.assert_allclose(got.astype(np.float64), other.astype(np.float64), rtol=0, atol=1e-2 if layer == "brain" else 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("datatype", "field"),
-    [
-        *((name, "int_contents") for name in ("INT8", "INT16", "INT32")),
-        *((name, "uint_contents") for name in ("UINT8", "UINT16", "UINT32")),
-        ("INT64", "int64_contents"),
-        ("UINT64", "uint64_contents"),
-        ("FP32", "fp32_contents"),
-        ("FP64", "fp64_contents"),
-    ],
-)
-def test_typed_contents_of_every_kind(channel: grpc.Channel, v2: httpx.Client, datatype: str, field: str) -> None:
-    whole = np.random.default_rng(2).integers(0, 9, (1, 3, 6))
-    mask = entry("block_keys", [1, 3], "BOOL", bool_contents=[False, True, False])
-
-    reply = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(
-        request("tiny", entry("query", [1, 3, 6], datatype, **{field: whole.ravel().tolist()}), mask)
-    )
-
-    by_hand = in_json(query=whole.astype(np.float32), block_keys=np.array([[0, 1, 0]]))
-    want = read(v2.post("/v2/models/tiny/infer", json={"inputs": by_hand})).arrays["output"]
-    got = np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(reply.outputs[0].shape)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
-
-
 def field(number: int, kind: int, payload: bytes) -> bytes:
     """A field in the wire format, with a field number below 16 and a length below 16,384."""
     length = bytes([len(payload) & 127 | 128, len(payload) >> 7]) if kind == 2 else b""
@@ -140,9 +97,12 @@ def test_typed_numbers_may_be_packed_split_or_single(channel: grpc.Channel, v2: 
         + field(5, 2, field(2, 2, b"".join(written[7:]))),
     }[encoding]
 
-    got = service_pb2.ModelInferResponse.FromString(channel.unary_unary(f"/{SERVICE}/ModelInfer")(typed(contents)))
+    body = typed(contents) + request("tiny", parameters={"reproducible": {"bool_param": True}}).SerializeToString()
 
-    want = read(v2.post("/v2/models/tiny/infer", json={"inputs": in_json(query=np.array(numbers, np.int32).reshape(2, 6))}))
+    got = service_pb2.ModelInferResponse.FromString(channel.unary_unary(f"/{SERVICE}/ModelInfer")(body))
+
+    inputs = in_json(query=np.array(numbers, np.int32).reshape(2, 6))
+    want = read(v2.post("/v2/models/tiny/infer", json={"inputs": inputs, "parameters": {"reproducible": True}}))
     np.testing.assert_array_equal(np.frombuffer(got.raw_output_contents[0], np.float32), want.arrays["output"].ravel())
 
 

@@ -5,30 +5,31 @@ import json
 import queue
 import socket
 import struct
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.grpc_calls import GOOD, INVALID, SERVICE, address_of, entry, request
-from support.raw_http import held_bytes
-from support.server import Server, fork_server
-from support.waiting import until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from service.errors import DeadlinePassed, InvalidRequest, Overloaded
-from service.serving.byte_budget import ByteBudget, CallLimit
-from service.serving.streams import MessageReader, message_reader
-from service.web.grpc.calls import MAX_STREAMS
-from service.web.grpc.calls import address_of as address_of_peer
-from service.web.grpc.server import MAX_WATCHES
-from service.web.keys import make_key, write_keys
+from attend.errors import DeadlinePassed, InvalidRequest, Overloaded
+from attend.serving.byte_budget import ByteBudget
+from attend.serving.streams import MessageReader, message_reader
+from attend.web.grpc.calls import MAX_STREAMS
+from attend.web.grpc.calls import address_of as address_of_peer
+from attend.web.grpc.health import MAX_WATCHES
+from attend.web.keys import make_key, write_keys
+from support.grpc_calls import GOOD, INVALID, SERVICE, address_of, entry, request
+from support.http2 import ACK, DATA, END_STREAM, HEADERS, MORE_HEADERS, PING, SETTINGS, frame, opening
+from support.raw_http import held_bytes
+from support.server import Server, fork_server, start_server
+from support.waiting import until
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6  # HTTP/2's frames
-END_STREAM, ACK = 1, 1
 
 
 class GuardedServer:
@@ -47,26 +48,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedServer]
     server = GuardedServer(tmp_path_factory.mktemp("keys"))
     yield server
     server.server.stop()
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
-
-
-def opening(address: str, method: str, *metadata: tuple[str, str]) -> bytes:
-    """The first bytes of a connection, with a call on its first stream."""
-    headers = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": method,
-        ":authority": address,
-        "content-type": "application/grpc",
-        "te": "trailers",
-    }
-    block = b""
-    for name, value in (*headers.items(), *metadata):
-        block += b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, 4, 1, block)
 
 
 def end_of_half_a_message(address: str, method: str, *metadata: tuple[str, str]) -> bytes:
@@ -94,17 +75,31 @@ def test_methods_without_a_key_do_not_read_their_message(guarded: GuardedServer)
     assert b"grpc-status\x010" in end_of_half_a_message(guarded.address, f"/{SERVICE}/ServerLive")
 
 
-@pytest.mark.parametrize(
-    "method", [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer", f"{SERVICE}/ModelMetadata", "grpc.health.v1.Health/Check"]
-)
+@pytest.mark.parametrize("method", [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelMetadata", "grpc.health.v1.Health/Check"])
 def test_an_incomplete_message_ends_the_call_after_client_timeout(guarded: GuardedServer, method: str) -> None:
     assert b"client_timeout" in end_of_half_a_message(guarded.address, f"/{method}", *guarded.metadata)
 
 
-def test_an_idle_reflection_stream_is_ended(guarded: GuardedServer) -> None:
-    method = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_an_idle_reflection_stream_is_ended(guarded: GuardedServer, version: str) -> None:
+    method = f"grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
 
     assert b"client_timeout" in end_of_half_a_message(guarded.address, f"/{method}")
+
+
+def test_an_idle_stream_of_requests_stays_open(guarded: GuardedServer) -> None:
+    """It is silent for longer than the client timeout, which ends another call meanwhile."""
+    good = request("default", entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
+    with grpc.insecure_channel(guarded.address) as channel:
+        coming: queue.Queue[Any] = queue.Queue()
+        stream = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter(coming.get, None), metadata=guarded.metadata)
+        coming.put(good)
+        assert not next(stream).error_message
+        assert b"client_timeout" in end_of_half_a_message(guarded.address, f"/{SERVICE}/ModelInfer", *guarded.metadata)
+        coming.put(good)
+        assert not next(stream).error_message
+        coming.put(None)
+        assert list(stream) == [] and stream.code() is grpc.StatusCode.OK
 
 
 def test_the_number_of_streams_of_one_caller_is_limited(guarded: GuardedServer) -> None:
@@ -204,10 +199,10 @@ def test_a_message_being_read_counts_as_the_largest_message() -> None:
         with budget.lease("a") as lease:
             reading = asyncio.create_task(reader.read(call.read, lease))
             await call.reads.wait()
-            assert budget.used == 100
+            assert budget.held == 100
             call.message.set_result(b"seven b")
             assert await reading == b"seven b"
-            assert budget.used == 7
+            assert budget.held == 7
             with budget.lease("b") as second, budget.lease("c") as third, pytest.raises(Overloaded):
                 second.add(500)
                 third.add(500)
@@ -215,7 +210,7 @@ def test_a_message_being_read_counts_as_the_largest_message() -> None:
         none.message.set_result(grpc.aio.EOF)
         with pytest.raises(InvalidRequest), budget.lease("a") as lease:
             await reader.read(none.read, lease)
-        assert budget.used == 0
+        assert budget.held == 0
 
     asyncio.run(check())
 
@@ -262,20 +257,32 @@ def test_waiting_for_a_slot_and_for_a_message_times_out() -> None:
     asyncio.run(check())
 
 
-def test_one_caller_has_at_most_half_of_the_calls() -> None:
-    cap = CallLimit(4, "calls")
-    with cap.slot("a"), cap.slot("a"):
-        with pytest.raises(Overloaded, match="half"), cap.slot("a"):
-            raise AssertionError("one too many")
-        with cap.slot("b"), cap.slot("c"), pytest.raises(Overloaded), cap.slot("d"):
-            raise AssertionError("one too many")
-    with cap.slot("a"), cap.slot("a"):
-        pass
-
-
 @pytest.mark.parametrize(
     ("peer", "address"),
     [("ipv4:127.0.0.1:50123", "127.0.0.1"), ("ipv6:%5B::1%5D:50123", "::1"), ("ipv6:[fe80::1]:9", "fe80::1"), ("unix:", "")],
 )
 def test_the_address_of_a_caller_has_no_port(peer: str, address: str) -> None:
     assert address_of_peer(peer) == address
+
+
+def test_a_process_ends_by_itself_when_headers_that_never_end_fill_its_memory() -> None:
+    """The library keeps them, and no option bounds that. The log says why. The connections go on sending, and do not delay the end."""
+    server = start_server("--grpc-port", "0", "--max-resident-bytes", str(400 << 20))
+    host, port = address_of(server).rsplit(":", 1)
+
+    def flood() -> None:
+        while server.process.poll() is None:
+            with suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(opening(address_of(server), f"/{SERVICE}/ModelInfer", flags=0))
+                while server.process.poll() is None:
+                    connection.sendall(MORE_HEADERS)
+
+    threads = [threading.Thread(target=flood) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert server.process.wait(300) == 0
+    for thread in threads:
+        thread.join()
+    (event,) = [event for event in server.events if event["level"] == "error"]
+    assert str(event["event"]).startswith("memory limit exceeded")
+    assert event["max_resident_bytes"] == 400 << 20 < int(str(event["resident_bytes"]))

@@ -9,18 +9,20 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from starlette.testclient import TestClient
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from attend.settings import Settings
+from attend.web.app import create_app
+from attend.web.grpc.descriptors import HEALTH_LIST
 from support.command import run_attend
 from support.grpc_calls import SERVICE, address_of, entry, request
 from support.processes import LONG, HalfSent, ask, events, only, several_workers, workers_of
 from support.server import Server
 from support.waiting import PATIENCE, until
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-
-from service.settings import Settings
-from service.web.app import create_app
 
 STATE = health_pb2.HealthCheckResponse
 GOOD = request("default", entry("query", [1, 1, 64], fp32_contents=[0.5] * 64))
@@ -35,6 +37,12 @@ def watched(channel: grpc.Channel, name: str = "") -> Iterator[int]:
 
 def checked(channel: grpc.Channel, name: str = "") -> int:
     return int(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name)).status)
+
+
+def listed(channel: grpc.Channel) -> dict[str, int]:
+    """The states of all services. The library of the health service lacks `List`; its reply is one field of the server's descriptors."""
+    reply = HEALTH_LIST.FromString(channel.unary_unary("/grpc.health.v1.Health/List")(b""))
+    return {name: state.status for name, state in reply.statuses.items()}
 
 
 def readiness(channel: grpc.Channel) -> tuple[bool, bool]:
@@ -72,6 +80,7 @@ def test_watchers_are_notified_of_the_drain_and_their_streams_end_with_it(start:
         assert next(unknown) == STATE.SERVICE_UNKNOWN
         other.close()
         assert (checked(channel), checked(channel, SERVICE), readiness(channel)) == (STATE.SERVING, STATE.SERVING, (True, True))
+        assert listed(channel) == {"": STATE.SERVING, SERVICE: STATE.SERVING}
         with pytest.raises(grpc.RpcError, match="none") as caught:
             checked(channel, "none")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -93,23 +102,52 @@ def test_watchers_are_notified_of_the_drain_and_their_streams_end_with_it(start:
     assert "Traceback" not in "".join(server.log)
 
 
-def test_open_reflection_streams_do_not_delay_the_exit(start: Callable[..., Server]) -> None:
+def reflecting(channel: grpc.Channel, version: str) -> Any:
+    """The method of a version of the reflection service; both have the same messages."""
+    request, reply = reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
+    path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+    return channel.stream_stream(path, request.SerializeToString, reply.FromString)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_describes_every_service_it_lists(v2_server: Server, version: str) -> None:
+    """A tool such as grpcurl asks for the list, and then for the file that has each service and the files which that imports."""
+    with grpc.insecure_channel(address_of(v2_server)) as channel:
+        (listing,) = reflecting(channel, version)(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        names = sorted(service.name for service in listing.list_services_response.service)
+        questions = [reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in names]
+        replies = list(reflecting(channel, version)(iter(questions)))
+    pool = descriptor_pool.DescriptorPool()
+    for reply in replies:
+        for file in reply.file_descriptor_response.file_descriptor_proto:
+            pool.AddSerializedFile(file)
+    methods = {name: sorted(pool.FindServiceByName(name).methods_by_name) for name in names}
+    assert methods.pop(SERVICE)[:3] == ["ModelConfig", "ModelInfer", "ModelMetadata"]
+    assert methods == {
+        "grpc.health.v1.Health": ["Check", "List", "Watch"],
+        "grpc.reflection.v1.ServerReflection": ["ServerReflectionInfo"],
+        "grpc.reflection.v1alpha.ServerReflection": ["ServerReflectionInfo"],
+    }
+    assert pool.FindMessageTypeByName("grpc.reflection.v1.ServerReflectionResponse").fields_by_name["error_response"].number == 7
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_open_reflection_streams_do_not_delay_the_exit(start: Callable[..., Server], version: str) -> None:
     """One stream is open without a request; another has ended before."""
     server = start("--grpc-port", "0", "--drain-seconds", "0", "--shutdown-seconds", LONG)
     listing = reflection_pb2.ServerReflectionRequest(list_services="")
     with grpc.insecure_channel(address_of(server)) as channel:
-        stub, staying = reflection_pb2_grpc.ServerReflectionStub(channel), threading.Event()
+        reflect, staying = reflecting(channel, version), threading.Event()
 
         def questions() -> Iterator[Any]:
             yield from (listing, listing)
             staying.wait(PATIENCE)
 
-        ended = list(stub.ServerReflectionInfo(iter([listing])))
-        open_stream = stub.ServerReflectionInfo(questions(), timeout=PATIENCE)
+        ended = list(reflect(iter([listing])))
+        open_stream = reflect(questions(), timeout=PATIENCE)
         answers = [next(open_stream), next(open_stream), *ended]
         for answer in answers:
-            names = {service.name for service in answer.list_services_response.service}
-            assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+            assert len(answer.list_services_response.service) == 4
         server.process.send_signal(signal.SIGTERM)
         assert list(open_stream) == []
         assert server.process.wait(PATIENCE) == 0

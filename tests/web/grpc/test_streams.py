@@ -10,10 +10,11 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from support.grpc_calls import KEY, QUERY, SERVICE, address_of, entry, request, tensor
-from support.server import Server
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
+
+from support.grpc_calls import KEY, QUERY, SERVICE, address_of, entry, request, tensor
+from support.server import Server
 
 STREAM = f"{SERVICE}/ModelStreamInfer"
 
@@ -32,12 +33,13 @@ def counted(http: httpx.Client, metric: str) -> float:
 def test_replies_come_in_order_and_a_refusal_does_not_end_the_stream(v2_server: Server, v2: httpx.Client) -> None:
     """Through Triton's client: requests of different lengths, every fifth for a layer that does not exist."""
     replies: queue.Queue[Any] = queue.Queue()
+    reproducible = {"reproducible": True}
     before = {code: counted(v2, f'attend_requests_total{{endpoint="{STREAM}",status="{code}"}}') for code in ("OK", "NOT_FOUND")}
     with triton.InferenceServerClient(address_of(v2_server)) as client:
         client.start_stream(lambda result, error: replies.put((result, error)))
         for i in range(30):
             inputs = [tensor("query", QUERY), tensor("key", KEY[:, : 1 + i % 4])]
-            client.async_stream_infer("none" if i % 5 == 4 else "tiny", inputs, request_id=str(i))
+            client.async_stream_infer("none" if i % 5 == 4 else "tiny", inputs, request_id=str(i), parameters=reproducible)
         got = [replies.get(timeout=60) for _ in range(30)]
         client.stop_stream()
 
@@ -48,9 +50,8 @@ def test_replies_come_in_order_and_a_refusal_does_not_end_the_stream(v2_server: 
                 assert result.get_response().id == str(i)
                 assert result.as_numpy("attention_weights").shape == (2, 3, 3, 1 + i % 4)
                 assert "triton_final_response" not in result.get_response().parameters
-        np.testing.assert_array_equal(
-            got[3][0].as_numpy("output"), client.infer("tiny", [tensor("query", QUERY), tensor("key", KEY[:, :4])]).as_numpy("output")
-        )
+        alone = client.infer("tiny", [tensor("query", QUERY), tensor("key", KEY[:, :4])], parameters=reproducible)
+        np.testing.assert_array_equal(got[3][0].as_numpy("output"), alone.as_numpy("output"))
     assert replies.empty()
     for code, count in (("OK", 24), ("NOT_FOUND", 6)):
         assert counted(v2, f'attend_requests_total{{endpoint="{STREAM}",status="{code}"}}') - before[code] == count
@@ -92,6 +93,13 @@ def test_a_stream_is_read_only_as_fast_as_it_is_answered_and_ends_with_its_clien
             stub.ModelInfer(with_timeout)  # by now the server has received the stream
         staying, before = stub.ModelInfer.future(good), counted(http, "attend_abandoned_calls_total")
         leaving.cancel()
+        for _ in range(20):  # cancelled while the server waits for their next request
+            silent: queue.Queue[Any] = queue.Queue()
+            silent.put(with_timeout)
+            cancelled = stub.ModelStreamInfer(iter(silent.get, None))
+            next(cancelled)
+            cancelled.cancel()
+            silent.put(None)
         assert len(staying.result(60).outputs) == 2
         assert counted(http, "attend_abandoned_calls_total") > before
 
@@ -103,3 +111,4 @@ def test_a_stream_is_read_only_as_fast_as_it_is_answered_and_ends_with_its_clien
         assert list(open_stream) == [] and open_stream.code() is grpc.StatusCode.OK
         more.put(None)
     server.process.wait(30)
+    assert not [event for event in server.events if event["level"] == "error"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from support.browser import Visit
 from support.page import BeginVisit
 from support.server import Server

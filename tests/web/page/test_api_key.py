@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from attend.web.keys import Key, make_key, write_keys
 from support.browser import Visit
 from support.server import Server, fork_server
-
-from service.web.keys import Key, make_key, write_keys
 
 pytestmark = pytest.mark.browser
 

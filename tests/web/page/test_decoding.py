@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
 from support.browser import Visit
 from support.page import WORDS, BeginVisit, weights_of
 from support.server import Server

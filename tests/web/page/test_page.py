@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
 from support.browser import Visit
 from support.page import WORDS, BeginVisit, Grid, numbers_beside, side, tip, weights_of
 from support.server import Server
@@ -165,6 +166,7 @@ def test_fields_of_lengths_and_offsets_have_hints(begin_visit: BeginVisit) -> No
 def test_the_address_restores_the_state(begin_visit: BeginVisit, layers: None) -> None:
     """A link in another tab shows the same, as does a reload; it contains only what differs from the page's initial state."""
     visit = begin_visit("wide")
+    visit.request_sent_by(lambda: visit.page.goto(visit.url + "/#layer=wide"))
     assert visit.page.url.endswith("/#layer=wide")
     visit.request_sent_by(lambda: visit.page.fill("#text", "a dog & a bird"))
     visit.request_sent_by(lambda: visit.page.check("#causal"))
@@ -202,7 +204,7 @@ def test_the_address_restores_a_pasted_request_and_its_masks(begin_visit: BeginV
     assert requested["valid_lens"] == [1, 2] and requested["window"] == {"left": 1, "right": 0} and "causal" not in requested
     assert visit.page.input_value("#item") == "1" and visit.page.inner_text("#matrix-title") == "Mean of 7 heads"
     visit.request_sent_by(lambda: visit.page.goto(visit.url + "/#layer=default"))
-    assert side(visit, "q").all_inner_texts() == WORDS and visit.page.is_enabled("#length")
+    assert side(visit, "q").all_inner_texts() == visit.page.input_value("#text").split() and visit.page.is_enabled("#length")
 
 
 def test_an_invalid_address_is_ignored(begin_visit: BeginVisit) -> None:
@@ -374,3 +376,21 @@ def test_the_page_fits_a_phone(begin_visit: BeginVisit) -> None:
     assert "cut" in (table.get_attribute("class") or "") and visit.page.locator("#numbers .more").is_visible()
     table.evaluate("element => element.scrollTo(1e6, 0)")
     visit.page.locator("#numbers .more").wait_for(state="hidden")
+
+
+def test_the_page_opens_with_a_telling_head_of_a_trained_model(browser: Any, server: Server, http: httpx.Client) -> None:
+    """Causal as that model is, and the title says what the head has learned. Another layer gets back the page's own defaults."""
+    visit = Visit(browser.new_page(), server.url)
+    with visit.page.expect_response("**/attend") as caught:
+        visit.open()
+    visit.page.locator("#result[aria-busy=false] #heads button").first.wait_for()
+    sent = caught.value.request.post_data_json
+    assert sent["layer"] == "small-layer-1" and sent["causal"] is True and visit.page.is_checked("#causal")
+    heads = weights_of(http, sent)[:, 1:, 1:]  # without <s>
+    rows = [[head[i, : i + 1] / head[i, : i + 1].sum() for i in range(1, len(head))] for head in heads]
+    telling = int(np.argmax([np.std([-row @ np.log(row) / np.log(len(row)) for row in of_head]) for of_head in rows]))
+    title = visit.page.inner_text("#matrix-title")
+    assert title.startswith(f"Head {telling}: ") and "means nothing" not in visit.page.inner_text("#note")
+    body = visit.request_sent_by(lambda: visit.page.select_option("#layer", "default"))
+    assert "causal" not in body and visit.page.inner_text("#matrix-title") == "Mean of 8 heads"
+    visit.end()

@@ -9,12 +9,12 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+
+from attend.checkpoints.model import describe
+from attend.client import Client
 from support.browser import Visit
 from support.model_cases import MODELS, write_folder
 from support.page import BeginVisit
-
-from service.checkpoints.model import describe
-from service.client import Client
 
 pytestmark = pytest.mark.browser
 
@@ -91,7 +91,7 @@ def test_the_attention_layers_of_a_models_folder_are_added(
 
 def test_the_page_sends_every_tensor_that_any_model_needs() -> None:
     """Of the models of every family: their names have what the page looks for, and, without stages, the number of the layer first."""
-    script = (Path(__file__).parents[3] / "service/web/page/upload.js").read_text()
+    script = (Path(__file__).parents[3] / "service/attend/web/page/upload.js").read_text()
     attention, shared = re.search(r"ATTENTION = /(.*)/i;", script), re.search(r"SHARED = /(.*)/;", script)
     assert attention is not None and shared is not None
     needed = 0

@@ -6,10 +6,10 @@ import re
 import httpx
 import numpy as np
 import pytest
+
+from attend.wire.schemas.attend import is_special
 from support.browser import Visit
 from support.page import WORDS, BeginVisit, Grid, numbers_beside, side, tip, weights_of
-
-from service.wire.schemas.attend import is_special
 
 pytestmark = pytest.mark.browser
 

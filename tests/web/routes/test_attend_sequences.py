@@ -6,10 +6,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from support.v2 import in_bytes, read
 
-from service.client import Client
-from service.errors import InvalidRequest, TooLarge
+from attend.client import Client
+from attend.errors import InvalidRequest, TooLarge
+from support.v2 import in_bytes, read
 
 RNG = np.random.default_rng(3)
 QUERIES, KEYS = (2, 7, 1, 5), (3, 11, 2, 5)  # rows of each sequence

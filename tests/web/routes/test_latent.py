@@ -6,13 +6,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
+from attend.attention.reference.forward import attend
+from attend.client import Client
+from attend.spec import LayerSpec
+from attend.tensors import Array
 from support.server import Server
 from support.v2 import in_bytes, in_json, read
-
-from service.attention.reference.forward import attend
-from service.client import Client
-from service.spec import LayerSpec
-from service.tensors import Array
 
 RNG = np.random.default_rng(29)
 RANK, SHARED, HEADS, KEPT, WIDTH = (
@@ -110,8 +110,8 @@ def test_the_plan_and_v2_have_the_shapes_of_latent_outputs(client: Client, http:
 @pytest.mark.parametrize(
     ("fields", "name", "reason"),
     [
-        ({"latent": None, "rope": None, "value_dim": 13}, "latent", "which has no latent attention"),
-        ({"latent": None, "rope": None, "value_dim": 13}, "rope_key", "which has no latent attention"),
+        ({"latent": None, "rope": None, "value_dim": 13}, "latent", "which has no latent"),
+        ({"latent": None, "rope": None, "value_dim": 13}, "rope_key", "which has no latent"),
         ({"qk_norm": {}}, "rope_key", "whose qk_norm"),
         ({"rope": {"dims": SHARED + 2}}, "rope_key", "rope of more than rope_key_dim numbers"),
     ],

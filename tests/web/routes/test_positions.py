@@ -1,5 +1,6 @@
 """Positions on several axes and relative positions in a grid, over HTTP: numbers as the reference has them, and refusals."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,11 +8,11 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
-from support.v2 import in_bytes, in_json, read
 
-from service.attention.reference.forward import attend
-from service.spec import LayerSpec
-from service.tensors import Array
+from attend.attention.reference.forward import attend
+from attend.spec import LayerSpec
+from attend.tensors import Array
+from support.v2 import in_bytes, in_json, read
 
 RNG = np.random.default_rng(83)
 IMAGES = {"d_model": 21, "num_heads": 3, "head_dim": 10, "rope": {"axes": [0, 1, 1, 0, 1], "requires_positions": True}, "dtype": "float64"}
@@ -87,8 +88,9 @@ def test_calls_agree_with_the_reference(positions_client: httpx.Client, weights:
 def test_positions_in_bytes_are_those_in_text(positions_client: httpx.Client) -> None:
     layer, fields = CALLS["cross"]
     tensors = {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
-    expected = positions_client.post("/attend", json={"layer": layer, **as_json(fields)}).json()["output"]
-    body = save(tensors, {"request": f'{{"layer": "{layer}", "query_offset": 0}}'})
+    members = {"layer": layer, "query_offset": 0, "reproducible": True}
+    expected = positions_client.post("/attend", json={**as_json(fields), **members}).json()["output"]
+    body = save(tensors, {"request": json.dumps(members)})
     np.testing.assert_array_equal(load(positions_client.post("/attend", content=body, headers=MEDIA).content)["output"], expected)
     announced = {tensor["name"]: tensor for tensor in positions_client.get(f"/v2/models/{layer}").json()["inputs"]}
     for name in ("positions", "key_positions"):
@@ -133,7 +135,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "of other rows": ("images", {"query": QUERY, "positions": coordinates(2, 6, 2)}, "/positions", "[2, 7]"),
     "of other items": ("images", {"query": QUERY, "positions": coordinates(3, 7, 2)}, "/positions", "[2, 7]"),
-    "without rope": ("grid", {"query": QUERY, "positions": coordinates(2, 7)}, "/positions", "no rope"),
+    "without rope": ("grid", {"query": QUERY, "positions": coordinates(2, 7)}, "/positions", "does not rotate by them"),
     "of keys alone": ("text", {"query": QUERY, "key_positions": coordinates(2, 7, 3)}, "/key_positions", "positions in addition"),
     "of queries alone": (
         "text",

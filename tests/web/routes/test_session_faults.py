@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
+from attend.serving.service import Service
+from attend.settings import Settings
+from attend.web.keys import make_key, write_keys
 from support.app import collecting_server, serve_service
 from support.decoding import Gate
 from support.processes import LONG, ask
 from support.server import Server
 from support.waiting import PATIENCE, until
-
-from service.serving.service import Service
-from service.settings import Settings
-from service.web.keys import make_key, write_keys
 
 RNG = np.random.default_rng(0)
 SAFETENSORS = "application/vnd.safetensors"
@@ -74,7 +74,7 @@ def gated(monkeypatch: pytest.MonkeyPatch, connect: Callable[..., Caller]) -> It
 
 def calls_of(service: Service, session: str) -> int:
     assert service.engine.sessions is not None
-    return service.engine.sessions._sessions[session].calls
+    return service.engine.sessions[session].calls
 
 
 def test_a_step_that_is_being_computed_is_answered_after_its_deadline(gated: tuple[Caller, Service, Gate]) -> None:
@@ -116,7 +116,7 @@ def test_expected_length_shows_whether_the_step_of_a_disconnected_caller_was_app
         connection.close()
     gate.opened.set()
     reply = caller.step(session, expected_length=0)
-    assert reply.status_code == 412 and "expected 1, the length of the session" in reply.json()["detail"]
+    assert reply.status_code == 412 and "the length of the session is 1, but expected_length is" in reply.json()["detail"]
     assert caller.step(session, expected_length=1).json()["session"]["length"] == 2
 
 

@@ -8,13 +8,13 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from safetensors.numpy import load
+
+from attend.check.random_cases import Case
+from attend.cli.server_check import compare_output, largest_score
+from attend.spec import LayerSpec
 from support.decoding import Sequence
 from support.framework_cases import array
 from support.layers import json_body
-
-from service.attention.compare.random_cases import Case
-from service.cli.server_check import compare_output, largest_score
-from service.spec import LayerSpec
 
 SAFETENSORS = "application/vnd.safetensors"
 SPECS: tuple[dict[str, Any], ...] = (
@@ -79,7 +79,7 @@ class Calls(RuleBasedStateMachine):
             headers={"accept": SAFETENSORS} if binary else {},
         )
         if expected == start + 1:
-            assert reply.status_code == 412 and f"expected {start}, the length" in reply.json()["detail"]
+            assert reply.status_code == 412 and f"the length of the session is {start}" in reply.json()["detail"]
             return
         assert reply.status_code == 200, reply.text
         if appends:

@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from support.server import Server
 
-from service.wire.safetensors import read_tensors, write_tensors
+from attend.wire.safetensors import read_tensors, write_tensors
+from support.server import Server
 
 RNG = np.random.default_rng(0)
 SAFETENSORS = "application/vnd.safetensors"
@@ -59,7 +59,7 @@ def test_a_step_without_append_appends_nothing(http: httpx.Client, session: str)
 def test_a_wrong_expected_length_is_refused_and_nothing_is_appended(http: httpx.Client, session: str) -> None:
     step(http, session, rows(5))
 
-    assert "expected 5, the length of the session, got 3" in refusal(step(http, session, rows(1), expected_length=3), 412)
+    assert "the length of the session is 5, but expected_length is 3" in refusal(step(http, session, rows(1), expected_length=3), 412)
     assert http.get(f"/sessions/{session}").json()["length"] == 5
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
 from support.v2 import DTYPES, in_bytes, in_json, read, refused
 
 B, Q, K, H = 2, 3, 5, 3
@@ -61,18 +62,23 @@ def test_numbers_per_item_may_have_other_shapes(v2: httpx.Client) -> None:
     query = RNG.standard_normal((B, Q, 6)).astype(np.float32)
     lengths = np.array([1, 3])
     shapes = [lengths, lengths[:, None], np.repeat(lengths[:, None], Q, 1)]
-    answers = [read(v2.post(INFER, json={"inputs": in_json(query=query, valid_lens=shape)})).arrays["output"] for shape in shapes]
+    answers = [
+        read(v2.post(INFER, json={"inputs": in_json(query=query, valid_lens=shape), "parameters": {"reproducible": True}})).arrays["output"]
+        for shape in shapes
+    ]
     np.testing.assert_array_equal(answers[1], answers[0])
     np.testing.assert_array_equal(answers[2], answers[0])
 
     offset = np.array([1, 1])
-    members = {"parameters": {"causal": True}}
+    members = {"parameters": {"causal": True, "reproducible": True}}
     answers = [
         read(v2.post(INFER, json={"inputs": in_json(query=query, query_offset=shape), **members})).arrays["output"]
         for shape in (offset, offset[:, None], np.array(1))
     ]
     answers.append(
-        read(v2.post(INFER, json={"inputs": in_json(query=query), "parameters": {"causal": True, "query_offset": 1}})).arrays["output"]
+        read(
+            v2.post(INFER, json={"inputs": in_json(query=query), "parameters": {"causal": True, "reproducible": True, "query_offset": 1}})
+        ).arrays["output"]
     )
     body, headers = in_bytes(members, query=query, query_offset=np.array(1))
     answers.append(read(v2.post(INFER, content=body, headers=headers)).arrays["output"])

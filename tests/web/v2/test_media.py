@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
 from support.v2 import in_bytes, in_json, read, refused
 
 INFER = "/v2/models/tiny/infer"

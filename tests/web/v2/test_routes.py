@@ -11,11 +11,11 @@ import httpx
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
-from support.app import collecting_server
-from support.v2 import DTYPES, LAYERS, in_bytes, in_json, read, refused
 
-from service.settings import Settings
-from service.web.app import create_app
+from attend.settings import Settings
+from attend.web.app import create_app
+from support.app import collecting_server
+from support.v2 import LAYERS, in_bytes, in_json, read, refused
 
 B, Q, K = 2, 3, 5
 RNG = np.random.default_rng(17)
@@ -117,68 +117,6 @@ def test_announced_inputs_are_accepted_and_optional_ones_may_be_left_out(v2: htt
 
 # Tensors in and out
 
-MASKS: dict[str, dict[str, Any]] = {
-    "attend_mask": {"attend_mask": RNG.integers(0, 2, (B, 3, Q, K)).astype(np.bool_)},
-    "block_mask": {"block_mask": RNG.integers(0, 2, (Q, K)).astype(np.uint8)},
-    "attend_keys": {"attend_keys": RNG.integers(0, 2, (B, K)).astype(np.float16)},
-    "block_keys": {"block_keys": RNG.integers(0, 2, (B, K)).astype(np.int64)},
-    "segments": {"query_segments": RNG.integers(-1, 2, (B, Q)).astype(np.int16), "key_segments": RNG.integers(-1, 2, (B, K))},
-    "valid_lens": {"valid_lens": np.array([3, 0], np.int32)},
-    "bias": {"bias": RNG.standard_normal((B, 3, Q, K)).astype(np.float64)},
-    "head_scale": {"head_scale": np.array([0.5, 2.0, -1.0], np.float32)},
-    "query_offset": {"query_offset": np.array([1, -1], np.int64), "causal": True},
-}
-
-
-@pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
-@pytest.mark.parametrize("case", MASKS)
-def test_every_field_has_the_same_meaning_as_in_attend(v2: httpx.Client, case: str, binary: bool) -> None:
-    tensors = {"query": QUERY, "key": KEY, **{name: value for name, value in MASKS[case].items() if isinstance(value, np.ndarray)}}
-    parameters = {name: value for name, value in MASKS[case].items() if not isinstance(value, np.ndarray)}
-
-    if binary:
-        body, headers = in_bytes({"parameters": {**parameters, "binary_data_output": True}}, **tensors)
-        reply = read(v2.post(INFER, content=body, headers=headers))
-    else:
-        reply = read(v2.post(INFER, json={"inputs": in_json(**tensors), "parameters": parameters}))
-
-    want = native(v2, query=QUERY, key=KEY, **MASKS[case])
-    close(reply.arrays["output"], want["output"])
-    close(reply.arrays["attention_weights"], want["attention_weights"])
-    assert reply.document["parameters"]["fully_masked_rows"] == want["fully_masked_rows"]
-    assert reply.document["parameters"]["fingerprint"] == want["layer"]["fingerprint"]
-    assert reply.binary == ({"output", "attention_weights"} if binary else set())
-
-
-@pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
-@pytest.mark.parametrize("datatype", [name for name in DTYPES if name != "BOOL"])
-def test_every_datatype_gives_the_same_result(v2: httpx.Client, datatype: str, binary: bool) -> None:
-    """Numbers that all datatypes can represent. The alignment of the bytes may change the last bits."""
-    whole = np.random.default_rng(3).integers(0, 9, (B, Q, 6))
-    want = read(v2.post(INFER, json={"inputs": in_json(query=whole.astype(np.float64))})).arrays
-
-    tensor = whole.astype(DTYPES[datatype])
-    body, headers = in_bytes(None, query=tensor)
-    answer = v2.post(INFER, content=body, headers=headers) if binary else v2.post(INFER, json={"inputs": in_json(query=tensor)})
-
-    for name, array in read(answer).arrays.items():
-        close(array, want[name])
-
-
-@pytest.mark.parametrize("layer", ["brain", "half", "exact"])
-def test_replies_have_the_layers_datatype_in_json_and_as_bytes(v2: httpx.Client, layer: str) -> None:
-    """BF16 and FP16 in JSON too: every number is read back as it was."""
-    datatype = {"brain": "BF16", "half": "FP16", "exact": "FP64"}[layer]
-    query = QUERY.astype(DTYPES[datatype])
-    body, headers = in_bytes({"parameters": {"binary_data_output": True}}, query=query)
-
-    binary = read(v2.post(f"/v2/models/{layer}/infer", content=body, headers=headers))
-    text = read(v2.post(f"/v2/models/{layer}/infer", json={"inputs": in_json(query=query)}))
-
-    assert {output["datatype"] for reply in (binary, text) for output in reply.document["outputs"]} == {datatype}
-    for name, array in binary.arrays.items():
-        close(array, text.arrays[name].astype(np.float64)) if layer == "exact" else np.testing.assert_array_equal(array, text.arrays[name])
-
 
 def test_inputs_may_be_mixed_and_lists_nested(v2: httpx.Client) -> None:
     want = read(v2.post(INFER, json={"inputs": in_json(query=QUERY, key=KEY)})).arrays
@@ -232,11 +170,12 @@ def test_reply_shapes_follow_the_request_shapes(v2: httpx.Client) -> None:
 
 def test_minus_infinity_and_the_policy_for_nonfinite_numbers(v2: httpx.Client) -> None:
     """Scores of blocked keys are "-inf" in JSON and -inf in bytes, never a bare token."""
-    members = {"inputs": in_json(query=QUERY, block_keys=np.array([[0, 1, 1], [0, 0, 0]])), "outputs": [{"name": "scores"}]}
+    inputs, parameters = in_json(query=QUERY, block_keys=np.array([[0, 1, 1], [0, 0, 0]])), {"reproducible": True}
+    members = {"inputs": inputs, "outputs": [{"name": "scores"}], "parameters": parameters}
 
     answer = v2.post(INFER, json=members)
     json.loads(answer.content, parse_constant=lambda word: pytest.fail(f"a bare {word}"))
-    binary = read(v2.post(INFER, json={**members, "parameters": {"binary_data_output": True}})).arrays["scores"]
+    binary = read(v2.post(INFER, json={**members, "parameters": {**parameters, "binary_data_output": True}})).arrays["scores"]
 
     assert np.isneginf(binary).sum() == 3 * Q * 2
     np.testing.assert_array_equal(read(answer).arrays["scores"], binary)
@@ -281,12 +220,12 @@ def test_a_reproducible_reply_does_not_depend_on_alignment(v2: httpx.Client) -> 
 
 
 def test_top_k_is_two_outputs(v2: httpx.Client) -> None:
-    parameters = {"select": '{"top_k": 2}', "reply": '{"datatype": "FP64"}'}
+    parameters = {"select": '{"top_k": 2}', "reply": '{"datatype": "FP64"}', "reproducible": True}
     outputs = [{"name": "attention_weights", "parameters": {"binary_data": True}}]
 
     reply = read(v2.post(INFER, json={"inputs": in_json(query=QUERY), "parameters": parameters, "outputs": outputs}))
 
-    want = native(v2, query=QUERY, select={"top_k": 2})["attention_weights"]
+    want = native(v2, query=QUERY, select={"top_k": 2}, reproducible=True)["attention_weights"]
     assert reply.binary == {"attention_weights.keys", "attention_weights.values"}
     np.testing.assert_array_equal(reply.arrays["attention_weights.keys"], want["keys"])
     assert reply.arrays["attention_weights.values"].dtype == np.float64
@@ -294,12 +233,14 @@ def test_top_k_is_two_outputs(v2: httpx.Client) -> None:
 
 def test_parameters_that_client_libraries_add_are_ignored(v2: httpx.Client) -> None:
     """MLServer's codecs send `content_type` for tensors and requests."""
-    codec = {"parameters": {"content_type": "np"}}
+    codec, reproducible = {"parameters": {"content_type": "np"}}, {"reproducible": True}
     [query] = one()["inputs"]
+    parameters = {**codec["parameters"], **reproducible}
 
-    reply = v2.post(INFER, json={"inputs": [{**query, **codec}], "outputs": [{"name": "output", **codec}], **codec})
+    reply = v2.post(INFER, json={"inputs": [{**query, **codec}], "outputs": [{"name": "output", **codec}], "parameters": parameters})
 
-    assert reply.json() == v2.post(INFER, json={"inputs": [query], "outputs": [{"name": "output"}]}).json()
+    plain = {"inputs": [query], "outputs": [{"name": "output"}], "parameters": reproducible}
+    assert reply.json() == v2.post(INFER, json=plain).json()
 
 
 @pytest.mark.parametrize("binary", [False, True])
@@ -316,7 +257,8 @@ def test_a_null_field_equals_an_omitted_one(v2: httpx.Client, binary: bool) -> N
 
     assert "id" not in reply.document
     close(reply.arrays["output"], read(v2.post(INFER, json=one())).arrays["output"])
-    assert v2.post(INFER, json={**one(), "outputs": None}).json() == v2.post(INFER, json=one()).json()
+    plain = {**one(), "parameters": {"reproducible": True}}
+    assert v2.post(INFER, json={**plain, "outputs": None}).json() == v2.post(INFER, json=plain).json()
 
 
 def test_the_id_is_returned_and_never_generated(v2: httpx.Client) -> None:
@@ -352,7 +294,7 @@ def test_the_parameter_timeout_is_a_deadline(v2: httpx.Client) -> None:
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 def test_bodies_and_replies_may_be_compressed(v2: httpx.Client, coding: str) -> None:
     """Inference-Header-Content-Length is the length before compression."""
-    body, headers = in_bytes({"parameters": {"binary_data_output": True}}, query=QUERY)
+    body, headers = in_bytes({"parameters": {"binary_data_output": True, "reproducible": True}}, query=QUERY)
     want = read(v2.post(INFER, content=body, headers=headers)).arrays
     packed = gzip.compress(body) if coding == "gzip" else zlib.compress(body)
 
@@ -426,7 +368,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "outputs that are no list": ({**one(), "outputs": {}}, "/outputs"),
     "an unknown parameter": ({**one(), "parameters": {"temperature": 1}}, "/parameters/temperature"),
     "a parameter of another library": ({**one(), "parameters": {"is_causal": True}}, "expected causal (key j is visible"),
-    "a misspelt parameter": ({**one(), "parameters": {"casual": True}}, "another parameter (did you mean causal?)"),
+    "a misspelt parameter": ({**one(), "parameters": {"casual": True}}, 'got "casual" (did you mean causal?)'),
+    "a parameter that lists the known ones": ({**one(), "parameters": {"x": 1}}, "sequence_start, softcap, timeout, tokens, "),
     "a misspelt output": ({**one(), "outputs": [{"name": "outptu"}]}, '"outptu" (did you mean output?)'),
     "the end of no sequence": ({**one(), "parameters": {"sequence_end": True}}, "/parameters/sequence_end"),
     "a reserved parameter": ({**one(), "parameters": {"triton_x": 7}}, "/parameters/triton_x"),
@@ -608,27 +551,23 @@ def test_statistics_count_executions_by_batch_size() -> None:
 
 
 @pytest.mark.parametrize(("width", "heads", "reproducible"), [(30, 5, False), (30, 5, True), (64, 8, False), (255, 5, False)])
-def test_concurrent_requests_of_different_lengths_get_their_own_results(
-    width: int, heads: int, reproducible: bool, v2: httpx.Client
-) -> None:
-    """Each is one execution, since a CPU computes no batches. With `reproducible`, bit for bit."""
+def test_concurrent_requests_of_different_lengths_get_their_own_results(width: int, heads: int, reproducible: bool) -> None:
+    """Each is one execution, since a CPU computes no batches, and equals that of the request alone. With `reproducible`, bit for bit."""
     rng = np.random.default_rng(7)
     lengths = [(1, 3), (1, 17), (2, 5), (1, 1), (1, 29)]
     queries = [rng.standard_normal((*shape, width)).astype(np.float32) for shape in lengths]
 
-    def infer(http: httpx.Client, query: Any) -> dict[str, Any]:
+    def infer(query: Any) -> dict[str, Any]:
         body = {"inputs": in_json(query=query), "parameters": {"reproducible": reproducible}}
         return read(http.post("/v2/models/mixed/infer", json=body)).arrays
 
     with collecting_server(1) as (url, collect), httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(5) as threads:
-        for client in (http, v2):
-            client.put("/layers/mixed", json={"spec": {"d_model": width, "num_heads": heads}}).raise_for_status()
+        http.put("/layers/mixed", json={"spec": {"d_model": width, "num_heads": heads}}).raise_for_status()
         with collect(len(queries)):
-            calls = [threads.submit(infer, http, query) for query in queries]
+            calls = [threads.submit(infer, query) for query in queries]
         together = [call.result() for call in calls]
         [statistics] = http.get("/v2/models/mixed/stats").json()["model_stats"]
-    alone = [infer(v2, query) for query in queries]
-    v2.delete("/layers/mixed")
+        alone = [infer(query) for query in queries]
 
     assert statistics["inference_count"] == 6
     assert {batch["batch_size"]: batch["compute_infer"]["count"] for batch in statistics["batch_stats"]} == {1: 4, 2: 1}
@@ -648,7 +587,8 @@ def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, new_model: str)
     assert index == v2.post("/v2/repository/index", json={"ready": True}).json()
     assert v2.post(f"/v2/repository/models/{new_model}/load").content == b""  # it is loaded already
 
-    query = {"inputs": [{"name": "query", "shape": [1, 1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+    inputs = [{"name": "query", "shape": [1, 1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
+    query = {"inputs": inputs, "parameters": {"reproducible": True}}
     before = v2.post(f"/v2/models/{new_model}/infer", json=query).json()
     assert v2.get(f"/v2/models/{new_model}/ready").json() == {"name": new_model, "ready": True}
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
 from support.grpc_calls import address_of
 from support.server import Server
 
@@ -36,8 +38,8 @@ def infer(request: pytest.FixtureRequest, stateful: Server) -> Any:
     def send(rows: Any, sequence: int | str, **flags: bool) -> Any:
         query = library.InferInput("query", [1, *rows.shape], "FP32")
         query.set_data_from_numpy(rows[None])
-        output = library.InferRequestedOutput("output")
-        reply = client.infer("default", [query], outputs=[output], sequence_id=sequence, parameters={"causal": True}, **flags)
+        output, parameters = library.InferRequestedOutput("output"), {"causal": True, "reproducible": True}
+        reply = client.infer("default", [query], outputs=[output], sequence_id=sequence, parameters=parameters, **flags)
         return reply.as_numpy("output")[0]
 
     yield send
@@ -88,13 +90,19 @@ def test_the_metadata_name_the_extension(stateful: Server) -> None:
     assert "sequence" in httpx.get(f"{stateful.url}/v2").json()["extensions"]
 
 
-def test_a_server_without_session_memory_refuses_sequences(v2: httpx.Client) -> None:
+def test_a_server_without_session_memory_refuses_sequences(v2: httpx.Client, v2_server: Server) -> None:
+    """The request is wrong for this server; nothing says that its model is missing."""
     request = {
         "inputs": [{"name": "query", "shape": [1, 1, 6], "datatype": "FP32", "data": [0.5] * 6}],
         "parameters": {"sequence_id": 3, "sequence_start": True},
     }
     reply = v2.post("/v2/models/tiny/infer", json=request)
-    assert reply.status_code == 404 and "--session-memory" in reply.json()["error"]
+    assert reply.status_code == 400 and "--session-memory" in reply.json()["error"] and "/parameters/sequence_id" in reply.json()["error"]
+    with contextlib.closing(tritonclient.grpc.InferenceServerClient(address_of(v2_server))) as client:
+        query = tritonclient.grpc.InferInput("query", [1, 1, 6], "FP32").set_data_from_numpy(np.full((1, 1, 6), 0.5, np.float32))
+        with pytest.raises(InferenceServerException, match="--session-memory") as refused:
+            client.infer("tiny", [query], sequence_id=3, sequence_start=True)
+    assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
     request["parameters"] = {"sequence_end": True}
     reply = v2.post("/v2/models/tiny/infer", json=request)
     assert reply.status_code == 400 and "a sequence_id in addition" in reply.json()["error"]

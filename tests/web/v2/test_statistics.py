@@ -7,13 +7,13 @@ from typing import Any
 import httpx
 import numpy as np
 from starlette.testclient import TestClient
+
+from attend.settings import Settings
+from attend.web.app import create_app
 from support.processes import ask, events, kill_one, only, several_workers, workers_of
 from support.server import start_server
 from support.v2 import in_json, read, refused
 from support.waiting import until
-
-from service.settings import Settings
-from service.web.app import create_app
 
 QUERY = np.ones((2, 3, 4), np.float32)
 SPEC = {"parameters": {"config": json.dumps({"d_model": 4, "num_heads": 2})}}

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
+from tritonclient.utils import InferenceServerException
+
 from support.server import Server
 from support.v2 import in_json, read
-from tritonclient.utils import InferenceServerException
 
 RNG = np.random.default_rng(29)
 QUERY = RNG.standard_normal((2, 3, 6)).astype(np.float32)
@@ -85,9 +86,10 @@ def test_bfloat16(client: Any, v2: httpx.Client) -> None:
     """As ml_dtypes provides it to numpy."""
     query = QUERY.astype(ml_dtypes.bfloat16)
 
-    reply = client.infer("brain", [tensor("query", query, "BF16")])
+    reply = client.infer("brain", [tensor("query", query, "BF16")], parameters={"reproducible": True})
 
-    by_hand = read(v2.post("/v2/models/brain/infer", json={"inputs": in_json(query=query)})).arrays
+    body = {"inputs": in_json(query=query), "parameters": {"reproducible": True}}
+    by_hand = read(v2.post("/v2/models/brain/infer", json=body)).arrays
     assert reply.get_output("output")["datatype"] == "BF16"
     np.testing.assert_array_equal(reply.as_numpy("output"), by_hand["output"])
 

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.errors import AttendError, InvalidRequest, MalformedBody, TooLarge
-from service.wire.json import lists as json_lists
-from service.wire.json import reader as json_reader
-from service.wire.json.strict import parse_strictly
-from service.wire.limits import WireLimits
-from service.wire.schemas.attend import AttendRequest
+from attend.errors import AttendError, InvalidRequest, MalformedBody, TooLarge
+from attend.wire.json import lists as json_lists
+from attend.wire.json import reader as json_reader
+from attend.wire.json.lists import EMPTY_AXIS
+from attend.wire.json.strict import parse_strictly
+from attend.wire.limits import WireLimits
+from attend.wire.schemas.attend import AttendRequest
 
 pytestmark = pytest.mark.usefixtures("either_way")
 LIMITS = WireLimits()
@@ -212,7 +213,7 @@ def test_minus_infinity_and_booleans_among_numbers_are_read_in_pieces() -> None:
         (f'{{"query":[[[1,2,3,4,5,6,7,8],5],[{ROW}]]}}', ("/query/0/1", "a list of 8", "5")),
         ('{"query":[' + "1,2,3,4,5,6," * 9 + "[1]]}", ("/query/54", "a number", "a list of 1")),
         ('{"query":[' + "1,2,3,4,5,6," * 9 + "1e999]}", ("/query/54", "a finite number", "a number beyond the range of a float64")),
-        ('{"query":[' + "[]," * 40 + "[]]}", ("/query", 'an object with "shape", since an axis has length 0', "an empty list")),
+        ('{"query":[' + "[]," * 40 + "[]]}", ("/query", EMPTY_AXIS, "an empty list")),
         (f'{{"query":[{ROW},{ROW},\n[1,2,3,4,5,6,7,8,9,,10]]}}', ("", "JSON", "',' at line 2 column 20 (expecting value)")),
         (f'{{"query":[{ROW},{ROW},\n1[2]]}}', ("", "JSON", "'[' at line 2 column 2 (expecting ',' delimiter)")),
         (f'{{"query":[{ROW},{ROW}],\n"layer":}}', ("", "JSON", "'}' at line 2 column 9 (expecting value)")),

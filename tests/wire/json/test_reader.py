@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
-from service.tensors import DATATYPES
-from service.wire.arrays import Kind
-from service.wire.json.reader import parse
-from service.wire.limits import WireLimits
-from service.wire.problems import validate
-from service.wire.schemas.attend import AttendRequest
+from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
+from attend.tensors import DATATYPES
+from attend.wire.arrays import Kind
+from attend.wire.json.reader import parse
+from attend.wire.limits import WireLimits
+from attend.wire.problems import validate
+from attend.wire.schemas.attend import AttendRequest
 
 pytestmark = pytest.mark.usefixtures("either_way")
 LIMITS = WireLimits()

@@ -1,7 +1,7 @@
 /* Compares the digits of every positive float32 from FIRST to LAST (their bits) with those that the exact algorithm finds.
  *
  *     gcc -O3 -ffp-contract=off -Iservice/wire/native tests/wire/native/exhaustive.c \
- *         service/wire/native/{numbers,read,read_avx2,write}.c -o exhaustive && ./exhaustive avx2 0x00800000 0x7f800000 */
+ *         service/attend/wire/native/{numbers,read,read_avx2,write}.c -o exhaustive && ./exhaustive avx2 0x00800000 0x7f800000 */
 #include "shortest.h"
 #include <stdio.h>
 #include <stdlib.h>

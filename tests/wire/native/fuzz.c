@@ -2,7 +2,7 @@
  * beyond it. All variants must agree, numbers must be those of strtod(), and what was written must be read back.
  *
  *     gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all -Iservice/wire/native tests/wire/native/fuzz.c \
- *         service/wire/native/{numbers,read,read_avx2,write}.c -o fuzz && ./fuzz SECONDS SEED */
+ *         service/attend/wire/native/{numbers,read,read_avx2,write}.c -o fuzz && ./fuzz SECONDS SEED */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 import pytest
 
-from service.wire.native import numbers
+from attend.wire.native import numbers
 
 RNG = np.random.default_rng(0)
 PAD = b" " * 100  # vector instructions are used where enough text is on both sides

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from attend.errors import RequestError
+from attend.wire.limits import WireLimits
+from attend.wire.problems import validate
+from attend.wire.schemas.attend import AttendRequest
+from attend.wire.v2.codec import V2Codec
 from support.server import Server
 from support.v2 import in_bytes, in_json, read, refused
-
-from service.errors import RequestError
-from service.wire.limits import WireLimits
-from service.wire.problems import validate
-from service.wire.schemas.attend import AttendRequest
-from service.wire.v2.codec import V2Codec
 
 QUERY = np.random.default_rng(41).standard_normal((2, 3, 6)).astype(np.float32)
 KEY = np.random.default_rng(43).standard_normal((2, 5, 6)).astype(np.float32)
@@ -172,7 +172,7 @@ TOO_LARGE = [2**31 - 1] * 3, [65536] * 3
         [2**63, 2, 6],
         [2**64 + 2, 3, 6],
         [-2, -3, 6],
-        [2.0, 3, 6],
+        [2.5, 3, 6],
         [True, 6, 6],
         ["2", 3, 6],
         [[2], 3, 6],

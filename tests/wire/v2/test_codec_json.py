@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.v2 import described, in_bytes
 
-from service.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
-from service.wire.json import lists as json_lists
-from service.wire.json.reader import split_json
-from service.wire.limits import WireLimits
-from service.wire.schemas.attend import AttendRequest
-from service.wire.v2 import codec
-from service.wire.v2.codec import MAX_CACHED_HEADER, V2Codec
+from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
+from attend.wire.json import lists as json_lists
+from attend.wire.json.reader import split_json
+from attend.wire.limits import WireLimits
+from attend.wire.schemas.attend import AttendRequest
+from attend.wire.v2 import codec
+from attend.wire.v2.codec import MAX_CACHED_HEADER, V2Codec
+from support.v2 import described, in_bytes
 
 pytestmark = pytest.mark.usefixtures("either_way")
 QUERY = np.random.default_rng(47).standard_normal((2, 3, 5)).astype(np.float32)
@@ -236,7 +236,7 @@ def test_a_long_header_template_is_not_cached() -> None:
 
 def test_searching_for_lists_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each search begins where the last one ended."""
-    monkeypatch.setattr("service.wire.json.reader.MAX_TEMPLATE_BYTES", 1 << 20)
+    monkeypatch.setattr("attend.wire.json.reader.MAX_TEMPLATE_BYTES", 1 << 20)
     for text in (b'"data":[', b'"data":[1],', b'"data":[]}', b'"data":[}', b'"data" : ', b'"data":[1]"'):
         with pytest.raises(TooLarge):
             split_json(text * (1 << 18), WireLimits(), codec.BEFORE_DATA)

@@ -10,11 +10,12 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
 from support.grpc_calls import address_of
 from support.server import Server
 from support.v2 import described, in_bytes, in_json, read, refused
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import InferenceServerException
 
 QUERY = np.random.default_rng(53).standard_normal((2, 3, 6)).astype(np.float32)
 INFER = "/v2/models/tiny/infer"

@@ -1,5 +1,0 @@
-"""`python -m service` is the command `attend`."""
-
-from service.cli import main
-
-main()

@@ -1,0 +1,20 @@
+"""Multi-head attention as a service. `from attend import Client` is the Python client; the server and the commands are in the rooms below.
+
+The client is imported when it is first used, so that the server does not load it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from attend.version import __version__
+
+if TYPE_CHECKING:
+    from attend.client import AsyncClient, AsyncSession, Capture, Client, Retries, Session, capture
+
+__all__ = ["AsyncClient", "AsyncSession", "Capture", "Client", "Retries", "Session", "__version__", "capture"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("attend.client"), name)

@@ -1,0 +1,220 @@
+"""`Call`, the input of a layer: `CallOptions` and tensors; `Result`, its output; functions that select the requested attention weights.
+
+The creator of a Call must ensure that its shapes fit the layer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attend.attention.masks import MASK_TENSORS, Masks
+
+FullyMasked = Literal["zero", "uniform", "error"]
+# Names of the outputs that a call may request, by what they are computed from. Operators have others (`OWN_OUTPUTS`).
+PROJECTED = frozenset({"query_projection", "key_projection", "value_projection"})
+SCORED = frozenset({"scores", "log_sum_exp", "attention_weights"})
+TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
+FROM_HEADS = frozenset({"head_outputs", "concatenated", "output"})
+GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What a call computes, and its shapes: all that its cost, its kernels and its validity depend on, except for masks. It has no tensors.
+
+    In self-attention, query, key and value are one input.
+    """
+
+    items: int  # of the batch axis
+    num_queries: int
+    num_keys: int  # those of a cache included
+    outputs: frozenset[str]  # of the names above
+    scale: float
+    softcap: float | None = None
+    self_attention: bool = False
+    keys_as_values: bool = False  # whether key and value are one input
+    fully_masked: FullyMasked = "zero"
+    dropout: tuple[float, int] | None = None  # p, seed
+    heads: tuple[int, ...] | None = None  # selected attention weights; None: all
+    queries: tuple[int, ...] | None = None
+    average: bool = False
+    top_k: int | None = None
+    reproducible: bool = False
+    is_part: bool = False  # of a call cut along its keys: without sinks and gates, and with a log_sum_exp in float64, to merge parts by
+
+    @property
+    def selects(self) -> bool:
+        """Whether only some heads or queries of the attention weights are requested."""
+        return self.heads is not None or self.queries is not None
+
+    def inputs(self, make: Callable[[str], Tensor]) -> dict[str, Any]:
+        """Query, key and value, each made of its name; those that are one input are made once."""
+        query = make("query")
+        key = query if self.self_attention else make("key")
+        return {"query": query, "key": key, "value": key if self.keys_as_values else make("value")}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call to a layer: its options, and its tensors in the layer's dtype. `key` has no keys of a cache, which are in `cached`."""
+
+    options: CallOptions
+    query: Tensor  # [b, q, query_dim]
+    key: Tensor  # [b, k, key_dim]; in self-attention the query
+    value: Tensor  # [b, k, value_dim]
+    masks: Masks
+    query_coordinates: Tensor | None = None  # float64 [b|1, q] or [b|1, q, axes], by which RoPE rotates queries; None: masks.positions
+    key_coordinates: Tensor | None = None  # float64 [b|1, k] or [b|1, k, axes]; None: 0, 1, …
+    head_scale: Tensor | None = None  # [b|1, h, 1, 1]
+    cached: Mapping[str, Tensor] | None = None  # rows of a cache, [heads, k, width] by name
+    output_gradient: Tensor | None = None  # [b, q, output_dim], if gradients are among the outputs
+
+    def with_options(self, **changes: Any) -> "Call":
+        """The call with other options."""
+        return replace(self, options=replace(self.options, **changes))
+
+    @property
+    def coordinates(self) -> tuple[Tensor, Tensor]:
+        """Those of queries [b|1, q] and of keys [b|1, k], or [..., axes], by which RoPE rotates them."""
+        of_keys = torch.arange(self.key.shape[1], device=self.key.device)[None] if self.key_coordinates is None else self.key_coordinates
+        return self.masks.positions if self.query_coordinates is None else self.query_coordinates, of_keys
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the call."""
+        names = ("query", "key", "value", "query_coordinates", "key_coordinates", "head_scale", "output_gradient")
+        every = (*(getattr(self, name) for name in names), *(getattr(self.masks, name) for name in MASK_TENSORS))
+        return (tensor for tensor in every if tensor is not None)
+
+    def to(self, device: torch.device) -> "Call":
+        """The call with its tensors on `device`; the same object if they already are."""
+        if self.query.device == device:
+            return self
+        inputs = self.options.inputs(lambda name: getattr(self, name).to(device))
+        moved = {name: tensor.to(device) for name in MASK_TENSORS if (tensor := getattr(self.masks, name)) is not None}
+        names = ("query_coordinates", "key_coordinates", "head_scale", "output_gradient")
+        others = {name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None}
+        return replace(self, **inputs, masks=replace(self.masks, **moved), **others)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`tensors` maps the names in `CallOptions.outputs` to tensors; with `top_k`, `keys` and `values` replace `attention_weights`.
+
+    `fully_masked`, bool [b, h, q], marks the rows without a key to attend to; None if there are none.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    fully_masked: Tensor | None = None
+
+    @property
+    def fully_masked_rows(self) -> int:
+        return 0 if self.fully_masked is None else int(self.fully_masked.sum())
+
+    def first_fully_masked(self, n: int = 4) -> list[tuple[int, int, int]]:
+        """(batch, head, query) of the first few fully masked rows."""
+        return [] if self.fully_masked is None else [(b, h, i) for b, h, i in self.fully_masked.nonzero()[:n].tolist()]
+
+    def cpu(self) -> "Result":
+        """The result with tensors on the CPU; the same object if they already are."""
+        if all(tensor.device.type == "cpu" for tensor in self.tensors.values()):
+            return self
+        fully_masked = None if self.fully_masked is None else self.fully_masked.cpu()
+        return Result({name: tensor.cpu() for name, tensor in self.tensors.items()}, fully_masked)
+
+    def split(self, sizes: Sequence[int]) -> "list[Result]":
+        """The results of consecutive batch items, `sizes` of them each. Tensors are views."""
+        if len(sizes) == 1:
+            return [self]
+        items = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        masked = self.fully_masked
+        results = []
+        for i in items:
+            tensors = {name: tensor[i] for name, tensor in self.tensors.items()}
+            results.append(Result(tensors, None if masked is None else masked[i]))
+        return results
+
+
+class WeightBlock(NamedTuple):
+    """The attention weights of a block of query rows."""
+
+    rows: slice
+    weights: Tensor  # [b, h, rows, k]
+    visible: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the keys that each query may attend to; None: all
+
+
+def select_heads_and_queries(
+    call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None, mixes_heads: bool = False
+) -> tuple[Call, Tensor, Tensor, Tensor | None]:
+    """Restrict a call, its query [b, h, q, d], key [b, kv heads, k, d] and fully masked rows [b, h, q] to its selected heads and queries.
+
+    The new key has one head for each selected query head. Rows of the new masks are selected queries; `heads` and `queries` of the new call
+    are their original indices. Without a selection, the arguments are returned. If the layer `mixes_heads`, all remain, since they are
+    computed together.
+    """
+    if not call.options.selects:
+        return call, query, key, fully_masked
+    heads, queries = call.options.heads or tuple(range(query.shape[1])), call.options.queries or tuple(range(query.shape[2]))
+    groups = query.shape[1] // key.shape[1]
+    if not mixes_heads:
+        head_indices = torch.tensor(heads, device=query.device)
+        query, key = query.index_select(1, head_indices), key.index_select(1, head_indices // groups)
+        fully_masked = None if fully_masked is None else fully_masked.index_select(1, head_indices)
+    if call.options.queries is not None:
+        query_indices = torch.tensor(queries, device=query.device)
+        query, fully_masked = (
+            query.index_select(2, query_indices),
+            None if fully_masked is None else fully_masked.index_select(2, query_indices),
+        )
+    masks = call.masks.select(None if mixes_heads else call.options.heads, call.options.queries)
+    return replace(call, masks=masks).with_options(heads=heads, queries=queries), query, key, fully_masked
+
+
+def select_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
+    """The selected heads of a tensor [h, …]; None: all."""
+    return per_head if heads is None else per_head[list(heads)]
+
+
+def select_weights(weights: Tensor, call: Call) -> Tensor:
+    """The weights of the selected heads and queries, from all weights [b, h, q, k]."""
+    for axis, indices in ((1, call.options.heads), (2, call.options.queries)):
+        if indices is not None:
+            weights = weights.index_select(axis, torch.tensor(indices, device=weights.device))
+    return weights
+
+
+def reduce_weights(weights: Tensor, call: Call) -> dict[str, Tensor]:
+    """`attention_weights`, averaged over heads if requested; with `top_k`, the largest `values` of each row and their `keys`."""
+    if call.options.average:
+        weights = weights.mean(1)
+    if call.options.top_k is None:
+        return {"attention_weights": weights}
+    values, keys = top_k(weights, min(call.options.top_k, weights.shape[-1]))
+    return {"values": values, "keys": keys}
+
+
+def top_k(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest numbers along the last axis and their indices, [..., n], largest first; ties go to the lower index.
+
+    torch.topk returns ties in any order, and a stable sort of all numbers is slow. So only rows with ties among the n + 1 largest are
+    computed again: all numbers above the n-th largest, and the first of those equal to it.
+    """
+    if 2 * n >= values.shape[-1]:
+        largest, indices = torch.sort(values, dim=-1, descending=True, stable=True)
+        return largest[..., :n], indices[..., :n]
+    largest, indices = torch.topk(values, n + 1, dim=-1)
+    tied = (largest[..., 1:] == largest[..., :-1]).any(-1)
+    largest, indices = largest[..., :n], indices[..., :n]
+    if n and tied.any():
+        rows = values[tied].nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # topk treats NaN as the largest, too
+        least = rows.topk(n, -1).values[:, -1:]
+        above, equal = rows > least, rows == least
+        taken = above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
+        taken_indices = taken.nonzero()[:, 1].view(-1, n)  # in ascending order
+        order = rows.gather(1, taken_indices).sort(dim=1, descending=True, stable=True).indices
+        indices[tied] = taken_indices.gather(1, order)
+        largest[tied] = values[tied].gather(1, indices[tied])
+    return largest, indices

@@ -1,0 +1,86 @@
+"""What a kernel computes, declared by names: of a spec's fields, of options of a call, of outputs, datatypes and devices.
+
+A kernel is used for what it declares and for nothing else. So a new field or option that no declaration names is never ignored: it sends
+the calls that have it to eager attention.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from attend.attention.call import Call
+from attend.attention.operators import OPERATORS
+from attend.attention.operators.operator import stages_of
+from attend.spec import LayerSpec
+
+# Fields that no kernel has to compute: shapes, weights, and what calls state for themselves. Kernels check the shapes that they need.
+# fmt: off
+EXTERNAL_FIELDS = frozenset({
+    "d_model", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "key_dim", "value_dim",
+    "output_dim", "bias", "projections", "seed", "init", "gain", "dtype", "matmul_precision", "scale",
+}) | {operator.field for operator in OPERATORS if operator.of_calls}
+# fmt: on
+
+
+def _fields_with(*stages: str) -> frozenset[str]:
+    """Fields all of whose operators have some of these stages and no other."""
+    unfit = {operator.field for operator in OPERATORS if not stages_of(operator) <= set(stages)}
+    return frozenset(operator.field for operator in OPERATORS) - unfit - EXTERNAL_FIELDS
+
+
+# Fields that the call's masks have, or that are applied before a kernel gets queries, keys and values as heads, or to its head outputs
+OUTER_FIELDS = _fields_with("project", "norm", "rotate", "rescale", "gate", "outputs", "rows_to_cache", "expand")
+BIAS_FIELDS = _fields_with("bias", "shift")  # `Eager.bias` and `Eager.shift` compute them
+# Fields of a call that no kernel has to compute; `options_of` has the others. Read by the test that no field is forgotten.
+# fmt: off
+EXTERNAL_OPTIONS = frozenset({
+    "items", "num_queries", "num_keys", "self_attention", "keys_as_values", "query", "key", "value", "masks",
+    "scale", "outputs", "query_coordinates", "key_coordinates", "heads", "queries", "average", "top_k", "is_part",
+    "output_gradient", "fully_masked", "cached",
+})
+# fmt: on
+
+
+class Declaration(NamedTuple):
+    """What a kernel computes: layers that set at most these `fields`, in these dtypes; calls with at most these `options`."""
+
+    fields: frozenset[str]
+    options: frozenset[str]  # of `options_of`
+    outputs: frozenset[str]
+    dtypes: frozenset[str]
+    devices: frozenset[str] | None = None  # types of devices; None: any
+
+    def has_layer(self, spec: LayerSpec, device: torch.device) -> bool:
+        """Whether the kernel computes calls to such a layer."""
+        is_here = self.devices is None or device.type in self.devices
+        return is_here and spec.dtype in self.dtypes and fields_of(spec) <= self.fields
+
+    def has_call(self, call: Call, outputs: frozenset[str]) -> bool:
+        """Whether the kernel computes these outputs of such a call."""
+        return outputs <= self.outputs and options_of(call) <= self.options
+
+
+def fields_of(spec: LayerSpec) -> frozenset[str]:
+    """The fields that kernels have to compute and that are not at their defaults."""
+    fields = type(spec).model_fields.items()
+    return frozenset(name for name, field in fields if name not in EXTERNAL_FIELDS and getattr(spec, name) != field.default)
+
+
+def options_of(call: Call) -> frozenset[str]:
+    """What the call asks of a kernel beyond softmax(scale · Q Kᵀ) V.
+
+    `intervals` and `sets` are its two kinds of masks; `uniform_rows` are rows without keys that get equal weights. The layer applies
+    `head_scale` to the head outputs of a kernel that declares it.
+    """
+    masks = call.masks
+    present = {
+        "softcap": call.options.softcap,
+        "dropout": call.options.dropout is not None,
+        "reproducible": call.options.reproducible,
+        "head_scale": call.head_scale is not None,
+        "bias": masks.bias is not None,
+        "intervals": masks.has_intervals,
+        "sets": masks.has_sets,
+        "uniform_rows": call.options.fully_masked == "uniform" and masks.has_any,
+    }
+    return frozenset(name for name, value in present.items() if value)

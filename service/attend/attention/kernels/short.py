@@ -1,0 +1,80 @@
+"""Computes short calls without masks in C (`native/kernel.h`), where the overhead of torch's operations would exceed the arithmetic.
+
+The extension is optional: without it, torch computes these calls like all others.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attend.attention.call import Call, Result, reduce_weights, select_weights
+from attend.attention.kernels.declaration import Declaration
+from attend.attention.native.extension import extension
+from attend.spec import LayerSpec
+from attend.spec_parts import PROJECTIONS
+
+MAX_WIDTH = 256  # d_model of a layer with short calls
+MAX_PRODUCT = 1 << 20  # most multiplications in one product of a short call; for more, torch is as fast
+MAX_PORTABLE = 1 << 18  # MAX_PRODUCT on a processor without vectors of eight floats
+
+
+class ShortKernel:
+    """Short calls to one layer. Immutable."""
+
+    declaration = Declaration(
+        fields=frozenset(),
+        options=frozenset(),
+        outputs=frozenset({"output", "attention_weights"}),
+        dtypes=frozenset({"float32"}),
+        devices=frozenset({"cpu"}),
+    )
+
+    def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], variant: str | None = None) -> None:
+        """`variant`: one of the implementations in `extension.variants`, by default the fastest."""
+        no_bias = torch.zeros(spec.d_model)
+        variant = variant or extension.variants[0]
+        self._layer = extension.layer(
+            spec.d_model,
+            spec.num_heads,
+            variant,
+            tuple(weights[f"{name}.weight"].contiguous().numpy() for name in PROJECTIONS),
+            tuple(weights.get(f"{name}.bias", no_bias).numpy() for name in PROJECTIONS),
+        )
+        self._num_heads, self._width = spec.num_heads, spec.d_model
+        self._max_product = MAX_PORTABLE if variant == "portable" else MAX_PRODUCT
+
+    @classmethod
+    def make(cls, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> "ShortKernel | None":
+        """The kernel of a layer; None if it does not compute such layers, or there is no extension."""
+        suits = extension is not None and cls.declaration.has_layer(spec, device) and _has_one_width(spec)
+        return cls(spec, weights) if suits else None
+
+    def suits(self, call: Call) -> bool:
+        """Whether the call is short."""
+        options, width = call.options, self._width
+        items, queries, keys = options.items, options.num_queries, options.num_keys
+        largest_product = items * width * max(queries * width, keys * width, queries * keys)
+        return items * queries * keys > 0 and largest_product <= self._max_product
+
+    def forward(self, call: Call) -> Result | None:
+        """Compute a call that suits. None if a number overflowed: torch then decides which ones do, since implementations differ."""
+        options = call.options
+        items, queries, keys = options.items, options.num_queries, options.num_keys
+        query, key, value = call.query.contiguous(), call.key.contiguous(), call.value.contiguous()
+        output, weights = np.empty((items, queries, self._width), np.float32), np.empty((items, self._num_heads, queries, keys), np.float32)
+        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if not extension.attend(self._layer, items, queries, keys, options.scale, *addresses, output, weights):
+            return None
+        tensors = {"output": torch.from_numpy(output)} if "output" in options.outputs else {}
+        if "attention_weights" in options.outputs:
+            tensors |= reduce_weights(select_weights(torch.from_numpy(weights), call), call)
+        return Result(tensors)
+
+
+def _has_one_width(spec: LayerSpec) -> bool:
+    """Whether the layer is narrow, all its projections have one width, and every head has keys of its own."""
+    heads = spec.num_heads
+    widths = {spec.d_model, spec.key_dim, spec.value_dim, spec.output_dim, heads * spec.head_dim, heads * spec.value_head_dim}
+    return spec.projections and len(widths) == 1 and spec.d_model <= MAX_WIDTH and spec.num_kv_heads == heads

@@ -1,0 +1,46 @@
+"""ALiBi: biases linear in the distance (Press et al. 2022)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attend.attention.operators.lazy import torch
+from attend.attention.operators.operator import Operator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attend.attention.call import Call
+    from attend.attention.masks import Masks
+    from attend.attention.operators.operator import Layer
+
+
+class AlibiOperator(Operator):
+    name, field, positional, per_head = "alibi", "alibi", True, True
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(layer)
+        self._slopes = torch.tensor(slopes(layer.spec.num_heads), dtype=layer.dtype, device=layer.device)
+
+    def bias(self, query: Tensor, call: Call, rows: slice, keys: slice) -> Tensor:
+        """-slope · |position - j|, where positions outside of the keys count as the nearest key: `shift` has the rest."""
+        j = torch.arange(keys.start, keys.stop, device=query.device)
+        distance = (call.masks.clamped_positions(rows)[:, None, :, None] - j).abs().to(self.dtype)
+        return -self._of(call.options.heads)[:, None, None] * distance
+
+    def shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
+        """ALiBi of the key nearest to each query. For a query far outside the keys this is a large bias common to all keys."""
+        distance = (masks.positions[:, rows] - masks.clamped_positions(rows)).abs()
+        return -self._of(heads).double()[:, None] * distance[:, None] if distance.any() else None
+
+    def _of(self, heads: Sequence[int] | None) -> Tensor:
+        return self._slopes if heads is None else self._slopes[list(heads)]
+
+
+def slopes(heads: int) -> list[float]:
+    """m_h of Press et al. 2022: 2^(-8h/n) for a power of two; else those of the power below n, then every other one of twice that power."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    return slopes + [2.0 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]

@@ -1,0 +1,100 @@
+"""Differential attention (Ye et al. 2024, arXiv 2410.05258): weights are the difference of two softmaxes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from attend.attention.operators.lazy import torch
+from attend.attention.operators.operator import Operator, not_defined
+from attend.spec_parts import SMALLEST, Flag, Part, field_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Shapes
+    from attend.spec_parts import Dimensions
+    from attend.tensors import Array
+
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+class Differential(Part):
+    """Differential attention (Ye et al. 2024, arXiv 2410.05258): weights are the difference of two softmaxes, and may be negative.
+
+    Queries and keys of a head are two halves of head_dim/2 numbers: A = softmax(scale q1 k1^T) - lambda softmax(scale q2 k2^T). The head's
+    output is (1 - lambda_init) norm(A v), with an RMS norm. lambda = exp(lambda_q1 · lambda_k1) - exp(lambda_q2 · lambda_k2) + lambda_init,
+    with four weights [head_dim/2] of these names, which all heads share.
+    """
+
+    lambda_init: Annotated[float, Field(ge=0, le=1, strict=True)] = Field(
+        default=0.8, description="0.8 - 0.6 exp(-0.3 n) in layer n of the paper's models, counted from 0."
+    )
+    eps: Annotated[float, Field(ge=SMALLEST, le=1, allow_inf_nan=False, strict=True)] = Field(
+        default=1e-5, description="Of the norm of each head's output."
+    )
+    norm_weights: Flag = Field(
+        default=True, description="Whether that norm has a weight for all heads, `head_norm.weight` [value_head_dim]."
+    )
+
+
+class DifferentialOperator(Operator):
+    """Layers have scores of two softmaxes, so requests cannot ask for scores."""
+
+    name, field, num_softmaxes, splits_over_keys = "differential", "differential", 2, False
+    excludes = ("qk_norm", "latent", "sinks", "dropout", "normalizer")
+    signed_weights = scales_values = amplifies_rounding = True  # its norm may amplify the rounding of any difference
+    undefined_options: ClassVar[dict[str, str]] = {"dropout": "dropout of a difference of two softmaxes is not defined"}
+    axes: ClassVar[Axes] = dict.fromkeys((*LAMBDAS, "head_norm.weight"), ("n",))
+    identifying_weight = "lambda_q1"
+
+    @classmethod
+    def check(cls, spec: Dimensions) -> None:
+        if spec.head_dim % 2:
+            raise field_error("/head_dim", "an even number, since differential attention halves it", str(spec.head_dim))
+        reason = "differential attention is not defined with it"
+        not_defined(spec, reason, qk_norm="null", latent="null", relative_scores="null", sinks="false")
+        if (normalizer := getattr(spec, "normalizer", "softmax")) != "softmax":
+            raise field_error("/normalizer", "softmax, since differential attention is the difference of two", normalizer)
+        if (grid := getattr(spec, "grid_bias", None)) and grid.kind == "decomposed":
+            raise field_error("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
+
+    @classmethod
+    def weights(cls, spec: Dimensions) -> Shapes:
+        shapes: Shapes = dict.fromkeys(LAMBDAS, (spec.head_dim // 2,))
+        return shapes | ({"head_norm.weight": (spec.value_head_dim,)} if getattr(spec, cls.field).norm_weights else {})
+
+    @classmethod
+    def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
+        reason = "whose differential attention has two scores of each query and key"
+        return dict.fromkeys(("scores", "log_sum_exp"), reason)
+
+    @classmethod
+    def random(cls, draw: Draw, fields: Fields) -> Any:
+        norm = {"eps": draw.one_of(1e-5, 0.1), "norm_weights": draw.flag()}
+        return {**norm, "lambda_init": draw.number(0.2, 0.5)}
+
+    @classmethod
+    def random_weight(cls, name: str, normal: Array) -> Array:
+        """So small that exp of a product of two is moderate."""
+        weight: Array = 0.5 * normal / len(normal) ** 0.5
+        return weight
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(layer)
+        config: Differential = getattr(layer.spec, self.field)
+        q1, k1, q2, k2 = (layer.weights[name].double() for name in LAMBDAS)
+        self._lambda = float(torch.exp(q1 @ k1) - torch.exp(q2 @ k2)) + config.lambda_init
+        self._eps, self._factor = config.eps, torch.tensor(1 - config.lambda_init, dtype=layer.dtype, device=layer.device)
+        if config.norm_weights:
+            self._factor = self._factor * layer.weights["head_norm.weight"].to(layer.dtype)
+
+    def factors(self) -> tuple[float, float]:
+        return 1.0, -self._lambda
+
+    def value(self, outputs: Tensor) -> Tensor:
+        """(1 - lambda_init) times the norm of each head's output."""
+        exact = outputs.to(self.dtype)
+        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self._eps)
+        return (exact * self._factor).to(outputs.dtype)

@@ -1,0 +1,69 @@
+"""A gate on the output of each head (Qiu et al. 2025, arXiv 2505.06708, equation 5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from attend.attention.operators.lazy import torch
+from attend.attention.operators.operator import Cost, Operator, split_heads
+from attend.spec_parts import Flag, Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attend.attention.call import Call, CallOptions
+    from attend.attention.operators.operator import Axes, Draw, Fields, Product, Shapes
+    from attend.spec_parts import Dimensions
+
+
+class OutputGate(Part):
+    """A gate on the output of each head, before the output projection, from the query's input x (Qiu et al. 2025, arXiv 2505.06708).
+
+    Y' = Y * activation(x W^T + b), with W the weight `gate.weight` and b `gate.bias`. W is [num_heads * value_head_dim, d_model]
+    (elementwise), or [num_heads, d_model] (headwise: one factor for each head).
+    """
+
+    granularity: Literal["elementwise", "headwise"] = Field(
+        default="elementwise", examples=["elementwise"], description="One gate for each number of a head's output, or one for each head."
+    )
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    bias: Flag = Field(default=False, description="Whether the projection of the gate has a bias, `gate.bias`.")
+
+
+class OutputGateOperator(Operator):
+    name, field, needs_projections = "output_gate", "output_gate", True
+    matrices = query_matrices = ("gate",)
+    per_head = scales_values = True
+    axes: ClassVar[Axes] = {"gate.weight": ("out", "in"), "gate.bias": ("n",)}
+    identifying_weight = "gate.weight"
+
+    @classmethod
+    def width(cls, spec: Dimensions) -> int:
+        """Width of the projection of the gate."""
+        gate: OutputGate = getattr(spec, cls.field)
+        return spec.num_heads if gate.granularity == "headwise" else spec.concatenated_dim
+
+    @classmethod
+    def weights(cls, spec: Dimensions) -> Shapes:
+        """The projection of the gate."""
+        width, gate = cls.width(spec), getattr(spec, cls.field)
+        return {"gate.weight": (width, spec.d_model)} | ({"gate.bias": (width,)} if gate.bias else {})
+
+    @classmethod
+    def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
+        """The gate and its product with the heads' outputs; its projection is counted with the others."""
+        return Cost(elements=options.num_queries * (cls.width(spec) + spec.concatenated_dim))
+
+    @classmethod
+    def random(cls, draw: Draw, fields: Fields) -> Any:
+        """Any gate."""
+        gate = {"granularity": draw.one_of("elementwise", "headwise"), "activation": draw.one_of("sigmoid", "softplus")}
+        return {**gate, "bias": draw.flag()}
+
+    def gate(self, call: Call, product: Product) -> Tensor:
+        """[b, h, q, value_head_dim], or [b, h, q, 1] if headwise, from the input of the layer, before its projections."""
+        heads, gate = self.spec.num_heads, getattr(self.spec, self.field)
+        logits = split_heads(product(call.query, "gate"), heads)
+        return logits.sigmoid() if gate.activation == "sigmoid" else torch.nn.functional.softplus(logits)

@@ -1,0 +1,39 @@
+"""Attention sinks: a learnt score for each head that takes part in the softmax and has no value (gpt-oss)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from attend.attention.operators.operator import Operator
+from attend.spec_parts import field_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attend.attention.operators.operator import Axes, Layer, Shapes
+    from attend.spec_parts import Dimensions
+
+
+class SinksOperator(Operator):
+    name, field = "sinks", "sinks"
+    per_head = True
+    axes: ClassVar[Axes] = {"sinks": ("heads",)}
+    identifying_weight = "sinks"
+
+    @classmethod
+    def check(cls, spec: Dimensions) -> None:
+        if getattr(spec, "normalizer", None) == "sigmoid":
+            raise field_error("/sinks", "false, since sigmoid weights do not depend on other scores", "true")
+
+    @classmethod
+    def weights(cls, spec: Dimensions) -> Shapes:
+        return {"sinks": (spec.num_heads,)}
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(layer)
+        self._sinks = layer.weights["sinks"].to(layer.dtype)
+
+    def sinks(self, heads: Sequence[int] | None) -> Tensor:
+        return (self._sinks if heads is None else self._sinks[list(heads)])[:, None]

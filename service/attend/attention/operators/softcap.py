@@ -1,0 +1,32 @@
+"""Soft capping of scores: c · tanh(s / c), before biases and masks (Gemma 2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attend.attention.operators.operator import Operator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attend.attention.call import Call
+    from attend.attention.operators.operator import Draw, Fields
+
+
+class SoftcapOperator(Operator):
+    name, field, of_calls = "softcap", "softcap", True
+
+    def score(self, scores: Tensor, call: Call) -> Tensor:
+        """`call.options.softcap` is the layer's, unless the request has one."""
+        return (scores / call.options.softcap).tanh() * call.options.softcap if call.options.softcap else scores
+
+    @classmethod
+    def fill_in(cls, fields: Fields, width: int) -> None:
+        """0 means none."""
+        if fields.get(cls.field) == 0 and fields[cls.field] is not False:
+            fields[cls.field] = None
+
+    @classmethod
+    def random(cls, draw: Draw, fields: Fields) -> Any:
+        """So small that it bends scores of unit variance."""
+        return draw.number(0.5, 5)

@@ -1,0 +1,26 @@
+"""Windows: a query attends to the keys around its position. The masks of a call combine that of the layer and its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attend.attention.operators.operator import Interval, Operator
+
+if TYPE_CHECKING:
+    from attend.attention.operators.operator import Draw, Fields
+    from attend.spec_parts import Dimensions
+
+
+class WindowOperator(Operator):
+    name, field, positional, of_calls = "window", "window", True, True
+
+    @classmethod
+    def interval(cls, spec: Dimensions) -> Interval:
+        window = getattr(spec, cls.field)
+        return Interval(window.left, window.right)
+
+    @classmethod
+    def random(cls, draw: Draw, fields: Fields) -> Any:
+        """Either side may be unbounded."""
+        left, right = (draw.integer(0, 5) if draw.flag(0.7) else None for _ in range(2))
+        return {"left": left, "right": right}

@@ -1,0 +1,36 @@
+"""Compares an attention implementation with the reference.
+
+    from attend.check import assert_agrees, compare
+
+    def test_my_attention():
+        assert_agrees(MyAttention, mask_means="attend")
+
+    print(compare("my_package:my_kernel", framework="torch", layout="b,n,h,d"))
+    print(compare(MyRotaryAttention, spec=LayerSpec(d_model=12, num_heads=3, rope={}), causal=True))
+
+A candidate is a `torch.nn.Module` or NumPy class, or an instance of one, whose weights are read and given to the reference; or a function
+of query, key and value that are split into heads already. Torch is used only if it is already imported.
+
+In the order in which to read it:
+
+    comparison.py            `compare`: calls the candidate on every case, and finds the first wrong number
+    candidate.py, weights.py constructs a candidate and reads its weights
+    adapter.py               calls a candidate
+    explanation.py           the search for the known mistakes that explain a candidate's numbers
+    fitting.py               constant factors, fitted to the candidate's numbers
+    mistakes/, changes.py    the known mistakes with their arithmetic, and the changes that they are made of
+    cases.py                 the inputs
+    computation.py           what the reference computes for them, with mistakes too, and the largest error that rounding explains
+    chunks.py                the same in several calls, as a candidate with a cache computes
+    low_precision.py         the same with some steps in fewer digits
+    convention.py            what parameters and weights mean: by their usual names, or by the options
+    random_cases.py          random layers and requests, for comparison with any oracle
+    rounding.py              the largest error that the roundings of a half-precision layer explain
+"""
+
+from attend.check.candidate import NoSuchCandidate
+from attend.check.comparison import CaseResult, Comparison, Disagreement, assert_agrees, compare
+from attend.check.computation import tolerance
+from attend.check.convention import Convention
+
+__all__ = ["CaseResult", "Comparison", "Convention", "Disagreement", "NoSuchCandidate", "assert_agrees", "compare", "tolerance"]

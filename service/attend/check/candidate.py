@@ -1,0 +1,234 @@
+"""Prepares a candidate: constructs a class, makes the adapter that calls it, reads or draws its weights.
+
+Torch is used only where the caller has imported it. A module runs in evaluation mode without gradients and is left as it was. In a module
+that is constructed here, a parameter whose numbers are all equal gets random ones added: zeros would hide a forgotten bias, ones a
+forgotten norm.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
+from pathlib import Path
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from attend.check.adapter import Adapter, CallFailed, is_module, make_adapter
+from attend.check.cases import BATCH, POSITIONAL_QUERIES, QUERIES, CaseKind, CheckCase, draw_check_cases
+from attend.check.convention import CALL, HEADS, Convention, constructor_arguments
+from attend.check.weights import complete_weights, is_matrix, multi_head, plain_spec, read_weights
+from attend.spec import LayerSpec
+from attend.spec_parts import PROJECTIONS
+from attend.tensors import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A prepared candidate: how to call it, and the spec and weights for the reference."""
+
+    adapter: Adapter
+    spec: LayerSpec
+    weights: Mapping[str, Array]  # canonical names
+    module: Any  # the torch module, or None
+
+    def draw_cases(self, seed: int, *, partial: bool = False) -> Iterator[CheckCase]:
+        """The cases for this candidate; the adapter cannot call it on those with a `skip_reason`. See `draw_check_cases` for `partial`."""
+        roles, convention = self.adapter.roles.keys(), self.adapter.convention
+        per_item = convention.mask_shape.startswith("b")
+        masks: dict[CaseKind, bool] = {
+            "mask": per_item,
+            "padding": per_item or bool(roles & {"padding", "lengths"}),
+            "segments": per_item or "segments" in roles,
+        }
+        return draw_check_cases(
+            self.spec,
+            self.weights,
+            seed,
+            dtype=self.adapter.dtype,
+            batched=convention.batched,
+            causal=convention.causal,
+            at_end=convention.query_offset == "end",
+            decodes=bool(roles & {"cache", "first_position"}),
+            inputs=[name for name in ("query", "key", "value") if name in roles],
+            masks_per_item=[kind for kind, differs in masks.items() if differs],
+            partial=partial,
+        )
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients during the `with` block; no effect unless the candidate is a module."""
+        return nullcontext() if self.module is None else _evaluating(self.module)
+
+
+class NoSuchCandidate(ValueError):
+    """A name of a wrong pattern, of a missing file, or of nothing in a module."""
+
+
+def load_candidate(name: str) -> Any:
+    """The object that `my_package.my_module:MyAttention` or `path/to/file.py:MyAttention` names. Raises NoSuchCandidate and ImportError."""
+    module, _, attribute = name.rpartition(":")
+    is_file = module.endswith(".py")
+    if not is_file and not all(part.isidentifier() for part in module.split(".")):
+        raise NoSuchCandidate(f"expected my_package.my_module:MyAttention or my_file.py:MyAttention, got {name!r}")
+    try:
+        return attrgetter(attribute)(_import_file(Path(module))) if is_file else resolve_name(name)
+    except AttributeError as error:
+        raise NoSuchCandidate(f"expected {name!r} to name something: {error}") from None
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The module in this file, which is run once. It finds modules beside it, as a script does."""
+    name, folder = str(path.resolve()), str(path.resolve().parent)
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise NoSuchCandidate(f"there is no file {path}")
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        module = sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int) -> Candidate:
+    """A class, instance or function as a `Candidate`, without a spec one of plain multi-head attention.
+
+    ValueError: something is ambiguous, and the message names the option that decides; or the weights are not those of the spec.
+    """
+    prepared = _prepare(candidate, spec, convention, seed)
+    if (name := convention.new_cache) is None:
+        return prepared
+    made = {"list": list, "dict": dict}.get(name) or load_candidate(name)
+    return replace(prepared, adapter=replace(prepared.adapter, new_cache=made))
+
+
+def _prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int) -> Candidate:
+    if spec is not None:
+        convention = replace(convention, d_model=spec.d_model, num_heads=spec.num_heads)
+    if isinstance(candidate, type):
+        candidate, heads = _construct(candidate, spec, convention, seed)
+        convention = replace(convention, num_heads=convention.num_heads or heads)
+    heads = convention.num_heads or _heads_attribute(candidate)
+    if is_module(candidate):
+        adapter = make_adapter(candidate, convention, "torch", heads)
+        if any(hasattr(p, "materialize") for p in candidate.parameters()):
+            with _evaluating(candidate):
+                adapter.call(_shape_case(convention))
+        return _add_weights(adapter, spec, read_weights(candidate, True, convention), heads, candidate, seed)
+    weights = read_weights(candidate, False, convention)
+    if convention.framework is None and weights and (convention.weights is None or convention.names_weights):
+        convention = replace(convention, framework="numpy")  # its weights are NumPy arrays
+    frameworks = [convention.framework] if convention.framework else ["numpy", "torch"] if "torch" in sys.modules else ["numpy"]
+    failures = []
+    for framework in frameworks:
+        prepared = _add_weights(make_adapter(candidate, convention, framework, heads), spec, weights, heads, None, seed)
+        if len(frameworks) == 1:
+            return prepared
+        try:
+            prepared.adapter.call(next(prepared.draw_cases(seed)))
+        except CallFailed as failure:
+            failures.append(f"with {framework}, it raised {failure}")
+        else:
+            return prepared
+    raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {"; ".join(failures)}')
+
+
+def _add_weights(
+    adapter: Adapter, spec: LayerSpec | None, found: Mapping[str, Array], heads: int | None, module: Any, seed: int
+) -> Candidate:
+    """The candidate with its spec and weights: those found in it, or those passed to a function."""
+    arguments = [role for role in adapter.roles if role not in CALL]  # weights that the candidate takes as arguments
+    if arguments or not found:
+        spec, adapter = _prepare_function(adapter, spec, found, arguments, heads, seed)
+        found = adapter.matrices
+    elif heads is None:
+        raise ValueError("ambiguous: the number of heads; pass num_heads=…")
+    spec = spec or plain_spec(found, heads or 1)
+    weights = complete_weights(found, spec, adapter.convention)
+    _check_lengths(spec)
+    return Candidate(replace(adapter, heads=spec.num_heads, kv_heads=spec.num_kv_heads), spec, weights, module)
+
+
+def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: int) -> tuple[Any, int | None]:
+    """An instance, and the number of heads it was constructed with."""
+    spec = spec or multi_head(convention.d_model, convention.num_heads or 3)
+    arguments = constructor_arguments(inspect.signature(cls), convention, spec)
+    heads = next((n for name, n in arguments.items() if name.lower() in HEADS.split()), None)
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(cls, torch.nn.Module):
+        return cls(**arguments), heads
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        module = cls(**arguments)
+        for parameter in module.parameters():
+            if not hasattr(parameter, "materialize") and bool((parameter == parameter.flatten()[:1]).all()):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        dtype = None if convention.dtype is None else getattr(torch, convention.dtype)
+        return module.to(device=convention.device, dtype=dtype), heads
+
+
+def _prepare_function(
+    adapter: Adapter, spec: LayerSpec | None, found: Mapping[str, Array], arguments: Sequence[str], heads: int | None, seed: int
+) -> tuple[LayerSpec, Adapter]:
+    """The spec of a candidate that takes projected heads, or its weights as arguments; and its adapter, which passes these.
+
+    Weights are those of the convention, or drawn here, uniform in ±1.
+    """
+    convention = adapter.convention
+    projects = any(is_matrix(name) for name in arguments)
+    if projects and adapter.framework == "torch" and convention.orientation is None:
+        raise ValueError('ambiguous: how the matrices are applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
+    if projects and "heads" not in adapter.roles and heads is None:
+        raise ValueError("ambiguous: the number of heads; pass num_heads=…")
+    heads = 1 if convention.layout == "b,n,d" and not projects else heads or 3
+    if spec is None:
+        bias = {name: f"{name}.bias" in arguments for name in PROJECTIONS}
+        spec = multi_head(convention.d_model, heads, projections=projects, bias=bias if projects else False)
+    if spec.projections > projects:
+        raise ValueError("found no weights of projections: pass weights={…}, arguments={…}, or a spec with projections false")
+    rng = np.random.default_rng(seed)
+    drawn = {name: rng.uniform(-1, 1, shape).astype(np.float32) for name, shape in spec.weight_shapes().items() if name in arguments}
+    matrices = found or {name: x.astype(np.float64) for name, x in drawn.items()}
+    convention = replace(convention, orientation=convention.orientation or "in,out")
+    return spec, replace(adapter, heads_given=not projects, matrices=matrices, convention=convention)
+
+
+def _check_lengths(spec: LayerSpec) -> None:
+    """ValueError: a window or chunk that no case is long enough for."""
+    lengths = [length or 0 for interval in spec.intervals for length in interval]
+    if max(lengths, default=0) > (longest := POSITIONAL_QUERIES - 2):
+        raise ValueError(f"expected a window or chunk of at most {longest} keys, so that it matters, got {max(lengths)}")
+
+
+def _heads_attribute(candidate: Any) -> int | None:
+    """The number of heads of an instance with an attribute of one of the usual names."""
+    found = {n for name in HEADS.split() if isinstance(n := getattr(candidate, name, None), int)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _shape_case(convention: Convention) -> CheckCase:
+    """A case of ones: the first call of a lazy module makes its weights."""
+    x = np.ones((BATCH if convention.batched else 1, QUERIES, convention.d_model))
+    everything = np.ones((*x.shape[:2], QUERIES), bool)
+    return CheckCase("shapes", "plain", x, x, x, everything, everything)
+
+
+@contextmanager
+def _evaluating(module: Any) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        with sys.modules["torch"].no_grad():
+            module.eval()
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training

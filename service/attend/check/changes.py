@@ -1,0 +1,342 @@
+"""Functions that make a `Change` of a computation: of its spec, weights, mask, inputs or steps; and wrong ways to do a step.
+
+Mistakes are made of such changes. The reference itself computes the changed call, so a mistake can be made in every kind of layer. Wrong
+steps are methods in place of those of the reference's `Layer`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, NoReturn
+
+import numpy as np
+
+from attend.attention.reference.forward import Layer
+from attend.attention.reference.operators.rope import frequencies
+from attend.check.cases import CheckCase
+from attend.check.computation import Computation
+from attend.check.weights import pack, split_packed
+from attend.tensors import BY_TORCH, Array
+
+Function = Callable[..., Any]
+Change = Callable[[Computation], Computation]  # raises Impossible, or ValueError for shapes that do not fit
+
+
+class Impossible(ValueError):
+    """The change would change nothing in this layer."""
+
+
+def change_spec(**fields: Function) -> Change:
+    """Replaces fields of the spec by the values of these functions of the spec."""
+
+    def change(c: Computation) -> Computation:
+        changed = {name: value(c.spec) for name, value in fields.items()}
+        if all(getattr(c.spec, name) == value for name, value in changed.items()):
+            raise Impossible
+        return replace(c, spec=c.spec.model_copy(update=changed))
+
+    return change
+
+
+def change_scale(scale: Callable[[Computation], float]) -> Change:
+    """Replaces the factor on the scores; Impossible if it is the same."""
+
+    def change(c: Computation) -> Computation:
+        changed = scale(c)
+        if math.isclose(changed, c.spec.scale):
+            raise Impossible
+        return c.with_scale(changed)
+
+    return change
+
+
+def change_part(name: str, **fields: Any) -> Change:
+    """Replaces fields of a part of the spec, such as rope, where the layer has that part."""
+    return change_spec(**{name: lambda spec: (part := getattr(spec, name)) and part.model_copy(update=fields)})
+
+
+def replace_weights(changed: Callable[[Computation], Mapping[str, Array]]) -> Change:
+    """Replaces weights by those that `changed` returns, by canonical name."""
+
+    def change(c: Computation) -> Computation:
+        if not (weights := changed(c)):
+            raise Impossible
+        return replace(c, weights={**c.weights, **weights})
+
+    return change
+
+
+def map_weights(ends: str | tuple[str, ...], changed: Callable[[Array], Array]) -> Change:
+    """Applies a function to every weight whose name ends with `ends`."""
+    return replace_weights(lambda c: {name: changed(w) for name, w in c.weights.items() if name.endswith(ends)})
+
+
+def swap_weights(roles: Sequence[str], sources: Sequence[str]) -> Change:
+    """Gives each role the weight and bias of the source at the same place: ("query", "gate") those of ("gate", "query")."""
+
+    def changed(c: Computation) -> Mapping[str, Array]:
+        if any(f"{role}.weight" not in c.weights for role in roles):
+            return {}
+        pairs = [(f"{role}.{kind}", f"{source}.{kind}") for role, source in zip(roles, sources, strict=True) for kind in ("weight", "bias")]
+        return {name: c.weights.get(source, np.zeros(1)) for name, source in pairs}
+
+    return replace_weights(changed)
+
+
+def with_input(case: CheckCase, role: str, x: Array) -> CheckCase:
+    """The case with another query, key or value, which may have another number of rows.
+
+    Of unequal numbers of keys and values, the first ones are used. More queries than masks attend to everything.
+    """
+    rows: dict[str, Any] = {role: x}
+    changed = replace(case, **rows)
+    queries, keys = changed.query.shape[1], min(changed.key.shape[1], changed.value.shape[1])
+    visible = np.ones((len(x), queries, keys), bool)
+    given = case.visible[:, :queries, :keys]
+    visible[:, : given.shape[1], : given.shape[2]] = given
+    return replace(changed, key=changed.key[:, :keys], value=changed.value[:, :keys], visible=visible)
+
+
+def use_projection_of(role: str, source: str) -> Change:
+    """Uses the projected rows of `source`, a query, key or value, in place of those of `role`."""
+
+    def changed(c: Computation) -> Computation:
+        x, y = getattr(c.case, role), getattr(c.case, source)
+        names = {name: name.replace(source, role, 1) for name in c.weights if name.startswith((f"{source}.", f"{source}_norm."))}
+        if c.spec.latent or (not names and x is y):
+            raise Impossible
+        weights = {new: c.weights[name] for name, new in names.items()}
+        if any(weights[name].shape != c.weights[name].shape for name in weights if name in c.weights):
+            raise Impossible
+        return replace(c, case=with_input(c.case, role, y), weights={**c.weights, **weights})
+
+    return changed
+
+
+def use_heads_of(role: str, source: str) -> Change:
+    """Uses the heads of `source`, as they are when the scores are computed, in place of those of `role`. Impossible in plain layers."""
+
+    def change(c: Computation) -> Computation:
+        if c.spec.num_softmaxes > 1 or not (c.spec.rope or c.spec.qk_norm):
+            raise Impossible
+        steps, heads = c.layer, dict[str, Array]()
+
+        def project_heads(layer: Layer, name: str, x: Array) -> Array:
+            heads[name] = steps.project_heads(layer, name, x)
+            return heads[name]
+
+        def raw_scores(layer: Layer, q: Array, k: Array, ahead: Array) -> Array:
+            heads.update(query=q, key=k, value=layer.repeat_kv_heads(heads["value"]))
+            used = heads | ({role: heads[source]} if role != "value" else {})
+            return steps.raw_scores(layer, used["query"], used["key"], ahead)
+
+        def apply_weights(layer: Layer, weights: Array, values: Array) -> Array:
+            return steps.apply_weights(layer, weights, heads[source] if role == "value" else values)
+
+        return replace_steps(project_heads=project_heads, raw_scores=raw_scores, apply_weights=apply_weights)(c)
+
+    return change
+
+
+def use_heads_before_rope_of(role: str, source: str) -> Change:
+    """Uses the heads of `source` before RoPE, after its own norm, in place of those of `role`. Impossible in plain layers."""
+
+    def change(c: Computation) -> Computation:
+        if not (c.spec.rope or c.spec.qk_norm) or role == "value" or c.spec.latent:
+            raise Impossible
+        x = getattr(c.case, source)
+
+        def project_heads(layer: Layer, name: str, given: Array) -> Array:
+            return c.layer.project_heads(layer, source, x) if name == role else c.layer.project_heads(layer, name, given)
+
+        return replace_steps(project_heads=project_heads)(c)
+
+    return change
+
+
+def select_heads(names: Sequence[str], index: int) -> Function:
+    """A step that gives every head the query, key or value (`names`) of one head."""
+    return lambda layer, name, x: _heads(layer, name, x, names, lambda heads: np.broadcast_to(heads[:, [index]], heads.shape))
+
+
+def shift_heads(names: Sequence[str], by: int) -> Function:
+    """A step that gives each head the query, key or value (`names`) of the head `by` places before."""
+    return lambda layer, name, x: _heads(layer, name, x, names, lambda heads: np.roll(heads, by, axis=1))
+
+
+def _heads(layer: Layer, name: str, x: Array, names: Sequence[str], changed: Callable[[Array], Array]) -> Array:
+    heads = Layer.project_heads(layer, name, x)
+    return changed(heads) if name in names else heads
+
+
+def repack(roles: Sequence[str], order: str, other: str) -> Change:
+    """Packs the rows of several weights in the order `other` and splits them as if they were in `order`."""
+
+    def changed(c: Computation) -> Mapping[str, Array]:
+        rows: dict[str, Array] = {}
+        for kind in ("weight", "bias"):
+            if all(f"{role}.{kind}" in c.weights for role in roles):
+                packed = pack([c.weights[f"{role}.{kind}"] for role in roles], roles, c.spec, other)
+                rows |= {f"{role}.{kind}": part for role, part in split_packed(roles, packed, c.spec, order).items()}
+        return rows
+
+    return replace_weights(changed)
+
+
+def change_mask(changed: Callable[[Array], Array]) -> Change:
+    """Replaces the mask that is passed: [b, q, k]. Impossible in a case without one."""
+
+    def change(c: Computation) -> Computation:
+        return _with_case(c, c.case.with_mask(changed(c.case.mask))) if not c.case.mask.all() else _impossible()
+
+    return change
+
+
+def change_causality(changed: Callable[[Array], Array]) -> Change:
+    """Replaces the candidate's own causal mask: [b, q, k]. Impossible for a candidate without one."""
+
+    def change(c: Computation) -> Computation:
+        return _with_case(c, replace(c.case, visible=c.case.mask & changed(c.case.own))) if c.case.causal else _impossible()
+
+    return change
+
+
+def _with_case(c: Computation, case: CheckCase) -> Computation:
+    """The computation of another case. Impossible if the same keys are visible."""
+    return replace(c, case=case) if not np.array_equal(case.visible, c.case.visible) else _impossible()
+
+
+def _impossible() -> NoReturn:
+    raise Impossible
+
+
+UNMASK: Change = lambda c: replace(c, case=replace(c.case, visible=np.ones_like(c.case.visible)))  # noqa: E731  # as the other changes
+
+
+def mask_everywhere(changed: Callable[[Array], Array]) -> Change:
+    """Replaces the mask [b, q, k] also where all keys are visible."""
+    return lambda c: replace(c, case=replace(c.case, visible=changed(c.case.visible)))
+
+
+def add_mask(changed: Callable[[Array], Array]) -> Change:
+    """Adds numbers made of the mask to the scores, and blocks nothing. Impossible without a mask."""
+
+    def change(c: Computation) -> Computation:
+        if c.case.visible.all():
+            raise Impossible
+        return UNMASK(replace(c, added=changed(c.case.visible).astype(np.float64)))
+
+    return change
+
+
+def replace_steps(**methods: Function) -> Change:
+    """Replaces steps of the reference, which are methods of `Layer`."""
+    return lambda c: replace(c, layer=type("Mistaken", (c.layer,), methods))
+
+
+def change_softmax(weights: Callable[[Computation, Function, Array, Array | None], Array]) -> Change:
+    """Replaces the softmax by `weights`, a function of the computation, the right softmax (scores, sinks) -> weights, scores and sinks."""
+
+    def change(c: Computation) -> Computation:
+        def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
+            return weights(c, lambda *args: c.layer.softmax(layer, *args)[0], scores, sinks), scores[..., 0]
+
+        return replace_steps(softmax=softmax)(c)
+
+    return change
+
+
+def only_if(needed: Callable[[Computation], Any], change: Change) -> Change:
+    """The change; Impossible unless `needed` is true of the computation."""
+
+    def checked(c: Computation) -> Computation:
+        if not needed(c):
+            raise Impossible
+        return change(c)
+
+    return checked
+
+
+def all_of(*changes: Change) -> Change:
+    """The changes one after the other."""
+    return lambda c: reduce(lambda changed, change: change(changed), changes, c)
+
+
+# Wrong ways to split [b, n, h*d] into heads and to merge [b, h, n, d].
+SPLIT: dict[str, Function] = {
+    "reshape": lambda layer, x, h: x.reshape(len(x), h, x.shape[1], -1),
+    "head fastest": lambda layer, x, h: x.reshape(*x.shape[:2], -1, h).transpose(0, 3, 1, 2),
+    "not transposed": lambda layer, x, h: x.reshape(*x.shape[:2], h, -1),
+    "sequence first": lambda layer, x, h: x.reshape(*x.shape[:2], h, -1).transpose(1, 2, 0, 3),
+}
+MERGE: dict[str, Function] = {
+    "reshape": lambda layer, x: x.reshape(len(x), x.shape[2], -1),
+    "head fastest": lambda layer, x: x.transpose(0, 2, 3, 1).reshape(len(x), x.shape[2], -1),
+    "not transposed": lambda layer, x: x.reshape(*x.shape[:2], -1),
+    "sequence first": lambda layer, x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
+}
+# Needed by splits that change the number of heads: keys and values are not repeated, and heads have no biases of their own.
+ANY_HEAD_COUNT = replace_steps(repeat_kv_heads=lambda layer, x: x, position_bias=lambda layer, *_: np.zeros((1, 1, 1, 1)))
+
+
+def split_and_merge(name: str) -> Change:
+    """Splits and merges heads in the same wrong way."""
+    return replace_steps(split_heads=SPLIT[name], merge_heads=MERGE[name])
+
+
+def tile_kv_heads(layer: Layer, x: Array) -> Array:
+    """Heads 0 1 0 1 … for query heads, in place of 0 0 … 1 1 …"""
+    return np.tile(x, (1, layer.spec.num_heads // x.shape[1], 1, 1))
+
+
+def share_with_first_head(layer: Layer, shared: Array, heads: int) -> Array:
+    """The shared part of latent keys [b, n, r] in the first head, 0 in the others: [b, heads, n, r]."""
+    return shared[:, None] * np.eye(heads, 1)[:, None]
+
+
+def share_by_reshape(layer: Layer, shared: Array, heads: int) -> Array:
+    """Repeats the shared part along a new axis of heads after that of the rows, and reshapes where it should transpose."""
+    return np.repeat(shared[:, :, None], heads, axis=2).reshape(len(shared), heads, *shared.shape[1:])
+
+
+def share_by_reshape_after_rope(layer: Layer, x: Array, name: str, positions: Array) -> Array:
+    """Rotates the keys, and then shares their rotary part by a reshape."""
+    rotated, latent = Layer.rotate(layer, x, name, positions), layer.spec.latent
+    if name == "query" or latent is None:
+        return rotated
+    shared, own = np.split(rotated, [latent.rope_key_dim], axis=-1)
+    return np.concatenate([share_by_reshape(layer, shared[:, 0], x.shape[1]), own], axis=-1)
+
+
+def rotate_with_angles_of_other_pairs(layer: Layer, x: Array, name: str, positions: Array) -> Array:
+    """RoPE of halves with angles f0 f0 f1 f1 …, which are those of neighbouring pairs; or of pairs with f0 f1 … f0 f1 …, of halves."""
+    rope = layer.spec.rope
+    if rope is None or rope.axes or layer.spec.num_softmaxes > 1:
+        raise Impossible
+    dims = rope.dims or x.shape[-1]
+    of_pairs, x_rotary = frequencies(rope, dims), x[..., :dims]
+    angles = positions[:, None, :, None] * (np.tile(of_pairs, 2) if rope.interleaved else np.repeat(of_pairs, 2))
+    if rope.interleaved:
+        partners = np.stack((-x_rotary[..., 1::2], x_rotary[..., 0::2]), axis=-1).reshape(x_rotary.shape)
+    else:
+        partners = np.concatenate((-x_rotary[..., dims // 2 :], x_rotary[..., : dims // 2]), axis=-1)
+    rotated = rope.attention_factor * (x_rotary * np.cos(angles) + partners * np.sin(angles))
+    return np.concatenate((rotated, x[..., dims:]), axis=-1)
+
+
+def exp_without_maximum(c: Computation, softmax: Function, scores: Array, sinks: Array | None) -> Array:
+    """The weights by exp of the scores themselves, in the candidate's dtype."""
+    exponentials = np.exp(scores.astype(BY_TORCH[c.dtype].numpy)).astype(np.float64)
+    sink = 0.0 if sinks is None else np.exp(sinks[..., None])
+    return np.asarray(exponentials / (exponentials.sum(axis=-1, keepdims=True) + sink))
+
+
+def softmax_over_axis(axis: int) -> Change:
+    """Takes the softmax over another axis of [b, h, q, k]. Where it has no visible element, the weights are NaN."""
+
+    def weights(c: Computation, softmax: Function, scores: Array, sinks: Array | None) -> Array:
+        exponentials = np.exp(scores - scores.max(axis=axis, keepdims=True))
+        return np.asarray(exponentials / exponentials.sum(axis=axis, keepdims=True))
+
+    return change_softmax(weights)

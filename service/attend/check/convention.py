@@ -1,0 +1,263 @@
+"""What the parameters and weights of a candidate mean: by their usual names, or by the options of a `Convention`.
+
+A name is used where its meaning is beyond doubt. Options say what libraries disagree about: does true in a mask mean "may attend"? Is W
+applied as x @ W? How is a packed matrix split? Nothing is guessed: without the option a ValueError names it.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from attend.attention.operators import OPERATORS
+from attend.errors import did_you_mean
+from attend.spec import DType, LayerSpec
+from attend.spec_parts import PROJECTIONS
+
+Polarity = Literal["attend", "block", "add"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convention:
+    """The conventions of a candidate; each field is also an option of `compare`, `assert_agrees` and `attend check --with`."""
+
+    mask_means: Annotated[Polarity | None, "true in a mask: may attend, is blocked, or is added to the scores (0 and -inf)"] = None
+    mask_shape: Annotated[Literal["q,k", "b,k", "b,q,k", "b,1,q,k", "b,h,q,k"], "axes of a mask"] = "q,k"
+    mask_dtype: Annotated[Literal["bool", "int", "float"], "of a mask that is not added"] = "bool"
+    padding_means: Annotated[Polarity | None, "true in a separate mask over the keys, [b, k]: may attend, is blocked, or is added"] = None
+    arguments: Annotated[Mapping[str, str], 'what parameters are: {"x": "query", "A": "query.weight", …}'] = field(default_factory=dict)
+    method: Annotated[str | None, "the method to call; by default the object itself, forward or call"] = None
+    batched: Annotated[bool, "false: inputs are [n, d_model]"] = True
+    batch_first: Annotated[bool | None, "false: inputs are [n, b, d_model]; by default the attribute batch_first, or true"] = None
+    causal: Annotated[bool, "true: it is always causal"] = False
+    query_offset: Annotated[
+        Literal["start", "end"] | None, "of an always causal one, if q != k: query i is at key i, or the last query at the last key"
+    ] = None
+    average_weights: Annotated[bool, "true: the returned weights are averaged over the heads"] = False
+    layout: Annotated[Literal["b,h,n,d", "b,n,h,d", "b,n,d"], "axes of the query, key and value of a function"] = "b,h,n,d"
+    framework: Annotated[
+        Literal["torch", "numpy", "jax", "mlx"] | None, "whose arrays it takes; by default torch or numpy, found by calling it"
+    ] = None
+    dtype: Annotated[DType | None, "not for a module instance; by default float64 in NumPy, else float32"] = None
+    device: Annotated[str | None, "of torch, such as cuda; not for a module instance"] = None
+    orientation: Annotated[
+        Literal["in,out", "out,in"] | None,
+        "of a matrix that is not in a layer: applied as x @ W, or as x @ W.T; NumPy classes: in,out by default",
+    ] = None
+    fused: Annotated[
+        Literal["q,k,v", "per_head"] | None,
+        "rows of one matrix for query, key and value: [3, h, d], or [h, 3, d]; for query and gate: [2, h, d], or [h, 2, d]",
+    ] = None
+    norm_weights: Annotated[Literal["w", "1 + w"], "what norms of queries and keys multiply by, where w is their parameter"] = "w"
+    weights: Annotated[
+        Mapping[str, Any] | None,
+        'names of the weights, if unknown: {"query": "layers.0", "output.bias": "b", …}; in Python also arrays [out, in]',
+    ] = None
+    new_cache: Annotated[
+        str | None, "what makes the first call's cache, if calls change it in place: list, dict, or my_package:KVCache; by default None"
+    ] = None
+    d_model: Annotated[int, "of a class, which is constructed"] = 12
+    num_heads: Annotated[int | None, "of an instance without such an attribute; a class is constructed with 3 by default"] = None
+    construct: Annotated[Mapping[str, Any], 'further arguments of the constructor: {"max_len": 64}'] = field(default_factory=dict)
+    tolerance: Annotated[float | None, "relative; by default by dtype"] = None
+
+    @property
+    def names_weights(self) -> bool:
+        """Whether `weights` has names of the candidate's tensors, not arrays."""
+        return any(isinstance(x, str) for x in (self.weights or {}).values())
+
+
+OPTIONS: dict[str, Any] = {option.name: option.type for option in fields(Convention)}  # their `Annotated` types
+
+
+def make_convention(options: Mapping[str, Any]) -> Convention:
+    """The convention with these options. TypeError: no such option. ValueError: not one of its values."""
+    for name, value in options.items():
+        if name not in OPTIONS:
+            raise TypeError(f"expected an option among {', '.join(OPTIONS)}, got {name!r}{did_you_mean(name, OPTIONS)}")
+        if not _fits(value, OPTIONS[name].__origin__):
+            values = _values(OPTIONS[name].__origin__)
+            raise ValueError(f"expected {name} to be {' or '.join(values)}, got {value!r}{did_you_mean(value, values)}")
+    return Convention(**options)
+
+
+def option_table() -> list[tuple[str, list[str], str]]:
+    """Name, values and meaning of each option."""
+    return [(name, _values(option.__origin__), option.__metadata__[0]) for name, option in OPTIONS.items()]
+
+
+def _values(annotation: Any) -> list[str]:
+    """The values of an option: literals, or the kind of value."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return [value for part in get_args(annotation) if part is not NoneType for value in _values(part)]
+    kinds = {bool: ["true", "false"], int: ["an integer"], float: ["a number"], str: ["a name"]}
+    return kinds.get(annotation, ["a JSON object"])
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether the value is of that type."""
+    if get_origin(annotation) is Literal:
+        return value in get_args(annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(annotation))
+    return isinstance(value, (float, int) if annotation is float else get_origin(annotation) or annotation)
+
+
+def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+    """Name -> what it means, from meaning -> names."""
+    return {name: meaning for meaning, names in table.items() for name in names.split()}
+
+
+HEADS = "num_heads n_heads heads h n_head nhead nheads num_attention_heads head_num"
+CALL = {  # role of a parameter of the call -> its usual names, in lower case
+    "query": "query queries q x x_q xq input inputs inputs_q input_q hidden_states query_states embeddings",
+    "key": "key keys k x_k xk inputs_k input_k key_states context memory encoder_hidden_states key_value_states kv x_kv",
+    "value": "value values v x_v xv inputs_v input_v value_states",
+    "mask": "mask attn_mask attention_mask attend_mask block_mask src_mask attn_bias",
+    "padding": "key_padding_mask padding_mask pad_mask key_mask",
+    "lengths": "valid_lens valid_len valid_lengths valid_length lengths lens seq_lens seq_lengths",
+    "segments": "segments segment_ids segment_id document_ids document_id doc_ids sequence_ids seq_ids",
+    "boundaries": "cu_seqlens cu_seq_lens",
+    "positions": "position_ids positions",
+    "cache": "cache kv_cache past layer_past past_kv past_key_value past_key_values",
+    "use_cache": "use_cache",
+    "cache_positions": "cache_position cache_positions",
+    "first_position": "start_pos start_position past_length past_len cache_len",
+    "causal": "causal is_causal use_causal_mask",
+    "return_weights": "need_weights return_weights return_attn return_attention return_attn_weights return_attention_weights "
+    "return_attention_scores output_attentions",
+    "heads": HEADS,
+    "average": "average_attn_weights",
+}
+CONSTRUCTOR = {
+    "d_model": "embed_dim d_model num_hiddens hidden_size hidden_dim dim embed_size emb_dim emb_size embedding_dim model_dim dim_model "
+    "n_embd d_in d_out input_dim output_dim in_dim out_dim query_size key_size value_size",
+    "num_heads": HEADS,
+    "num_kv_heads": "num_kv_heads n_kv_heads num_key_value_heads kv_heads",
+    "head_dim": "head_dim d_k d_q d_head dim_head head_size",
+    "length": "context_length block_size max_len max_length max_seq_len max_seq_length seq_len ctx_len",
+    "dropout": "dropout dropout_p dropout_rate attn_dropout attn_drop drop p",
+    "batch_first": "batch_first",
+    "theta": "rope_theta theta",
+    "query_rank": "q_lora_rank",
+    "key_value_rank": "kv_lora_rank",
+    "rope_key_dim": "qk_rope_head_dim",
+    "own_key_dim": "qk_nope_head_dim",
+    "value_head_dim": "v_head_dim d_v",
+}
+WEIGHTS = {  # besides q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linear_q, fc_out, b_o, bias_q, qkv_proj, …
+    "in_proj": "in_proj c_attn",  # query, key and value in this order
+    "output": "c_proj dense proj projection fc unify_heads combine_heads",
+    "query_norm": "query_norm q_norm query_layernorm q_layernorm",
+    "key_norm": "key_norm k_norm key_layernorm k_layernorm",
+    "gate": "gate gate_proj g_proj",
+    "query": "q_b_proj",
+    "query_down": "query_down q_a_proj",
+    "query_down_norm": "query_down_norm q_a_layernorm",
+    "key_value_down": "key_value_down",
+    "key_value_down_norm": "key_value_down_norm kv_a_layernorm",
+    "rope_key": "rope_key",
+    "kv_a": "kv_a_proj_with_mqa",  # DeepSeek's: key_value_down and rope_key
+    "kv_b": "kv_b_proj",  # DeepSeek's: key and value
+    "head_norm": "head_norm subln",
+    "relative_bias": "relative_bias relative_attention_bias",
+}
+WEIGHTS |= {role: role for operator in OPERATORS for name in operator.axes if (role := name.partition(".")[0]) not in WEIGHTS}
+_CALL, _CONSTRUCTOR, _WEIGHTS = _by_name(CALL), _by_name(CONSTRUCTOR), _by_name(WEIGHTS)
+_PROJECTION = re.compile(
+    r"(?:(?:w|b|weight|bias|linear|lin|fc|to)_?)?"
+    r"(?P<role>qkv|query_key_value|queries|query|q|keys?|k|values?|v|output|out|o)s?"
+    r"(?P<tail>(?:_?(?:projection|proj|linear|lin|layer|dense|weights?|bias|kernel|matrix|w|b))*)"
+)
+_ROLES = {"query_key_value": "qkv"} | _by_name({"query": "q queries", "key": "k keys", "value": "v values", "output": "o out"})
+_ANNOTATED = re.compile(r"linears\.([0-3])\.(weight|bias)")  # The Annotated Transformer: query, key, value, output in a list
+BARE = frozenset([*PROJECTIONS, *_ROLES]) - {"query_key_value"}  # these may also be inputs
+UNTYPED = tuple(name for operator in OPERATORS for name in operator.axes if "." not in name)  # weights without a kind
+WEIGHT_ROLES = ("qkv", *PROJECTIONS, *WEIGHTS)
+POSITIONS = 32  # the longest sequence that a class is constructed for
+
+
+def parse_weight_name(path: str) -> str | None:
+    """The canonical name of the weight at this path, such as "query.bias"; None for an unknown name.
+
+    Instead of a projection, "qkv", "in_proj", "kv_a" and "kv_b" are several in one tensor.
+    """
+    if listed := _ANNOTATED.search(path):
+        return f"{PROJECTIONS[int(listed[1])]}.{listed[2]}"
+    parts = [part for part in path.lower().split(".") if not part.isdigit()]
+    name = "_".join(parts[-2:]) if parts[-1] in ("weight", "bias", "kernel") else parts[-1]
+    kind = "bias" if name.endswith("bias") else "weight"
+    role = _WEIGHTS.get(name) or _WEIGHTS.get(re.sub("_?(weight|bias|kernel)$", "", name))
+    if role is None:
+        if (match := _PROJECTION.fullmatch(name)) is None:
+            return None
+        role = _ROLES.get(match["role"], match["role"])
+        if name.startswith("b") or "bias" in match["tail"] or match["tail"].endswith("_b"):
+            kind = "bias"
+    return role if role in UNTYPED else f"{role}.{kind}"
+
+
+def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> dict[str, str]:
+    """Role -> name of the parameter. The role of a parameter such as `W_q` is the canonical name of that weight.
+
+    ValueError: a required parameter of unknown name, two for one role, no query.
+    """
+    weights = [f"{name}.{kind}" for name in (*PROJECTIONS, *WEIGHTS) for kind in ("weight", "bias")] + [*UNTYPED]
+    roles: dict[str, str] = {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        role = arguments.get(name) or _CALL.get(name.lower())
+        if role is None and name.lower() not in BARE and (weight := parse_weight_name(name)) in weights:
+            role = weight
+        if role is None and parameter.default is parameter.empty:
+            known = f"one of {', '.join(CALL)}, or a weight such as query.weight"
+            raise ValueError(f'ambiguous: the meaning of parameter {name!r}; pass arguments={{"{name}": …}}, {known}')
+        if role in roles:
+            raise ValueError(f'ambiguous: which is the {role}, {roles[role]!r} or {name!r}; pass arguments={{"{name}": …}}')
+        if role is not None:
+            roles[role] = name
+    if unknown := {*arguments} - {*signature.parameters} or {*arguments.values()} - {*CALL, *weights}:
+        known = f"{', '.join(CALL)} or a weight such as query.weight"
+        raise ValueError(f"expected arguments to map {', '.join(signature.parameters)} to {known}, got {sorted(unknown)}")
+    if "query" not in roles:
+        names = ", ".join(signature.parameters)
+        raise ValueError(f'ambiguous: which parameter of ({names}) is the query; pass arguments={{…: "query"}}')
+    return roles
+
+
+def mask_polarity(convention: Convention, name: str, padding: bool = False) -> Polarity:
+    """The meaning of true in the mask `name`. ValueError: neither its name nor the convention states it."""
+    means = convention.padding_means if padding else convention.mask_means
+    named: dict[str, Polarity] = {"attend_mask": "attend", "block_mask": "block"}
+    if means is None and name not in named:
+        option = "padding_means" if padding else "mask_means"
+        raise ValueError(f'ambiguous: the meaning of true in {name!r}; pass {option}="attend", "block" or "add" (libraries disagree)')
+    return means or named[name]
+
+
+def constructor_arguments(signature: inspect.Signature, convention: Convention, spec: LayerSpec) -> dict[str, Any]:
+    """Arguments for a class: the sizes of the spec under its names for them, no dropout, batch first.
+
+    ValueError: a required parameter of unknown name.
+    """
+    sizes: dict[str, Any] = {name: getattr(spec, name) for name in ("d_model", "num_heads", "num_kv_heads", "head_dim", "value_head_dim")}
+    sizes |= {"length": POSITIONS, "dropout": 0.0, "batch_first": convention.batch_first is not False}
+    if spec.rope:
+        sizes["theta"] = spec.rope.theta
+    if spec.latent:
+        sizes |= {name: getattr(spec.latent, name) for name in ("query_rank", "key_value_rank", "rope_key_dim")}
+        sizes["own_key_dim"] = spec.head_dim - spec.latent.rope_key_dim
+    given: dict[str, Any] = {}
+    for name, parameter in signature.parameters.items():
+        if name in convention.construct or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if (meaning := _CONSTRUCTOR.get(name.lower())) in sizes and parameter.default is not None:
+            given[name] = sizes[meaning]
+        elif parameter.default is parameter.empty:
+            raise ValueError(f"ambiguous: the value of constructor parameter {name!r}; pass construct={{{name!r}: …}}, or an instance")
+    return given | dict(convention.construct)

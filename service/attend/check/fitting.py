@@ -1,0 +1,169 @@
+"""Constant factors, fitted to what a candidate returned: one on the scores, one on what comes after them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from attend.attention.reference.forward import Layer
+from attend.check.changes import Change, change_scale, replace_steps
+from attend.check.computation import Computation
+from attend.check.mistakes.mistake import Mistake, attention
+from attend.tensors import Array
+
+ENOUGH = {2: 0.2, 4: 0.02}  # step -> the largest error, as a part of the largest number, with which a search goes on
+SMALLEST = 1e-6  # factor that is fitted; below it, all visible keys have the same weight
+
+
+def fitted_scale(right: Computation, results: Mapping[str, Array]) -> tuple[str, Mistake] | None:
+    """The mistake of another constant factor on the scores than that of `right`; None if none is found. A caller tests whether it fits."""
+    weights, expected = results.get("attention_weights"), right.spec.scale
+    with suppress(ValueError, IndexError):
+        from_weights = weights is not None and weights.ndim == 4 and right.returned == "attention_weights"
+        factor = _factor_of_weights(right, weights) if from_weights and weights is not None else _factor_of_output(right, results["output"])
+        return None if factor is None else _other_scale(factor, expected)
+    return None
+
+
+def scale_fitted_to_few(parts: Iterator[tuple[Computation, Array]]) -> tuple[str, Mistake] | None:
+    """As `fitted_scale`, to the output of the first of some small computations that depends on the factor.
+
+    It soon returns None where no factor gives it, so that hundreds of computations can be tried.
+    """
+    for near, output in parts:
+        error, expected = _error_of_scale(near, output), near.spec.scale
+        if abs(expected) > SMALLEST and np.abs(error(expected) - error(2 * expected)).max() > 1e-3 * np.abs(output).max():
+            factor = _zero_of(error, abs(expected), float(np.abs(output).max()))
+            return None if factor is None else _other_scale(factor, expected)
+    return None
+
+
+def _error_of_scale(c: Computation, output: Array) -> Callable[[float], Array]:
+    """The error of the output as a function of the factor on the scores, 0 where it is not finite."""
+
+    def error(factor: float) -> Array:
+        difference = output - c.with_scale(factor).run().outputs["output"]
+        return np.where(np.isfinite(difference), difference, 0.0)
+
+    return error
+
+
+def _zero_of(error: Callable[[float], Array], near: float, largest: float) -> float | None:
+    """The positive factor for which the errors are 0, by Gauss and Newton's method; None where it does not soon approach one."""
+    factor = min((near * 4.0**power for power in range(-3, 4)), key=lambda factor: np.abs(error(factor)).max())
+    for step in range(10):
+        left = error(factor)
+        if step in ENOUGH and np.abs(left).max() > ENOUGH[step] * largest:
+            return None
+        slope = (left - error(factor * (1 + 1e-4))) / (factor * 1e-4)
+        if not (square := float(np.sum(slope**2))) > 0:
+            return None
+        factor += float(np.clip(np.sum(left * slope) / square, -factor / 2, factor))
+    return _with_fewest_digits(factor, lambda factor: float(np.abs(error(factor)).max()))
+
+
+def _other_scale(factor: float, expected: float) -> tuple[str, Mistake] | None:
+    """The mistake of this factor on the scores; None if it is the expected one, or hardly any."""
+    if abs(factor) < SMALLEST or math.isclose(factor, expected, rel_tol=1e-4):
+        return None
+    change = change_scale(lambda c: factor)
+    if abs(factor) < 1 and abs(expected) < 1:
+        name = f"the scores are divided by {1 / factor:.4g} and not by {1 / expected:.4g}"
+        return name, Mistake(change, attention(f"Q Kᵀ / {1 / factor:.4g}"), attention())
+    name = f"the scores are multiplied by {factor:.4g} and not by {expected:.4g}"
+    return name, Mistake(change, attention(f"Q Kᵀ · {factor:.4g}"), attention())
+
+
+def fitted_factors(right: Computation, results: Mapping[str, Array]) -> Iterator[tuple[str, Mistake]]:
+    """The mistakes of a constant factor on the weights, on the outputs of the heads, and on the output. A caller tests whether they fit."""
+    expected = right.run().outputs["output"]
+    if results["output"].shape != expected.shape:
+        return
+    bias = right.weights.get("output.bias", np.zeros(1))
+    for place, change, wrong, shift in (
+        ("the weights", _times_weights, "({factor} · softmax(S)) V", bias),
+        ("the outputs of the heads", _times_heads, "{factor} · softmax(S) V", bias),
+        ("the output", _times_output, "{factor} · (concat(o) W_o + b_o)", np.zeros(1)),
+    ):
+        one, other = expected - shift, results["output"] - shift
+        factor = _short(float(np.sum(one * other) / np.sum(one * one)))
+        if math.isfinite(factor) and abs(factor) > SMALLEST and not math.isclose(factor, 1, rel_tol=1e-4):
+            verb = "is" if place == "the output" else "are"
+            right_sum = "concat(o) W_o + b_o" if place == "the output" else "softmax(S) V"
+            yield f"{place} {verb} multiplied by {factor:.4g}", Mistake(change(factor), wrong.format(factor=f"{factor:.4g}"), right_sum)
+
+
+def _short(factor: float) -> float:
+    """The shortest decimal number near a factor, or the reciprocal of a shorter one."""
+    if not math.isfinite(factor) or not factor:
+        return factor
+    near = [
+        (digits + (value != made), made)
+        for digits in range(1, 7)
+        for value in (float(f"{factor:.{digits}g}"), float(f"{1 / factor:.{digits}g}"))
+        for made in (value, 1 / value)
+        if math.isclose(made, factor, rel_tol=1e-5)
+    ]
+    return min(near)[1] if near else factor
+
+
+def _times_weights(factor: float) -> Change:
+    def mixed_weights(layer: Layer, weights: Array, blocked: Array) -> Array:
+        return factor * Layer.mixed_weights(layer, weights, blocked)
+
+    return replace_steps(mixed_weights=mixed_weights)
+
+
+def _times_heads(factor: float) -> Change:
+    return replace_steps(apply_weights=lambda layer, weights, values: factor * Layer.apply_weights(layer, weights, values))
+
+
+def _times_output(factor: float) -> Change:
+    return lambda c: replace(c, factor=factor)
+
+
+@np.errstate(all="ignore")
+def _factor_of_weights(right: Computation, weights: Array) -> float | None:
+    """The least-squares factor; None unless weights are positive in two places of a row.
+
+    log(w_j / w_1) = c (s_j - s_1) for scores s without a factor: one number c must fit all pairs of keys.
+    """
+    raw = right.with_scale(1.0).scores()
+    usable = np.isfinite(raw) & (weights > 1e-30)
+    first = np.argmax(usable, axis=-1)[..., None]
+    differences = raw - np.take_along_axis(raw, first, -1)
+    logarithms = np.log(weights) - np.log(np.take_along_axis(weights, first, -1))
+    chosen = usable & np.isfinite(differences) & np.isfinite(logarithms) & (differences != 0)
+    return float(np.sum(differences[chosen] * logarithms[chosen]) / np.sum(differences[chosen] ** 2)) if chosen.any() else None
+
+
+def _factor_of_output(right: Computation, output: Array) -> float | None:
+    """The factor whose output is nearest to the observed one: of a grid of factors, and then by halving steps."""
+    if not np.isfinite(output).all():
+        return None
+
+    def distance(factor: float) -> float:
+        error = float(np.abs(right.with_scale(factor).run().outputs["output"] - output).max())
+        return error if math.isfinite(error) else math.inf
+
+    grid = [sign * abs(right.spec.scale) * 2.0**power for sign in (1, -1) for power in range(-6, 7)]
+    best = min(grid, key=distance)
+    if distance(best) > 0.5 * float(np.abs(output).max()):  # not even near
+        return None
+    step = abs(best) / 2
+    while step > abs(best) * 1e-15:
+        best = min((best - step, best, best + step), key=distance)
+        step /= 2
+    return best if abs(best) < SMALLEST else _with_fewest_digits(best, distance)
+
+
+def _with_fewest_digits(factor: float, distance: Callable[[float], float]) -> float:
+    """The shortest decimal number that fits as well as the factor, or the reciprocal of one: what people write in a program."""
+    least = distance(factor)
+    for digits in range(1, 13):
+        for short in (float(f"{factor:.{digits}g}"), 1 / float(f"{1 / factor:.{digits}g}")):
+            if math.isclose(short, factor, rel_tol=1e-6) and distance(short) <= least:
+                return short
+    return factor

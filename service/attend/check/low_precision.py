@@ -1,0 +1,43 @@
+"""The reference with some steps in fewer digits, as a candidate has them that casts to half precision on the way.
+
+Rounding is a step like any other, so its numbers can be reproduced: the candidate's differ from those of the reference by no more than the
+rounding errors of its own dtype, except where a number is so near the middle of two numbers of the lower precision that such an error
+decides to which one it is rounded. `nudge` shows where: it moves every number by that much of the largest one before it is rounded.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from attend.attention.reference.forward import Layer
+from attend.tensors import BY_TORCH, Array
+
+NUDGE = {"float32": 2.0**-22, "float64": 2.0**-50}  # of the largest number: errors of a sum of products in the candidate's dtype
+
+
+def to_precision(x: Array, dtype: str, nudge: float = 0.0) -> Array:
+    """The nearest numbers of the dtype, in float64, to numbers moved by `nudge` times the largest."""
+    largest = float(np.abs(x, where=np.isfinite(x), out=np.zeros(x.shape)).max(initial=0.0))
+    return np.asarray(x + nudge * largest).astype(np.float32).astype(BY_TORCH[dtype].numpy).astype(np.float64)
+
+
+def in_low_precision(layer: type[Layer], dtype: str, rounded: Collection[str], nudge: float = 0.0) -> type[Layer]:
+    """The layer with these of its numbers rounded: queries, keys, products, scores, weights (`applied`: as they are multiplied by
+    values), values, heads."""
+
+    def to(name: str, x: Array) -> Array:
+        return to_precision(x, dtype, nudge) if name in rounded else x
+
+    class Rounding(layer):  # type: ignore[misc, valid-type]  # the layer is a variable
+        def raw_scores(self, q: Array, k: Array, ahead: Array) -> Array:
+            return to("products", super().raw_scores(to("queries", q), to("keys", k), ahead))
+
+        def softmax(self, scores: Array, sinks: Array | None) -> Any:
+            weights, log_sum_exp = super().softmax(to("scores", scores), sinks)
+            return to("weights", weights), log_sum_exp
+
+        def apply_weights(self, weights: Array, values: Array) -> Array:
+            return to("heads", super().apply_weights(to("applied", weights), to("values", values)))
+
+    return Rounding

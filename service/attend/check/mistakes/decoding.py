@@ -1,0 +1,244 @@
+"""Mistakes of a candidate that decodes with a cache of keys and values."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from attend.attention.reference.forward import Layer
+from attend.check.cases import CheckCase
+from attend.check.changes import Change, Impossible, only_if, replace_steps
+from attend.check.computation import Computation
+from attend.check.mistakes.mistake import Mistake, computing
+from attend.tensors import Array
+
+
+def _starts(case: CheckCase) -> Array:
+    """The first row of the chunk of each row: [n]."""
+    ends = np.cumsum(case.chunks)
+    return np.repeat(ends - case.chunks, case.chunks)
+
+
+def _ends(case: CheckCase) -> Array:
+    """The row after the chunk of each row: [n]."""
+    return np.repeat(np.cumsum(case.chunks), case.chunks)
+
+
+def _starts_before(case: CheckCase) -> Array:
+    """The first row of the chunk before that of each row, 0 in the first chunk: [n]."""
+    starts = np.cumsum(case.chunks) - case.chunks
+    return np.repeat(np.concatenate([[0], starts[:-1]]), case.chunks)
+
+
+def _last_rows(rows: int) -> Callable[[CheckCase, Array, Array], Array]:
+    """Whether row j is visible to query i, if the cache has so many rows."""
+    return lambda case, i, j: np.asarray((j <= i) & (j >= _starts(case)[:, None] - rows))
+
+
+def _rows_of_places(case: CheckCase) -> Array:
+    """The row at each place of the keys, for each query, if each call puts its rows before the cache: [n, n]."""
+    n, starts, ends = case.query.shape[1], _starts(case), _ends(case)
+    places = ends[:, None] - ends[None] + np.arange(n)[None] - starts[None]  # of row j, for query i
+    rows = np.tile(np.arange(n), (n, 1))
+    for i in range(n):
+        rows[i, places[i, : ends[i]]] = np.arange(ends[i])
+    return rows
+
+
+def put_first(roles: tuple[str, ...]) -> Change:
+    """Each call puts its rows of the keys or values before the cache. Query i sees the first i + 1 places. Impossible with chunks of 1."""
+
+    def change(c: Computation) -> Computation:
+        if not c.case.chunks:
+            raise Impossible
+        rows = _rows_of_places(c.case)[None, None]
+
+        def raw_scores(layer: Layer, q: Array, k: Array, ahead: Array) -> Array:
+            scores = c.layer.raw_scores(layer, q, k, ahead)
+            return np.take_along_axis(scores, np.broadcast_to(rows, scores.shape), -1) if "key" in roles else scores
+
+        def apply_weights(layer: Layer, weights: Array, values: Array) -> Array:
+            of_rows = np.zeros(weights.shape)
+            np.put_along_axis(of_rows, np.broadcast_to(rows, weights.shape), weights, -1)
+            return c.layer.apply_weights(layer, of_rows if "value" in roles else weights, values)
+
+        return replace_steps(raw_scores=raw_scores, apply_weights=apply_weights)(c)
+
+    return change
+
+
+def cache_rows_of(sources: Mapping[str, str]) -> Change:
+    """In calls with a cache, rows of another projection are appended to it: role -> source."""
+
+    def change(c: Computation) -> Computation:
+        if not c.case.chunks:
+            raise Impossible
+        first = c.case.chunks[0]
+
+        def project_heads(layer: Layer, name: str, x: Array) -> Array:
+            heads = c.layer.project_heads(layer, name, x)
+            if name not in sources:
+                return heads
+            source = sources[name]
+            return np.concatenate(
+                [heads[:, :, :first], c.layer.project_heads(layer, source, getattr(c.case, source))[:, :, first:]], axis=2
+            )
+
+        return replace_steps(project_heads=project_heads)(c)
+
+    return change
+
+
+def read_cache_of(sources: Mapping[str, str]) -> Change:
+    """The cached rows of keys or values are those of the other: role -> source."""
+
+    def change(c: Computation) -> Computation:
+        if not c.case.chunks or c.spec.num_softmaxes > 1:
+            raise Impossible
+        cached, heads = np.arange(c.case.query.shape[1]) < _starts(c.case)[:, None], dict[str, Array]()
+
+        def project_heads(layer: Layer, name: str, x: Array) -> Array:
+            heads[name] = c.layer.project_heads(layer, name, x)
+            return heads[name]
+
+        def raw_scores(layer: Layer, q: Array, k: Array, ahead: Array) -> Array:
+            scores, heads["key"] = c.layer.raw_scores(layer, q, k, ahead), k
+            if "key" not in sources:
+                return scores
+            return np.where(cached, c.layer.raw_scores(layer, q, layer.repeat_kv_heads(heads["value"]), ahead), scores)
+
+        def apply_weights(layer: Layer, weights: Array, values: Array) -> Array:
+            if "value" not in sources:
+                return c.layer.apply_weights(layer, weights, values)
+            return np.asarray(np.where(cached, weights, 0.0) @ heads["key"] + np.where(cached, 0.0, weights) @ values)
+
+        return replace_steps(project_heads=project_heads, raw_scores=raw_scores, apply_weights=apply_weights)(c)
+
+    return change
+
+
+def see(visible: Callable[[CheckCase, Array, Array], Array]) -> Change:
+    """Lets query i see key j where this function of the case, i [n, 1] and j [1, n] is true. Impossible unless it is decoded."""
+
+    def change(c: Computation) -> Computation:
+        if not c.case.chunks:
+            raise Impossible
+        rows = np.arange(c.case.query.shape[1])
+        chosen = np.broadcast_to(visible(c.case, rows[:, None], rows[None]), c.case.visible.shape)
+        if np.array_equal(chosen, c.case.visible):
+            raise Impossible
+        return replace(c, case=replace(c.case, visible=chosen))
+
+    return change
+
+
+def restart_positions(names: tuple[str, ...]) -> Change:
+    """RoPE counts positions from the beginning of each chunk."""
+
+    def change(c: Computation) -> Computation:
+        def rotate(layer: Layer, x: Array, name: str, positions: Array) -> Array:
+            return c.layer.rotate(layer, x, name, positions - _starts(c.case) if name in names else positions)
+
+        return replace_steps(rotate=rotate)(c)
+
+    return only_if(lambda c: c.case.chunks and c.spec.rope, change)
+
+
+def keep_rolled_back(c: Computation) -> Computation:
+    """Rows that were rolled back stay among the keys, before those that took their place. Impossible if positions matter."""
+    rows = c.case.rolled_back
+    if rows is None or c.spec.positional:
+        raise Impossible
+    start, count = rows.first_row, rows.query.shape[1]
+    key, value = (
+        np.concatenate([old[:, :start], extra, old[:, start:]], axis=1)
+        for old, extra in ((c.case.key, rows.key), (c.case.value, rows.value))
+    )
+    visible = np.insert(c.case.visible, [start] * count, False, axis=2)
+    visible[:, start:, start : start + count] = True
+    return replace(c, case=replace(c.case, key=key, value=value, visible=visible))
+
+
+MISTAKES: dict[str, dict[str, Mistake]] = {
+    "cache": computing(
+        "query i sees the keys j ≤ i, cached or of its call",
+        {
+            "the cache is not used: each call sees its own rows alone": (
+                "query i sees the keys of its call, j ≤ i",
+                see(lambda case, i, j: (j <= i) & (j >= _starts(case)[:, None])),
+            ),
+            "in a call with a cache, the causal mask is aligned at the first key: query i of the call sees the first i + 1 keys": (
+                "query i sees the keys j ≤ i - (length of the cache)",
+                see(lambda case, i, j: j <= i - _starts(case)[:, None]),
+            ),
+            "in a call with a cache, queries see later rows of the call": (
+                "query i sees the keys of the cache and of its whole call",
+                see(lambda case, i, j: j < _ends(case)[:, None]),
+            ),
+            "the rows of a call are not seen, but the cache alone": (
+                "query i sees the keys of the cache",
+                see(lambda case, i, j: j < _starts(case)[:, None]),
+            ),
+            **{
+                f"the cache has its last {rows} rows alone": (
+                    f"query i sees the keys j ≤ i of its call and {rows} before",
+                    see(_last_rows(rows)),
+                )
+                for rows in (1, 2, 3, 4, 8, 16)
+            },
+            "the cache has the rows of the call before alone": (
+                "query i sees the keys j ≤ i of its call and of the one before",
+                see(lambda case, i, j: (j <= i) & (j >= _starts_before(case)[:, None])),
+            ),
+        },
+    ),
+    "cached rows": computing(
+        "K, V = cat(cache, rows of the call)",
+        {
+            f"the {words} of a call are put before the cache, and not after": (f"{symbol} = cat(rows of the call, cache)", put_first(roles))
+            for words, symbol, roles in (
+                ("keys and values", "K, V", ("key", "value")),
+                ("keys", "K", ("key",)),
+                ("values", "V", ("value",)),
+            )
+        }
+        | {
+            f"in a call with a cache, the {source} is appended to it in place of the {role}": (
+                f"{role[0].upper()} = cat(cache, {source[0].upper()} of the call)",
+                cache_rows_of({role: source}),
+            )
+            for role in ("key", "value")
+            for source in ("query", "key", "value")
+            if source != role
+        }
+        | {
+            "the cached keys are read as the cached values, too": ("V = cat(cached K, V of the call)", read_cache_of({"value": "key"})),
+            "the cached values are read as the cached keys, too": ("K = cat(cached V, K of the call)", read_cache_of({"key": "value"})),
+            "the cached keys and values are exchanged": (
+                "K = cat(cached V, K), V = cat(cached K, V)",
+                read_cache_of({"key": "value", "value": "key"}),
+            ),
+        },
+    ),
+    "rolled back": computing(
+        "keys: those of the rows that were not rolled back",
+        {"rows that were rolled back stay in the cache": ("keys: also those that were rolled back", keep_rolled_back)},
+    ),
+    "cached positions": computing(
+        "R(i) q_i · R(j) k_j, i and j from the beginning of the cache",
+        {
+            "RoPE counts positions from 0 in each call, and not from the length of the cache": (
+                "R(i) q_i · R(j) k_j, i and j from the beginning of the call",
+                restart_positions(("query", "key")),
+            ),
+            "RoPE counts the positions of queries from 0 in each call": (
+                "R(i) q_i · R(j) k_j, i from the beginning of the call",
+                restart_positions(("query",)),
+            ),
+            "RoPE counts the positions of keys from 0 in each call": (
+                "R(i) q_i · R(j) k_j, j from the beginning of the call",
+                restart_positions(("key",)),
+            ),
+        },
+    ),
+}

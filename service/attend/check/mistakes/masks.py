@@ -1,0 +1,244 @@
+"""Mistakes in masks, whether passed or a candidate's own causal mask, and in how scores are blocked."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from attend.check.changes import (
+    UNMASK,
+    Change,
+    Impossible,
+    add_mask,
+    all_of,
+    change_causality,
+    change_mask,
+    change_softmax,
+    change_spec,
+    mask_everywhere,
+    only_if,
+)
+from attend.check.computation import LARGE
+from attend.check.mistakes.mistake import Mistake, attention, computing
+from attend.spec_parts import Window
+from attend.tensors import Array
+
+
+def _with_next_key(visible: Array) -> Array:
+    """The mask with the key after the last visible one of each query: [b, q, k]."""
+    last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
+    return np.asarray(visible | (np.arange(visible.shape[-1]) == last[..., None] + 1))
+
+
+def _without_last_key(visible: Array) -> Array:
+    """The mask without the last visible key of each query."""
+    last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
+    return np.asarray(visible & (np.arange(visible.shape[-1]) != last[..., None]))
+
+
+def _offset(own: Array) -> int:
+    """The key at which the first query of a causal mask is."""
+    return int(own[0, 0].sum()) - 1
+
+
+def _keys_up_to(by: int) -> Callable[[Array], Array]:
+    """Query i sees the keys up to its own plus `by`."""
+    return lambda own: np.tril(np.ones_like(own), _offset(own) + by)
+
+
+def _keys_from(by: int) -> Callable[[Array], Array]:
+    """Query i sees its own key plus `by`, and later ones."""
+    return lambda own: np.triu(np.ones_like(own), _offset(own) + by)
+
+
+def _fill_blocked(fill: float) -> Change:
+    return change_softmax(lambda c, softmax, scores, sinks: softmax(np.where(np.isneginf(scores), fill, scores), sinks))
+
+
+def _transposed(mask: Array) -> Array:
+    """The mask of keys over queries; Impossible unless there are as many."""
+    if mask.shape[1] != mask.shape[2]:
+        raise Impossible
+    return mask.swapaxes(1, 2)
+
+
+def _blocked_for_all(mask: Array) -> Array:
+    """The mask of the keys that no query may attend to; Impossible if there is none."""
+    if (visible := mask.any(axis=1, keepdims=True)).all():
+        raise Impossible
+    return np.broadcast_to(visible, mask.shape)
+
+
+def _wider(window: Window | None, by: int) -> Window | None:
+    return window and window.model_copy(update={"left": None if window.left is None else max(window.left + by, 0)})
+
+
+MISTAKES: dict[str, dict[str, Mistake]] = {
+    "mask": computing(
+        "softmax(S + M) V, M_ij = -inf where key j is blocked for query i",
+        {
+            "the mask is inverted: it blocks what it should let through (see mask_means)": (
+                "softmax(S + M) V, M_ij = -inf where key j may be attended to",
+                change_mask(np.logical_not),
+            ),
+            "sequences leak across segments: queries attend to keys of other sequences in their row": (
+                "softmax(S) V over all sequences of the row",
+                only_if(lambda c: c.case.segments is not None, change_mask(np.ones_like)),
+            ),
+            "the mask is ignored": ("softmax(S) V", change_mask(np.ones_like)),
+            "the mask is transposed": ("softmax(S + Mᵀ) V", change_mask(_transposed)),
+            "each query also sees the key after its last one (a causal mask off by one)": (
+                "softmax(S + M) V, and the key after the last one is visible",
+                change_mask(_with_next_key),
+            ),
+            "the causal mask blocks each query's own key (off by one)": (
+                "softmax(S + M) V, M_ij = -inf where j ≥ i",
+                only_if(lambda c: c.case.kind == "causal", change_mask(lambda mask: np.tril(mask, -1))),
+            ),
+            "the mask is shifted: each query has that of the query before": (
+                "softmax(S + M) V, row i of M is that of i - 1",
+                change_mask(lambda mask: np.roll(mask, 1, axis=1)),
+            ),
+            "the mask is shifted: each query has that of the query after": (
+                "softmax(S + M) V, row i of M is that of i + 1",
+                change_mask(lambda mask: np.roll(mask, -1, axis=1)),
+            ),
+            "the mask is that of the first query for all queries": (
+                "softmax(S + M) V, row i of M is that of 0",
+                change_mask(lambda mask: np.broadcast_to(mask[:, :1], mask.shape)),
+            ),
+            "the mask is that of the first item for the whole batch": (
+                "softmax(S + M[0]) V",
+                change_mask(lambda mask: np.broadcast_to(mask[:1], mask.shape)),
+            ),
+            "the mask lets each query see one key too few: its last one is blocked, too": (
+                "softmax(S + M) V, and the last visible key is blocked",
+                change_mask(_without_last_key),
+            ),
+            "the mask of query i and key j is that of query i and key i": (
+                "softmax(S_ij + M_ii) V",
+                change_mask(lambda mask: np.broadcast_to(np.diagonal(mask, axis1=1, axis2=2)[..., None], mask.shape)),
+            ),
+            "the mask of query i and key j is that of query j and key j": (
+                "softmax(S_ij + M_jj) V",
+                change_mask(lambda mask: np.broadcast_to(np.diagonal(_transposed(mask), axis1=1, axis2=2)[:, None], mask.shape)),
+            ),
+            "every key is blocked wherever a mask is passed": (
+                "softmax(S + M) V, M = -inf everywhere",
+                change_mask(np.zeros_like),
+            ),
+            "only the keys that are blocked for all queries are blocked": (
+                "softmax(S + M) V, M_ij = -inf where key j is blocked for all",
+                change_mask(_blocked_for_all),
+            ),
+        },
+    ),
+    "causality": computing(
+        "softmax(S + M) V, query i sees the keys j ≤ i",
+        {
+            "causality is forgotten: queries attend to keys after their own": ("softmax(S) V", change_causality(np.ones_like)),
+            "its causal mask is aligned at the first key: query i sees the keys up to i, and not up to i + k - q": (
+                "query i sees the keys j ≤ i, and not j ≤ i + k - q",
+                change_causality(np.tril),
+            ),
+            "its causal mask is aligned at the last key: query i sees the keys up to i + k - q, and not up to i": (
+                "query i sees the keys j ≤ i + k - q",
+                change_causality(lambda own: np.tril(np.ones_like(own), own.shape[2] - own.shape[1])),
+            ),
+            "its causal mask blocks each query's own key (off by one)": ("query i sees the keys j < i", change_causality(_keys_up_to(-1))),
+            "its causal mask lets each query see the next key (off by one)": (
+                "query i sees the keys j ≤ i + 1",
+                change_causality(_keys_up_to(1)),
+            ),
+            "its causal mask is transposed: queries attend to their own key and later ones": (
+                "query i sees the keys j ≥ i",
+                change_causality(_keys_from(0)),
+            ),
+            **{
+                f"its causal mask lets query i see keys up to {words} (off by {abs(by)})": (
+                    f"query i sees the keys j ≤ {words}",
+                    change_causality(_keys_up_to(by)),
+                )
+                for words, by in (("i + 2", 2), ("i - 2", -2), ("i + 3", 3))
+            },
+            **{
+                f"its causal mask lets query i see keys from {words} on": (
+                    f"query i sees the keys j ≥ {words}",
+                    change_causality(_keys_from(by)),
+                )
+                for words, by in (("i - 1", -1), ("i + 2", 2), ("i - 2", -2), ("i + 3", 3))
+            },
+            "its causal mask blocks every key": ("query i sees no key", change_causality(np.zeros_like)),
+            "its causal mask is inverted: queries attend to later keys alone": (
+                "query i sees the keys j > i",
+                change_causality(np.logical_not),
+            ),
+            "its causal mask leaves each query its own key alone": (
+                "query i sees the key j = i",
+                change_causality(lambda own: own & _keys_from(0)(own)),
+            ),
+        },
+    )
+    | computing(
+        "query i sees all keys that no mask blocks",
+        {
+            "it is causal without being asked (see causal)": (
+                "query i sees the keys j ≤ i",
+                only_if(lambda c: not c.case.causal, mask_everywhere(np.tril)),
+            ),
+            "it is causal without being asked, and each query sees the next key too": (
+                "query i sees the keys j ≤ i + 1",
+                only_if(lambda c: not c.case.causal, mask_everywhere(lambda visible: np.tril(visible, 1))),
+            ),
+        },
+    ),
+    "blocked": computing(
+        attention(),
+        {
+            f"blocked scores are set to {fill} and not to -inf": (f"softmax(where(blocked, {fill}, S)) V", _fill_blocked(fill))
+            for fill in (1.0, -1.0, -10.0)
+        }
+        | {
+            "blocked scores are set to +inf and not to -inf": (
+                "softmax(where(blocked, inf, S)) V",
+                change_softmax(lambda c, softmax, scores, sinks: softmax(np.where(scores <= -LARGE[0], -scores, scores), sinks)),
+            ),
+            "blocked scores are set to about 0 and not to -inf": ("softmax(where(blocked, 0, S)) V", _fill_blocked(0.0)),
+            "the weights of blocked keys are set to 0 after the softmax, so that rows no longer sum to 1": (
+                "where(blocked, 0, softmax(S)) V",
+                all_of(change_softmax(lambda c, softmax, scores, sinks: softmax(scores, sinks) * c.case.visible[:, None]), UNMASK),
+            ),
+            "the weights of blocked keys are set to -inf after the softmax": (
+                "where(blocked, -inf, softmax(S)) V",
+                all_of(
+                    change_softmax(lambda c, softmax, scores, sinks: np.where(c.case.visible[:, None], softmax(scores, sinks), -np.inf)),
+                    UNMASK,
+                ),
+            ),
+            "the mask's numbers are subtracted from the scores and not added": (
+                "softmax(S - M) V",
+                add_mask(lambda visible: np.where(visible, 0.0, np.inf)),
+            ),
+            "the mask's ones (1 = attend) are added to the scores": (
+                "softmax(S + M) V, M = 1 where a key is visible, 0 where not",
+                add_mask(lambda visible: visible),
+            ),
+            "the mask's ones (1 = blocked) are added to the scores": (
+                "softmax(S + M) V, M = 1 where a key is blocked, 0 where not",
+                add_mask(lambda visible: ~visible),
+            ),
+        },
+    ),
+    "window length": computing(
+        "query i sees the keys j ≥ i - left",
+        {
+            "the window has one key more": (
+                "query i sees the keys j ≥ i - left - 1",
+                change_spec(window=lambda spec: _wider(spec.window, 1)),
+            ),
+            "the window has one key less": (
+                "query i sees the keys j ≥ i - left + 1",
+                change_spec(window=lambda spec: _wider(spec.window, -1)),
+            ),
+        },
+    ),
+}

@@ -1,0 +1,41 @@
+"""A known mistake: the change that makes it in the reference, and its arithmetic beside the right one.
+
+In the arithmetic, Q, K, V are the projected queries, keys and values of a head, q_i, k_j, v_j their rows, x inputs, M the mask (0 and
+-inf), S the scores, P the weights, o the outputs of the heads, d head_dim. `{scale}` and `{mask}` stand for what the layer and the case
+have.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attend.check.changes import Change
+from attend.check.computation import Computation
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    change: Change
+    computed: str  # what a candidate with this mistake computes
+    expected: str
+
+    def arithmetic(self, right: Computation) -> tuple[str, str]:
+        """The wrong and the right arithmetic in the layer and case of a computation."""
+        scale, usual = right.spec.scale, right.spec.head_dim**-0.5
+        words = {
+            "{scale}": " / √d" if abs(scale - usual) < 1e-12 else f" · {scale:.4g}",
+            "{mask}": "" if right.case.visible.all() else " + M",
+        }
+        wrong, expected = self.computed, self.expected
+        for name, text in words.items():
+            wrong, expected = wrong.replace(name, text), expected.replace(name, text)
+        return wrong, expected
+
+
+def computing(expected: str, rows: Mapping[str, tuple[str, Change]]) -> dict[str, Mistake]:
+    """Mistakes with the same right arithmetic: name -> the wrong arithmetic and the change."""
+    return {name: Mistake(change, computed, expected) for name, (computed, change) in rows.items()}
+
+
+def attention(scores: str = "Q Kᵀ{scale}") -> str:
+    """Attention with these scores before the mask."""
+    return f"softmax({scores}{{mask}}) V"

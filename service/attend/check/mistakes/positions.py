@@ -1,0 +1,119 @@
+"""Mistakes in RoPE and in relative biases."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from attend.attention.operators.rope import Rope
+from attend.attention.reference.forward import Layer
+from attend.check.changes import (
+    Change,
+    Function,
+    change_part,
+    change_spec,
+    map_weights,
+    only_if,
+    replace_steps,
+    rotate_with_angles_of_other_pairs,
+)
+from attend.check.mistakes.mistake import Mistake, computing
+
+
+def _with_linear_scaling(rope: Rope | None) -> Rope | None:
+    return rope and rope.model_copy(update={"scaling": rope.scaling and rope.scaling.model_copy(update={"type": "linear"})})
+
+
+def rotate_alone(name: str) -> Function:
+    """RoPE of the queries or keys alone."""
+    return lambda layer, x, other, positions: Layer.rotate(layer, x, other, positions) if other == name else x
+
+
+def shift_keys(by: int) -> Change:
+    """Takes the relative bias of another key."""
+
+    def position_bias(layer: Layer, request: Any, q: Any, at: Any) -> Any:
+        return Layer.position_bias(layer, request, q, replace(at, ahead=at.ahead + by))
+
+    return only_if(lambda c: c.spec.relative_bias, replace_steps(position_bias=position_bias))
+
+
+def shift_positions(name: str, by: int) -> Function:
+    """RoPE of the queries or keys (`name`) at other positions."""
+    return lambda layer, x, other, positions: Layer.rotate(layer, x, other, positions + by if other == name else positions)
+
+
+def turn(queries: int, keys: int) -> Function:
+    """RoPE of queries and keys at these multiples of their positions."""
+    times = {"query": queries, "key": keys}
+    return lambda layer, x, name, positions: Layer.rotate(layer, x, name, times[name] * positions)
+
+
+MISTAKES: dict[str, dict[str, Mistake]] = {
+    "buckets": computing(
+        "softmax(S + B), B_ij = b[bucket(j - i)]",
+        {
+            f"relative biases are off by one: each is that of the bucket {words}": (
+                f"softmax(S + B), B_ij = b[bucket(j - i) {sign} 1]",
+                map_weights("relative_bias", partial(np.roll, shift=by, axis=0)),
+            )
+            for words, sign, by in (("before", "-", 1), ("after", "+", -1))
+        }
+        | {
+            f"relative biases are off by one: each is that of the key {words}": (
+                f"softmax(S + B), B_ij = b[bucket(j - i {sign} 1)]",
+                shift_keys(by),
+            )
+            for words, sign, by in (("after", "+", 1), ("before", "-", -1))
+        },
+    ),
+    "rope scaling": computing(
+        "frequencies theta^(-2i/d), scaled",
+        {
+            "the scaling of RoPE's frequencies is ignored": (
+                "frequencies theta^(-2i/d)",
+                change_part("rope", scaling=None, frequencies=None, attention_factor=1.0),
+            ),
+            "every frequency of RoPE is divided by the factor, and not the low ones alone": (
+                "frequencies theta^(-2i/d) / factor",
+                change_spec(rope=lambda spec: _with_linear_scaling(spec.rope)),
+            ),
+        },
+    ),
+    "rope factor": {
+        "RoPE's attention_factor is ignored": Mistake(change_part("rope", attention_factor=1.0), "R(i) q_i", "attention_factor · R(i) q_i")
+    },
+    "rope theta": {
+        "RoPE has theta 10000 and not the layer's": Mistake(change_part("rope", theta=10000.0), "10000^(-2i/d)", "theta^(-2i/d)")
+    },
+    "rope pairs": {
+        "RoPE rotates halves of each head and not neighbouring pairs": Mistake(
+            change_part("rope", interleaved=False), "rotates (x[i], x[i + d/2])", "rotates (x[2i], x[2i + 1])"
+        ),
+        "RoPE rotates neighbouring pairs and not halves of each head": Mistake(
+            change_part("rope", interleaved=True), "rotates (x[2i], x[2i + 1])", "rotates (x[i], x[i + d/2])"
+        ),
+    },
+    "rope turn": computing(
+        "R(i) q_i · R(j) k_j",
+        {
+            "RoPE turns the other way: its sines have the opposite sign": ("R(-i) q_i · R(-j) k_j", replace_steps(rotate=turn(-1, -1))),
+            "RoPE rotates the queries and not the keys": ("R(i) q_i · k_j", replace_steps(rotate=rotate_alone("query"))),
+            "RoPE rotates the keys and not the queries": ("q_i · R(j) k_j", replace_steps(rotate=rotate_alone("key"))),
+            "RoPE turns the queries the other way, and the keys as it should": ("R(-i) q_i · R(j) k_j", replace_steps(rotate=turn(-1, 1))),
+            "RoPE's angles are repeated as for neighbours and applied to halves (repeat_interleave for cat), or the reverse": (
+                "cos and sin of f0 f0 f1 f1 … where f0 f1 … f0 f1 … fit",
+                replace_steps(rotate=rotate_with_angles_of_other_pairs),
+            ),
+            **{
+                f"RoPE's positions of the keys are one too {words}": (
+                    f"R(i) q_i · R(j {sign} 1) k_j",
+                    replace_steps(rotate=shift_positions("key", by)),
+                )
+                for words, sign, by in (("high", "+", 1), ("low", "-", -1))
+            },
+            "RoPE's positions are doubled": ("R(2i) q_i · R(2j) k_j", replace_steps(rotate=turn(2, 2))),
+        },
+    ),
+}

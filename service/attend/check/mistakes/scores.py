@@ -1,0 +1,135 @@
+"""Mistakes in the scores: their factor, and what they are products of."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from attend.check.changes import Change, change_scale, only_if, replace_steps
+from attend.check.computation import Computation
+from attend.check.mistakes.mistake import Mistake, attention, computing
+from attend.spec import LayerSpec
+from attend.tensors import Array
+
+SCALES: dict[str, tuple[str, Callable[[Computation], float]]] = {
+    "the scores are not divided by sqrt(head_dim)": ("Q Kᵀ", lambda c: 1.0),
+    "mscale is forgotten, and the scores are divided by sqrt(head_dim) alone": ("Q Kᵀ / √d", lambda c: _with_power_of_mscale(c.spec, 0)),
+    "the scores are multiplied by mscale and not by its square": ("mscale · Q Kᵀ / √d", lambda c: _with_power_of_mscale(c.spec, 1)),
+    "the layer's own scale is ignored, and the scores are divided by sqrt(head_dim)": (
+        "Q Kᵀ / √d",
+        lambda c: c.spec.scale if c.spec.latent else c.spec.head_dim**-0.5,
+    ),
+    "the scores are divided by sqrt(d_model) and not by sqrt(head_dim)": ("Q Kᵀ / √d_model", lambda c: c.spec.d_model**-0.5),
+    "the scores are divided by head_dim and not by its square root (or by the root twice)": ("Q Kᵀ / d", lambda c: 1 / c.spec.head_dim),
+    "the scores are multiplied by sqrt(head_dim) and not divided": ("Q Kᵀ · √d", lambda c: c.spec.head_dim**0.5),
+    "the scores are multiplied by head_dim and not divided by its square root": ("Q Kᵀ · d", lambda c: float(c.spec.head_dim)),
+    "the scores have the opposite sign": ("-Q Kᵀ{scale}", lambda c: -c.spec.scale),
+    "the scores are multiplied by 0: all visible keys have the same weight": ("0 · Q Kᵀ", lambda c: 0.0),
+} | {
+    f"the scores are divided by sqrt({words}) and not by sqrt(head_dim)": (f"Q Kᵀ / √({words})", lambda c, length=length: length(c) ** -0.5)
+    for words, length in (
+        ("the number of heads", lambda c: c.spec.num_heads),
+        ("the number of queries", lambda c: c.case.query.shape[1]),
+        ("the number of keys", lambda c: c.case.key.shape[1]),
+        ("the batch size", lambda c: c.case.query.shape[0]),
+    )
+}
+
+
+def _with_power_of_mscale(spec: LayerSpec, power: int) -> float:
+    """The scale of a latent layer, mscale² / √head_dim, with another power of mscale."""
+    root = spec.head_dim**-0.5
+    return (spec.scale / root) ** (power / 2) * root if spec.latent else spec.scale
+
+
+def change_products(changed: Callable[[Computation, Array, Array], Array]) -> Change:
+    """Replaces the products of queries and keys, [b, h, q, d] and [b, h, k, d] -> [b, h, q, k]."""
+
+    def change(c: Computation) -> Computation:
+        return replace_steps(raw_scores=lambda layer, q, k, ahead: changed(c, q, k))(c)
+
+    return only_if(lambda c: not c.spec.relative_scores, change)
+
+
+def mix_rows(of_query: str, of_key: str) -> Change:
+    """Products of other rows: S_ij = q_a · k_b for a, b among i and j. ValueError if there is no such row."""
+
+    def products(c: Computation, q: Array, k: Array) -> Array:
+        keys = k.shape[2]
+        if q.shape[2] > keys or (q.shape[2] < keys and of_query == "j"):
+            raise ValueError
+        if of_key == "i":
+            k = k[:, :, : q.shape[2]]
+        made = np.einsum(f"bh{of_query}d,bh{of_key}d->bh{''.join(sorted({of_query, of_key}))}", q, k)
+        if of_query == of_key:
+            made = made[..., :, None] if of_query == "i" else made[..., None, :]
+        return np.broadcast_to(made, (*q.shape[:3], keys))
+
+    return change_products(products)
+
+
+def map_scores(changed: Callable[[Array], Array]) -> Change:
+    """Applies a function to the scores after the scale, before the mask."""
+
+    def change(c: Computation) -> Computation:
+        return replace_steps(mixed_scores=lambda layer, *given: changed(c.layer.mixed_scores(layer, *given)))(c)
+
+    return change
+
+
+def _clipped(bound: float) -> Callable[[Array], Array]:
+    return lambda scores: np.clip(scores, -bound, bound)
+
+
+Scores = Callable[[Array], Array]
+BOUNDED: dict[str, tuple[str, Scores]] = {
+    "the absolute values of the scores are taken": ("|Q Kᵀ{scale}|", np.abs),
+    "the scores pass through a ReLU": ("relu(Q Kᵀ{scale})", lambda s: np.maximum(s, 0.0)),
+    "the scores pass through tanh": ("tanh(Q Kᵀ{scale})", np.tanh),
+    "the scores are squared": ("(Q Kᵀ{scale})²", np.square),
+}
+CLIPPED: dict[str, tuple[str, Scores]] = {
+    f"the scores are clipped to ±{bound}": (f"clip(Q Kᵀ{{scale}}, ±{bound})", _clipped(bound)) for bound in (1, 2, 5, 10, 20, 50, 100)
+}
+
+MISTAKES: dict[str, dict[str, Mistake]] = {
+    "bounds": {name: Mistake(map_scores(changed), attention(wrong), attention()) for name, (wrong, changed) in (BOUNDED | CLIPPED).items()},
+    "scale": {
+        hint: Mistake(change_scale(scale), attention(wrong), attention("mscale² · Q Kᵀ / √d") if "mscale" in hint else attention())
+        for hint, (wrong, scale) in SCALES.items()
+    },
+    "products": computing(
+        "S_ij = q_i · k_j{scale}",
+        {
+            "the scores are transposed: that of query i and key j is that of query j and key i": (
+                "S_ij = q_j · k_i{scale}",
+                mix_rows("j", "i"),
+            ),
+            "the score of query i and key j is that of query j and key j": ("S_ij = q_j · k_j{scale}", mix_rows("j", "j")),
+            "the score of query i and key j is that of query i and key i": ("S_ij = q_i · k_i{scale}", mix_rows("i", "i")),
+            "the scores are divided into the scale: each is the reciprocal of what it should be": (
+                "S_ij = 1 / (q_i · k_j{scale})",
+                change_products(lambda c, q, k: 1 / (c.spec.scale**2 * (q @ k.swapaxes(-1, -2)))),
+            ),
+            "each number of a query is divided by that of the key, and not multiplied": (
+                "S_ij = Σ q_i / k_j{scale}",
+                change_products(lambda c, q, k: (q[..., None, :] / k[..., None, :, :]).sum(axis=-1)),
+            ),
+            "the scores are sums of the keys' numbers, without the query": (
+                "S_ij = Σ k_j{scale}",
+                change_products(lambda c, q, k: np.broadcast_to(k.sum(axis=-1)[..., None, :], (*q.shape[:3], k.shape[2]))),
+            ),
+            "the scores are sums of the queries' numbers, without the key": (
+                "S_ij = Σ q_i{scale}",
+                change_products(lambda c, q, k: np.broadcast_to(q.sum(axis=-1)[..., None], (*q.shape[:3], k.shape[2]))),
+            ),
+            "the scores are the negative squared distances of queries and keys": (
+                "S_ij = -|q_i - k_j|²{scale}",
+                change_products(lambda c, q, k: -((q[..., None, :] - k[..., None, :, :]) ** 2).sum(axis=-1)),
+            ),
+            "numbers of queries and keys are added, and not multiplied": (
+                "S_ij = Σ (q_i + k_j){scale}",
+                change_products(lambda c, q, k: q.sum(axis=-1)[..., None] + k.sum(axis=-1)[..., None, :]),
+            ),
+        },
+    ),
+}

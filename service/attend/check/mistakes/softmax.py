@@ -1,0 +1,165 @@
+"""Mistakes in the softmax."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from attend.check.changes import Change, Function, change_softmax, change_spec, exp_without_maximum, softmax_over_axis
+from attend.check.computation import Computation
+from attend.check.mistakes.mistake import Mistake, computing
+from attend.tensors import BY_TORCH, Array
+
+AXES = {2: "queries", 1: "heads", 0: "batch"}  # of [b, h, q, k], and their names
+RIGHT = "P = exp(S - m) / Σ exp(S - m), m and Σ over the keys"
+
+
+def _exponentials(scores: Array) -> Array:
+    """exp of the scores less the largest of their row."""
+    return np.asarray(np.exp(scores - scores.max(axis=-1, keepdims=True)))
+
+
+def _normalised(x: Array) -> Array:
+    return np.asarray(x / x.sum(axis=-1, keepdims=True))
+
+
+def _largest_over(axis: int) -> Callable[[Array], Array]:
+    return lambda scores: np.asarray(scores.max(axis=axis, keepdims=True))
+
+
+def _divided_by_sum_over(axis: int) -> Callable[[Array], Array]:
+    return lambda scores: np.asarray(_exponentials(scores) / _exponentials(scores).sum(axis=axis, keepdims=True))
+
+
+def _softmax_over(axes: tuple[int, ...]) -> Callable[[Array], Array]:
+    def weights(scores: Array) -> Array:
+        exponentials = np.exp(scores - scores.max(axis=axes, keepdims=True))
+        return np.asarray(exponentials / exponentials.sum(axis=axes, keepdims=True))
+
+    return weights
+
+
+def of_scores(weights: Callable[[Array], Array]) -> Change:
+    """Replaces the softmax by a function of the scores [b, h, q, k], -inf where blocked."""
+    return change_softmax(lambda c, softmax, scores, sinks: weights(scores))
+
+
+def shifted(shift: Callable[[Array], Array]) -> Change:
+    """Takes exp, in the candidate's dtype, of the scores less what `shift` returns for them, and divides by the sum of the row."""
+
+    def weights(c: Computation, softmax: Function, scores: Array, sinks: Array | None) -> Array:
+        exponentials = np.exp((scores - shift(scores)).astype(BY_TORCH[c.dtype].numpy)).astype(np.float64)
+        return _normalised(exponentials)
+
+    return change_softmax(weights)
+
+
+MISTAKES: dict[str, dict[str, Mistake]] = {
+    "exp": computing(
+        RIGHT,
+        {
+            "exp overflows, because the largest score of the row is not subtracted first": (
+                "P = exp(S) / Σ exp(S)",
+                change_softmax(exp_without_maximum),
+            ),
+            "exp overflows, because the smallest score of the row is subtracted and not the largest": (
+                "P = exp(S - m) / Σ exp(S - m), m = min S",
+                shifted(lambda s: s.min(axis=-1, keepdims=True)),
+            ),
+            "exp overflows, because the mean of the row is subtracted and not the largest score": (
+                "P = exp(S - m) / Σ exp(S - m), m = mean S",
+                shifted(lambda s: s.mean(axis=-1, keepdims=True)),
+            ),
+            "exp overflows, because the largest score of the row is added and not subtracted": (
+                "P = exp(S + m) / Σ exp(S + m)",
+                shifted(lambda s: -s.max(axis=-1, keepdims=True)),
+            ),
+            "exp underflows, because the largest of all scores is subtracted and not that of the row": (
+                "P = exp(S - m) / Σ exp(S - m), m = max of all S",
+                shifted(lambda s: s.max()),
+            ),
+        },
+    ),
+    "axis": computing(
+        RIGHT,
+        {
+            f"the softmax runs over the {words} and not over the keys": (
+                f"P = exp(S - m) / Σ exp(S - m), m and Σ over the {words}",
+                softmax_over_axis(axis),
+            )
+            for axis, words in AXES.items()
+        }
+        | {
+            f"the largest score over the {words} is subtracted before exp, and not that over the keys": (
+                f"P = exp(S - m) / Σ exp(S - m), m over the {words}",
+                shifted(_largest_over(axis)),
+            )
+            for axis, words in AXES.items()
+        }
+        | {
+            f"the exponentials are divided by their sum over the {words} and not over the keys": (
+                f"P = exp(S - m) / Σ exp(S - m), Σ over the {words}",
+                of_scores(_divided_by_sum_over(axis)),
+            )
+            for axis, words in AXES.items()
+        }
+        | {
+            f"the softmax runs over {words} together": (
+                f"P = exp(S - m) / Σ exp(S - m), m and Σ over {words}",
+                of_scores(_softmax_over(axes)),
+            )
+            for words, axes in (("queries and keys", (2, 3)), ("heads and keys", (1, 3)), ("batch and keys", (0, 3)))
+        }
+        | {
+            "the exponentials are divided by the sum of all of them": (
+                "P = exp(S - m) / Σ exp(S - m), Σ over everything",
+                of_scores(lambda s: _exponentials(s) / _exponentials(s).sum()),
+            ),
+        },
+    ),
+    "softmax": computing(
+        RIGHT,
+        {
+            "the exponentials are not divided by their sum": ("P = exp(S - m)", of_scores(_exponentials)),
+            "the exponentials are multiplied by their sum and not divided": (
+                "P = exp(S - m) · Σ exp(S - m)",
+                of_scores(lambda s: _exponentials(s) * _exponentials(s).sum(axis=-1, keepdims=True)),
+            ),
+            "the sum of the exponentials is divided by each of them, and not the reverse": (
+                "P = Σ exp(S - m) / exp(S - m)",
+                of_scores(lambda s: _exponentials(s).sum(axis=-1, keepdims=True) / _exponentials(s)),
+            ),
+            "there is no softmax: the scores are the weights": ("P = S", of_scores(lambda s: s)),
+            "there is no exp: the scores are divided by their sum": ("P = S / Σ S", of_scores(_normalised)),
+            "there is no exp: the scores less the largest of the row are divided by their sum": (
+                "P = (S - m) / Σ (S - m)",
+                of_scores(lambda s: _normalised(s - s.max(axis=-1, keepdims=True))),
+            ),
+            "the scores are subtracted from the largest of the row, and not the reverse": (
+                "P = exp(m - S) / Σ exp(m - S)",
+                of_scores(lambda s: _normalised(np.exp(s.max(axis=-1, keepdims=True) - s))),
+            ),
+            "each weight is the sigmoid of its score": ("P = 1 / (1 + exp(-S))", of_scores(lambda s: 1 / (1 + np.exp(-s)))),
+            "the softmax is taken twice": (
+                "P = softmax(softmax(S))",
+                change_softmax(lambda c, softmax, scores, sinks: softmax(softmax(scores, sinks), sinks)),
+            ),
+            "the mean of the row is subtracted from the scores, and their exponentials are not normalised": (
+                "P = exp(S - mean S)",
+                of_scores(lambda s: np.exp(s - np.mean(s, axis=-1, keepdims=True))),
+            ),
+            "exp of the scores themselves is taken, and not normalised": ("P = exp(S)", of_scores(np.exp)),
+            "the logarithm of the weights is taken": (
+                "P = log softmax(S)",
+                change_softmax(lambda c, softmax, scores, sinks: np.log(softmax(scores, sinks))),
+            ),
+            "1 is added to the sum of the exponentials (softmax off by one)": (
+                "P = exp(S) / (1 + Σ exp(S))",
+                change_softmax(lambda c, softmax, scores, sinks: softmax(scores, np.zeros(scores.shape[1])[:, None])),
+            ),
+        },
+    ),
+    "normalizer": computing(
+        "P = sigmoid(S)",
+        {"the scores are normalised by a plain softmax": ("P = softmax(S)", change_spec(normalizer=lambda spec: "softmax"))},
+    ),
+}

@@ -1,0 +1,57 @@
+"""The reference with the roundings of a layer in half precision, and the largest error that they explain.
+
+A half-precision layer stores tensors in its dtype between steps, and computes each step, scores and weights in float32. What is stored:
+products of projections (queries, keys, values, latent vectors before and after their norm, the gate's logits, the output), and heads after
+a norm, after RoPE, after the scales of queries, and after attention.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from attend.attention.operators.qk_norm import QKNorm
+from attend.attention.reference.forward import Layer, Positions
+from attend.attention.reference.request import Request
+from attend.check.computation import tolerance
+from attend.tensors import BY_TORCH, Array
+
+HALF = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # the distance of 1 to the next number
+
+
+class RoundedLayer(Layer):
+    """The reference, which rounds to the layer's dtype where the service stores a tensor in it."""
+
+    def rounded(self, x: Array) -> Array:
+        """The nearest numbers of the layer's dtype, in float64."""
+        return x.astype(np.float32).astype(BY_TORCH[self.spec.dtype].numpy).astype(np.float64)
+
+    def project(self, x: ArrayLike, name: str) -> Array:
+        """The product, from rounded inputs: only the heads after attention are not rounded before."""
+        return self.rounded(super().project(self.rounded(np.asarray(x)), name))
+
+    def norm(self, x: Array, name: str, norm: QKNorm) -> Array:
+        return self.rounded(super().norm(self.rounded(x), name, norm))
+
+    def rotate(self, x: Array, name: str, positions: Array) -> Array:
+        return self.rounded(super().rotate(x, name, positions))
+
+    def at_positions(self, q: Array, k: Array, positions: Positions) -> tuple[Array, Array]:
+        q, k = super().at_positions(q, k, positions)
+        return self.rounded(q), k
+
+    def selected(self, request: Request, positions: Positions, allowed: Array) -> Array:
+        """The indexer computes in float64."""
+        return Layer(self.spec, self.weights).selected(request, positions, allowed)
+
+
+def half_tolerance(expected: Array, rounded: Array, dtype: str, scores: float, *, norm: bool = False, logarithmic: bool = False) -> float:
+    """2 · (e + ε · max|x|), and the tolerance of float32, in which each step is computed; e is the largest error of `rounded`.
+
+    `rounded` is the output of a RoundedLayer. To first order the error of an output is the sum of all roundings, each times what it is
+    multiplied by later, and e is the size of this sum. The service rounds at the same places. The factor 2 is for sums near the middle of
+    two numbers, which another order of additions rounds to the other one. 2 · ε · max|x| are four roundings of the output itself, which a
+    RoundedLayer leaves out: of the reply, or of heads after attention, head_scale, the gate's function and its product.
+    """
+    finite = np.isfinite(expected)
+    largest = float(np.abs(expected[finite]).max(initial=0.0))
+    moved = float(np.abs(rounded.reshape(expected.shape)[finite] - expected[finite]).max(initial=0.0))
+    return 2 * (moved + HALF[dtype] * largest) + tolerance(expected, "float32", scores, norm=norm, logarithmic=logarithmic)

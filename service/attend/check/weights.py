@@ -1,0 +1,228 @@
+"""Reads the weights of a candidate under canonical names, from a module's parameters or an object's attributes.
+
+The orientation of torch.nn.Linear and the packing of torch, GPT-2 and DeepSeek are known; for other matrices, `Convention` must state them.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from attend.check.convention import BARE, UNTYPED, WEIGHT_ROLES, Convention, parse_weight_name
+from attend.spec import LayerSpec
+from attend.spec_parts import PROJECTIONS
+from attend.tensors import Array
+
+QKV, QUERY_GATE = PROJECTIONS[:3], ("query", "gate")
+_Tensor = tuple[Array, str | None]  # an array, and how a matrix is applied: "in,out", "out,in" or unknown
+
+
+def read_weights(owner: Any, is_module: bool, convention: Convention) -> dict[str, Array]:
+    """Canonical name -> float64 array, matrices [out, in]; empty if the object has no weights. Packed matrices are not split yet.
+
+    ValueError: a parameter of unknown name, one found twice, or an unknown orientation.
+    """
+    if convention.weights is not None and not convention.names_weights:
+        return {name: np.asarray(array, np.float64) for name, array in convention.weights.items()}
+    tensors = dict(_of_module(owner, convention) if is_module else _of_attributes(owner, convention))
+    given, paths = _given_names(convention, tensors), dict[str, list[str]]()
+    for path in tensors:
+        # of an object without layers, `q` or `output` alone is a result of the last call
+        known = is_module or path.lower() not in BARE
+        if name := given.get(path) or (parse_weight_name(path) if known else None):
+            paths.setdefault(name, []).append(path)
+        elif is_module:
+            raise _unknown(f"the meaning of {path!r}", tensors, "pass the attention alone, or ")
+    if not paths and any(array.ndim == 2 and path.lower() not in BARE for path, (array, _) in tensors.items()):
+        raise _unknown("which arrays are the weights", tensors, "pass weights={} if none are, or ")
+    weights: dict[str, Array] = {}
+    for name, same in paths.items():
+        if len({re.sub(r"\d+", "#", path) for path in same}) > 1:
+            role, _, kind = name.partition(".")
+            raise _unknown(f"which is the {kind} of {role}, {' or '.join(map(repr, same))}", tensors)
+        arrays = [_oriented(name, path, *tensors[path]) for path in same]  # several: one per head
+        weights[name] = np.concatenate(arrays, axis=1 if name == "output.weight" else 0)
+    return weights
+
+
+def _given_names(convention: Convention, tensors: Mapping[str, _Tensor]) -> dict[str, str]:
+    """Path -> canonical name as the option `weights` has it. A role without a kind names a layer, or a matrix."""
+    names: dict[str, str] = {}
+    for name, path in (convention.weights or {}).items():
+        role, _, kind = name.partition(".")
+        places = {path: kind or "weight"} if kind else {path: "weight", f"{path}.weight": "weight", f"{path}.bias": "bias"}
+        found = {place: role if role in UNTYPED else f"{role}.{kind}" for place, kind in places.items() if place in tensors}
+        if not found or role not in WEIGHT_ROLES or kind not in ("", "weight", "bias"):
+            raise _unknown(f"what {name!r}: {path!r} in weights names", tensors)
+        names |= found
+    return names
+
+
+def _unknown(subject: str, tensors: Mapping[str, _Tensor], otherwise: str = "") -> ValueError:
+    """The error that asks for the names of the weights."""
+    example = 'weights={"query": NAME, "key": NAME, "value": NAME, "output": NAME} (or "qkv", or "query.bias" alone)'
+    listed = ", ".join(f"{path} {list(array.shape)}" for path, (array, _) in tensors.items())
+    return ValueError(f"ambiguous: {subject}; {otherwise}pass {example}, with names among {listed}")
+
+
+def _of_module(module: Any, convention: Convention) -> Iterator[tuple[str, _Tensor]]:
+    """Path -> parameter and its orientation."""
+    import torch
+
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        owner = module.get_submodule(path.rpartition(".")[0])
+        orientation: str | None = "in,out" if type(owner).__name__ == "Conv1D" else convention.orientation
+        if isinstance(owner, torch.nn.Linear | torch.nn.MultiheadAttention):
+            orientation = "out,in"
+        yield path, (parameter.detach().cpu().double().numpy(), orientation)
+
+
+def _of_attributes(owner: Any, convention: Convention) -> Iterator[tuple[str, _Tensor]]:
+    """Name -> array and its orientation, of the attributes and of those in dictionaries."""
+    attributes: dict[str, Any] = {}
+    for name, value in getattr(owner, "__dict__", {}).items():
+        attributes |= value if isinstance(value, dict) else {name: value}
+    for name, array in attributes.items():
+        if not isinstance(array, np.ndarray) and hasattr(array, "__array__") and hasattr(array, "shape"):
+            array = np.asarray(array)  # of JAX, MLX, …
+        if isinstance(array, list | tuple) and array and all(isinstance(x, np.ndarray) and x.ndim for x in array):
+            array = np.stack(array)  # one per head
+        if isinstance(array, np.ndarray) and array.dtype.kind in "iuf":
+            yield str(name), (array.astype(np.float64), convention.orientation or "in,out")
+
+
+def is_matrix(name: str) -> bool:
+    """Whether the weight of this canonical name is applied to a vector, so that it has an orientation."""
+    return name.endswith(".weight") and not name.endswith("norm.weight")
+
+
+def _oriented(name: str, path: str, array: Array, orientation: str | None) -> Array:
+    """The array with matrices as [out, in]."""
+    if not is_matrix(name):
+        return array.reshape(-1) if name.endswith(".bias") else array
+    if array.ndim not in (2, 3):
+        raise ValueError(f"expected the weight {path!r} to be a matrix, or one per head, got {array.shape}: pass weights={{…}}")
+    if orientation is None:
+        raise ValueError(f'ambiguous: how the matrix {path!r} is applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
+    matrices = array.swapaxes(-1, -2) if orientation == "in,out" else array
+    if matrices.ndim == 3:  # one per head, concatenated along the heads' axis
+        matrices = np.concatenate(list(matrices), axis=1 if name == "output.weight" else 0)
+    return matrices
+
+
+def plain_spec(found: Mapping[str, Array], heads: int) -> LayerSpec:
+    """Multi-head attention with these weights. ValueError: no weight of queries, or heads that do not divide its width."""
+    widths = {role: found[f"{role}.weight"].shape[1] for role in ("qkv", "in_proj", *PROJECTIONS) if f"{role}.weight" in found}
+    d_model = next((widths[role] for role in ("query", "qkv", "in_proj") if role in widths), None)
+    if d_model is None:
+        raise ValueError("found no weight of query: pass weights={…}")
+    bias = {role: not found.keys().isdisjoint({f"{role}.bias", "qkv.bias", "in_proj.bias"}) for role in PROJECTIONS[:3]}
+    bias["output"] = "output.bias" in found
+    return multi_head(d_model, heads, bias=bias, key_dim=widths.get("key"), value_dim=widths.get("value"))
+
+
+def multi_head(d_model: int, heads: int, **fields: Any) -> LayerSpec:
+    """Multi-head attention with these fields. ValueError: heads that do not divide d_model."""
+    if d_model % heads:
+        raise ValueError(f"expected a number of heads that divides {d_model}, got {heads}: pass num_heads=… or d_model=…")
+    return LayerSpec.model_validate({"d_model": d_model, "num_heads": heads, "dtype": "float64", **fields})
+
+
+def complete_weights(found: Mapping[str, Array], spec: LayerSpec, convention: Convention) -> dict[str, Array]:
+    """All weights of the layer: packed ones are split, norms are as the layer applies them, a missing output is the identity.
+
+    ValueError: weights that are missing, surplus or of another shape, or packed in an unknown order.
+    """
+    weights: dict[str, Array] = {}
+    for name, array in found.items():
+        role, _, kind = name.partition(".")
+        weights |= {f"{part}.{kind}" if kind else part: rows for part, rows in _unpack(role, array, found, spec, convention).items()}
+    expected = spec.weight_shapes()
+    if expected.get("output.weight") == (spec.concatenated_dim, spec.concatenated_dim):
+        weights.setdefault("output.weight", np.eye(spec.concatenated_dim))
+    for name, array in weights.items():
+        if "_norm." in name and array.size == math.prod(expected.get(name, ())):
+            array = array.reshape(expected[name])
+            weights[name] = array + 1 if name.endswith(".weight") and convention.norm_weights == "1 + w" else array
+    _check_shapes(weights, expected)
+    return weights
+
+
+def _check_shapes(weights: Mapping[str, Array], expected: Mapping[str, tuple[int, ...]]) -> None:
+    if surplus := ", ".join(name for name in weights if name not in expected):
+        raise ValueError(f"found {surplus}, which the layer does not have: pass a spec that has it, or weights={{…}}")
+    if missing := ", ".join(name.removesuffix(".weight") for name in expected if name not in weights):
+        raise ValueError(f"found no weight of {missing}: pass weights={{…}}, or a spec without it")
+    for name, array in weights.items():
+        if array.shape != expected[name]:
+            raise ValueError(
+                f"expected {name} {expected[name]}, got {array.shape}: pass weights={{…}}, num_heads=…, orientation=… or a spec"
+            )
+
+
+def _unpack(role: str, array: Array, found: Mapping[str, Array], spec: LayerSpec, convention: Convention) -> dict[str, Array]:
+    """Role -> rows of one tensor."""
+    if role in ("qkv", "in_proj"):
+        return split_packed(QKV, array, spec, "q,k,v" if role == "in_proj" else convention.fused)
+    if role == "query" and spec.output_gate and "gate.weight" not in found:
+        return split_packed(QUERY_GATE, array, spec, convention.fused)
+    if spec.latent is None:
+        return {role: array}
+    rank, shared = spec.latent.key_value_rank, spec.latent.rope_key_dim
+    own = spec.head_dim - shared
+    if role == "kv_a":
+        if len(array) == rank + spec.num_heads * shared:
+            raise ValueError(
+                f"expected kv_a_proj_with_mqa to have {rank} + {shared} rows, got {rank} + {spec.num_heads} x {shared}: "
+                "the rotary part of latent keys is shared across heads, and has no rows for each of them"
+            )
+        return split_rows(array, 1, {"key_value_down": rank, "rope_key": shared})
+    if role == "kv_b":
+        return split_rows(array, spec.num_heads, {"key": own, "value": spec.value_head_dim})
+    if role == "query" and "kv_b.weight" in found:  # the rotary part is last in DeepSeek's queries, first in ours
+        parts = split_rows(array, spec.num_heads, {"own": own, "shared": shared})
+        return {role: join_rows([parts["shared"], parts["own"]], spec.num_heads)}
+    return {role: array}
+
+
+def split_packed(roles: Sequence[str], array: Array, spec: LayerSpec, order: str | None) -> dict[str, Array]:
+    """The parts of a weight or bias that is one for these roles. ValueError: unknown order, or another number of rows."""
+    if order is None:
+        what = f"one matrix for {', '.join(roles)}"
+        raise ValueError(
+            f'ambiguous: how {what} is cut; pass fused="q,k,v" for rows [{len(roles)}, h, d] or fused="per_head" for [h, {len(roles)}, d]'
+        )
+    groups = _groups(roles, spec, order)
+    return split_rows(array, groups, {role: _rows(spec, role) // groups for role in roles})
+
+
+def pack(weights: Sequence[Array], roles: Sequence[str], spec: LayerSpec, order: str) -> Array:
+    """The inverse of `split_packed`."""
+    return join_rows(weights, _groups(roles, spec, order))
+
+
+def _groups(roles: Sequence[str], spec: LayerSpec, order: str) -> int:
+    """The number of groups of rows that have a part for each role: one, or one for each head of keys (or of queries and gates)."""
+    return 1 if order == "q,k,v" else spec.num_kv_heads if "key" in roles else spec.num_heads
+
+
+def _rows(spec: LayerSpec, role: str) -> int:
+    return spec.weight_shapes()[f"{role}.weight"][0]
+
+
+def split_rows(array: Array, groups: int, sizes: Mapping[str, int]) -> dict[str, Array]:
+    """Role -> its rows of a weight or bias [groups, all sizes, …]. ValueError: another number of rows."""
+    if len(array) != groups * sum(sizes.values()):
+        expected = " + ".join(f"{groups * size} of {role}" for role, size in sizes.items())
+        raise ValueError(f"expected one matrix of {expected} rows, got {len(array)}: pass num_heads=…, weights={{…}} or a spec")
+    ends = np.cumsum(list(sizes.values()))[:-1]
+    parts = np.split(array.reshape(groups, -1, *array.shape[1:]), ends, axis=1)
+    return {role: part.reshape(-1, *array.shape[1:]) for role, part in zip(sizes, parts, strict=True)}
+
+
+def join_rows(parts: Sequence[Array], groups: int) -> Array:
+    """The inverse of `split_rows`."""
+    joined = np.concatenate([part.reshape(groups, -1, *part.shape[1:]) for part in parts], axis=1)
+    return joined.reshape(-1, *joined.shape[2:])

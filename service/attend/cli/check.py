@@ -1,0 +1,229 @@
+"""`attend check`: compares the service, or an attention implementation, with the float64 NumPy reference."""
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from attend.check import Comparison, NoSuchCandidate, compare
+from attend.check.convention import option_table
+from attend.cli.clients import open_client
+from attend.cli.server_check import ServerReport, check_server
+from attend.cli.terminal import AsJson, Ca, Config, Url, fail, progress_line, report_errors, with_settings
+from attend.errors import InvalidRequest
+from attend.spec import LayerSpec
+from attend.wire.problems import validate
+
+EPILOG = """\b
+Examples:
+  attend check --cases 1000
+  attend check --url http://127.0.0.1:8000 --seed 7
+  attend check --cases 50 --json
+  attend check --module my_package:MyAttention --with mask_means=block --cases 70
+  attend check --module ./attention.py:MyAttention --with 'weights={"query": "a", "key": "b", "value": "c", "output": "d"}'
+  attend check --module rotary.py:Rotary --with causal=true \\
+    --spec '{"d_model": 30, "num_heads": 3, "rope": {"scaling": {"type": "linear", "factor": 8}}}'
+
+What --with takes:
+
+""" + "\n\n".join(f"{name}={' | '.join(values)}: {meaning}" for name, values, meaning in option_table())
+WHERE = "Give a file as --module path/to/file.py:NAME, or a module as --module package.module:NAME where Python can import it."
+CASES = 200
+Cases = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help=f"Number of random cases ({CASES}), or of calls of a --module (one of each kind by default).", show_default=False
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the random cases.")]
+CaseNumber = Annotated[int | None, typer.Option("--case", min=0, help="Run only the case of this number.", show_default=False)]
+Modules = Annotated[
+    list[str] | None,
+    typer.Option("--module", metavar="MODULE:NAME", help="Check your class, instance or function; also FILE.py:NAME. Repeatable."),
+]
+Spec = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON", help="The layer that the --module computes: a spec, or a file with one. By default plain multi-head attention."
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--with", metavar="NAME=VALUE", help="A convention of the --module; the list is below. Repeatable."),
+]
+
+AllowSkipped = Annotated[bool, typer.Option("--allow-skipped", help="Exit code 0 also if cases of a --module were not tried.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show the cases of a --module also if it agrees.")]
+
+
+@with_settings("device", "threads")
+def check(
+    url: Url = None,
+    ca: Ca = None,
+    cases: Cases = None,
+    seed: Seed = 0,
+    case: CaseNumber = None,
+    module: Modules = None,
+    spec: Spec = None,
+    options: Options = None,
+    allow_skipped: AllowSkipped = False,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+    config: Config = None,
+    **flags: Any,
+) -> None:
+    """Compare every number of the replies to random requests with a float64 reference.
+
+    The service runs at --url or in this process. With --module, an attention implementation of yours is compared instead, and the first
+    disagreement is shown with the known mistakes that explain it. Exit code 1: an error is larger than rounding allows. Exit code 3: a
+    --module agrees, but some cases were not tried, since no parameter is known for them.
+    """
+    if module and (url or case is not None or config):
+        raise typer.BadParameter("a --module is checked in this process; leave --url, --case and --config out")
+    if not module and (options or spec):
+        raise typer.BadParameter("--with and --spec need a --module")
+    console = Console(quiet=as_json)
+    if module:
+        arguments = _read_spec(spec) | _read_options(options or [])
+        repeated = ["--spec", spec] if spec else []
+        for option in options or []:
+            repeated += ["--with", option]
+        reports = []
+        for name in module:
+            reports.append(check_module(name, arguments, seed, cases or 1, repeated))
+            reports[-1].show(console, verbose)
+        document = {"agrees": all(report.agrees for report in reports), "modules": [report.document() for report in reports]}
+    else:
+        command = ["attend", "check"]
+        for name, value in {"url": url, "ca": url and ca, "config": config, **flags}.items():
+            if value is not None:
+                command += [f"--{name}", str(value)]
+        report = ServerReport(shlex.join(command), seed)
+        with report_errors("check"), open_client(url, ca, config, flags) as client:
+            check_server(client, report, range(cases or CASES) if case is None else [case])
+        report.show(console)
+        document = report.document()
+    if as_json:
+        typer.echo(json.dumps(document))
+    if not document["agrees"]:
+        raise typer.Exit(1)
+    if module and not allow_skipped and any(report.comparison.untried for report in reports):
+        raise typer.Exit(3)
+
+
+def _read_spec(given: str | None) -> dict[str, LayerSpec]:
+    """The argument `spec` of `compare`, from JSON or the name of a file. Raises typer.Exit."""
+    if given is None:
+        return {}
+    try:
+        return {"spec": validate(LayerSpec, json.loads(given if given.lstrip().startswith("{") else Path(given).read_text()))}
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"expected a spec in JSON, or a file with one: {error}", param_hint="--spec") from None
+    except InvalidRequest as error:
+        fail("check", f"--spec: {error}", code=2)
+
+
+def _read_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs as a dictionary; a value that is not JSON is text. Raises BadParameter for anything else."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign or not name:
+            raise typer.BadParameter(f"expected NAME=VALUE, got {pair!r}", param_hint="--with")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    """The check of one module; `check_module` says what a round is."""
+
+    name: str
+    flags: Sequence[str]  # of the command that repeats the last round
+    comparison: Comparison  # of the last round
+    calls: int  # in all rounds
+    seed: int  # of the last round
+
+    @property
+    def agrees(self) -> bool:
+        return self.comparison.agrees
+
+    def document(self) -> dict[str, Any]:
+        """For --json. An error that is not finite is null."""
+        cases = [
+            {**asdict(result), "error": result.error if math.isfinite(result.error) else None, "agrees": result.agrees}
+            for result in self.comparison.results
+        ]
+        document = {"module": self.name, "agrees": self.agrees, "calls": self.calls, "seed": self.seed, "cases": cases}
+        document["untried"] = list(self.comparison.untried)
+        if self.comparison.first is None:
+            return document
+        explanation = self.comparison.first.explanation
+        found = {"mistakes": list(explanation.mistakes), "arithmetic": [list(lines) for lines in explanation.arithmetic]}
+        return {**document, "first": self.comparison.conclusion, **found, "again": self._command()}
+
+    def show(self, console: Console, verbose: bool) -> None:
+        """The verdict, the mistake and the first wrong number, the cases if it disagrees or is `verbose`, and the command to repeat it."""
+        if self.agrees:
+            if verbose:
+                console.print(self._table())
+            line = self.comparison.conclusion if self.comparison.untried else f"agrees with the reference in {self.calls} calls"
+            console.print(f"{self.name} {line}", soft_wrap=True, highlight=False, markup=False)
+            return
+        console.print(f"{self.name} {self.comparison.verdict}", highlight=False, markup=False)
+        console.print(self.comparison.conclusion, highlight=False, markup=False)
+        console.print(self._table())
+        console.print(f"again: {self._command()}", soft_wrap=True, highlight=False, markup=False)
+
+    def _table(self) -> Table:
+        table = Table("case", "largest error", "tolerance", "")
+        for result in self.comparison.results:
+            if result.skipped or result.raised:
+                table.add_row(result.case, "", "", f"not run: {result.skipped}" if result.skipped else "[bold red]RAISED")
+            else:
+                verdict = "agrees" if result.agrees else "[bold red]WRONG"
+                table.add_row(result.case, f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict)
+        return table
+
+    def _command(self) -> str:
+        return shlex.join(["attend", "check", "--module", self.name, *self.flags, "--seed", str(self.seed)])
+
+
+def check_module(name: str, arguments: Mapping[str, Any], seed: int, calls: int, flags: Sequence[str]) -> ModuleReport:
+    """Compares the implementation with the reference in at least `calls` calls. Raises typer.Exit if it cannot be constructed or called.
+
+    A round is one call of each kind of case; each round has another seed. The first round that disagrees ends the check.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    done, rounds = 0, 0
+    with progress_line(f"checking {name}", Console(stderr=True)):
+        while True:
+            comparison = _compare(name, seed + rounds, arguments)
+            done, rounds = done + sum(result.skipped is None for result in comparison.results), rounds + 1
+            if done >= calls or not done or not comparison.agrees:
+                break
+    return ModuleReport(name, flags, comparison, done, seed + rounds - 1)
+
+
+def _compare(name: str, seed: int, arguments: Mapping[str, Any]) -> Comparison:
+    try:
+        return compare(name, seed=seed, **arguments)
+    except NoSuchCandidate as error:
+        fail("check", str(error), f"Paths are relative to {Path.cwd()}. {WHERE}", code=2)
+    except ImportError as error:
+        fail("check", f"cannot import {name}: {error}", WHERE, code=2)
+    except (ValueError, TypeError) as error:
+        fail("check", f"{name}: {error}", "Pass an option as --with NAME=VALUE, or --with 'NAME={…}' in JSON; --help lists all.", code=2)
+    except Exception as error:
+        fail("check", f"{name} could not be imported or constructed: {type(error).__name__}: {error}", code=2)

@@ -1,0 +1,223 @@
+"""The server of one process: the application that it serves, what signals do to it, and its shutdown.
+
+SIGTERM starts a drain: /health/ready returns 503, so that load balancers stop sending calls, but calls are still accepted. After the drain
+the port closes, accepted calls are answered, and the process exits. SIGINT, or a second SIGTERM, skips the drain. SIGHUP acts as SIGTERM
+on a server of one process; a supervisor replaces its workers one by one. A worker whose supervisor dies exits as after SIGTERM.
+`docs/operations.md` has the table for operators.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from multiprocessing import parent_process
+from types import FrameType
+from typing import Any
+
+import structlog
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from attend.cli.logs import configure_logs
+from attend.serving.service import Service
+from attend.settings import Settings
+from attend.web.app import create_app
+from attend.web.connections import OPTIONS_KEY, Connection
+
+log = structlog.get_logger("attend")
+POLL = 0.1  # seconds
+FIRST_REQUEST = 0.5  # seconds for connections to send their first request once the port is closed
+EXIT_SECONDS = 5.0  # for a worker to exit after the time in which its calls should have been answered
+SWITCH_SECONDS = 0.0005  # until a thread that decodes a large body releases the GIL; Python's 5 ms would delay small calls
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with exit status 0 after SIGTERM: uvicorn would raise the signal again at the end.
+
+    When the port closes, it still accepts the connections in the backlog, which closing the socket would reset, and waits FIRST_REQUEST
+    seconds for the first request of connections that have sent none.
+    """
+
+    @property
+    def failed(self) -> bool:
+        """Whether the configured layers could not be loaded."""
+        service = self.lifespan.state.get("service")
+        return service is not None and service.failed
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves on these sockets. uvicorn would leave a TLS handshake asyncio's minute."""
+        await super().startup([])
+        for listening in sockets or ():
+            make, options = self._protocol()
+            self.servers.append(
+                await asyncio.get_running_loop().create_server(make, sock=listening, backlog=self.config.backlog, **options)
+            )
+
+    def _protocol(self) -> tuple[Callable[[], Connection], dict[str, Any]]:
+        """What makes a connection, and how it is encrypted: its TLS handshake may take as long as the headers of a request."""
+        make = partial(Connection, self.config, self.server_state, self.lifespan.state)
+        if self.config.ssl is None:
+            return make, {}
+        return make, {"ssl": self.config.ssl, "ssl_handshake_timeout": self.lifespan.state[OPTIONS_KEY].timer.timeout}
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether the server should exit."""
+        return self.failed or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        waiting = [connection for listening in sockets or () for connection in _accept_waiting(listening)]
+        for server in self.servers:
+            server.close()
+        for listening in sockets or ():
+            listening.close()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + FIRST_REQUEST
+        joining = {loop.create_task(self._serve_accepted(connection)) for connection in waiting}
+        await asyncio.sleep(0)
+        while (not all(task.done() for task in joining) or self._awaits_requests()) and loop.time() < deadline and not self.force_exit:
+            await asyncio.sleep(POLL)
+        await super().shutdown(sockets)
+
+    async def _serve_accepted(self, connection: socket.socket) -> None:
+        make, options = self._protocol()
+        with suppress(OSError):  # the client has disconnected
+            await asyncio.get_running_loop().connect_accepted_socket(make, connection, **options)
+
+    def _awaits_requests(self) -> bool:
+        return any(isinstance(connection, Connection) and connection.cycle is None for connection in self.server_state.connections)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self._captured_signals = [captured for captured in self._captured_signals if captured != signal.SIGTERM]
+
+
+def _accept_waiting(listening: socket.socket) -> Iterator[socket.socket]:
+    listening.setblocking(False)
+    with suppress(OSError):  # the backlog is empty, or there are no file descriptors left
+        while True:
+            yield listening.accept()[0]
+
+
+# Sent by a supervisor that got SIGINT. A worker may have had SIGINT too, from the terminal, and a second one would end calls.
+SKIP_DRAIN = signal.SIGUSR1
+
+
+class SignalHandlers:
+    """Handlers of signals that call uvicorn's handlers after the drain. Must be made on the event loop of the server."""
+
+    def __init__(self, service: Service, drain_seconds: float, is_worker: bool) -> None:
+        self.service, self.drain_seconds, self.is_worker = service, drain_seconds, is_worker
+        self.loop = asyncio.get_running_loop()
+        self.uvicorn_handlers: Any = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def install(self) -> None:
+        """Installs the handlers. SIGHUP stays ignored if it was ignored before (nohup)."""
+        signal.signal(signal.SIGTERM, self.drain)
+        signal.signal(signal.SIGINT, self.stop)
+        if self.is_worker:
+            signal.signal(SKIP_DRAIN, lambda *_: self._stop_after_drain())
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self.retire if self.is_worker else self.drain_once)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Refuse new calls, and let uvicorn close the port and exit."""
+        self.loop.call_soon_threadsafe(self.service.refuse_requests)
+        self.uvicorn_handlers[number](number, frame)
+
+    def drain(self, number: int, frame: FrameType | None) -> None:
+        """Stop after the drain; at once if it has begun already."""
+        if self.service.draining or not self.drain_seconds:
+            self._stop_after_drain()
+        else:
+            self.service.draining = True
+            self._after_drain("draining", self._stop_after_drain)
+
+    def drain_once(self, number: int, frame: FrameType | None) -> None:
+        """As `drain`, but only the first time: a terminal that closes may send SIGHUP twice."""
+        if not self.service.draining:
+            self.drain(number, frame)
+
+    def retire(self, number: int, frame: FrameType | None) -> None:
+        """Close connections as in a drain, but stay ready: the load balancer must keep sending calls to the other workers."""
+        if not self.service.draining and not self.service.retiring:
+            self.service.retiring = True
+            self._after_drain("retiring", self._stop_unless_draining)
+
+    def _after_drain(self, event: str, action: Callable[[], object]) -> None:
+        """Log the event, and act when the drain delay has passed."""
+        self.loop.call_soon_threadsafe(partial(log.info, event, seconds=self.drain_seconds))
+        self.loop.call_soon_threadsafe(self.loop.call_later, self.drain_seconds, action)
+
+    def _stop_unless_draining(self) -> None:
+        if not self.service.draining:
+            self._stop_after_drain()
+
+    def _stop_after_drain(self) -> None:
+        self.loop.call_soon_threadsafe(partial(log.info, "stopping"))
+        self.stop(signal.SIGTERM, None)
+
+
+def exit_with_supervisor(exit_timeout: float) -> None:
+    """Makes this worker exit when its supervisor dies: as after SIGTERM, and by force after `exit_timeout` seconds."""
+    supervisor = parent_process()
+    if supervisor is None:  # this is the only process
+        return
+
+    def wait() -> None:
+        supervisor.join()
+        log.error("supervisor died", pid=os.getpid())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(exit_timeout)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="supervisor", daemon=True).start()
+
+
+def application(settings: Settings, threads: int, pages: Mapping[str, str]) -> FastAPI:
+    """Sets up this process (threads, memory, logs, signals) and returns its application. Once it is ready, it logs the `pages`."""
+    exit_with_supervisor(exit_timeout_of(settings))
+    torch.set_num_threads(threads)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    keep_memory()
+    configure_logs(settings.log_format, settings.log_level)
+    app = create_app(settings, pages)
+    service, inner = app.state.service, app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
+        SignalHandlers(service, settings.drain_seconds, is_worker=settings.workers > 1).install()
+        async with inner(app) as state:
+            yield state or {}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its handler uses the event loop, which is about to end
+        log.info("stopped")
+
+    app.router.lifespan_context = lifespan
+    return app
+
+
+def exit_timeout_of(settings: Settings) -> float:
+    """Seconds after SIGTERM in which a worker should have exited."""
+    return settings.drain_seconds + settings.shutdown_seconds + EXIT_SECONDS
+
+
+def keep_memory() -> None:
+    """Makes the C library reuse the memory of freed large arrays instead of returning it to the system.
+
+    By default glibc maps new pages for each large block; for bodies of megabytes those page faults take a fifth of a request's time.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return
+    for parameter, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 512 << 20)):
+        mallopt(parameter, value)

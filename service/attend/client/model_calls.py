@@ -1,0 +1,126 @@
+"""A call of an attention layer inside a model, as fields of a request that repeats it: inputs, mask in the fewest fields, words."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from attend.spec import LayerSpec
+from attend.tensors import Array
+
+HIDDEN = -9000.0  # numbers in a mask that are lower hide a key: models add -10000, or the lowest number of their dtype
+SEQUENCES = {"encoder": ("input_ids",) * 2, "decoder": ("decoder_input_ids",) * 2, "cross": ("decoder_input_ids", "input_ids")}
+MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}  # sequence -> which of its tokens are real
+WORDS = ("input_ids", "decoder_input_ids")
+
+
+@dataclass
+class Call:
+    """What one call of a layer got and gave. Arrays of inputs are [b, n, width]."""
+
+    inputs: dict[str, Array] = field(default_factory=dict)  # query, key, value, positions
+    output: Array | None = None
+    weights: Array | None = None  # [b, h, q, k]
+    mask: Array | None = None  # added to the scores, or bool with True for visible; [b or 1, h or 1, q or 1, k]
+    has_mask: bool = False  # whether `mask` is known; None is then no mask
+    fields: dict[str, Any] = field(default_factory=dict)  # fields of a request, where the module was told its masks
+
+
+def requests_of(call: Call, spec: LayerSpec, causal: bool | None, real: Array | None) -> list[dict[str, Any]]:
+    """Fields of POST /attend that repeat the call; several, of which one does, if its mask is not known.
+
+    `causal`: whether the layer is, where no mask says it; None: unknown. `real` [b, k]: which keys are, likewise. A batch of one has no
+    axis.
+    """
+    query, key, value = (call.inputs[name] for name in ("query", "key", "value"))
+    fields: dict[str, Any] = {"query": query}
+    if not (_same(query, key) and _same(key, value)):
+        fields |= {"key": key} | ({} if _same(key, value) else {"value": value})
+    fields |= {"positions": call.inputs["positions"]} if "positions" in call.inputs else {}
+    if call.has_mask:
+        masks = [_mask_fields(call.mask, spec, (len(query), query.shape[1], key.shape[1])) | call.fields]
+    else:
+        keys = {} if real is None or real.all() else {"attend_keys": real}
+        masks = [keys | ({"causal": True} if one else {}) for one in ((causal,) if causal is not None else (False, True))]
+    return [_without_batch(fields | mask) if len(query) == 1 else fields | mask for mask in masks]
+
+
+def _same(one: Array, other: Array) -> bool:
+    return one.shape == other.shape and np.array_equal(one, other)
+
+
+def _mask_fields(mask: Array | None, spec: LayerSpec, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """`causal` and `attend_keys` if they say the same as the mask, with the layer's own window and chunks; else the mask of each pair.
+
+    `shape`: batch, queries, keys.
+    """
+    if mask is None:
+        return {}
+    visible: Array = np.asarray(mask if mask.dtype == bool else mask > HIDDEN)
+    visible = np.broadcast_to(visible, (shape[0], visible.shape[1], *shape[1:]))
+    keys: Array = np.asarray(visible.any((1, 2)))
+    fields: dict[str, Any] = {} if visible.any(-1).all() else {"fully_masked": "uniform"}  # as the lowest number, added to all scores
+    fields |= {} if keys.all() else {"attend_keys": keys}
+    for causal in (False, True):
+        if (visible == keys[:, None, None] & _allowed(spec, causal, *shape[1:])).all():
+            return fields | ({"causal": True} if causal else {})
+    one = (visible == visible[:, :1]).all()
+    return {name: value for name, value in fields.items() if name != "attend_keys"} | {"attend_mask": visible[:, 0] if one else visible}
+
+
+def _allowed(spec: LayerSpec, causal: bool, queries: int, keys: int) -> Array:
+    """bool [q, k]: what the layer's window and chunks, and `causal`, let each query see."""
+    i, j = np.arange(queries)[:, None], np.arange(keys)
+    allowed = np.ones((queries, keys), bool)
+    if causal:
+        allowed &= j <= i
+    for left, right, chunk in spec.intervals:
+        allowed &= (left is None or j >= i - left) & (right is None or j <= i + right)
+        if chunk is not None:
+            allowed &= i // chunk == j // chunk
+    return allowed
+
+
+def _without_batch(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without the first axis of their tensors, which has length 1."""
+    return {name: value[0] if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+
+
+def real_keys(arguments: Mapping[str, Any], part: str) -> Array | None:
+    """bool [b, k]: which tokens of the keys of this part are real, as the model's arguments say; None if they do not."""
+    mask = arguments.get(MASKS[_sequences(arguments, part)[1]])
+    return None if mask is None or mask.ndim != 2 else np.asarray(mask).astype(bool)
+
+
+def _sequences(arguments: Mapping[str, Any], part: str) -> tuple[str, str]:
+    """The names of the arguments that have the tokens of queries and keys."""
+    return SEQUENCES.get(part, SEQUENCES["encoder"]) if "decoder_input_ids" in arguments else SEQUENCES["encoder"]
+
+
+def words_of(arguments: Mapping[str, Any], part: str, tokenizer: Any, queries: int, keys: int) -> dict[str, list[Any]]:
+    """The field `tokens` for a layer of this part: words of the tokenizer, or else numbers of tokens; {} if its rows are no tokens."""
+    found: dict[str, list[Any]] = {}
+    for side, name, count in zip(("query", "key"), _sequences(arguments, part), (queries, keys), strict=True):
+        ids = arguments.get(name)
+        if ids is not None and ids.ndim == 2 and ids.shape[1] == count:
+            words = [[_word(int(i), tokenizer) for i in row] for row in ids]
+            found[side] = words if len(words) > 1 else words[0]
+    if "key" in found and "query" not in found:
+        return {}
+    return {"query": found["query"]} if found.get("key") == found.get("query") and found else found
+
+
+def _word(number: int, tokenizer: Any) -> str:
+    """A token as people read it; as the vocabulary has it, if it is a part of a character or a space."""
+    if tokenizer is None:
+        return str(number)
+    text = str(tokenizer.decode([number])).strip()
+    return text if text and "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(number))
+
+
+def count_unknown(arguments: Mapping[str, Any], tokenizer: Any) -> int:
+    """How many tokens stand for words that the tokenizer does not know."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    given: Iterable[Any] = (arguments[name] for name in WORDS if arguments.get(name) is not None)
+    return 0 if unknown is None else sum(int((np.asarray(ids) == unknown).sum()) for ids in given)

@@ -1,0 +1,244 @@
+"""Records what the attention layers of a model get in one pass: a model of transformers, or any torch module with layers of a known layout.
+
+    layers, skipped = attention_layers(model)           where the layers are, their specs and weights
+    with Recorder(model, layers) as recorder:
+        recorder.run(inputs)
+    recorder.calls(layers[3])                           inputs, mask, weights and output of each call of a layer
+
+The table of families and layouts says where a layer's inputs are: they go into the modules that have its projections.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from attend.checkpoints import layers_in, read_layer, read_model_layer
+from attend.checkpoints.detection import select
+from attend.checkpoints.families import number_of_layers
+from attend.checkpoints.layout import Fields, Weights
+from attend.checkpoints.model import describe, parts_of
+from attend.client.model_calls import Call
+from attend.client.remote import masks
+from attend.errors import InvalidRequest
+from attend.spec import LayerSpec
+from attend.tensors import Array
+from attend.wire.client_codec import from_torch
+
+PROJECTED = {  # input of a layer -> the weights that it is multiplied with, one of which a layout has
+    "query": ("query_down.weight", "query.weight", "qkv.weight"),
+    "key": ("key.weight", "kv.weight", "qkv.weight", "down.weight"),
+    "value": ("value.weight", "kv.weight", "qkv.weight", "down.weight"),
+    "output": ("output.weight",),
+}
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")  # attributes of modules
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """An attention layer of a model: its place, its spec and weights, and the modules that its inputs go into and its output comes from."""
+
+    part: str  # encoder, decoder, cross, …; "" in a torch module
+    number: int
+    spec: LayerSpec
+    weights: Weights
+    modules: Mapping[str, nn.Module]  # by query, key, value, output
+    causal: bool | None = None  # as its family has it; None: unknown
+
+
+def attention_layers(
+    model: nn.Module, layout: str | None = None, given: Mapping[str, Any] | None = None
+) -> tuple[list[AttentionLayer], dict[str, str]]:
+    """The model's attention layers; and of those that the service cannot compute, by name, why.
+
+    A model of transformers is read by its config. Of other modules, layers are found by the names of their parameters; `layout` is needed
+    where these fit several, and `given` has fields of their specs. Raises InvalidRequest if there is no layer.
+    """
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_floating_point()}
+    by_config = hasattr(model, "set_attn_implementation")
+    found = _by_config(model, tensors) if by_config else _by_names(model, tensors, layout, given or {})
+    layers, skipped = [], {}
+    for name, layer in found:
+        if isinstance(layer, InvalidRequest):
+            skipped[name] = str(layer)
+        else:
+            layers.append(layer)
+    if not layers:
+        reasons = "; ".join(dict.fromkeys(skipped.values())) or "none whose tensors have names of a known layout"
+        raise InvalidRequest.where("", "a model with attention layers that the service computes", reasons)
+    return layers, skipped
+
+
+def _by_config(model: Any, tensors: Mapping[str, Tensor]) -> list[tuple[str, AttentionLayer | InvalidRequest]]:
+    """The layers that the config describes, by part and number."""
+    config = json.loads(model.config.to_json_string())
+    found: list[tuple[str, AttentionLayer | InvalidRequest]] = []
+    for part, (section, row) in parts_of(config).items():
+        for number in range(number_of_layers(row, section)):
+            try:
+                described = describe(config, number, part)
+                own = {name: _array(tensors[name]) for name in described.tensors(tensors)}
+                fields, weights = read_model_layer(own, config, number, part)
+                modules = _modules(model, described.find(own).names)
+            except InvalidRequest as refusal:
+                found.append((f"{part} {number}", refusal))
+                continue
+            causal = row.causal or (part == "encoder" and bool(config.get("is_decoder")))  # BERT's layers may be those of a decoder
+            found.append((f"{part} {number}", AttentionLayer(part, number, LayerSpec.model_validate(fields), weights, modules, causal)))
+    return found
+
+
+def _by_names(
+    model: nn.Module, tensors: Mapping[str, Tensor], layout: str | None, given: Mapping[str, Any]
+) -> list[tuple[str, AttentionLayer | InvalidRequest]]:
+    """The layers that have the names of a known layout."""
+    found: list[tuple[str, AttentionLayer | InvalidRequest]] = []
+    for number, prefix in enumerate(dict.fromkeys(prefix for name, prefix in layers_in(tensors) if layout in (None, name))):
+        try:
+            own = {name: _array(tensor) for name, tensor in tensors.items() if f"{name}.".startswith(f"{prefix}." if prefix else "")}
+            names = select(own, layout, prefix).names
+            spec: Fields = {**_heads(model.get_submodule(prefix)), **given}
+            fields, weights = read_layer(own, layout=layout, prefix=prefix, spec=spec)
+            layer = AttentionLayer("", number, LayerSpec.model_validate(fields), weights, _modules(model, names))
+        except InvalidRequest as refusal:
+            found.append((prefix, refusal))
+        else:
+            found.append((prefix, layer))
+    return found
+
+
+def _heads(module: nn.Module) -> Fields:
+    return next(({"num_heads": getattr(module, name)} for name in HEADS if type(getattr(module, name, None)) is int), {})
+
+
+def _modules(model: nn.Module, names: Mapping[str, str]) -> dict[str, nn.Module]:
+    """The module of each input's projection and of the output's. `names`: role -> name of the parameter."""
+    roles = {name: next(role for role in choices if role in names) for name, choices in PROJECTED.items()}
+    return {name: model.get_submodule(names[role].rpartition(".")[0]) for name, role in roles.items()}
+
+
+class Recorder:
+    """Hooks on the modules of layers; what passes through them while the `with` block runs the model."""
+
+    def __init__(self, model: nn.Module, layers: list[AttentionLayer]) -> None:
+        self.model, self.layers = model, layers
+        self.inputs: dict[nn.Module, list[Array]] = {}  # of each call
+        self.outputs: dict[nn.Module, list[Array]] = {}
+        self.told: dict[nn.Module, list[Call]] = {}  # calls of nn.MultiheadAttention
+        self.positions: list[Array] = []  # of RoPE on several axes, [b, n, axes]
+        self.attention: Any = None  # of a model of transformers: its attention calls
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        modules = {module for layer in self.layers for module in layer.modules.values()}
+        for module in modules:
+            if isinstance(module, nn.MultiheadAttention):
+                self._hook(module.register_forward_hook(self._keep_told, with_kwargs=True))
+            else:
+                self._hook(module.register_forward_pre_hook(self._keep_input, with_kwargs=True))
+                self._hook(module.register_forward_hook(self._keep_output))
+        for module in self.model.modules():
+            if "Rotary" in type(module).__name__ or "Rope" in type(module).__name__:
+                self._hook(module.register_forward_pre_hook(self._keep_positions, with_kwargs=True))
+        if hasattr(self.model, "set_attn_implementation"):
+            from attend.client.transformers import EagerAttention, replaced_attention
+
+            self.attention = EagerAttention()
+            self._stack.enter_context(replaced_attention(cast(Any, self.model), self.attention))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _hook(self, handle: Any) -> None:
+        self._stack.callback(handle.remove)
+
+    def run(self, arguments: Mapping[str, Any]) -> None:
+        """One pass of the model as it is used, without gradients and dropout."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                self.model(**arguments)
+        finally:
+            self.model.train(training)
+
+    def calls(self, layer: AttentionLayer) -> list[Call]:
+        """The calls of a layer, in order. Layers that share their modules share the calls."""
+        query = layer.modules["query"]
+        if isinstance(query, nn.MultiheadAttention):
+            return self.told.get(query, [])
+        series = [self.inputs.get(layer.modules[name], []) for name in ("query", "key", "value")]
+        calls = [Call(dict(zip(("query", "key", "value"), arrays, strict=True))) for arrays in zip(*series, strict=False)]
+        for call, output in zip(calls, self.outputs.get(layer.modules["output"], []), strict=False):
+            call.output = output
+        for call, seen in zip(calls, self._attention_calls(query), strict=False):
+            call.weights, call.mask, call.has_mask = seen.weights, seen.mask, True
+        coordinates = layer.spec.coordinates
+        if coordinates and coordinates.axes > 1:
+            for call in calls:
+                shape = (call.inputs["query"].shape[1], coordinates.axes)
+                fitting = [positions for positions in self.positions if positions.shape[1:] == shape]
+                call.inputs |= {"positions": fitting[-1]} if fitting else {}
+        return calls
+
+    def _attention_calls(self, query: nn.Module) -> list[Any]:
+        """Those of the attention function for the module that has this projection."""
+        if self.attention is None:
+            return []
+        return next((calls for module, calls in self.attention.calls.items() if query in set(module.modules())), [])
+
+    def _keep_input(self, module: nn.Module, values: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        self.inputs.setdefault(module, []).append(_rows(module, values[0] if values else next(iter(named.values()))))
+
+    def _keep_output(self, module: nn.Module, _: Any, result: Any) -> None:
+        self.outputs.setdefault(module, []).append(_rows(module, result))
+
+    def _keep_told(self, module: nn.MultiheadAttention, values: tuple[Any, ...], named: Mapping[str, Any], result: Any) -> None:
+        names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
+        told = {**dict(zip(names, values, strict=False)), **named}
+        batch_first = partial(_batch_first, batch_first=module.batch_first)
+        rows = {name: batch_first(told[name]) for name in names[:3]}
+        told_masks = masks(told.get("key_padding_mask"), told.get("attn_mask"), len(rows["query"]))
+        fields = {name: from_torch(mask) if isinstance(mask, Tensor) else mask for name, mask in told_masks.items()}
+        fields |= {name: mask[None] for name, mask in fields.items() if name != "block_keys" and mask.ndim == 2}  # of all items
+        self.told.setdefault(module, []).append(Call(rows, batch_first(result[0]), fields=fields, has_mask=True))
+
+    def _keep_positions(self, _: nn.Module, values: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Keeps position ids of several axes, [axes, b, n] or [n, 2]."""
+        ids = named.get("position_ids", values[1] if len(values) > 1 else None)
+        if isinstance(ids, Tensor) and ids.ndim == 3 and ids.shape[0] == 3:
+            self.positions.append(from_torch(ids.movedim(0, -1).double()))
+        elif isinstance(ids, Tensor) and ids.ndim > 1 and ids.shape[-1] == 2:
+            self.positions.append(from_torch(ids.reshape(1, -1, 2).double()))
+
+
+def as_arrays(arguments: Mapping[str, Any]) -> dict[str, Array]:
+    """The tensors among a model's arguments."""
+    return {name: from_torch(value) for name, value in arguments.items() if isinstance(value, Tensor)}
+
+
+def _array(tensor: Tensor) -> Array:
+    """A copy in float32."""
+    return from_torch(tensor.float()).copy()
+
+
+def _rows(module: nn.Module, value: Any) -> Array:
+    """A tensor, or the first of several, as [b, n, width] in float32; n may be two axes, of a grid."""
+    while isinstance(value, tuple | list):
+        value = value[0]
+    value = value.transpose(1, 2) if isinstance(module, nn.Conv1d) else value  # [b, width, n]
+    rows: Array = from_torch(value.float()).reshape(len(value) if value.ndim > 2 else 1, -1, value.shape[-1]).copy()
+    return rows
+
+
+def _batch_first(value: Tensor, batch_first: bool) -> Array:
+    """The rows of a torch attention module as [b, n, width]."""
+    whole = value[None] if value.ndim == 2 else value if batch_first else value.transpose(0, 1)
+    return from_torch(whole.float().contiguous()).copy()

@@ -1,0 +1,173 @@
+"""Models of transformers whose attention a service computes, with the weights of every layer and head.
+
+    attention = register(client)                  # or register(client, layers=[0, 5])
+    model = AutoModel.from_pretrained(NAME, attn_implementation="attend")
+    with torch.no_grad():
+        model(**inputs)
+    attention.weights[3][-1]                      # of layer 3 in the last pass: [batch, heads, queries, keys]
+
+A model with this implementation sends its projected queries, keys and values, after norms and RoPE, with its mask as a bias: the service
+adds scores, softmax and weighted values. Fused kernels, which transformers chooses otherwise, return no weights.
+"""
+
+import sys
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
+
+from attend.client.client import Client
+from attend.tensors import Array
+from attend.wire.client_codec import from_torch
+
+NAME, REPLACED = "attend", "attend-replaced"  # of implementations of attention
+REFUSED = ("s_aux", "head_mask", "cache")  # arguments of transformers that change attention and have no counterpart here
+
+
+class Attention:
+    """Attention in transformers' calling convention. `weights`: of each layer, those of each call, in order."""
+
+    def __init__(self, client: Client, layers: Container[int] | None = None) -> None:
+        """`layers`: indices of the layers that the service computes, all if None; the others stay local and have no weights."""
+        self.client, self.layers = client, layers
+        self.weights: dict[int, list[Array]] = {}
+        self._created: set[str] = set()
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`query` [b, h, q, d], `key` [b, kv heads, k, d], `value` [b, kv heads, k, dv], `attention_mask` added to the scores, or bool.
+
+        Returns the output [b, q, h, dv] and the weights [b, h, q, k]. Raises ValueError for what the service does not compute (sinks,
+        head masks, paged caches, dropout, gradients), and what `Client` raises.
+        """
+        index = getattr(module, "layer_idx", None)
+        if self.layers is not None and index not in self.layers:
+            attend_here = _local_attention(module)
+            local: tuple[Tensor, Tensor | None] = attend_here(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **{**more, "is_causal": False}
+            )
+            return local
+        if refused := [name for name in REFUSED if more.get(name) is not None]:
+            raise ValueError(f'attn_implementation="{NAME}" does not compute {", ".join(refused)}')
+        if dropout or (torch.is_grad_enabled() and query.requires_grad):
+            raise ValueError(f'attn_implementation="{NAME}" has no dropout and no gradients: use model.eval() and torch.no_grad()')
+        biases = [_bias(mask) for mask in (attention_mask, more.get("position_bias")) if mask is not None]
+        reply = self.client.attend(
+            _merge_heads(query),
+            key=_merge_heads(key),
+            value=_merge_heads(value),
+            layer=self._layer(query, key, value),
+            bias=sum(biases[1:], biases[0]) if biases else None,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=more.get("softcap") or 0.0,
+            outputs=["head_outputs", "attention_weights"],
+        )
+        self.weights.setdefault(-1 if index is None else index, []).append(reply.attention_weights)
+        output, weights = (torch.from_numpy(array).to(query) for array in (reply.head_outputs, reply.attention_weights))
+        return output.transpose(1, 2), weights
+
+    def _layer(self, query: Tensor, key: Tensor, value: Tensor) -> str:
+        """The name of a layer without projections of these shapes, which is created when it is first used."""
+        heads, kv_heads, head_dim, value_head_dim = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
+        name = f"transformers-{heads}-{kv_heads}-{head_dim}-{value_head_dim}"
+        if name not in self._created:
+            spec = {
+                "d_model": heads * head_dim,
+                "num_heads": heads,
+                "num_kv_heads": kv_heads,
+                "head_dim": head_dim,
+                "value_head_dim": value_head_dim,
+                "projections": False,
+            }
+            self.client.put_layer(name, spec)
+            self._created.add(name)
+        return name
+
+
+def register(client: Client, layers: Container[int] | None = None) -> Attention:
+    """Make `attn_implementation="attend"` compute the attention of these layers, all if None, by the client's service."""
+    attention = Attention(client, layers)
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, eager_mask)  # without it, transformers passes no mask
+    return attention
+
+
+class AttentionCall(NamedTuple):
+    """A call of an attention function: the mask [b or 1, h or 1, q, k], added to the scores or bool, and the weights [b, h, q, k]."""
+
+    mask: Array | None
+    weights: Array | None
+
+
+class EagerAttention:
+    """The eager attention of each module's own model. `calls`: those of each module, in order."""
+
+    def __init__(self) -> None:
+        self.calls: dict[nn.Module, list[AttentionCall]] = {}
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Attention`."""
+        output, weights = _local_attention(module)(module, query, key, value, attention_mask, **{**more, "is_causal": False})
+        self.calls.setdefault(module, []).append(AttentionCall(_array(attention_mask), _array(weights)))
+        return output, weights
+
+
+@contextmanager
+def replaced_attention(model: PreTrainedModel, attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """In the `with` block, this function computes the attention of the model, if its family takes one; else its eager code does.
+
+    The model then has the implementation that it had before.
+    """
+    before = model.config._attn_implementation
+    AttentionInterface.register(REPLACED, attention)
+    AttentionMaskInterface.register(REPLACED, eager_mask)
+    try:
+        try:
+            model.set_attn_implementation(REPLACED)
+        except ValueError:  # an older family, without attention functions
+            model.set_attn_implementation("eager")
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _local_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The eager attention of the module's own model, which has all that the model needs, such as soft caps; else torch's fused kernels."""
+    model = sys.modules[type(module).__module__]
+    return getattr(model, "eager_attention_forward", sdpa_attention_forward)
+
+
+def _array(tensor: Tensor | None) -> Array | None:
+    """The tensor in float32, or bool."""
+    return None if tensor is None else from_torch(tensor.float() if tensor.is_floating_point() else tensor)
+
+
+def _merge_heads(x: Tensor) -> Array:
+    """[b, h, n, d] -> [b, n, h * d] in float32."""
+    array: Array = x.detach().transpose(1, 2).flatten(2).float().cpu().numpy()
+    return array
+
+
+def _bias(mask: Tensor) -> Array:
+    """A mask as numbers that are added to the scores; of booleans, True is visible."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask.cpu(), -np.inf)
+    array: Array = mask.detach().float().cpu().numpy()
+    return array

@@ -1,0 +1,5 @@
+"""TIER 3: metrics and figures of attention heads, from arrays. Needs no server.
+
+metrics/    numbers per head, query, key or pair of heads
+figures/    pictures: PNG, SVG or a standalone HTML page
+"""

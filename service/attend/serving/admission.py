@@ -1,0 +1,84 @@
+"""Decides which calls are admitted: those whose predicted cost (`cost.py`) is within the limits of the server."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from attend.attention.call import CallOptions
+from attend.errors import Problem, TooLarge
+from attend.serving.cost import Cost, ReplyContents, predict_call
+from attend.spec import LayerSpec
+from attend.wire.limits import MIB
+from attend.wire.schemas.attend import AttendRequest
+
+LARGE_REPLY = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
+MAX_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """Bounds on layers and calls, each named like its setting."""
+
+    max_layer_parameters: int = 1 << 28
+    max_total_parameters: int = 1 << 30
+    max_layers: int = 1000
+    max_layer_width: int = 1 << 16  # of the rows of any input, projection or output of a layer
+    max_scores: int = 1 << 28  # batch * heads * queries * keys that [q, k] outputs may hold
+    max_memory_bytes: int = 4096 * MIB
+    max_operations: int = 10**13
+    max_batch_items: int = 65536
+    max_pairs: int = 1 << 36  # heads * queries * keys of one item
+    max_reply_bytes: int = 2048 * MIB
+
+
+class Admission(NamedTuple):
+    """Admits calls within `limits`, and with `shards` processes also calls that are within them once they are cut into so many parts."""
+
+    limits: ServingLimits
+    shards: int = 0
+
+    def refusals(self, request: AttendRequest, spec: LayerSpec, cost: Cost) -> tuple[list[Problem], bool]:
+        """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
+
+        One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Metrics, and calls with
+        dropout or gradients, depend on all keys at once; such calls are never cut, nor are several sequences in one query.
+        """
+        problems = exceeded_limits(cost, self.limits)
+        is_indivisible = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
+        if not problems or self.shards < 2 or is_indivisible or type(request) is not AttendRequest or not spec.splits_over_keys:
+            return problems, False
+        return (problems, False) if exceeded_limits(cost_of_part(cost, self.shards), self.limits) else ([], True)
+
+    def require(self, request: AttendRequest, spec: LayerSpec, cost: Cost) -> bool:
+        """Whether the call is admitted only in parts. Raises TooLarge if it is not admitted."""
+        problems, in_parts = self.refusals(request, spec, cost)
+        if problems:
+            raise TooLarge(problems=problems)
+        return in_parts
+
+
+def exceeded_limits(cost: Cost, limits: ServingLimits) -> list[Problem]:
+    """The limits that a call of this cost exceeds."""
+    table = (
+        (cost.output_scores, limits.max_scores, "", "at most {} weights and scores (max_scores); select fewer heads or queries"),
+        (cost.memory_bytes, limits.max_memory_bytes, "", "at most {} bytes of predicted memory (max_memory_bytes)"),
+        (cost.operations, limits.max_operations, "", "at most {} predicted operations (max_operations)"),
+        (cost.items, limits.max_batch_items, "/query", "at most {} batch items, or sequences in one query (max_batch_items)"),
+        (cost.pairs, limits.max_pairs, "", "at most {} heads x queries x keys (max_pairs)"),
+        (cost.reply_bytes, limits.max_reply_bytes, "", LARGE_REPLY),
+    )
+    return [Problem(at, expected.format(limit), str(value)) for value, limit, at, expected in table if value > limit]
+
+
+def cost_of_part(cost: Cost, shards: int) -> Cost:
+    """The cost of one part of a call that is cut into `shards` parts."""
+    work = {name: -(-getattr(cost, name) // shards) for name in ("operations", "memory_bytes", "pairs")}
+    return replace(cost, **work)
+
+
+def largest_batch(spec: LayerSpec, limits: ServingLimits) -> int:
+    """The most batch items that are admitted in a call with one query, one key and the default outputs; at least 1."""
+    reply = ReplyContents(("output", "attention_weights"))
+    one = CallOptions(1, 1, 1, frozenset(reply.outputs), spec.scale)
+    batches = range(2, min(limits.max_batch_items, MAX_BATCH) + 1)
+    return bisect_left(batches, True, key=lambda b: bool(exceeded_limits(predict_call(replace(one, items=b), reply, spec), limits))) + 1

@@ -1,0 +1,226 @@
+"""POST /attend/analysis: binds the request to a layer, predicts its cost and builds the reply."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from attend.attention.call import Call, Result
+from attend.errors import InvalidRequest
+from attend.heads.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOperation
+from attend.heads.metrics.rows import MetricsOptions
+from attend.serving.admission import Admission
+from attend.serving.binding import check_against_layer, refuse_packed, require_masks_of_all_heads, shape_fields
+from attend.serving.calls import make_call
+from attend.serving.casting import aligned, cast, numpy_of
+from attend.serving.cost import Cost, predict, reply_sizes
+from attend.serving.layers.registry import LoadedLayer
+from attend.serving.requests import BoundCall
+from attend.spec import LayerSpec
+from attend.tensors import BY_TORCH, DATATYPES, Array
+from attend.wire.codec import Decoded, Reply
+from attend.wire.problems import validate
+from attend.wire.schemas.analysis import INDEX_PARTS, METRIC_SHAPES, POSITIONAL_METRICS, TOKEN_METRICS, AnalysisRequest
+
+VALUE_METRICS = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
+SORTING_METRICS = {"keys_for_mass"}
+OUTPUT_METRICS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
+BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
+
+
+def bind_analysis(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
+    """The bound call of a request for metrics. Raises InvalidRequest, or TooLarge for a cost beyond the limits."""
+    request = validate(AnalysisRequest, decoded.members)
+    check_against_layer(request, layer.spec)
+    check_metrics(request, layer.spec)
+    cost = predict_analysis(request, layer.spec)
+    admission.require(request, layer.spec, cost)
+    call = make_call(request, layer.spec)
+    log_fields = {**shape_fields(request, call), "outputs": request.metrics_for(layer.spec), "operations": cost.operations}
+    return BoundCall(request, layer, call, cost, log_fields, operation=operation_of(request, layer.spec, call))
+
+
+def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
+    """Raises InvalidRequest if a requested metric is not defined for the request, or the request does not fit the layer."""
+    refuse_packed(request)
+    layer = f'for layer "{request.layer}"'
+    key = request.query if request.key is None else request.key
+    if not request.query.size or not key.size:
+        raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
+    metrics = request.metrics_for(spec)
+    for name in metrics:
+        if name in (*POSITIONAL_METRICS, "duplicate_token_score") and not request.has_positions(bool(spec.positional)):
+            expected = f'an offset (0, "end", …), since {name} needs the positions of the queries among the keys'
+            raise InvalidRequest.where("/query_offset", expected, "nothing")
+    for i, name in enumerate(metrics):
+        if spec.signed_weights and name in {*OF_WEIGHTS, *VALUE_METRICS}:
+            reason = f"whose weights may be negative ({', '.join(op.field for op in spec.operators if op.signed_weights)})"
+            raise InvalidRequest.where(f"/metrics/{i}", f"metrics of the heads' outputs, such as contribution, {layer}, {reason}", name)
+    for name in VALUE_METRICS:
+        for operator in spec.operators if name in metrics else ():
+            if operator.scales_values:
+                expected = f"a metric other than {name} {layer}, whose {operator.field} scales values by another factor for each query"
+                raise InvalidRequest.where(f"/metrics/{metrics.index(name)}", expected, name)
+    if "single_head" in metrics:
+        _check_single_head(request, spec, layer)
+
+
+def _check_single_head(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
+    """Raises InvalidRequest if the layer or a mask treats heads differently, so that one head cannot have the same parameters."""
+    at = f"/metrics/{(request.metrics or ()).index('single_head')}"
+    for operator in spec.operators:
+        if operator.per_head:
+            expected = f"a metric other than single_head {layer}, since one head has no {operator.field} of many"
+            raise InvalidRequest.where(at, expected, "single_head")
+    require_masks_of_all_heads(request, "since single_head is among the metrics")
+
+
+def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> MetricsOperation:
+    """The operation that computes the request's metrics.
+
+    Raises InvalidRequest if a number of the direction is not finite in the layer's dtype.
+    """
+    options, metrics = request.analysis, request.metrics_for(spec)
+    query_ids = key_ids = None
+    if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
+        query_ids, key_ids = _token_ids(request.tokens.query, request.tokens.key)
+        key_ids = torch.where(call.masks.real_keys(call.query.shape[0]), key_ids, -1)  # a padding token equals no token
+    direction = None
+    if request.direction is not None:
+        direction = cast("direction", request.direction, spec.dtype)
+        direction = aligned(direction if request.batched else direction[None])
+    return MetricsOperation(
+        MetricsOptions(
+            metrics,
+            local_window=options.local_window,
+            top_links=options.top_links,
+            mass=options.mass,
+            queries=_counted_queries(request, call),
+            query_tokens=query_ids,
+            key_tokens=key_ids,
+            direction=direction,
+            link_keys=_kept(request, "key"),
+        )
+    )
+
+
+def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
+    """bool [b|1, q]: the queries that are neither padding nor omitted; None: all."""
+    real, kept = _real_queries(request, call), _kept(request, "query")
+    return real if kept is None else kept if real is None else real & kept
+
+
+def _kept(request: AnalysisRequest, side: Literal["query", "key"]) -> torch.Tensor | None:
+    """bool [b|1, n]: the queries or keys whose tokens are not omitted; None: all."""
+    tokens, words = request.tokens, request.tokens_of(side)
+    if tokens is None or not tokens.omit or not words:
+        return None
+    rows: list[Any] = [words] if isinstance(words[0], str) else words
+    return torch.tensor([[not tokens.omits(word) for word in row] for row in rows])
+
+
+def _real_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
+    """bool [b|1, q]: the queries that are not padding; None: all. In self-attention, padding keys are padding queries too."""
+    lens, q = request.analysis.query_lens, call.query.shape[1]
+    if lens is not None:
+        return torch.arange(q) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
+    if request.key is not None or all(x is None for x in (call.masks.attend_keys, call.masks.key_segments, call.masks.lengths)):
+        return None
+    return call.masks.real_keys(call.query.shape[0])
+
+
+def _token_ids(query: Any, key: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of queries and keys as integers [b|1, n]; equal tokens have equal ids."""
+    ids: dict[str, int] = {}
+
+    def ids_of(tokens: Any) -> torch.Tensor:
+        rows = [tokens] if not tokens or isinstance(tokens[0], str) else tokens
+        return torch.tensor([[ids.setdefault(token, len(ids)) for token in row] for row in rows])
+
+    return ids_of(query), ids_of(query if key is None else key)
+
+
+def predict_analysis(request: AnalysisRequest, spec: LayerSpec) -> Cost:
+    """The cost of a request that fits the layer. Only `value_norm_weights` holds a tensor [q, k]."""
+    forward = predict(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
+    b = request.query.shape[0] if request.batched else 1
+    q, h = request.query.shape[-2], spec.num_heads
+    k = q if request.key is None else request.key.shape[-2]
+    metrics = request.metrics_for(spec)
+    lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in metrics:
+        for part, axes in METRIC_SHAPES[name].items():
+            shape = tuple(lengths[axis] for axis in axes)
+            shapes[f"metrics.{name}{'.' if part else ''}{part}"] = shape if request.batched else shape[1:]
+    weights = b * h * q * k
+    passes = 1 + 2 * ("single_head" in metrics) + bool(OUTPUT_METRICS & set(metrics))
+    elements = weights * (12 * len(metrics) + 80 * len(SORTING_METRICS & set(metrics)) + 25 * h * ("jensen_shannon" in metrics))
+    width = spec.concatenated_dim
+    products = 4 * b * q * width**2 + 2 * spec.output_dim * width**2 if OUTPUT_METRICS & set(metrics) else 0
+    scores = weights * ("value_norm_weights" in metrics)
+    block = max(min(weights, BLOCK_WEIGHTS), b * h * k)
+    memory = 8 * (sum(map(math.prod, shapes.values())) + b * h * q * len(metrics)) + 100 * block + 3 * 4 * scores
+    memory += 8 * (2 * b * q * width + (b + 2) * width**2) * bool(OUTPUT_METRICS & set(metrics)) + 16 * b * (q + k) * width
+    operations = passes * forward.operations + elements + products
+    datatypes = {name: datatype_of(name, request, spec) for name in shapes}
+    reply, tensors = reply_sizes(request.reply.form, request.reply.decimals, shapes, datatypes)
+    return Cost(shapes, operations, scores, forward.memory_bytes + memory, reply, forward.items, forward.pairs, tensors)
+
+
+def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
+    """The V2 datatype of a metric in the reply: INT64 for indices, else that of the request, by default at least FP32."""
+    if name.rpartition(".")[2] in INDEX_PARTS:
+        return "INT64"
+    return request.reply.datatype or BY_TORCH["float64" if spec.dtype == "float64" else "float32"].name
+
+
+def build_reply(request: AnalysisRequest, layer: LoadedLayer, result: Result) -> Reply:
+    """The metrics under the names and in the order of the request, without the batch axis if the request has none.
+
+    Raises InvalidRequest for infinite metrics and for overflow in their inputs, unless the request allows non-finite numbers.
+    """
+    tensors = {name: tensor for name, tensor in result.tensors.items() if name != OVERFLOWED}
+    arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
+    metrics: dict[str, Any] = {}
+    for name in request.metrics_for(layer.spec):
+        parts = {part: arrays[f"{name}.{part}" if part else name] for part in METRIC_SHAPES[name]}
+        metrics[name] = parts.get("", parts)
+        if name == "strongest_links" and request.tokens is not None:
+            metrics[name] = parts | _link_words(request, parts)
+    datatype = datatype_of("", request, layer.spec)
+    if request.reply.nonfinite == "error":
+        _refuse_overflow(arrays, bool(result.tensors[OVERFLOWED]), datatype)
+    return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, {}, metrics=metrics)
+
+
+def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) -> None:
+    """Raises InvalidRequest if a metric is infinite in the reply's datatype, or if the numbers it is computed from overflowed."""
+    for name, array in arrays.items():
+        with np.errstate(over="ignore"):
+            infinite = np.isinf(array.astype(DATATYPES[datatype].numpy)) if array.dtype.kind == "f" else np.zeros(1, np.bool_)
+        if infinite.any():
+            index = [int(i) for i in np.unravel_index(int(np.argmax(infinite)), array.shape)]
+            at = "/reply/datatype" if np.isfinite(array[tuple(index)]) else ""
+            expected = f"finite numbers in {name} as {datatype}, unless reply.nonfinite allows others"
+            raise InvalidRequest.where(at, expected, f"{array[tuple(index)]} at {index}")
+    if overflowed:
+        expected = "finite scores, values and outputs to measure, unless reply.nonfinite allows others"
+        raise InvalidRequest.where("", expected, "some that overflow")
+
+
+def _link_words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:
+    """The query and key words of the strongest links; None for missing links."""
+    named = (("query_words", request.tokens_of("query"), parts["queries"]), ("key_words", request.tokens_of("key"), parts["keys"]))
+    return {part: _words_at(words, indices, request.batched) for part, words, indices in named if words}
+
+
+def _words_at(words: Sequence[Any], indices: Array, batched: bool) -> Any:
+    """The words at `indices` [b, h, n] as nested lists; without b if not `batched`."""
+    if not batched:
+        row = words if isinstance(words[0], str) else words[0]
+        return [[None if i < 0 else row[i] for i in head_indices] for head_indices in indices]
+    rows = [words] * len(indices) if isinstance(words[0], str) else words
+    return [_words_at(row, item_indices, False) for row, item_indices in zip(rows, indices, strict=True)]

@@ -1,0 +1,107 @@
+"""Forms batches of waiting calls. Needs no clock, event loop or thread.
+
+Calls whose operations have equal batch keys may share a batch. Only GPUs stack calls (`attention/stacking.py`). On a CPU every call runs
+alone: batches of mixed lengths gained less than a third (docs/performance.md). Steps of sessions share batches on any device.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attend.attention.call import Call
+from attend.attention.operations import FORWARD, Operation
+from attend.serving.cost import Cost
+from attend.serving.layers.registry import LoadedLayer
+from attend.serving.queueing import INTERNAL, Flow
+from attend.serving.rounding import may_amplify_rounding
+
+MAX_EXAMINED = 4096  # waiting calls that are looked at for one batch, so that forming it takes a few milliseconds at most
+BatchKey = tuple[Any, ...]  # calls with equal keys can be stacked
+
+
+def batch_key(layer: LoadedLayer, call: Call, operation: Operation = FORWARD) -> BatchKey | None:
+    """Calls with equal keys may share a batch; None if the call must run alone. Reads the numbers of the call, so it may take long."""
+    key = operation.batch_key(call)
+    if key is None or may_amplify_rounding(layer.spec, layer.score_deviation, call, operation.largest_cached_row()):
+        return None
+    return id(layer), *key
+
+
+@dataclass(eq=False)
+class Entry:
+    """A bound call on its way through the scheduler. `arrived` and `deadline` are times of the scheduler's clock."""
+
+    layer: LoadedLayer
+    call: Call
+    cost: Cost
+    arrived: float
+    deadline: float | None = None
+    gone: Callable[[], bool] = lambda: False  # whether the caller has disconnected
+    flow: Flow = INTERNAL
+    batch_key: BatchKey | None = None  # None: the call runs alone
+    operation: Operation = FORWARD
+    future: "asyncio.Future[Any] | None" = None  # the caller waits for it
+    timer: asyncio.TimerHandle | None = None  # settles the call at its deadline
+    is_computing: bool = False  # whether it is a step of a session that the device computes
+
+    def is_abandoned(self) -> bool:
+        """Whether the caller has cancelled the call or disconnected."""
+        return (self.future is not None and self.future.cancelled()) or self.gone()
+
+    def settle(self, outcome: Any) -> None:
+        """Give the caller an outcome or an exception, unless it has one already or was cancelled."""
+        if self.future is None or self.future.done():
+            return
+        if isinstance(outcome, Exception):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
+
+    def can_share_batch(self, other: "Entry") -> bool:
+        return self.batch_key is not None and self.batch_key == other.batch_key
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """The largest cost of one batch. A call that exceeds it runs alone."""
+
+    calls: int = 64
+    operations: int = 4_000_000_000
+    memory_bytes: int = 1 << 29
+
+
+def limits_on(device: torch.device, calls: int) -> BatchLimits:
+    """The limits for a device: at most `calls` calls on a GPU, one on a CPU."""
+    return BatchLimits(1 if device.type == "cpu" else calls)
+
+
+def form_batch(waiting: Iterable[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    """(batch, expired, abandoned): the first live call with later ones that may join it, and the calls found that need not be computed.
+
+    Calls are looked at until the batch can take no more, at most MAX_EXAMINED after the first of the batch.
+    """
+    batch: list[Entry] = []
+    expired, abandoned = [], []
+    operations = memory = examined = 0
+    largest = limits.calls
+    for entry in waiting:
+        if entry.is_abandoned():
+            abandoned.append(entry)
+        elif entry.deadline is not None and entry.deadline <= now:
+            expired.append(entry)
+        elif not batch or (
+            operations + entry.cost.operations <= limits.operations
+            and memory + entry.cost.memory_bytes <= limits.memory_bytes
+            and entry.can_share_batch(batch[0])
+        ):
+            batch.append(entry)
+            operations += entry.cost.operations
+            memory += entry.cost.memory_bytes
+            largest = entry.operation.largest_batch or limits.calls
+        examined += len(batch) > 0
+        if batch and (len(batch) >= largest or examined > MAX_EXAMINED or batch[0].batch_key is None):
+            break
+    return batch, expired, abandoned

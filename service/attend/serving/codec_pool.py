@@ -1,0 +1,81 @@
+"""Threads for decoding and encoding bodies. Callers share them fairly, and bodies below 1 MiB do not wait for larger ones."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from attend.serving.queueing import FairQueue
+from attend.serving.threads import lower_priority
+
+T = TypeVar("T")
+LARGE_BYTES = 1 << 20  # of a large body, which takes milliseconds; without the C extension, they hold the interpreter's lock
+OVERHEAD_BYTES = 1 << 14  # bytes added to the cost of any work
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A function that waits for a thread."""
+
+    function: Callable[[], Any]
+    size: int
+    caller: str
+    future: "asyncio.Future[Any]"
+
+
+class CodecPool:
+    """Runs functions for small bodies on `threads` threads, and those for large bodies on one more, of lower priority: two would contend
+    with the event loop for the interpreter's lock. All methods run on the event loop.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._small_bodies = JobQueue(threads, ThreadPoolExecutor(threads, "codec"))
+        self._large_bodies = JobQueue(1, ThreadPoolExecutor(1, "codec-large", lower_priority))
+
+    async def run(self, function: Callable[[], T], size: int, caller: str) -> T:
+        """Run a function in a thread and return its result. `size` is the number of bytes it reads or writes, 0 if unknown."""
+        loop = asyncio.get_running_loop()
+        job = Job(function, size, caller, loop.create_future())
+        jobs = self._large_bodies if size >= LARGE_BYTES else self._small_bodies
+        jobs.queue.append(job)
+        jobs.start_jobs(loop)
+        try:
+            result: T = await job.future
+            return result
+        finally:
+            del job  # an exception's traceback refers to this frame; the cycle would keep the body until a garbage collection
+
+    def close(self) -> None:
+        for jobs in (self._small_bodies, self._large_bodies):
+            jobs.threads.shutdown()
+
+
+class JobQueue:
+    """Threads, of which `free` are free, and the queue of jobs for them, which callers share fairly by bytes."""
+
+    def __init__(self, free: int, threads: ThreadPoolExecutor) -> None:
+        self.free, self.threads = free, threads
+        self.queue: FairQueue[Job] = FairQueue(lambda job: job.caller, lambda job: job.size + OVERHEAD_BYTES)
+
+    def start_jobs(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start as many jobs as threads are free."""
+        while self.free and (job := self.queue.first()) is not None:
+            if job.future.cancelled():
+                self.queue.remove([job])
+                continue
+            self.queue.serve([job])
+            try:
+                running = self.threads.submit(job.function)
+            except RuntimeError as error:  # no memory for another thread
+                job.future.set_exception(error)
+                continue
+            self.free -= 1
+            running.add_done_callback(lambda ran, job=job: loop.call_soon_threadsafe(self._finish, loop, job, ran))  # type: ignore[misc]
+
+    def _finish(self, loop: asyncio.AbstractEventLoop, job: Job, ran: Any) -> None:
+        self.free += 1
+        if not job.future.done():
+            error = ran.exception()
+            job.future.set_result(ran.result()) if error is None else job.future.set_exception(error)
+        self.start_jobs(loop)

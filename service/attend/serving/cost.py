@@ -1,0 +1,209 @@
+"""Predicts the cost of a call from its shapes: shapes of the outputs, floating-point operations, memory, bytes of the reply.
+
+`admission.py` compares it with the limits, POST /attend/plan reports it, and the queue is bounded and shared by it. Only the shapes of
+tensors are used, and the lengths of several sequences in one query.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from attend.attention.call import GRADIENTS, CallOptions
+from attend.attention.operations import BY_SEQUENCE, PER_KEY
+from attend.attention.operators import OPERATORS, OWN_OUTPUTS
+from attend.serving.calls import call_options
+from attend.spec import LayerSpec
+from attend.tensors import BY_TORCH, DATATYPES
+from attend.wire.schemas.attend import AttendRequest
+
+QUERY_MATRICES = ("query", "output", *(name for operator in OPERATORS for name in operator.query_matrices))  # applied to each query
+KEY_MATRICES = ("key", "value", *(name for operator in OPERATORS for name in operator.key_matrices))
+OPERATIONS_PER_SEQUENCE = 1 << 16  # that take as long as the overhead of a sequence among several in one query
+SUMMED_FIELDS = (
+    "operations",
+    "output_scores",
+    "memory_bytes",
+    "reply_bytes",
+    "pairs",
+    "tensor_bytes",
+    "items",
+)  # of the costs of sequences
+TEXT_BYTES = {1: 6, 2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
+FIXED_DATATYPES = {"attention_weights.keys": "INT64"}  # of outputs that a request cannot choose
+FIXED_DATATYPES |= {name: output.datatype for name, output in OWN_OUTPUTS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The predicted cost of one call. `outputs` maps output names to shapes, without b if the request has no batch axis."""
+
+    outputs: dict[str, tuple[int, ...]]
+    operations: int
+    output_scores: int  # weights and scores that the outputs hold
+    memory_bytes: int
+    reply_bytes: int
+    items: int = 1
+    pairs: int = 0  # heads * queries * keys of one batch item
+    tensor_bytes: int = 0  # of the outputs as binary numbers in the reply's datatype
+
+
+class ReplyContents(NamedTuple):
+    """What the size of a reply depends on, beside the options of its call."""
+
+    outputs: tuple[str, ...]  # in the order of the request
+    batched: bool = True
+    form: str = "nested"
+    datatype: str | None = None
+    decimals: int | None = None
+
+
+def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
+    """The cost of a request whose shapes fit the layer."""
+    options, reply = call_options(request, spec), reply_contents(request)
+    if request.query_lengths is None:
+        return _predict_recurring(options, reply, spec)
+    queries = request.query_lengths.tolist()
+    keys = queries if request.key_lengths is None else request.key_lengths.tolist()
+    pairs = list(zip(queries, keys, strict=True))
+    costs = {(q, k): _predict_recurring(replace(options, num_queries=q, num_keys=k), reply, spec) for q, k in set(pairs)}
+    return _sum_of_sequences([costs[pair] for pair in pairs])
+
+
+def reply_contents(request: AttendRequest) -> ReplyContents:
+    """What the size of the reply to a request depends on."""
+    reply = request.reply
+    return ReplyContents(tuple(request.outputs), request.batched, reply.form, reply.datatype, reply.decimals)
+
+
+def _sum_of_sequences(costs: Sequence[Cost]) -> Cost:
+    """The cost of sequences that are rows of one query. Weights and scores are outputs of each, other outputs have the rows of all."""
+    outputs: dict[str, tuple[int, ...]] = {}
+    for name, shape in costs[0].outputs.items():
+        shapes = [cost.outputs[name] for cost in costs]
+        if name in BY_SEQUENCE:
+            outputs |= {f"{name}.{i}": own for i, own in enumerate(shapes)}
+        else:
+            rows = -1 if name == "log_sum_exp" else -2
+            outputs[name] = (*shape[:rows], sum(own[rows] for own in shapes), *shape[len(shape) + rows + 1 :])
+    totals = {name: sum(getattr(cost, name) for cost in costs) for name in SUMMED_FIELDS}
+    return Cost(outputs, **{**totals, "operations": totals["operations"] + len(costs) * OPERATIONS_PER_SEQUENCE})
+
+
+def predict_call(options: CallOptions, reply: ReplyContents, spec: LayerSpec, cached: int = 0) -> Cost:
+    """The cost of a call with these options, of whose keys the first `cached` are projected already."""
+    b, q, k, h = options.items, options.num_queries, options.num_keys, spec.num_heads
+    size, pairs, softmaxes = BY_TORCH[spec.dtype].size, h * q * k, spec.num_softmaxes
+    outputs = {name: shape if reply.batched else shape[1:] for name, shape in _shapes(options, reply, spec).items()}
+    added = [operator.cost(spec, options, cached) for operator in spec.operators]
+    products = _projections(options, spec, cached) + pairs * (spec.head_dim + spec.value_head_dim)
+    products += sum(cost.multiplications for cost in added)
+    # softmax, dropout (two draws of a Mersenne Twister) and sorting take time per score, beyond the matrix products
+    per_score = 10 * softmaxes + 110 * (options.dropout is not None) + 20 * bool(options.top_k)
+    passes = 1 if options.outputs.isdisjoint(GRADIENTS) else 3
+    operations = b * (2 * products + pairs * per_score) * passes + b * sum(cost.operations for cost in added)
+    scores = b * k * _score_rows(options, h)
+    wide = softmaxes * min(b * pairs, 1 << 21) + b * sum(cost.wide_elements for cost in added)
+    rows = _row_elements(spec, q, k, cached) + sum(cost.elements for cost in added)
+    elements = b * rows + sum(math.prod(shape) for shape in outputs.values())
+    memory = elements * size + max(4, size) * (2 * scores + wide)
+    memory += b * sum(cost.memory_bytes for cost in added)
+    datatypes = {name: wire_datatype(name, reply.datatype, spec) for name in outputs}
+    reply_bytes, tensor_bytes = reply_sizes(reply.form, reply.decimals, outputs, datatypes)
+    return Cost(outputs, operations, scores, memory, reply_bytes, b, pairs, tensor_bytes)
+
+
+_predict_recurring = lru_cache(1024)(predict_call)  # shapes recur, and without a cache this would be a tenth of a small request's time
+
+
+def _projections(options: CallOptions, spec: LayerSpec, cached: int) -> int:
+    """Multiplications of one batch item with the matrices of the layer."""
+    q, k = options.num_queries, options.num_keys
+    shapes = spec.weight_shapes()
+    per_query, per_key = (sum(math.prod(shapes.get(f"{name}.weight", (0,))) for name in names) for names in (QUERY_MATRICES, KEY_MATRICES))
+    return q * per_query + (k - cached) * per_key
+
+
+def _score_rows(options: CallOptions, h: int) -> int:
+    """The number of rows [k] of one batch item that weights, scores, masks and gradients among the outputs hold."""
+    q, outputs = options.num_queries, options.outputs
+    heads, queries = _selected(options, h)
+    rows = heads * queries * ("attention_weights" in outputs) + h * q * ("scores" in outputs)
+    return rows + 3 * h * q * (not outputs.isdisjoint(GRADIENTS)) + q * len(outputs & PER_KEY)
+
+
+def _selected(options: CallOptions, h: int) -> tuple[int, int]:
+    """The numbers of heads and queries whose weights are requested."""
+    return h if options.heads is None else len(options.heads), options.num_queries if options.queries is None else len(options.queries)
+
+
+def _row_elements(spec: LayerSpec, q: int, k: int, cached: int) -> int:
+    """Elements of the inputs of one batch item, of their projections and of the heads' outputs. Cached keys have no inputs."""
+    query_width, joined_width = spec.num_heads * spec.head_dim, spec.concatenated_dim
+    per_query = spec.query_dim + query_width + 2 * joined_width
+    per_key = spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
+    return q * per_query + k * per_key + (k - cached) * (spec.key_dim + spec.value_dim)
+
+
+def _shapes(options: CallOptions, reply: ReplyContents, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
+    """Output name -> shape, with b, in the order of the request."""
+    shapes = output_shapes(spec, options.items, options.num_queries, options.num_keys)
+    requested: dict[str, tuple[int, ...]] = {}
+    for name in reply.outputs:
+        requested |= _weights_shapes(options, spec.num_heads) if name == "attention_weights" else {name: shapes[name]}
+    return requested
+
+
+def _weights_shapes(options: CallOptions, h: int) -> dict[str, tuple[int, ...]]:
+    """The shape of the selected weights, or with `top_k` those of their keys and values."""
+    heads, queries = _selected(options, h)
+    rows = (options.items, *(() if options.average else (heads,)), queries)
+    if options.top_k is None:
+        return {"attention_weights": (*rows, options.num_keys)}
+    shape = (*rows, min(options.top_k, options.num_keys))
+    return {"attention_weights.keys": shape, "attention_weights.values": shape}
+
+
+def output_shapes(spec: LayerSpec, b: int, q: int, k: int) -> dict[str, tuple[int, ...]]:
+    """Output name -> shape, for b items of q queries and k keys, without a selection."""
+    h, kv, joined = spec.num_heads, spec.num_kv_heads, spec.concatenated_dim
+    lengths = {"q": q, "k": k}
+    of_operators = {
+        name: (b, *(lengths[axis] if axis in lengths else getattr(getattr(spec, operator.field), axis) for axis in output.axes))
+        for operator in spec.operators
+        for name, output in operator.own_outputs.items()
+    }
+    return {
+        "output": (b, q, spec.output_dim if spec.projections else joined),
+        "attention_weights": (b, h, q, k),
+        "scores": (b, h, q, k),
+        "log_sum_exp": (b, h, q),
+        "query_projection": (b, h, q, spec.head_dim),
+        "key_projection": (b, kv, k, spec.head_dim),
+        "value_projection": (b, kv, k, spec.value_head_dim),
+        "head_outputs": (b, h, q, spec.value_head_dim),
+        "concatenated": (b, q, joined),
+        **of_operators,
+        "query_gradient": (b, q, spec.query_dim),
+        "key_gradient": (b, k, spec.key_dim),
+        "value_gradient": (b, k, spec.value_dim),
+    }
+
+
+def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
+    """The V2 datatype of an output in the reply; `datatype` is the requested one, None for the layer's."""
+    return FIXED_DATATYPES.get(name) or datatype or BY_TORCH[spec.dtype].name
+
+
+def reply_sizes(form: str, decimals: int | None, outputs: Mapping[str, tuple[int, ...]], datatypes: Mapping[str, str]) -> tuple[int, int]:
+    """(bytes of a reply with tensors of these shapes and V2 datatypes, bytes of the tensors as binary). `form` is nested or base64."""
+    reply, binary = 200, 0
+    for name, shape in outputs.items():
+        count, size = math.prod(shape), DATATYPES[datatypes[name]].size
+        binary += count * size
+        if form == "base64":
+            reply += 80 + 4 * math.ceil(count * size / 3)
+        else:
+            reply += count * (TEXT_BYTES[size] if decimals is None else min(decimals + 4, TEXT_BYTES[size]))
+    return reply, binary

@@ -1,0 +1,248 @@
+"""The request path, shared by all protocols:
+
+    bytes --decode--> members --find--> layer --bind--> call --submit--> result --encode--> bytes
+
+`Engine.answer` is that path. A call to a session waits for the earlier calls to that session before it is bound. Reading the body (decode
+and bind) and writing the reply run on the event loop if there are few bytes, else in a thread of the codec pool. Independent of HTTP.
+"""
+
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from attend.attention.call import Result
+from attend.errors import InvalidRequest, RequestError, SessionNotFound, TooLarge
+from attend.serving.admission import Admission, ServingLimits
+from attend.serving.analysis import bind_analysis
+from attend.serving.batching import batch_key
+from attend.serving.binding import bind_attend
+from attend.serving.codec_pool import CodecPool
+from attend.serving.executor import Outcome
+from attend.serving.figures import FigureRenderer, bind_figure
+from attend.serving.layers.registry import LayerRegistry, LoadedLayer
+from attend.serving.metrics import Metrics, Phases
+from attend.serving.replies import compress, encode_reply
+from attend.serving.requests import BoundCall, EncodedReply, RawRequest
+from attend.serving.scheduler import Scheduler
+from attend.serving.sessions.locks import lock_for_call
+from attend.serving.sessions.reference import SessionReference, reference_of
+from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.serving.sessions.steps import Bind, bind_step, bind_without_step
+from attend.serving.shards import Shards, compute_in_shards
+from attend.serving.statistics import LayerStatistics
+from attend.serving.threads import usable_cores
+from attend.wire.codec import Decoded, Encoded
+from attend.wire.compression import unpack
+from attend.wire.limits import WireLimits
+from attend.wire.problems import validate
+from attend.wire.schemas.analysis import AnalysisRequest
+from attend.wire.schemas.attend import AttendRequest
+from attend.wire.schemas.figure import FigureRequest
+
+T = TypeVar("T")
+DEFAULT_LAYER: str = AttendRequest.model_fields["layer"].default
+INLINE_BYTES = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
+
+
+class Binding(NamedTuple):
+    """What an endpoint computes: the schema of its body, and the function that binds a decoded body to its layer."""
+
+    schema: type[AttendRequest]
+    bind: Bind
+
+    @property
+    def session_in_body(self) -> bool:
+        """Whether the body may name a session in place of keys; otherwise the path does, and the call appends rows to it."""
+        return "session" in self.schema.model_fields
+
+
+ATTEND = Binding(AttendRequest, bind_attend)  # POST /attend, and infer of the Open Inference Protocol
+ANALYSIS = Binding(AnalysisRequest, bind_analysis)  # POST /attend/analysis
+FIGURE = Binding(FigureRequest, bind_figure)  # POST /attend/figure
+
+
+class Engine:
+    """Answers calls with the layers of one process."""
+
+    def __init__(
+        self,
+        registry: LayerRegistry,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        statistics: LayerStatistics,
+        wire_limits: WireLimits,
+        limits: ServingLimits,
+    ) -> None:
+        self.registry, self.scheduler, self.metrics, self.statistics = registry, scheduler, metrics, statistics
+        self.wire_limits, self.admission, self.clock = wire_limits, Admission(limits), scheduler.clock
+        self.codecs = CodecPool(min(2, usable_cores()))  # more would contend for the interpreter's lock
+        self.renderer = FigureRenderer(self.clock)
+        self.shards: Shards | None = None
+        self.sessions: SessionRegistry | None = None
+
+    async def answer(self, raw: RawRequest, binding: Binding) -> EncodedReply:
+        """Decode, bind, compute and encode one call. Raises AttendError, whose paths point into the body that was sent."""
+        started, size = self.clock(), raw.size  # decoding takes the body out of `raw`
+        decoded, found = await self.run_by_size(raw, size, self.decode_and_bind, raw, binding)
+        if not isinstance(found, SessionReference):
+            return await self.complete(raw, decoded, found, started)
+        asked = self.clock()
+        async with lock_for_call(self.require_sessions(), found, raw) as session:
+            waited = self.clock() - asked
+            bound = await self.run_by_size(raw, size, self.bind, raw, decoded, binding, session)
+            return await self.complete(raw, decoded, bound, started, waited)
+
+    def decode_and_bind(self, raw: RawRequest, binding: Binding) -> tuple[Decoded, BoundCall | SessionReference]:
+        """Decode the body and bind the call to its layer. A call with a session is not bound yet: it waits for earlier ones of it."""
+        decoded = self.decode(raw, binding.schema)
+        if decoded.sequence is not None and self.sessions is None:
+            expected = "no sequence, since this server keeps none; `attend serve --session-memory BYTES` does"
+            raise InvalidRequest.where("/parameters/sequence_id", expected, decoded.sequence.id)
+        reference = reference_of(raw, decoded, binding.session_in_body)
+        return decoded, self.bind(raw, decoded, binding) if reference is None else reference
+
+    def decode(self, raw: RawRequest, schema: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
+        """Decompress and decode the body; its members are not validated yet.
+
+        Raises MalformedBody, InvalidRequest, TooLarge or UnsupportedMediaType.
+        """
+        body = raw.take_body()
+        if raw.coding:
+            body = unpack(body, raw.coding, self.wire_limits.body_bytes)
+        return raw.codec.decode(body, raw.parameters, schema.tensor_kinds, self.wire_limits, shapes_alone)
+
+    def bind(self, raw: RawRequest, decoded: Decoded, binding: Binding, session: Session | None = None) -> BoundCall:
+        """Bind a call to its layer, or to the rows of its session. Raises RequestError with pointers into the body."""
+        try:
+            if session is None:
+                bound = binding.bind(decoded, self.find(decoded.members, binding.schema), self.admission)
+            elif binding.session_in_body:
+                bound = bind_without_step(session, binding.bind, decoded, session.layer, self.admission)
+            else:
+                bound = bind_step(session, decoded, session.layer, self.admission)
+            if raw.reply_codec.largest_reply is not None:
+                _require_small_reply(bound, *raw.reply_codec.largest_reply)
+        except RequestError as error:
+            raise decoded.in_body(error) from None
+        if (bound.operation.largest_batch or self.scheduler.batch_limits.calls) > 1:  # calls of this operation may share a batch
+            return bound._replace(batch_key=batch_key(bound.layer, bound.call, bound.operation))
+        return bound
+
+    def find(self, members: Mapping[str, Any], schema: type[AttendRequest]) -> LoadedLayer:
+        """The layer of the request. If there is none: InvalidRequest for an invalid request, else LayerNotFound or LayerUnloaded."""
+        name = members.get("layer", DEFAULT_LAYER)
+        layer = self.registry.get(name) if isinstance(name, str) else None
+        return self.registry.find(validate(schema, members).layer) if layer is None else layer
+
+    async def complete(self, raw: RawRequest, decoded: Decoded, bound: BoundCall, started: float, waited: float = 0.0) -> EncodedReply:
+        """Compute a bound call that arrived at `started` and has `waited` for earlier calls, encode its result, and count it."""
+        bound_at, cost, layer = self.clock(), bound.cost, bound.layer.name
+        if decoded.timeout is not None:
+            raw.limit_seconds(decoded.timeout, started)
+        try:
+            self._reserve(raw, decoded, bound)
+            if bound.session is not None:
+                await self.require_sessions().reserve(bound.session.cache, bound.call.masks.num_keys)
+            outcome = await self.submit(bound, raw)
+            if bound.session is not None:
+                bound.session.require_finite_rows(bound.layer.spec)
+            computed_at = self.clock()
+            if bound.figure is None and cost.reply_bytes <= INLINE_BYTES:
+                encoded = encode_reply(bound, outcome.result, decoded, raw)
+            else:
+                encoded = await self._encode_in_thread(bound, outcome.result, decoded, raw)
+        except BaseException as error:  # including CancelledError when the caller disconnects
+            self.statistics.count_failed(layer, self.clock() - started)
+            if isinstance(error, RequestError):
+                raise decoded.in_body(error) from None
+            raise
+        phases = Phases(bound_at - started - waited, outcome.queue + waited, outcome.compute, self.clock() - computed_at)
+        self.metrics.count_call(phases)
+        if bound.session is not None:
+            self.metrics.count_step()
+        self.statistics.count_answered(layer, phases, bound.call.options.items, outcome.execution, cost.operations)
+        log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
+        return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
+
+    def _reserve(self, raw: RawRequest, decoded: Decoded, bound: BoundCall) -> None:
+        """Reserve the memory of a large request's arrays and of the reply. Raises Overloaded.
+
+        The text `0,` becomes a number of 8 bytes as decoded and one of 4 or 8 in the layer's dtype.
+        """
+        if raw.lease is not None:
+            if raw.lease.held > INLINE_BYTES:
+                raw.lease.add(max(0, bytes_in_memory(decoded.members.values(), bound.call.tensors()) - raw.lease.held))
+            if bound.figure is None:
+                raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes)
+
+    def submit(self, bound: BoundCall, raw: RawRequest) -> Coroutine[Any, Any, Outcome]:
+        """Compute a bound call on this process's device, or in parts on the shards."""
+        if self.shards is not None and bound.in_parts:
+            return compute_in_shards(self.shards, bound, raw.deadline, self.clock, self.codecs)
+        layer, call, cost = bound.layer, bound.call, bound.cost
+        return self.scheduler.submit(layer, call, cost, raw.deadline, raw.gone, raw.caller, bound.operation, bound.batch_key)
+
+    async def _encode_in_thread(self, bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
+        """A large reply, or a picture."""
+        if bound.figure is None:
+            return await self.run(raw, bound.cost.reply_bytes, encode_reply, bound, result, decoded, raw)
+        encoded = await self.renderer.reply(bound, result, raw)
+        if not raw.reply_coding or bound.figure.format == "png":  # PNG is compressed already
+            return encoded
+        return await self.run(raw, sum(map(len, encoded.pieces)), compress, encoded, raw.reply_coding)
+
+    async def run_by_size(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
+        """Run a function that reads a body of `size` bytes: on the event loop if it is small, else in a thread of the codec pool."""
+        if size <= INLINE_BYTES and not raw.coding:
+            return function(*args)
+        return await self.run(raw, size, function, *args)
+
+    async def run(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
+        """Run a function that reads or writes `size` bytes in a thread of the codec pool, and return its result.
+
+        Raises CallerGone or DeadlinePassed, without running it, if the caller has disconnected or its deadline has passed when a thread is
+        free.
+        """
+        return await self.codecs.run(partial(self.check_and_run, raw, function, *args), size, raw.caller)
+
+    def check_and_run(self, raw: RawRequest, function: Callable[..., T], *args: Any) -> T:
+        """Run the function. Raises CallerGone or DeadlinePassed instead if its result is no longer needed."""
+        raw.check_caller(self.clock())
+        return function(*args)
+
+    def use_shards(self, shards: Shards) -> None:
+        """Let other processes compute parts of the calls that are too large for this one."""
+        self.shards, self.admission = shards, Admission(self.admission.limits, shards.count)
+
+    def use_sessions(self, sessions: SessionRegistry) -> None:
+        """Let calls use these sessions."""
+        self.sessions = sessions
+
+    def require_sessions(self) -> SessionRegistry:
+        """The sessions. Raises SessionNotFound if this server keeps none."""
+        if self.sessions is None:
+            raise SessionNotFound("this server keeps no sessions; `attend serve --session-memory BYTES` does")
+        return self.sessions
+
+    def close(self) -> None:
+        if self.sessions is not None:
+            self.sessions.close()
+        self.renderer.close()
+        self.codecs.close()
+
+
+def bytes_in_memory(values: Iterable[Any], tensors: Iterable[Tensor]) -> int:
+    """Bytes of the arrays among the values, and of the tensors; memory that several share counts once."""
+    arrays = (value for value in values if isinstance(value, np.ndarray))
+    sizes = {array.__array_interface__["data"][0]: array.nbytes for array in arrays if array.size}
+    sizes |= {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(sizes.values())
+
+
+def _require_small_reply(bound: BoundCall, setting: str, largest: int) -> None:
+    """Raises TooLarge if the reply's tensors have more than `largest` bytes."""
+    if (size := bound.cost.tensor_bytes) > largest:
+        raise TooLarge.where("", f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP", str(size))

@@ -1,0 +1,130 @@
+"""Executes one batch: stack the calls, compute on the device, split the result. Independent of queue and event loop.
+
+If the computation raises, every call of the batch gets the error. A batch that runs out of memory is split in halves, which are retried.
+"""
+
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from attend.attention.call import Call, Result
+from attend.attention.layer import MultiHeadAttention
+from attend.attention.numerics import matmul_precision
+from attend.attention.operations import Operation
+from attend.errors import AttendError, OutOfMemory, ServiceFault
+from attend.serving.batching import Entry
+from attend.serving.threads import lower_priority
+
+OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", "can't start new thread", "failed to map segment")  # of torch, Python and the linker
+
+
+@dataclass(slots=True, eq=False)
+class Execution:
+    """One execution of a batch: the number of its items, its predicted operations, and whether the statistics have counted it."""
+
+    items: int
+    operations: int = 0
+    counted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a call, its seconds in the queue and in computation, the number of calls in its batch, and the batch's execution."""
+
+    result: Result
+    queue: float
+    compute: float
+    batch: int
+    execution: Execution
+
+
+Outcomes = Sequence[tuple[Entry, Outcome | AttendError]]
+
+
+def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callable[[], None] = lambda: None) -> Outcomes:
+    """Return every entry with its outcome or error.
+
+    `on_split` is called each time a batch runs out of memory and is split in halves.
+    """
+    started = clock()
+    try:
+        layer = batch[0].layer
+        with matmul_precision(layer.spec.matmul_precision, layer.attention.device):
+            results = _results(batch)
+    except Exception as error:
+        failed, results = error_of_batch(error), None
+    if results is not None:
+        seconds = clock() - started
+        execution = Execution(0)
+        for entry in batch:
+            execution.items += entry.call.options.items
+            execution.operations += entry.cost.operations
+        return [
+            (entry, Outcome(result, started - entry.arrived, seconds, len(batch), execution))
+            for entry, result in zip(batch, results, strict=True)
+        ]
+    if isinstance(failed, OutOfMemory) and len(batch) > 1:
+        on_split()
+        middle = len(batch) // 2
+        return [pair for half in (batch[:middle], batch[middle:]) for pair in compute(half, clock, on_split)]
+    return [(entry, failed) for entry in batch]
+
+
+def _results(batch: Sequence[Entry]) -> list[Result]:
+    """The result of every entry, with tensors on the CPU."""
+    first = batch[0]
+    if len(batch) == 1:
+        return [_run(first.layer.attention, first.call, first.operation)]
+    return first.operation.run_batch(first.layer.attention, [(entry.operation, entry.call) for entry in batch])
+
+
+def _run(layer: MultiHeadAttention, call: Call, operation: Operation) -> Result:
+    """Compute an operation on a call, on the layer's device.
+
+    A reproducible call is computed by one thread, so that its result does not depend on the server's number of threads.
+    """
+    is_cpu = layer.device.type == "cpu"
+    if not is_cpu:
+        call, operation = call.to(layer.device), operation.to(layer.device)
+    result = one_core().submit(operation.run, layer, call).result() if call.options.reproducible else operation.run(layer, call)
+    return result if is_cpu else result.cpu()
+
+
+@cache
+def one_core() -> ThreadPoolExecutor:
+    """An executor whose one thread computes on one core. Created by the first call, which must precede computation in other threads.
+
+    `torch.set_num_threads` sets the number for the calling thread and the default for all threads that start to compute later. So it is
+    called once in the new thread, and the default is then restored. If it were called around each reproducible call, a thread that starts
+    to compute at that moment would keep one core for ever.
+    """
+    default = torch.get_num_threads()
+    thread = ThreadPoolExecutor(1, "one-core", lower_priority)
+    thread.submit(_use_one_core).result()
+    torch.set_num_threads(default)
+    return thread
+
+
+def _use_one_core() -> None:
+    torch.get_num_threads()  # a thread reads the default on first use, which would otherwise undo the next line
+    torch.set_num_threads(1)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or the device ran out of memory."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES)
+
+
+def error_of_batch(error: BaseException) -> AttendError:
+    """The error for every call of a batch that failed with `error`: OutOfMemory or ServiceFault."""
+    if is_out_of_memory(error):
+        return OutOfMemory("the call passed admission, but the memory for it was not there")
+    fault = ServiceFault("computing failed")
+    fault.__cause__ = error  # OutOfMemory gets no cause: the traceback would keep the tensors alive
+    return fault

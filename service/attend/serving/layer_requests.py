@@ -1,0 +1,103 @@
+"""Reads the bodies of requests about layers (PUT /layers, the model repository), of POST /words and /sessions, and exports layers.
+
+Bodies are decoded, and layers exported, in threads of the codec pool. The functions raise subclasses of RequestError.
+"""
+
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from attend.checkpoints.detection import complementary_match, find_matches
+from attend.errors import InvalidRequest
+from attend.serving.layers.files import (
+    CheckpointQuery,
+    ParsedLayer,
+    read_checkpoint,
+    read_layer_file,
+    spec_of_given_weights,
+    write_layer_file,
+)
+from attend.serving.layers.loader import AddedLayer
+from attend.serving.requests import RawRequest
+from attend.serving.service import Service
+from attend.tensors import BY_TORCH
+from attend.wire.codec import Buffer
+from attend.wire.compression import unpack
+from attend.wire.json.strict import parse_strictly
+from attend.wire.limits import WireLimits
+from attend.wire.negotiation import CODECS, JSON, SAFETENSORS
+from attend.wire.problems import describe_value, validate
+from attend.wire.schemas.layers import PutLayer
+from attend.wire.schemas.schema import Schema
+
+D = TypeVar("D", bound=Schema)
+
+
+async def read_body(service: Service, raw: RawRequest, model: type[D]) -> D:
+    """Decode the body and validate it as `model`. An empty body has no fields."""
+    return await service.engine.run(raw, raw.size, _decode_body, raw, model, service.wire_limits)
+
+
+async def read_object(service: Service, raw: RawRequest, largest: int) -> dict[str, Any]:
+    """The body as a JSON object of at most `largest` bytes after decompression; {} if it is empty."""
+    return await service.engine.run(raw, raw.size, _decode_object, raw, largest)
+
+
+async def put_layer(service: Service, name: str, raw: RawRequest, source: CheckpointQuery | None = None) -> AddedLayer:
+    """PUT /layers/{name}: load the layer. Returns once calls to it are answered."""
+    read = partial(service.engine.check_and_run, raw, _decode_layer, raw, source or CheckpointQuery(), service.wire_limits)
+    return await service.loader.put(name, read, raw.deadline)
+
+
+async def export_layer(service: Service, name: str, raw: RawRequest) -> list[Buffer]:
+    """GET /layers/{name}/weights: the layer as safetensors, which PUT accepts. Raises Overloaded before anything is copied."""
+    layer = service.loaded_registry.find(name)
+    size = layer.spec.num_parameters * BY_TORCH[layer.spec.dtype].size
+    if raw.lease is not None:
+        raw.lease.add(size)
+    return await service.engine.run(raw, size, write_layer_file, layer)
+
+
+def _decode_body(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
+    return validate(model, _decode_members(raw, model, limits) if raw.body else {})
+
+
+def _decode_members(raw: RawRequest, model: type[Schema], limits: WireLimits) -> dict[str, Any]:
+    body = unpack(raw.take_body(), raw.coding, limits.body_bytes)
+    return dict(raw.codec.decode(body, raw.parameters, model.tensor_kinds, limits).members)
+
+
+def _decode_object(raw: RawRequest, largest: int) -> dict[str, Any]:
+    text = unpack(raw.take_body(), raw.coding, largest)
+    document = parse_strictly(text) if text.strip() else {}
+    if not isinstance(document, dict):
+        raise InvalidRequest.where("", "a JSON object", describe_value(document))
+    return document
+
+
+def _decode_layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
+    if raw.codec is CODECS[SAFETENSORS]:
+        return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
+    members = _decode_members(raw, PutLayer, limits)
+    checkpoint = _is_checkpoint(members)
+    for name in ("spec",) if checkpoint else ("layout", "prefix", "spec"):
+        if getattr(source, name) is not None:
+            raise InvalidRequest.where(f"/{name}", f"a body of type {SAFETENSORS} with this query parameter", JSON)
+    if checkpoint:
+        spec = {name: value for name, value in members["spec"].items() if value is not None or name != "dtype"}
+        return read_checkpoint(members["weights"], source, {"dtype": "float32", **spec})  # numbers in text have no dtype
+    document = validate(PutLayer, members)
+    return ParsedLayer(document.spec if document.weights is None else spec_of_given_weights(document.spec), document.weights)
+
+
+def _is_checkpoint(members: dict[str, Any]) -> bool:
+    """Whether the weights of a PUT have names of another framework, such as W_q, if only beside canonical ones."""
+    spec, weights = members.get("spec"), members.get("weights")
+    if len(members) != 2 or not isinstance(spec, dict) or not isinstance(weights, dict):
+        return False
+    if not all(isinstance(array, np.ndarray) for array in weights.values()):
+        return False
+    matches = find_matches(weights)
+    ours = next((match for match in matches if match.layout.name == "attend" and not match.stem), None)
+    return bool(matches) if ours is None else complementary_match(ours, matches) is not None

@@ -1,0 +1,318 @@
+"""Queues calls for one device, fairly and within bounds, and runs them on the device's thread.
+
+    submit -> waiting -> form_batch -> stack -> compute -> split -> settle
+
+| state | `_running` | `_scheduled` | calls wait | what ends it |
+|---|---|---|---|---|
+| idle | no | no | no | a call is submitted: scheduled |
+| scheduled | no | yes | yes | `_dispatch` in the next iteration of the event loop, or after `delay`: running, or idle if no call is left |
+| running | yes | no | perhaps | the thread has computed the batch: scheduled if calls wait, else idle |
+
+A flow is the calls of one caller in one size class; flows share the device fairly. When the device becomes free, a batch is formed from the
+calls that wait then. On a CPU a batch is one call, or several steps of sessions, and calls of few operations are computed inline: at once,
+on the event loop, in any state. Handing one over to the thread takes longer than computing it.
+
+A call whose caller has disconnected is dropped before it is computed. If a batch fails, all of its calls get the error, and later batches
+are not affected.
+"""
+
+import asyncio
+import math
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from attend.attention.call import Call
+from attend.attention.operations import FORWARD, Operation
+from attend.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded, ServiceFault
+from attend.serving.batching import BatchKey, BatchLimits, Entry, form_batch
+from attend.serving.cost import Cost
+from attend.serving.executor import Outcome, Outcomes, compute, error_of_batch
+from attend.serving.layers.registry import LoadedLayer
+from attend.serving.metrics import Metrics
+from attend.serving.queueing import INLINE_OPERATIONS, FairQueue, Flow, Occupancy, Throughput, size_class
+from attend.serving.requests import TOO_LATE
+from attend.serving.threads import lower_priority
+
+OVERHEAD_OPERATIONS = 1 << 20  # operations added to the cost of any call
+OVERDUE_FACTOR = 10  # a batch that takes longer than this many times its predicted seconds is overdue
+SWEEP_SHARE = 16  # the waiting calls are swept once for this share of their number of new calls
+UNHEALTHY_AFTER = 3  # after so many consecutive calls that ran out of memory, the device is unhealthy
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """The largest total cost of the waiting calls. `delay`: seconds that a call to an idle device waits for others."""
+
+    operations: int = 2_000_000_000_000
+    memory_bytes: int = 1 << 31
+    delay: float = 0.0
+
+
+class Running(NamedTuple):
+    """The batch on the device's thread: when it started, and the seconds it was predicted to take."""
+
+    started: float
+    predicted: float
+
+
+class Scheduler:
+    """Schedules the calls of one device, which has one thread. All methods run on the event loop."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        metrics: Metrics,
+        queue: QueueLimits | None = None,
+        batch: BatchLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.device, self.metrics, self.clock = device, metrics, clock
+        self.limits, self.batch_limits = queue or QueueLimits(), batch or BatchLimits()
+        self.out_of_memory = 0  # consecutive calls that ran out of memory
+        self.finished_at = -math.inf  # when the device last finished something
+        self._finished = asyncio.Event()
+        self._inline = device.type == "cpu" and not self.limits.delay
+        self._queue: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, lambda entry: entry.cost.operations + OVERHEAD_OPERATIONS)
+        self._occupancy = Occupancy(self.limits.operations, self.limits.memory_bytes)
+        self._throughput = Throughput()
+        self._running: Running | None = None
+        self._scheduled = False  # whether `_dispatch` will be called
+        self._arrivals = 0  # calls since the waiting ones were last swept
+        self._thread = ThreadPoolExecutor(1, f"compute-{device}", lower_priority)
+
+    @property
+    def healthy(self) -> bool:
+        return self.out_of_memory < UNHEALTHY_AFTER
+
+    @property
+    def waiting(self) -> list[Entry]:
+        """The waiting calls, in the order in which they would be served without batching."""
+        return list(self._queue)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any call waits or is being computed."""
+        return self._running is not None or len(self._queue) > 0
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Number, predicted operations and predicted bytes of the waiting calls."""
+        return self._occupancy.calls, self._occupancy.operations.used, self._occupancy.memory_bytes.used
+
+    @property
+    def backlog(self) -> float:
+        """Predicted seconds until all current calls are finished, estimated per size class."""
+        running = 0.0 if self._running is None else max(0.0, self._running.started + self._running.predicted - self.clock())
+        return running + sum(self._throughput.seconds(flow.size, operations) for flow, operations in self._occupancy.operations.items())
+
+    @property
+    def overdue(self) -> float:
+        """Seconds by which the running batch exceeds OVERDUE_FACTOR times its predicted seconds; 0 if it does not."""
+        return 0.0 if self._running is None else max(0.0, self.clock() - self._running.started - OVERDUE_FACTOR * self._running.predicted)
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds until the queue is empty if no calls arrive; at least 1."""
+        return max(1, round(self.backlog))
+
+    async def submit(
+        self,
+        layer: LoadedLayer,
+        call: Call,
+        cost: Cost,
+        deadline: float | None = None,
+        gone: Callable[[], bool] = lambda: False,
+        caller: str = "",
+        operation: Operation = FORWARD,
+        key: BatchKey | None = None,
+    ) -> Outcome:
+        """Compute an operation on a bound call and return its outcome. `key`: its `batch_key`; None: it runs alone.
+
+        Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
+        """
+        entry = Entry(layer, call, cost, self.clock(), deadline, gone, operation=operation, batch_key=key)
+        # a reproducible call may wait for the one thread that computes such calls, and the first gradient loads modules of torch
+        may_be_inline = operation.is_one_pass and not call.options.reproducible and call.output_gradient is None
+        is_inline = cost.operations <= INLINE_OPERATIONS and may_be_inline
+        try:
+            if not (self._inline and is_inline):
+                entry.flow = Flow(caller, size_class(cost.operations))
+                return await self._enqueue(entry)
+            return self._compute_inline(entry)
+        finally:
+            del entry  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
+
+    async def wait_for_progress(self, seconds: float) -> bool:
+        """Wait until the device finishes something, at most `seconds`. Returns whether it did."""
+        self._finished.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._finished.wait(), seconds)
+            return True
+        return False
+
+    def calibrate(self, operations: int, seconds: float) -> None:
+        """Set the device's estimated speed from one measured call; later calls correct it."""
+        self._throughput.calibrate(operations, seconds)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _compute_inline(self, entry: Entry) -> Outcome:
+        """Compute a call on the event loop, in the order in which calls arrive."""
+        if entry.is_abandoned():
+            self.metrics.count_abandoned(1)
+            raise CallerGone
+        if entry.deadline is not None and entry.deadline <= self.clock():
+            raise DeadlinePassed(TOO_LATE)
+        self.metrics.count_batch(1)
+        settled = compute([entry], self.clock)
+        self._record(settled)
+        _, outcome = settled[0]
+        try:
+            if isinstance(outcome, AttendError):
+                raise outcome
+            return outcome
+        finally:
+            del settled, outcome  # as in `submit`
+
+    async def _enqueue(self, entry: Entry) -> Outcome:
+        """Wait for the outcome of a call in the queue."""
+        self._require_room(entry)
+        loop = asyncio.get_running_loop()
+        entry.future = future = loop.create_future()
+        is_first = not self.busy
+        self._queue.append(entry)
+        self._occupancy.add(entry.flow, entry.cost)
+        self._schedule_batch(loop, self.limits.delay if is_first else 0.0)
+        if entry.deadline is not None:
+            entry.timer = loop.call_later(max(0.0, entry.deadline - self.clock()), self._expire, entry)
+        try:
+            outcome: Outcome = await (asyncio.shield(future) if entry.operation.changes_state else future)
+            return outcome
+        except asyncio.CancelledError:
+            if entry.is_computing:  # its session is in use until it is computed
+                await asyncio.wait([future])
+            else:
+                future.cancel()
+                if entry in self._queue:
+                    self._drop([entry])
+            raise
+        finally:
+            if entry.timer is not None:
+                entry.timer.cancel()
+            del entry, future  # as in `submit`
+
+    def _require_room(self, entry: Entry) -> None:
+        """Raises Overloaded if the queue is full, also without the calls whose callers have disconnected. An empty queue accepts any call.
+
+        To sweep the queue takes time in proportion to its length, so there is one sweep for a share of that number of calls.
+        """
+        self._arrivals += 1
+        if self._occupancy.refusal(entry.flow, entry.cost) is None:
+            return
+        if self._arrivals * SWEEP_SHARE >= len(self._queue):
+            self._arrivals = 0
+            self._drop([waiting for waiting in self._queue if waiting.is_abandoned()])
+        if (refusal := self._occupancy.refusal(entry.flow, entry.cost)) is not None:
+            raise Overloaded(self.retry_after, problems=[refusal])
+
+    def _schedule_batch(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
+        """If calls wait and the device is free, form a batch soon: in the next iteration of the event loop, so that it includes the calls
+        that arrive until then, or in `delay` seconds.
+        """
+        if self._running is not None or self._scheduled or not len(self._queue):
+            return
+        self._scheduled = True
+        if delay:
+            loop.call_later(delay, self._dispatch, loop)
+        else:
+            loop.call_soon(self._dispatch, loop)
+
+    def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Form a batch and start to compute it on the device's thread."""
+        self._scheduled = False
+        affected: Sequence[Entry] = ()
+        try:
+            affected, expired, abandoned = form_batch(self._queue, self.batch_limits, self.clock())
+            for entry in expired:
+                self._expire(entry)
+            self._drop(abandoned)
+            self._remove(affected, served=True)
+            if affected:
+                self.metrics.count_batch(len(affected))
+                self._start(loop, affected)
+        except Exception as error:  # every call must be settled, whatever failed
+            affected = affected or self.waiting
+            self._remove([entry for entry in affected if entry in self._queue])
+            self._finish(loop, [(entry, error_of_batch(error)) for entry in affected])
+        self._schedule_batch(loop)
+
+    def _start(self, loop: asyncio.AbstractEventLoop, batch: Sequence[Entry]) -> None:
+        """Compute a batch on the device's thread."""
+        predicted = self._throughput.seconds(batch[0].flow.size, sum(entry.cost.operations for entry in batch))
+        self._running = Running(self.clock(), predicted)
+        for entry in batch:
+            entry.is_computing = entry.operation.changes_state
+            if entry.is_computing and entry.timer is not None:
+                entry.timer.cancel()  # its session is in use until it is computed, so the next call to it has to wait
+
+        def finish(computed: Future[Outcomes]) -> None:  # a parameter: a closure would be a cycle, which would keep the tensors
+            error = computed.exception()
+            self._finish(loop, computed.result() if error is None else [(entry, error_of_batch(error)) for entry in batch])
+
+        computed = self._thread.submit(compute, batch, self.clock, self.metrics.count_split)
+        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(finish, done))
+
+    def _finish(self, loop: asyncio.AbstractEventLoop, settled: Outcomes) -> None:
+        """Settle the calls of a batch that was computed or failed, and schedule the next one."""
+        self._running = None
+        self._record(settled)
+        for entry, outcome in settled:
+            entry.settle(outcome)
+        self._schedule_batch(loop)
+
+    def _record(self, settled: Outcomes) -> None:
+        """Update the measured speed and the health of the device from computed calls. Calls that the event loop computes while the device
+        is busy do not show that the device works.
+        """
+        measured = None
+        for entry, outcome in settled:
+            if isinstance(outcome, ServiceFault) and outcome.__cause__ is not None:  # its frames refer to the batch, and so to this error
+                traceback.clear_frames(outcome.__cause__.__traceback__)
+            self.out_of_memory = self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else 0
+            if isinstance(outcome, Outcome) and outcome.execution is not measured:
+                measured = outcome.execution
+                self._throughput.observe(entry.flow.size, measured.operations, outcome.compute)
+        if measured is not None and self._running is None:
+            self.finished_at = self.clock()
+            self._finished.set()
+
+    def _remove(self, entries: Sequence[Entry], served: bool = False) -> None:
+        """Remove entries from the queue; charge them to their flows if they are served."""
+        for entry in entries:
+            self._occupancy.remove(entry.flow, entry.cost)
+        if served:
+            self._queue.serve(entries)
+        else:
+            self._queue.remove(entries)
+
+    def _expire(self, entry: Entry) -> None:
+        """Settle a call whose deadline has passed."""
+        if entry in self._queue:
+            self._remove([entry])
+        entry.settle(DeadlinePassed(TOO_LATE))
+
+    def _drop(self, abandoned: Sequence[Entry]) -> None:
+        """Remove, settle and count waiting calls whose callers have disconnected."""
+        self._remove(abandoned)
+        for entry in abandoned:
+            entry.settle(CallerGone())
+        if abandoned:
+            self.metrics.count_abandoned(len(abandoned))

@@ -1,0 +1,77 @@
+"""The lock of a session: calls to one session run one after the other, in the order in which they arrive."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from attend.errors import DeadlinePassed, InvalidRequest
+from attend.serving.requests import TOO_LATE, RawRequest
+from attend.serving.sessions.reference import SessionReference
+from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.wire.codec import SequencePart
+from attend.wire.problems import describe_value
+from attend.wire.schemas.sessions import PostSession
+
+
+def lock_for_call(sessions: SessionRegistry, reference: SessionReference, raw: RawRequest) -> AbstractAsyncContextManager[Session]:
+    """Lock the session of a call."""
+    if reference.sequence is not None:
+        return lock_sequence(sessions, reference.layer, reference.sequence, raw)
+    return lock_session(sessions, reference.find(sessions, raw.api_key).id, raw.api_key, raw)
+
+
+@asynccontextmanager
+async def lock_session(sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> AsyncIterator[Session]:
+    """The session, for one call at a time. If that call fails, the session keeps the rows that it had.
+
+    Raises what `SessionRegistry.find` raises, and CallerGone or DeadlinePassed if the caller cannot wait.
+    """
+    session = sessions.find(session_id, owner)
+    sessions.use(session)
+    try:
+        try:
+            async with asyncio.timeout(None if raw.deadline is None else raw.deadline - sessions.clock()):
+                await session.lock.acquire()
+        except TimeoutError:
+            raise DeadlinePassed(TOO_LATE) from None
+        length = session.length
+        try:
+            raw.check_caller(sessions.clock())
+            sessions.find(session_id, owner)  # it may have ended meanwhile
+            yield session
+            length = session.length
+        finally:
+            session.lock.release()
+            session.cache.truncate(length)  # also drops pages that a failed call has reserved
+            session.cache.free_hidden()
+    finally:
+        sessions.release(session)
+
+
+@asynccontextmanager
+async def lock_sequence(sessions: SessionRegistry, layer: str, part: SequencePart, raw: RawRequest) -> AsyncIterator[Session]:
+    """Lock the session of a sequence of the Open Inference Protocol for one part: its first part starts it, and its last one ends it.
+
+    Raises InvalidRequest for a part of a sequence that has not begun.
+    """
+    key = (raw.api_key, layer, part.id)
+    before = sessions.sequences.get(key)
+    if part.start:
+        session = sessions.create(PostSession(layer=layer), raw.api_key)
+        session.sequence, sessions.sequences[key] = key, session.id
+    elif before is None:
+        expected = "sequence_start, or the id of a sequence of this model that has begun"
+        raise InvalidRequest.where("/parameters/sequence_id", expected, describe_value(part.id))
+    try:
+        async with lock_session(sessions, sessions.sequences[key], raw.api_key, raw) as session:
+            yield session
+    except BaseException:
+        if part.start:  # a start that is refused leaves a sequence of this id as it was
+            sessions.end(session, "deleted")
+            if before is not None and before in sessions:
+                sessions.sequences[key] = before
+        raise
+    if part.start and before is not None and before in sessions:
+        sessions.end(sessions[before], "deleted")
+    if part.end:
+        sessions.end(session, "deleted")

@@ -1,0 +1,43 @@
+"""Which session a call is for: named in its path, in its body, or by the sequence of the Open Inference Protocol that it is a part of."""
+
+from dataclasses import dataclass
+
+from attend.errors import InvalidRequest, Problem, SessionEnded, SessionNotFound, WrongReplica
+from attend.serving.requests import RawRequest
+from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.wire.codec import Decoded, SequencePart
+from attend.wire.problems import describe_value
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReference:
+    """The id of a session, and the pointer `at` which the body has it, "" for the path; or a part of a sequence of a layer."""
+
+    id: str = ""
+    at: str = ""
+    sequence: SequencePart | None = None
+    layer: str = ""
+
+    def find(self, sessions: SessionRegistry, owner: str) -> Session:
+        """The session of the id. Raises what `SessionRegistry.find` raises, with the place in the body."""
+        try:
+            return sessions.find(self.id, owner)
+        except (SessionNotFound, SessionEnded, WrongReplica) as error:
+            if not self.at:
+                raise
+            expected = error.problems[0].expected if error.problems else "the id of a session that this server keeps"
+            raise type(error)(error.detail, [Problem(self.at, expected, describe_value(self.id))]) from None
+
+
+def reference_of(raw: RawRequest, decoded: Decoded, in_body: bool) -> SessionReference | None:
+    """The session of a call; None if it has none. `in_body`: whether its body may name one. Raises InvalidRequest."""
+    if decoded.sequence is not None:
+        return SessionReference(sequence=decoded.sequence, layer=decoded.members["layer"])
+    if raw.session:
+        return SessionReference(raw.session)
+    name = decoded.members.get("session") if in_body else None
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise InvalidRequest.where("/session", "a string, the id of a session", describe_value(name))
+    return SessionReference(name, "/session")

@@ -1,0 +1,93 @@
+"""GET and POST /words: the words of a text as vectors, which can be sent to a layer as its input.
+
+The layers of a model are loaded on first use. A layer with such a name but other weights gets hashed vectors, as all other layers do.
+"""
+
+import asyncio
+
+from attend.errors import InvalidRequest
+from attend.serving.layer_requests import read_body
+from attend.serving.layers.files import ParsedLayer
+from attend.serving.layers.registry import LoadedLayer
+from attend.serving.requests import RawRequest
+from attend.serving.service import Service
+from attend.serving.words.hashed import hash_words
+from attend.serving.words.models import MODELS
+from attend.serving.words.sentence import InvalidText, ModelNotInstalled, Sentence
+from attend.spec import fingerprint
+from attend.wire.problems import describe_value
+from attend.wire.schemas.schema import LayerReference
+from attend.wire.schemas.tensors import Base64Tensor
+from attend.wire.schemas.words import ModelLayers, Vocabulary, Words, WordsRequest
+
+MAX_NUMBERS = 1 << 21  # of one reply
+ONE_WORKER_NOTE = "Only a server with one worker offers the layers of trained models."
+
+
+class TextEncoder:
+    """Tokens and vectors for the layers of a service. `models`: whether layers of models may be loaded."""
+
+    def __init__(self, service: Service, models: bool) -> None:
+        self.service, self.models = service, models
+        self._vocabulary: Vocabulary | None = None
+
+    async def vocabulary(self) -> Vocabulary:
+        """GET /words."""
+        if self._vocabulary is None:
+            self._vocabulary = await asyncio.to_thread(installed_vocabulary) if self.models else Vocabulary(models=[], note=ONE_WORKER_NOTE)
+        return self._vocabulary
+
+    async def read(self, raw: RawRequest) -> Words:
+        """POST /words. Raises LayerNotFound, or InvalidRequest for text without words or with too many."""
+        request = await read_body(self.service, raw, WordsRequest)
+        try:
+            if (sentence := await self._read_of_model(request)) is not None:
+                layer = await self._layer_of(sentence)
+                if layer.fingerprint == await asyncio.to_thread(fingerprint, sentence.spec, sentence.weights):
+                    return await asyncio.to_thread(_words_of, layer, sentence)
+            layer = self.service.registry.find(request.layer)
+            widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
+            sentence = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
+        except InvalidText as error:
+            raise InvalidRequest.where("/text", error.expected, error.got or describe_value(request.text)) from None
+        return await asyncio.to_thread(_words_of, layer, sentence)
+
+    async def _read_of_model(self, request: WordsRequest) -> Sentence | None:
+        """The input of a model's layer; None for other layers. Raises InvalidText."""
+        for listed in (await self.vocabulary()).models:
+            if request.layer in listed.layers:
+                model = next(model for model in MODELS.values() if model.title == listed.title)
+                return await asyncio.to_thread(model.read, request.text, listed.layers.index(request.layer))
+        return None
+
+    async def _layer_of(self, sentence: Sentence) -> LoadedLayer:
+        """The layer of that name; loaded with the weights in `sentence` if the registry has none."""
+        if (layer := self.service.registry.get(sentence.layer)) is not None:
+            return layer
+        parsed = ParsedLayer(sentence.spec, sentence.weights, origin=sentence.origin)
+        return (await self.service.loader.put(sentence.layer, lambda: parsed)).layer
+
+
+def installed_vocabulary() -> Vocabulary:
+    """The models whose layers can be chosen, and what to install for the others."""
+    models, notes = [], []
+    for model in MODELS.values():
+        try:
+            names = model.layers()
+            models.append(ModelLayers(title=model.title, layers=names, first=names[model.telling_layer], options=dict(model.options)))
+        except ModelNotInstalled as error:
+            notes.append(str(error))
+    return Vocabulary(models=models, note=" ".join(notes))
+
+
+def _words_of(layer: LoadedLayer, sentence: Sentence) -> Words:
+    """The reply of POST /words for a sentence. Only the layers of models have weights of their own."""
+    return Words(
+        layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint),
+        tokens=sentence.tokens,
+        vectors=Base64Tensor.of(sentence.vectors),
+        meaningful=bool(sentence.weights),
+        note=sentence.note,
+        options=dict(sentence.options),
+        heads=list(sentence.heads),
+    )

@@ -1,0 +1,195 @@
+"""Builds the application of one process from its settings: service, routes, checks, telemetry and gRPC server."""
+
+import ipaddress
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import fields
+from typing import Any
+
+from fastapi import FastAPI
+
+from attend.errors import Forbidden, LayerConflict, NotReady
+from attend.serving.admission import ServingLimits
+from attend.serving.memory import default_limit
+from attend.serving.scheduler import QueueLimits
+from attend.serving.service import NO_PAGES, Service, open_service
+from attend.serving.sessions.ids import default_replica, new_process
+from attend.serving.sessions.registry import SessionRegistry
+from attend.settings import Settings
+from attend.web import openapi
+from attend.web.access_log import AccessLog
+from attend.web.application import Application
+from attend.web.connections import OPTIONS_KEY, ConnectionOptions, SlowPeerTimer
+from attend.web.cors import Cors
+from attend.web.endpoints import EndpointTable
+from attend.web.error_replies import ErrorReplies
+from attend.web.guard import Guard
+from attend.web.keys import Keyring
+from attend.web.records import Handler
+from attend.web.replies import Replies
+from attend.web.routes import attend, health, layers, page, sessions, words
+from attend.web.telemetry import Telemetry, start_telemetry
+from attend.web.v2 import routes as v2
+from attend.web.v2.description import ProtocolExtensions
+from attend.wire.limits import WireLimits
+from attend.wire.native import numbers
+
+
+def create_app(settings: Settings, pages: Mapping[str, str] = NO_PAGES, clock: Callable[[], float] = time.monotonic) -> FastAPI:
+    """The application. Once it runs, it loads its layers in the background; /health/ready reports when they are ready, and the log, with
+    `pages`. `clock` returns monotonic seconds, as that of its event loop does."""
+    keyring = Keyring(settings.keys_file) if settings.keys_file else None
+    service = create_service(settings, clock)
+    extensions = ProtocolExtensions(
+        why_not_writable=_why_not_writable(settings),
+        why_no_statistics=_why_no_statistics(settings, service),
+        sessions=settings.session_memory > 0,
+        workers=settings.workers,
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
+        if settings.workers > 1:  # load before accepting connections, over HTTP or gRPC: meanwhile the other workers answer
+            await service.begin(settings.all_layers(), pages)
+            if service.failed:  # the log says why
+                raise NotReady("the layers could not be loaded")
+        async with _grpc(settings, service, extensions, table, keyring, telemetry):
+            if settings.workers == 1:
+                service.begin(settings.all_layers(), pages)
+            yield {"service": service, OPTIONS_KEY: connections}
+        service.close()
+        if telemetry is not None:
+            telemetry.close()
+
+    telemetry = start_telemetry(service) if settings.telemetry else None
+    table = EndpointTable()
+    attend.add_endpoints(table, service)
+    layers.add_endpoints(table, service, extensions.require_writable)
+    sessions.add_endpoints(table, service)
+    words.add_endpoints(table, service, models=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
+    v2.add_endpoints(table, service, extensions)
+    page.add_endpoints(table, service, _index_members(settings, service))
+    health.add_endpoints(table, service)
+    openapi.add_endpoints(table)
+    access_log = AccessLog(service.metrics, settings.access_log, telemetry)
+    timer = SlowPeerTimer(settings.client_timeout, settings.min_client_rate)
+    connections = ConnectionOptions(timer, service.metrics, access_log.refusal)
+    handle = _middleware(table, service, settings, keyring, access_log)
+    return Application(table, handle, service, lifespan)
+
+
+def _middleware(table: EndpointTable, service: Service, settings: Settings, keyring: Keyring | None, access_log: AccessLog) -> Handler:
+    """What every request passes: the last line first."""
+    handle: Handler = table.call
+    names = frozenset(_comma_separated(settings.allowed_hosts.lower()))
+    open_to_browsers = is_local(settings) and keyring is None  # any page open in a browser on this machine can reach the server
+    hosts = names if (names or open_to_browsers) and "*" not in names else None
+    origins = _comma_separated(settings.cors_origins)
+    if hosts is not None or keyring is not None:
+        handle = Guard(handle, hosts, origins, keyring)
+    handle = ErrorReplies(handle)
+    return Replies(access_log.around(Cors(handle, origins) if origins else handle), service)
+
+
+def create_service(settings: Settings, clock: Callable[[], float] = time.monotonic) -> Service:
+    """The service with these settings; it has no layers yet."""
+    wire = WireLimits(settings.max_body_bytes, settings.max_layer_bytes, settings.max_depth, settings.max_tensors)
+    limits = ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)})
+    queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
+    service = open_service(
+        settings.device,
+        wire,
+        limits,
+        queue,
+        settings.max_batch_calls,
+        settings.layers_dir,
+        settings.compress_replies,
+        settings.request_timeout,
+        settings.ready_timeout,
+        clock,
+    )
+    if settings.session_memory:
+        service.engine.use_sessions(_session_registry(settings, service))
+    return service
+
+
+def _session_registry(settings: Settings, service: Service) -> SessionRegistry:
+    """The sessions of this process, whose ids have the name of the replica."""
+    process = new_process(settings.replica_name or default_replica(f"{socket.gethostname()}:{settings.port}"))
+    shared = settings.keys_file is not None
+    return SessionRegistry(service.registry, service.metrics, settings.session_memory, process, shared, service.clock)
+
+
+def _grpc(
+    settings: Settings,
+    service: Service,
+    extensions: ProtocolExtensions,
+    table: EndpointTable,
+    keyring: Keyring | None,
+    telemetry: Telemetry | None,
+) -> AbstractAsyncContextManager[None]:
+    """A context manager that runs the gRPC server; it does nothing without `grpc_port`."""
+    if settings.grpc_port is None:
+        return nullcontext()
+    from attend.web.grpc.calls import GrpcOptions  # needs the extra `grpc`
+    from attend.web.grpc.server import run_grpc_server
+
+    address = f"[{settings.host}]:{settings.grpc_port}" if ":" in settings.host else f"{settings.host}:{settings.grpc_port}"
+    tls = None if settings.tls_cert is None or settings.tls_key is None else (settings.tls_cert, settings.tls_key)
+    options = GrpcOptions(
+        largest=min(settings.max_grpc_bytes, settings.max_body_bytes),
+        seconds=settings.client_timeout,
+        grace=settings.shutdown_seconds,
+        memory=settings.max_resident_bytes or default_limit(settings.workers),
+        tls=tls,
+        log_requests=settings.access_log,
+        keyring=keyring,
+        scopes=table.grpc_scopes(),
+        telemetry=telemetry,
+    )
+    return run_grpc_server(service, extensions, address, options)
+
+
+def _why_not_writable(settings: Settings) -> Exception | None:
+    """Why layers cannot be changed over HTTP here, as the error to raise; None if they can."""
+    if not is_local(settings) and settings.keys_file is None:
+        where = "a Unix socket, which every user can reach" if settings.uds else "an address that is not loopback"
+        return Forbidden(f"layers cannot be changed over HTTP on {where}, unless there are keys (--keys-file)")
+    if settings.workers > 1 and settings.layers_dir is None:
+        return LayerConflict(
+            "with several workers, layers can be changed over HTTP only with --layers-dir, through which the workers share them"
+        )
+    return None
+
+
+def _why_no_statistics(settings: Settings, service: Service) -> Exception | None:
+    """Why there are no model statistics here, as the error to raise; None if there are."""
+    if settings.workers > 1 and not service.metrics.shared:
+        return LayerConflict("there are no model statistics: with several workers they need a shared folder, and this server has none")
+    return None
+
+
+def _comma_separated(text: str) -> list[str]:
+    """The items of a comma-separated list."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def is_local(settings: Settings) -> bool:
+    """Whether the server listens on a loopback address, which only this machine can reach."""
+    try:
+        return settings.uds is None and ipaddress.ip_address(settings.host).is_loopback
+    except ValueError:
+        return settings.uds is None and settings.host == "localhost"
+
+
+def _index_members(settings: Settings, service: Service) -> dict[str, Any]:
+    """The members of the JSON index that depend on the settings."""
+    return {
+        "workers": settings.workers,
+        "threads": service.threads,
+        "device": service.device,
+        "json_numbers": numbers.variant(),
+        "limits": {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_") or name == "session_memory"},
+    }

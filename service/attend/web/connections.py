@@ -1,0 +1,357 @@
+"""`Connection`, the class of uvicorn's connections: answers refused HTTP, disconnects slow peers, and sends long replies in pieces.
+
+An ASGI application sees a request only when its headers are complete, so what comes before is checked here, within the bounds of
+`http_parser.py`. A refusal is a problem document; it is sent after the replies to earlier requests of the connection, which is then closed.
+
+Nor does an application see whether the peer reads the reply. One timer per process checks the state of every connection:
+
+| state | the peer has to | if it does not do so in time |
+|---|---|---|
+| NOTHING | wait: the server acts, or no request has begun | uvicorn closes an idle connection |
+| HEADERS | send the headers of a request | 408; before the first request, the connection is closed |
+| BODY | send the body of a request | 408 |
+| REPLY | read a reply | aborted |
+| TLS_CLOSE | answer the TLS close | aborted |
+
+A peer that closes its sending half counts as disconnected: until the server writes, a full close looks the same.
+
+The application finds the connection of a request in its scope: `lost` says whether the peer has disconnected; `send` passes a long reply to
+the transport in pieces. Only one piece at a time waits in the transport, because progress inside it is not visible.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain, islice
+from types import coroutine
+from typing import Any
+
+import httptools
+import structlog
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from attend.errors import Problem
+from attend.serving.metrics import Metrics
+from attend.web.errors import problem_document
+from attend.web.http_parser import (
+    CHUNK_HEADERS_TOO_LARGE,
+    HEAD_TOO_LARGE,
+    HEADER_LINE_BYTES,
+    HTTP_VERSIONS,
+    MAX_FRAMING_RATIO,
+    MAX_HEAD_BYTES,
+    METHODS,
+    REQUEST_LINE_BYTES,
+    UNKNOWN_METHOD,
+    Parser,
+    Refused,
+)
+from attend.wire.negotiation import PROBLEM_JSON
+
+log = structlog.get_logger("attend")
+LINGER_SECONDS = 5.0  # seconds for which bytes after a refused request are read and discarded
+CONNECTION_KEY = "attend.connection"  # the key of a connection in `state` of an ASGI scope
+OPTIONS_KEY = "attend.connection_options"  # the key of ConnectionOptions in the state of the application's lifespan
+RECORD_KEY = "attend.record"  # the key of a request's record in its ASGI scope
+SEND_BYTES = 256 * 1024  # bytes of a reply passed to the transport at a time
+TURN_BYTES = 4 * SEND_BYTES  # bytes of a reply sent before other tasks run: 0.2 ms of copying, where a turn itself takes 0.1 ms
+WRITE_BUFFER_BYTES = 64 * 1024  # high-water mark of the transport's write buffer, in bytes; asyncio's default for TLS is 512 KiB
+CHECKED_AT_ONCE = 200  # connections whose progress is checked before the event loop does other work; they take about a millisecond
+TLS_CLOSE_SECONDS = 5.0  # when the server stops, the peer must answer the TLS close within this time
+
+
+PeerState = Enum("PeerState", "NOTHING HEADERS BODY REPLY TLS_CLOSE")  # what the peer has to do next: see the table above
+
+
+class SlowPeerTimer:
+    """Limits for slow peers, and the clock that measures them.
+
+    Bodies and replies must move by `rate` bytes per second, averaged over `timeout` seconds; so a small body, or the last part of one, may
+    take all of that time.
+    """
+
+    def __init__(self, timeout: float = 20.0, rate: float = 32768.0) -> None:
+        self.timeout, self.rate, self.min_bytes = timeout, rate, rate * timeout
+        self.interval = min(1.0, timeout / 4)
+        self.now = 0.0  # seconds, without the time in which this process did not run, which is not the peers' fault
+        self._checked = 0.0
+        self._running = False
+
+    def start(self, loop: Any, connections: set[Any]) -> None:
+        """Calls `check_progress(now)` of these connections every `interval` seconds, until there are none."""
+        if not self._running:
+            self._running, self._checked = True, loop.time()
+            loop.call_later(self.interval, self._check, loop, connections)
+
+    def _check(self, loop: Any, connections: set[Any]) -> None:
+        now = loop.time()
+        self.now += min(now - self._checked, 2 * self.interval)
+        self._checked = now
+        self._check_some(loop, connections, iter(list(connections)))
+
+    def _check_some(self, loop: Any, connections: set[Any], unchecked: Iterator[Any]) -> None:
+        """Check as many connections as one iteration of the event loop may take, and then the others."""
+        some = list(islice(unchecked, CHECKED_AT_ONCE))
+        for connection in some:
+            try:
+                connection.check_progress(self.now)
+            except Exception:  # the other connections are still checked
+                log.exception("a connection could not be checked")
+        if len(some) == CHECKED_AT_ONCE:
+            loop.call_soon(self._check_some, loop, connections, unchecked)
+            return
+        self._running = bool(connections)
+        if self._running:
+            loop.call_later(self.interval, self._check, loop, connections)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """What the connections of an application share."""
+
+    timer: SlowPeerTimer = field(default_factory=SlowPeerTimer)
+    metrics: Metrics | None = None  # count refusals and disconnected peers
+    log_refusal: Callable[[str, str, int, str, str], None] | None = None  # takes request id, client, status, reason and detail
+
+
+DEFAULT_OPTIONS = ConnectionOptions()
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. uvicorn makes the instances; the application's lifespan state has their options."""
+
+    def __init__(self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.parser = Parser(self)
+        options: ConnectionOptions = app_state.get(OPTIONS_KEY, DEFAULT_OPTIONS)
+        self.timer, self.metrics, self.log_refusal = options.timer, options.metrics, options.log_refusal
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, CONNECTION_KEY: self}  # uvicorn copies this dictionary into each scope
+        self.lost = False  # whether the peer has disconnected
+        self._body = self._framing = 0  # bytes of the current body; bytes of the current head, or of chunk headers
+        self._data = b""  # that the parser is reading
+        self._in_body = False  # whether the headers of the current request are complete
+        self._boundary = False  # whether the last bytes received contained the end of a head or of a request
+        self._refusal: Refused | None = None  # once set, the connection closes, after the replies to earlier requests
+        self._refusal_reply = b""
+        self._received = self._sent = 0  # bytes from the peer; bytes of long replies passed to the transport
+        self._state: tuple[PeerState, Any] = (PeerState.NOTHING, None)
+        self._since, self._progress = self.timer.now, 0
+        if self.scheme == "https":
+            self.transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        self.timer.start(self.loop, self.connections)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Closes an idle connection; aborts TLS after TLS_CLOSE_SECONDS, since asyncio would wait 30 seconds for the peer."""
+        super().shutdown()
+        if self.scheme == "https" and self.transport.is_closing():
+            self.loop.call_later(TLS_CLOSE_SECONDS, self.transport.abort)
+
+    # Requests
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        self._received += len(data)
+        body, self._boundary, self._data = self._body, False, data
+        super().data_received(data)
+        self._data = b""
+        if not self._boundary:  # `data` belongs entirely to one head or to one body
+            self._framing += len(data) - (self._body - body)
+            too_large = self._framing > MAX_HEAD_BYTES + MAX_FRAMING_RATIO * self._body
+            if too_large and self._refusal is None and not self.transport.is_closing():
+                self.refuse(Refused(*(CHUNK_HEADERS_TOO_LARGE if self._in_body else HEAD_TOO_LARGE)))
+
+    def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        parser, headers = self.parser, self.headers
+        if (method := parser.get_method()) == b"CONNECT":
+            raise Refused("unsupported_message", 501, "not implemented", "a method other than CONNECT", method.decode())
+        if parser.should_upgrade():  # the parser reads this head again, without `Upgrade`
+            return
+        self._body = self._framing = 0
+        self._in_body = self._boundary = True
+        header_bytes = HEADER_LINE_BYTES * len(headers) + sum(map(len, chain.from_iterable(headers)))
+        if REQUEST_LINE_BYTES + len(self.url) + header_bytes > MAX_HEAD_BYTES:
+            raise Refused(*HEAD_TOO_LARGE)
+        if (version := parser.get_http_version()) not in HTTP_VERSIONS:
+            expected = "a request in HTTP/1.1 or HTTP/1.0"
+            raise Refused("unsupported_version", 505, "HTTP version not supported", expected, f"HTTP/{version}")
+        if b"transfer-encoding" in dict(headers):
+            codings = b", ".join([value for name, value in headers if name == b"transfer-encoding"])
+            if codings and codings.lower() != b"chunked":
+                expected = "the transfer coding chunked alone"
+                raise Refused("unsupported_message", 501, "not implemented", expected, codings.decode("latin-1"))
+        super().on_headers_complete()
+        self.headers = []  # uvicorn appends trailers to this list; the scope keeps the request's headers
+
+    def on_body(self, body: bytes) -> None:
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._body = self._framing = 0
+        self._in_body, self._boundary = False, True
+        super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():  # it was answered before its body was complete: idle again
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        if not self.pipeline:  # uvicorn may have paused reading; a disconnect is noticed only while reading
+            self.flow.resume_reading()
+
+    def head_without_upgrade(self) -> bytes:
+        """The request line and headers as received, without the header `Upgrade`."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    # Refusals
+
+    def send_400_response(self, msg: str) -> None:
+        """Overrides uvicorn's reply to a parser error. The parser's error has the exception of a callback as its `__context__`."""
+        error = sys.exc_info()[1]
+        cause = error and error.__context__
+        if isinstance(cause, MemoryError):
+            cause = Refused("OutOfMemory", 507, "out of memory", "memory for the body of a request", "none")
+        elif isinstance(error, httptools.HttpParserInvalidMethodError) and (line := UNKNOWN_METHOD.search(self._data)):
+            cause = Refused("unsupported_message", 501, "not implemented", f"a method among {', '.join(METHODS)}", line[1].decode())
+        if not isinstance(cause, Refused):
+            why = "its target is not a path" if cause else str(error or msg)
+            cause = Refused("malformed_http", 400, "malformed request", "a request in HTTP/1.1", f"something else ({why})")
+        self.refuse(cause)
+
+    def refuse(self, refusal: Refused) -> None:
+        """Replies with a problem document and closes the connection, after the replies to earlier complete requests."""
+        self._count_failure(refusal.reason)
+        request_id, problems = os.urandom(8).hex(), (Problem("", refusal.expected, refusal.got),)
+        detail, status = f"expected {refusal.expected}, got {refusal.got}", refusal.status
+        if self.log_refusal is not None:
+            self.log_refusal(request_id, self.client[0] if self.client else "", status, refusal.reason, detail)
+        body = problem_document(status, refusal.title, detail, request_id, problems)
+        headers = f"content-type: {PROBLEM_JSON}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
+        self._refusal = refusal
+        self._refusal_reply = STATUS_LINE[status] + headers.encode() + b"connection: close\r\n\r\n" + body
+        if self.pipeline and self.cycle.more_body:  # the incomplete request waits behind others
+            self.pipeline.popleft()
+        elif self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
+            self._close()
+
+    def on_response_complete(self) -> None:
+        last = not self.pipeline
+        super().on_response_complete()
+        if last and self._refusal is not None:
+            self._close()
+
+    def _close(self) -> None:
+        """Sends the refusal and closes; aborts if a reply is half sent, since the refusal would corrupt it."""
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()
+        elif self._refusal is not None and not self.transport.is_closing():
+            self._count_refusal(self._refusal.status)
+            self.transport.write(self._refusal_reply)
+            if self.cycle is not None and not self.cycle.response_complete:  # the application must not reply, too, when its deadline passes
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            if not self.transport.can_write_eof():  # TLS
+                self.transport.close()
+                return
+            # Lingers: closing with unread bytes would reset the connection before the peer reads the refusal.
+            self.transport.write_eof()
+            self.flow.resume_reading()
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _count_failure(self, reason: str) -> None:
+        if self.metrics is not None:
+            self.metrics.count_failure(reason)
+
+    def _count_refusal(self, status: int) -> None:
+        """Counts the refusal: in the request's record if the application has started the request and will count it; otherwise here."""
+        scope: Any = {} if self.cycle is None or self.cycle.response_complete else self.cycle.scope
+        if (record := scope.get(RECORD_KEY)) is not None:
+            record.status = status
+        elif self.metrics is not None:
+            self.metrics.count_request("other", status)
+
+    # Long replies
+
+    async def send(self, send: Send, message: Message) -> None:
+        """Sends a body message in pieces of at most SEND_BYTES bytes; each waits until the previous piece is nearly sent.
+
+        The event loop has a turn after every TURN_BYTES: a peer that reads fast never makes the transport wait.
+        """
+        whole, more = memoryview(message.get("body", b"")), message.get("more_body", False)
+        if not whole:
+            await send(message)
+        for start in range(0, len(whole), SEND_BYTES):
+            piece = whole[start : start + SEND_BYTES]
+            self._sent += len(piece)
+            await send({"type": "http.response.body", "body": piece, "more_body": more or start + SEND_BYTES < len(whole)})
+            if self.lost:
+                break
+            if (start + SEND_BYTES) % TURN_BYTES == 0:
+                await _next_turn()
+
+    async def wait_until_sent(self) -> None:
+        """Waits until the transport's write buffer is empty."""
+        if not self.lost and self.transport.get_write_buffer_size():
+            self.transport.set_write_buffer_limits(1, 0)  # the buffer counts as full until it is empty
+            await self.flow.drain()
+            self.transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+
+    # Slow peers
+
+    def check_progress(self, now: float) -> None:
+        """Disconnects a peer that has made too little progress for longer than `timer.timeout` seconds."""
+        state, progress = self._peer_state()
+        if state != self._state or progress - self._progress >= self.timer.min_bytes or state[0] is PeerState.NOTHING:
+            self._state, self._progress, self._since = state, progress, now
+        elif now - self._since > self.timer.timeout:
+            self._cut_off(state[0])
+
+    def _peer_state(self) -> tuple[tuple[PeerState, Any], int]:
+        """((what the peer has to do next, for which request), bytes transferred)."""
+        cycle = self.cycle
+        if unsent := self.transport.get_write_buffer_size():
+            return (PeerState.REPLY, cycle), self._sent - unsent
+        if self.transport.is_closing():
+            return (PeerState.TLS_CLOSE, cycle), 0
+        if cycle is None or cycle.response_complete:
+            idle = self.timeout_keep_alive_task is not None
+            return (PeerState.NOTHING if idle else PeerState.HEADERS, cycle), 0
+        return (PeerState.BODY if cycle.more_body and not self.flow.read_paused else PeerState.NOTHING, cycle), self._received
+
+    def _cut_off(self, state: PeerState) -> None:
+        """Disconnects the peer as the table at the head of this file says."""
+        timer, timeout = self.timer, f"{self.timer.timeout:g} seconds (client_timeout)"
+        expected = f"the headers of a request within {timeout}"
+        if state is PeerState.REPLY:
+            self._count_failure("slow_reply")
+            self.transport.abort()
+        elif state is PeerState.TLS_CLOSE or self._refusal is not None:  # refused, and lingering
+            self.transport.abort()
+        elif state is PeerState.HEADERS and not self._received:  # opened in advance, without a request yet
+            self.transport.close()
+        else:
+            if state is PeerState.BODY:
+                expected = f"the body of a request at {timer.rate:g} bytes per second (min_client_rate), on average over {timeout}"
+            self.refuse(Refused(f"slow_{state.name.lower()}", 408, "request timeout", expected, "fewer bytes"))
+
+
+@coroutine
+def _next_turn() -> Generator[None]:
+    """Yields to the event loop once, as `asyncio.sleep(0)` does. `web` may not import asyncio (tests/test_tiers.py)."""
+    yield

@@ -1,0 +1,27 @@
+"""Lets pages of other origins call: their preflight requests are answered, and replies say which origins may read them."""
+
+from collections.abc import Awaitable, Sequence
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
+
+from attend.web.records import Handler, HttpRecord, record_of
+
+EXPOSED_HEADERS = ("X-Request-Id", "Server-Timing", "Retry-After")  # to pages of other origins
+
+
+class Cors:
+    """Middleware for pages of these origins. A preflight request needs no key, since a browser sends none with it."""
+
+    def __init__(self, handle: Handler, origins: Sequence[str]) -> None:
+        self.handle = handle
+        self._app = CORSMiddleware(self._pass_on, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS)
+
+    def __call__(self, record: HttpRecord) -> Awaitable[None]:
+        return self._app(record.scope, record.receive, record.send)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request that is no preflight request, with a `send` that adds headers."""
+        record = record_of(scope)
+        record.send = send
+        await self.handle(record)

@@ -1,0 +1,115 @@
+"""Replies to exceptions and to requests without an endpoint: problem details (RFC 9457), or {"error": "…"} under /v2."""
+
+import json
+import traceback
+from collections.abc import Awaitable, Mapping, Sequence
+
+import structlog
+from fastapi import Response
+from starlette.exceptions import HTTPException
+
+from attend import errors
+from attend.serving.executor import is_out_of_memory
+from attend.web.errors import UNEXPECTED_ERROR, problem_document, retry_after, status_of
+from attend.web.http_parser import METHODS
+from attend.web.records import Handler, HttpRecord
+from attend.wire.negotiation import JSON, PROBLEM_JSON
+
+log = structlog.get_logger("attend")
+V2_PREFIX = "/v2"
+TITLES = {404: "no such page", 405: "method not allowed", 501: "not implemented"}
+MAX_COMPARED = 128  # characters of an unknown path that are compared with the known paths
+
+
+class ErrorReplies:
+    """Middleware that replies to exceptions, and writes their reasons into the record of the request."""
+
+    def __init__(self, handle: Handler) -> None:
+        self.handle = handle
+
+    async def __call__(self, record: HttpRecord) -> None:
+        """If the reply has begun already, it stays without its end, and uvicorn closes the connection."""
+        try:
+            await self.handle(record)
+        except errors.CallerGone:
+            record.reason = "CallerGone"
+        except Exception as error:
+            response = _response_to(error, record)
+            if not record.status:
+                await response(record.scope, record.receive, record.send)
+
+
+def _response_to(error: Exception, record: HttpRecord) -> Response:
+    if isinstance(error, HTTPException):  # of a static file
+        return _without_endpoint(record, error.status_code, f"nothing is served at {record.path}; see /docs")
+    if is_out_of_memory(error):
+        traceback.clear_frames(error.__traceback__)  # frees the memory of the failed request
+        error = errors.OutOfMemory("there was not enough memory for this request")
+    if isinstance(error, errors.AttendError):
+        return _error_response(error, record)
+    record.reason = "internal_error"
+    log.exception("internal_error", request_id=record.request_id, path=record.scope["path"])
+    return _response(record, 500, "internal error", UNEXPECTED_ERROR)
+
+
+def _error_response(error: errors.AttendError, record: HttpRecord) -> Response:
+    status = status_of(error)
+    record.reason, record.detail = type(error).__name__, error.detail
+    if status == 500:
+        log.error("failed", request_id=record.request_id, path=record.scope["path"], exc_info=error.__cause__ or error)
+    headers = {}
+    if isinstance(error, errors.Overloaded | errors.NotReady):
+        headers["Retry-After"] = retry_after(error)
+    elif isinstance(error, errors.Unauthenticated):
+        headers["WWW-Authenticate"] = 'Bearer realm="attend"'
+    return _response(record, status, error.title, error.detail, error.problems, headers)
+
+
+def no_endpoint(record: HttpRecord, paths: Sequence[str]) -> Awaitable[None]:
+    """Replies to a request without an endpoint: 405 if its path has other methods, 501 for a method that HTTP does not define, else 404.
+    `paths`: those that the reply may suggest."""
+    headers, given = {}, record.path
+    if record.endpoints:
+        allowed = sorted({*record.endpoints, "HEAD"} if "GET" in record.endpoints else record.endpoints)
+        status, headers, detail = 405, {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {record.method}"
+    elif record.method not in METHODS:
+        status, detail = 501, f"expected a method among {', '.join(METHODS)}, got {record.method}"
+    else:
+        status, detail = 404, f"nothing is served at {given}{_similar_path(given, paths)}; see /docs"
+    return _without_endpoint(record, status, detail, headers)(record.scope, record.receive, record.send)
+
+
+def _without_endpoint(record: HttpRecord, status: int, detail: str, headers: Mapping[str, str] = {}) -> Response:
+    record.reason = f"status_{status}"
+    return _response(record, status, TITLES.get(status, "error"), detail, headers=headers)
+
+
+def _response(
+    record: HttpRecord,
+    status: int,
+    title: str,
+    detail: str,
+    problems: tuple[errors.Problem, ...] = (),
+    headers: Mapping[str, str] = {},
+) -> Response:
+    """A refusal, as the protocol of the path defines it."""
+    if record.path == V2_PREFIX or record.path.startswith(f"{V2_PREFIX}/"):  # the protocol has no 422
+        return Response(json.dumps({"error": detail}), 400 if status == 422 else status, headers, media_type=JSON)
+    return Response(problem_document(status, title, detail, record.request_id, problems), status, headers, media_type=PROBLEM_JSON)
+
+
+def _similar_path(path: str, templates: Sequence[str]) -> str:
+    """A suggestion of the documented path that is most similar to the given one: " (did you mean /attend?)"; "" if none is similar.
+
+    Each part of the path must be similar; parameters, such as the name of a layer, are copied from the given path.
+    """
+    given, similar = path[:MAX_COMPARED].split("/"), []
+    for template in (template.split("/") for template in templates):
+        if len(template) == len(given) and all(map(_is_similar_part, template, given)):
+            similar.append("/".join(own if part.startswith("{") else part for part, own in zip(template, given, strict=True)))
+    return errors.did_you_mean(path, similar)
+
+
+def _is_similar_part(part: str, given: str) -> bool:
+    """Whether a part of a given path fits that of a route. A parameter, such as {name}, may have any value but ""."""
+    return bool(given) if part.startswith("{") else part == given or bool(errors.did_you_mean(given, [part]))

@@ -1,0 +1,216 @@
+// The form: values of the controls, the state of the page in its address, refusals of the service next to the control they are about, and the
+// API key.
+
+import { $, inStorage, make } from "./dom.js";
+import { apiKey, Refusal, setApiKey } from "./wire.js";
+
+// Member of a request -> field of the form whose refusals are shown there; "" is the whole body, "*" any other member.
+const FIELDS = { layer: "layer", causal: "causal", window: "window", valid_lens: "length", query_offset: "offset", block_mask: "cells", attend_mask: "cells" };
+const FIELDS_OF_PASTED = { "*": "request", "": "request" };
+const FIELDS_OF_SENTENCE = { query: "text", tokens: "text", key: "keys", value: "keys" };
+const CONTROLS = { window: ["left", "right"], cells: [] }; // of a field, if not one of the same name
+const TEXTS = ["text", "keys", "request"];
+const MASKS = ["left", "right", "length", "offset"];
+const SWITCHES = ["causal", "special"];
+const LONGEST = 16384; // characters; a longer request is left out
+const STORED_KEY = "key"; // its name in the storage of the browser
+
+let models = []; // of GET /words
+let usual = {}; // fields of a request, as the model of the chosen layer has them in its own calls
+
+/** What the user enters: "sentence" or "request". */
+export function mode() {
+  return document.querySelector("input[name=input]:checked").value;
+}
+
+export function showMode() {
+  $("sentence").hidden = mode() !== "sentence";
+  $("pasted").hidden = mode() !== "request";
+  $("second").hidden = !$("cross").checked;
+}
+
+/** The values of the mask controls; null if empty. Text that is no number is sent unchanged, for the service to refuse. */
+export function masks(blocked) {
+  const [left, right] = [number("left"), number("right")];
+  const window = left === null && right === null ? null : { left, right };
+  return { causal: $("causal").checked, window, length: number("length"), offset: number("offset"), blocked };
+}
+
+/** Sets the mask controls from a pasted request. Lists cannot be shown and stay in the request. */
+export function showMasks(request) {
+  $("causal").checked = request.causal === true;
+  $("left").value = request.window?.left ?? "";
+  $("right").value = request.window?.right ?? "";
+  for (const [id, value] of [["length", request.valid_lens], ["offset", request.query_offset]]) {
+    const single = typeof value !== "object";
+    $(id).value = single ? (value ?? "") : "";
+    $(id).disabled = !single && value !== null;
+    $(id).placeholder = $(id).disabled ? "as in the request" : id === "length" ? "all" : "none";
+  }
+}
+
+/** Sets the controls from the pasted request. */
+export function showPasted() {
+  try {
+    const body = JSON.parse($("request").value);
+    showMasks(body);
+    $("special").checked = body.tokens?.omit === "special";
+    showLayer(String(body.layer ?? "default"));
+  } catch {
+    // not JSON yet
+  }
+}
+
+function number(id) {
+  if ($(id).disabled) return undefined;
+  const text = $(id).value.trim();
+  if (text === "") return null;
+  return /^-?\d+$/.test(text) ? Number(text) : text;
+}
+
+/** Sets the form from the address; returns the rest of the state, texts by name. */
+export function readAddress() {
+  const state = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  $(state.input === "request" ? "input-request" : "input-sentence").checked = true;
+  for (const id of TEXTS) $(id).value = state[id] ?? $(id).defaultValue;
+  $("cross").checked = "cross" in state;
+  $("scale").value = state.scale ?? "head";
+  $("special").checked = false;
+  if (mode() === "request") showPasted();
+  else showMasks({});
+  for (const id of MASKS) $(id).value = state[id] ?? $(id).value;
+  for (const id of SWITCHES) if (id in state) $(id).checked = state[id] === "1";
+  return state;
+}
+
+/** Writes the visible controls and `rest`, texts by name, where they differ from the page's first state or from a pasted request. */
+export function writeAddress(rest) {
+  const state = new URLSearchParams({ layer: $("layer").value });
+  const pasted = mode() === "request"; // has masks of its own, which empty controls remove
+  if (pasted) state.set("input", "request");
+  for (const id of TEXTS) if ($(id).value !== $(id).defaultValue && $(id).offsetParent) state.set(id, $(id).value);
+  if ($("cross").checked) state.set("cross", "1");
+  for (const id of MASKS) if ($(id).value || (pasted && !$(id).disabled)) state.set(id, $(id).value);
+  for (const id of SWITCHES) if ($(id).checked !== Boolean(usual[id]) || pasted) state.set(id, $(id).checked ? "1" : "0");
+  if ($("scale").value !== "head") state.set("scale", $("scale").value);
+  for (const [name, value] of Object.entries(rest)) if (value) state.set(name, value);
+  if (String(state).length > LONGEST) state.delete("request");
+  history.replaceState(null, "", `#${state}`);
+}
+
+/** Selects a layer, and adds it if it is not in the list: the service may have it. */
+export function showLayer(name) {
+  if (![...$("layer").options].some((option) => option.value === name)) $("layer").append(new Option(name, name));
+  $("layer").value = name;
+}
+
+/** The names in the list of layers. */
+export function layerNames() {
+  return [...$("layer").options].map(({ value }) => value);
+}
+
+/** Fills the list of layers: those of trained models, which are loaded on first use, and the others on the server. */
+export function showLayers(loaded, trained, chosen) {
+  models = trained;
+  const group = (label, names) => make("optgroup", { label }, ...names.map((name) => new Option(name, name)));
+  const others = loaded.filter((name) => !modelOf(name));
+  const groups = models.map(({ title, layers }) => group(title, layers));
+  $("layer").replaceChildren(...groups, ...(others.length ? [group("On this server", others)] : []));
+  showLayer(chosen);
+}
+
+/** For a sentence, sets the controls to the model's own calls of the chosen layer, where they are as they were for the layer before. */
+export function showUsual() {
+  const options = (mode() === "sentence" && modelOf($("layer").value)?.options) || {};
+  if (mode() === "sentence" && $("causal").checked === Boolean(usual.causal)) $("causal").checked = Boolean(options.causal);
+  usual = options;
+}
+
+function modelOf(layer) {
+  return models.find(({ layers }) => layers.includes(layer));
+}
+
+/** Removes all refusals. */
+export function clearErrors() {
+  for (const element of document.querySelectorAll(".error")) element.textContent = "";
+  for (const element of document.querySelectorAll("[aria-invalid]")) element.removeAttribute("aria-invalid");
+  $("problem").hidden = true;
+}
+
+/**
+ * Runs `act`; shows its refusal at a field, without marking a control as invalid, or at that of the API key, while `isShown()`. Returns
+ * whether it succeeded.
+ */
+export async function attempt(field, act, isShown = () => true) {
+  const place = $(`${field}-error`);
+  place.textContent = "";
+  try {
+    await act();
+    return true;
+  } catch (error) {
+    if (!(error instanceof Refusal)) throw error;
+    if (isShown() && !showKeyRefusal(error)) place.textContent = error.problems.map(problemText).join("; ");
+    return false;
+  }
+}
+
+/** A problem and its place. */
+const problemText = ({ at, text }) => `${text}${at ? `, at ${at}` : ""}`;
+
+/**
+ * Shows a refusal of the request: each problem at its field; above the result the others, or that there are some. `error.fields` maps further
+ * members to fields.
+ */
+export function showRefusal(error) {
+  if (showKeyRefusal(error)) return;
+  const isOfServer = error.status === 0 || error.status === 429 || error.status >= 500; // not the fault of a field
+  const fields = { ...FIELDS, ...(isOfServer ? {} : mode() === "request" ? FIELDS_OF_PASTED : FIELDS_OF_SENTENCE), ...error.fields };
+  const rest = [];
+  for (const problem of error.problems) {
+    const own = fields[problem.at.split("/")[1] ?? ""];
+    const field = own ?? fields["*"];
+    if (field) showAt(field, problem, own === undefined);
+    else rest.push(problemText(problem));
+  }
+  $("problem").textContent = rest.join("; ") || "Refused: the reason is beside its field.";
+  $("problem").hidden = false;
+}
+
+/** Shows a problem at a field; with its pointer if `always`, as in a text with many fields, or if it is about a part of the field. */
+function showAt(field, { at, text }, always) {
+  const place = $(`${field}-error`);
+  const [, , part, ...deeper] = at.split("/");
+  const single = (CONTROLS[field] ?? []).includes(part) && !deeper.length; // the control itself shows the place
+  const shown = `${problemText({ at: always || (part && !single) ? at : "", text })}.`;
+  place.textContent = [place.textContent, shown].filter(Boolean).join(" ");
+  for (const id of single ? [part] : (CONTROLS[field] ?? [field])) $(id).setAttribute("aria-invalid", "true");
+}
+
+/**
+ * Uses the API key that was typed, and calls `changed` after it was typed. It is stored in this tab until it is closed, and never part of copied
+ * text or of the address.
+ */
+export function followApiKey(changed) {
+  const stored = inStorage("sessionStorage", (storage) => storage.getItem(STORED_KEY)) ?? "";
+  $("api-key").value = stored;
+  $("api-key-field").hidden = !stored;
+  setApiKey(stored);
+  const take = () => {
+    setApiKey($("api-key").value.trim());
+    inStorage("sessionStorage", (storage) => (apiKey ? storage.setItem(STORED_KEY, apiKey) : storage.removeItem(STORED_KEY)));
+    changed();
+  };
+  $("api-key").addEventListener("change", () => $("api-key").value.trim() !== apiKey && take());
+  $("api-key").addEventListener("keydown", (event) => event.key === "Enter" && (event.preventDefault(), take()));
+}
+
+/** Shows a refusal at the field of the API key, which is hidden until then, if it is about the key; returns whether it is. */
+function showKeyRefusal(error) {
+  if (error.status !== 401 && !(error.status === 403 && apiKey)) return false;
+  const unknown = apiKey ? "This server does not know the key." : "This server requires a key. Its operator makes one with attend keys add.";
+  $("api-key-error").textContent = error.status === 401 ? unknown : `${error.problems.map(({ text }) => text).join("; ")}.`;
+  $("api-key-field").hidden = false;
+  $("api-key").setAttribute("aria-invalid", "true");
+  $("api-key").focus();
+  return true;
+}

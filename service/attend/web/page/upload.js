@@ -1,0 +1,172 @@
+// Adds layers from files that are dropped on the page or chosen: a safetensors file, or a model's folder, of which one or all layers are sent.
+// Only the headers of files are read; tensors stay slices of the files until they are sent.
+
+import { $ } from "./dom.js";
+import { attempt } from "./form.js";
+import { putTensors, Refusal } from "./wire.js";
+
+const ATTENTION = /(?:^|\.)(?!\w*norm)\w*(?:att|mixer|temporal_block)\w*\./i; // part of each tensor's name, in every family of service/attend/checkpoints
+const SHARED = /relative_attention_bias|(?:^|\.)(?:rel_embeddings|encoder\.LayerNorm)\./; // tables that layers share, and their norm (T5, DeBERTa)
+const EXPECTED = "Expected a safetensors file, or a model's folder with config.json and model.safetensors";
+let source = null; // {file}, or {config, fields, tensors} of a folder; `config` is the text of the file
+
+/** Listens for files; calls `added(name)` with the first layer that was added. */
+export function followFiles(added) {
+  document.addEventListener("dragover", (event) => hasFiles(event) && event.preventDefault());
+  document.addEventListener("drop", (event) => hasFiles(event) && (event.preventDefault(), attemptUpload(async () => offer(...(await dropped(event.dataTransfer))))));
+  for (const id of ["file", "folder"]) {
+    $(`choose-${id}`).addEventListener("click", () => $(id).click());
+    $(id).addEventListener("change", () => attemptUpload(() => offer(...chosen($(id)))));
+  }
+  $("upload").addEventListener("submit", (event) => (event.preventDefault(), attemptUpload(() => add(added))));
+}
+
+const hasFiles = ({ dataTransfer }) => dataTransfer.types.includes("Files");
+
+/** [name, files] of a dropped folder or of dropped files. */
+async function dropped(transfer) {
+  const entries = [...transfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
+  const folder = entries.find((entry) => entry.isDirectory);
+  const open = (entry) => new Promise((resolve, reject) => entry.file(resolve, reject));
+  const inside = folder ? await entriesOf(folder.createReader()) : entries;
+  return [folder?.name ?? "", await Promise.all(inside.filter((entry) => entry.isFile).map(open))];
+}
+
+async function entriesOf(reader) {
+  const all = [];
+  for (;;) {
+    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject)); // at most 100 at a time
+    if (!some.length) return all;
+    all.push(...some);
+  }
+}
+
+/** [name, files] of the folder that was chosen with an input, without what is in folders below it, or of a file. */
+function chosen(input) {
+  const parts = (file) => file.webkitRelativePath.split("/");
+  const files = [...input.files].filter((file) => parts(file).length <= 2);
+  input.value = ""; // so that the same files can be chosen again
+  return [files.length ? parts(files[0])[0] : "", files];
+}
+
+/** Shows what can be added of these files. */
+async function offer(name, files) {
+  const config = files.find((file) => file.name === "config.json");
+  const weights = files.filter((file) => file.name.endsWith(".safetensors"));
+  if (!weights.length || (!config && weights.length > 1)) throw new Error(`${EXPECTED}, got ${files.map((file) => file.name).join(", ") || "nothing"}`);
+  $("upload-name").value = (name || weights[0].name.replace(/\.safetensors$/, "")).replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60);
+  if (config) await offerModel(config, weights);
+  else source = { file: weights[0] };
+  $("upload-model").hidden = !config;
+  $("upload-file").hidden = Boolean(config);
+  $("upload-parts").hidden = false;
+  $("upload").querySelector("details").open = true;
+  $("upload-name").focus();
+}
+
+async function offerModel(file, weights) {
+  const config = await file.text();
+  const tensors = await openTensors(weights);
+  const fields = JSON.parse(config);
+  const count = countLayers(fields, tensors);
+  source = { config, fields, tensors };
+  const each = Array.from({ length: count }, (_, i) => new Option(`Layer ${i}`, String(i)));
+  $("upload-layers").replaceChildren(new Option(`All ${count} layers`, Array.from({ length: count }, (_, i) => i).join(" ")), ...each);
+}
+
+async function add(added) {
+  const name = $("upload-name").value.trim();
+  const names = [];
+  for (const [layer, query, body] of requests(name)) {
+    $("upload-status").textContent = `Adding ${layer}…`;
+    await putTensors(`layers/${encodeURIComponent(layer)}${query}`, body);
+    names.push(layer);
+  }
+  $("upload-status").textContent = `Added ${names.length > 1 ? `${names[0]} to ${names.at(-1)}` : names[0]}`;
+  added(names[0]);
+}
+
+/** [name, query, body] of each PUT. */
+function requests(name) {
+  const given = (entries) => entries.filter(([, value]) => value);
+  const value = (id) => $(id).value.trim();
+  if (source.file) {
+    const query = new URLSearchParams(given([["prefix", value("upload-prefix")], ["spec", value("upload-spec")]]));
+    return [[name, String(query) && `?${query}`, source.file]];
+  }
+  const part = Object.fromEntries(given([["part", value("upload-part")]]));
+  const numbers = $("upload-layers").value.split(" ");
+  const { config, fields, tensors } = source;
+  return numbers.map((layer) => [`${name}-${layer}`, "", fileOf(tensorsOfLayer(tensors, Number(layer), fields), { config, layer, ...part })]);
+}
+
+/** Shows the refusal of the service, or the error of reading a file. */
+async function attemptUpload(act) {
+  $("upload-status").textContent = "";
+  const refused = (error) => Promise.reject(error instanceof Refusal ? error : new Refusal(0, error.message));
+  if (await attempt("upload", () => act().catch(refused))) return;
+  $("upload").querySelector("details").open = true;
+  $("upload-status").textContent = "";
+}
+
+/** Name -> {dtype, shape, data: Blob} for the tensors of several files. Throws Error with a text for people. */
+async function openTensors(files) {
+  const tensors = new Map();
+  for (const file of files) {
+    const { start, header } = await readHeader(file);
+    const { __metadata__, ...entries } = header; // files that transformers writes have metadata
+    for (const [name, { dtype, shape, data_offsets: [begin, end] }] of Object.entries(entries)) {
+      tensors.set(name, { dtype, shape, data: file.slice(start + begin, start + end) });
+    }
+  }
+  return tensors;
+}
+
+async function readHeader(file) {
+  try {
+    const size = Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
+    return { start: 8 + size, header: JSON.parse(await file.slice(8, 8 + size).text()) };
+  } catch {
+    throw new Error(`Expected a safetensors file, got ${file.name}`);
+  }
+}
+
+/** How many layers a model has, by its config or else by the first numbers in the names of its tensors. */
+function countLayers(config, tensors) {
+  const { depths, num_hidden_layers, n_layer, n_layers, num_layers } = { ...config, ...config.text_config };
+  if (depths) return depths.reduce((sum, depth) => sum + depth, 0);
+  return num_hidden_layers ?? n_layer ?? n_layers ?? num_layers ?? 1 + Math.max(...[...tensors.keys()].map((name) => numbersIn(name)[0] ?? 0));
+}
+
+/** The attention tensors of this layer, by the numbers in their names, and tables that layers share; those of all layers if none has them. */
+function tensorsOfLayer(tensors, number, config) {
+  const attention = [...tensors].filter(([name]) => ATTENTION.test(name) || SHARED.test(name));
+  const place = placeOf(number, config);
+  const own = attention.filter(([name]) => place.every((n, i) => numbersIn(name)[i] === n));
+  return new Map(own.length ? [...own, ...attention.filter(([name]) => SHARED.test(name))] : attention);
+}
+
+/** The first numbers in the names of a layer's tensors: its own, or its stage and block in a model with stages (Swin). */
+function placeOf(number, { depths }) {
+  if (!depths) return [number];
+  let stage = 0;
+  while (number >= depths[stage]) number -= depths[stage++];
+  return [stage, number];
+}
+
+/** The segments of a name that are numbers. */
+function numbersIn(name) {
+  return name.split(".").filter((segment) => /^\d+$/.test(segment)).map(Number);
+}
+
+/** A safetensors file of these tensors, with `metadata`, texts by name. */
+function fileOf(tensors, metadata) {
+  const header = { __metadata__: metadata };
+  let end = 0;
+  for (const [name, { dtype, shape, data }] of tensors) header[name] = { dtype, shape, data_offsets: [end, (end += data.size)] };
+  const text = new TextEncoder().encode(JSON.stringify(header));
+  const padding = new Uint8Array(-text.length & 7).fill(32); // the tensors begin at a multiple of eight
+  const size = new DataView(new ArrayBuffer(8));
+  size.setBigUint64(0, BigInt(text.length + padding.length), true);
+  return new Blob([size.buffer, text, padding, ...[...tensors.values()].map(({ data }) => data)]);
+}

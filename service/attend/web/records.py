@@ -1,0 +1,103 @@
+"""The record of one HTTP request or gRPC call, and the endpoint that answers it.
+
+The record of an HTTP request passes all middleware (`web/app.py`) and reaches the endpoint: what its headers say, its channels, and what
+its log line, its span and the metrics will say about it. `web/grpc/methods.py` has the record of a gRPC call.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import getrandbits
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
+
+from attend.serving.byte_budget import Lease
+from attend.serving.metrics import Phases
+from attend.web.connections import RECORD_KEY, Connection
+
+OTHER = "other"  # label of all paths where nothing is served
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(slots=True)
+class Record:
+    """How an HTTP request or a gRPC call ended."""
+
+    request_id: str
+    reason: str = ""  # of a refusal or failure
+    detail: str = ""
+    api_key: str = ""  # the name of the caller's
+    phases: Phases | None = None
+    log_fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class HttpRecord(Record):
+    """An HTTP request: its headers, its channels, its endpoint, and how much of body and reply has been transferred.
+
+    Who writes what changes: `send`, `status` and `sent` `replies.py` (`send` also `cors.py`); `api_key` `guard.py`; `reason` and `detail`
+    `error_replies.py`; `received`, `body_complete` and `lease` `request_reader.py`; `reply_headers` `access_log.py`; `phases` and
+    `log_fields` the endpoint, by `send_reply`.
+    """
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    headers: dict[bytes, bytes]  # names in lower case
+    repeated: Sequence[tuple[bytes, bytes]]  # all headers in order, if one occurs twice; else empty
+    method: str
+    path: str  # below the root path
+    endpoints: "Mapping[str, Endpoint]"  # those of the path, by method
+    endpoint: "Endpoint | None"  # None: nothing is served there, or not by this method
+    label: str  # of the path in metrics and traces: the path of its endpoints, such as /layers/{name}, or OTHER; so there are few
+    path_parameters: Mapping[str, str]
+    address: str  # the caller's, "" on a Unix socket
+    connection: Connection | None  # None under another ASGI server
+    status: int = 0
+    received: int = 0
+    body_complete: bool = False  # whether the body has been read to its end
+    reply_headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # that middleware adds to the reply
+    sent: int = 0
+    lease: Lease | None = None  # the request's share of the byte budget, once it has one
+
+    def header(self, name: bytes) -> str:
+        """The value of a header, "" if there is none."""
+        return self.headers[name].decode("latin-1") if name in self.headers else ""
+
+
+Handler = Callable[[HttpRecord], Awaitable[None]]  # answers a request: an endpoint, or middleware around it
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One row of the table of endpoints (`web/endpoints.py`)."""
+
+    method: str
+    path: str  # such as /layers/{name}
+    scopes: frozenset[str]  # a key needs one of them; empty: no key is needed
+    handler: Handler
+    route: APIRoute  # describes it in the OpenAPI document
+    aliases: tuple[str, ...] = ()  # further paths
+    grpc_methods: tuple[str, ...] = ()  # of GRPCInferenceService that do the same, and need the same key
+    page: bool = False  # whether a client that prefers text/html needs no key
+
+
+def record_of(scope: Scope) -> HttpRecord:
+    """The record of the request with this scope."""
+    record: HttpRecord = scope[RECORD_KEY]
+    return record
+
+
+async def _current_record(request: Request) -> HttpRecord:
+    return record_of(request.scope)
+
+
+CurrentRecord = Annotated[HttpRecord, Depends(_current_record)]  # the parameter of an endpoint that gets the record of its request
+
+
+def valid_request_id(given: str | None) -> str:
+    """The client's request id if it is valid, otherwise a new one."""
+    return given if given is not None and REQUEST_ID.fullmatch(given) else f"{getrandbits(64):016x}"

@@ -1,0 +1,115 @@
+"""POST /attend, POST /attend/analysis, POST /attend/plan and POST /attend/figure.
+
+All but POST /attend/plan are direct endpoints: FastAPI's request parsing would allocate a Python object per number.
+"""
+
+from fastapi import Response
+
+from attend.serving.engine import ANALYSIS, ATTEND, FIGURE
+from attend.serving.plan import plan_call
+from attend.serving.service import Service
+from attend.web.endpoints import INFER, EndpointTable
+from attend.web.openapi import (
+    ANALYSIS_EXAMPLE,
+    ATTEND_EXAMPLE,
+    BODY_ERRORS,
+    CALL_ERRORS,
+    DEFAULT_LAYER_EXAMPLE,
+    FIGURE_EXAMPLE,
+    PLAN_EXAMPLE,
+    error_responses,
+    request_body_doc,
+)
+from attend.web.records import CurrentRecord
+from attend.web.replies import send_reply
+from attend.web.request_reader import read_request
+from attend.wire.negotiation import CODECS, PICTURES, accepted_type, media_type_of_body
+from attend.wire.schemas.analysis import AnalysisReply
+from attend.wire.schemas.attend import AttendReply, Plan
+
+PICTURE_POLICY = (
+    b"content-security-policy",
+    b"sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'",
+)
+
+
+def add_endpoints(table: EndpointTable, service: Service) -> None:
+    """Adds the endpoints."""
+
+    @table.add(
+        "POST",
+        "/attend",
+        INFER,
+        direct=True,
+        tags=["attend"],
+        response_model=AttendReply,
+        responses=error_responses(*CALL_ERRORS),
+        openapi_extra=request_body_doc(
+            "AttendRequest", (DEFAULT_LAYER_EXAMPLE, "Four rows, causal."), (ATTEND_EXAMPLE, "For the layer `tiny`."), binary=True
+        ),
+    )
+    async def attend(record: CurrentRecord) -> None:
+        """Attention output and weights for queries, keys, values and masks.
+
+        With `Accept: application/vnd.safetensors` the reply is a safetensors file with the same outputs.
+        """
+        service.require_started()
+        raw = await read_request(record, service)
+        await send_reply(await service.engine.answer(raw, ATTEND), record)
+
+    @table.add(
+        "POST",
+        "/attend/analysis",
+        INFER,
+        direct=True,
+        tags=["attend"],
+        response_model=AnalysisReply,
+        responses=error_responses(*CALL_ERRORS),
+        openapi_extra=request_body_doc("AnalysisRequest", (ANALYSIS_EXAMPLE, "What each head does with four words."), binary=True),
+    )
+    async def analysis(record: CurrentRecord) -> None:
+        """Numbers on what each head does.
+
+        The body is that of POST /attend, and the metrics to compute.
+        """
+        service.require_started()
+        raw = await read_request(record, service)
+        await send_reply(await service.engine.answer(raw, ANALYSIS), record)
+
+    @table.add(
+        "POST",
+        "/attend/plan",
+        INFER,
+        tags=["attend"],
+        response_model=Plan,
+        responses=error_responses(*BODY_ERRORS),
+        openapi_extra=request_body_doc("AttendRequest", (PLAN_EXAMPLE, "Tensors may be given by shape alone."), binary=True),
+    )
+    async def plan(record: CurrentRecord) -> Plan:
+        """Shapes and cost of the reply to a body, and whether it is admitted. Computes nothing.
+
+        The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
+        """
+        service.require_started()
+        return await plan_call(service.engine, await read_request(record, service))
+
+    @table.add(
+        "POST",
+        "/attend/figure",
+        INFER,
+        direct=True,
+        tags=["attend"],
+        response_class=Response,
+        responses={
+            200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}},
+            **error_responses(*CALL_ERRORS),
+        },
+        openapi_extra=request_body_doc("FigureRequest", (FIGURE_EXAMPLE, "Heat maps of all heads."), binary=True),
+    )
+    async def figure(record: CurrentRecord) -> None:
+        """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
+        service.require_started()
+        codec = CODECS[media_type_of_body(record.header(b"content-type"))]
+        picture_type = accepted_type(record.header(b"accept"), tuple(PICTURES))
+        raw = await read_request(record, service, codec, {"picture_type": picture_type})
+        await send_reply(await service.engine.answer(raw, FIGURE), record, PICTURE_POLICY)

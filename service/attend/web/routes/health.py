@@ -1,0 +1,40 @@
+"""GET /health/live, /health/ready, /health/startup and /metrics, for operators."""
+
+from typing import Any
+
+from fastapi import Response
+
+from attend.serving.service import Service
+from attend.web.endpoints import METRICS, PUBLIC, EndpointTable
+
+ROUTE_OPTIONS: dict[str, Any] = {"tags": ["operation"], "response_model": dict[str, bool]}
+
+
+def add_endpoints(table: EndpointTable, service: Service) -> None:
+    """Adds the endpoints."""
+
+    @table.add("GET", "/health/live", PUBLIC, **ROUTE_OPTIONS)
+    async def live() -> dict[str, bool]:
+        """The process is alive."""
+        return {"live": True}
+
+    @table.add("GET", "/health/ready", PUBLIC, **ROUTE_OPTIONS, responses={503: {"model": dict[str, bool], "description": "Not ready."}})
+    async def ready(response: Response) -> dict[str, bool]:
+        """200 if all configured layers are loaded and warmed up and the device answers a small test call (skipped after a recent call)."""
+        ready = await service.is_answering()
+        response.status_code = 200 if ready else 503
+        return {"ready": ready}
+
+    @table.add(
+        "GET", "/health/startup", PUBLIC, **ROUTE_OPTIONS, responses={503: {"model": dict[str, bool], "description": "Still starting."}}
+    )
+    async def startup(response: Response) -> dict[str, bool]:
+        """Starting is over; probes of readiness and liveness may begin."""
+        response.status_code = 200 if service.started else 503
+        return {"started": service.started}
+
+    @table.add("GET", "/metrics", METRICS, tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        service.sample()
+        return Response(service.metrics.text(), media_type=service.metrics.content_type)

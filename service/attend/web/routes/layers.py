@@ -1,0 +1,130 @@
+"""GET, PUT and DELETE of /layers, and GET of a layer's weights as a file."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Annotated
+
+from fastapi import Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from attend.errors import InvalidRequest, Problem, pointer
+from attend.serving import layer_requests
+from attend.serving.layers.files import CheckpointQuery
+from attend.serving.service import Service
+from attend.web.endpoints import ADMIN, READ, EndpointTable
+from attend.web.openapi import BINARY, PUT_LAYER_EXAMPLE, error_responses, request_body_doc
+from attend.web.records import CurrentRecord
+from attend.web.request_reader import deadline_of, read_request, request_without_body
+from attend.wire.codec import Buffer
+from attend.wire.negotiation import JSON, SAFETENSORS
+from attend.wire.problems import MAX_PROBLEMS, describe_value
+from attend.wire.schemas.layers import LayerDocument, Layers
+from attend.wire.schemas.schema import LAYER_NAME, require_layer_name
+
+QUERY_PARAMETERS = ("layout", "prefix", "spec")
+NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `require_layer_name` checks it
+DOCUMENT_BYTES = 1500  # of the description of a layer, roughly
+CHUNK_BYTES = 1 << 20  # bytes sent at a time, so that a slow client does not cause a second copy of the weights
+
+
+def add_endpoints(table: EndpointTable, service: Service, require_writable: Callable[[], None]) -> None:
+    """Adds the endpoints. `require_writable` raises an error if layers cannot be changed over HTTP."""
+
+    @table.add("GET", "/layers", READ, tags=["layers"], response_model=Layers)
+    async def get_layers(record: CurrentRecord) -> Response:
+        """All layers, loaded and unloaded."""
+        registry = service.registry
+        layers = registry.with_unloaded()
+
+        def text() -> str:
+            return Layers(layers=list(map(registry.info_of, layers))).model_dump_json()
+
+        # in a thread: a thousand layers take tenths of a second
+        return Response(await service.engine.codecs.run(text, DOCUMENT_BYTES * len(layers), record.api_key), media_type=JSON)
+
+    @table.add("GET", "/layers/{name}", READ, tags=["layers"], response_model=LayerDocument, responses=error_responses(404, 503))
+    async def get_layer(name: str) -> LayerDocument:
+        """One layer: its spec with all defaults filled in, its fingerprint, its device."""
+        return service.loaded_registry.layer_info(name)
+
+    @table.add(
+        "PUT",
+        "/layers/{name}",
+        ADMIN,
+        tags=["layers"],
+        response_model=LayerDocument,
+        responses={
+            201: {"model": LayerDocument, "description": "The layer is new."},
+            **error_responses(400, 403, 409, 413, 415, 422, 429, 500, 503, 504, 507),
+        },
+        openapi_extra=request_body_doc("PutLayer", (PUT_LAYER_EXAMPLE, "A seeded layer."), binary=True),
+    )
+    async def put_layer(
+        name: NewName,
+        record: CurrentRecord,
+        request: Request,
+        response: Response,
+        layout: Annotated[str | None, Query(description="Layout of the checkpoint; needed only if its names fit several layouts.")] = None,
+        prefix: Annotated[str | None, Query(description="Name of the layer in the checkpoint, or enough of it to select one.")] = None,
+        spec: Annotated[str | None, Query(description="JSON: fields that the tensors do not determine, such as num_heads.")] = None,
+    ) -> LayerDocument:
+        """Create or replace a layer; it is usable once the reply arrives.
+
+        The body is JSON (a spec and optional weights) or a safetensors file: one of GET /layers/{name}/weights, or a checkpoint, from which
+        one layer is read. If the file's metadata have `config` (the text of a model's config.json), `layer` (a number) and, where the model
+        has several, `part` (encoder, decoder or cross), the config decides what the layer computes.
+        """
+        require_writable()
+        require_layer_name(name)
+        _require_query_parameters([name for name, _ in request.query_params.multi_items()])
+        service.require_started()
+        raw = await read_request(record, service, layer=True)
+        layer, new, assumed = await layer_requests.put_layer(service, name, raw, CheckpointQuery(layout, prefix, spec))
+        response.status_code = 201 if new else 200
+        return service.registry.info_of(layer).model_copy(update={"assumed": dict(assumed) or None})
+
+    @table.add(
+        "GET",
+        "/layers/{name}/weights",
+        READ,
+        tags=["layers"],
+        response_class=StreamingResponse,
+        responses={
+            200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."},
+            **error_responses(404, 409, 429, 503, 507),
+        },
+    )
+    async def get_weights(name: str, record: CurrentRecord) -> StreamingResponse:
+        """The weights under their canonical names, as a safetensors file that PUT accepts; its metadata contains the spec."""
+        return send_file(await layer_requests.export_layer(service, name, request_without_body(record, service)), name)
+
+    @table.add("DELETE", "/layers/{name}", ADMIN, tags=["layers"], status_code=204, responses=error_responses(403, 404, 409, 500, 503, 504))
+    async def delete_layer(name: str, record: CurrentRecord) -> None:
+        """Removes a layer; calls that are bound to it are still answered."""
+        require_writable()
+        service.require_started()
+        await service.loader.remove(name, deadline_of(record, service))
+
+
+def _require_query_parameters(names: Sequence[str]) -> None:
+    """Raises InvalidRequest if a query parameter of PUT /layers/{name} is unknown or occurs twice."""
+    unknown = [name for name in names if name not in QUERY_PARAMETERS][:MAX_PROBLEMS]
+    problems = [
+        Problem(pointer([name]), f"a query parameter among {', '.join(QUERY_PARAMETERS)}", describe_value(name)) for name in unknown
+    ]
+    problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY_PARAMETERS if names.count(name) > 1]
+    if problems:
+        raise InvalidRequest(problems=problems)
+
+
+def send_file(pieces: Sequence[Buffer], name: str) -> StreamingResponse:
+    """The response with a safetensors file to save as `name`. The request's lease counts its bytes until they are sent, even if the layer
+    or session is replaced meanwhile."""
+    headers = {"Content-Length": str(sum(map(len, pieces))), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
+    return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
+
+
+async def _chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
+    for piece in pieces:
+        whole = memoryview(piece)
+        for start in range(0, len(whole), CHUNK_BYTES):
+            yield whole[start : start + CHUNK_BYTES]

@@ -1,0 +1,63 @@
+"""GET /: the page for a browser, a JSON index for other clients; and the files of the page.
+
+The page is plain HTML, CSS and ES modules in `page/`, and the heat-map viewer in `service/attend/assets/`, served as they are. Its
+Content-Security-Policy allows only these files. Browsers revalidate them by ETag on every visit.
+"""
+
+import mimetypes
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.staticfiles import StaticFiles
+
+from attend.serving.service import Service
+from attend.version import __version__
+from attend.web.endpoints import PUBLIC, READ, EndpointTable
+from attend.wire.negotiation import HTML, JSON, accepted_type
+
+CONTRACT = "1"  # version of the wire contract; a new version requires changes in clients
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'; form-action 'none'",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+mimetypes.add_type("text/javascript", ".js")  # systems differ
+
+
+class PageFiles(StaticFiles):
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """The file, or 304, with the page's headers."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(HEADERS)
+        return response
+
+
+def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any]) -> None:
+    """Adds GET / and the page's files. `members`: further members of the JSON index."""
+    files = PageFiles(packages=[("attend", "web/page"), ("attend", "assets")])
+
+    @table.add(
+        "GET",
+        "/",
+        READ,
+        page=True,
+        tags=["operation"],
+        response_model=dict[str, Any],
+        responses={200: {"description": "The index, or the page for callers that prefer text/html.", "content": {HTML: {}}}},
+    )
+    async def index(request: Request) -> Response:
+        """Version, threads, limits and layers; in a browser, a page that shows heads."""
+        if accepted_type(request.headers.get("accept", ""), (JSON, HTML)) == HTML:
+            response = await files.get_response("index.html", request.scope)
+        else:
+            layers = [layer.name for layer in service.registry.all()]
+            about = {"name": "attend", "version": __version__, "contract": CONTRACT}
+            response = JSONResponse({**about, **members, "layers": layers, "documentation": "/docs"})
+        response.headers["Vary"] = "Accept"
+        return response
+
+    @table.add("GET", "/page/{file}", PUBLIC, include_in_schema=False)
+    async def page_file(file: str, request: Request) -> Response:
+        return await files.get_response(file, request.scope)

@@ -1,0 +1,184 @@
+"""/sessions: create, list, shorten, fork, export, import and end sessions, and attend with them."""
+
+from typing import Annotated
+
+from fastapi import Path, Response
+from fastapi.responses import StreamingResponse
+
+from attend.serving.engine import ATTEND
+from attend.serving.layer_requests import read_body
+from attend.serving.requests import RawRequest
+from attend.serving.service import Service
+from attend.serving.sessions.locks import lock_session
+from attend.serving.sessions.transfer import export_cache, import_cache
+from attend.web.endpoints import INFER, EndpointTable
+from attend.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
+from attend.web.records import CurrentRecord
+from attend.web.replies import send_reply
+from attend.web.request_reader import deadline_of, read_request, request_without_body
+from attend.web.routes.layers import send_file
+from attend.wire.negotiation import JSON, SAFETENSORS
+from attend.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendReply, SessionDocument, Sessions
+
+SESSIONS = "/sessions/"
+MAX_BODY_BYTES = 1 << 16  # bytes of a body without tensors
+DOCUMENT_BYTES = 400  # of the description of a session, roughly
+SessionIdPath = Annotated[str, Path(description="The id of the session.")]
+
+
+def add_endpoints(table: EndpointTable, service: Service) -> None:
+    """Adds the endpoints."""
+
+    @table.add(
+        "POST",
+        "/sessions",
+        INFER,
+        tags=["sessions"],
+        status_code=201,
+        response_model=SessionDocument,
+        responses=session_error_responses(*BODY_ERRORS),
+        openapi_extra=request_body_doc("PostSession", ({"layer": "default"}, "A session of the layer `default`."), required=False),
+    )
+    async def post_session(record: CurrentRecord, response: Response) -> SessionDocument:
+        """Starts a session: a sequence whose keys and values the server keeps."""
+        sessions = service.engine.require_sessions()
+        service.require_started()
+        raw = await read_request(record, service, largest=MAX_BODY_BYTES)
+        session = sessions.create(await read_body(service, raw, PostSession), record.api_key)
+        response.headers["Location"] = f"{record.scope.get('root_path', '')}{SESSIONS}{session.id}"
+        return sessions.document(session)
+
+    @table.add("GET", "/sessions", INFER, tags=["sessions"], response_model=Sessions, responses=session_error_responses(404, 503, 504))
+    async def get_sessions(record: CurrentRecord) -> Response:
+        """The caller's sessions, least recently used first."""
+        sessions = service.engine.require_sessions()
+        found = sessions.of_owner(record.api_key)
+
+        def text() -> str:
+            return Sessions(sessions=[sessions.document(session) for session in found]).model_dump_json()
+
+        # in a thread: thousands of sessions take tenths of a second
+        return Response(await service.engine.codecs.run(text, DOCUMENT_BYTES * len(found), record.api_key), media_type=JSON)
+
+    @table.add(
+        "GET",
+        "/sessions/{id}",
+        INFER,
+        tags=["sessions"],
+        response_model=SessionDocument,
+        responses=session_error_responses(404, 410, 421, 503, 504),
+    )
+    async def get_session(id: SessionIdPath, record: CurrentRecord) -> SessionDocument:
+        """One session."""
+        sessions = service.engine.require_sessions()
+        return sessions.document(sessions.find(id, record.api_key))
+
+    @table.add(
+        "DELETE",
+        "/sessions/{id}",
+        INFER,
+        tags=["sessions"],
+        status_code=204,
+        responses=session_error_responses(404, 410, 421, 422, 503, 504),
+    )
+    async def delete_session(id: SessionIdPath, record: CurrentRecord) -> None:
+        """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
+        sessions = service.engine.require_sessions()
+        async with lock_session(sessions, id, record.api_key, RawRequest(b"", deadline=deadline_of(record, service))) as session:
+            sessions.end(session, "deleted")
+
+    @table.add(
+        "PATCH",
+        "/sessions/{id}",
+        INFER,
+        tags=["sessions"],
+        response_model=SessionDocument,
+        responses=session_error_responses(*BODY_ERRORS, 410, 421),
+        openapi_extra=request_body_doc("PatchSession", ({"length": 3}, "Keeps the first three rows.")),
+    )
+    async def patch_session(id: SessionIdPath, record: CurrentRecord) -> SessionDocument:
+        """Rolls a session back to a shorter length."""
+        sessions = service.engine.require_sessions()
+        sessions.find(id, record.api_key)
+        raw = await read_request(record, service, largest=MAX_BODY_BYTES)
+        document = await read_body(service, raw, PatchSession)
+        async with lock_session(sessions, id, record.api_key, raw) as session:
+            session.truncate(document.length)
+        return sessions.document(session)
+
+    @table.add(
+        "POST",
+        "/sessions/{id}/fork",
+        INFER,
+        tags=["sessions"],
+        status_code=201,
+        response_model=SessionDocument,
+        responses=session_error_responses(*BODY_ERRORS, 410, 421),
+        openapi_extra=request_body_doc("PostFork", ({"length": None}, "A copy of the whole session."), required=False),
+    )
+    async def fork_session(id: SessionIdPath, record: CurrentRecord, response: Response) -> SessionDocument:
+        """Starts a session with the first rows of another. Both share pages until one of them writes to them."""
+        sessions = service.engine.require_sessions()
+        sessions.find(id, record.api_key)
+        raw = await read_request(record, service, largest=MAX_BODY_BYTES)
+        document = await read_body(service, raw, PostFork)
+        async with lock_session(sessions, id, record.api_key, raw) as session:
+            fork = sessions.fork(session, document.length)
+        response.headers["Location"] = f"{record.scope.get('root_path', '')}{SESSIONS}{fork.id}"
+        return sessions.document(fork)
+
+    @table.add(
+        "POST",
+        "/sessions/{id}/attend",
+        INFER,
+        direct=True,
+        tags=["sessions"],
+        response_model=SessionAttendReply,
+        responses=session_error_responses(*CALL_ERRORS, 410, 412, 421),
+        openapi_extra=request_body_doc("SessionAttendRequest", (STEP_EXAMPLE, "Appends a row, and attends to all."), binary=True),
+    )
+    async def attend_in_session(id: SessionIdPath, record: CurrentRecord) -> None:
+        """Appends rows, and attends to all rows of the session.
+
+        The body is that of POST /attend without `layer`. Key and value are projected and appended first; by default they are the query.
+        """
+        service.require_started()
+        service.engine.require_sessions().find(id, record.api_key)  # before the body is read
+        raw = await read_request(record, service)
+        raw.session = id
+        await send_reply(await service.engine.answer(raw, ATTEND), record)
+
+    @table.add(
+        "GET",
+        "/sessions/{id}/cache",
+        INFER,
+        tags=["sessions"],
+        response_class=StreamingResponse,
+        responses={
+            200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The rows."},
+            **session_error_responses(404, 410, 421, 422, 429, 503, 504, 507),
+        },
+    )
+    async def get_cache(id: SessionIdPath, record: CurrentRecord) -> StreamingResponse:
+        """The rows of a session as a safetensors file that PUT accepts: `key` and `value` [kv heads, n, d], or `latent` and `rope_key`; and
+        `index_key` of an indexer."""
+        sessions = service.engine.require_sessions()
+        pieces = await export_cache(service, sessions, id, record.api_key, request_without_body(record, service))
+        return send_file(pieces, "cache")
+
+    @table.add(
+        "PUT",
+        "/sessions/{id}/cache",
+        INFER,
+        tags=["sessions"],
+        response_model=SessionDocument,
+        responses=session_error_responses(*BODY_ERRORS, 410, 421),
+        openapi_extra={"requestBody": {"required": True, "content": {SAFETENSORS: {"schema": BINARY}}}},
+    )
+    async def put_cache(id: SessionIdPath, record: CurrentRecord) -> SessionDocument:
+        """Replaces the rows of a session by those of an exported file. The layers must have the same fingerprint."""
+        sessions = service.engine.require_sessions()
+        service.require_started()
+        sessions.find(id, record.api_key)
+        raw = await read_request(record, service, layer=True)
+        return sessions.document(await import_cache(service, sessions, id, record.api_key, raw))

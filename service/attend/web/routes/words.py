@@ -1,0 +1,40 @@
+"""/words: vectors of a text, for the page at GET / and for examples."""
+
+from fastapi import Response
+from starlette.concurrency import run_in_threadpool
+
+from attend.serving.service import Service
+from attend.serving.words.encoder import TextEncoder
+from attend.web.endpoints import INFER, READ, EndpointTable
+from attend.web.openapi import BODY_ERRORS, WORDS_EXAMPLE, error_responses, request_body_doc
+from attend.web.records import CurrentRecord
+from attend.web.request_reader import read_request
+from attend.wire.negotiation import JSON
+from attend.wire.schemas.words import Vocabulary, Words
+
+MAX_TEXT_BODY_BYTES = 1 << 20  # bytes; the longest text with every character escaped
+
+
+def add_endpoints(table: EndpointTable, service: Service, models: bool) -> None:
+    """Adds the endpoints. `models`: whether layers of trained models may be loaded on demand."""
+    encoder = TextEncoder(service, models)
+
+    @table.add("GET", "/words", READ, tags=["words"], response_model=Vocabulary)
+    async def get_words() -> Vocabulary:
+        """The trained models whose layers are available, and what to install for others."""
+        return await encoder.vocabulary()
+
+    @table.add(
+        "POST",
+        "/words",
+        INFER,
+        tags=["words"],
+        response_model=Words,
+        responses=error_responses(*BODY_ERRORS),
+        openapi_extra=request_body_doc("WordsRequest", (WORDS_EXAMPLE, "A sentence for the layer `default`.")),
+    )
+    async def post_words(record: CurrentRecord) -> Response:
+        """Tokens and vectors of a sentence for a layer: of a trained model for its own layers, from hashes of the words for others."""
+        service.require_started()
+        words = await encoder.read(await read_request(record, service, largest=MAX_TEXT_BODY_BYTES))
+        return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer

@@ -1,0 +1,283 @@
+"""The routes of /v2: this server, its models, inference, and the model repository, which lists, creates, unloads and reloads layers."""
+
+from typing import Any, TypeVar
+
+from fastapi import Depends, Response
+from fastapi.concurrency import run_in_threadpool
+
+from attend.errors import MalformedBody, RequestError
+from attend.serving.engine import ATTEND
+from attend.serving.layer_requests import put_layer, read_object
+from attend.serving.requests import RawRequest
+from attend.serving.service import Service
+from attend.web.endpoints import ADMIN, INFER, PUBLIC, READ, EndpointTable
+from attend.web.openapi import INFER_EXAMPLE, LOAD_EXAMPLE, request_body_doc, schema, v2_error_responses
+from attend.web.records import CurrentRecord, HttpRecord
+from attend.web.replies import send_reply
+from attend.web.request_reader import read_request
+from attend.web.routes.layers import NewName
+from attend.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
+from attend.wire.json.strict import parse_nested
+from attend.wire.negotiation import CODECS, JSON
+from attend.wire.problems import validate
+from attend.wire.schemas.schema import require_layer_name
+from attend.wire.v2.codec import HEADER_LENGTH, V2Codec
+from attend.wire.v2.members import require_version
+from attend.wire.v2.schemas import (
+    Health,
+    IndexRequest,
+    LoadParameters,
+    LoadRequest,
+    ModelConfig,
+    ModelMetadata,
+    ModelReady,
+    RepositoryModel,
+    ServerMetadata,
+    Statistics,
+    StrictModel,
+    UnloadRequest,
+)
+
+MODEL_PATH = "/v2/models/{name}"
+VERSION_PATH = f"{MODEL_PATH}/versions/{{version}}"  # every path of a model also exists below it
+REPOSITORY_PATH = "/v2/repository/models/{name}"
+MODEL_BYTES = 80  # of the entry of a model in the index of the repository, roughly
+CONFIG_PATH = "/parameters/config"  # the place of the spec in a request to load a model
+MAX_BODY_BYTES = 1 << 16  # bytes of a body for the model repository, before and after decompression; a spec has some hundreds
+CODEC = V2Codec()
+D = TypeVar("D", bound=StrictModel)
+
+
+def _model(path: str) -> dict[str, Any]:
+    """The path of a model, the same path of its version, and the check of that version, as arguments of `EndpointTable.add`."""
+    return {"path": MODEL_PATH + path, "aliases": (VERSION_PATH + path,), "dependencies": [Depends(_require_version)]}
+
+
+async def _require_version(record: CurrentRecord) -> None:
+    """Raises LayerNotFound for an unknown version."""
+    require_version(record.path_parameters.get("version"))
+
+
+def _header_length(record: HttpRecord) -> str:
+    """Inference-Header-Content-Length, "" if there is none. Raises MalformedBody if several differ: a proxy may have used another one."""
+    if len(record.repeated) and len({value for name, value in record.repeated if name == HEADER_LENGTH}) > 1:
+        raise MalformedBody.where("", "one Inference-Header-Content-Length", "several that differ")
+    return record.header(HEADER_LENGTH)
+
+
+def health_of(ready: bool) -> Health:
+    """The body of a health reply; different clients read different members."""
+    return Health(live=True, ready=ready, error=None if ready else "not ready")
+
+
+def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolExtensions) -> None:
+    """Adds the endpoints."""
+    options: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
+
+    @table.add("GET", "/v2", READ, grpc_methods=("ServerMetadata",), **options, response_model=ServerMetadata)
+    async def server() -> ServerMetadata:
+        """Name, version, and which extensions of the protocol work here."""
+        return extensions.metadata()
+
+    @table.add("GET", "/v2/health/live", PUBLIC, grpc_methods=("ServerLive",), **options, response_model=Health)
+    async def live() -> Health:
+        """The process is alive. `ready` says whether calls are answered, without checking the device."""
+        return health_of(service.ready and len(service.registry) > 0)
+
+    @table.add(
+        "GET",
+        "/v2/health/ready",
+        PUBLIC,
+        grpc_methods=("ServerReady",),
+        **options,
+        response_model=Health,
+        responses={503: {"model": Health, "description": "Not ready."}},
+    )
+    async def ready(response: Response) -> Health:
+        """200 if /health/ready is 200 and the server has a layer."""
+        is_ready = await service.is_serving_layers()
+        response.status_code = 200 if is_ready else 503
+        return health_of(is_ready)
+
+    @table.add("GET", "/v2/models/stats", READ, **options, response_model=Statistics, responses=v2_error_responses(409))
+    async def all_statistics() -> Response:
+        """Statistics of every model."""
+        extensions.require_statistics()
+        layers = service.registry.all()
+        text = await run_in_threadpool(lambda: statistics_of(service, layers, extensions.workers).model_dump_json())  # slow for many layers
+        return Response(text, media_type=JSON)
+
+    @table.add(
+        "GET",
+        scopes=READ,
+        grpc_methods=("ModelMetadata",),
+        **_model(""),
+        **options,
+        response_model=ModelMetadata,
+        responses=v2_error_responses(404, 409, 503),
+    )
+    async def model(name: str) -> ModelMetadata:
+        """Inputs and outputs of a model. Like every path of a model, it also exists below /versions/1."""
+        return metadata_of(service.loaded_registry.find(name, at=""))
+
+    @table.add(
+        "GET",
+        scopes=READ,
+        grpc_methods=("ModelReady",),
+        **_model("/ready"),
+        **options,
+        response_model=ModelReady,
+        responses={503: {"model": ModelReady, "description": "Not ready."}, **v2_error_responses(404, 409)},
+    )
+    async def model_ready(name: str, response: Response) -> ModelReady:
+        """Whether calls to a model are answered. 409 for an unloaded one."""
+        service.loaded_registry.find(name, at="")
+        is_ready = await service.is_answering()
+        response.status_code = 200 if is_ready else 503
+        return ModelReady(name=name, ready=is_ready)
+
+    @table.add(
+        "GET",
+        scopes=READ,
+        grpc_methods=("ModelConfig",),
+        **_model("/config"),
+        **options,
+        response_model=ModelConfig,
+        responses=v2_error_responses(404, 409, 503),
+    )
+    async def config(name: str) -> ModelConfig:
+        """Model configuration, as in Triton."""
+        return config_of(service.loaded_registry.find(name, at=""), service, service.wire_limits.body_bytes)
+
+    @table.add(
+        "GET",
+        scopes=READ,
+        grpc_methods=("ModelStatistics",),
+        **_model("/stats"),
+        **options,
+        response_model=Statistics,
+        responses=v2_error_responses(404, 409, 503),
+    )
+    async def statistics(name: str) -> Statistics:
+        """How many calls a model has answered, and how long each phase took, since the server started."""
+        extensions.require_statistics()
+        return statistics_of(service, [service.loaded_registry.find(name, at="")], extensions.workers)
+
+    @table.add(
+        "POST",
+        scopes=INFER,
+        direct=True,
+        grpc_methods=("ModelInfer", "ModelStreamInfer"),
+        **_model("/infer"),
+        tags=["v2"],
+        responses={
+            200: {"description": "The requested outputs.", "content": {JSON: {"schema": schema("InferenceReply")}}},
+            **v2_error_responses(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
+        },
+        response_model=None,
+        openapi_extra=request_body_doc(
+            "InferenceRequest", (INFER_EXAMPLE, "Three positions, causal; for the layer `tiny` of PUT /layers/{name}.")
+        ),
+    )
+    async def infer(name: str, record: CurrentRecord) -> None:
+        """POST /attend in this protocol: JSON, or JSON and tensors as bytes."""
+        service.loaded_registry.find(name, at="")
+        require_version(record.path_parameters.get("version"))
+        # Content-Type and Accept are ignored: clients send arbitrary ones
+        raw = await read_request(record, service, CODEC, {"model": name, "header_length": _header_length(record)})
+        await send_reply(await service.engine.answer(raw, ATTEND), record)
+
+    _add_repository(table, service, extensions)
+
+
+def _add_repository(table: EndpointTable, service: Service, extensions: ProtocolExtensions) -> None:
+    """Adds the endpoints of the model repository extension."""
+
+    @table.add(
+        "POST",
+        "/v2/repository/index",
+        READ,
+        grpc_methods=("RepositoryIndex",),
+        tags=["v2"],
+        response_model=list[RepositoryModel],
+        responses=v2_error_responses(400),
+        openapi_extra=request_body_doc("IndexRequest", ({"ready": True}, "Those that are ready."), required=False),
+    )
+    async def index(record: CurrentRecord) -> Response:
+        """The loaded models, with state READY, and the unloaded ones, UNAVAILABLE, unless the body is {"ready": true}."""
+        document, _ = await _read(record, service, IndexRequest)
+        layers = service.registry.with_unloaded()
+
+        def text() -> str:
+            return f"[{','.join(model.model_dump_json() for model in index_of(layers, document.ready))}]"
+
+        # in a thread, as GET /layers
+        return Response(await service.engine.codecs.run(text, MODEL_BYTES * len(layers), record.api_key), media_type=JSON)
+
+    @table.add(
+        "POST",
+        f"{REPOSITORY_PATH}/load",
+        ADMIN,
+        grpc_methods=("RepositoryModelLoad",),
+        tags=["v2"],
+        response_class=Response,
+        responses=v2_error_responses(400, 403, 404, 409, 413, 503, 504),
+        openapi_extra=request_body_doc("LoadRequest", (LOAD_EXAMPLE, "A seeded layer."), required=False),
+    )
+    async def load(name: NewName, record: CurrentRecord) -> Response:
+        """Creates or replaces a layer by the LayerSpec in `parameters.config`; without it, loads an unloaded layer. The layer is usable
+        once the reply arrives."""
+        extensions.require_writable()
+        document, deadline = await _read(record, service, LoadRequest)
+        await load_layer(service, name, document.parameters or LoadParameters(), deadline)
+        return Response()
+
+    @table.add(
+        "POST",
+        f"{REPOSITORY_PATH}/unload",
+        ADMIN,
+        grpc_methods=("RepositoryModelUnload",),
+        tags=["v2"],
+        response_class=Response,
+        responses=v2_error_responses(400, 403, 404, 409, 503, 504),
+        openapi_extra=request_body_doc("UnloadRequest", ({}, "No body is needed."), required=False),
+    )
+    async def unload(name: str, record: CurrentRecord) -> Response:
+        """Unloads a layer: it answers no new calls until it is loaded again. DELETE /layers/{name} removes it."""
+        extensions.require_writable()
+        _, deadline = await _read(record, service, UnloadRequest)
+        await unload_layer(service, name, deadline)
+        return Response()
+
+
+async def load_layer(service: Service, name: str, parameters: LoadParameters, deadline: float | None) -> None:
+    """Creates or replaces the layer by the parameter `config`, a LayerSpec as JSON text; without it, reloads the unloaded layer.
+
+    Raises DeadlinePassed if workers have not followed at the deadline, or another change of a layer is still being made."""
+    service.require_started()
+    if (config := parameters.config) is None:
+        await service.loader.load(name, deadline)
+        return
+    require_layer_name(name)
+    await run_in_threadpool(parse_nested, config, CONFIG_PATH)  # must be complete JSON: it is inserted into other JSON
+    try:
+        await put_layer(service, name, RawRequest(b'{"spec": %b}' % config.encode(), deadline=deadline))
+    except RequestError as refusal:
+        if not refusal.problems:
+            raise
+        raise refusal.with_paths(lambda at: CONFIG_PATH + at.removeprefix("/spec")) from None
+
+
+async def unload_layer(service: Service, name: str, deadline: float | None) -> None:
+    """Makes the layer unavailable until it is loaded again. Raises DeadlinePassed if workers have not followed at the deadline."""
+    service.require_started()
+    try:
+        await service.loader.unload(name, deadline)
+    except RequestError as refusal:
+        raise refusal.with_paths(lambda _: "") from None  # the name is in the path
+
+
+async def _read(record: HttpRecord, service: Service, model: type[D]) -> tuple[D, float | None]:
+    """(the body, validated as `model`, the deadline); an empty body is {}."""
+    raw = await read_request(record, service, CODECS[JSON], largest=MAX_BODY_BYTES)
+    return validate(model, await read_object(service, raw, MAX_BODY_BYTES)), raw.deadline

@@ -1,0 +1,91 @@
+"""The interface of codecs: a codec decodes a body into the members of a request, and encodes a `Reply` into headers and bytes.
+
+Codecs keep no state between calls. `Decoded.reply_format` passes what the reply needs from `decode` to `encode` (an id, which outputs are
+sent as bytes). The codecs of the service's own endpoints are in `negotiation.py`, the others in `wire/v2/codec.py` and `web/grpc/codec.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from attend.errors import Problem, RequestError
+from attend.tensors import Array
+from attend.wire.arrays import Kind
+from attend.wire.limits import WireLimits
+from attend.wire.schemas.attend import ReplyOptions
+
+Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
+Buffer: TypeAlias = bytes | memoryview  # a piece of an encoded reply; its len() is its bytes
+
+
+class SequencePart(NamedTuple):
+    """The sequence of the Open Inference Protocol that a request belongs to, and whether the request begins or ends it."""
+
+    id: str
+    start: bool
+    end: bool
+
+
+class Decoded(NamedTuple):
+    """A decoded body. `members` are named as in AttendRequest: tensors as arrays, all else as plain Python, not validated."""
+
+    members: Mapping[str, Any]
+    reply_format: Any = None  # passed to `encode` of the same codec
+    timeout: float | None = None  # seconds, from the body; the headers may set another deadline
+    sequence: SequencePart | None = None
+    translate: Callable[[Problem], Problem] | None = None  # a problem of the members as one of the body; None: pointers are the same
+    picture_type: str = ""  # the media type of a figure, as the client accepts it; "" if it accepts none
+
+    def in_body(self, error: RequestError) -> RequestError:
+        """The same error with pointers into the body; those of `error` are into the members."""
+        if self.translate is None or not error.problems:
+            return error
+        return type(error)(problems=[self.translate(problem) for problem in error.problems])
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply. A tensor is an array, or with `select.top_k` two arrays, `keys` and `values`."""
+
+    layer: dict[str, str]  # name, fingerprint
+    fully_masked_rows: int
+    datatype: str  # V2 name of the datatype in which numbers are sent
+    tensors: dict[str, Array | dict[str, Array]] = field(default_factory=dict)
+    metrics: dict[str, Any] | None = None  # of an analysis: name -> array, or parts by name; a part that is a list contains tokens
+    session: dict[str, Any] | None = None  # id and length, of a call to a session
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """Every array with its name; those of one tensor as `name.keys` and `name.values`."""
+        for name, tensor in self.tensors.items():
+            if isinstance(tensor, dict):
+                yield from ((f"{name}.{part}", array) for part, array in tensor.items())
+            else:
+                yield name, tensor
+
+
+class Encoded(NamedTuple):
+    """A reply: the headers that describe its bytes, and the bytes in pieces."""
+
+    headers: Headers
+    pieces: list[Buffer]
+
+
+class Codec(ABC):
+    """One format of bodies. `writes_text`: whether replies have numbers as text, which is larger than their bytes."""
+
+    writes_text: bool = True
+    largest_reply: tuple[str, int] | None = None  # (setting, largest reply in bytes), if the protocol limits replies
+
+    @abstractmethod
+    def decode(
+        self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
+    ) -> Decoded:
+        """Decodes a request. `parameters`: values from headers and path; `kinds` maps the members that are tensors to their kind.
+
+        With `shapes_alone` a tensor may be given by its shape. Raises MalformedBody, InvalidRequest or TooLarge.
+        """
+
+    @abstractmethod
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any) -> Encoded:
+        """Encodes a reply. Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error"."""

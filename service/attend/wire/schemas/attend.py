@@ -1,0 +1,347 @@
+"""The body and the replies of POST /attend and /attend/plan as pydantic models, from which the OpenAPI document is made, too.
+
+Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+
+import numpy as np
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from attend.spec import LayerSpec
+from attend.spec_parts import WHOLE, Finite, Window, field_error, whole
+from attend.wire import shapes
+from attend.wire.problems import HALF_SURROGATE, describe_value, is_unicode
+from attend.wire.schemas.schema import (
+    LAYER_NAME,
+    Indices,
+    LayerReference,
+    PositiveInt,
+    Refusal,
+    Schema,
+    StrictBool,
+    unique,
+    without_default,
+)
+from attend.wire.schemas.tensors import (
+    Bias,
+    HeadScale,
+    KeyMask,
+    Lengths,
+    Mask,
+    Positions,
+    ReplyTensor,
+    RowCounts,
+    Segments,
+    Sequences,
+    tensor_field,
+)
+
+SESSION_DESCRIPTION = "Id of a session, whose layer and rows take the place of `layer`, `key` and `value`; nothing is appended."
+SPEC_NAMES = (*LayerSpec.model_fields, *LayerSpec.expected_instead)  # fields of a layer's spec, and their names in other libraries
+SPECIAL_TOKEN = re.compile(
+    r"\[(CLS|SEP|PAD|BOS|EOS)\]|</?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
+)
+# The field of a request to use -> arguments in torch, Keras, Flax, transformers, flash-attention or a textbook that have its meaning.
+ADVICE = {
+    "query, which is also the key and the value if those are left out": "q Q queries hidden_states inputs_q",
+    "key, which is also the value if that is left out": "k K keys inputs_k inputs_kv",
+    "value": "v V values inputs_v",
+    "attend_mask, block_mask, attend_keys, block_keys, valid_lens or bias, since libraries disagree on what 1 means in a mask": "mask",
+    "attend_keys (1 = a real key) or attend_mask (1 = may attend), as in transformers and Keras; bias for numbers that are added to the "
+    "scores": "attention_mask",
+    "block_mask for the booleans of torch's MultiheadAttention (True = blocked), attend_mask for those of scaled_dot_product_attention "
+    "(True = may attend), bias for numbers that are added to the scores": "attn_mask memory_mask src_mask tgt_mask",
+    "block_keys (1 = blocked, as True is in torch's key_padding_mask), or attend_keys, which means the opposite": (
+        "key_padding_mask memory_key_padding_mask src_key_padding_mask tgt_key_padding_mask"
+    ),
+    "attend_keys (1 = a real key, as True is in Keras)": "key_mask value_mask",
+    "valid_lens (only the first n keys are real)": "lengths valid_len valid_length",
+    "bias (added to the scores)": "attn_bias position_bias",
+    "causal (key j is visible to query i if j <= i + query_offset)": "causal_mask is_causal use_causal_mask",
+    'window {"left", "right"}, numbers of keys on each side of the position of a query, null for no bound': "sliding_window window_size",
+    "scale (a factor on query·key)": "softmax_scale",
+    'dropout {"p", "seed"}, without which nothing is dropped': "deterministic dropout_p dropout_rate training",
+    "head_scale (a factor on each head's output)": "head_mask",
+    'outputs with attention_weights, which are among them by default; ["output"] for none': (
+        "need_weights output_attentions return_attention_scores"
+    ),
+    'select {"average": true} for the mean over the heads; without it the weights are of each head': "average_attn_weights",
+    "segments (a query attends only to keys of its own segment), or query_segments and key_segments": (
+        "decoder_segment_ids document_ids segment_ids"
+    ),
+    "query_lengths and key_lengths (the rows of each sequence, not their sums)": "cu_seqlens cu_seqlens_k cu_seqlens_q",
+}
+OTHER_NAMES = {name: advice for advice, names in ADVICE.items() for name in names.split()}
+
+Output = Literal[
+    "output",
+    "attention_weights",
+    "scores",
+    "log_sum_exp",
+    "query_projection",
+    "key_projection",
+    "value_projection",
+    "head_outputs",
+    "concatenated",
+    "indexer_mask",
+    "latent",
+    "rope_key",
+    "query_gradient",
+    "key_gradient",
+    "value_gradient",
+]
+
+
+def _default_outputs() -> list[Output]:
+    return ["output", "attention_weights"]
+
+
+def _valid_offset(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        value = value.tolist()
+    value = [whole(number) for number in value] if isinstance(value, list) else whole(value)
+    for number in value if isinstance(value, list) else [value]:
+        if number != "end" and (type(number) is not int or abs(number) >= 2**31):
+            raise field_error("", 'an integer of 32 bits, a list of them, or "end"', describe_value(number))
+        if number == "end" and value != "end":
+            raise field_error("", "a list of integers", '"end" in a list')
+    return value
+
+
+Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
+Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_valid_offset)]
+
+
+class Dropout(Schema):
+    """Keeps a weight where `numpy.random.RandomState(seed).random_sample((b, h, q, k))` is at least `p`, and divides it by 1 - p. The reply
+    has the weights after dropout."""
+
+    p: Annotated[float, Field(ge=0, lt=1, strict=True, examples=[0.1])]
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1, strict=True, examples=[0]), WHOLE]
+
+
+class Select(Schema):
+    """The attention weights to return. Indices count from 0, and keep their order."""
+
+    heads: Indices | None = Field(default=None, examples=[[0, 1]], description="Heads to return; all if null.")
+    queries: Indices | None = Field(default=None, description="Queries to return; all if null.")
+    average: StrictBool = Field(default=False, description="Return the mean over the selected heads, without the axis h.")
+    top_k: PositiveInt | None = Field(
+        default=None, description="Return only the largest weights of each row, with their keys. Ties: lower key first."
+    )
+
+
+class ReplyOptions(Schema):
+    """How the reply is written."""
+
+    form: Literal["nested", "flat", "base64"] = Field(
+        default="nested",
+        examples=["nested"],
+        description="Tensors as nested lists, {shape, datatype, data} or {shape, datatype, base64} (little-endian).",
+    )
+    datatype: Literal["FP16", "BF16", "FP32", "FP64"] | None = Field(default=None, description="Of the numbers; the layer's if null.")
+    decimals: Annotated[int, Field(ge=0, le=17, strict=True), WHOLE] | None = Field(
+        default=None, description="Decimals in JSON; all if null."
+    )
+    nonfinite: Literal["error", "null", "string"] = Field(
+        default="error",
+        description="How NaN and overflow are returned: error, null or string. -inf in scores and log_sum_exp is allowed.",
+    )
+
+
+def _valid_tokens(value: Any) -> Any:
+    nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
+    for i, row in enumerate(value if nested else [value]):
+        if not isinstance(row, list) or not all(isinstance(word, str) for word in row):
+            raise field_error("", "a list of tokens, or one such list per batch item", "something else")
+        for j, word in enumerate(row):
+            if not is_unicode(word):  # replies and pictures cannot hold it
+                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF_SURROGATE)
+    return value
+
+
+def _valid_omission(value: Any) -> Any:
+    if value != "special" and not (isinstance(value, list) and all(isinstance(token, str) for token in value)):
+        raise field_error("", '"special" or a list of tokens', describe_value(value))
+    return value
+
+
+TokenLists = Annotated[list[str] | list[list[str]], BeforeValidator(_valid_tokens)]
+
+
+class Tokens(Schema):
+    """Tokens of the queries and keys, as labels and for the metrics that need them: one list, or one for each batch item."""
+
+    query: TokenLists | None = Field(default=None, examples=[["the", "cat"]], description="A token for each query.")
+    key: TokenLists | None = Field(default=None, description="A token for each key; those of the queries if the key is left out.")
+    omit: Annotated[Literal["special"] | list[str], BeforeValidator(_valid_omission)] | None = Field(
+        default=None,
+        description="Tokens left out of figures, of strongest links and, as queries, of metrics; `special`: [CLS], [SEP], <s>, <|…|> and "
+        "other marks of a sequence. Weights stay as they are: as keys, these tokens count in all other metrics.",
+    )
+
+    def omits(self, token: str) -> bool:
+        """Whether `omit` leaves this token out."""
+        return is_special(token) if self.omit == "special" else token in self._listed
+
+    @cached_property
+    def _listed(self) -> frozenset[str]:
+        return frozenset(self.omit or ())
+
+
+def is_special(token: str) -> bool:
+    """Whether the token marks the beginning, the end or the padding of a sequence, or a turn in it. Unknown and masked words do not."""
+    return SPECIAL_TOKEN.fullmatch(token) is not None
+
+
+class AttendRequest(Schema):
+    """Queries, keys, values and masks for one layer.
+
+    b batch, q queries, k keys, h heads. Where the query has no b, no other tensor has.
+    """
+
+    expected_instead: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(SPEC_NAMES, "no field of that name, which belongs to the spec of a layer (PUT /layers/{name})"),
+        **OTHER_NAMES,
+        "figure": "no field of that name, which belongs to POST /attend/figure",
+        "session": "no field of that name; POST /sessions/{id}/attend takes this body without `layer`",
+        "metrics": "no field of that name, which belongs to POST /attend/analysis",
+    }
+    layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer.")
+    query: Sequences = Field(description="[b, q, query_dim] or, unbatched, [q, query_dim].")
+    key: Sequences | None = tensor_field("key", "The query if left out.")
+    value: Sequences | None = tensor_field("value", "The key if left out.")
+    attend_mask: Mask | None = tensor_field("attend_mask", "1 = may attend.")
+    block_mask: Mask | None = tensor_field("block_mask", "1 = may not attend.")
+    attend_keys: KeyMask | None = tensor_field("attend_keys", "1 = queries may attend to the key.")
+    block_keys: KeyMask | None = tensor_field("block_keys", "1 = no query may attend to the key.")
+    valid_lens: Lengths | None = tensor_field("valid_lens", "Only the first n keys may be attended to.")
+    segments: Segments | None = tensor_field(
+        "segments", "Queries attend only to keys of their own segment; -1 is padding. For query and key alike."
+    )
+    query_segments: Segments | None = tensor_field("query_segments", "Segments of the queries; needs key_segments.")
+    key_segments: Segments | None = tensor_field("key_segments", "Segments of the keys; needs query_segments.")
+    query_lengths: RowCounts | None = tensor_field(
+        "query_lengths",
+        "Rows of each sequence, if query [total, query_dim] is several sequences one after the other. Each attends to its own "
+        "keys; weights and scores are returned for each.",
+    )
+    key_lengths: RowCounts | None = tensor_field(
+        "key_lengths", "Rows of each sequence of keys, as many as in query_lengths; required if there is a key."
+    )
+    bias: Bias | None = tensor_field("bias", 'Added to the scores; "-inf" blocks the key for the query.')
+    query_offset: Offset | None = Field(
+        default=None, description='Query i is at key position i + offset; [b] or one. "end" puts the last query at the last real key.'
+    )
+    positions: Positions | None = tensor_field(
+        "positions", "RoPE rotates queries by them, of which a rope with axes has several; by their indices if null."
+    )
+    key_positions: Positions | None = tensor_field(
+        "key_positions", "RoPE rotates the keys by them; those of the queries if the key is left out."
+    )
+    causal: StrictBool = Field(default=False, description="Query i attends only to keys j <= i + query_offset.")
+    window: Window | None = Field(default=None, description="Window of keys around each query's position.")
+    fully_masked: Literal["zero", "uniform", "error"] = Field(default="zero", description="Weights of rows without keys, or an error.")
+    head_scale: HeadScale | None = tensor_field("head_scale", "Factor on each head's output.")
+    dropout: Dropout | None = Field(default=None, description="Dropout of attention weights; none if null.")
+    scale: Finite | None = Field(default=None, description="Factor on query·key; the layer's if null.")
+    softcap: Annotated[Finite, Field(ge=0)] | None = Field(
+        default=None, description="c in c·tanh(scores/c), 0 for none; the layer's if null."
+    )
+    outputs: Annotated[list[Output], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("output")] = Field(
+        default_factory=_default_outputs, description="Tensors to return; output and attention_weights if left out."
+    )
+    output_gradient: Sequences | None = tensor_field("output_gradient", "Required by the outputs that are gradients.")
+    select: Select | None = Field(default=None, description="Which attention weights to return; all if null.")
+    reply: ReplyOptions = Field(default_factory=ReplyOptions)
+    reproducible: StrictBool = Field(default=False, description="The same request returns the same bits on the same machine, at any load.")
+    tokens: Tokens | None = Field(default=None, description="Tokens of the queries and keys.")
+
+    @model_validator(mode="after")
+    def _check_fields_together(self) -> Self:
+        shapes.check_fields_together(self)
+        return self
+
+    @property
+    def batched(self) -> bool:
+        return self.query.ndim == 3
+
+    def tokens_of(self, side: Literal["query", "key"]) -> list[str] | list[list[str]]:
+        """The tokens of the queries or keys, empty if there are none. A key that is left out has the query's."""
+        if self.tokens is None:
+            return []
+        return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
+
+
+def _output(description: str) -> Any:
+    """The field of an output. An output that is not requested is absent, not null."""
+    return Field(default=None, description=description, json_schema_extra=without_default)
+
+
+class Selection(Schema):
+    """The `top_k` largest attention weights of each row."""
+
+    keys: ReplyTensor = Field(description="[b,h,q,top_k]. Indices of the keys.")
+    values: ReplyTensor = Field(description="[b,h,q,top_k]. The weights.")
+
+
+BySequence: TypeAlias = dict[str, ReplyTensor]  # with `query_lengths`: number of the sequence, "0", "1", … -> its tensor
+OptionalTensor: TypeAlias = ReplyTensor | SkipJsonSchema[None]
+
+
+class AttendReply(Schema):
+    """The requested outputs, and no others. Shapes are without b if the request has none."""
+
+    layer: LayerReference
+    fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
+    output: OptionalTensor = _output("[b,q,output_dim].")
+    attention_weights: OptionalTensor | Selection | BySequence = _output(
+        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, and "
+        "rows sum to 1, except after dropout, with sinks, in fully masked rows and in layers with sigmoid weights. Some operators make "
+        "them negative, with any sum."
+    )
+    scores: OptionalTensor | BySequence = _output(
+        "[b,h,q,k]. Before softmax or sigmoid, after scale, softcap, biases, ln n and masks; -inf as text. Layers with several softmaxes "
+        "have none."
+    )
+    log_sum_exp: OptionalTensor = _output(
+        "[b,h,q]. ln of the sum of exp(scores). Layers with several softmaxes or sigmoid weights have none."
+    )
+    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
+    key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
+    value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's norm and output gate.")
+    concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
+    indexer_mask: OptionalTensor | BySequence = _output(
+        "[b,q,k], of datatype BOOL. Whether the layer's indexer selects the key for the query."
+    )
+    latent: OptionalTensor = _output("[b,k,key_value_rank]. The latent vectors of the key after their norm, in layers with `latent`.")
+    rope_key: OptionalTensor = _output(
+        "[b,k,rope_key_dim]. The numbers that the keys of all heads share in layers with `latent`, after rotation."
+    )
+    query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
+    key_gradient: OptionalTensor = _output("Shape of the key.")
+    value_gradient: OptionalTensor = _output("Shape of the value.")
+
+
+class PlannedTensor(Schema):
+    shape: list[int]
+    datatype: str
+    bytes: int
+
+
+class Plan(Schema):
+    """What POST /attend would do with this body: outputs, predicted cost, and whether it is admitted."""
+
+    layer: LayerReference
+    outputs: dict[str, PlannedTensor]
+    operations: int = Field(description="Predicted floating-point operations.")
+    memory_bytes: int = Field(description="Predicted peak memory of the computation.")
+    reply_bytes: int = Field(description="Size of the reply: exact for base64 tensors, an estimate for numbers in text.")
+    admitted: bool = Field(description="Whether the limits of this server admit the request.")
+    refusals: list[Refusal] = Field(description="Why it is not admitted.")

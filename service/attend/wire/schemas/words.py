@@ -1,0 +1,53 @@
+"""The documents of /words: a text -> tokens and a vector for each, which POST /attend takes as query, key or value.
+
+`serving/words/` computes the vectors and chooses the layer.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from attend.wire.schemas.schema import LAYER_NAME, LayerReference, Schema
+from attend.wire.schemas.tensors import Base64Tensor
+
+MAX_TEXT_CHARACTERS = 65536
+
+Part = Literal["query", "key", "value"]
+
+
+class WordsRequest(Schema):
+    """A text, and the layer and input that its vectors are for."""
+
+    text: Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)] = Field(
+        description="At least one word.", json_schema_extra={"pattern": r"\S"}
+    )
+    layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer that the vectors are for.")
+    part: Part = Field(default="query", description="The input of the layer that the vectors are for; they have its width.")
+
+
+class Words(Schema):
+    """Tokens, and a vector for each."""
+
+    layer: LayerReference
+    tokens: list[str]
+    vectors: Base64Tensor = Field(description="[tokens, width], to be sent as query, key or value.")
+    meaningful: bool = Field(description="Whether the layer was trained on such vectors.")
+    note: str = Field(description="Where vectors and weights come from.")
+    options: dict[str, Any] = Field(description="Fields of a request, as in the model's own calls of the layer, such as `causal`.")
+    heads: list[str] = Field(description="What each head of the layer has learned; empty where that is not known.")
+
+
+class ModelLayers(Schema):
+    """The attention layers of a trained model."""
+
+    title: str
+    layers: list[str] = Field(description="Names of layers; each is loaded when POST /words first names it.")
+    first: str = Field(description="The layer whose heads are the first to look at.")
+    options: dict[str, Any] = Field(description="Fields of a request, as in the model's own calls, such as `causal`.")
+
+
+class Vocabulary(Schema):
+    """The models whose layers POST /words has inputs for."""
+
+    models: list[ModelLayers]
+    note: str = Field(description="What to install for another model, or why there is none.")

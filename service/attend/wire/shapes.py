@@ -1,0 +1,195 @@
+"""Checks the fields of one request against each other: shapes, and fields that require or exclude others.
+
+`axes.py` has the axes of each tensor. `serving/binding.py` checks what depends on the layer: heads and widths.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attend.axes import AXES, Axes
+from attend.errors import did_you_mean
+from attend.spec_parts import field_error
+from attend.wire.arrays import first_element, without_broadcast
+from attend.wire.problems import describe_value
+
+MASK_FIELDS = ("attend_mask", "block_mask", "attend_keys", "block_keys", "valid_lens", "segments", "query_segments", "key_segments")
+NOT_WITH_QUERY_LENGTHS = (*MASK_FIELDS, "bias", "dropout")  # fields that a request with sequences one after the other cannot have
+EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
+
+
+def check_fields_together(request: Any) -> None:
+    """Raises PydanticCustomError at the first field of an AttendRequest that does not fit the others."""
+    b, q, k = _check_query_key_value(request)
+    for attend, block in EXCLUSIVE:
+        if getattr(request, attend) is not None and getattr(request, block) is not None:
+            raise field_error(f"/{block}", f"either {attend} or {block}", "both")
+    _check_segments(request)
+    _check_positions(request)
+    for name, axes in AXES.items():
+        for n in (q, k) if "n" in axes else (q,):
+            _require_axes(request, name, axes, {"b": b, "q": q, "k": k, "n": n})
+    _check_valid_lens(request, k)
+    _check_query_lengths(request, b, q, k)
+    _check_query_offset(request, b, q, k)
+    _check_selection(request, q)
+    _check_gradients(request)
+    _check_tokens(request, b, q, k)
+
+
+def _check_query_key_value(request: Any) -> tuple[int | None, int, int]:
+    """(batch items, None without a batch; queries; keys)."""
+    query, key, value = request.query, request.key, request.value
+    if value is not None and key is None:
+        raise field_error("/value", "a key in addition to the value", "a value alone")
+    key = query if key is None else key
+    value = key if value is None else value
+    for name, array in (("key", key), ("value", value)):
+        if array.ndim != query.ndim:
+            raise field_error(f"/{name}", f"rank {query.ndim}, as the query has", f"rank {array.ndim}")
+        if array.ndim == 3 and array.shape[0] != query.shape[0]:
+            raise field_error(f"/{name}", f"{query.shape[0]} batch items, as the query has", str(array.shape[0]))
+    if value.shape[-2] != key.shape[-2]:
+        raise field_error("/value", f"{key.shape[-2]} rows, as the key has", str(value.shape[-2]))
+    return (query.shape[0] if query.ndim == 3 else None), query.shape[-2], key.shape[-2]
+
+
+def _require_axes(request: Any, name: str, axes: Axes, lengths: Mapping[str, int | None]) -> None:
+    """Checks that a tensor has these axes. Those without a length, heads and widths, may have any."""
+    if (array := getattr(request, name, None)) is None:
+        return
+    shapes = axes.unbatched if lengths["b"] is None else axes.shapes
+    for shape in shapes:
+        if len(shape) == array.ndim and all(
+            lengths.get(axis, n) == n or (n == 1 and axis in axes.broadcast) for axis, n in zip(shape, array.shape, strict=True)
+        ):
+            return
+    named = [[str(lengths.get(axis, "heads" if axis == "h" else axis)) for axis in shape] for shape in shapes]
+    texts = " or ".join(f"[{', '.join(shape)}]" for shape in named if shape)
+    expected = "a single number, or " * (() in shapes) + f"shape {texts}" + f" ({axes.broadcasts})" * bool(axes.broadcast)
+    raise field_error(f"/{name}", expected, f"shape {list(array.shape)}" if array.ndim else "a single number")
+
+
+def _check_segments(request: Any) -> None:
+    sides = [name for name in ("query_segments", "key_segments") if getattr(request, name) is not None]
+    if request.segments is not None and sides:
+        raise field_error(f"/{sides[0]}", "either segments, or query_segments and key_segments", "both")
+    if len(sides) == 1:
+        raise field_error(f"/{sides[0]}", "query_segments and key_segments", f"{sides[0]} alone")
+
+
+def _check_valid_lens(request: Any, k: int) -> None:
+    if request.valid_lens is None:
+        return
+    stored = without_broadcast(request.valid_lens)
+    if (wrong := stored > k).any():
+        at, got = first_element(stored, wrong)
+        raise field_error(f"/valid_lens{at}", f"at most {k}, the number of keys", got)
+
+
+def _check_query_lengths(request: Any, b: int | None, q: int, k: int) -> None:
+    """Checks sequences one after the other in one query, whose numbers of rows are `query_lengths`."""
+    queries, keys = request.query_lengths, request.key_lengths
+    if queries is None:
+        if keys is not None:
+            raise field_error("/key_lengths", "query_lengths and key_lengths", "key_lengths alone")
+        return
+    if b is not None:
+        raise field_error("/query", "shape [rows of all sequences, width], since query_lengths is given", "a batch")
+    if (keys is None) != (request.key is None):
+        given, missing = ("key", "key_lengths") if keys is None else ("key_lengths", "key")
+        raise field_error(f"/{missing}", f"{missing}, since query_lengths and {given} are given", "nothing")
+    if not len(queries):
+        raise field_error("/query_lengths", "at least one sequence", "none")
+    for name, lengths, n in (("query", queries, q), ("key", keys, k)):
+        if lengths is not None and lengths.sum() != n:
+            raise field_error(f"/{name}_lengths", f"lengths with the sum {n}, the rows of the {name}", f"the sum {lengths.sum()}")
+    if keys is not None and len(keys) != len(queries):
+        raise field_error("/key_lengths", f"{len(queries)} lengths, as query_lengths has", str(len(keys)))
+    for name in NOT_WITH_QUERY_LENGTHS:
+        if getattr(request, name) is not None:
+            raise field_error(f"/{name}", f"no {name} beside query_lengths", "both")
+    for name in ("queries", "top_k"):
+        if request.select is not None and getattr(request.select, name) is not None:
+            raise field_error(f"/select/{name}", f"no {name} beside query_lengths", "both")
+
+
+def unaligned(request: Any, q: int, k: int) -> bool:
+    """Whether queries and keys, of any sequence, differ in number."""
+    keys = request.key_lengths
+    return q != k if keys is None else bool((keys != request.query_lengths).any())
+
+
+def _check_query_offset(request: Any, b: int | None, q: int, k: int) -> None:
+    offset = request.query_offset
+    if isinstance(offset, list) and (b is None or len(offset) != b):
+        wanted = 'one integer or "end"' if b is None else f"{b} offsets, one per batch item"
+        raise field_error("/query_offset", wanted, f"a list of {len(offset)}")
+    if offset is None and unaligned(request, q, k) and (request.causal or request.window is not None):
+        field = "causal" if request.causal else "window"
+        expected = f'an offset (0, "end", …), since {field} is on and {q} queries and {k} keys are given'
+        raise field_error("/query_offset", expected, "nothing")
+
+
+def _check_positions(request: Any) -> None:
+    given = [name for name in ("positions", "key_positions") if getattr(request, name) is not None]
+    if given == ["key_positions"]:
+        raise field_error("/key_positions", "positions in addition to key_positions", "key_positions alone")
+    if given == ["positions"] and request.key is not None:
+        raise field_error("/key_positions", "the positions of the keys, as there are some of the queries", "nothing")
+    if len(given) == 2 and request.key is None:
+        raise field_error("/key_positions", "positions alone, since the key is the query", "both")
+
+
+def _check_selection(request: Any, q: int) -> None:
+    if request.reply.decimals is not None and request.reply.form == "base64":
+        raise field_error("/reply/decimals", "numbers in text to round", "form base64")
+    if (select := request.select) is None:
+        return
+    if "attention_weights" not in request.outputs:
+        raise field_error("/select", "attention_weights among the outputs", "a selection without them")
+    for i, index in enumerate(select.queries or ()):
+        if index >= q:
+            raise field_error(f"/select/queries/{i}", f"a query below {q}", str(index))
+
+
+def _check_gradients(request: Any) -> None:
+    gradients = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
+    if gradients and request.output_gradient is None:
+        raise field_error("/output_gradient", f"a gradient of the output, since {gradients[0]} is among the outputs", "nothing")
+    if request.output_gradient is not None and not gradients:
+        raise field_error("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
+
+
+def _check_tokens(request: Any, b: int | None, q: int, k: int) -> None:
+    if request.tokens is None:
+        return
+    for name, tokens, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):
+        rows = [[]] if tokens == [] else _rows(tokens)
+        if rows and rows is tokens and (b is None or len(rows) != b):
+            raise field_error(f"/tokens/{name}", "one list, or one per batch item", f"{len(rows)} lists")
+        for row in rows:
+            if len(row) != n:
+                raise field_error(f"/tokens/{name}", f"{n} tokens, one per row of the {name}", str(len(row)))
+    if request.tokens.omit:
+        _check_omission(request)
+
+
+def _check_omission(request: Any) -> None:
+    """Tokens to omit must occur, and leave a query and a key in each batch item."""
+    omit, sides = request.tokens.omit, {side: _rows(request.tokens_of(side)) for side in ("query", "key")}
+    if isinstance(omit, list):
+        known = {token for rows in sides.values() for row in rows for token in row}
+        for i, token in enumerate(omit):
+            if token not in known:
+                got = describe_value(token) + did_you_mean(token, sorted(known))
+                raise field_error(f"/tokens/omit/{i}", "a token of the queries or keys", got)
+    for side, rows in sides.items():
+        for i, row in enumerate(rows):
+            if row and all(map(request.tokens.omits, row)):
+                of_item = f" of item {i}" if len(rows) > 1 else ""
+                raise field_error("/tokens/omit", f"at least one {side}{of_item} that is not omitted", f"all {len(row)} omitted")
+
+
+def _rows(tokens: Any) -> list[list[str]]:
+    """The lists of tokens of the batch items, or the one list for all; none without tokens."""
+    return [] if not tokens else [tokens] if isinstance(tokens[0], str) else tokens

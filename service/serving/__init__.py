@@ -1,1 +1,0 @@
-"""FLOOR 3: loads layers; binds, schedules and computes calls. Independent of HTTP."""

@@ -1,1 +1,0 @@
-"""FLOOR 2: decodes requests and encodes replies. Independent of torch, layers, HTTP statuses and the event loop."""

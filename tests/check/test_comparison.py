@@ -1,0 +1,1077 @@
+"""`compare`: correct candidates agree in every convention, and the mistakes of others are named."""
+
+import functools
+import itertools
+import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from attend.check import assert_agrees, compare, tolerance
+from attend.check.cases import draw_check_cases
+from attend.check.changes import Impossible
+from attend.check.computation import Computation
+from attend.check.explanation import Observation, explain
+from attend.check.mistakes import MISTAKES
+from attend.check.random_cases import Draw, draw_weights
+from attend.spec import LayerSpec
+
+# --- correct candidates, in the conventions of books and libraries ----------------------------------------------------------------------
+
+
+def split(x, heads):
+    b, n, width = x.shape
+    return x.view(b, n, heads, width // heads).transpose(1, 2)
+
+
+def merge(x):
+    b, h, n, d = x.shape
+    return x.transpose(1, 2).reshape(b, n, h * d)
+
+
+def scaled_dot_product(q, k, v, mask=None):
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, -1e9)
+    weights = torch.softmax(scores, dim=-1)
+    return torch.matmul(weights, v), weights
+
+
+class FromScratch(nn.Module):
+    """Four linear layers, mask 1 = attend."""
+
+    def __init__(self, d_model, num_heads, dropout=0.1):
+        super().__init__()
+        self.num_heads = num_heads
+        self.W_q, self.W_k, self.W_v, self.W_o = (nn.Linear(d_model, d_model) for _ in range(4))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, query, key, value, mask=None):
+        q, k, v = (split(layer(x), self.num_heads) for layer, x in ((self.W_q, query), (self.W_k, key), (self.W_v, value)))
+        heads, weights = scaled_dot_product(q, k, v, mask)
+        return self.W_o(merge(heads)), weights
+
+
+class Annotated(nn.Module):
+    """The Annotated Transformer: a list of four layers, and a mask without its head axis."""
+
+    def __init__(self, h, d_model, dropout=0.1):
+        super().__init__()
+        self.h = h
+        self.linears = nn.ModuleList([nn.Linear(d_model, d_model) for _ in range(4)])
+
+    def forward(self, query, key, value, mask=None):
+        if mask is not None:
+            mask = mask.unsqueeze(1)
+        q, k, v = (split(layer(x), self.h) for layer, x in zip(self.linears, (query, key, value), strict=False))
+        return self.linears[-1](merge(scaled_dot_product(q, k, v, mask)[0]))
+
+
+class DiveIntoDeepLearning(nn.Module):
+    """Lazy layers, valid lengths, no bias."""
+
+    def __init__(self, num_hiddens, num_heads, dropout, bias=False):
+        super().__init__()
+        self.num_heads = num_heads
+        self.W_q, self.W_k, self.W_v, self.W_o = (nn.LazyLinear(num_hiddens, bias=bias) for _ in range(4))
+
+    def forward(self, queries, keys, values, valid_lens):
+        q, k, v = (split(layer(x), self.num_heads) for layer, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values)))
+        mask = None if valid_lens is None else (torch.arange(k.shape[2]) < valid_lens[:, None])[:, None, None]
+        return self.W_o(merge(scaled_dot_product(q, k, v, mask)[0]))
+
+
+class CausalSelfAttention(nn.Module):
+    """nanoGPT: one packed matrix, a buffer that is called bias, always causal."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.register_buffer("bias", torch.tril(torch.ones(16, 16)))
+
+    def forward(self, x):
+        q, k, v = (split(part, self.n_head) for part in self.c_attn(x).chunk(3, dim=-1))
+        return self.c_proj(merge(scaled_dot_product(q, k, v, self.bias[: x.shape[1], : x.shape[1]])[0]))
+
+
+class FromTheBook(nn.Module):
+    """Build a Large Language Model (From Scratch): d_in, d_out, context_length, always causal."""
+
+    def __init__(self, d_in, d_out, context_length, dropout, num_heads, qkv_bias=False):
+        super().__init__()
+        self.num_heads = num_heads
+        self.W_query, self.W_key, self.W_value = (nn.Linear(d_in, d_out, bias=qkv_bias) for _ in range(3))
+        self.out_proj = nn.Linear(d_out, d_out)
+        self.register_buffer("mask", torch.triu(torch.ones(context_length, context_length), diagonal=1))
+
+    def forward(self, x):
+        q, k, v = (split(layer(x), self.num_heads) for layer in (self.W_query, self.W_key, self.W_value))
+        return self.out_proj(merge(scaled_dot_product(q, k, v, 1 - self.mask[: x.shape[1], : x.shape[1]])[0]))
+
+
+class PackedPerHead(nn.Module):
+    """The UvA tutorial: q, k and v of one head are adjacent; an argument requests the weights."""
+
+    def __init__(self, input_dim, embed_dim, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv_proj = nn.Linear(input_dim, 3 * embed_dim)
+        self.o_proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x, mask=None, return_attention=False):
+        b, n, _ = x.shape
+        q, k, v = self.qkv_proj(x).reshape(b, n, self.num_heads, -1).permute(0, 2, 1, 3).chunk(3, dim=-1)
+        heads, weights = scaled_dot_product(q, k, v, mask)
+        output = self.o_proj(merge(heads))
+        return (output, weights) if return_attention else output
+
+
+class Head(nn.Module):
+    def __init__(self, n_embd, head_size):
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(n_embd, head_size, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (layer(x)[:, None] for layer in (self.query, self.key, self.value))
+        return scaled_dot_product(q, k, v, torch.tril(torch.ones(x.shape[1], x.shape[1])))[0][:, 0]
+
+
+class ListOfHeads(nn.Module):
+    """Karpathy's lecture: each head is a module."""
+
+    def __init__(self, num_heads, head_size):
+        super().__init__()
+        self.heads = nn.ModuleList([Head(num_heads * head_size, head_size) for _ in range(num_heads)])
+        self.proj = nn.Linear(num_heads * head_size, num_heads * head_size)
+
+    def forward(self, x):
+        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+class Context(nn.Module):
+    """Cross-attention to one context, true = blocked, float64."""
+
+    def __init__(self, dim, heads=8, dim_head=64):
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, heads * dim_head, bias=False) for _ in range(3))
+        self.to_out = nn.Sequential(nn.Linear(heads * dim_head, dim), nn.Dropout(0.1))
+        self.double()
+
+    def forward(self, x, context=None, mask=None):
+        context = x if context is None else context
+        q, k, v = split(self.to_q(x), self.heads), split(self.to_k(context), self.heads), split(self.to_v(context), self.heads)
+        return self.to_out(merge(scaled_dot_product(q, k, v, None if mask is None else ~mask)[0]))
+
+
+class Bare(nn.Module):
+    """Matrices without layers, applied as x @ W; query, value, key in Keras's order; an added mask."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.w_q, self.w_k, self.w_v, self.w_o = (nn.Parameter(torch.randn(d_model, d_model)) for _ in range(4))
+
+    def forward(self, query, value, key, attention_mask=None):
+        q, k, v = (split(x @ w, self.num_heads) for x, w in ((query, self.w_q), (key, self.w_k), (value, self.w_v)))
+        return merge(functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)) @ self.w_o
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+class NumPyAttention:
+    """x @ W, mask 1 = blocked."""
+
+    def __init__(self, d_model, num_heads):
+        self.num_heads = num_heads
+        self.W_q, self.W_k, self.W_v, self.W_o = np.random.default_rng(5).standard_normal((4, d_model, d_model))
+        self.b_o = np.full(d_model, 0.5)
+
+    def apply(self, x, W):
+        return x @ W
+
+    def split(self, x):
+        return x.reshape(*x.shape[:2], self.num_heads, -1).transpose(0, 2, 1, 3)
+
+    def forward(self, query, key, value, mask=None):
+        q, k, v = (self.split(self.apply(x, W)) for x, W in ((query, self.W_q), (key, self.W_k), (value, self.W_v)))
+        scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        if mask is not None:
+            scores = np.where(mask, -np.inf, scores)
+        self.q = q  # an array of the last call, not a weight
+        weights = softmax(scores)
+        return self.apply((weights @ v).transpose(0, 2, 1, 3).reshape(query.shape), self.W_o) + self.b_o, weights
+
+
+class NumPyTransposed(NumPyAttention):
+    def apply(self, x, W):
+        return x @ W.T
+
+
+class NumPyOneSequence:
+    """[n, d_model], one matrix per head, no output projection."""
+
+    def __init__(self, d_model, n_heads):
+        drawn = np.random.default_rng(6).standard_normal((3, n_heads, d_model, d_model // n_heads))
+        self.params = dict(zip(("Wq", "Wk", "Wv"), drawn, strict=True))
+
+    def __call__(self, x):
+        q, k, v = (x @ self.params[name] for name in ("Wq", "Wk", "Wv"))  # [h, n, d]
+        return np.concatenate(list(softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v), axis=-1)
+
+
+def numpy_function(Q, K, V, mask=None):
+    scores = Q @ np.swapaxes(K, -1, -2) / np.sqrt(Q.shape[-1])
+    return softmax(scores if mask is None else scores + mask) @ V
+
+
+def function_of_matrices(x, W_q, W_k, W_v, W_o, num_heads, b_o=0, mask=None):
+    def split(x):
+        return x.reshape(*x.shape[:2], num_heads, -1).transpose(0, 2, 1, 3)
+
+    q, k, v = (split(x @ W) for W in (W_q, W_k, W_v))
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    weights = softmax(scores if mask is None else np.where(mask, scores, -1e9))
+    return (weights @ v).transpose(0, 2, 1, 3).reshape(x.shape) @ W_o + b_o, weights
+
+
+def torch_function_of_matrices(query, key, value, wq, wk, wv):
+    q, k, v = (split(functional.linear(x, w), 2) for x, w in ((query, wq), (key, wk), (value, wv)))
+    return merge(scaled_dot_product(q, k, v)[0])
+
+
+class OneHead(nn.Module):
+    def __init__(self, d_model):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(d_model, d_model) for _ in range(3))
+
+    def forward(self, x):
+        return scaled_dot_product(self.query(x), self.key(x), self.value(x))
+
+
+def flash_like(q, k, v, softmax_scale=None, causal=False):
+    return functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
+
+
+class NoParameters(nn.Module):
+    def forward(self, q, k, v, attend_mask=None):
+        return scaled_dot_product(q, k, v, attend_mask)
+
+
+def methods_only(q, k, v):
+    return (q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def three_axes(queries, keys, values, valid_lens=None):
+    mask = None if valid_lens is None else (torch.arange(keys.shape[1]) < valid_lens[:, None])[:, None]
+    return scaled_dot_product(queries, keys, values, mask)
+
+
+class Lettered(nn.Module):
+    """Layers with names that state no role."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.a, self.b, self.c, self.d = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (split(layer(x), self.num_heads) for layer in (self.a, self.b, self.c))
+        return self.d(merge(scaled_dot_product(q, k, v)[0]))
+
+
+class NumPyLettered:
+    """Matrices with names that state no role."""
+
+    def __init__(self, d_model, num_heads):
+        self.num_heads = num_heads
+        self.M1, self.M2, self.M3, self.M4 = np.random.default_rng(5).standard_normal((4, d_model, d_model))
+
+    def __call__(self, x):
+        return function_of_matrices(x, self.M1, self.M2, self.M3, self.M4, self.num_heads)[0]
+
+
+def function_of_lettered_matrices(x, A, B, C, D, num_heads):
+    return function_of_matrices(x, A, B, C, D, num_heads)[0]
+
+
+GIVEN_WEIGHTS = {
+    "query.weight": NumPyAttention(12, 3).W_q.T,
+    "key.weight": NumPyAttention(12, 3).W_k.T,
+    "value.weight": NumPyAttention(12, 3).W_v.T,
+    "output.weight": NumPyAttention(12, 3).W_o.T,
+    "output.bias": np.full(12, 0.5),
+}
+NANO = SimpleNamespace(n_head=3, n_embd=12)
+RIGHT = {
+    "from scratch": (FromScratch, {"mask_means": "attend"}),
+    "from scratch, a mask per item": (FromScratch, {"mask_means": "attend", "mask_shape": "b,1,q,k"}),
+    "from scratch, a mask per head": (FromScratch, {"mask_means": "attend", "mask_shape": "b,h,q,k"}),
+    "from scratch, an integer mask": (FromScratch, {"mask_means": "attend", "mask_dtype": "int"}),
+    "from scratch, five heads": (FromScratch, {"mask_means": "attend", "d_model": 20, "num_heads": 5}),
+    "instance": (FromScratch(12, 4, dropout=0.5), {"mask_means": "attend"}),
+    "float64 instance": (FromScratch(12, 3).double(), {"mask_means": "attend"}),
+    "bfloat16 instance": (FromScratch(12, 3).bfloat16(), {"mask_means": "attend"}),
+    "annotated": (Annotated, {"mask_means": "attend", "mask_shape": "b,q,k"}),
+    "valid lengths": (DiveIntoDeepLearning, {}),
+    "packed, causal": (CausalSelfAttention(NANO), {"causal": True}),
+    "packed, causal, constructed": (CausalSelfAttention, {"causal": True, "construct": {"config": NANO}}),
+    "book": (FromTheBook, {"causal": True}),
+    "packed per head": (PackedPerHead, {"mask_means": "attend", "fused": "per_head"}),
+    "list of heads": (ListOfHeads, {"causal": True}),
+    "context": (Context, {"mask_means": "block"}),
+    "bare matrices": (Bare, {"mask_means": "add", "orientation": "in,out"}),
+    "torch": (nn.MultiheadAttention, {}),
+    "torch, sequence first": (nn.MultiheadAttention(12, 4, batch_first=False), {}),
+    "torch, other widths": (nn.MultiheadAttention(12, 4, kdim=7, vdim=5, batch_first=True, dtype=torch.float64), {}),
+    "torch, added masks": (nn.MultiheadAttention(12, 2, batch_first=True), {"mask_means": "add", "padding_means": "add"}),
+    "numpy": (NumPyAttention, {"mask_means": "block"}),
+    "numpy, given weights": (NumPyAttention(12, 3), {"mask_means": "block", "weights": GIVEN_WEIGHTS}),
+    "named layers": (Lettered, {"weights": {"query": "a", "key": "b", "value": "c", "output": "d"}}),
+    "numpy, named matrices": (NumPyLettered, {"weights": {"query": "M1", "key.weight": "M2", "value": "M3", "output": "M4"}}),
+    "named arguments": (function_of_lettered_matrices,
+        {"arguments": dict(zip("ABCD", ("query.weight", "key.weight", "value.weight", "output.weight"), strict=True))}),
+    "numpy, x @ W.T": (NumPyTransposed, {"mask_means": "block", "orientation": "out,in"}),
+    "numpy, one sequence": (NumPyOneSequence, {"batched": False}),
+    "torch function": (functional.scaled_dot_product_attention, {}),
+    "torch function in float64": (functional.scaled_dot_product_attention, {"dtype": "float64"}),
+    "by name": ("torch.nn.functional:scaled_dot_product_attention", {}),
+    "function": (scaled_dot_product, {"mask_means": "attend"}),
+    "numpy function": (numpy_function, {"mask_means": "add"}),
+    "function of matrices": (function_of_matrices, {"mask_means": "attend"}),
+    "function of given matrices": (function_of_matrices, {"mask_means": "attend", "weights": GIVEN_WEIGHTS, "num_heads": 2}),
+    "function of matrices, x @ W.T": (torch_function_of_matrices, {"orientation": "out,in", "num_heads": 2}),
+    "partial function": (functools.partial(scaled_dot_product, mask=None), {"mask_means": "attend"}),
+    "class in float64": (FromScratch, {"mask_means": "attend", "dtype": "float64", "device": "cpu"}),
+    "flash": (flash_like, {"layout": "b,n,h,d"}),
+    "chosen framework": (methods_only, {"framework": "torch"}),
+    "found framework": (methods_only, {}),
+    "module of heads": (NoParameters(), {}),
+    "three axes": (three_axes, {"layout": "b,n,d"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_correct_candidates_agree(name):
+    candidate, options = RIGHT[name]
+    comparison = compare(candidate, **options)
+    assert comparison.agrees, f"\n{comparison}"
+    assert not all(result.skipped for result in comparison.results)
+
+
+def _skipped(candidate, **options):
+    return {result.case for result in compare(candidate, **options).results if result.skipped}
+
+
+def test_comparisons_in_threads_do_not_affect_each_other():
+    def unscaled(Q, K, V, mask=None):
+        return numpy_function(Q * np.sqrt(Q.shape[-1]), K, V, mask)
+
+    def without_key_mask(Q, K, V, mask=None):
+        return numpy_function(Q, K, V)
+
+    candidates = [numpy_function, unscaled, without_key_mask] * 3
+    with ThreadPoolExecutor(4) as threads:
+        comparisons = list(threads.map(lambda candidate: compare(candidate, framework="numpy", mask_means="add"), candidates))
+    hints = ["" if comparison.agrees else comparison.first.hint for comparison in comparisons]
+    assert all(text in hint for hint, text in zip(hints, ["", "not divided by sqrt(head_dim)", "the mask is ignored"] * 3, strict=True))
+    assert hints[::3] == [""] * 3
+
+
+def test_weights_of_one_head_may_lack_the_head_axis():
+    first = compare(OneHead, num_heads=1).first
+    assert first.output == "attention_weights"
+    assert "averaged" in first.hint
+    assert_agrees(OneHead, num_heads=1, average_weights=True)
+
+
+def test_cases_that_a_candidate_cannot_run_are_reported_with_the_reason():
+    masked = {"mask", "cross-attention with a mask"}
+    cross = {"cross-attention", "cross-attention with a mask"}
+    assert _skipped(FromScratch, mask_means="attend") == set()
+    assert _skipped(functional.scaled_dot_product_attention) == set()
+    assert _skipped(nn.MultiheadAttention) == set()
+    assert _skipped(DiveIntoDeepLearning) == masked | {"causal mask", "packed sequences"}
+    assert _skipped(flash_like, layout="b,n,h,d") == masked | {"padded keys", "packed sequences"}
+    assert _skipped(PackedPerHead, mask_means="attend", fused="per_head") == cross
+    assert "not run: it takes one input" in str(compare(PackedPerHead, mask_means="attend", fused="per_head"))
+
+
+def test_the_comparison_does_not_change_the_module():
+    module = FromScratch(12, 3)
+    module.W_q.eval()
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    modes = [part.training for part in module.modules()]
+    state = torch.get_rng_state()
+    assert_agrees(module, mask_means="attend")
+    assert [part.training for part in module.modules()] == modes
+    assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_constructing_a_class_keeps_the_random_state_and_makes_biases_nonzero():
+    state = torch.get_rng_state()
+    assert_agrees(nn.MultiheadAttention)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    class ZeroesBiases(nn.MultiheadAttention):
+        def forward(self, query, key, value):
+            self.in_proj_bias.zero_()
+            return super().forward(query, key, value)[0]
+
+    assert not compare(ZeroesBiases).agrees
+
+
+def test_comparing_numpy_candidates_does_not_import_torch():
+    program = """if True:
+        import sys
+        import numpy as np
+        from attend.check import compare
+
+        def attend(query, key, value):
+            e = np.exp(query @ key.swapaxes(-1, -2) / query.shape[-1] ** 0.5)
+            return e / e.sum(-1, keepdims=True) @ value
+
+        with np.errstate(all="ignore"):
+            comparison = compare(attend)
+        assert comparison.first.case == "large logits" and "exp overflows" in comparison.first.hint, comparison
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# --- wrong ones: each is found, and named ---------------------------------------------------------------------------------------------
+
+
+class Wrong(nn.Module):
+    """A correct candidate; tests replace one of its steps."""
+
+    def __init__(self, d_model=12, num_heads=3):
+        super().__init__()
+        self.num_heads, self.d_model = num_heads, d_model
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def split(self, x):
+        return split(x, self.num_heads)
+
+    def merge(self, x):
+        return merge(x)
+
+    def scale(self, scores):
+        return scores / math.sqrt(self.d_model // self.num_heads)
+
+    def fill(self, scores, mask):
+        return scores.masked_fill(~mask, -torch.inf)
+
+    def softmax(self, scores):
+        return scores.softmax(-1)
+
+    def returned(self, output, weights):
+        return output, weights
+
+    def forward(self, query, key, value, mask=None):
+        q, k, v = (self.split(x) for x in (self.q_proj(query), self.k_proj(key), self.v_proj(value)))
+        scores = self.scale(q @ k.transpose(-2, -1))
+        if mask is not None:
+            scores = self.fill(scores, mask)
+        weights = self.softmax(scores)
+        return self.returned(self.out_proj(self.merge(weights @ v)), weights)
+
+
+def without_maximum(self, scores):
+    return scores.exp() / scores.exp().sum(-1, keepdim=True)
+
+
+def reshape_split(self, x):
+    return x.reshape(x.shape[0], self.num_heads, x.shape[1], -1)
+
+
+def reshape_merge(self, x):
+    return x.reshape(x.shape[0], x.shape[2], -1)
+
+
+WRONG = {
+    "no scale": ({"scale": lambda self, s: s}, "no mask", "not divided by sqrt(head_dim)"),
+    "scale by d_model": ({"scale": lambda self, s: s / math.sqrt(self.d_model)}, "no mask", "sqrt(d_model)"),
+    "scale by head_dim": ({"scale": lambda self, s: s / 4}, "no mask", "divided by head_dim"),
+    "inverted mask": ({"fill": lambda self, s, m: s.masked_fill(m, -torch.inf)}, "mask", "mask is inverted"),
+    "inverted mask, -1e9": ({"fill": lambda self, s, m: s.masked_fill(m, -1e9)}, "mask", "mask is inverted"),
+    "ignored mask": ({"fill": lambda self, s, m: s}, "mask", "mask is ignored"),
+    "transposed mask": ({"fill": lambda self, s, m: s.masked_fill(~m.mT, -1e9) if m.shape[0] == m.shape[1] else
+        s.masked_fill(~m, -1e9)}, "mask", "mask is transposed"),
+    "filled with zero": ({"fill": lambda self, s, m: s.masked_fill(~m, 0)}, "mask", "set to about 0"),
+    "filled with 1e-9": ({"fill": lambda self, s, m: s.masked_fill(~m, 1e-9)}, "mask", "set to about 0"),
+    "added mask": ({"fill": lambda self, s, m: s + m}, "mask", "(1 = attend) are added"),
+    "causal by itself": ({"softmax": lambda self, s: s.masked_fill(torch.ones_like(s).triu(1).bool(), -1e9).softmax(-1)},
+        "no mask", "causal without being asked"),
+    "reshape split": ({"split": reshape_split}, "no mask", "heads are split by a reshape without"),
+    "reshape merge": ({"merge": reshape_merge}, "no mask", "heads are merged by a reshape without"),
+    "reshape both": ({"split": reshape_split, "merge": reshape_merge}, "no mask", "both split and merged"),
+    "softmax over queries": ({"softmax": lambda self, s: s.softmax(-2)}, "no mask", "over the queries"),
+    "softmax over heads": ({"softmax": lambda self, s: s.softmax(1)}, "no mask", "over the heads"),
+    "no maximum": ({"softmax": without_maximum}, "large logits", "exp overflows"),
+    "residual": ({"forward": lambda self, query, key, value: Wrong.forward(self, query, key, value)[0] + query},
+        "no mask", "residual"),
+    "scores returned": ({"softmax": lambda self, s: s.softmax(-1), "returned": lambda self, o, w: (o, w.log())}, "no mask", None),
+    "keras order": ({"forward": lambda self, query, key, value: Wrong.forward(self, query, value, key)},
+        "no mask", "key and value are exchanged"),
+    "weights averaged": ({"returned": lambda self, o, w: (o, w.mean(1))}, "no mask", "average_weights=True"),
+    "weights in one axis": ({"returned": lambda self, o, w: (o, w.flatten(0, 1))}, "no mask", "one axis"),
+    "sequence first": ({"forward": lambda self, query, key, value:
+        Wrong.forward(self, query.mT.permute(2, 0, 1), key.mT.permute(2, 0, 1), value.mT.permute(2, 0, 1))[0].permute(1, 0, 2)},
+        "no mask", "batch_first"),
+    "scale by a constant": ({"scale": lambda self, s: s / math.sqrt(64)}, "no mask", "divided by 8 and not by 2"),
+    "two at once": ({"scale": lambda self, s: s, "merge": reshape_merge}, "no mask", "(head_dim), and when heads are merged"),
+    "scale by any constant": ({"scale": lambda self, s: s * 0.37}, "no mask", "divided by 2.703 and not by 2"),
+    "nothing known": ({"scale": lambda self, s: s.sin()}, "no mask", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_of_candidates_are_named(name):
+    replaced, case, hint = WRONG[name]
+    comparison = compare(type("Wrong", (Wrong,), replaced), **({} if "forward" in replaced else {"mask_means": "attend"}))
+    assert not comparison.agrees
+    assert comparison.first.case == case, f"\n{comparison}"
+    assert (hint or "no known mistake gives these numbers, nor do any two together") in comparison.first.hint, f"\n{comparison}"
+
+
+def test_two_mistakes_that_show_in_different_cases_are_both_named():
+    changed = {"scale": lambda self, s: s, "fill": lambda self, s, m: s.masked_fill(m, -torch.inf)}
+    first = compare(type("Wrong", (Wrong,), changed), mask_means="attend").first
+    assert first.case == "no mask"
+    assert any("sqrt(head_dim)" in hint for hint in first.mistakes) and any("inverted" in hint for hint in first.mistakes)
+    assert len(first.mistakes) == 2
+
+
+def test_the_report_shows_a_mistake_and_a_later_exception():
+    def forward(self, query, key, value, mask=None):
+        return Wrong.forward(self, query, key, value, None if mask is None else mask.view(7, 7))
+
+    changed = {"scale": lambda self, s: s, "forward": forward}
+    report = str(compare(type("Wrong", (Wrong,), changed), mask_means="attend"))
+    assert "first disagreement: no mask, output" in report
+    assert "also disagreement: mask, output: expected a result, got RuntimeError" in report
+
+
+@pytest.mark.parametrize("heads", [3, 4])
+@pytest.mark.parametrize("fused", ["q,k,v", "per_head"])
+def test_a_packed_matrix_that_is_cut_in_another_order_is_named(fused, heads):
+    candidate = PackedPerHead(12, 12, heads) if fused == "q,k,v" else CausalSelfAttention(SimpleNamespace(n_head=heads, n_embd=12))
+    options = {} if fused == "q,k,v" else {"causal": True, "weights": {"qkv": "c_attn", "output": "c_proj"}}
+    first = compare(candidate, mask_means="attend", fused=fused, **options).first
+    assert len(first.mistakes) == 1 and "is cut as [" in first.hint and "see fused" in first.hint
+
+
+def test_the_candidate_without_mistakes_agrees():
+    assert_agrees(Wrong, mask_means="attend")
+
+
+def test_weights_averaged_over_heads_are_compared_if_the_option_says_so():
+    averaged = type("Averaged", (Wrong,), {"returned": lambda self, output, weights: (output, weights.mean(1))})
+    summed = type("Summed", (Wrong,), {"returned": lambda self, output, weights: (output, weights.sum(1))})
+    assert_agrees(averaged, mask_means="attend", average_weights=True)
+    assert compare(summed, mask_means="attend", average_weights=True).first.output == "attention_weights"
+
+
+def causal_scores(blocked):
+    """Attention of heads with a causal mask of its own: `blocked` makes it from the number of rows."""
+
+    def attend(query, key, value):
+        scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+        return torch.softmax(scores.masked_fill(blocked(query.shape[-2]), -1e9), dim=-1) @ value
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("blocked", "named"),
+    [
+        (lambda n: torch.zeros(n, n, dtype=torch.bool), "causality is forgotten: queries attend to keys after their own"),
+        (lambda n: torch.ones(n, n).triu(0) == 1, "its causal mask blocks each query's own key (off by one)"),
+        (lambda n: torch.ones(n, n).tril(-1) == 0, "its causal mask blocks each query's own key (off by one)"),
+        (lambda n: torch.ones(n, n).triu(2) == 1, "its causal mask lets each query see the next key (off by one)"),
+        (lambda n: torch.ones(n, n).tril(-1) == 1, "its causal mask is transposed: queries attend to their own key and later ones"),
+    ],
+)
+def test_a_wrong_causal_mask_has_one_name(blocked, named):
+    explanation = compare(causal_scores(blocked), framework="torch", causal=True).first.explanation
+    assert (explanation.mistakes, explanation.equals) == ((named,), ())
+
+
+@pytest.mark.parametrize(("offset", "named"), [("end", None), ("start", "its causal mask is aligned at the last key")])
+def test_a_causal_mask_for_fewer_queries_than_keys_is_aligned_as_the_option_says(offset, named):
+    def attend(query, key, value):
+        scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+        later = torch.ones_like(scores).triu(1 + key.shape[-2] - query.shape[-2]) == 1
+        return torch.softmax(scores.masked_fill(later, -math.inf), dim=-1) @ value
+
+    comparison = compare(attend, framework="torch", causal=True, query_offset=offset)
+    assert [result.case for result in comparison.results if not result.skipped] == ["no mask", "cross-attention", "large logits"]
+    assert comparison.agrees if named is None else comparison.first.mistakes[0].startswith(named)
+
+
+class Cached(nn.Module):
+    """Causal attention with a cache of keys and values, whose last query is at the last key."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def first_position(self, queries, keys):
+        return keys - queries
+
+    def used(self, cache):
+        return cache
+
+    def forward(self, x, kv_cache=None):
+        q, k, v = (split(layer(x), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if (cache := self.used(kv_cache)) is not None:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(cache, (k, v), strict=True))
+        rows = torch.arange(q.shape[2])[:, None] + self.first_position(q.shape[2], k.shape[2])
+        output, _ = scaled_dot_product(q, k, v, torch.arange(k.shape[2]) <= rows)
+        return self.o_proj(merge(output)), (k, v)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "named"),
+    [
+        ({}, None),
+        ({"first_position": lambda self, queries, keys: 0}, "in a call with a cache, the causal mask is aligned at the first key"),
+        ({"used": lambda self, cache: None}, "the cache is not used: each call sees its own rows alone"),
+    ],
+)
+def test_a_candidate_with_a_cache_is_decoded_and_compared_with_one_causal_call(replaced, named):
+    comparison = compare(type("Cached", (Cached,), replaced), causal=True)
+    cases = {result.case: result.agrees for result in comparison.results}
+    assert cases["no mask"] is True
+    assert cases["decoding row by row"] is cases["decoding in chunks"] is (named is None)
+    assert comparison.agrees if named is None else comparison.first.mistakes[0].startswith(named)
+
+
+def test_a_wrong_mask_that_leaves_rows_without_a_key_is_named_however_they_are_filled():
+    """Softmax of such a row is NaN with -inf, uniform with -1e9, and 0 where NaN is replaced."""
+    for fill, replaced in ((-math.inf, math.nan), (-1e9, math.nan), (-math.inf, 0.0)):
+
+        def attend(query, key, value, mask=None, fill=fill, replaced=replaced):
+            scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+            weights = (scores if mask is None else scores.masked_fill(mask, fill)).softmax(dim=-1).nan_to_num(replaced)
+            return weights @ value
+
+        explanation = compare(attend, framework="torch", mask_means="attend").first.explanation
+        assert "the mask is inverted" in explanation.mistakes[0] and not explanation.equals
+
+
+@pytest.mark.parametrize("returns_weights", [True, False])
+def test_any_constant_factor_on_the_scores_is_found(returns_weights):
+    def attend(query, key, value):
+        weights = torch.softmax(query @ key.transpose(-1, -2) / 1.7, dim=-1)
+        return (weights @ value, weights) if returns_weights else weights @ value
+
+    assert compare(attend, framework="torch").first.mistakes == ("the scores are divided by 1.7 and not by 2",)
+
+
+def test_a_factor_on_the_scores_is_found_beside_another_mistake_in_outputs_alone():
+    replaced = {"scale": lambda self, s: s * 0.37, "merge": reshape_merge, "returned": lambda self, o, w: o}
+    mistakes = compare(type("Wrong", (Wrong,), replaced), mask_means="attend").first.mistakes
+    assert mistakes == ("the scores are divided by 2.703 and not by 2", "heads are merged by a reshape without a transpose")
+
+
+def test_cases_without_a_known_parameter_are_reported_as_not_tried():
+    comparison = compare(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True)
+    assert comparison.agrees
+    assert comparison.untried == ("mask", "cross-attention", "cross-attention with a mask", "padded keys", "packed sequences")
+    assert str(comparison).startswith(
+        "agrees with the reference in 2 of 8 cases; not tried: mask, padded keys, packed sequences, since no parameter is known for them; "
+        "cross-attention, cross-attention with a mask, since query_offset is not given"
+    )
+
+
+def test_inputs_that_are_passed_apart_are_told_apart():
+    """Also by a causal candidate whose queries and keys are always equally many."""
+    right = causal_scores(lambda n: torch.ones(n, n).triu(1) == 1)
+    assert not compare(lambda query, key, value: right(query, key, key), framework="torch", causal=True).agrees
+
+
+@pytest.mark.parametrize(
+    ("attend", "named"),
+    [
+        (lambda q, k, v, s: s.bfloat16().softmax(-1).float() @ v, "the softmax is computed in bfloat16"),
+        (lambda q, k, v, s: s.half().float().softmax(-1) @ v, "the scores are rounded to float16 before the softmax"),
+        (
+            lambda q, k, v, s: ((q.bfloat16() @ k.bfloat16().mT).float() / 5**0.5).softmax(-1) @ v,
+            "queries and keys are multiplied in bfloat16",
+        ),
+        (lambda q, k, v, s: (s.softmax(-1).half() @ v.half()).float(), "weights and values are multiplied in float16"),
+    ],
+)
+def test_steps_in_half_precision_are_told_from_rounding(attend, named):
+    """Each is named by its own numbers, and no other is: a tolerance that is wider only where a rounding is undecided."""
+
+    def candidate(query, key, value):
+        return attend(query, key, value, query @ key.mT / query.shape[-1] ** 0.5)
+
+    explanation = compare(candidate, framework="torch", d_model=15).first.explanation
+    assert (explanation.mistakes, explanation.equals) == ((named,), ())
+
+
+def test_a_factor_after_the_softmax_is_fitted():
+    """As of dropout that is scaled in evaluation mode too."""
+
+    def candidate(query, key, value):
+        weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1) / 0.9
+        return weights @ value, weights
+
+    assert compare(candidate, framework="torch").first.mistakes == ("the weights are multiplied by 1.111",)
+
+
+class InPlace(Cached):
+    """A cache that is a list of keys and values, which each call changes."""
+
+    def forward(self, x, kv_cache=None):
+        kv_cache = [] if kv_cache is None else kv_cache
+        output, kv_cache[:] = super().forward(x, tuple(kv_cache) or None)
+        return output
+
+
+class KeepsPositions(InPlace):
+    """Its last position is not in the cache, so that it survives a roll-back."""
+
+    def first_position(self, queries, keys):
+        self.rows = queries if keys == queries else self.rows + queries
+        return self.rows - queries
+
+
+class Llama(Cached):
+    """A cache in the module, and the position of the first row as an argument."""
+
+    def forward(self, x, start_pos):
+        kept = [rows[:, :, :start_pos] for rows in self.kept] if start_pos else None
+        output, self.kept = super().forward(x, kept)
+        return output
+
+
+class ForgetsToRollBack(Llama):
+    def forward(self, x, start_pos):
+        output, self.kept = Cached.forward(self, x, self.kept if start_pos else None)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("candidate", "options", "wrong", "named"),
+    [
+        (InPlace, {"new_cache": "list"}, set(), ()),
+        (KeepsPositions, {"new_cache": "list"}, {"decoding with roll-back"}, ()),
+        (Llama, {}, set(), ()),
+        (ForgetsToRollBack, {}, {"decoding with roll-back"}, ("rows that were rolled back stay in the cache",)),
+    ],
+)
+def test_caches_in_place_and_in_the_candidate_are_decoded_and_rolled_back(candidate, options, wrong, named):
+    comparison = compare(candidate, causal=True, **options)
+    assert {result.case for result in comparison.results if result.agrees is False} == wrong
+    assert sum(result.case.startswith("decoding") for result in comparison.results) == 3
+    assert (comparison.first.mistakes if comparison.first else ()) == named
+
+
+class Foreign:
+    """An array of another framework: NumPy can read it, and nothing else is known of it."""
+
+    def __init__(self, x):
+        self.x = np.asarray(x)
+        self.shape, self.dtype = self.x.shape, f"foreign.core.{self.x.dtype}"
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.x, dtype)
+
+
+def test_arrays_of_other_frameworks_are_results_and_weights():
+    class Attention(NumPyAttention):
+        def forward(self, query, key, value, mask=None):
+            return tuple(map(Foreign, super().forward(query, key, value, mask)))
+
+    assert_agrees(Attention, mask_means="block")
+    weights = NumPyAttention(12, 3)
+    given = SimpleNamespace(
+        num_heads=3, W_q=Foreign(weights.W_q), W_k=Foreign(weights.W_k), W_v=Foreign(weights.W_v), W_o=Foreign(weights.W_o),
+        b_o=Foreign(weights.b_o), forward=lambda query, key, value: weights.forward(query, key, value),
+    )  # fmt: skip
+    assert_agrees(given)
+
+
+def test_inputs_are_arrays_of_the_chosen_framework(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlx", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "mlx.core", SimpleNamespace(array=Foreign))
+
+    def attend(query, key, value):
+        assert all(isinstance(x, Foreign) for x in (query, key, value)) and query.dtype == "foreign.core.float32"
+        return Foreign(numpy_function(query.x, key.x, value.x))
+
+    assert_agrees(attend, framework="mlx")
+
+
+SIZES = {"d_model": 12, "num_heads": 4}
+GROUPED = {"d_model": 13, "num_heads": 6, "num_kv_heads": 2, "head_dim": 11, "bias": False}
+ROTARY = {"theta": 500, "dims": 10, "attention_factor": 1.5}
+LLAMA3 = {"type": "llama3", "factor": 4, "original_max_position": 20}
+LAYERS = [
+    LayerSpec(**SIZES),
+    LayerSpec(**GROUPED, rope=ROTARY | {"scaling": LLAMA3}, qk_norm={"weights": "own"}, window={"left": 4}, softcap=2, scale=0.5),
+    LayerSpec(**GROUPED, rope=ROTARY | {"interleaved": True}, qk_norm={"weights": "own", "over": "all", "after_rope": True}),
+    LayerSpec(**SIZES, output_gate={}, alibi=True, sinks=True),
+    LayerSpec(**SIZES, relative_bias={}, chunk_size=5, query_scale={"factor": 0.5, "length": 3}),
+    LayerSpec(**SIZES, normalizer="sigmoid", grid_bias={"height": 3, "width": 5}),
+    LayerSpec(d_model=12, num_heads=2, rope={}),
+    LayerSpec(**SIZES, scale=0.9, rope={"dims": 2}, latent={"query_rank": 7, "key_value_rank": 5, "rope_key_dim": 2}),
+]
+
+
+CANDIDATES = [{}, {"causal": True, "decodes": True}, {"causal": True, "at_end": True}]
+
+
+@functools.cache
+def right_computations(layer, candidate, seed):
+    """The computations of the reference for all cases, and what they return; made once, since hundreds of mistakes are tried on them."""
+    spec = LAYERS[layer]
+    weights = draw_weights(Draw(np.random.default_rng(0)), spec, ["weights"])
+    computations = [Computation(spec, weights, case) for case in draw_check_cases(spec, weights, seed, **CANDIDATES[candidate])]
+    return [(right, right.run()) for right in computations]
+
+
+def observations(layer, candidate, seed, change):
+    """What a candidate with this mistake returns in each case; it raises where the mistake has no shape."""
+    for right, expected in right_computations(layer, candidate, seed):
+        got = expected
+        try:
+            got = change(right).run()
+        except Impossible:
+            pass
+        except ValueError:
+            continue
+        agrees = all(expected.agrees(name, x) for name, x in got.outputs.items())
+        yield Observation(right, got.outputs, agrees)
+
+
+def test_every_known_mistake_changes_a_case():
+    left = {name: mistake.change for rows in MISTAKES.values() for name, mistake in rows.items()}
+    for layer, candidate in itertools.product(range(len(LAYERS)), range(len(CANDIDATES))):
+        for hint in list(left):
+            if not all(x.agrees for x in observations(layer, candidate, 0, left[hint])):
+                del left[hint]
+    assert not left
+
+
+def some_rows():
+    """The first mistake of each kind, and the last one, which is slow."""
+    for rows in MISTAKES.values():
+        first, *_, last = (*rows, *rows)
+        yield pytest.param(first, rows[first].change, id=first)
+        if last != first:
+            yield pytest.param(last, rows[last].change, id=last, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("hint", "change"), list(some_rows()))
+def test_known_mistakes_are_named_and_no_others(hint, change):
+    """The reference makes the mistake in all cases. It is named, alone or with one that gives the same numbers in every case."""
+    for layer, candidate in itertools.product(range(len(LAYERS)), range(len(CANDIDATES))):
+        if all(x.agrees for x in observations(layer, candidate, 0, change)):
+            continue
+        observed = list(observations(layer, candidate, 0, change))
+        explanation = explain(observed, observations(layer, candidate, 1, change))
+        assert (hint,) in (explanation.mistakes, *explanation.equals)
+        return
+    pytest.fail("it changes no case")
+
+
+def test_the_report_names_the_case_the_index_and_the_numbers():
+    comparison = compare(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
+    lines = str(comparison).splitlines()
+    assert lines[0] == "disagrees with the reference in 7 of 8 cases"
+    assert lines[1] == "hint: this is what comes out when the scores are not divided by sqrt(head_dim)"
+    assert lines[2:4] == ["  you compute: softmax(Q Kᵀ) V", "  expected:    softmax(Q Kᵀ / √d) V"]
+    first = comparison.first
+    place = "no mask, output[0, 0, 0] (item 0, query 0, number 0)"
+    assert lines[4] == f"first disagreement: {place}: expected {first.expected}, got {first.got}"
+    assert [line[:28].strip() for line in lines[5:]] == [result.case for result in comparison.results]
+    assert "DISAGREES" in lines[5]
+    assert float(first.expected) != float(first.got)
+    with pytest.raises(AssertionError, match="first disagreement: no mask, output"):
+        assert_agrees(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
+    assert str(compare(Wrong, mask_means="attend")).startswith("agrees with the reference\n")
+
+
+def test_a_notebook_shows_the_report():
+    html = compare(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")._repr_html_()
+    assert html.startswith("<pre>disagrees with the reference in 7 of 8 cases\n") and html.count("<") == 2
+
+
+def test_every_mistake_has_its_arithmetic_on_a_line_of_80_columns():
+    right = right_computations(0, 0, 0)[0][0].with_scale(0.9)
+    for rows in MISTAKES.values():
+        for name, mistake in rows.items():
+            computed, expected = mistake.arithmetic(right)
+            assert computed != expected, name
+            assert max(len(f"  you compute: {computed}"), len(f"  expected:    {expected}")) <= 80, name
+
+
+def test_the_arithmetic_has_the_scale_of_the_layer_and_the_mask_of_the_case():
+    spec = LayerSpec(d_model=12, num_heads=3, projections=False, scale=0.9)
+
+    def unscaled(query, key, value, attend_mask=None):
+        scores = query @ key.transpose(-1, -2)
+        return (scores if attend_mask is None else scores.masked_fill(~attend_mask, -torch.inf)).softmax(-1) @ value
+
+    def unmasked(query, key, value, attend_mask=None):
+        return (0.9 * query @ key.transpose(-1, -2)).softmax(-1) @ value
+
+    first = compare(unscaled, spec=spec, framework="torch").first
+    assert first.explanation.arithmetic == (("softmax(Q Kᵀ) V", "softmax(Q Kᵀ · 0.9) V"),)
+    assert compare(unmasked, spec=spec, framework="torch").first.explanation.arithmetic[0][0] == "softmax(S) V"
+
+
+def test_the_index_of_one_wrong_number_is_reported():
+    def forward(self, query, key, value):
+        output, weights = Wrong.forward(self, query, key, value)
+        weights[1, 2, 3, 4] += 0.25
+        return output, weights
+
+    first = compare(type("Nudged", (Wrong,), {"forward": forward})).first
+    assert (first.case, first.output, first.index, first.mistakes) == ("no mask", "attention_weights", (1, 2, 3, 4), ())
+    assert float(first.got) == pytest.approx(float(first.expected) + 0.25)
+
+
+def test_results_that_change_from_call_to_call_are_not_explained_but_said_to_change():
+    dropped = type("Dropped", (Wrong,), {"softmax": lambda self, s: functional.dropout(s.softmax(-1), 0.1)})
+    first = compare(dropped, mask_means="attend").first
+    assert first.hint.startswith("a second call with the same inputs returns other numbers: dropout is active") and not first.mistakes
+
+
+def test_nan_is_a_disagreement():
+    nan = type("NaN", (Wrong,), {"scale": lambda self, s: s * torch.nan})
+    assert compare(nan, mask_means="attend").results[0].error == np.inf
+
+
+def test_an_exception_is_reported_with_the_arguments_of_the_call():
+    comparison = compare(Annotated, mask_means="attend")  # which takes its mask as [b, q, k]
+    assert comparison.first.case == "mask"
+    assert (
+        "called with query [2, 5, 12] float32, key [2, 5, 12] float32, value [2, 5, 12] float32, mask [5, 5] bool" in comparison.first.got
+    )
+    assert "mask_shape" in comparison.first.hint
+
+
+def test_the_tolerance_is_an_option():
+    rough = type("Rough", (Wrong,), {"scale": lambda self, s: Wrong.scale(self, s).half().float()})
+    assert not compare(rough, mask_means="attend").agrees
+    assert_agrees(rough, mask_means="attend", tolerance=1e-3)
+
+
+def test_tolerances_grow_with_scores_and_outputs():
+    unit = {"float32": 2.0**-23, "float64": 2.0**-52}
+    scores, output = np.array([-20.0, 3.0, -np.inf]), np.array([4.0, -np.inf])
+    assert tolerance(output, "float32", scores) == 16 * unit["float32"] * 20 * 4
+    assert tolerance(output, "float32", scores, logarithmic=True) == 80 * unit["float32"] * 20
+    assert tolerance(output, "float64", scores, norm=True) == 80 * unit["float64"] * 20 * 4
+    assert tolerance(output, "float64", 20.0, relative=1e-3) == pytest.approx(1e-3 * 20 * 4)
+    assert tolerance(output, "float32", 0.1) == 16 * unit["float32"] * 4
+
+
+# --- ambiguous candidates ---------------------------------------------------------------------------------------------------------------
+
+
+def fails(q, k, v):
+    return 1 / 0
+
+
+def positional(a, b, c):
+    return methods_only(a, b, c)
+
+
+class Configured(CausalSelfAttention):
+    def __init__(self, config, num_heads=3):
+        super().__init__(config)
+
+
+class Layer(nn.Module):
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(d_model, num_heads, batch_first=True)
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, x):
+        return self.norm(self.attention(x, x, x)[0])
+
+
+class NoHeads(FromScratch):
+    def __init__(self):
+        super().__init__(12, 3)
+        self.heads_that_nobody_knows = self.num_heads
+        del self.num_heads
+
+
+class TwoQueries(Wrong):
+    def __init__(self, d_model, num_heads):
+        super().__init__(d_model, num_heads)
+        self.query = nn.Linear(d_model, d_model)
+
+
+AMBIGUOUS = {
+    "polarity": (FromScratch, {}, 'pass mask_means="attend", "block" or "add"'),
+    "polarity of padding": (lambda q, k, v, mask=None, key_mask=None: q, {"framework": "numpy", "mask_means": "attend"}, "padding_means"),
+    "constructor": (Configured, {}, "ambiguous: the value of constructor parameter 'config'; pass construct="),
+    "parameter": (positional, {"framework": "torch"}, r"ambiguous: the meaning of parameter 'a'; pass arguments="),
+    "no query": (lambda mask=None: mask, {"framework": "torch"}, "is the query; pass arguments="),
+    "two queries": (lambda x, q, k: x, {"framework": "torch"}, "which is the query, 'x' or 'q'"),
+    "no such role": (methods_only, {"framework": "torch", "arguments": {"q": "question"}}, "question"),
+    "no such parameter": (methods_only, {"framework": "torch", "arguments": {"z": "query"}}, "'z'"),
+    "framework": (fails, {}, r'pass framework="torch" or "numpy"; with numpy, it raised ZeroDivisionError.*; with torch, it raised'),
+    "packed": (PackedPerHead, {"mask_means": "attend"}, 'pass fused="q,k,v"'),
+    "bare matrices": (Bare, {"mask_means": "add"}, 'pass orientation="in,out" for x @ W'),
+    "more than attention": (Layer, {}, "'norm.weight'"),
+    "two weights": (TwoQueries, {"mask_means": "attend"}, "ambiguous: which is the weight of query"),
+    "unknown layers": (Lettered, {}, r"the meaning of 'a.weight'.* pass weights=.* among a.weight \[12, 12\], a.bias \[12\]"),
+    "unknown arrays": (NumPyLettered, {}, r"which arrays are the weights; pass weights=\{\} if none are, .* among M1 \[12, 12\], M2"),
+    "a name that is none": (Lettered, {"weights": {"query": "alpha"}}, "what 'query': 'alpha' in weights names"),
+    "a value that is none": (Lettered, {"fused": "k,q,v"}, "expected fused to be q,k,v or per_head, got 'k,q,v'"),
+    "text for a number": (Lettered, {"num_heads": "three"}, "expected num_heads to be an integer, got 'three'"),
+    "missing weight": (nn.Linear(12, 12), {}, "found no weight|ambiguous"),
+    "heads of a class": (OneHead, {}, "pass num_heads="),
+    "heads of a function": (torch_function_of_matrices, {"orientation": "out,in"}, "pass num_heads="),
+    "matrices of a function": (torch_function_of_matrices, {"num_heads": 2}, 'pass orientation="in,out" for x @ W'),
+    "missing matrix of a function": (lambda x, W_q, W_k: x, {"framework": "numpy", "num_heads": 2}, "found no weight of value"),
+    "heads": (NoHeads(), {"mask_means": "attend"}, "pass num_heads="),
+    "other heads of a class": (FromScratch, {"mask_means": "attend", "num_heads": 5}, "divides 12, got 5"),
+    "other heads": (FromScratch(12, 3), {"mask_means": "attend", "num_heads": 5}, "divides 12, got 5"),
+    "wrong weights": (NumPyAttention, {"mask_means": "block", "weights": GIVEN_WEIGHTS | {"key.bias": np.ones(3)}}, "expected key.bias"),
+    "nothing to call": (SimpleNamespace(W_q=np.eye(2), W_k=np.eye(2), W_v=np.eye(2)), {}, "pass method="),
+    "no name": ("no_colon", {}, "expected my_package.my_module:MyAttention"),
+    "nothing of that name": ("numpy:MyAttention", {}, "'MyAttention'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_ambiguous_candidates_are_refused_with_the_option_that_decides(name):
+    candidate, options, message = AMBIGUOUS[name]
+    with pytest.raises(ValueError, match=message):
+        compare(candidate, **options)
+
+
+def test_options_map_parameters_to_roles():
+    assert_agrees(positional, framework="torch", arguments={"a": "query", "b": "key", "c": "value"})
+    assert_agrees(NumPyAttention(12, 3), mask_means="block", method="forward")
+    with pytest.raises(TypeError, match="mask_meaning"):
+        compare(positional, mask_meaning="attend")
+    with pytest.raises(ValueError, match="expected an array or a tuple"):
+        compare(lambda q, k, v: {"output": q}, framework="torch")

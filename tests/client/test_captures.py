@@ -1,0 +1,225 @@
+"""Captures: the attention layers of a model with the inputs that they got in it, against the model's own attention."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import attend
+from attend.client import Client
+from attend.errors import InvalidRequest
+
+TOKENS = torch.tensor([[5, 7, 11, 13, 2, 3, 29], [17, 19, 23, 4, 6, 0, 0]])
+PADDED = {"input_ids": TOKENS, "attention_mask": (TOKENS > 0).long()}
+SIZES = {"hidden_size": 24, "intermediate_size": 17, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 31}
+FAMILIES = ["bert", "llama", "gemma2", "t5", "whisper"]
+KINDS = {"encoder_attentions": "encoder", "decoder_attentions": "decoder", "cross_attentions": "cross"}
+
+
+def filled(model: nn.Module) -> Any:
+    """The model with parameters so large that its heads attend sharply."""
+    rng = np.random.default_rng(3)
+    for parameter in model.parameters():
+        parameter.data = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32) * 0.5)
+    return model.eval()
+
+
+def tiny(family: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model of transformers, and its inputs."""
+    import transformers as hf
+
+    if family == "bert":
+        return filled(hf.BertModel(hf.BertConfig(**SIZES))), PADDED
+    if family == "llama":
+        return filled(hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=1))), PADDED
+    if family == "gemma2":
+        options = {"num_key_value_heads": 1, "head_dim": 10, "sliding_window": 3, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0}
+        layers = ["sliding_attention", "full_attention"]
+        return filled(hf.Gemma2Model(hf.Gemma2Config(**SIZES, **options, layer_types=layers))), PADDED
+    if family == "t5":
+        config = hf.T5Config(d_model=24, d_kv=5, d_ff=17, num_layers=2, num_heads=3, vocab_size=31)
+        return filled(hf.T5Model(config)), PADDED | {"decoder_input_ids": TOKENS[:, :5]}
+    both = {"layers": 2, "attention_heads": 3, "ffn_dim": 17}
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in both.items()}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sizes = {"d_model": 24, "vocab_size": 31, "num_mel_bins": 5, "max_source_positions": 11, "max_target_positions": 13}
+    sound = torch.from_numpy(np.random.default_rng(4).standard_normal((2, 5, 22)).astype(np.float32))
+    inputs = {"input_features": sound, "decoder_input_ids": TOKENS[:, :5]}
+    return filled(hf.WhisperModel(hf.WhisperConfig(**sides, **ends, **sizes))), inputs
+
+
+def own_attention(model: Any, inputs: dict[str, torch.Tensor]) -> dict[tuple[str, int], np.ndarray]:
+    """The eager model's own weights of each layer, by part and number."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        outputs = model(**inputs, output_attentions=True)
+    found = {}
+    for name, part in {**KINDS, "attentions": ""}.items():
+        for number, weights in enumerate(getattr(outputs, name, None) or ()):
+            found[part, number] = weights.numpy()
+    return found
+
+
+@pytest.mark.slow  # the extra `test` does not install transformers
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_service_repeats_the_weights_of_every_layer_of_a_model(server: Any, family: str) -> None:
+    model, inputs = tiny(family)
+    model.set_attn_implementation("sdpa" if family != "gemma2" else "eager")
+    with Client(server.url) as client:
+        captured = attend.capture(model, inputs, client, name=f"own-{family}")
+        assert model.config._attn_implementation == ("sdpa" if family != "gemma2" else "eager")
+        expected = own_attention(model, inputs)
+        assert len(captured) == len(expected) and not captured.skipped
+        for layer in captured.values():
+            theirs = expected[layer.part if len(expected) > 2 else "", layer.number]
+            assert theirs.std() > 0.03  # the heads attend sharply, so that another mask or scale would show
+            mine = client.attend(**layer.request, layer=layer.name, outputs=["attention_weights"]).attention_weights
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+            assert layer.difference < 1e-5
+            client.delete_layer(layer.name)
+    assert list(captured) == [layer.name for layer in captured.values()]
+
+
+@pytest.mark.slow
+def test_the_words_of_a_tokenizer_and_masks_in_few_fields(server: Any) -> None:
+    model, inputs = tiny("llama")
+
+    class Tokenizer:
+        def decode(self, ids: list[int]) -> str:
+            return f" w{ids[0]}"
+
+    with Client(server.url) as client:
+        captured = attend.capture(model, inputs, client, tokenizer=Tokenizer(), name="words")
+        single = attend.capture(model, {"input_ids": TOKENS[:1]}, client, name="words")
+        own = captured["words-1"].request
+        assert own["tokens"] == {"query": [[f"w{i}" for i in row] for row in TOKENS.tolist()]}
+        assert own["causal"] is True and "attend_mask" not in own
+        np.testing.assert_array_equal(own["attend_keys"], TOKENS > 0)
+        assert single["words-0"].request.keys() == {"query", "causal", "tokens"} and single["words-0"].request["query"].shape == (7, 24)
+        only = attend.capture(model, inputs, client, name="words", layers=[1])
+        assert list(only) == ["words-1"] and list(client.layers())  # the others stay as they are
+        with pytest.raises(InvalidRequest, match="tokenizer"):
+            attend.capture(model, "a text", client)
+        for name in captured:
+            client.delete_layer(name)
+
+
+@pytest.mark.slow
+def test_layers_that_share_their_weights_have_their_own_inputs(server: Any) -> None:
+    """ALBERT calls one module for each of its layers."""
+    import transformers as hf
+
+    model = filled(hf.AlbertModel(hf.AlbertConfig(**SIZES, embedding_size=5)))
+    with Client(server.url) as client:
+        captured = attend.capture(model, PADDED, client, name="shared")
+        expected = own_attention(model, PADDED)
+        for layer in captured.values():
+            np.testing.assert_allclose(layer.attention_weights, expected["", layer.number], atol=1e-5)
+            assert layer.difference < 1e-5
+            client.delete_layer(layer.name)
+    first, second = (layer.request["query"] for layer in captured.values())
+    assert np.abs(first - second).max() > 0.1
+
+
+class Own(nn.Module):
+    """Causal attention that someone wrote, between names that a layout has."""
+
+    def __init__(self, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(14, 14) for _ in range(4))
+        self.num_heads, self.causal = heads, causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        projected: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_module_of_ones_own_is_captured_by_its_names(client: Client, causal: bool) -> None:
+    """Whether it is causal is found by comparing outputs."""
+    model = filled(nn.Sequential(Own(7, causal), nn.LayerNorm(14), Own(2, causal)))
+    x = torch.randn(3, 5, 14)
+    captured = attend.capture(model, {"input": x}, client, name="own", layout="vit")
+    assert list(captured) == ["own-0", "own-1"]
+    for layer in captured.values():
+        assert layer.request.get("causal", False) is causal and layer.difference < 1e-4
+        client.delete_layer(layer.name)
+    np.testing.assert_array_equal(captured["own-0"].request["query"], x)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_transformer_is_captured_with_its_masks(client: Client, batch_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(14, 7, 11, batch_first=batch_first)
+    model = filled(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).train()
+    x = torch.randn(3, 5, 14)
+    padding = torch.arange(5)[None] >= torch.tensor([[5], [3], [4]])
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    inputs = {"src": x if batch_first else x.transpose(0, 1), "mask": causal.isinf(), "src_key_padding_mask": padding}
+    captured = attend.capture(model, inputs, client, name="torch")
+    assert model.training  # as before
+    model.eval()
+    for number, own in enumerate(captured.values()):
+        assert own.difference < 1e-4
+        query = torch.from_numpy(own.request["query"])
+        rows = query if batch_first else query.transpose(0, 1)
+        _, theirs = model.layers[number].self_attn(
+            rows, rows, rows, key_padding_mask=padding, attn_mask=causal.isinf(), average_attn_weights=False
+        )
+        np.testing.assert_allclose(own.attention_weights, theirs.detach(), atol=1e-5)
+        client.delete_layer(own.name)
+
+
+def test_a_capture_is_a_file_and_shown_in_a_notebook(client: Client, tmp_path: Path, captured: Callable[[], attend.Capture]) -> None:
+    one = captured()
+    two = attend.Capture.load(one.save(tmp_path / "own.safetensors"))
+    assert list(two) == list(one) and two.name == one.name and two.skipped == one.skipped
+    for name, layer in two.items():
+        assert (layer.spec, layer.fingerprint, layer.difference, layer.part) == (
+            one[name].spec,
+            one[name].fingerprint,
+            one[name].difference,
+            one[name].part,
+        )
+        assert layer.request.keys() == one[name].request.keys()
+        np.testing.assert_array_equal(layer.request["query"], one[name].request["query"])
+        client.delete_layer(name)
+    again = two.put(client)  # on a server without the layers
+    assert {name: layer.fingerprint for name, layer in again.items()} == {name: layer.fingerprint for name, layer in one.items()}
+    html = one._repr_html_()
+    assert html.count("<figure") == 2 and "own-0" in html and "largest difference" in html
+    plain = tmp_path / "plain.safetensors"
+    plain.write_bytes(client.layer_file("own-0"))
+    with pytest.raises(InvalidRequest, match="attend capture"):
+        attend.Capture.load(plain)
+    for name in one:
+        client.delete_layer(name)
+
+
+@pytest.fixture
+def captured(client: Client) -> Callable[[], attend.Capture]:
+    """Captures a small module with two layers."""
+    model = filled(nn.Sequential(Own(2, False), Own(2, False)))
+    return lambda: attend.capture(model, {"input": torch.randn(1, 5, 14)}, client, name="own", layout="vit")
+
+
+def test_what_differs_from_the_model_is_said(client: Client) -> None:
+    """A module that does more than its names say."""
+
+    class Scaled(Own):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    model = filled(Scaled(2, False))
+    model.o_proj.register_forward_hook(lambda _, args, result: result * 2)
+    captured = attend.capture(model, {"x": torch.randn(1, 5, 14)}, client, name="more", layout="vit")
+    assert captured.difference > 0.1 and not captured["more-0"].agrees
+    assert "more-0 differs from the model" in captured._repr_html_()
+    client.delete_layer("more-0")
+    with pytest.raises(InvalidRequest, match="known layout"):
+        attend.capture(nn.Linear(3, 3), {"input": torch.randn(1, 5, 3)}, client)

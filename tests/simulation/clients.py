@@ -1,0 +1,244 @@
+"""Clients with intentions: what each wants of the service, and what it must then get.
+
+Each row of values has numbers that no other row of the run has. A layer without projections, given keys of zeros, returns the mean of the
+values, so an answer tells which rows it is of.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import chain
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from simulation.caller import Caller, Lost, Manner, Reply
+from simulation.configuration import WIDTH, Configuration
+from simulation.layer_client import LayerActions
+from simulation.process import Process
+from simulation.rpc_client import RpcActions
+from simulation.session_client import SessionActions
+from simulation.world import Failure, World, sleep
+from support.safetensors_bodies import read_safetensors, safetensors
+
+JSON_TYPE, SAFETENSORS_TYPE = "application/json", "application/vnd.safetensors"
+ANSWERED = "rule 7: the answer is that of the call alone"
+Outcome = Reply | Lost
+
+
+class Client(SessionActions, LayerActions, RpcActions):
+    """A client that does drawn things one after the other."""
+
+    def __init__(self, process: Process, number: int, secret: str | None, owner: str) -> None:
+        self.process, self.world, self.chosen = process, process.world, process.chosen
+        self.number, self.owner = number, owner
+        self.draw = self.world.random(f"client {number}")
+        self.name = f"client {number}"
+        own = self.draw.choice(("sessions", "sessions", "layers", "rpc", "none"))
+        self.preference = self.chosen.theme or own
+        address = f"10.0.0.{number % 3}" if number % 2 else f"2001:db8::{number}"
+        self.caller = Caller(process, self.name, address, secret)
+        self.other_hand = Caller(process, f"{self.name}'s other connection", address, secret)
+        self.begin_sessions()
+        self.begin_layers()
+        self.begin_rpc()
+
+    async def act(self) -> None:
+        """Do everything that this client wants."""
+        chosen = self.chosen
+        for _ in range(self.draw.randint(1, chosen.actions)):
+            await self.draw.choices(*zip(*self._actions(), strict=True))[0]()
+            if self.draw.random() < 0.4:
+                await sleep(self.world, self.draw.choice((0.001, 0.05, 1.0)))
+        self.caller.close()
+        self.other_hand.close()
+
+    def _actions(self) -> list[tuple[Callable[[], Awaitable[None]], int]]:
+        """What it may do next, with weights."""
+        everywhere: list[tuple[Callable[[], Awaitable[None]], int]] = [
+            (self.attend_in_json, 4),
+            (self.attend_in_safetensors, 2),
+            (self.infer, 3),
+            (self.analyse, 1),
+            (self.picture, 1),
+            (self.wrong_request, 1),
+            (self.read_something, 1),
+        ]
+        preferred = {"sessions": self.session_actions(), "layers": self.layer_actions(), "rpc": self.rpc_actions()}
+        more = [(action, 6 * weight) for action, weight in preferred.get(self.preference, [])]
+        return [*everywhere, *chain.from_iterable(preferred.values()), *more]
+
+    # How a request is sent, and what may come back
+
+    def manner(self) -> Manner:
+        """How it behaves during the next request."""
+        faults, draw = self.chosen.faults, self.draw
+        manner = Manner()
+        if draw.random() < faults.leaves:
+            manner.leaves_after, manner.by_reset = draw.choice((0.0, 1e-4, 1e-3, 0.01, 0.1)), draw.random() < 0.5
+        if draw.random() < faults.stalls:
+            if draw.random() < 0.5:
+                manner.sends = draw.random()
+            else:
+                manner.reads_late = draw.choice((0.01, 1.0, 100.0))
+        return manner
+
+    def deadline(self) -> dict[str, str]:
+        """The header of a deadline, or none."""
+        return {"X-Request-Timeout": self.draw.choice(("0.0001", "0.01", "1"))} if self.draw.random() < 0.15 else {}
+
+    async def ask(
+        self,
+        method: str,
+        target: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        caller: Caller | None = None,
+        also: tuple[int, ...] = (),
+        plainly: bool = False,
+        settle: bool = True,
+    ) -> Outcome:
+        """Send one request; `also` has the statuses that this one may get besides success and those that any request may get.
+        `settle`: if the client leaves, it waits until the service has noticed, so that nothing changes later."""
+        headers, manner = dict(headers or {}), Manner() if plainly else self.manner()
+        if not plainly:
+            headers |= self.deadline()
+        if body and "Content-Type" not in headers:
+            headers["Content-Type"] = JSON_TYPE
+        caller = caller or self.caller
+        outcome = await caller.call(method, target, body, headers, manner)
+        if isinstance(outcome, Lost) and settle:
+            await caller.settle()
+        if isinstance(outcome, Reply) and outcome.status >= 300:
+            self._require_reason(outcome, f"{method} {target}", headers, manner, also)
+        return outcome
+
+    def _require_reason(self, reply: Reply, what: str, headers: Mapping[str, str], manner: Manner, also: tuple[int, ...]) -> None:
+        """Fail if nothing in this run explains the refusal."""
+        chosen, status = self.chosen, reply.status
+        if status in also or status in (429, 503):
+            return
+        timed = "X-Request-Timeout" in headers or chosen.settings.request_timeout is not None or "figure" in what
+        explained = {
+            408: manner.sends < 1 or chosen.pauses > 0,
+            500: chosen.faults.occurred or self.process.has_overrun(),  # then uvicorn ends what is left
+            504: timed,
+            507: chosen.faults.occurred or "/sessions" in what or "session" in what,
+        }
+        if not explained.get(status, False):
+            raise Failure("answered", f"{what} of {self.name} got {status}: {reply.body[:300].decode('latin-1')}")
+
+    # Calls without a session
+
+    def rows(self, count: int) -> Any:
+        """Rows of values that nobody else has, as [count, WIDTH]."""
+        return np.array([[self.draw.randint(1, 1 << 20) for _ in range(WIDTH)] for _ in range(count)], float)
+
+    def tensors(self) -> dict[str, Any]:
+        """Query, key and value of a call, as [b, n, WIDTH]."""
+        b, q, k = self.draw.randint(1, 3), self.draw.randint(1, 5), self.draw.choice((1, 3, 7, 30))
+        values = np.stack([self.rows(k) for _ in range(b)])
+        return {"query": np.ones((b, q, WIDTH)), "key": np.zeros((b, k, WIDTH)), "value": values}
+
+    def require_mean(self, output: Any, tensors: Mapping[str, Any], what: str) -> None:
+        """Fail unless every row of the output is the mean of the values."""
+        expected = np.broadcast_to(tensors["value"].mean(-2, keepdims=True), tensors["query"].shape)
+        require_equal(np.asarray(output), expected, f"{what} of {self.name}")
+
+    async def attend_in_json(self) -> None:
+        tensors = self.tensors()
+        members = {name: array.tolist() for name, array in tensors.items()}
+        members |= {"layer": "plain", "outputs": ["output"], "reproducible": self.draw.random() < 0.2}
+        reply = await self.ask("POST", "/attend", json.dumps(members).encode())
+        if isinstance(reply, Reply) and reply.status == 200:
+            self.require_mean(json.loads(reply.body)["output"], tensors, "attend")
+
+    async def attend_in_safetensors(self) -> None:
+        tensors = self.tensors()
+        body = safetensors({name: array.astype(np.float32) for name, array in tensors.items()}, request=json.dumps({"layer": "plain"}))
+        reply = await self.ask("POST", "/attend", body, {"Content-Type": SAFETENSORS_TYPE, "Accept": SAFETENSORS_TYPE})
+        if isinstance(reply, Reply) and reply.status == 200:
+            arrays, _ = read_safetensors(reply.body)
+            self.require_mean(arrays["output"], tensors, "attend in safetensors")
+            q, k = tensors["query"].shape[1], tensors["key"].shape[1]
+            require_equal(arrays["attention_weights"], np.full((len(tensors["query"]), 2, q, k), 1 / k), "weights")
+
+    async def infer(self) -> None:
+        """The Open Inference Protocol, with numbers in the JSON or after it."""
+        tensors, binary = self.tensors(), self.draw.random() < 0.5
+        inputs, tail = [], b""
+        for name, array in tensors.items():
+            entry: dict[str, Any] = {"name": name, "shape": list(array.shape), "datatype": "FP32"}
+            if binary:
+                data = array.astype(np.float32).tobytes()
+                entry["parameters"] = {"binary_data_size": len(data)}
+                tail += data
+            else:
+                entry["data"] = array.ravel().tolist()
+            inputs.append(entry)
+        identity = f"{self.name} {self.draw.random()}"
+        head = json.dumps({"id": identity, "inputs": inputs, "outputs": [{"name": "output"}]}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"} if binary else {}
+        reply = await self.ask("POST", "/v2/models/plain/infer", head + tail, headers)
+        if isinstance(reply, Reply) and reply.status == 200:
+            document = json.loads(reply.body)
+            if document["id"] != identity:
+                raise Failure("the answer belongs to the request", f"{identity} got the answer of {document['id']}")
+            (output,) = document["outputs"]
+            self.require_mean(np.reshape(output["data"], output["shape"]), tensors, "infer")
+
+    async def analyse(self) -> None:
+        tensors = self.tensors()
+        members = {name: array.tolist() for name, array in tensors.items()} | {"layer": "plain", "metrics": ["normalised_entropy"]}
+        reply = await self.ask("POST", "/attend/analysis", json.dumps(members).encode())
+        if isinstance(reply, Reply) and reply.status == 200 and tensors["key"].shape[1] > 1:
+            entropies = np.array(json.loads(reply.body)["metrics"]["normalised_entropy"])
+            require_equal(entropies, np.ones_like(entropies), f"analysis of {self.name}")
+
+    async def picture(self) -> None:
+        members = {name: array.tolist() for name, array in self.tensors().items()} | {"layer": "plain", "figure": {"format": "png"}}
+        reply = await self.ask("POST", "/attend/figure", json.dumps(members).encode())
+        if isinstance(reply, Reply) and reply.status == 200 and not reply.body.startswith(b"picture of "):
+            raise Failure("the answer belongs to the request", f"a picture is {reply.body[:80]!r}")
+
+    async def wrong_request(self) -> None:
+        """Requests that are refused, each with its status."""
+        wrong: list[tuple[str, str, bytes, dict[str, str], int]] = [
+            ("POST", "/attend", b'{"query": [[1, 2', {}, 400),
+            ("POST", "/attend", b'{"layer": "plain", "query": [[1, 2]]}', {}, 422),
+            ("POST", "/attend", b'{"layer": "absent", "query": [[1, 2]]}', {}, 404),
+            ("POST", "/attend", b"abc", {"Content-Encoding": "gzip"}, 400),
+            ("GET", "/absent", b"", {}, 404),
+            ("DELETE", "/attend", b"", {}, 405),
+            ("POST", "/attend", b"{}", {"Content-Type": "text/plain"}, 415),
+        ]
+        method, target, body, headers, status = self.draw.choice(wrong)
+        reply = await self.ask(method, target, body, headers, also=(status,))
+        if isinstance(reply, Reply) and reply.status < 300:
+            raise Failure("rule 1: validate first", f"{method} {target} with {body!r} got {reply.status} instead of {status}")
+
+    async def read_something(self) -> None:
+        targets = ("/layers", "/layers/plain", "/health/live", "/health/ready", "/health/startup", "/v2", "/v2/models/plain", "/metrics")
+        target = self.draw.choice(targets)
+        reply = await self.ask("GET", target, also=(403,) if target == "/metrics" else ())
+        if isinstance(reply, Reply) and target == "/layers/plain" and reply.status == 200 and json.loads(reply.body)["name"] != "plain":
+            raise Failure("the answer belongs to the request", f"the description of the layer plain is {reply.body[:200]!r}")
+
+
+def require_equal(array: Any, expected: Any, what: str) -> None:
+    """Fail unless the arrays are equal up to rounding."""
+    if array.shape != expected.shape or not np.allclose(array, expected, rtol=1e-5, atol=1e-6):
+        raise Failure(ANSWERED, f"{what}: expected {np.ravel(expected)[:8]}, got {np.ravel(array)[:8]} of shape {array.shape}")
+
+
+def draw_clients(process: Process, secrets: Mapping[str, str], only: frozenset[int] | None = None) -> list[Client]:
+    """The clients of a run. `secrets`: the keys by the names of their owners; `only`: the numbers of the clients to keep."""
+    chosen: Configuration = process.chosen
+    world: World = process.world
+    draw: Random = world.random("clients")
+    clients = []
+    for number in range(chosen.clients):
+        owner = draw.choice(list(secrets)) if chosen.settings.keys_file is not None else ""
+        if only is None or number in only:
+            clients.append(Client(process, number, secrets.get(owner), owner))
+    return clients

@@ -1,0 +1,96 @@
+"""`python -m tests.simulation`: runs seeds, and tells of the first that fails how to run it again and what happened."""
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from random import SystemRandom
+
+from simulation.run import Kept, Outcome, run
+
+FAILED = Path(__file__).with_name("seeds.txt")  # seeds that once failed
+MOST_CLIENTS = 8
+LINES = 60  # of the history, in the report of a failure
+
+
+def main(arguments: list[str]) -> None:
+    """Run the seeds that the arguments say. The exit status is 1 if one fails."""
+    options = _parser().parse_args(arguments)
+    if os.environ.get("PYTHONHASHSEED") != "0":  # else the order of a set of texts would differ between two runs of a seed
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
+    clients = None if options.clients is None else frozenset(map(int, options.clients.split(",")))
+    began, tried = time.monotonic(), 0
+    for seed in _seeds(options, began):
+        outcome = run(seed, clients, options.actions)
+        tried += 1
+        if options.verbose:
+            print(f"seed {seed}: {outcome.steps} iterations, digest {outcome.digest:016x}, {outcome.failure or 'passes'}", flush=True)
+        if outcome.failure is not None:
+            print(report(outcome, clients, options.actions) if not options.brief else f"{tried} seeds: {outcome.failure}")
+            sys.exit(1)
+    print(f"{tried} seeds pass in {time.monotonic() - began:.0f} s")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="Runs the service in simulated processes.")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--seed", type=int, help="run this seed")
+    which.add_argument("--seconds", type=float, help="run the seeds that once failed, then new ones for so many seconds")
+    which.add_argument("--seeds", type=int, help="run seeds 0, 1, …")
+    parser.add_argument("--clients", help="keep only these clients of the run: numbers with commas")
+    parser.add_argument("--actions", type=int, help="most actions of a client")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
+    parser.add_argument("--brief", action="store_true", help="of a failure, print one line")
+    return parser
+
+
+def failed_seeds() -> list[int]:
+    """The seeds that once failed."""
+    return [int(line.split()[0]) for line in FAILED.read_text().splitlines() if line and not line.startswith("#")]
+
+
+def _seeds(options: argparse.Namespace, began: float) -> Iterator[int]:
+    if options.seed is not None:
+        yield options.seed
+    elif options.seconds is None:
+        yield from range(options.seeds or 100)
+    else:
+        yield from failed_seeds()
+        draw = SystemRandom()
+        while time.monotonic() - began < options.seconds:
+            yield draw.getrandbits(32)
+
+
+def report(outcome: Outcome, clients: Kept, actions: int | None) -> str:
+    """The failure, its smallest history that was found, and the command that repeats that."""
+    smallest, kept, most = shrink(outcome, clients, actions)
+    command = f"python -m tests.simulation --seed {outcome.seed}"
+    command += "" if kept is None else f" --clients {','.join(map(str, sorted(kept)))}"
+    command += "" if most is None else f" --actions {most}"
+    cause = "" if isinstance(smallest.failure, AssertionError) else "".join(traceback.format_exception(smallest.failure))
+    return "\n".join([*smallest.history[-LINES:], cause, f"seed {outcome.seed} fails: {smallest.failure}", f"again: {command}"])
+
+
+def shrink(outcome: Outcome, clients: Kept = None, actions: int | None = None) -> tuple[Outcome, Kept, int | None]:
+    """The same failure with fewer clients and actions, as far as leaving out one after the other finds it."""
+
+    def fails_alike(kept: Kept, most: int | None) -> Outcome | None:
+        tried = run(outcome.seed, kept, most)
+        alike = type(tried.failure) is type(outcome.failure) and getattr(tried.failure, "rule", 0) == getattr(outcome.failure, "rule", 0)
+        return tried if tried.failure is not None and alike else None
+
+    smallest, kept = outcome, clients
+    for number in range(MOST_CLIENTS):
+        fewer = (frozenset(range(MOST_CLIENTS)) if kept is None else kept) - {number}
+        if number in (kept or range(MOST_CLIENTS)) and (found := fails_alike(fewer, actions)) is not None:
+            smallest, kept = found, fewer
+    for most in count(1) if actions is None else range(1, actions):
+        if (found := fails_alike(kept, most)) is not None:
+            return found, kept, most
+        if most >= 30:
+            break
+    return smallest, kept, actions

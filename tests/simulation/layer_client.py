@@ -1,0 +1,122 @@
+"""What clients do with layers, against a model: a name has the fingerprint of the last change that was acknowledged.
+
+That holds after a crash too. A change that was not acknowledged is made or not: then the model has both, until a reply tells them apart.
+"""
+
+import json
+from collections.abc import Awaitable, Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from attend.serving.admission import ServingLimits
+from attend.serving.layers.registry import LayerRegistry
+from attend.spec import LayerSpec
+from simulation.caller import Lost, Reply
+from simulation.configuration import HEADS, WIDTH
+from simulation.world import Failure
+
+ABSENT = ""  # in place of the fingerprint of a layer that does not exist
+MODEL = "layers are as the last acknowledged change left them"
+SEEDS = range(4)
+UNCHANGED = (b"nothing has changed", b"the layers are as they were")  # in a refusal
+Outcome = Reply | Lost
+
+
+@cache
+def fingerprint_of(seed: int) -> str:
+    """The fingerprint of the layer that clients put with that seed."""
+    spec = LayerSpec(**_fields(seed))
+    return LayerRegistry(torch.device("cpu"), ServingLimits()).make("any", spec, None).fingerprint
+
+
+def _fields(seed: int) -> dict[str, int]:
+    return {"d_model": WIDTH, "num_heads": HEADS, "seed": seed}
+
+
+class LayerActions:
+    """The part of a client that changes layers. Each client has names of its own, so that it alone changes them."""
+
+    def begin_layers(self: Any) -> None:
+        self.layers: dict[str, set[str]] = {f"own-{self.number}-{letter}": {ABSENT} for letter in "ab"}  # possible fingerprints
+        self.life = self.process.lives  # in which they are so
+        self.loose: set[str] = set()  # layers whose last change failed when it may have been in the folder: it may still take effect
+
+    def layer_actions(self: Any) -> list[tuple[Callable[[], Awaitable[None]], int]]:
+        return [(self.put_layer, 1), (self.copy_layer, 1), (self.delete_layer, 1), (self.read_layer, 1), (self.call_layer, 1)]
+
+    def one_layer(self: Any) -> str:
+        """The name of a layer. Without a folder they end with their process."""
+        if self.chosen.files is None and self.life != self.process.lives:
+            self.layers = {name: {ABSENT} for name in self.layers}
+        self.life = self.process.lives
+        return str(self.draw.choice(list(self.layers)))
+
+    async def put_layer(self: Any) -> None:
+        name, seed = self.one_layer(), self.draw.choice(SEEDS)
+        reply = await self.ask("PUT", f"/layers/{name}", json.dumps({"spec": _fields(seed)}).encode())
+        self._after_put(name, reply, {fingerprint_of(seed)})
+
+    def _after_put(self: Any, name: str, reply: Outcome, expected: set[str]) -> None:
+        before = self.layers[name]
+        self._after_change(name, reply, expected)
+        if isinstance(reply, Reply) and reply.status in (200, 201):
+            if ABSENT not in before and reply.status == 201:
+                raise Failure(MODEL, f"{name} existed, and PUT says that it is new")
+            self._require_state(name, json.loads(reply.body)["fingerprint"])
+
+    def _after_change(self: Any, name: str, reply: Outcome, expected: set[str]) -> None:
+        """What the layer may be after a change to one of the `expected`."""
+        if isinstance(reply, Lost):
+            self.layers[name] |= expected if reply.begun else set()
+        elif reply.status in (200, 201, 204, 404):
+            self.layers[name] = set(expected)
+            self.loose.discard(name)
+        elif reply.status in (500, 503, 504, 507) and not any(words in reply.body for words in UNCHANGED):
+            self.layers[name] |= expected
+            self.loose.add(name)
+
+    async def copy_layer(self: Any) -> None:
+        """Read the weights of one layer and put them under the name of another."""
+        source, target = self.one_layer(), self.one_layer()
+        reply = await self.ask("GET", f"/layers/{source}/weights", also=(404,))
+        if isinstance(reply, Reply) and reply.status == 200:
+            kind = {"Content-Type": "application/vnd.safetensors"}
+            copied = await self.ask("PUT", f"/layers/{target}", reply.body, kind)
+            self._after_put(target, copied, self.layers[source] - {ABSENT})
+
+    async def delete_layer(self: Any) -> None:
+        name = self.one_layer()
+        before = self.layers[name]
+        reply = await self.ask("DELETE", f"/layers/{name}", also=(404,))
+        self._after_change(name, reply, {ABSENT})
+        if isinstance(reply, Reply) and reply.status == 404 and ABSENT not in before:
+            raise Failure(MODEL, f"{name} is missing, expected {before}")
+
+    async def read_layer(self: Any, name: str = "", plainly: bool = False) -> None:
+        name = name or self.one_layer()
+        reply = await self.ask("GET", f"/layers/{name}", also=(404,), plainly=plainly)
+        if isinstance(reply, Reply) and reply.status in (200, 404):
+            self._require_state(name, json.loads(reply.body)["fingerprint"] if reply.status == 200 else ABSENT)
+
+    def _require_state(self: Any, name: str, found: str) -> None:
+        if found not in self.layers[name]:
+            raise Failure(MODEL, f"{name} is {found or 'absent'}, expected {self.layers[name]}")
+        if name not in self.loose:
+            self.layers[name] = {found}
+
+    async def call_layer(self: Any) -> None:
+        """Compute with the layer, and see in the reply which one it was."""
+        name = self.one_layer()
+        body = json.dumps({"layer": name, "query": self.rows(2).tolist(), "outputs": ["output"]}).encode()
+        reply = await self.ask("POST", "/attend", body, also=(404,))
+        if isinstance(reply, Reply) and reply.status in (200, 404):
+            self._require_state(name, json.loads(reply.body)["layer"]["fingerprint"] if reply.status == 200 else ABSENT)
+
+    async def require_layers(self: Any) -> None:
+        """Each layer is as the model has it."""
+        self.one_layer()
+        for name in self.layers:
+            await self.read_layer(name, plainly=True)
+        self.caller.close()

@@ -1,0 +1,245 @@
+"""The bugs that mutants.py plants: name -> (module, lines, lines in their place). Those of the past have a comment."""
+
+SCHEDULER, BATCHING, CODECS = "attend.serving.scheduler", "attend.serving.batching", "attend.serving.codec_pool"
+SESSIONS, LOCKS, TRANSFER = "attend.serving.sessions.registry", "attend.serving.sessions.locks", "attend.serving.sessions.transfer"
+CACHE, BUDGET, REPLIES = "attend.attention.cache", "attend.serving.byte_budget", "attend.web.replies"
+CONNECTIONS, SERVER, FIGURES = "attend.web.connections", "attend.cli.server", "attend.serving.figures"
+STORE, LOADER = "attend.serving.layers.store", "attend.serving.layers.loader"
+
+MUTANTS: dict[str, tuple[str, str, str]] = {
+    # past: the error of a picture, and of a call without memory, and of a batch that fails, kept the tensors (found by the simulation)
+    "cycle of a picture": (
+        FIGURES,
+        """            async with asyncio.timeout(deadline - self.clock()):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
+""",
+        """            drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
+            return await asyncio.wait_for(drawn, max(0.0, deadline - self.clock()))
+""",
+    ),
+    "cycle of an inline call": (SCHEDULER, "            del settled, outcome  # as in `submit`\n", "            pass\n"),
+    # past: the frame of a cancelled stream kept its last call (found by the simulation)
+    "cycle of a stream that is cancelled": ("attend.serving.streams", "        del previous, message  # else", "        pass  # else"),
+    "cycle of a failed batch": (SCHEDULER, "traceback.clear_frames(outcome.__cause__.__traceback__)", "pass"),
+    # past: an entry in a frame of its own exception's traceback
+    "cycle of a waiting call": (SCHEDULER, "            del entry, future  # as in `submit`\n", "            pass\n"),
+    # past: exports were computed before their bytes were admitted, and for callers who had left
+    "export without lease": (TRANSFER, "            raw.lease.add(session.cache.size)\n", "            pass\n"),
+    "work for callers who left": (
+        "attend.serving.engine",
+        "        raw.check_caller(self.clock())\n        return function",
+        "        return function",
+    ),
+    # past: a session ended between two awaits of a call to it
+    "KeyError between two awaits": (
+        SESSIONS,
+        "        session.calls -= 1\n        if session.id in self._sessions:",
+        "        session.calls -= 1\n        if session.used_at is not None:",
+    ),
+    # past: one call without memory too many, and the server was not ready for ever
+    "readiness latch": (
+        SCHEDULER,
+        "self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else 0",
+        "self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else self.out_of_memory",
+    ),
+    "double settle": (BATCHING, "if self.future is None or self.future.done():", "if self.future is None:"),
+    "lease released twice": (
+        REPLIES,
+        "                record.lease.release()\n",
+        "                record.lease.budget.change(record.lease.caller, -record.lease.held, -record.lease.used)\n"
+        "                record.lease.release()\n",
+    ),
+    "lease kept when the caller leaves": (
+        REPLIES,
+        "            if record.lease is not None:\n                record.lease.release()",
+        "            if record.lease is not None and record.status:\n                record.lease.release()",
+    ),
+    "lost wake-up of the device": (
+        SCHEDULER,
+        "            entry.settle(outcome)\n        self._schedule_batch(loop)\n",
+        "            entry.settle(outcome)\n",
+    ),
+    "lost wake-up of a codec thread": (
+        CODECS,
+        "job.future.set_exception(error)\n        self.start_jobs(loop)\n",
+        "job.future.set_exception(error)\n",
+    ),
+    "thread taken for nothing": (CODECS, "            self.free -= 1\n", "            self.free -= job.size % 7 > 0\n"),
+    "drain forces the exit": (
+        SERVER,
+        "        self.stop(signal.SIGTERM, None)\n",
+        "        self.stop(signal.SIGTERM, None)\n        self.stop(signal.SIGINT, None)\n",
+    ),
+    "second signal in the drain": (SERVER, "        if self.service.draining or not self.drain_seconds:", "        if self.drain_seconds:"),
+    "shared page freed once too often": (
+        CACHE,
+        "copy._pages = [self.pool.share(page) for page in self._pages if page.start < length]",
+        "copy._pages = [self.pool.share(page) if page.stop <= length else page for page in self._pages if page.start < length]",
+    ),
+    "write to a shared page": (CACHE, "if page is None or page.caches > 1 or page.stop", "if page is None or page.stop"),
+    "page freed before its window has passed": (
+        CACHE,
+        "first_visible(self.spec, self.length)",
+        "first_visible(self.spec, self.length + 3)",
+    ),
+    "failed step keeps its rows": (LOCKS, "            session.cache.truncate(length)  # also", "            session.cache.length  # also"),
+    "length not checked": (
+        SESSIONS,
+        "if expected is not None and expected != self.length:",
+        "if expected is not None and expected > self.length:",
+    ),
+    "calls to a session together": (
+        LOCKS,
+        "                await session.lock.acquire()\n",
+        "                session.lock = asyncio.Lock()\n                await session.lock.acquire()\n",
+    ),
+    "deadline of a step that is computed": (
+        SCHEDULER,
+        "            if entry.is_computing and entry.timer is not None:",
+        "            if entry.is_computing and entry.timer is None:",
+    ),
+    "another owner's session": (
+        SESSIONS,
+        """            self._follow_layer(session)
+        if (session := self._sessions.get(session_id)) is not None and session.owner == owner:""",
+        """            self._follow_layer(session)
+        if (session := self._sessions.get(session_id)) is not None:""",
+    ),
+    "session evicted while in use": (
+        SESSIONS,
+        "            owned.unused.pop(session.id, None)\n            owned.in_use[session.id] = session",
+        "            owned.in_use[session.id] = session",
+    ),
+    "session that is idle too soon": (
+        SESSIONS,
+        "if session.used_at + session.idle_seconds <= now:",
+        "if session.used_at + session.idle_seconds / 2 <= now:",
+    ),
+    "sweep that never starts again": (
+        SESSIONS,
+        "            await asyncio.sleep(SWEEP_SECONDS)\n        self._sweeping = None\n",
+        "            await asyncio.sleep(SWEEP_SECONDS)\n",
+    ),
+    "pages without a bound": (
+        SESSIONS,
+        "        if self._shortage(cache.owner, cache.missing_bytes(stop)) is not None:\n            await",
+        "        if False:\n            await",
+    ),
+    "pages kept after an import": (TRANSFER, "        finally:\n            cache.close()\n", "        finally:\n            pass\n"),
+    "expired call stays in the queue": (
+        SCHEDULER,
+        "        if entry in self._queue:\n            self._remove([entry])\n        entry.settle(DeadlinePassed",
+        "        entry.settle(DeadlinePassed",
+    ),
+    "abandoned calls are computed": (
+        BATCHING,
+        "        if entry.is_abandoned():\n            abandoned.append(entry)\n        elif",
+        "        if",
+    ),
+    "half of a split batch is lost": (
+        "attend.serving.executor",
+        "(batch[:middle], batch[middle:])",
+        "(batch[:middle], batch[middle + 1 :])",
+    ),
+    "memory of the queue not given back": ("attend.serving.queueing", "        self.memory_bytes.give_back(flow, cost.memory_bytes)\n", ""),
+    "callers without bytes are kept": (
+        BUDGET,
+        "        if own:\n            self._taken[caller] = own\n        else:\n            del self._taken[caller]",
+        "        self._taken[caller] = own",
+    ),
+    "bound of bytes not checked": (
+        BUDGET,
+        "            if free < 0 or own > self.times * free:",
+        "            if free < 0 and own > self.times * free:",
+    ),
+    "picture that fails is counted for ever": (
+        FIGURES,
+        "        finally:\n            self.waiting -= 1\n",
+        "        else:\n            self.waiting -= 1\n",
+    ),
+    "end of a long reply": (CONNECTIONS, "more or start + SEND_BYTES < len(whole)})", "more or start + SEND_BYTES <= len(whole)})"),
+    "slow peers checked once": (CONNECTIONS, "        self._running = bool(connections)\n", "        self._running = False\n"),
+    "removed layer stays": (
+        "attend.serving.layers.registry",
+        '        """Remove the layer of that name, unloaded or not."""\n        self._layers.pop(name, None)',
+        '        """Remove the layer of that name, unloaded or not."""',
+    ),
+    "cached validation of another step": (
+        "attend.serving.sessions.steps",
+        'return None if key is None else ("step", options.append, key)',
+        'return None if key is None else ("step", key)',
+    ),
+    # past: a request that was answered before its body was complete got a 408 later (found by the simulation)
+    "408 after the answer": (CONNECTIONS, "if self.cycle.response_complete and not self.transport", "if False and not self.transport"),
+    "application that is not told of a refusal": (
+        CONNECTIONS,
+        "                self.cycle.disconnected = True\n                self.cycle.message_event.set()\n",
+        "                pass\n",
+    ),
+    "file of a layer not flushed": (STORE, "        os.fsync(file)\n        stamp", "        stamp"),
+    "folder not flushed after a change": (STORE, "unlink(missing_ok=True)\n            _flush(self.path)\n", "unlink(missing_ok=True)\n"),
+    "part of a file written": (
+        STORE,
+        "            while rest:\n                rest = rest[os.write(file, rest) :]\n",
+        "            os.write(file, rest)\n",
+    ),
+    "file written in place": (
+        STORE,
+        'self._path(layer.name), self.path / f".{layer.name}.{token_hex(8)}{TEMPORARY}"',
+        "self._path(layer.name), self._path(layer.name)",
+    ),
+    "no space reserved": (STORE, "        reserve()\n        temporary", "        temporary"),
+    "unfinished files kept": (STORE, '        for path in self.path.glob(f".*{TEMPORARY}"):\n            _remove_unlocked(path)\n', ""),
+    "claim kept after a failure": (
+        LOADER,
+        "            _submit(self._folder_thread, lambda: _submit(self._thread, claim.release))\n",
+        "",
+    ),
+    "acknowledged before it is stored": (
+        LOADER,
+        "                change = await self._run_on_folder(self.store.remove, name)\n",
+        "                _submit(self._folder_thread, lambda: self.store.remove(name))\n",
+    ),
+    # past: a process could not start on a full disk (found by the simulation)
+    "start on a full disk": (
+        STORE,
+        "                if error.errno not in DISK_FULL_ERRORS:\n                    raise\n",
+        "                raise\n",
+    ),
+    # past: a file was written to on the event loop (found by the simulation)
+    "acknowledged on the loop": (
+        LOADER,
+        "await self._run_on_folder(store.coordinator.acknowledge, changes)",
+        "store.coordinator.acknowledge(changes)",
+    ),
+    # past: an eviction looked at all sessions for each one that it ended; a full queue was swept for each call
+    "eviction that looks at all sessions": (
+        SESSIONS,
+        "*(session.cache for session in owned.in_use.values())",
+        "*(session.cache for session in owned.sessions.values() if session.calls)",
+    ),
+    "queue that is swept for each call": (
+        SCHEDULER,
+        "        if self._occupancy.refusal(entry.flow, entry.cost) is None:\n            return\n",
+        "        self._arrivals = len(self._queue)\n",
+    ),
+    "layer that is compared with all others": (
+        "attend.serving.layers.registry",
+        "        others = self._all_parameters - self._parameters.get(name, 0)\n",
+        "        others = sum(layer.spec.num_parameters for layer in self._layers.values() if layer.name != name)\n",
+    ),
+    # past: the index of models was made on the event loop
+    "index of models on the loop": (
+        "attend.web.v2.routes",
+        "await service.engine.codecs.run(text, MODEL_BYTES * len(layers), record.api_key)",
+        "text()",
+    ),
+    "all connections in one iteration": (CONNECTIONS, "list(islice(unchecked, CHECKED_AT_ONCE))", "list(unchecked)"),
+}
+GROWTH = {  # those that the seeds do not show, with the operation and what is beside it
+    "eviction that looks at all sessions": ("a step that ends another session", "sessions"),
+    "queue that is swept for each call": ("a call that waits", "waiting calls"),
+    "layer that is compared with all others": ("put a layer", "layers"),
+    "index of models on the loop": ("index of models", "layers"),
+    "all connections in one iteration": ("a second without calls", "connections"),
+}

@@ -1,0 +1,195 @@
+"""One process of `attend serve` in the world: the real server, application and service, on a simulated event loop."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+
+from attend.cli.server import Server, SignalHandlers
+from attend.serving.service import Service
+from attend.web.app import create_app
+from attend.web.connections import Connection
+from simulation.configuration import Configuration
+from simulation.loop import SimulatedLoop
+from simulation.network import Peer, Transport
+from simulation.rpc import DIED, Ended, GrpcServer
+from simulation.threads import SimulatedExecutor
+from simulation.world import World
+
+MOST_DEATHS = 4  # of the process, in one run
+
+
+class OrderedSet(dict[Any, None]):
+    """A set that is iterated in the order of its insertions: that of a set of objects depends on their addresses."""
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+    remove = discard
+
+
+class Listening:
+    """The listening socket, and the server that accepts its connections."""
+
+    def __init__(self) -> None:
+        self.make: Callable[[], Any] | None = None
+        self.closed = False
+        self.backlog: list[Peer] = []  # connections that nobody has accepted
+
+    def setblocking(self, blocking: bool) -> None:
+        pass
+
+    def accept(self) -> tuple[Any, None]:
+        if not self.backlog:
+            raise BlockingIOError
+        return self.backlog.pop(0), None
+
+    def close(self) -> None:
+        """Stop to listen; connections in the backlog are reset. Of the server: stop to accept."""
+        self.make, self.closed = None, True
+
+    async def wait_closed(self) -> None:
+        pass
+
+
+class Process:
+    """A process that serves, and its clients' way to it."""
+
+    def __init__(self, world: World, chosen: Configuration) -> None:
+        """To be made within `interposed`."""
+        self.world, self.chosen = world, chosen
+        self.lives = self.connections = 0
+        self.killed = False  # whether it is to begin again
+        self.spared = False  # whether it is not killed any more
+        self.session_owners: dict[str, str] = {}  # of the sessions that clients have told, by id
+        if chosen.files is not None:
+            chosen.files.die = self.kill
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the process, for the first time or again."""
+        world, settings = self.world, self.chosen.settings
+        self.lives += 1
+        self.killed = world.interrupted = False
+        self.transports: list[Transport] = []
+        self.listening = Listening()
+        world.grpc = None
+        self._draw_death()
+        self.loop = SimulatedLoop(world, self._serve)
+        self.app = create_app(settings, clock=world.clock)
+        self.service: Service = self.app.state.service
+        config = uvicorn.Config(
+            self.app,
+            http=Connection,
+            lifespan="on",
+            ws="none",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=settings.keepalive_timeout,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=settings.shutdown_seconds,
+        )
+        self.server = Server(config)
+        self.server.server_state.connections = OrderedSet()  # type: ignore[assignment]
+        self.server.server_state.tasks = OrderedSet()  # type: ignore[assignment]
+        self.signals: SignalHandlers | None = None
+        self.stopping_at: float | None = None  # when it got SIGTERM
+        self.ended_at: float | None = None
+
+    def _draw_death(self) -> None:
+        """Draw when this life ends by a kill: after some time, or in a change of the files."""
+        draw, mean, life = self.world.random(f"life {self.lives}"), self.chosen.kill_after, self.lives
+        if mean is None or life > MOST_DEATHS or self.spared:
+            return
+        if self.chosen.files is not None and draw.random() < 0.5:
+            self.chosen.files.dies_in = int(draw.expovariate(1 / (10 * mean)))
+        else:
+            self.world.at(draw.expovariate(1 / mean), lambda: self.kill() if self.lives == life else None)
+
+    async def serve(self) -> None:
+        self.signals = SignalHandlers(self.service, self.chosen.settings.drain_seconds, is_worker=False)
+        self.signals.uvicorn_handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self.server.handle_exit)
+        await self.server._serve([self.listening])  # type: ignore[list-item]
+        self.ended_at = self.world.now
+
+    def _serve(self, listening: Listening, make: Callable[[], Any]) -> Listening:
+        listening.make = make
+        return listening
+
+    def connect(self, address: str) -> Peer | None:
+        """A client's new connection; None if it is refused."""
+        if self.listening.make is None or self.listening.closed:
+            return None
+        self.connections += 1
+        peer = Peer(self.world, self.loop, address, self.chosen.kernel, f"connection {self.connections}")
+        peer.transport.connect(self.listening.make)
+        self.transports.append(peer.transport)
+        return peer
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        assert self.signals is not None
+        self.spare()
+        if self.stopping_at is None:
+            if self.chosen.files is not None:
+                self.chosen.files.may_block_loop = True  # at its end
+            self.world.note("SIGTERM")
+            self.stopping_at = self.world.now
+        self.signals.drain(signal.SIGTERM, None)
+
+    @property
+    def grpc(self) -> GrpcServer | None:
+        """The gRPC server, once there is one."""
+        return self.world.grpc
+
+    def has_overrun(self) -> bool:
+        """Whether the time that it has to stop is over."""
+        settings = self.chosen.settings
+        return self.stopping_at is not None and self.world.now >= self.stopping_at + settings.drain_seconds + settings.shutdown_seconds
+
+    def kill(self) -> None:
+        """SIGKILL, or the machine loses its power. `bury` must follow once the event loop has stopped."""
+        if not self.spared and not self.killed:
+            self.world.note("the process is killed")
+            self.killed = self.world.interrupted = True
+            for transport in self.transports:
+                transport.die()
+            for call in list(self.grpc.calls if self.grpc is not None else ()):
+                call.end(Ended(DIED, "", list(call.replies)))
+            if self.chosen.files is not None:
+                self.chosen.files.dead = True
+
+    def spare(self) -> None:
+        """Let the process live until it ends by itself."""
+        self.spared = True
+        if self.chosen.files is not None:
+            self.chosen.files.dies_in = None
+
+    def bury(self) -> None:
+        """Do what the operating system does with a process that is dead: its connections end, its files are closed."""
+        for executor in SimulatedExecutor.all:
+            executor.kill()
+        SimulatedExecutor.all.clear()
+        discard(self.loop)
+        if (files := self.chosen.files) is not None:
+            files.restart(lost_power=files.draw.random() < 0.5)
+
+
+def discard(loop: SimulatedLoop) -> None:
+    """Throw an event loop away, with its tasks."""
+    loop.set_exception_handler(lambda *_: None)
+    loop._selector = SimpleNamespace(select=lambda timeout: [], close=lambda: None)
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    for _ in range(20):
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+    loop.close()

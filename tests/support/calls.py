@@ -1,0 +1,19 @@
+"""Calls to a layer, made of tensors."""
+
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from attend.attention.call import Call, CallOptions
+from attend.attention.masks import Masks
+
+OPTIONS = {field.name for field in fields(CallOptions)}
+
+
+def call_of(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float, outputs: frozenset[str], **others: Any) -> Call:
+    """A call with these inputs; `others` are fields of Call and CallOptions."""
+    options = {name: others.pop(name) for name in set(others) & OPTIONS}
+    one_input = {"self_attention": key is query and value is query, "keys_as_values": value is key}
+    made = CallOptions(query.shape[0], query.shape[1], key.shape[1], outputs, scale, **one_input | options)
+    return Call(made, query, key, value, masks, **others)

@@ -1,0 +1,30 @@
+"""The second implementations of operators, each in `tests/attention/operators/test_NAME.py` beside its tests.
+
+Functions of these names there are steps of the loops over rows (`tests/attention/reference/test_loops.py`), of torch's twin of the
+reference (`test_gradients.py`) and of the gradients that are derived by hand (`support/gradients.py`). Operators without such a function
+have theirs in these files.
+
+score                   one pair's scores of all heads, in a list, after softcap
+mix_weights             one row's weights of all heads
+bias_of_visible         of one row and head, for each key
+torch_score             the same steps with torch
+torch_mix_weights
+torch_bias_of_visible
+through_score           from the gradient of what a step returns to that of what it gets
+through_mix_weights
+through_bias_of_visible from the gradient of the biases to what is added to those of inputs
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from attend.spec import LayerSpec
+
+
+def oracle_steps(spec: LayerSpec, name: str) -> list[Callable[..., Any]]:
+    """The functions of this name of the layer's operators."""
+    files = [f"attention.operators.test_{operator.name}" for operator in spec.operators]
+    modules = [import_module(file) for file in files if find_spec(file) is not None]
+    return [getattr(module, name) for module in modules if hasattr(module, name)]

@@ -1,0 +1,84 @@
+"""The path of a request: the table in docs/design.md has every file that a small JSON request calls, in this order, and no other."""
+
+import asyncio
+import re
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import orjson
+import uvicorn
+
+import attend
+from attend.attention.native.extension import extension
+from attend.settings import Settings
+from attend.web.app import create_app
+from attend.web.connections import Connection
+from attend.wire.native import numbers
+from support.scheduler import loop_iterations, run
+
+SOURCE = Path(attend.__file__).parent
+DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
+BODY = orjson.dumps({"query": [[0.5] * 64] * 3})
+REQUEST = b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+
+
+def table_of_path() -> list[str]:
+    """The files in the first table of the section about the path."""
+    section = DESIGN.read_text().partition("## The path of a request")[2].partition("Other requests pass")[0]
+    rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    return [file for row in rows for file in re.findall(r"`([^`]+)`", row)]
+
+
+async def files_called_by_a_warm_request() -> list[str]:
+    """The files of this project of which a function is called while the fourth equal request is answered by a real server, in the order of
+    the first calls."""
+    app = create_app(Settings(access_log=False))
+    server = uvicorn.Server(uvicorn.Config(app, http=Connection, log_config=None))
+    listening = socket.create_server(("127.0.0.1", 0))
+    served = asyncio.create_task(server.serve([listening]))
+    while not app.state.service.started:
+        await asyncio.sleep(0.001)
+    called: dict[str, None] = {}
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(SOURCE):
+            called.setdefault(path.relative_to(SOURCE).as_posix())
+
+    reader, writer = await asyncio.open_connection(*listening.getsockname())
+    try:
+        for warm in (False, False, False, True):
+            sys.setprofile(profile if warm else None)
+            writer.write(REQUEST)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            assert head.startswith(b"HTTP/1.1 200") and length is not None
+            await reader.readexactly(int(length[1]))
+            await loop_iterations()
+    finally:
+        sys.setprofile(None)
+        writer.close()
+        server.should_exit = True
+        await served
+    return [*called]
+
+
+def test_the_path_in_the_documentation_is_the_path_of_a_warm_small_request() -> None:
+    """Without compiled code, numbers are read and calls computed elsewhere, so only the other packages are compared."""
+
+    async def test() -> None:
+        is_compiled = extension is not None and numbers.variant() != "python"
+        packages = ("web/", "serving/", "wire/", "attention/") if is_compiled else ("web/", "serving/")
+        called = [file for file in await files_called_by_a_warm_request() if file.startswith(packages)]
+        assert called == [file for file in table_of_path() if file.startswith(packages)]
+
+    run(test())
+
+
+def test_the_path_has_each_file_once() -> None:
+    table = table_of_path()
+    assert len(table) == len(set(table)) > 20
+    assert all((SOURCE / file).is_file() for file in table)
