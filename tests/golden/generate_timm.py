@@ -1,4 +1,4 @@
-"""timm's Vision Transformer: one matrix for queries, keys and values, rows [3, heads, dim]. Needs timm.
+"""timm's Vision Transformer: one matrix for queries, keys and values, rows [3, heads, dim]; and CaiT, which mixes heads. Needs timm.
 
 The weights are caught at the dropout that they go through; timm returns none.
 """
@@ -13,6 +13,7 @@ except RuntimeError:  # PyPI's is made for CUDA, and beside a torch without it m
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 import timm
+from timm.models.cait import TalkingHeadAttn
 from timm.models.vision_transformer import VisionTransformer
 
 
@@ -20,6 +21,7 @@ def main():
     torch.set_num_threads(1)
     versions = {"timm": timm.__version__, "torch": torch.__version__.partition("+")[0]}
     save_vit(versions)
+    save_cait(versions)
 
 
 def save_vit(versions):
@@ -33,6 +35,18 @@ def save_vit(versions):
     load = {"prefix": "blocks.1", "spec": {"num_heads": 3}}
     cases = [case("the second block, an image", load, {"query": seen["query"]}, seen["output"], seen["weights"])]
     save("timm_vit", "timm's VisionTransformer", versions, {name: x.numpy() for name, x in model.state_dict().items()}, cases)
+
+
+def save_cait(versions):
+    block = torch.nn.ModuleDict({"attn": TalkingHeadAttn(15, 5, qkv_bias=True)})
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])}).eval()
+    fill(model, 17, scale=0.3)
+    attention = block["attn"]
+    seen = watch(attention)
+    with torch.no_grad():
+        attention(torch.from_numpy(draw(18, 2, 7, 15)))
+    cases = [case("a block of CaiT", {"prefix": "blocks.0"}, {"query": seen["query"]}, seen["output"], seen["weights"])]
+    save("timm_cait", "timm's TalkingHeadAttn", versions, {name: x.numpy() for name, x in model.state_dict().items()}, cases)
 
 
 def fill(model, seed, scale=0.5):

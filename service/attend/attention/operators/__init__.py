@@ -25,6 +25,7 @@ from attend.attention.operators.sigmoid import SigmoidOperator
 from attend.attention.operators.sinks import SinksOperator
 from attend.attention.operators.softcap import SoftcapOperator
 from attend.attention.operators.t5_bias import RelativeBias, T5BiasOperator
+from attend.attention.operators.talking_heads import TalkingHeadsOperator
 from attend.attention.operators.window import WindowOperator
 from attend.spec_parts import Dimensions, Finite, Flag, Width, Window
 
@@ -47,6 +48,7 @@ class OperatorFields(Dimensions):
         default=None, description="Terms of the scores that depend on content and distance (Transformer-XL, DeBERTa)."
     )
     grid_bias: GridBias | None = Field(default=None, description="Scores by relative position in a grid of tokens, such as an image.")
+    talking_heads: Flag = Field(default=False, description="Heads mix their scores before the softmax, and their weights after it (CaiT).")
     qk_norm: QKNorm | None = Field(default=None, description="Normalisation of queries and keys.")
     sinks: Flag = Field(
         default=False, description="A learnt logit for each head, the weight `sinks`, that takes part in the softmax but has no value."
@@ -72,6 +74,7 @@ OPERATORS: tuple[type[Operator], ...] = (  # weights are drawn in this order; wi
     RopeOperator,
     QueryScaleOperator,
     SoftcapOperator,
+    TalkingHeadsOperator,
     AlibiOperator,
     T5BiasOperator,
     RelativeScoresOperator,
