@@ -75,6 +75,7 @@ NAMES: dict[str, str] = {  # of layouts that an explicit `layout` may be -> whos
     "mxnet": "GluonNLP's Transformer cells",
     "numpy": "matrices W_q, W_k, W_v, W_o applied as x @ W",
     "transformerlens": "TransformerLens' HookedTransformer",
+    "forgetting": "the Forgetting Transformer, without shifted keys, output gates and norms of the output",
 }
 ROPE = 'the config\'s rotary embedding, such as {"theta": 10000}, or null for none'
 LLAMA_ROPE = (
@@ -333,6 +334,10 @@ LAYOUTS: tuple[Layout, ...] = (
         convert_by_head,
         optional=(ALL_BIASES, QK_NORM),
         assumed={"qk_norm": {"kind": "layer", "eps": 1e-6}},  # norms of normalize_qk
+    ),
+    *(
+        Layout("forgetting", LLAMA_NAMES | packed_names(forget_gate=gate), convert, optional=OPTIONAL_BIASES)
+        for gate in ("fgate_proj", "f_proj")  # the authors', flash-linear-attention's
     ),
     LENS(LENS_NAMES),
     LENS(LENS_GROUPED),

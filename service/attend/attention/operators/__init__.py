@@ -11,6 +11,7 @@ from pydantic import Field
 from attend.attention.operators.alibi import AlibiOperator
 from attend.attention.operators.chunks import ChunksOperator
 from attend.attention.operators.differential import Differential, DifferentialOperator
+from attend.attention.operators.forget_gate import ForgetGateOperator
 from attend.attention.operators.grid_bias import GridBias, GridBiasOperator
 from attend.attention.operators.indexer import Indexer, IndexerOperator
 from attend.attention.operators.latent import Latent, LatentOperator
@@ -48,6 +49,9 @@ class OperatorFields(Dimensions):
         default=None, description="Terms of the scores that depend on content and distance (Transformer-XL, DeBERTa)."
     )
     grid_bias: GridBias | None = Field(default=None, description="Scores by relative position in a grid of tokens, such as an image.")
+    forget_gate: Flag = Field(
+        default=False, description="Gates that depend on the keys' inputs, by which scores fall with the distance (forgetting attention)."
+    )
     talking_heads: Flag = Field(default=False, description="Heads mix their scores before the softmax, and their weights after it (CaiT).")
     qk_norm: QKNorm | None = Field(default=None, description="Normalisation of queries and keys.")
     sinks: Flag = Field(
@@ -80,6 +84,7 @@ OPERATORS: tuple[type[Operator], ...] = (  # weights are drawn in this order; wi
     RelativeScoresOperator,
     GridBiasOperator,
     IndexerOperator,
+    ForgetGateOperator,
     SinksOperator,
     DifferentialOperator,
     ScalableSoftmaxOperator,
