@@ -833,7 +833,8 @@ LAYERS = [
     LayerSpec(**SIZES, output_gate={}, alibi=True, sinks=True),
     LayerSpec(**SIZES, relative_bias={}, chunk_size=5, query_scale={"factor": 0.5, "length": 3}),
     LayerSpec(**SIZES, normalizer="sigmoid", grid_bias={"height": 3, "width": 5}),
-    LayerSpec(d_model=12, num_heads=2, rope={}),
+    LayerSpec(d_model=12, num_heads=2, rope={}, talking_heads=True),
+    LayerSpec(d_model=12, num_heads=2, forget_gate=True),
     LayerSpec(**SIZES, scale=0.9, rope={"dims": 2}, latent={"query_rank": 7, "key_value_rank": 5, "rope_key_dim": 2}),
 ]
 

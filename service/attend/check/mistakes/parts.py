@@ -15,6 +15,8 @@ LEFT_OUT = {  # field of a spec -> its name in hints, and the arithmetic without
     "relative_bias": ("the relative bias", "softmax(S)", "softmax(S + B), B_ij by the bucket of j - i"),
     "grid_bias": ("the bias by positions in a grid", "softmax(S)", "softmax(S + B), B_ij by the places of i and j in the grid"),
     "sinks": ("the sink of the softmax", "exp(S) / Σ exp(S)", "exp(S) / (exp(sink) + Σ exp(S))"),
+    "talking_heads": ("the mixing of heads (talking heads)", "softmax(S)", "W · softmax(P · S + b) + c over the heads"),
+    "forget_gate": ("the forget gate", "softmax(S)", "softmax(S + F), F_ij = Σ log f_l for j < l ≤ i"),
 }
 
 MISTAKES: dict[str, dict[str, Mistake]] = {
