@@ -69,7 +69,7 @@ def test_many_calls_share_few_connections(server):
                 connections.add(info["return_value"])
 
         async with AsyncClient(server.url) as client:
-            client._http.event_hooks["request"] = [lambda request: _traced(request, trace)]
+            client.http.event_hooks["request"] = [lambda request: _traced(request, trace)]
             for _ in range(6):
                 await asyncio.gather(*(client.attend(QUERY, outputs=["output"]) for _ in range(8)))
         return len(connections)
@@ -125,7 +125,7 @@ def test_a_reply_in_json_is_read_although_safetensors_was_requested(kind):
 def test_equal_arguments_are_sent_once(server):
     sizes = []
     with Client(server.url) as client:
-        client._http.event_hooks["request"] = [lambda request: sizes.append(len(request.content))]
+        client.http.event_hooks["request"] = [lambda request: sizes.append(len(request.content))]
         once = client.attend(QUERY, reproducible=True)
         thrice = client.attend(QUERY, QUERY, QUERY, reproducible=True)
         keys = client.attend(QUERY, QUERY * 2, outputs=["output"], reproducible=True)
@@ -146,4 +146,4 @@ def test_the_key_is_sent_as_a_bearer_token_alone(kind):
 
     client = wire(kind, handle)
     attended(client, 1)
-    assert "secret" not in repr(client) + repr(client._http.headers)
+    assert "secret" not in repr(client) + repr(client.http.headers)

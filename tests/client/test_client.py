@@ -636,10 +636,10 @@ def test_a_client_is_pickled_without_its_key(server, monkeypatch):
     monkeypatch.setenv("ATTEND_API_KEY", "found-there")
     with pickle.loads(pickled) as again:
         assert (again.base_url, again.timeout, again.retries) == (client.base_url, 9, client.retries)
-        assert again._http.headers["authorization"] == "Bearer found-there" and "x-api-key" not in again._http.headers
+        assert again.http.headers["authorization"] == "Bearer found-there" and "x-api-key" not in again.http.headers
         assert again.attend(np.zeros((1, 64))).request_id == "mine"
     with pickle.loads(pickle.dumps(Client(server.url))) as open_to_all:
-        assert "authorization" not in open_to_all._http.headers
+        assert "authorization" not in open_to_all.http.headers
     assert copy.deepcopy(client) is client
 
 
@@ -662,16 +662,16 @@ def ask(client, width, times):
 
 with Client({server.url!r}) as client:
     ask(client, 64, 3)
-    opened = client._http
+    opened = client.http
     children = []
     for _ in range(4):
         child = os.fork()
         if not child:
             ask(client, 64, 40)
-            os._exit(0 if client._http is not opened else 3)
+            os._exit(0 if client.http is not opened else 3)
         children.append(child)
     ask(client, 64, 40)
-    assert client._http is opened
+    assert client.http is opened
     print([os.waitpid(child, 0)[1] for child in children])
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)

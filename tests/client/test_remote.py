@@ -259,7 +259,7 @@ def test_a_remote_module_is_not_copied(client):
 def test_each_pass_is_one_call(server):
     sent = []
     with Client(server.url) as client:
-        client._http.event_hooks["request"] = [sent.append]
+        client.http.event_hooks["request"] = [sent.append]
         x = torch.ones(1, 3, 64, requires_grad=True)
         RemoteMultiheadAttention(client, batch_first=True)(x, x, x)[0].sum().backward()
     assert [request.url.path for request in sent] == ["/attend", "/attend"]

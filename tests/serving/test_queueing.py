@@ -1,6 +1,7 @@
 """The fair queue for random items: no starvation, equal shares, order within a flow, determinism. Bounds on the cost of waiting calls, in
 all and for each caller; and estimates of how long they take, from given measurements."""
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -90,13 +91,24 @@ def test_the_work_of_one_item_does_not_grow_with_the_number_of_items(flows: int)
     assert Counted.hashed <= 5 * len(waiting)
 
 
+def num_objects(queue: FairQueue[Item]) -> int:
+    """The number of objects that a queue keeps in memory."""
+    found: dict[int, object] = {id(queue): queue}
+    added: list[object] = [queue]
+    while added:
+        referred = {id(thing): thing for thing in gc.get_referents(*added) if not callable(thing)}
+        added = [thing for number, thing in referred.items() if number not in found]
+        found |= referred
+    return len(found)
+
+
 def test_outdated_entries_of_the_order_are_dropped() -> None:
     """Flows that come and go while the first one waits leave nothing behind."""
     queue = queue_of(*items("first", 1))
     for number in range(20 * MAX_IDLE_FLOWS):
         queue.append(item := Item(f"flow{number}", 0, 1))
         queue.remove([item])
-    assert len(queue._by_tag) <= 2 * MAX_IDLE_FLOWS
+    assert num_objects(queue) <= 8 * MAX_IDLE_FLOWS
     assert queue.first() == Item("first", 0, 1)
 
 
@@ -192,11 +204,11 @@ def test_removed_items_are_not_charged() -> None:
 
 def test_the_number_of_remembered_idle_flows_is_bounded() -> None:
     queue = queue_of()
-    for number in range(5 * MAX_IDLE_FLOWS):
+    for number in range(20 * MAX_IDLE_FLOWS):
         queue.append(Item(str(number), 0, 1.0))
         queue.serve([next(iter(queue))])
     assert not queue
-    assert len(queue._idle) <= MAX_IDLE_FLOWS
+    assert num_objects(queue) <= 8 * MAX_IDLE_FLOWS
 
 
 def cost(operations: int = 0, memory: int = 0) -> Cost:

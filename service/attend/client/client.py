@@ -81,8 +81,11 @@ class Client(Connections[httpx.BaseTransport]):
         self._opened, self._process = httpx.Client(**self._httpx_options()), os.getpid()
 
     @property
-    def _http(self) -> httpx.Client:
-        """The connections of this process. A forked process must not use its parent's: each could read the other's replies."""
+    def http(self) -> httpx.Client:
+        """The httpx client of this process, for example to add `event_hooks`; it is a new one in a forked process.
+
+        A forked process must not use its parent's connections: each could read the other's replies.
+        """
         if self._process != os.getpid():
             self._open()
         return self._opened
@@ -129,7 +132,7 @@ class Client(Connections[httpx.BaseTransport]):
         return outcome
 
     def _once(self, operation: Operation[Any], seconds: float | None) -> Outcome:
-        request, headers = self._http.request, operation.headers
+        request, headers = self.http.request, operation.headers
         try:
             return request(operation.method, operation.path, content=operation.body, headers=headers, timeout=seconds)
         except (httpx.RequestError, httpx.InvalidURL) as error:
@@ -137,7 +140,7 @@ class Client(Connections[httpx.BaseTransport]):
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        self.http.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._transport is not None:
@@ -186,7 +189,7 @@ class AsyncClient(Connections[httpx.AsyncBaseTransport]):
     sessions = _async_method(operations.sessions)
 
     def _open(self) -> None:
-        self._http = httpx.AsyncClient(**self._httpx_options())
+        self.http = httpx.AsyncClient(**self._httpx_options())
 
     async def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
         """As `Client.ready`."""
@@ -225,7 +228,7 @@ class AsyncClient(Connections[httpx.AsyncBaseTransport]):
         return outcome
 
     async def _once(self, operation: Operation[Any], seconds: float | None) -> Outcome:
-        request, headers = self._http.request, operation.headers
+        request, headers = self.http.request, operation.headers
         try:
             return await request(operation.method, operation.path, content=operation.body, headers=headers, timeout=seconds)
         except (httpx.RequestError, httpx.InvalidURL) as error:
@@ -233,7 +236,7 @@ class AsyncClient(Connections[httpx.AsyncBaseTransport]):
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        await self.http.aclose()
 
     async def __aenter__(self) -> Self:
         return self
