@@ -552,6 +552,7 @@ ARGUMENTS = {  # of every method, what it is called with
     "put_layer_from": ("x", "folder", 0),
     "layer_file": ("x",),
     "layer_weights": ("x",),
+    "circuits": ("x",),
     "delete_layer": ("x",),
     "ready": (),
     "session": (),

@@ -74,6 +74,7 @@ class Client(Connections[httpx.BaseTransport]):
     put_layer_from = _method(operations.put_layer_from)
     layer_file = _method(operations.layer_file)
     layer_weights = _method(operations.layer_weights)
+    circuits = _method(operations.circuits)
     delete_layer = _method(operations.delete_layer)
     sessions = _method(operations.sessions)
 
@@ -185,6 +186,7 @@ class AsyncClient(Connections[httpx.AsyncBaseTransport]):
     put_layer_from = _async_method(operations.put_layer_from, in_thread=True)
     layer_file = _async_method(operations.layer_file)
     layer_weights = _async_method(operations.layer_weights)
+    circuits = _async_method(operations.circuits)
     delete_layer = _async_method(operations.delete_layer)
     sessions = _async_method(operations.sessions)
 

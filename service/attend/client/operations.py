@@ -38,7 +38,7 @@ from attend.wire.safetensors import read_tensors, write_tensors
 from attend.wire.schemas.analysis import AnalysisRequest
 from attend.wire.schemas.attend import AttendRequest, Plan
 from attend.wire.schemas.figure import FigureRequest
-from attend.wire.schemas.layers import LayerDocument, Layers, PutLayer
+from attend.wire.schemas.layers import Circuits, LayerDocument, Layers, PutLayer
 from attend.wire.schemas.schema import require_layer_name
 from attend.wire.schemas.sessions import SessionDocument, Sessions
 from attend.wire.schemas.words import Vocabulary
@@ -272,6 +272,17 @@ def layer_file(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation
 def layer_weights(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[dict[str, Array]]:
     """A layer's weights by canonical name, in its dtype; read-only views of the response."""
     return Operation("GET", f"{layer_path(name)}/weights", None, lambda response: read_tensors(response.content)[0], timeout)
+
+
+def circuits(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[dict[str, Array]]:
+    """The QK and OV circuits of a layer's heads: `qk_singular_values` and `ov_singular_values` [h, n], `matching_score` and
+    `copying_score` [h]. Undefined numbers are NaN."""
+
+    def read(response: httpx.Response) -> dict[str, Array]:
+        numbers = read_document(Circuits, response).model_dump(exclude={"layer"})
+        return {name: np.array(value, np.float64) for name, value in numbers.items()}
+
+    return Operation("GET", f"{layer_path(name)}/circuits", None, read, timeout)
 
 
 def delete_layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[None]:

@@ -1,6 +1,7 @@
-"""Reads the bodies of requests about layers (PUT /layers, the model repository), of POST /words and /sessions, and exports layers.
+"""Reads the bodies of requests about layers (PUT /layers, the model repository), of POST /words and /sessions; exports layers, and computes
+their circuits.
 
-Bodies are decoded, and layers exported, in threads of the codec pool. The functions raise subclasses of RequestError.
+Bodies are decoded, layers exported and circuits computed in threads of the codec pool. The functions raise subclasses of RequestError.
 """
 
 from functools import partial
@@ -10,6 +11,7 @@ import numpy as np
 
 from attend.checkpoints.detection import complementary_match, find_matches
 from attend.errors import InvalidRequest
+from attend.heads.circuits import MATRICES, circuits, require_circuits
 from attend.serving.layers.files import (
     CheckpointQuery,
     ParsedLayer,
@@ -19,6 +21,7 @@ from attend.serving.layers.files import (
     write_layer_file,
 )
 from attend.serving.layers.loader import AddedLayer
+from attend.serving.layers.registry import LoadedLayer
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.tensors import BY_TORCH
@@ -28,8 +31,8 @@ from attend.wire.json.strict import parse_strictly
 from attend.wire.limits import WireLimits
 from attend.wire.negotiation import CODECS, JSON, SAFETENSORS
 from attend.wire.problems import describe_value, validate
-from attend.wire.schemas.layers import PutLayer
-from attend.wire.schemas.schema import Schema
+from attend.wire.schemas.layers import Circuits, PutLayer
+from attend.wire.schemas.schema import LayerReference, Schema
 
 D = TypeVar("D", bound=Schema)
 
@@ -57,6 +60,19 @@ async def export_layer(service: Service, name: str, raw: RawRequest) -> list[Buf
     if raw.lease is not None:
         raw.lease.add(size)
     return await service.engine.run(raw, size, write_layer_file, layer)
+
+
+async def layer_circuits(service: Service, name: str, raw: RawRequest) -> str:
+    """GET /layers/{name}/circuits: the circuits of the layer, as JSON. Raises InvalidRequest or TooLarge for a layer without them."""
+    layer = service.loaded_registry.find(name)
+    require_circuits(layer.spec)
+    return await service.engine.run(raw, layer.spec.num_parameters * BY_TORCH[layer.spec.dtype].size, _compute_circuits, layer)
+
+
+def _compute_circuits(layer: LoadedLayer) -> str:
+    weights = {name: layer.attention.weights[name].cpu() for name in MATRICES}
+    numbers = {name: tensor.tolist() for name, tensor in circuits(layer.spec, weights).items()}
+    return Circuits(layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint), **numbers).model_dump_json()
 
 
 def _decode_body(raw: RawRequest, model: type[D], limits: WireLimits) -> D:

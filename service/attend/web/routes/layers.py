@@ -1,4 +1,4 @@
-"""GET, PUT and DELETE of /layers, and GET of a layer's weights as a file."""
+"""GET, PUT and DELETE of /layers, and GET of a layer's weights as a file, and of its circuits."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated
@@ -17,7 +17,7 @@ from attend.web.request_reader import deadline_of, read_request, request_without
 from attend.wire.codec import Buffer
 from attend.wire.negotiation import JSON, SAFETENSORS
 from attend.wire.problems import MAX_PROBLEMS, describe_value
-from attend.wire.schemas.layers import LayerDocument, Layers
+from attend.wire.schemas.layers import Circuits, LayerDocument, Layers
 from attend.wire.schemas.schema import LAYER_NAME, require_layer_name
 
 QUERY_PARAMETERS = ("layout", "prefix", "spec")
@@ -96,6 +96,22 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
     async def get_weights(name: str, record: CurrentRecord) -> StreamingResponse:
         """The weights under their canonical names, as a safetensors file that PUT accepts; its metadata contains the spec."""
         return send_file(await layer_requests.export_layer(service, name, request_without_body(record, service)), name)
+
+    @table.add(
+        "GET",
+        "/layers/{name}/circuits",
+        READ,
+        tags=["layers"],
+        response_model=Circuits,
+        responses=error_responses(404, 409, 413, 422, 429, 503),
+    )
+    async def get_circuits(name: str, record: CurrentRecord) -> Response:
+        """The QK and OV circuits of each head: singular values, and scores of matching and copying (Elhage et al. 2021).
+
+        They depend on the weights alone. A layer is refused if it has no projections, or more than one matrix for each input of a head
+        (`latent`, `differential`).
+        """
+        return Response(await layer_requests.layer_circuits(service, name, request_without_body(record, service)), media_type=JSON)
 
     @table.add("DELETE", "/layers/{name}", ADMIN, tags=["layers"], status_code=204, responses=error_responses(403, 404, 409, 500, 503, 504))
     async def delete_layer(name: str, record: CurrentRecord) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from attend.spec import LayerSpec
 from attend.wire.arrays import Kind
 from attend.wire.schemas.attend import SPEC_NAMES
-from attend.wire.schemas.schema import Schema
+from attend.wire.schemas.schema import LayerReference, Schema
 from attend.wire.schemas.tensors import Weight
 
 WEIGHTS_DESCRIPTION = (
@@ -54,6 +54,23 @@ class LayerDocument(Schema):
     def _without_null(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # a type would replace the schema
         """The document, without `origin` and `assumed` if they are null."""
         return {name: value for name, value in serialize(self).items() if value is not None or name not in ("origin", "assumed")}
+
+
+class Circuits(Schema):
+    """The QK and OV circuits of each head of a layer: scale W_Q^T W_K, and W_O W_V, without positions, biases and norms.
+
+    A number is null if it is undefined: a score of a matrix that is not square, or 0.
+    """
+
+    layer: LayerReference
+    qk_singular_values: list[list[float | None]] = Field(description="[h,n]: of scale W_Q^T W_K, largest first.")
+    matching_score: list[float | None] = Field(
+        description="[h]: eigenvalues of scale W_Q^T W_K, their sum over that of their magnitudes. 1: rows attend to rows like themselves."
+    )
+    ov_singular_values: list[list[float | None]] = Field(description="[h,n]: of W_O W_V, largest first.")
+    copying_score: list[float | None] = Field(
+        description="[h]: eigenvalues of W_O W_V, their sum over that of their magnitudes. 1: the head copies what it attends to."
+    )
 
 
 class Layers(Schema):

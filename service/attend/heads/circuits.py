@@ -1,0 +1,64 @@
+"""The QK and OV circuits of a layer's heads (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits").
+
+    scores of rows x and y:     x^T (scale W_Q^T W_K) y         output of a head for the row y:     W_O W_V y
+
+Both matrices have the rank of a head, so neither is formed: with A B of A [m, d] and B [d, n], the singular values are those of R_A R_B^T,
+where A = Q_A R_A and B^T = Q_B R_B, and the eigenvalues other than 0 are those of B A [d, d]. Positions, biases, norms, gates and what
+mixes heads are left out: with RoPE, the QK circuit is that of rows at the same position.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from attend.attention.operators.operator import stages_of
+from attend.errors import InvalidRequest, TooLarge
+from attend.spec import LayerSpec
+
+MATRICES = ("query.weight", "key.weight", "value.weight", "output.weight")
+MAX_WORK = 1 << 34  # heads * width of a head^3: about half a minute for the eigenvalues
+
+
+def require_circuits(spec: LayerSpec) -> None:
+    """Raises InvalidRequest if the scores or the outputs of a head are no product of two matrices, TooLarge if heads are too wide."""
+    expected = "a layer whose heads each have one matrix for queries, keys, values and outputs"
+    if not spec.projections:
+        raise InvalidRequest.where("", expected, "a layer without projections")
+    for operator in spec.operators:
+        if operator.num_softmaxes > 1 or "project" in stages_of(operator):
+            raise InvalidRequest.where("", expected, f"a layer with {operator.field}")
+    work = spec.num_heads * max(spec.head_dim, spec.value_head_dim) ** 3
+    if work > MAX_WORK:
+        raise TooLarge.where("", f"num_heads * head_dim^3 of at most {MAX_WORK}", str(work))
+
+
+def circuits(spec: LayerSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The numbers of each head, in float64, of a layer that `require_circuits` accepts. `weights` has MATRICES by canonical name.
+
+    `qk_singular_values` [h, n] of scale W_Q^T W_K and `ov_singular_values` [h, n] of W_O W_V, largest first. `matching_score` and
+    `copying_score` [h]: the sum of the eigenvalues of these matrices over the sum of their magnitudes, from -1 to 1; NaN if the matrix
+    is not square, or 0.
+    """
+    groups = spec.num_heads // spec.num_kv_heads
+    query, key, value = (weights[name].double() for name in MATRICES[:3])
+    query = query.view(spec.num_heads, spec.head_dim, -1) * spec.scale  # [h, d, d_model]
+    key = key.view(spec.num_kv_heads, spec.head_dim, -1).repeat_interleave(groups, 0)  # [h, d, key_dim]
+    value = value.view(spec.num_kv_heads, spec.value_head_dim, -1).repeat_interleave(groups, 0)  # [h, dv, value_dim]
+    output = weights["output.weight"].double().view(spec.output_dim, spec.num_heads, -1).transpose(0, 1)  # [h, output_dim, dv]
+    qk_values, matching = _product_spectrum(query.transpose(1, 2), key)
+    ov_values, copying = _product_spectrum(output, value)
+    return {"qk_singular_values": qk_values, "matching_score": matching, "ov_singular_values": ov_values, "copying_score": copying}
+
+
+def _product_spectrum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Of A B for A [h, m, d] and B [h, d, n]: the singular values [h, min(m, d, n)], and the sum of the eigenvalues over that of
+    their magnitudes [h]."""
+    sizes = [x.abs().amax((1, 2)).clamp(min=torch.finfo(x.dtype).tiny) for x in (left, right)]
+    left, right = (x / size[:, None, None] for x, size in zip((left, right), sizes, strict=True))  # so that no product overflows
+    factors = torch.linalg.qr(left, mode="r").R @ torch.linalg.qr(right.transpose(1, 2), mode="r").R.transpose(1, 2)
+    values = torch.linalg.svdvals(factors) * sizes[0][:, None] * sizes[1][:, None]
+    if left.shape[1] != right.shape[2]:
+        return values, torch.full_like(sizes[0], torch.nan)
+    eigenvalues = torch.linalg.eigvals(right @ left)
+    return values, eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
