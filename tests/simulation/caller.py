@@ -121,7 +121,7 @@ class Caller:
         request = ("\r\n".join(lines) + "\r\n\r\n").encode() + body
         request = request[: max(1, int(len(request) * manner.sends))]
         connection.sent += len(request)
-        began, life = self.world.now, self.process.lives
+        began = self.world.now
 
         def exchange(resume: Resume) -> None:
             connection.exchange = mine = _Exchange(resume)
@@ -137,7 +137,7 @@ class Caller:
         before = peer.delivered
         answer = await suspended(exchange)
         connection.exchange = None
-        outcome = self._judge(answer, manner, peer, before, life, f"{method} {target}")
+        outcome = self._judge(answer, manner, peer, before, f"{method} {target}")
         if not isinstance(outcome, Reply) or not connection.usable or manner.sends < 1:
             self._drop(connection)
         self.world.note(self.name, method, target, manner, "->", outcome.status if isinstance(outcome, Reply) else outcome.why)
@@ -145,13 +145,14 @@ class Caller:
             self.last_seconds = self.world.now - began
         return outcome
 
-    def _judge(self, answer: Any, manner: Manner, peer: Peer, before: int, life: int, what: str) -> Reply | Lost:
+    def _judge(self, answer: Any, manner: Manner, peer: Peer, before: int, what: str) -> Reply | Lost:
         """What the client makes of the end of an exchange."""
         if isinstance(answer, Reply):
             return answer
         if answer == "left":
             return Lost("the client leaves", begun=True)  # what is under way may still arrive
-        if life != self.process.lives or self.process.killed:
+        process = peer.process
+        if process is not None and (peer.life != process.lives or process.killed):
             return Lost("the process died", begun=True)
         if answer == "late":
             raise Failure(
@@ -159,7 +160,7 @@ class Caller:
             )
         if peer.delivered == before:
             return Lost("closed before the request", begun=False)
-        settings, process = self.process.chosen.settings, self.process
+        settings = process.chosen.settings
         if manner.sends < 1 or manner.reads_late > settings.client_timeout / 2:
             return Lost("cut off", begun=True)
         if process.stopping_at is not None:
@@ -169,11 +170,12 @@ class Caller:
         raise Failure("answered exactly once", f"{what} of {self.name} was received and its connection closed without a reply")
 
     async def settle(self) -> None:
-        """Wait until the process has finished all requests of connections that this client has left."""
+        """Wait until processes have finished all requests of connections that this client has left."""
         began = self.world.now
         while not all(peer.transport.lost for peer in self._left):
             await self._tick(began)
-        tasks = list(self.process.server.server_state.tasks)
+        processes = {id(peer.process): peer.process for peer in self._left if peer.process is not None}.values()
+        tasks = [task for process in processes for task in process.server.server_state.tasks]
         while any(not task.done() for task in tasks):
             await self._tick(began)
         self._left.clear()
@@ -185,9 +187,7 @@ class Caller:
 
     def _require_refusal(self) -> None:
         """Fail if the process listens no more although it has not been told to stop, or its drain is not over."""
-        process = self.process
-        draining = process.stopping_at is not None and self.world.now < process.stopping_at + process.chosen.settings.drain_seconds
-        if process.server.started and (process.stopping_at is None or draining):
+        if self.process.must_accept():
             raise Failure("rule 10: requests are accepted until the drain is over", f"a connection of {self.name} is refused")
 
     def _connect(self) -> _Connection | None:

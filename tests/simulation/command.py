@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from random import SystemRandom
 
-from simulation.run import Kept, Outcome, run
+from simulation.run import RUNS, Kept, Outcome, run
 
 FAILED = Path(__file__).with_name("seeds.txt")  # seeds that once failed
 MOST_CLIENTS = 8
@@ -25,12 +25,12 @@ def main(arguments: list[str]) -> None:
     clients = None if options.clients is None else frozenset(map(int, options.clients.split(",")))
     began, tried = time.monotonic(), 0
     for seed in _seeds(options, began):
-        outcome = run(seed, clients, options.actions)
+        outcome = run(seed, clients, options.actions, options.of)
         tried += 1
         if options.verbose:
             print(f"seed {seed}: {outcome.steps} iterations, digest {outcome.digest:016x}, {outcome.failure or 'passes'}", flush=True)
         if outcome.failure is not None:
-            print(report(outcome, clients, options.actions) if not options.brief else f"{tried} seeds: {outcome.failure}")
+            print(report(outcome, clients, options.actions, options.of) if not options.brief else f"{tried} seeds: {outcome.failure}")
             sys.exit(1)
     print(f"{tried} seeds pass in {time.monotonic() - began:.0f} s")
 
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--seed", type=int, help="run this seed")
     which.add_argument("--seconds", type=float, help="run the seeds that once failed, then new ones for so many seconds")
     which.add_argument("--seeds", type=int, help="run seeds 0, 1, …")
+    parser.add_argument("--of", choices=RUNS, default="process", help="what runs, by default one process")
     parser.add_argument("--clients", help="keep only these clients of the run: numbers with commas")
     parser.add_argument("--actions", type=int, help="most actions of a client")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
@@ -65,21 +66,21 @@ def _seeds(options: argparse.Namespace, began: float) -> Iterator[int]:
             yield draw.getrandbits(32)
 
 
-def report(outcome: Outcome, clients: Kept, actions: int | None) -> str:
+def report(outcome: Outcome, clients: Kept, actions: int | None, of: str) -> str:
     """The failure, its smallest history that was found, and the command that repeats that."""
-    smallest, kept, most = shrink(outcome, clients, actions)
-    command = f"python -m tests.simulation --seed {outcome.seed}"
+    smallest, kept, most = shrink(outcome, clients, actions, of)
+    command = f"python -m tests.simulation --seed {outcome.seed}" + ("" if of == "process" else f" --of {of}")
     command += "" if kept is None else f" --clients {','.join(map(str, sorted(kept)))}"
     command += "" if most is None else f" --actions {most}"
     cause = "" if isinstance(smallest.failure, AssertionError) else "".join(traceback.format_exception(smallest.failure))
     return "\n".join([*smallest.history[-LINES:], cause, f"seed {outcome.seed} fails: {smallest.failure}", f"again: {command}"])
 
 
-def shrink(outcome: Outcome, clients: Kept = None, actions: int | None = None) -> tuple[Outcome, Kept, int | None]:
+def shrink(outcome: Outcome, clients: Kept = None, actions: int | None = None, of: str = "process") -> tuple[Outcome, Kept, int | None]:
     """The same failure with fewer clients and actions, as far as leaving out one after the other finds it."""
 
     def fails_alike(kept: Kept, most: int | None) -> Outcome | None:
-        tried = run(outcome.seed, kept, most)
+        tried = run(outcome.seed, kept, most, of)
         alike = type(tried.failure) is type(outcome.failure) and getattr(tried.failure, "rule", 0) == getattr(outcome.failure, "rule", 0)
         return tried if tried.failure is not None and alike else None
 

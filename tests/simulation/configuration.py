@@ -72,6 +72,7 @@ class Configuration:
     pauses: float
     kernel: int  # bytes that the operating systems buffer for a connection
     files: SimulatedFiles | None  # the folder of layers
+    uses: tuple[str, ...]  # what clients do besides calls: sessions, layers, rpc
     kill_after: float | None  # mean seconds, or tenths of changes of files, after which the process is killed: each of its first lives
     stop_after: float | None  # seconds after which SIGTERM arrives while clients call; None: once they have finished
 
@@ -122,6 +123,7 @@ def draw_configuration(world: World, keys_file: Any) -> Configuration:
         pauses=one("pauses", 0.0, 0.0, 0.001),
         kernel=one("kernel", 150, 2000, 1 << 18),
         files=files,
+        uses=("sessions", "layers", "rpc"),
         kill_after=one("kill_after", None, None, 0.3, 2.0, 30.0),
         stop_after=one("stop_after", None, None, 0.1, 1.0, 1.3, 2.0, 4.0),
     )

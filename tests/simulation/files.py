@@ -57,6 +57,7 @@ class SimulatedFiles:
         self._full_until = 0.0
         self._since_flush: list[dict[str, File]] = [{}]  # the names at the last flush of the folder, and after each change since
         self._open: dict[int, File | None] = {}  # by descriptor; None is the folder
+        self._opened_by: dict[int, str] = {}  # the name of the process of each descriptor
         self._last_descriptor = 10
 
     def restart(self, lost_power: bool) -> None:
@@ -72,6 +73,15 @@ class SimulatedFiles:
             self._since_flush = [dict(self.names)]
         for file in self.names.values():
             file.lock = None
+
+    def free_space(self) -> None:
+        """Others fill the disk no more."""
+        self._full_until = 0.0
+
+    def close_all(self, process: str) -> None:
+        """Close what the process of that name has open, since it has died."""
+        for descriptor in [descriptor for descriptor in self._open if self._opened_by[descriptor] == process]:
+            self._forget(descriptor)
 
     def _after_loss(self, file: File) -> bytearray:
         whole = bytes(file.data)
@@ -124,6 +134,7 @@ class SimulatedFiles:
                 self._changed()
             self._last_descriptor += 1
             self._open[self._last_descriptor] = None if flags & os.O_DIRECTORY else self.names[path.name]
+            self._opened_by[self._last_descriptor] = self.world.running
             return self._last_descriptor
 
     def _new_file(self) -> File:
@@ -192,9 +203,12 @@ class SimulatedFiles:
 
     def close(self, descriptor: int) -> None:
         with self.call("close", fails=False):
-            file = self._open.pop(descriptor)
-            if file is not None and file.lock == descriptor:
-                file.lock = None
+            self._forget(descriptor)
+
+    def _forget(self, descriptor: int) -> None:
+        file = self._open.pop(descriptor)
+        if file is not None and file.lock == descriptor:
+            file.lock = None
 
     @contextmanager
     def scandir(self, path: "SimulatedPath") -> Iterator[list["SimulatedPath"]]:

@@ -70,6 +70,8 @@ class LayerActions:
         """What the layer may be after a change to one of the `expected`."""
         if isinstance(reply, Lost):
             self.layers[name] |= expected if reply.begun else set()
+        elif reply.status == 404 and name in self.loose and self.chosen.settings.workers > 1:
+            self.layers[name] |= expected  # the worker has not seen that change yet
         elif reply.status in (200, 201, 204, 404):
             self.layers[name] = set(expected)
             self.loose.discard(name)
@@ -113,6 +115,15 @@ class LayerActions:
         reply = await self.ask("POST", "/attend", body, also=(404,))
         if isinstance(reply, Reply) and reply.status in (200, 404):
             self._require_state(name, json.loads(reply.body)["layer"]["fingerprint"] if reply.status == 200 else ABSENT)
+
+    async def require_change(self: Any) -> None:
+        """A layer can be changed at once where every process is well."""
+        name = self.one_layer()
+        body = json.dumps({"spec": _fields(SEEDS[0])}).encode()
+        reply = await self.ask("PUT", f"/layers/{name}", body, plainly=True)
+        if isinstance(reply, Lost) or reply.status not in (200, 201, 504):  # 504 where the settings have a deadline
+            raise Failure("rule 9: a process that has settled serves", f"PUT of {name} got {reply}")
+        self.caller.close()
 
     async def require_layers(self: Any) -> None:
         """Each layer is as the model has it."""

@@ -1,4 +1,7 @@
-"""The event loop of the simulated process: asyncio's own, whose clock and selector are the world's.
+"""The event loop of a simulated process: asyncio's own, whose clock and selector are the world's.
+
+A process that is alone runs its loop as usual, and the loop's selector lets time pass. Several processes take turns: `turn` runs one
+iteration of a loop.
 
 Libraries with a virtual clock exist. looptime waits for real threads and sockets; async-solipsism lets no time pass while callbacks run;
 simloop and simloom need Python 3.12. asyncio's base loop needs only a clock and a selector, and the order of its
@@ -7,13 +10,21 @@ callbacks is the real one.
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable
+import heapq
+import math
+import sys
+import threading
+from asyncio import events
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from simulation.threads import SimulatedExecutor
 from simulation.world import World
 
 MakeProtocol = Callable[[], Any]
+NO_EVENTS = SimpleNamespace(select=lambda timeout: [], close=lambda: None)  # the selector of a loop for which no time passes
 
 
 class Selector:
@@ -34,10 +45,10 @@ class Selector:
 class SimulatedLoop(asyncio.BaseEventLoop):
     """An event loop without sockets, threads or a real clock. `serve` is called with what makes the protocol of a connection."""
 
-    def __init__(self, world: World, serve: Callable[[Any, MakeProtocol], Any]) -> None:
+    def __init__(self, world: World, serve: Callable[[Any, MakeProtocol], Any], alone: bool = True) -> None:
         super().__init__()
         self.world, self._serve = world, serve
-        self._selector = Selector(world, self.stop)
+        self._selector = Selector(world, self.stop) if alone else NO_EVENTS
         self._threads = SimulatedExecutor(world, 5, "default")
         self.set_exception_handler(self._unhandled)
 
@@ -60,6 +71,35 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     async def create_server(self, make: MakeProtocol, *args: Any, sock: Any = None, **options: Any) -> Any:
         return self._serve(sock, make)
+
+    def next_at(self) -> float:
+        """The time at which the loop has something to do."""
+        if self._ready:
+            return 0.0
+        while self._scheduled and self._scheduled[0].cancelled():
+            self._timer_cancelled_count -= 1
+            heapq.heappop(self._scheduled)._scheduled = False
+        return self._scheduled[0].when() if self._scheduled else math.inf
+
+    def turn(self) -> None:
+        """Run one iteration, as `run_forever` does again and again."""
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(self._asyncgen_firstiter_hook, self._asyncgen_finalizer_hook)
+        with self.running():
+            self._run_once()
+        sys.set_asyncgen_hooks(*hooks)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this block, asyncio takes this loop for the running one."""
+        before, thread = events._get_running_loop(), self._thread_id
+        self._thread_id = threading.get_ident()
+        events._set_running_loop(self)
+        try:
+            yield
+        finally:
+            events._set_running_loop(before)
+            self._thread_id = thread
 
     def timers(self) -> int:
         """Number of timers that are set."""

@@ -4,7 +4,7 @@ SCHEDULER, BATCHING, CODECS = "attend.serving.scheduler", "attend.serving.batchi
 SESSIONS, LOCKS, TRANSFER = "attend.serving.sessions.registry", "attend.serving.sessions.locks", "attend.serving.sessions.transfer"
 CACHE, BUDGET, REPLIES = "attend.attention.cache", "attend.serving.byte_budget", "attend.web.replies"
 CONNECTIONS, SERVER, FIGURES = "attend.web.connections", "attend.cli.server", "attend.serving.figures"
-STORE, LOADER = "attend.serving.layers.store", "attend.serving.layers.loader"
+STORE, LOADER, PROCESSES = "attend.serving.layers.store", "attend.serving.layers.loader", "attend.cli.processes"
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
     # past: the error of a picture, and of a call without memory, and of a batch that fails, kept the tensors (found by the simulation)
@@ -212,6 +212,17 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "await self._run_on_folder(store.coordinator.acknowledge, changes)",
         "store.coordinator.acknowledge(changes)",
     ),
+    # past: a worker that could not load a layer for a moment acknowledged the change, and never had the layer (found by the simulation)
+    "acknowledged although a layer is not loaded": (LOADER, "            if not self._retries:\n", "            if True:\n"),
+    "layer that is not tried again": (LOADER, "                self._forget_file(name, before)\n", ""),
+    "dead worker that is waited for": (
+        STORE,
+        "if path != self._path and not _remove_unlocked(path)",
+        "if path != self._path",
+    ),
+    "worker that ends before the new one is ready": (PROCESSES, "if not self._becomes_ready(new):", "if False:"),
+    "supervisor that waits for hanging workers": (PROCESSES, "worker.process.join(max(0.0, deadline - time.monotonic()))", "worker.join()"),
+    "dead worker that is not replaced": (PROCESSES, "                self._end_worker(worker)\n", "                pass\n"),
     # past: an eviction looked at all sessions for each one that it ended; a full queue was swept for each call
     "eviction that looks at all sessions": (
         SESSIONS,
@@ -236,10 +247,16 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "all connections in one iteration": (CONNECTIONS, "list(islice(unchecked, CHECKED_AT_ONCE))", "list(unchecked)"),
 }
-GROWTH = {  # those that the seeds do not show, with the operation and what is beside it
-    "eviction that looks at all sessions": ("a step that ends another session", "sessions"),
-    "queue that is swept for each call": ("a call that waits", "waiting calls"),
-    "layer that is compared with all others": ("put a layer", "layers"),
-    "index of models on the loop": ("index of models", "layers"),
-    "all connections in one iteration": ("a second without calls", "connections"),
+RUN = {  # those that the seeds of one process do not show, with what does
+    "acknowledged although a layer is not loaded": ("--of", "workers"),
+    "layer that is not tried again": ("--of", "workers"),
+    "dead worker that is waited for": ("--of", "workers"),
+    "worker that ends before the new one is ready": ("--of", "workers"),
+    "supervisor that waits for hanging workers": ("--of", "workers"),
+    "dead worker that is not replaced": ("--of", "workers"),
+    "eviction that looks at all sessions": ("growth", "a step that ends another session", "sessions"),
+    "queue that is swept for each call": ("growth", "a call that waits", "waiting calls"),
+    "layer that is compared with all others": ("growth", "put a layer", "layers"),
+    "index of models on the loop": ("growth", "index of models", "layers"),
+    "all connections in one iteration": ("growth", "a second without calls", "connections"),
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from simulation.mutant_table import GROWTH, MUTANTS
+from simulation.mutant_table import MUTANTS, RUN
 
 MOST_SEEDS = 500  # in which each mutant must be found
 SECONDS = 300
@@ -75,8 +75,9 @@ def main(names: list[str]) -> str | None:
     missed = []
     print("| mutant | seeds | what fails |\n|---|---|---|", flush=True)
     for name in names:
-        what_to_run = ["growth", *GROWTH[name]] if name in GROWTH else ["--seeds", str(MOST_SEEDS), "--brief"]
-        command = [sys.executable, "-m", "tests.simulation", "--mutant", name, *what_to_run]
+        run = RUN.get(name, ())
+        seeds = () if run[:1] == ("growth",) else ("--seeds", str(MOST_SEEDS), "--brief")
+        command = [sys.executable, "-m", "tests.simulation", "--mutant", name, *run, *seeds]
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=Path(__file__).parents[2], check=False)
         except subprocess.TimeoutExpired:

@@ -15,11 +15,13 @@ HIGH_WATER = 64 * 1024  # asyncio's default
 class Peer:
     """The client's end of a connection."""
 
-    def __init__(self, world: World, loop: Any, address: str, kernel: int, name: str) -> None:
+    def __init__(self, world: World, address: str, kernel: int, name: str) -> None:
         """`kernel`: bytes that the operating systems buffer in each direction."""
         self.world, self.address = world, address
         self.draw = world.random(f"network {name}")
-        self.transport = Transport(world, loop, self, kernel)
+        self.transport = Transport(world, self, kernel)
+        self.process: Any = None  # that has accepted the connection, and the number of its life
+        self.life = 0
         self.on_data: Callable[[bytes], None] = lambda data: None
         self.on_end: Callable[[], None] = lambda: None
         self.reading = True
@@ -72,8 +74,9 @@ class Peer:
 class Transport:
     """The server's end of a connection, with what asyncio's transports do as far as uvicorn and the service use it."""
 
-    def __init__(self, world: World, loop: Any, peer: Peer, kernel: int) -> None:
-        self.world, self.loop, self.peer, self.kernel = world, loop, peer, kernel
+    def __init__(self, world: World, peer: Peer, kernel: int) -> None:
+        self.world, self.peer, self.kernel = world, peer, kernel
+        self.loop: Any = None
         self.protocol: Any = None
         self._incoming: list[bytes] = []  # that have arrived and are not read yet; b"" is the end
         self._arriving = 0.0  # time at which the last piece arrives
@@ -83,9 +86,9 @@ class Transport:
         self._high, self._low = HIGH_WATER, HIGH_WATER // 4
         self._paused = self._closing = self.lost = self._eof = self._eof_sent = self._flowing = False
 
-    def connect(self, make: Callable[[], Any]) -> None:
-        """Make the protocol of the connection."""
-        self.protocol = make()
+    def connect(self, loop: Any, make: Callable[[], Any]) -> None:
+        """Accept the connection: make its protocol. Bytes may have arrived before."""
+        self.loop, self.protocol = loop, make()
         self.loop.call_soon(self.protocol.connection_made, self)
         self.loop.call_soon(self._begin)
 
@@ -200,7 +203,9 @@ class Transport:
         self._force_close(None)
 
     def _force_close(self, error: Exception | None) -> None:
-        if not self.lost:
+        if self.loop is None:  # nobody has accepted the connection
+            self.die()
+        elif not self.lost:
             self._buffer.clear()
             self._closing = True
             self.loop.call_soon(self._lose, error)

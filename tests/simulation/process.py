@@ -3,17 +3,17 @@
 import asyncio
 import signal
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
 
 from attend.cli.server import Server, SignalHandlers
 from attend.serving.service import Service
+from attend.serving.sessions.ids import process_of
 from attend.web.app import create_app
 from attend.web.connections import Connection
 from simulation.configuration import Configuration
-from simulation.loop import SimulatedLoop
+from simulation.loop import NO_EVENTS, SimulatedLoop
 from simulation.network import Peer, Transport
 from simulation.rpc import DIED, Ended, GrpcServer
 from simulation.threads import SimulatedExecutor
@@ -61,9 +61,9 @@ class Listening:
 class Process:
     """A process that serves, and its clients' way to it."""
 
-    def __init__(self, world: World, chosen: Configuration) -> None:
-        """To be made within `interposed`."""
-        self.world, self.chosen = world, chosen
+    def __init__(self, world: World, chosen: Configuration, name: str = "") -> None:
+        """To be made within `interposed`. `name`: of one of several processes in the world."""
+        self.world, self.chosen, self.name, self.alone = world, chosen, name, not name
         self.lives = self.connections = 0
         self.killed = False  # whether it is to begin again
         self.spared = False  # whether it is not killed any more
@@ -81,8 +81,9 @@ class Process:
         self.listening = Listening()
         world.grpc = None
         self._draw_death()
-        self.loop = SimulatedLoop(world, self._serve)
-        self.app = create_app(settings, clock=world.clock)
+        self.loop = SimulatedLoop(world, self._serve, self.alone)
+        with world.run_by(self.name):
+            self.app = create_app(settings, clock=world.clock)
         self.service: Service = self.app.state.service
         config = uvicorn.Config(
             self.app,
@@ -106,7 +107,7 @@ class Process:
 
     def _draw_death(self) -> None:
         """Draw when this life ends by a kill: after some time, or in a change of the files."""
-        draw, mean, life = self.world.random(f"life {self.lives}"), self.chosen.kill_after, self.lives
+        draw, mean, life = self.world.random(f"life {self.name}{self.lives}"), self.chosen.kill_after, self.lives
         if mean is None or life > MOST_DEATHS or self.spared:
             return
         if self.chosen.files is not None and draw.random() < 0.5:
@@ -115,7 +116,8 @@ class Process:
             self.world.at(draw.expovariate(1 / mean), lambda: self.kill() if self.lives == life else None)
 
     async def serve(self) -> None:
-        self.signals = SignalHandlers(self.service, self.chosen.settings.drain_seconds, is_worker=False)
+        settings = self.chosen.settings
+        self.signals = SignalHandlers(self.service, settings.drain_seconds, is_worker=settings.workers > 1)
         self.signals.uvicorn_handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self.server.handle_exit)
         await self.server._serve([self.listening])  # type: ignore[list-item]
         self.ended_at = self.world.now
@@ -126,13 +128,34 @@ class Process:
 
     def connect(self, address: str) -> Peer | None:
         """A client's new connection; None if it is refused."""
-        if self.listening.make is None or self.listening.closed:
+        if not self.accepts:
             return None
         self.connections += 1
-        peer = Peer(self.world, self.loop, address, self.chosen.kernel, f"connection {self.connections}")
-        peer.transport.connect(self.listening.make)
-        self.transports.append(peer.transport)
+        peer = Peer(self.world, address, self.chosen.kernel, f"connection {self.name}{self.connections}")
+        self.accept(peer)
         return peer
+
+    @property
+    def accepts(self) -> bool:
+        """Whether it accepts connections."""
+        return self.listening.make is not None and not self.listening.closed
+
+    def accept(self, peer: Peer) -> None:
+        assert self.listening.make is not None
+        peer.process, peer.life = self, self.lives
+        with self.loop.running():
+            peer.transport.connect(self.loop, self.listening.make)
+        self.transports.append(peer.transport)
+
+    def must_accept(self) -> bool:
+        """Whether a refused connection would be a fault: the process has started, and its drain is not over."""
+        draining = self.stopping_at is not None and self.world.now < self.stopping_at + self.chosen.settings.drain_seconds
+        return self.server.started and (self.stopping_at is None or draining)
+
+    def keeps(self, session_id: str) -> bool:
+        """Whether this life of the process has made the session."""
+        sessions = self.service.engine.sessions
+        return sessions is not None and process_of(session_id) == sessions.process
 
     def terminate(self) -> None:
         """SIGTERM."""
@@ -159,12 +182,13 @@ class Process:
         """SIGKILL, or the machine loses its power. `bury` must follow once the event loop has stopped."""
         if not self.spared and not self.killed:
             self.world.note("the process is killed")
-            self.killed = self.world.interrupted = True
+            self.killed = True
+            self.world.interrupted = self.alone
             for transport in self.transports:
                 transport.die()
             for call in list(self.grpc.calls if self.grpc is not None else ()):
                 call.end(Ended(DIED, "", list(call.replies)))
-            if self.chosen.files is not None:
+            if self.chosen.files is not None and self.alone:
                 self.chosen.files.dead = True
 
     def spare(self) -> None:
@@ -176,17 +200,20 @@ class Process:
     def bury(self) -> None:
         """Do what the operating system does with a process that is dead: its connections end, its files are closed."""
         for executor in SimulatedExecutor.all:
-            executor.kill()
-        SimulatedExecutor.all.clear()
+            if executor.process == self.name:
+                executor.kill()
+        SimulatedExecutor.all[:] = [executor for executor in SimulatedExecutor.all if not executor.dead]
         discard(self.loop)
-        if (files := self.chosen.files) is not None:
+        if (files := self.chosen.files) is not None and self.alone:
             files.restart(lost_power=files.draw.random() < 0.5)
+        elif files is not None:
+            files.close_all(self.name)
 
 
 def discard(loop: SimulatedLoop) -> None:
     """Throw an event loop away, with its tasks."""
     loop.set_exception_handler(lambda *_: None)
-    loop._selector = SimpleNamespace(select=lambda timeout: [], close=lambda: None)
+    loop._selector = NO_EVENTS
     for task in asyncio.all_tasks(loop):
         task.cancel()
     for _ in range(20):

@@ -21,14 +21,16 @@ CHECKED_EVERY = 7  # iterations: between them, the sums over all sessions are no
 class Rules:
     """The rules of one process."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, alone: bool = True) -> None:
+        """`alone`: whether what all processes of the world share is watched too."""
         self.process, self.world, self.service = process, process.world, process.service
         codecs = process.service.engine.codecs
         self._pools = [(pool, pool.free) for pool in (codecs._small_bodies, codecs._large_bodies)]
         self._tensors: list[weakref.ref[Any]] = []  # of calls that were computed
         self._watched = executor._results, transfer._file_of
-        self._watch_computing()
-        self._watch_work()
+        if alone:
+            self._watch_computing()
+            self._watch_work()
 
     def close(self) -> None:
         """Watch no more, since the process has died."""
@@ -151,7 +153,7 @@ class Rules:
             "running batches": int(scheduler._running is not None),
             "busy threads of the codec pool": self._busy_codec_threads(),
             "pictures": service.engine.renderer.waiting,
-            "jobs of threads": sum(len(pool.queue) for pool in SimulatedExecutor.all),
+            "jobs of threads": sum(len(pool.queue) for pool in SimulatedExecutor.all if pool.process == self.process.name),
             "connections": len(server.server_state.connections),
             "requests": len(server.server_state.tasks),
             "gRPC calls": len(self.process.grpc.calls) if self.process.grpc is not None else 0,

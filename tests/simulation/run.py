@@ -16,14 +16,15 @@ from attend.cli.server import EXIT_SECONDS, FIRST_REQUEST
 from attend.web.keys import SCOPES, make_key
 from simulation.caller import Caller
 from simulation.clients import draw_clients
-from simulation.configuration import KEYS, draw_configuration
+from simulation.configuration import KEYS, Configuration, draw_configuration
 from simulation.interposition import interposed
 from simulation.process import Process, discard
 from simulation.rules import Rules, kept_by
+from simulation.side_by_side import SETTLE_SECONDS, run_side_by_side
+from simulation.workers import Workers, WorkersDirector, supervised, workers_configuration
 from simulation.world import Actor, Failure, World, sleep
 
 MOST_STEPS = 400_000  # iterations of the event loop of one run
-SETTLE_SECONDS = 400.0  # in which everything must be quiet once the clients have finished
 LINE, LOG_LINES = 250, 20  # characters of a line, and lines, of the log in the history
 Kept = frozenset[int] | None
 
@@ -41,14 +42,22 @@ class Outcome:
     requests: int
 
 
-def run(seed: int, clients: Kept = None, actions: int | None = None) -> Outcome:
-    """Run one seed, if need be with these clients alone, and at most so many actions of each."""
+def run(seed: int, clients: Kept = None, actions: int | None = None, of: str = "process") -> Outcome:
+    """Run one seed of RUNS, if need be with these clients alone, and at most so many actions of each."""
     world = World(seed)
     chosen = draw_configuration(world, keys_file())
     world.pauses, world.most_steps = chosen.pauses, MOST_STEPS
     chosen.actions = min(chosen.actions, actions or chosen.actions)
     log = io.StringIO()
-    with interposed(world, chosen), quiet(log):
+    with quiet(log):
+        failure, requests = RUNS[of](world, chosen, clients)
+    history = [*world.history, *[line[:LINE] for line in log.getvalue().splitlines() if "event=" in line][-LOG_LINES:]]
+    return Outcome(seed, failure, history, world.digest, world.steps, world.now - 1000, requests)
+
+
+def run_process(world: World, chosen: Configuration, clients: Kept) -> tuple[BaseException | None, int]:
+    """One process, which may be killed and begin again."""
+    with interposed(world, chosen):
         process = Process(world, chosen)
         director = Director(process, clients)
         live(process)
@@ -65,8 +74,27 @@ def run(seed: int, clients: Kept = None, actions: int | None = None) -> Outcome:
         director.close()
         if failure is None and process.service.started and (kept := rules.kept_tensors()):
             failure = Failure("memory", f"the tensors of {kept} answered calls are kept by {kept_by(rules._tensors)}")
-    history = [*world.history, *[line[:LINE] for line in log.getvalue().splitlines() if "event=" in line][-LOG_LINES:]]
-    return Outcome(seed, failure, history, world.digest, world.steps, world.now - 1000, director.requests)
+    return failure, director.requests
+
+
+def run_workers(world: World, chosen: Configuration, clients: Kept) -> tuple[BaseException | None, int]:
+    """A supervisor and its workers."""
+    chosen, world.pauses = workers_configuration(world, chosen), 0.0
+    with interposed(world, chosen), supervised(world):
+        workers = Workers(world, chosen)
+        director = WorkersDirector(workers, draw_clients(workers, secrets(), clients))
+        run_side_by_side(world, workers.living, director.finished)
+        failure = world.failure
+        if failure is None and not director.finished():
+            failure = Failure("liveness", "nothing will ever happen again, and the processes have not ended")
+        world.end()
+        for worker in workers.living():
+            discard(worker.loop)
+        director.close()
+    return failure, workers.connections
+
+
+RUNS = {"process": run_process, "workers": run_workers}
 
 
 def live(process: Process) -> None:

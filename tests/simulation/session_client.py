@@ -30,7 +30,6 @@ class Known:
     id: str
     layer: str
     idle_seconds: float
-    life: int  # of the process that keeps it
     used_at: float  # when it sent the last request for the session that succeeded
     states: set[Rows] = field(default_factory=lambda: {()})  # one of these lists is what it has
     file: tuple[bytes, Rows] | None = None  # an exported file, and its rows
@@ -74,10 +73,10 @@ class SessionActions:
 
     async def session(self: Any, known: Known, method: str, path: str = "", body: bytes = b"", **more: Any) -> Reply | Lost:
         """Send a request for a session; forget the session if it has ended, which needs a reason."""
-        sent, life = self.world.now, self.process.lives
+        sent, kept = self.world.now, self.process.keeps(known.id)
         outcome: Reply | Lost = await self.ask(method, f"/sessions/{known.id}{path}", body, also=(*ENDED, *more.pop("also", ())), **more)
         if isinstance(outcome, Reply) and outcome.status < 300:
-            if known.life != life:
+            if not kept:
                 raise Failure("sessions end with their process", f"{known.id} of {self.name} is there after a restart")
             known.used_at = max(known.used_at, sent)
         elif isinstance(outcome, Reply) and outcome.status in ENDED:
@@ -96,20 +95,20 @@ class SessionActions:
             "needed its memory": few,
             "its layer": known.layer not in ("plain", "windowed"),
             "it was deleted": known.id in self.deleting,
-            "its process was restarted": known.life != self.process.lives,
+            "its process was restarted": not self.process.keeps(known.id),
         }
         forgotten = sizes["attend.serving.sessions.registry.MAX_ENDED"] < 10_000 and '"the session has ended"' in text
         if not (forgotten or any(words in text and possible for words, possible in reasons.items())):
             raise Failure("sessions end for a reason", f"{known.id} of {self.name}: {reply.status} {text[:300]}")
 
     async def create_session(self: Any) -> None:
-        sent, life = self.world.now, self.process.lives
+        sent = self.world.now
         idle, layer = self.draw.choice((0.5, 5.0, 30.0)), self.draw.choice(("plain", "plain", "windowed"))
         body = json.dumps({"layer": layer, "idle_seconds": idle}).encode()
         reply = await self.ask("POST", "/sessions", body)
         if isinstance(reply, Reply) and reply.status == 201:
             document = json.loads(reply.body)
-            self._add(Known(document["id"], layer, idle, life, sent), document, 0)
+            self._add(Known(document["id"], layer, idle, sent), document, 0)
 
     def _add(self: Any, known: Known, document: dict[str, Any], length: int) -> None:
         if known.id in self.mine or document["length"] != length:
@@ -230,7 +229,7 @@ class SessionActions:
         return states
 
     async def fork(self: Any) -> None:
-        known, sent, life = self.draw.choice(self.sessions), self.world.now, self.process.lives
+        known, sent = self.draw.choice(self.sessions), self.world.now
         if len(known.states) != 1:
             return
         (rows,) = known.states
@@ -239,7 +238,7 @@ class SessionActions:
         if isinstance(reply, Reply) and reply.status == 201:
             kept = rows[:length]
             document = json.loads(reply.body)
-            self._add(Known(document["id"], known.layer, known.idle_seconds, life, sent, {kept}), document, len(kept))
+            self._add(Known(document["id"], known.layer, known.idle_seconds, sent, {kept}), document, len(kept))
 
     async def roll_back(self: Any) -> None:
         known = self.draw.choice(self.sessions)

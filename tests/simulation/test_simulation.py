@@ -20,6 +20,12 @@ def test_a_seed_keeps_every_promise(seed: int) -> None:
     assert outcome.failure is None, "\n".join([*outcome.history, f"python -m tests.simulation --seed {seed}"])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_keep_every_promise(seed: int) -> None:
+    outcome = run(seed, of="workers")
+    assert outcome.failure is None, "\n".join([*outcome.history, f"python -m tests.simulation --of workers --seed {seed}"])
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_mutant_fits_its_code(name: str) -> None:
     """`python -m tests.simulation mutants` shows that each is found, which takes minutes."""

@@ -21,10 +21,10 @@ class SimulatedExecutor:
     all: ClassVar[list["SimulatedExecutor"]] = []  # of the run; cleared by `interposed`
 
     def __init__(self, world: World, max_workers: int, name: str = "", *initializer: Any) -> None:
-        self.world, self.name, self.free = world, name, max_workers
+        self.world, self.name, self.free, self.process = world, name, max_workers, world.running
         self.queue: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self.closed = self.dead = False
-        self._draw = world.random(f"threads {name}")
+        self._draw = world.random(f"threads {self.process}{name}")
         SimulatedExecutor.all.append(self)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -53,7 +53,8 @@ class SimulatedExecutor:
         self.world.elapsed, self.world.in_thread = 0.0, True
         result, error = None, None
         try:
-            result = function(*args)
+            with self.world.run_by(self.process):
+                result = function(*args)
         except BaseException as raised:
             error = raised
         seconds, self.world.elapsed, self.world.in_thread = self.world.elapsed, 0.0, False

@@ -10,7 +10,8 @@ No wall clock is read, and every random number comes from the seed.
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from itertools import count
 from random import Random
 from types import coroutine
@@ -47,6 +48,7 @@ class World:
         self.checks: list[Callable[[], None]] = []  # called before each iteration
         self.grpc: Any = None  # the gRPC server that was made last
         self.in_thread = False  # whether the job of a thread runs
+        self.running = ""  # the name of the process that runs, if there are several
         self.elapsed = 0.0  # seconds that the job of a thread has taken so far, while it runs
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -80,6 +82,15 @@ class World:
     def fail(self, failure: BaseException) -> None:
         """End the run with this failure, unless it has another."""
         self.failure = self.failure or failure
+
+    @contextmanager
+    def run_by(self, process: str) -> Iterator[None]:
+        """Within this block, the process of that name runs."""
+        before, self.running = self.running, process
+        try:
+            yield
+        finally:
+            self.running = before
 
     def end(self) -> None:
         """Forget everything that would still happen."""

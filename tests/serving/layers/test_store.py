@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from attend.errors import OutOfMemory
+from attend.serving.layers import loader
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.layers.store import Claim, LayerStore
 from attend.settings import Settings
@@ -210,6 +212,58 @@ def test_files_that_are_not_valid_layers_are_logged_and_skipped(start: Start, tm
     assert not (tmp_path / ".good.0123.part").exists()
     put(second, "next", OTHER, 201)  # the reply does not wait for the dead process
     assert not (tmp_path / ".peer-0123").exists()
+
+
+def fail_reads(monkeypatch: pytest.MonkeyPatch, folder: Path, times: int, error: Exception) -> list[str]:
+    """Let the first reads of files in the folder fail; returns the list of all names that are read."""
+    real, read = LayerStore.read, []
+
+    def failing(self: LayerStore, name: str, suffix: str) -> Any:
+        if self.path == folder:
+            read.append(name)
+            if len(read) <= times:
+                raise error
+        return real(self, name, suffix)
+
+    monkeypatch.setattr(LayerStore, "read", failing)
+    monkeypatch.setattr(loader, "RETRY_INTERVAL", 0.01)
+    return read
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError(), OutOfMemory("no memory for now")])
+def test_a_change_is_acknowledged_once_a_process_that_could_not_load_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The second server would otherwise answer for ever that the layer does not exist."""
+    with serve_layers(tmp_path) as first, serve_layers(tmp_path) as second:
+        read = fail_reads(monkeypatch, tmp_path, 3, error)
+        made = put(first, "mine", TINY, 201)
+        assert read == ["mine"] * 4
+        assert ask(second, "GET", "/layers/mine").json() == made
+
+
+def test_a_process_is_not_ready_before_it_has_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_layers(tmp_path) as first:
+        put(first, "mine", TINY, 201)
+    read = fail_reads(monkeypatch, tmp_path, 2, OSError(errno.EIO, "Input/output error"))
+    with serve_layers(tmp_path) as second:
+        assert names(second) == ["default", "mine"]
+    assert read == ["mine"] * 3
+
+
+def test_a_file_that_cannot_be_read_for_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not keep other changes from being acknowledged; a new file of that name is read again."""
+    with serve_layers(tmp_path) as first:
+        put(first, "mine", TINY, 201)
+        monkeypatch.setattr(loader, "CHANGE_TIMEOUT", 0.0)
+        read = fail_reads(monkeypatch, tmp_path, 1, OSError(errno.EIO, "Input/output error"))
+        with serve_layers(tmp_path) as second:
+            monkeypatch.setattr(loader, "CHANGE_TIMEOUT", 30.0)
+            assert names(second) == ["default"]
+            put(first, "next", OTHER, 201)
+            assert names(second) == ["default", "next"] and read == ["mine", "next"]
+            put(first, "mine", OTHER, 200)
+            assert names(second) == ["default", "mine", "next"]
 
 
 def test_layer_names_that_look_like_paths_write_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from attend.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, TooLarge
+from attend.errors import AttendError, DeadlinePassed, InvalidRequest, LayerConflict, NotReady, RequestError, TooLarge
 from attend.serving.layers.files import ParsedLayer, require_storable, require_storable_spec
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedLayer
 from attend.serving.layers.store import SUFFIX, UNLOADED, Claim, LayerFile, LayerStore, storage_faults
@@ -27,7 +27,8 @@ from attend.tensors import Array
 T = TypeVar("T")
 log = structlog.get_logger("attend")
 SCAN_INTERVAL = 0.1  # seconds between two scans of a folder that other processes may have changed
-CHANGE_TIMEOUT = 30.0  # most seconds that a change waits for the claim, and again for the other processes to apply it
+RETRY_INTERVAL = 1.0  # seconds between two attempts to load a layer whose file could not be read, or for which there was no memory
+CHANGE_TIMEOUT = 30.0  # most seconds that a change waits for the claim, and again for the other processes to apply it; and of such attempts
 Read = Callable[[], ParsedLayer]
 
 
@@ -37,6 +38,14 @@ class AddedLayer(NamedTuple):
     layer: LoadedLayer
     new: bool
     assumed: Mapping[str, Any]
+
+
+class Retry(NamedTuple):
+    """A file whose layer could not be loaded for now, the time of the next attempt, and that of the last one."""
+
+    file: LayerFile
+    at: float
+    until: float
 
 
 class LayerLoader:
@@ -53,6 +62,7 @@ class LayerLoader:
         self._folder_thread = ThreadPoolExecutor(1, "layers-folder")  # for what takes milliseconds
         self._configured: frozenset[str] = frozenset()
         self._files: dict[str, LayerFile] = {}  # the files of the store that have been read, valid or not
+        self._retries: dict[str, Retry] = {}
         self._polling: asyncio.Task[None] | None = None
 
     async def start(self, specs: Mapping[str, LayerSpec]) -> None:
@@ -63,6 +73,9 @@ class LayerLoader:
         if self.store is not None:
             await self._run_on_folder(self.store.open)
             await self._follow(self.store)
+            while self._retries:  # the process would answer that these layers do not exist
+                await asyncio.sleep(RETRY_INTERVAL)
+                await self._follow(self.store)
             self._polling = asyncio.get_running_loop().create_task(self._poll(self.store))
 
     async def put(self, name: str, read: Read, deadline: float | None = None) -> AddedLayer:
@@ -200,7 +213,8 @@ class LayerLoader:
                 log.error("layers folder unreadable", error=str(error))
 
     async def _follow(self, store: LayerStore) -> None:
-        """Apply the state of the store to the registry, and record for the other processes that this is done."""
+        """Apply the state of the store to the registry, and record for the other processes that this is done, unless a layer must be
+        tried again."""
         async with self._changing:
             changes, files = await self._run_on_folder(store.scan)
             for name in self._files.keys() - files.keys():
@@ -208,24 +222,29 @@ class LayerLoader:
                 if name not in self._configured:
                     self.registry.remove(name)
                     self._drop_statistics(name)
-            changed = [name for name, file in files.items() if self._files.get(name) != file]
+            now = self.probe.scheduler.clock()
+            self._retries = {name: retry for name, retry in self._retries.items() if files.get(name) == retry.file}
+            waiting = {name for name, retry in self._retries.items() if now < retry.at}
+            changed = [name for name, file in files.items() if self._files.get(name) != file and name not in waiting]
             too_large = []
             for name in sorted(changed, key=lambda name: files[name].suffix != UNLOADED):  # unloading makes room
                 before, self._files[name] = self._files.get(name), files[name]
                 if name in self._configured:
                     log.warning("layer file ignored", layer=name, reason="a layer of that name is configured")
                 elif not await self._apply_file(store, name, before):
-                    too_large.append(name)
-            for name in too_large:  # loading the others may have made room, if one became smaller
-                await self._apply_file(store, name, None, last=True)
-            await self._run_on_folder(store.coordinator.acknowledge, changes)
+                    too_large.append((name, before))
+            for name, before in too_large:  # loading the others may have made room, if one became smaller
+                await self._apply_file(store, name, before, last=True)
+            if not self._retries:
+                await self._run_on_folder(store.coordinator.acknowledge, changes)
 
     async def _apply_file(self, store: LayerStore, name: str, before: LayerFile | None, last: bool = False) -> bool:
-        """Load or unload a layer as its file says. On failure, log it and keep the old layer of that name.
+        """Load or unload a layer as its file says. On failure, log it and keep the old layer of that name; try again if it may pass.
 
         `before`: the file of that name that was last read. Returns False, without logging, if the layer is too large, unless this is the
         `last` attempt.
         """
+        retry = self._retries.pop(name, None)
         try:
             if self._files[name].suffix == UNLOADED:
                 self._mark_unloaded(await self._unloaded(store, name, before))
@@ -237,11 +256,26 @@ class LayerLoader:
             log.info("layer loaded", layer=name, fingerprint=layer.fingerprint[:12])
         except FileNotFoundError:  # removed since; the next scan shows that
             del self._files[name]
-        except (AttendError, OSError, MemoryError) as error:
+        except (RequestError, PermissionError) as error:
             if isinstance(error, TooLarge) and not last:
                 return False
             log.error("layer file refused", layer=name, error=str(error))
+        except (AttendError, OSError, MemoryError) as error:
+            now, file = self.probe.scheduler.clock(), self._files[name]
+            retry = Retry(file, now + RETRY_INTERVAL, retry.until if retry else now + CHANGE_TIMEOUT)
+            if now < retry.until:
+                log.warning("layer file not loaded yet", layer=name, error=str(error))
+                self._retries[name] = retry
+                self._forget_file(name, before)
+            else:
+                log.error("layer file refused", layer=name, error=str(error))
         return True
+
+    def _forget_file(self, name: str, before: LayerFile | None) -> None:
+        """Let the next scan see the file as a new one; `before` is the one that was last read."""
+        del self._files[name]
+        if before is not None:
+            self._files[name] = before
 
     async def _unloaded(self, store: LayerStore, name: str, before: LayerFile | None) -> UnloadedLayer:
         """The layer of an unloaded file; it is read unless it is the file `before` under another name."""
