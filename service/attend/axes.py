@@ -79,6 +79,10 @@ AXES: Mapping[str, Axes] = SEQUENCES | {
     "positions": Axes("b,q b,q,axes", broadcast="b"),
     "key_positions": Axes("b,k b,k,axes", broadcast="b"),
     "head_scale": Axes("h b,h"),
+    "pattern": Axes("q,k b,q,k b,h,q,k", broadcast="bhqk"),
+    "pattern_rows": Axes("h b,h b,h,q", broadcast="bhq"),
+    "head_outputs": Axes("b,h,q,value_head_dim", broadcast="bhq"),
+    "head_output_rows": Axes("h b,h b,h,q", broadcast="bhq"),
     "output_gradient": Axes("b,q,output_dim"),
     "direction": Axes("b,q,output_dim"),  # of an analysis
 }

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from attend.attention.masks import MASK_TENSORS, Masks
+from attend.attention.masks import MASK_TENSORS, Masks, select_indices
 
 FullyMasked = Literal["zero", "uniform", "error"]
 # Names of the outputs that a call may request, by what they are computed from. Operators have others (`OWN_OUTPUTS`).
@@ -19,6 +19,9 @@ PROJECTED = frozenset({"query_projection", "key_projection", "value_projection"}
 SCORED = frozenset({"scores", "log_sum_exp", "attention_weights"})
 TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
 FROM_HEADS = frozenset({"head_outputs", "concatenated", "output"})
+# Tensors of a call beside query, key, value and masks: those of items, which calls that are stacked may have, and those of calls alone
+STACKED = ("query_coordinates", "key_coordinates", "head_scale", "pattern", "pattern_rows", "head_outputs", "head_output_rows")
+OTHER_TENSORS = (*STACKED, "output_gradient")
 GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
 
 
@@ -72,6 +75,10 @@ class Call:
     head_scale: Tensor | None = None  # [b|1, h, 1, 1]
     cached: Mapping[str, Tensor] | None = None  # rows of a cache, [heads, k, width] by name
     output_gradient: Tensor | None = None  # [b, q, output_dim], if gradients are among the outputs
+    pattern: Tensor | None = None  # [b|1, h|1, q|1, k|1], weights in place of the computed ones, in at least float32
+    pattern_rows: Tensor | None = None  # bool [b|1, h|1, q|1, 1]: of the rows that have them; None: all
+    head_outputs: Tensor | None = None  # [b|1, h|1, q|1, value_head_dim], in place of the computed ones
+    head_output_rows: Tensor | None = None  # bool [b|1, h|1, q|1, 1]: of the rows that are replaced; None: all
 
     def with_options(self, **changes: Any) -> "Call":
         """The call with other options."""
@@ -85,8 +92,10 @@ class Call:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the call."""
-        names = ("query", "key", "value", "query_coordinates", "key_coordinates", "head_scale", "output_gradient")
-        every = (*(getattr(self, name) for name in names), *(getattr(self.masks, name) for name in MASK_TENSORS))
+        every = (
+            *(getattr(self, name) for name in ("query", "key", "value", *OTHER_TENSORS)),
+            *(getattr(self.masks, name) for name in MASK_TENSORS),
+        )
         return (tensor for tensor in every if tensor is not None)
 
     def to(self, device: torch.device) -> "Call":
@@ -95,8 +104,7 @@ class Call:
             return self
         inputs = self.options.inputs(lambda name: getattr(self, name).to(device))
         moved = {name: tensor.to(device) for name in MASK_TENSORS if (tensor := getattr(self.masks, name)) is not None}
-        names = ("query_coordinates", "key_coordinates", "head_scale", "output_gradient")
-        others = {name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None}
+        others = {name: tensor.to(device) for name in OTHER_TENSORS if (tensor := getattr(self, name)) is not None}
         return replace(self, **inputs, masks=replace(self.masks, **moved), **others)
 
 
@@ -169,8 +177,23 @@ def select_heads_and_queries(
             query.index_select(2, query_indices),
             None if fully_masked is None else fully_masked.index_select(2, query_indices),
         )
-    masks = call.masks.select(None if mixes_heads else call.options.heads, call.options.queries)
-    return replace(call, masks=masks).with_options(heads=heads, queries=queries), query, key, fully_masked
+    some_heads = None if mixes_heads else call.options.heads
+    masks = call.masks.select(some_heads, call.options.queries)
+    pattern, rows = (select_indices(select_indices(x, 1, some_heads), 2, call.options.queries) for x in (call.pattern, call.pattern_rows))
+    return (
+        replace(call, masks=masks, pattern=pattern, pattern_rows=rows).with_options(heads=heads, queries=queries),
+        query,
+        key,
+        fully_masked,
+    )
+
+
+def replaced(computed: Tensor, given: Tensor | None, rows: Tensor | None) -> Tensor:
+    """Rows of heads [b, h, q, n], of which those in `rows`, all if None, are the given ones, which are broadcast; None: none are."""
+    if given is None:
+        return computed
+    given = given.to(computed.dtype)
+    return given.expand_as(computed) if rows is None else torch.where(rows, given, computed)
 
 
 def select_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:

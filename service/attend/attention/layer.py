@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attend.attention.call import FROM_HEADS, GRADIENTS, SCORED, TOP_K, Call, Result, WeightBlock, select_heads_and_queries
+from attend.attention.call import FROM_HEADS, GRADIENTS, SCORED, TOP_K, Call, Result, WeightBlock, replaced, select_heads_and_queries
 from attend.attention.kernels.choose import choose
 from attend.attention.kernels.eager import Eager
 from attend.attention.kernels.pages import PagesKernel
@@ -89,7 +89,7 @@ class MultiHeadAttention:
         return tensors | self.eager.compute(call, query, key, value, fully_masked, needed)
 
     def merge_heads(self, call: Call, head_outputs: Tensor) -> dict[str, Tensor]:
-        """`head_outputs` [b, h, q, d] times `head_scale` and the gate, and `concatenated` [b, q, h * d].
+        """`head_outputs` [b, h, q, d] times `head_scale` and the gate, or those of the call, and `concatenated` [b, q, h * d].
 
         The gate depends on the query alone, so it is left out of parts of a call and applied once, where they are merged.
         """
@@ -97,6 +97,7 @@ class MultiHeadAttention:
             head_outputs = head_outputs * call.head_scale
         for gate in () if call.options.is_part else self._gates:
             head_outputs = head_outputs * gate(call, self.projections.product)
+        head_outputs = replaced(head_outputs, call.head_outputs, call.head_output_rows)
         return {"head_outputs": head_outputs, "concatenated": head_outputs.transpose(1, 2).flatten(2)}
 
     def _gradients(self, call: Call) -> dict[str, Tensor]:

@@ -97,14 +97,14 @@ class Masks:
         keys = keys or slice(0, self.num_keys)
         parts: list[Tensor] = []
         if self.attend_mask is not None:
-            parts.append(_block(self.attend_mask, rows, keys))
+            parts.append(block_of(self.attend_mask, rows, keys))
         if self.attend_keys is not None:
             parts.append(self.attend_keys[:, None, None, keys] if self.attend_keys.shape[1] > 1 else self.attend_keys[:, None, None])
         if self.query_segments is not None and self.key_segments is not None:
             of_queries, of_keys = self.query_segments[:, None, :, None], self.key_segments[:, None, None]
-            parts.append(_block(of_queries, rows, keys) == _block(of_keys, rows, keys))
+            parts.append(block_of(of_queries, rows, keys) == block_of(of_keys, rows, keys))
         if self.bias is not None and self.bias_blocks:
-            parts.append(_block(self.bias, rows, keys) != -torch.inf)
+            parts.append(block_of(self.bias, rows, keys) != -torch.inf)
         if self.has_intervals:
             first, last = (index[:, None, :, None] for index in self.interval(rows))
             j = torch.arange(keys.start, keys.stop, device=self.positions.device)
@@ -113,7 +113,7 @@ class Masks:
 
     def bias_at(self, rows: slice, keys: slice) -> Tensor | None:
         """The bias for these rows and keys, [b|1, h|1, rows|1, keys|1]."""
-        return None if self.bias is None else _block(self.bias, rows, keys)
+        return None if self.bias is None else block_of(self.bias, rows, keys)
 
     def fully_masked(self, blocks: Iterable[slice]) -> Tensor | None:
         """bool [b|1, h|1, q]: the rows without a visible key; None if there cannot be any. `blocks` are the rows to compute at a time."""
@@ -148,22 +148,22 @@ class Masks:
         return replace(
             self,
             positions=self.positions if queries is None else self.positions[:, list(queries)],
-            attend_mask=_select(_select(self.attend_mask, 1, heads), 2, queries),
-            bias=_select(_select(self.bias, 1, heads), 2, queries),
-            query_segments=_select(self.query_segments, 1, queries),
-            lengths=_select(self.lengths, 1, queries),
+            attend_mask=select_indices(select_indices(self.attend_mask, 1, heads), 2, queries),
+            bias=select_indices(select_indices(self.bias, 1, heads), 2, queries),
+            query_segments=select_indices(self.query_segments, 1, queries),
+            lengths=select_indices(self.lengths, 1, queries),
             longest=self.lengths.amax(1, keepdim=True) if queries and self.lengths is not None else self.longest,
         )
 
 
-def _select(tensor: Tensor | None, axis: int, indices: Sequence[int] | None) -> Tensor | None:
+def select_indices(tensor: Tensor | None, axis: int, indices: Sequence[int] | None) -> Tensor | None:
     """These indices of an axis; unchanged if the axis is broadcast."""
     if tensor is None or indices is None or tensor.shape[axis] == 1:
         return tensor
     return tensor.index_select(axis, torch.tensor(indices, device=tensor.device))
 
 
-def _block(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
+def block_of(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
     """The rows and keys of a tensor [b|1, h|1, q|1, k|1]; an axis of 1 stays."""
     if tensor.shape[2] > 1:
         tensor = tensor[:, :, rows]

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attend.attention.call import Call
+from attend.attention.call import STACKED, Call
 from attend.attention.masks import MASK_TENSORS
-
-STACKED = ("query_coordinates", "key_coordinates", "head_scale")
 
 
 def stacking_key(call: Call) -> tuple[Any, ...] | None:
@@ -23,8 +21,7 @@ def stacking_key(call: Call) -> tuple[Any, ...] | None:
         return None
     return (
         replace(options, items=1),
-        call.head_scale is None,
-        tuple(None if tensor is None else tensor.shape[1:] for tensor in (call.query_coordinates, call.key_coordinates)),
+        tuple(None if (tensor := getattr(call, name)) is None else tensor.shape[1:] for name in STACKED),
         tuple(None if (tensor := getattr(masks, name)) is None else tensor.shape[1:] for name in MASK_TENSORS),
         masks.left,
         masks.right,

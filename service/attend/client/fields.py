@@ -97,6 +97,10 @@ class CallFields(TypedDict, total=False):
     window: Window | None
     fully_masked: Literal["zero", "uniform", "error"] | None
     head_scale: TensorLike | None  # [h] or [b,h]
+    pattern: TensorLike | None  # [q,k], [b,q,k] or [b,h,q,k]; axes of 1 broadcast
+    pattern_rows: TensorLike | None  # [h], [b,h] or [b,h,q]; axes of 1 broadcast
+    head_outputs: TensorLike | None  # [b,h,q,value_head_dim]; axes of 1 broadcast
+    head_output_rows: TensorLike | None  # [h], [b,h] or [b,h,q]; axes of 1 broadcast
     scale: float | None
     softcap: float | None
     outputs: Sequence[Output] | None

@@ -147,7 +147,7 @@ def plan(
     fields = request_fields(AnalysisRequest, layer=layer, query=query, key=key, value=value, metrics=metrics, **more)
     shapes = {
         name: {"shape": list(np.shape(fields[name]))}
-        for name in ("query", "key", "value", "bias", "direction")
+        for name in ("query", "key", "value", "bias", "pattern", "head_outputs", "direction")
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
     body = encode_json_request({**fields, **shapes}, AnalysisRequest.tensor_kinds)

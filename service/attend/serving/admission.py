@@ -41,10 +41,11 @@ class Admission(NamedTuple):
         """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
 
         One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Metrics, and calls with
-        dropout or gradients, depend on all keys at once; such calls are never cut, nor are several sequences in one query.
+        dropout, gradients or replaced rows, depend on all keys at once; such calls are never cut, nor are several sequences in one query.
         """
         problems = exceeded_limits(cost, self.limits)
         is_indivisible = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
+        is_indivisible = is_indivisible or request.pattern is not None or request.head_outputs is not None
         if not problems or self.shards < 2 or is_indivisible or type(request) is not AttendRequest or not spec.splits_over_keys:
             return problems, False
         return (problems, False) if exceeded_limits(cost_of_part(cost, self.shards), self.limits) else ([], True)

@@ -22,7 +22,9 @@ from attend.spec import LayerSpec
 from attend.wire.codec import Decoded
 from attend.wire.problems import describe_value, validate
 from attend.wire.schemas.attend import AttendRequest
-from attend.wire.shapes import unaligned
+from attend.wire.shapes import MASK_FIELDS, unaligned
+
+LAYER_AXES = ("h", "output_dim", "value_head_dim")
 
 
 def bind_attend(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
@@ -84,7 +86,7 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
         _check_extent(request, extent, q, k, layer)
     _check_coordinates(request, spec, layer)
     for name, axis, n in _lengths_by_layer(request):
-        wanted = h if axis == "h" else spec.output_dim
+        wanted = h if axis == "h" else getattr(spec, axis)
         if n != wanted and not (n == 1 and axis in AXES[name].broadcast):
             or_one = " (or 1)" if axis in AXES[name].broadcast else ""
             noun = "heads" if axis == "h" else "values per query"
@@ -105,11 +107,11 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
 
 
 def _lengths_by_layer(request: AttendRequest) -> Iterator[tuple[str, str, int]]:
-    """(field, axis, length) of each axis of heads or of the output's width."""
+    """(field, axis, length) of each axis whose length the layer has."""
     for name, axes in AXES.items():
         if (array := getattr(request, name, None)) is not None:
             named = zip(axes.of(array.ndim, request.batched), array.shape, strict=True)
-            yield from ((name, axis, n) for axis, n in named if axis in ("h", "output_dim"))
+            yield from ((name, axis, n) for axis, n in named if axis in LAYER_AXES)
 
 
 def _check_extent(request: AttendRequest, extent: Extent, q: int, k: int, layer: str) -> None:
@@ -153,5 +155,5 @@ def _positions_within(extent: Extent, layer: str) -> str:
 def require_masks_of_all_heads(request: AttendRequest, reason: str) -> None:
     """Raises InvalidRequest if a mask or bias has an axis of several heads."""
     for name, axis, n in _lengths_by_layer(request):
-        if axis == "h" and n > 1 and "k" in AXES[name]:
+        if axis == "h" and n > 1 and name in (*MASK_FIELDS, "bias"):
             raise InvalidRequest.where(f"/{name}", f"the same for all heads, {reason}", f"{n} heads")

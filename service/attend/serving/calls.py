@@ -1,5 +1,6 @@
 """Makes the call of a validated request. Each array is cast once to the layer's dtype, and its numbers must be finite in it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -52,9 +53,6 @@ def make_call(request: AttendRequest, spec: LayerSpec, inputs: tuple[torch.Tenso
     """
     query, key, value = inputs or input_tensors(request.query, request.key, request.value, spec, request.reproducible)
     options = call_options(request, spec)
-    head_scale = None
-    if request.head_scale is not None:
-        head_scale = _expanded(request, "head_scale", cast("head_scale", request.head_scale, spec.dtype))
     query_coordinates = coordinates("positions", request)
     return Call(
         options=options,
@@ -64,7 +62,11 @@ def make_call(request: AttendRequest, spec: LayerSpec, inputs: tuple[torch.Tenso
         masks=_masks(request, spec, options.items, options.num_queries, options.num_keys),
         query_coordinates=query_coordinates,
         key_coordinates=query_coordinates if request.key_positions is None else coordinates("key_positions", request),
-        head_scale=head_scale,
+        head_scale=_numbers(request, "head_scale", spec.dtype),
+        pattern=_numbers(request, "pattern", "float64" if spec.dtype == "float64" else "float32"),
+        pattern_rows=_copied(request, "pattern_rows", request.pattern_rows, "bhqk"),
+        head_outputs=_numbers(request, "head_outputs", spec.dtype, ("b", "h", "q", "value_head_dim")),
+        head_output_rows=_copied(request, "head_output_rows", request.head_output_rows, "bhqk"),
         output_gradient=_output_gradient(request, spec),
     )
 
@@ -170,7 +172,13 @@ def _allowed(attend: Array | None, block: Array | None) -> Array | None:
     return None if array is None else np.array(array)
 
 
-def _expanded(request: AttendRequest, name: str, tensor: torch.Tensor, onto: str = "bhqk") -> torch.Tensor:
+def _numbers(request: AttendRequest, name: str, dtype: str, onto: Sequence[str] = "bhqk") -> torch.Tensor | None:
+    """The numbers of a field as a tensor of `dtype` with the axes `onto`; None if it has none. Raises InvalidRequest as `cast` does."""
+    array = getattr(request, name)
+    return None if array is None else _expanded(request, name, cast(name, array, dtype), onto)
+
+
+def _expanded(request: AttendRequest, name: str, tensor: torch.Tensor, onto: Sequence[str] = "bhqk") -> torch.Tensor:
     """The tensor of a field with the axes `onto`, of which those that it does not have have length 1."""
     return AXES[name].expanded(tensor, request.batched, onto)
 

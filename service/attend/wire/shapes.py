@@ -13,7 +13,14 @@ from attend.wire.arrays import first_element, without_broadcast
 from attend.wire.problems import describe_value
 
 MASK_FIELDS = ("attend_mask", "block_mask", "attend_keys", "block_keys", "valid_lens", "segments", "query_segments", "key_segments")
-NOT_WITH_QUERY_LENGTHS = (*MASK_FIELDS, "bias", "dropout")  # fields that a request with sequences one after the other cannot have
+REPLACED_ROWS = {"pattern_rows": "pattern", "head_output_rows": "head_outputs"}  # field -> the tensor whose rows it selects
+NOT_WITH_QUERY_LENGTHS = (
+    *MASK_FIELDS,
+    "bias",
+    "dropout",
+    "pattern",
+    "head_outputs",
+)  # fields that a request with sequences one after the other cannot have
 EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
 
@@ -23,6 +30,9 @@ def check_fields_together(request: Any) -> None:
     for attend, block in EXCLUSIVE:
         if getattr(request, attend) is not None and getattr(request, block) is not None:
             raise field_error(f"/{block}", f"either {attend} or {block}", "both")
+    for rows, tensor in REPLACED_ROWS.items():
+        if getattr(request, rows) is not None and getattr(request, tensor) is None:
+            raise field_error(f"/{rows}", f"{tensor} in addition to {rows}", f"{rows} alone")
     _check_segments(request)
     _check_positions(request)
     for name, axes in AXES.items():

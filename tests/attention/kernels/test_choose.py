@@ -46,6 +46,8 @@ CALLS = {
     "dropout": call_of(dropout=(0.5, 1)),
     "reproducible": call_of(reproducible=True),
     "head_scale": call_of(head_scale=torch.ones(1, 2, 1, 1)),
+    "pattern": call_of(pattern=torch.ones(1, 1, 5, 5)),
+    "head_outputs": call_of(head_outputs=torch.ones(1, 2, 5, 16)),
     "bias": call_of(masks=masks(bias=torch.zeros(1, 1, 5, 5))),
     "intervals": call_of(masks=masks(right=0)),
     "sets": call_of(masks=masks(attend_keys=torch.ones(1, 5, dtype=torch.bool))),
@@ -64,7 +66,7 @@ def test_every_field_of_a_spec_is_external_or_has_to_be_declared() -> None:
 def test_every_field_of_a_call_is_external_or_an_option() -> None:
     """A new field must be added to `options_of`, or, if no kernel has to compute it, to EXTERNAL_OPTIONS."""
     named = {field.name for made in (Call, CallOptions) for field in fields(made)} - {"options"}
-    assert named == EXTERNAL_OPTIONS | {"softcap", "dropout", "reproducible", "head_scale"}
+    assert named == EXTERNAL_OPTIONS | {"softcap", "dropout", "reproducible", "head_scale", "pattern", "head_outputs"}
     for option, call in CALLS.items():
         assert option in options_of(call)
     assert {name for call in CALLS.values() for name in options_of(call)} == set(CALLS)

@@ -14,9 +14,10 @@ from support.v2 import DTYPES, in_bytes, in_json, read, refused
 B, Q, K, H = 2, 3, 5, 3
 SEQUENCES = {"query": (B, Q), "key": (B, K), "value": (B, K), "attend_keys": (B, K), "block_keys": (B, K), "head_scale": (B,)}
 SEGMENTS = {"segments": (B, Q), "query_segments": (B, Q), "key_segments": (B, K)}
-PAIRS = dict.fromkeys(("attend_mask", "block_mask", "bias"), (B, H, Q, K))
+PAIRS = dict.fromkeys(("attend_mask", "block_mask", "bias", "pattern"), (B, H, Q, K))
+ROWS = dict.fromkeys(("pattern_rows", "head_output_rows", "head_outputs"), (B, H, Q))
 PER_ITEM = dict.fromkeys(("valid_lens", "query_offset"), (B,))
-LENGTHS: dict[str, tuple[int, ...]] = {**SEQUENCES, **PAIRS, **SEGMENTS, **PER_ITEM}
+LENGTHS: dict[str, tuple[int, ...]] = {**SEQUENCES, **PAIRS, **ROWS, **SEGMENTS, **PER_ITEM}
 CROSS, PAIR = ("query", "key", "value"), ("query_segments", "key_segments")
 RNG = np.random.default_rng(47)
 INFER = "/v2/models/tiny/infer"
@@ -43,6 +44,7 @@ def test_an_input_of_the_announced_shape_has_the_meaning_of_the_field(v2: httpx.
     """The result equals POST /attend; causal is set if an offset is given."""
     every = inputs_of(v2)
     names = {"segments": ("query", name), "query_segments": (*CROSS, *PAIR), "key_segments": (*CROSS, *PAIR)}.get(name, (*CROSS, name))
+    names += {"pattern_rows": ("pattern",), "head_output_rows": ("head_outputs",)}.get(name, ())
     tensors = {one: every[one] for one in dict.fromkeys(names)}
     parameters = {"causal": name == "query_offset"}
     if binary:

@@ -36,7 +36,7 @@ BIAS_FIELDS = _fields_with("bias", "shift")  # `Eager.bias` and `Eager.shift` co
 EXTERNAL_OPTIONS = frozenset({
     "items", "num_queries", "num_keys", "self_attention", "keys_as_values", "query", "key", "value", "masks",
     "scale", "outputs", "query_coordinates", "key_coordinates", "heads", "queries", "average", "top_k", "is_part",
-    "output_gradient", "fully_masked", "cached",
+    "output_gradient", "fully_masked", "cached", "pattern_rows", "head_output_rows",
 })
 # fmt: on
 
@@ -70,7 +70,7 @@ def options_of(call: Call) -> frozenset[str]:
     """What the call asks of a kernel beyond softmax(scale · Q Kᵀ) V.
 
     `intervals` and `sets` are its two kinds of masks; `uniform_rows` are rows without keys that get equal weights. The layer applies
-    `head_scale` to the head outputs of a kernel that declares it.
+    `head_scale` to the head outputs of a kernel that declares it, and replaces them by `head_outputs`.
     """
     masks = call.masks
     present = {
@@ -78,6 +78,8 @@ def options_of(call: Call) -> frozenset[str]:
         "dropout": call.options.dropout is not None,
         "reproducible": call.options.reproducible,
         "head_scale": call.head_scale is not None,
+        "pattern": call.pattern is not None,
+        "head_outputs": call.head_outputs is not None,
         "bias": masks.bias is not None,
         "intervals": masks.has_intervals,
         "sets": masks.has_sets,

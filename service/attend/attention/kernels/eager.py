@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attend.attention.call import Call, reduce_weights
+from attend.attention.call import Call, reduce_weights, replaced
+from attend.attention.masks import block_of
 from attend.attention.numerics import at_least_float32, torch_dtype
 from attend.attention.operators.operator import Operator, RowTerms
 from attend.attention.projections import stage
@@ -145,6 +146,9 @@ class Eager:
         for mix in self._mixes:
             weights = mix(weights if block.fully_masked is None else weights.masked_fill(block.fully_masked[..., None], 0))
             weights = self._fill(computed, block, weights if block.visible is None else weights.masked_fill(~block.visible, 0))
+        if call.pattern is not None:
+            given, rows = (None if x is None else block_of(x, block.rows, slice(None)) for x in (call.pattern, call.pattern_rows))
+            weights = replaced(weights, given, rows)
         weights = weights if block.dropout is None else block.dropout.apply(weights, block.rows)
         return weights if computed is call or call.options.heads is None else weights[:, list(call.options.heads)]
 

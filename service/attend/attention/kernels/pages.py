@@ -23,7 +23,7 @@ class PagesKernel:
 
     declaration = Declaration(
         fields=OUTER_FIELDS | BIAS_FIELDS | {"sinks"},
-        options=frozenset({"head_scale", "bias", "intervals", "uniform_rows"}),
+        options=frozenset({"head_scale", "head_outputs", "bias", "intervals", "uniform_rows"}),
         outputs=frozenset({"head_outputs"}),
         dtypes=frozenset({"float32"}),
         devices=frozenset({"cpu"}),

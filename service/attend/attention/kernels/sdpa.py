@@ -28,7 +28,7 @@ class SdpaKernel:
 
     declaration = Declaration(
         fields=OUTER_FIELDS | BIAS_FIELDS,
-        options=frozenset({"head_scale", "bias", "intervals", "sets", "uniform_rows"}),
+        options=frozenset({"head_scale", "head_outputs", "bias", "intervals", "sets", "uniform_rows"}),
         outputs=frozenset({"head_outputs"}),
         dtypes=frozenset({"float64", "float32", "bfloat16", "float16"}),
     )

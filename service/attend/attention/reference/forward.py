@@ -105,6 +105,7 @@ class Layer:
         fill = np.where(fully_masked, 1 / max(shape[3], 1) if request.fully_masked == "uniform" else 0.0, 0.0)[..., None]
         mixed = [self.mixed_weights(weights, blocked) + fill for weights in normalised]
         attention_weights = np.sum([factor * x for factor, x in zip(self.factors(), mixed, strict=True)], axis=0)
+        attention_weights = request.replaced(attention_weights, request.pattern, request.pattern_rows)
         if request.dropout is not None:
             attention_weights = attention_weights * dropout_multiplier(request.dropout, shape)
 
@@ -115,6 +116,7 @@ class Layer:
             heads = heads * np.asarray(request.head_scale, np.float64)[..., None, None]  # [h, 1, 1] or [b, h, 1, 1]
         for step in self.steps("gate"):
             heads = heads * step(self, request.query)
+        heads = request.replaced(heads, request.head_outputs, request.head_output_rows)
         concatenated = self.merge_heads(heads)
         return Outputs(
             output=self.project(concatenated, "output") if spec.projections else concatenated,

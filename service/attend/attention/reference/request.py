@@ -40,6 +40,10 @@ class Request:
     window: Mapping[str, int | None] | None = None
     fully_masked: Literal["zero", "uniform", "error"] = "zero"
     head_scale: ArrayLike | None = None  # [h] or [b, h]
+    pattern: ArrayLike | None = None  # [q, k], [b, q, k] or [b, h, q, k]
+    pattern_rows: ArrayLike | None = None  # [h], [b, h] or [b, h, q]
+    head_outputs: Any = None  # [b, h, q, dv]
+    head_output_rows: ArrayLike | None = None  # [h], [b, h] or [b, h, q]
     dropout: Mapping[str, Any] | None = None
     scale: float | None = None  # in place of the layer's
     softcap: float | None = None  # in place of the layer's
@@ -64,6 +68,15 @@ class Request:
         """A mask or bias, to be broadcast to [b, h, q, k]; rank 3 is [b, q, k], or [h, q, k] without a batch."""
         x = np.asarray(x)
         return x[:, None] if x.ndim == 3 and self.batched else x
+
+    def replaced(self, computed: Array, given: ArrayLike | None, rows: ArrayLike | None) -> Array:
+        """Weights or outputs of heads [b, h, q, n], with the given ones in `rows` [h], [b, h] or [b, h, q]; in all rows if that is None."""
+        if given is None:
+            return computed
+        chosen = np.asarray(True if rows is None else rows, bool)
+        has_queries = chosen.ndim == (3 if self.batched else 2)
+        chosen = chosen[..., None] if has_queries else chosen[..., None, None]
+        return np.where(chosen, self.per_pair(np.asarray(given, np.float64)), computed)
 
     def blocked_by_masks(self) -> Array:
         """Pairs that attend_mask and block_mask block, to be broadcast to [b, h, q, k]."""

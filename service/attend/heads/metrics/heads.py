@@ -107,7 +107,12 @@ def as_single_head(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tup
     h, groups = query.shape[1], query.shape[1] // key.shape[1]
     wide = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
     query, key, value = (x.transpose(1, 2).flatten(2)[:, None] for x in wide)
-    return replace(call, head_scale=None).with_options(scale=call.options.scale / h**0.5), query, key, value
+    return (
+        replace(call, head_scale=None, pattern=None, pattern_rows=None).with_options(scale=call.options.scale / h**0.5),
+        query,
+        key,
+        value,
+    )
 
 
 class SingleHead:

@@ -155,7 +155,8 @@ def _batch(size: int, row: Totals) -> BatchStatistics:
 
 def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
     """Every tensor of a request with the axes that it has at most, and the one field that is a list of numbers."""
-    lengths = {"query_dim": spec.query_dim, "key_dim": spec.key_dim, "value_dim": spec.value_dim, "h": spec.num_heads}
+    widths = ("query_dim", "key_dim", "value_dim", "value_head_dim")
+    lengths = {"h": spec.num_heads} | {name: getattr(spec, name) for name in widths}
     number = BY_TORCH[spec.dtype].name
     shapes = {
         name: [-1 if axis in axes.broadcast else lengths.get(axis, -1) for axis in max(axes.shapes, key=len)] for name, axes in AXES.items()

@@ -29,10 +29,13 @@ from attend.wire.schemas.schema import (
 )
 from attend.wire.schemas.tensors import (
     Bias,
+    HeadOutputs,
+    HeadRows,
     HeadScale,
     KeyMask,
     Lengths,
     Mask,
+    Pattern,
     Positions,
     ReplyTensor,
     RowCounts,
@@ -248,6 +251,10 @@ class AttendRequest(Schema):
     window: Window | None = Field(default=None, description="Window of keys around each query's position.")
     fully_masked: Literal["zero", "uniform", "error"] = Field(default="zero", description="Weights of rows without keys, or an error.")
     head_scale: HeadScale | None = tensor_field("head_scale", "Factor on each head's output.")
+    pattern: Pattern | None = tensor_field("pattern", "Attention weights in place of those that the layer computes, before dropout.")
+    pattern_rows: HeadRows | None = tensor_field("pattern_rows", "1 = the rows that have the weights of `pattern`; all if left out.")
+    head_outputs: HeadOutputs | None = tensor_field("head_outputs", "In place of the output of that name, from which `output` is computed.")
+    head_output_rows: HeadRows | None = tensor_field("head_output_rows", "1 = the rows that `head_outputs` replaces; all if left out.")
     dropout: Dropout | None = Field(default=None, description="Dropout of attention weights; none if null.")
     scale: Finite | None = Field(default=None, description="Factor on query·key; the layer's if null.")
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(

@@ -171,6 +171,9 @@ RowCounts = Annotated[Array, Tensor("RowCounts", "count", AXES["query_lengths"].
 Bias = Annotated[Array, Tensor("Bias", "bias", AXES["bias"].ranks)]
 Positions = Annotated[Array, Tensor("Positions", "number", AXES["positions"].ranks)]
 HeadScale = Annotated[Array, Tensor("HeadScale", "number", AXES["head_scale"].ranks)]
+Pattern = Annotated[Array, Tensor("Pattern", "number", AXES["pattern"].ranks)]
+HeadOutputs = Annotated[Array, Tensor("HeadOutputs", "number", AXES["head_outputs"].ranks)]
+HeadRows = Annotated[Array, Tensor("HeadRows", "mask", AXES["pattern_rows"].ranks)]
 Weight = Annotated[Array, Tensor("Weight", "number", (1, 2))]
 
 
