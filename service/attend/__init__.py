@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from attend.version import __version__
 
 if TYPE_CHECKING:
-    from attend.client import AsyncClient, AsyncSession, Capture, Client, Retries, Session, capture
+    from attend.client import AsyncClient, AsyncSession, Capture, Change, Client, Retries, Session, capture, interventions
 
-__all__ = ["AsyncClient", "AsyncSession", "Capture", "Client", "Retries", "Session", "__version__", "capture"]
+__all__ = ["AsyncClient", "AsyncSession", "Capture", "Change", "Client", "Retries", "Session", "__version__", "capture", "interventions"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,8 @@
         result.output, result.attention_weights
 
 `client.session()` decodes row by row with a KV cache in the service. `AsyncClient` is the same with `async with` and `await`.
-`capture(model, inputs, client)` runs a model and puts its attention layers with their inputs into the service. `attend.client.remote` has a
+`capture(model, inputs, client)` runs a model and puts its attention layers with their inputs into the service;
+`interventions(model, client)` runs it with changes of its heads. `attend.client.remote` has a
 torch module that computes in a service, `attend.client.transformers` an attention implementation for models of transformers. These two and
 `recording.py` import torch, no other module does.
 """
@@ -13,6 +14,7 @@ torch module that computes in a service, `attend.client.transformers` an attenti
 from attend.client.captures import Capture, CapturedLayer, capture
 from attend.client.client import AsyncClient, Client
 from attend.client.connection import Retries
+from attend.client.interventions import Change, Interventions, Run, interventions
 from attend.client.responses import AnalysisResult, AttendResult, Picture, TopWeights, WordsResult
 from attend.client.sessions import AsyncSession, Session
 from attend.errors import BadReply, LengthMismatch, ReplyLost, TimedOut, Unreachable, Untrusted
@@ -25,11 +27,14 @@ __all__ = [
     "BadReply",
     "Capture",
     "CapturedLayer",
+    "Change",
     "Client",
+    "Interventions",
     "LengthMismatch",
     "Picture",
     "ReplyLost",
     "Retries",
+    "Run",
     "Session",
     "TimedOut",
     "TopWeights",
@@ -37,4 +42,5 @@ __all__ = [
     "Untrusted",
     "WordsResult",
     "capture",
+    "interventions",
 ]

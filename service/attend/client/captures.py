@@ -188,7 +188,7 @@ def capture(
     """
     from attend.client.recording import Recorder, as_arrays, attention_layers
 
-    arguments = _arguments(inputs, tokenizer)
+    arguments = model_arguments(inputs, tokenizer)
     found, skipped = attention_layers(model, layout, spec)
     wanted = [layer for layer in found if layers is None or layer.number in set(layers)]
     with Recorder(model, wanted) as recorder:
@@ -239,7 +239,8 @@ def _computed(layer: CapturedLayer, client: Client) -> CapturedLayer:
     return replace(layer, request=request, others=(), difference=difference, attention_weights=own)
 
 
-def _arguments(inputs: Mapping[str, Any] | str, tokenizer: Any) -> Mapping[str, Any]:
+def model_arguments(inputs: Mapping[str, Any] | str, tokenizer: Any) -> Mapping[str, Any]:
+    """The arguments of a model: the inputs, or those of a text. Raises InvalidRequest for a text without a tokenizer."""
     if not isinstance(inputs, str):
         return inputs
     if tokenizer is None:

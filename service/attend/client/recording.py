@@ -160,14 +160,8 @@ class Recorder:
         self._stack.callback(handle.remove)
 
     def run(self, arguments: Mapping[str, Any]) -> None:
-        """One pass of the model as it is used, without gradients and dropout."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                self.model(**arguments)
-        finally:
-            self.model.train(training)
+        """One pass of the model."""
+        one_pass(self.model, arguments)
 
     def calls(self, layer: AttentionLayer) -> list[Call]:
         """The calls of a layer, in order. Layers that share their modules share the calls."""
@@ -217,6 +211,17 @@ class Recorder:
             self.positions.append(from_torch(ids.movedim(0, -1).double()))
         elif isinstance(ids, Tensor) and ids.ndim > 1 and ids.shape[-1] == 2:
             self.positions.append(from_torch(ids.reshape(1, -1, 2).double()))
+
+
+def one_pass(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
+    """What the model returns as it is used, without gradients and dropout."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return model(**arguments)
+    finally:
+        model.train(training)
 
 
 def as_arrays(arguments: Mapping[str, Any]) -> dict[str, Array]:

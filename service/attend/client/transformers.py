@@ -11,7 +11,7 @@ adds scores, softmax and weighted values. Fused kernels, which transformers choo
 """
 
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 from attend.client.client import Client
+from attend.client.responses import AttendResult
 from attend.tensors import Array
 from attend.wire.client_codec import from_torch
 
@@ -30,12 +31,19 @@ NAME, REPLACED = "attend", "attend-replaced"  # of implementations of attention
 REFUSED = ("s_aux", "head_mask", "cache")  # arguments of transformers that change attention and have no counterpart here
 
 
+# Computes a call: the module, the fields of the request, and the shapes that `pattern` and `head_outputs` of it may have
+Compute = Callable[[nn.Module, Mapping[str, Any], Mapping[str, tuple[int, ...]]], AttendResult]
+
+
 class Attention:
     """Attention in transformers' calling convention. `weights`: of each layer, those of each call, in order."""
 
-    def __init__(self, client: Client, layers: Container[int] | None = None) -> None:
-        """`layers`: indices of the layers that the service computes, all if None; the others stay local and have no weights."""
-        self.client, self.layers = client, layers
+    def __init__(self, client: Client, layers: Container[int] | None = None, compute: Compute | None = None) -> None:
+        """`layers`: indices of the layers that the service computes, all if None; the others stay local and have no weights.
+
+        `compute` takes the place of `Client.attend`, which by default computes each call; the weights are then not kept here.
+        """
+        self.client, self.layers, self.compute = client, layers, compute or self._keep
         self.weights: dict[int, list[Array]] = {}
         self._created: set[str] = set()
 
@@ -67,19 +75,27 @@ class Attention:
         if dropout or (torch.is_grad_enabled() and query.requires_grad):
             raise ValueError(f'attn_implementation="{NAME}" has no dropout and no gradients: use model.eval() and torch.no_grad()')
         biases = [_bias(mask) for mask in (attention_mask, more.get("position_bias")) if mask is not None]
-        reply = self.client.attend(
-            _merge_heads(query),
-            key=_merge_heads(key),
-            value=_merge_heads(value),
-            layer=self._layer(query, key, value),
-            bias=sum(biases[1:], biases[0]) if biases else None,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            softcap=more.get("softcap") or 0.0,
-            outputs=["head_outputs", "attention_weights"],
-        )
-        self.weights.setdefault(-1 if index is None else index, []).append(reply.attention_weights)
+        fields = {
+            "query": _merge_heads(query),
+            "key": _merge_heads(key),
+            "value": _merge_heads(value),
+            "layer": self._layer(query, key, value),
+            "bias": sum(biases[1:], biases[0]) if biases else None,
+            "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+            "softcap": more.get("softcap") or 0.0,
+            "outputs": ["head_outputs", "attention_weights"],
+        }
+        rows = tuple(query.shape[:3])
+        reply = self.compute(module, fields, {"pattern": (*rows, key.shape[2]), "head_outputs": (*rows, value.shape[3])})
         output, weights = (torch.from_numpy(array).to(query) for array in (reply.head_outputs, reply.attention_weights))
         return output.transpose(1, 2), weights
+
+    def _keep(self, module: nn.Module, fields: Mapping[str, Any], _: object) -> AttendResult:
+        """The reply of the service, whose weights are kept."""
+        reply = self.client.attend(**fields)
+        index = getattr(module, "layer_idx", None)
+        self.weights.setdefault(-1 if index is None else index, []).append(reply.attention_weights)
+        return reply
 
     def _layer(self, query: Tensor, key: Tensor, value: Tensor) -> str:
         """The name of a layer without projections of these shapes, which is created when it is first used."""

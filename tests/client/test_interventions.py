@@ -1,0 +1,250 @@
+"""Interventions on heads, against the same changes made by hooks in transformers' own eager code."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import attend
+from attend import Change, Client
+from attend.errors import InvalidRequest
+
+pytestmark = pytest.mark.slow  # the extra `test` does not install transformers
+TOKENS = torch.tensor([[5, 7, 11, 13, 2, 3, 29], [17, 19, 23, 4, 6, 8, 9]])
+OTHER = torch.tensor([[1, 9, 14, 25, 16, 3, 27], [18, 10, 22, 24, 21, 15, 12]])
+SIZES = {"hidden_size": 24, "intermediate_size": 17, "num_hidden_layers": 2, "vocab_size": 31}
+OUTPUT = {"gpt2": "c_proj", "llama": "o_proj", "t5": "o", "whisper": "out_proj"}  # name of the output projection in the attention module
+HEADS = {"gpt2": 3, "llama": 4, "bert": 3, "t5": 3, "whisper": 3}
+LAYERS = {"gpt2": 2, "llama": 2, "bert": 2, "t5": 6, "whisper": 6}
+
+
+def tiny(family: str) -> tuple[Any, list[dict[str, Any]]]:
+    """A model of random weights, large enough that its heads attend sharply, and two inputs of equal shapes."""
+    import transformers as hf
+
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    inputs: list[dict[str, Any]] = [{"input_ids": ids} for ids in (TOKENS, OTHER)]
+    if family == "gpt2":
+        model: Any = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=31, n_embd=24, n_layer=2, n_head=3, n_positions=11, n_inner=17))
+        inputs[0] |= {"labels": TOKENS}
+    elif family == "llama":
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2))
+    elif family == "bert":
+        model = hf.BertForMaskedLM(hf.BertConfig(**SIZES, num_attention_heads=3))
+        for one in inputs:
+            one["attention_mask"] = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    elif family == "t5":
+        model = hf.T5ForConditionalGeneration(hf.T5Config(d_model=24, d_kv=5, d_ff=17, num_layers=2, num_heads=3, vocab_size=31, **ends))
+        for one in inputs:
+            one["decoder_input_ids"] = one["input_ids"][:, :5]
+    else:
+        both = {"layers": 2, "attention_heads": 3, "ffn_dim": 17}
+        sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in both.items()}
+        sizes = {"d_model": 24, "vocab_size": 31, "num_mel_bins": 5, "max_source_positions": 11, "max_target_positions": 13}
+        model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sides, **ends, **sizes))
+        sounds = np.random.default_rng(4).standard_normal((2, 2, 5, 22)).astype(np.float32)
+        inputs = [
+            {"input_features": torch.from_numpy(sound), "decoder_input_ids": ids[:, :5]}
+            for sound, ids in zip(sounds, (TOKENS, OTHER), strict=True)
+        ]
+    rng = np.random.default_rng(3)
+    for parameter in model.parameters():
+        parameter.data = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32) * 0.5)
+    return model.eval().requires_grad_(False), inputs
+
+
+class Eager:
+    """transformers' eager model, whose layers may be changed: weights where eager code computes them, outputs before the projection."""
+
+    def __init__(self, model: Any, family: str, names: list[str]) -> None:
+        self.model, self.heads = model, HEADS[family]
+        self.attention = {model.get_submodule(name): number for number, name in enumerate(names)}
+        self.projections = []
+        for name in names:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            self.projections.append(parent.output.dense if family == "bert" else getattr(model.get_submodule(name), OUTPUT[family]))
+
+    @contextmanager
+    def changed(self, weights: Callable[[int, Any], Any], outputs: Callable[[int, Any], Any]) -> Iterator[None]:
+        """`weights(layer, [b, h, q, k])` and `outputs(layer, [b, q, h, d])` return what takes their place."""
+
+        def eager(module, query, key, value, mask, scaling=None, **more: Any):  # type: ignore[no-untyped-def]
+            own = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+            _, scores = original(module, query, key, value, mask, scaling=scaling, **more)
+            scores = weights(self.attention[module], scores)
+            return (scores @ own).transpose(1, 2).contiguous(), scores
+
+        def before(number: int) -> Callable[..., Any]:
+            def hook(_: Any, values: Any) -> Any:
+                split = values[0].view(*values[0].shape[:-1], self.heads, -1)
+                return (outputs(number, split).reshape(values[0].shape),)
+
+            return hook
+
+        before_all = self.model.config._attn_implementation
+        self.model.set_attn_implementation("eager")
+        code = sys.modules[next(type(module).__module__ for module in self.attention)]
+        original = code.eager_attention_forward
+        with ExitStack() as stack:
+            stack.callback(self.model.set_attn_implementation, before_all)
+            for number, projection in enumerate(self.projections):
+                stack.callback(projection.register_forward_pre_hook(before(number)).remove)
+            code.eager_attention_forward = eager
+            stack.callback(setattr, code, "eager_attention_forward", original)
+            yield
+
+    def run(self, inputs: Any, weights: Any = lambda _, x: x, outputs: Any = lambda _, x: x) -> tuple[Any, list[Any], list[Any]]:
+        """Logits, and of each layer weights and outputs of heads, as changed."""
+        seen: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+
+        def kept(at: int, function: Any) -> Any:
+            return lambda number, x: seen[at].setdefault(number, function(number, x))
+
+        with self.changed(kept(0, weights), kept(1, outputs)), torch.no_grad():
+            logits = self.model(**inputs).logits.numpy()
+        return logits, *([series[number] for number in range(len(self.attention))] for series in seen)  # type: ignore[return-value]
+
+
+def replaced(layer: int, heads: list[int], make: Callable[[Any], Any], axis: int, queries: Any = slice(None)) -> Callable[[int, Any], Any]:
+    """A change of heads of one layer; `axis` is that of the heads."""
+
+    def change(number: int, x: Any) -> Any:
+        if number != layer:
+            return x
+        x, made = x.clone(), make(x)
+        for head in heads:
+            if axis == 1:
+                x[:, head, queries] = made[:, head, queries]
+            else:
+                x[:, queries, head] = made[:, queries, head]
+        return x
+
+    return change
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_changes_equal_those_by_hooks_in_eager_code(server: Any, family: str) -> None:
+    model, (inputs, others) = tiny(family)
+    with Client(server.url) as client:
+        before = model.config._attn_implementation
+        with attend.interventions(model, client) as study:
+            plain, donor = study.run(inputs), study.run(others)
+            eager = Eager(model, family, study.layers)
+            assert len(study.layers) == LAYERS[family]
+            for layer in range(LAYERS[family]):
+                compare(study, eager, (inputs, others), layer, plain, donor)
+        assert model.config._attn_implementation == before
+
+
+def compare(study: Any, eager: Eager, inputs: Any, layer: int, plain: Any, donor: Any) -> None:
+    """Every change of heads 0 and 2 of a layer."""
+    heads, chosen = [0, 2], [1, -1]
+    (logits, weights, _outputs), (_, other_weights, other_outputs) = (eager.run(one) for one in inputs)
+    visible = (weights[layer].amax((0, 1), keepdim=True) > 0) & (weights[layer] > 0)
+    cases: list[tuple[Change, Any, Any]] = [
+        (Change(layer, heads, scale=0), None, replaced(layer, heads, torch.zeros_like, 2)),
+        (Change(layer, heads, scale=-1.5), None, replaced(layer, heads, lambda x: -1.5 * x, 2)),
+        (Change(layer, heads, pattern="uniform"), replaced(layer, heads, lambda _: visible / visible.sum(-1, keepdim=True), 1), None),
+        (Change(layer, heads, pattern="mean"), replaced(layer, heads, lambda x: x.mean(0, keepdim=True).expand_as(x), 1), None),
+        (Change(layer, heads, pattern=donor, queries=chosen), replaced(layer, heads, lambda _: other_weights[layer], 1, chosen), None),
+        (Change(layer, heads, outputs="mean"), None, replaced(layer, heads, lambda x: x.mean((0, 1), keepdim=True).expand_as(x), 2)),
+        (Change(layer, heads, outputs=donor), None, replaced(layer, heads, lambda _: other_outputs[layer], 2)),
+        (Change(layer, heads, outputs=donor, queries=chosen), None, replaced(layer, heads, lambda _: other_outputs[layer], 2, chosen)),
+    ]
+    if weights[layer].shape[2] == weights[layer].shape[3]:
+        eye = torch.eye(weights[layer].shape[2]).expand_as(weights[layer])
+        cases.append((Change(layer, heads, pattern="diagonal"), replaced(layer, heads, lambda _: eye, 1), None))
+    np.testing.assert_allclose(plain.logits, logits, atol=1e-5 * np.abs(logits).max())
+    np.testing.assert_allclose(plain.attention_weights[layer], weights[layer], atol=1e-5)
+    for change, of_weights, of_outputs in cases:
+        same: Any = lambda _, x: x  # noqa: E731
+        expected, _, _ = eager.run(inputs[0], of_weights or same, of_outputs or same)
+        with_study = study.run(inputs[0], change)
+        assert np.abs(expected - logits).max() > 1e-4 * np.abs(logits).max(), change  # the change has an effect
+        np.testing.assert_allclose(with_study.logits, expected, atol=1e-5 * np.abs(expected).max(), err_msg=str(change))
+
+
+def test_effects_of_all_heads_losses_and_probabilities(server: Any) -> None:
+    """One run for each head; changes of several layers together; the loss of the model."""
+    model, (inputs, others) = tiny("gpt2")
+    with Client(server.url) as client, attend.interventions(model, client) as study:
+        plain, donor = study.run(inputs), study.run(others)
+        row = torch.log_softmax(torch.from_numpy(plain.logits[1, 4]).double(), -1)
+        assert plain.probability(7, position=4, item=1) == pytest.approx(float(row[7].exp()))
+        shifted = torch.log_softmax(torch.from_numpy(plain.logits[:, :-1]).double(), -1)
+        nll = -shifted.gather(-1, TOKENS[:, 1:, None]).mean()
+        assert plain.loss == pytest.approx(float(nll), abs=1e-5) and donor.loss is None
+        effects = study.effects(inputs, lambda run: run.probability(7))
+        losses = study.effects(inputs, lambda run: run.loss, outputs=donor, queries=[3])
+        logits = study.effects(inputs, lambda run: run.logits[0, -1], pattern="uniform")
+        assert (effects.shape, losses.shape, logits.shape) == ((2, 3), (2, 3), (2, 3, 31))
+        alone = study.run(inputs, Change(1, [2], scale=0))
+        assert effects[1, 2] == pytest.approx(alone.probability(7) - plain.probability(7))
+        everything = study.run(inputs, *(Change(layer, outputs=donor) for layer in range(2)), Change(1, [0], pattern="uniform"))
+        assert np.abs(everything.logits - plain.logits).max() > 1e-3
+        both = study.run(inputs, Change(0, [1], scale=0), Change(0, [0], scale=2), Change(1, [2], outputs=np.zeros(8)))
+        eager = Eager(model, "gpt2", study.layers)
+
+        def outputs(number: int, x: Any) -> Any:
+            factors = torch.tensor([[2.0, 0.0, 1.0], [1.0, 1.0, 0.0]])[number]
+            return x * factors[:, None]
+
+        expected, _, _ = eager.run(inputs, outputs=outputs)
+        np.testing.assert_allclose(both.logits, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_direct_attribution_is_the_logit_without_the_output_of_a_head_in_the_residual_stream(server: Any, family: str) -> None:
+    """By hand: the final norm of the stream without what the projection made of one head, with the statistics of the whole stream."""
+    model, (inputs, _) = tiny(family)
+    with Client(server.url) as client, attend.interventions(model, client) as study:
+        found = study.attribution(inputs, 7, other=3, position=4, item=1)
+        eager = Eager(model, family, study.layers)
+    norm = model.transformer.ln_f if family == "gpt2" else model.model.norm
+    seen: list[Any] = []
+    handle = norm.register_forward_hook(lambda _, values, __: seen.append(values[0][1, 4]))
+    _, _, outputs = eager.run(inputs)
+    handle.remove()
+    stream = seen[0]
+    for layer, projection in enumerate(eager.projections):
+        matrix = projection.weight if family == "gpt2" else projection.weight.T  # [h * d, d_model]
+        for head in range(eager.heads):
+            width = len(matrix) // eager.heads
+            added = outputs[layer][1, 4, head] @ matrix[head * width : (head + 1) * width]
+            if family == "gpt2":
+                normed = norm.weight * (added - added.mean()) / (stream.var(correction=0) + norm.eps).sqrt()
+            else:
+                normed = norm.weight * added / (stream.square().mean() + norm.variance_epsilon).sqrt()
+            logits = model.lm_head.weight @ normed
+            assert found[layer, head] == pytest.approx(float(logits[7] - logits[3]), abs=1e-4)
+
+
+def test_what_does_not_fit_is_refused(server: Any) -> None:
+    model, (inputs, _) = tiny("bert")
+    with Client(server.url) as client:
+        study = attend.interventions(model, client)
+        with pytest.raises(InvalidRequest, match="with` block"):
+            study.run(inputs)
+        with study:
+            one = {name: x[:1] for name, x in inputs.items()}
+            for change, text in (
+                (Change(2, scale=0), "a layer below 2"),
+                (Change(0, [3], scale=0), "an index below 3, in layer 0"),
+                (Change(0, queries=[7], pattern="uniform"), "an index below 7"),
+                (Change(0, pattern="mean"), "several items"),
+                (Change(0, pattern=np.ones((2, 7, 7))), r"broadcasts to \[1, 3, 7, 7\]"),
+            ):
+                with pytest.raises(InvalidRequest, match=text):
+                    study.run(one, change)
+            with pytest.raises(InvalidRequest, match="final norm"):
+                study.attribution(inputs, 3)
+            with pytest.raises(InvalidRequest, match="tokenizer"):
+                study.run("a text")
+    with pytest.raises(InvalidRequest, match="scale, pattern or outputs"):
+        Change(0)
+    with pytest.raises(InvalidRequest, match="scale"):
+        Change(0, scale=0, queries=[1])
