@@ -29,7 +29,7 @@ Outcome = Reply | Lost
 class Client(SessionActions, LayerActions, RpcActions):
     """A client that does drawn things one after the other."""
 
-    def __init__(self, process: Process, number: int, secret: str | None, owner: str) -> None:
+    def __init__(self, process: Process, number: int, secret: str | None, owner: str, make_caller: type[Caller] = Caller) -> None:
         self.process, self.world, self.chosen = process, process.world, process.chosen
         self.number, self.owner = number, owner
         self.draw = self.world.random(f"client {number}")
@@ -37,8 +37,8 @@ class Client(SessionActions, LayerActions, RpcActions):
         own = self.draw.choice(("sessions", "sessions", "layers", "rpc", "none"))
         self.preference = self.chosen.theme or own
         address = f"10.0.0.{number % 3}" if number % 2 else f"2001:db8::{number}"
-        self.caller = Caller(process, self.name, address, secret)
-        self.other_hand = Caller(process, f"{self.name}'s other connection", address, secret)
+        self.caller = make_caller(process, self.name, address, secret)
+        self.other_hand = make_caller(process, f"{self.name}'s other connection", address, secret)
         self.begin_sessions()
         self.begin_layers()
         self.begin_rpc()
@@ -231,7 +231,9 @@ def require_equal(array: Any, expected: Any, what: str) -> None:
         raise Failure(ANSWERED, f"{what}: expected {np.ravel(expected)[:8]}, got {np.ravel(array)[:8]} of shape {array.shape}")
 
 
-def draw_clients(process: Process, secrets: Mapping[str, str], only: frozenset[int] | None = None) -> list[Client]:
+def draw_clients(
+    process: Any, secrets: Mapping[str, str], only: frozenset[int] | None = None, make_caller: type[Caller] = Caller
+) -> list[Client]:
     """The clients of a run. `secrets`: the keys by the names of their owners; `only`: the numbers of the clients to keep."""
     chosen: Configuration = process.chosen
     world: World = process.world
@@ -240,5 +242,5 @@ def draw_clients(process: Process, secrets: Mapping[str, str], only: frozenset[i
     for number in range(chosen.clients):
         owner = draw.choice(list(secrets)) if chosen.settings.keys_file is not None else ""
         if only is None or number in only:
-            clients.append(Client(process, number, secrets.get(owner), owner))
+            clients.append(Client(process, number, secrets.get(owner), owner, make_caller))
     return clients

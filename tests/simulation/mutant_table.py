@@ -222,6 +222,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "worker that ends before the new one is ready": (PROCESSES, "if not self._becomes_ready(new):", "if False:"),
     "supervisor that waits for hanging workers": (PROCESSES, "worker.process.join(max(0.0, deadline - time.monotonic()))", "worker.join()"),
+    "router that forgets replicas": ("attend.deploy.routing", "return name if name in names else None", "return None"),
+    "restart that is taken for an invented id": (SESSIONS, "        if process != own:\n", "        if False:\n"),
     "dead worker that is not replaced": (PROCESSES, "                self._end_worker(worker)\n", "                pass\n"),
     # past: an eviction looked at all sessions for each one that it ended; a full queue was swept for each call
     "eviction that looks at all sessions": (
@@ -254,6 +256,8 @@ RUN = {  # those that the seeds of one process do not show, with what does
     "worker that ends before the new one is ready": ("--of", "workers"),
     "supervisor that waits for hanging workers": ("--of", "workers"),
     "dead worker that is not replaced": ("--of", "workers"),
+    "router that forgets replicas": ("--of", "replicas"),
+    "restart that is taken for an invented id": ("--of", "replicas"),
     "eviction that looks at all sessions": ("growth", "a step that ends another session", "sessions"),
     "queue that is swept for each call": ("growth", "a call that waits", "waiting calls"),
     "layer that is compared with all others": ("growth", "put a layer", "layers"),

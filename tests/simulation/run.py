@@ -19,6 +19,7 @@ from simulation.clients import draw_clients
 from simulation.configuration import KEYS, Configuration, draw_configuration
 from simulation.interposition import interposed
 from simulation.process import Process, discard
+from simulation.replicas import GatewayCaller, Replicas, ReplicasDirector, replicas_configuration
 from simulation.rules import Rules, kept_by
 from simulation.side_by_side import SETTLE_SECONDS, run_side_by_side
 from simulation.workers import Workers, WorkersDirector, supervised, workers_configuration
@@ -83,18 +84,32 @@ def run_workers(world: World, chosen: Configuration, clients: Kept) -> tuple[Bas
     with interposed(world, chosen), supervised(world):
         workers = Workers(world, chosen)
         director = WorkersDirector(workers, draw_clients(workers, secrets(), clients))
-        run_side_by_side(world, workers.living, director.finished)
-        failure = world.failure
-        if failure is None and not director.finished():
-            failure = Failure("liveness", "nothing will ever happen again, and the processes have not ended")
-        world.end()
-        for worker in workers.living():
-            discard(worker.loop)
-        director.close()
-    return failure, workers.connections
+        return run_to_the_end(world, workers, director), workers.connections
 
 
-RUNS = {"process": run_process, "workers": run_workers}
+def run_replicas(world: World, chosen: Configuration, clients: Kept) -> tuple[BaseException | None, int]:
+    """Replicas behind a gateway."""
+    chosen, world.pauses = replicas_configuration(world, chosen), 0.0
+    with interposed(world, chosen):
+        replicas = Replicas(world, chosen)
+        director = ReplicasDirector(replicas, draw_clients(replicas, secrets(), clients, GatewayCaller))
+        return run_to_the_end(world, replicas, director), replicas.load.total()
+
+
+def run_to_the_end(world: World, several: Workers | Replicas, director: WorkersDirector | ReplicasDirector) -> BaseException | None:
+    """Run several processes until they have ended; returns what failed."""
+    run_side_by_side(world, several.living, director.finished)
+    failure = world.failure
+    if failure is None and not director.finished():
+        failure = Failure("liveness", "nothing will ever happen again, and the processes have not ended")
+    world.end()
+    for member in several.living():
+        discard(member.loop)
+    director.close()
+    return failure
+
+
+RUNS = {"process": run_process, "workers": run_workers, "replicas": run_replicas}
 
 
 def live(process: Process) -> None:

@@ -287,7 +287,8 @@ class SessionActions:
     async def analyse_session(self: Any) -> None:
         known = self.draw.choice(self.sessions)
         members = {"session": known.id, "query": [[1.0] * WIDTH], "metrics": ["entropy"]}
-        reply = await self.ask("POST", "/attend/analysis", json.dumps(members).encode(), also=(*ENDED, 422, 409))
+        headers = {"X-Attend-Session": known.id}
+        reply = await self.ask("POST", "/attend/analysis", json.dumps(members).encode(), headers, also=(*ENDED, 422, 409))
         if isinstance(reply, Reply) and reply.status == 200 and known.layer == "plain":
             entropy = np.array(json.loads(reply.body)["metrics"]["entropy"])
             if not any(state and np.allclose(entropy, np.log(len(state)), atol=1e-4) for state in known.states):

@@ -22,6 +22,9 @@ class Member(Process):
         self.rules = Rules(self, alone=False)
         self._serving = self.loop.create_task(self.serve())
 
+    def must_accept(self) -> bool:
+        return not self.ended and super().must_accept()
+
     def next_at(self) -> float:
         return max(self.loop.next_at(), self.hangs_until)
 
@@ -45,10 +48,13 @@ class Member(Process):
         if not self.ended:
             self.ended, self.exit_status = True, status
             self.world.note(self.name, "has ended with", status)
+            self.listening.close()
             if status < 0:
                 self.kill()
                 self.bury()
             else:
+                for transport in self.transports:
+                    transport.die()
                 discard(self.loop)
                 if self.chosen.files is not None:
                     self.chosen.files.close_all(self.name)

@@ -20,10 +20,11 @@ def test_a_seed_keeps_every_promise(seed: int) -> None:
     assert outcome.failure is None, "\n".join([*outcome.history, f"python -m tests.simulation --seed {seed}"])
 
 
+@pytest.mark.parametrize("of", ["workers", "replicas"])
 @pytest.mark.parametrize("seed", range(4))
-def test_workers_keep_every_promise(seed: int) -> None:
-    outcome = run(seed, of="workers")
-    assert outcome.failure is None, "\n".join([*outcome.history, f"python -m tests.simulation --of workers --seed {seed}"])
+def test_several_processes_keep_every_promise(seed: int, of: str) -> None:
+    outcome = run(seed, of=of)
+    assert outcome.failure is None, "\n".join([*outcome.history, f"python -m tests.simulation --of {of} --seed {seed}"])
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -5,13 +5,11 @@ import pickle
 import random
 import re
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from attend.errors import SessionNotFound
-from attend.serving.sessions.ids import process_of
+from attend.deploy.routing import replica_of
 
 SESSION_PATH = re.compile(r"/sessions/([^/]+)")
 SESSION_HEADER = b"x-attend-session"
@@ -30,11 +28,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray has no annotati
         pending_request.routing_context.should_backoff = True  # wait before the next attempt if all are busy
         text = _session_of(pending_request.args)
         names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        try:
-            name = process_of(text).replica
-        except SessionNotFound:
-            name = max(names, key=lambda name: blake2b(f"{name} {text}".encode()).digest()) if text else ""
-        if name in names:
+        if (name := replica_of(text, names)) is not None:
             return [[names[name]]]
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
