@@ -3,6 +3,7 @@
 serve.py                            `attend serve`: checks the settings, opens the socket
 processes.py, server.py, logs.py    one server, or a supervisor and workers; the server of one process; its log
 request_file.py, metric_tables.py   `attend infer`, `heads` and `figure`: one request in a file
+model_heads.py                      `attend heads` of a folder: the effect of each head on the answer of a model
 check.py, server_check.py           `attend check`: an attention implementation, or the service, against the reference
 layers.py, keys.py                  groups of commands
 demo.py, describe.py                `attend demo`; `attend config`, `openapi` and `version`

@@ -50,7 +50,8 @@ HEADS_EPILOG = """\b
 Examples:
   attend heads request.json --d-model 4 --num-heads 2
   attend heads request.json --metrics entropy,strongest_links,pruning_order
-  attend heads request.json --url http://127.0.0.1:8000 --json"""
+  attend heads request.json --url http://127.0.0.1:8000 --json
+  attend heads path/to/model --text "Mary and John went to the store, and John gave a drink to" --token " Mary\""""
 FIGURE_EPILOG = """\b
 Examples:
   attend figure request.json -o heads.svg
@@ -58,6 +59,20 @@ Examples:
   attend figure request.json --kind mean --theme dark -o mean.png --url http://127.0.0.1:8000"""
 File = Annotated[str, typer.Argument(metavar="FILE", help="A JSON body of POST /attend; - reads standard input.", show_default=False)]
 SessionId = Annotated[str | None, typer.Option("--session", help="Id of a session of the server, as POST /sessions returns it.")]
+FileOrModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE",
+        help="A JSON body of POST /attend, - for standard input; or the folder of a model of transformers.",
+        show_default=False,
+    ),
+]
+ModelText = Annotated[
+    str | None, typer.Option("--text", help="With a model: the text whose next or masked token it predicts.", show_default=False)
+]
+Token = Annotated[
+    str | None, typer.Option("--token", help="With a model: the predicted token; the most likely one if not set.", show_default=False)
+]
 Names = Annotated[str | None, typer.Option("--metrics", help="Names of metrics, separated by commas; or all.", show_default=False)]
 Special = Annotated[bool, typer.Option("--special", help="Count special tokens ([CLS], [SEP], <s>, …) in the tables too.")]
 Output = Annotated[
@@ -114,21 +129,35 @@ def infer(
 
 @with_settings(*ENGINE_FIELDS)
 def heads(
-    file: File,
+    file: FileOrModel,
     metrics: Names = None,
     special: Special = False,
+    text: ModelText = None,
+    token: Token = None,
     url: Url = None,
     ca: Ca = None,
     as_json: AsJson = False,
     config: Config = None,
     **flags: Any,
 ) -> None:
-    """Show metrics of each head for one request.
+    """Show metrics of each head for one request, or what each head of a model does to its answer to a text.
 
     Without --metrics they are those in the file, or the cheap ones that it suffices for. Without --url the layers are those that
     `attend serve` would have with the same flags, environment and file, and that in NAME.safetensors beside FILE, if the request is for
     the layer NAME. The tables leave special tokens out, as queries and in links, unless `tokens` in the file has `omit`.
+
+    With the folder of a model, which needs transformers, the table is of layers and heads: the change of the logarithm of the token's
+    probability if one head is switched off.
     """
+    if Path(file).is_dir():
+        if text is None:
+            fail("heads", f"expected --text, since {file} is a folder", code=2)
+        from attend.cli.model_heads import show_effects
+
+        show_effects(Path(file), text, token, url, ca, as_json, config, flags)
+        return
+    if text is not None or token is not None:
+        fail("heads", f"expected the folder of a model beside --text and --token, got {file}", code=2)
     wanted = None if metrics is None else _metrics(metrics)
     with report_errors("heads"):
         request = read_request("heads", file)

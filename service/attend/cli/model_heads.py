@@ -1,0 +1,93 @@
+"""`attend heads FOLDER --text TEXT`: what each head of a model of transformers does to its answer to a text."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from attend.cli.clients import open_client
+from attend.cli.terminal import fail, progress_line, report_errors
+from attend.client import Run, interventions
+from attend.tensors import Array
+
+ANSWERS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")  # ends of the names of the classes that predict a token
+MISSING = "pip install transformers  # and torch, which it needs"
+
+
+def show_effects(
+    folder: Path,
+    text: str,
+    token: str | None,
+    url: str | None,
+    ca: Path | None,
+    as_json: bool,
+    config: Path | None,
+    flags: Mapping[str, Any],
+) -> None:
+    """Prints the change of the token's log-probability without each head, [layers, heads]."""
+    model, tokenizer = _model_in(folder)
+    inputs = tokenizer(text, return_tensors="pt")
+    ids = inputs["input_ids"][0].tolist()
+    position = ids.index(tokenizer.mask_token_id) if tokenizer.mask_token_id in ids else len(ids) - 1
+    if token is None:
+        chosen = None
+    elif len(found := tokenizer(token, add_special_tokens=False).input_ids) == 1:
+        chosen = found[0]
+    else:
+        fail("heads", f"expected one token in --token, got {tokenizer.convert_ids_to_tokens(found)}", code=2)
+    console = Console(highlight=False, markup=False)
+    with (
+        report_errors("heads"),
+        open_client(url, ca, config, flags) as client,
+        interventions(model, client) as study,
+        progress_line("switching off one head at a time", Console(stderr=True)),
+    ):
+        plain = study.run(inputs)
+        chosen = int(plain.logits[0, position].argmax()) if chosen is None else chosen
+
+        def log_probability(run: Run) -> float:
+            return math.log(max(run.probability(chosen, position), np.finfo(float).tiny))
+
+        effects = study.effects(inputs, log_probability)
+        layers = study.layers
+    word, probability = tokenizer.decode([chosen]), plain.probability(chosen, position)
+    if as_json:
+        numbers = [[None if np.isnan(number) else number for number in row] for row in effects.tolist()]
+        typer.echo(json.dumps({"token": word, "position": position, "probability": probability, "layers": layers, "effects": numbers}))
+        return
+    console.print(f"probability of {word!r} at token {position}: {probability:.3f}")
+    console.print("change of its logarithm without each head; the less, the more the head adds to it:")
+    console.print(_table(layers, effects))
+
+
+def _model_in(folder: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer in a folder. Raises typer.Exit if there are none that predict a token."""
+    try:
+        import transformers as hf
+    except ImportError:
+        fail("heads", f"{folder} is a folder of a model, which needs transformers", MISSING, code=2)
+    try:
+        config, tokenizer = hf.AutoConfig.from_pretrained(folder), hf.AutoTokenizer.from_pretrained(folder)
+        kinds = [kind for kind in config.architectures or () if kind.endswith(ANSWERS)]
+        if not kinds:
+            expected = "expected a model that predicts tokens (…ForCausalLM, …ForMaskedLM)"
+            fail("heads", f"{expected}, got {', '.join(config.architectures or ['none'])} in {folder}", code=2)
+        return getattr(hf, kinds[0]).from_pretrained(folder), tokenizer
+    except (OSError, ValueError) as error:
+        fail("heads", f"cannot read the model in {folder}: {str(error).splitlines()[0]}", code=2)
+
+
+def _table(layers: list[str], effects: Array) -> Table:
+    table = Table(box=SIMPLE)
+    for title in ("layer", *(f"head {head}" for head in range(effects.shape[1]))):
+        table.add_column(title, justify="right")
+    for layer in range(len(layers)):
+        table.add_row(str(layer), *("" if np.isnan(number) else f"{number:.3f}" for number in effects[layer]))
+    return table

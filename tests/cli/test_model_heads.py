@@ -1,0 +1,85 @@
+"""`attend heads FOLDER --text`: the map of what each head does to a model's answer, against `attend.interventions` and eager code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.command import run_attend
+
+pytestmark = pytest.mark.slow  # the extra `test` does not install transformers
+WORDS = ["[UNK]", "[MASK]", "anna", "ben", "gave", "the", "book", "to", "tom", "and", "went"]
+TEXTS = {"gpt2": "anna gave the book to", "bert": "anna gave the [MASK] to ben"}
+
+
+@pytest.fixture(scope="module", params=TEXTS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model as `save_pretrained` writes it, with a tokenizer of whole words, and its text."""
+    import transformers as hf
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(1)
+    if request.param == "gpt2":
+        model: Any = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=len(WORDS), n_embd=24, n_layer=2, n_head=3, n_positions=11))
+    else:
+        sizes = {"hidden_size": 24, "intermediate_size": 17, "num_hidden_layers": 2, "num_attention_heads": 3}
+        model = hf.BertForMaskedLM(hf.BertConfig(**sizes, vocab_size=len(WORDS)))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    path = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(path)
+    hf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", mask_token="[MASK]").save_pretrained(path)
+    return path, model.eval(), TEXTS[request.param]
+
+
+def test_the_map_is_the_change_of_the_log_probability_without_each_head(folder: tuple[Path, Any, str]) -> None:
+    path, model, text = folder
+    done = run_attend("heads", str(path), "--text", text, "--token", "tom", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    ids = torch.tensor([[WORDS.index(word) for word in text.split()]])
+    position = text.split().index("[MASK]") if "[MASK]" in text else 4
+    assert (document["token"], document["position"], len(document["layers"])) == ("tom", position, 2)
+
+    def log_probability() -> float:
+        with torch.no_grad():
+            return float(torch.log_softmax(model(input_ids=ids).logits[0, position].double(), -1)[WORDS.index("tom")])
+
+    plain = log_probability()
+    assert document["probability"] == pytest.approx(np.exp(plain), rel=1e-4)
+    for layer in range(2):
+        is_gpt = model.config.model_type == "gpt2"
+        projection = model.transformer.h[layer].attn.c_proj if is_gpt else model.bert.encoder.layer[layer].attention.output.dense
+        for head in range(3):
+            off = torch.ones(3, 8)
+            off[head] = 0
+            handle = projection.register_forward_pre_hook(lambda _, values, off=off: (values[0] * off.flatten(),))
+            assert document["effects"][layer][head] == pytest.approx(log_probability() - plain, abs=1e-4)
+            handle.remove()
+
+
+def test_the_table_is_of_the_most_likely_token(folder: tuple[Path, Any, str]) -> None:
+    path, _, text = folder
+    done = run_attend("heads", str(path), "--text", text)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.decode().splitlines()
+    assert lines[0].startswith("probability of '")
+    assert [line.split()[0] for line in lines if line.split() and line.split()[0].isdigit()] == ["0", "1"]
+
+
+def test_refusals_of_folders(folder: tuple[Path, Any, str], tmp_path: Path) -> None:
+    path, _, text = folder
+    for arguments, message in (
+        ([str(path)], "--text"),
+        ([str(path), "--text", text, "--token", "tom and"], "one token"),
+        ([str(tmp_path), "--text", text], "cannot read the model"),
+        (["-", "--text", text], "folder of a model"),
+    ):
+        done = run_attend("heads", *arguments, stdin=b"{}")
+        assert done.returncode == 2, done.stdout
+        assert message in done.stderr.decode()
