@@ -5,6 +5,7 @@ processes.py, server.py, logs.py    one server, or a supervisor and workers; the
 request_file.py, metric_tables.py   `attend infer`, `heads` and `figure`: one request in a file
 model_heads.py                      `attend heads` of a folder: the effect of each head on the answer of a model
 check.py, server_check.py           `attend check`: an attention implementation, or the service, against the reference
+capture.py                          `attend capture`: a model of transformers, with the inputs of its layers
 layers.py, keys.py                  groups of commands
 demo.py, describe.py                `attend demo`; `attend config`, `openapi` and `version`
 terminal.py                         flags, messages and exit codes that commands share
@@ -66,13 +67,14 @@ def main() -> None:
 
 
 def _add_commands() -> None:
-    from attend.cli import check, demo, describe, keys, layers, request_file, serve
+    from attend.cli import capture, check, demo, describe, keys, layers, request_file, serve
 
     app.command(epilog=serve.EPILOG)(serve.serve)
     app.command(epilog=demo.EPILOG)(demo.demo)
     app.command(epilog=request_file.INFER_EPILOG)(request_file.infer)
     app.command(epilog=request_file.HEADS_EPILOG)(request_file.heads)
     app.command(epilog=request_file.FIGURE_EPILOG)(request_file.figure)
+    app.command(epilog=capture.EPILOG)(capture.capture)
     app.add_typer(layers.group, name="layers")
     app.add_typer(keys.group, name="keys")
     app.command(epilog=describe.CONFIG_EPILOG)(describe.config)

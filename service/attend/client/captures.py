@@ -105,7 +105,8 @@ class Capture(Mapping[str, CapturedLayer]):
             tensors |= {f"{layer.name}/{name}": array for name, array in own.items()}
             documents.append(
                 {
-                    **{name: getattr(layer, name) for name in ("name", "part", "number", "fingerprint", "difference")},
+                    **{name: getattr(layer, name) for name in ("name", "part", "number", "fingerprint")},
+                    "difference": None if np.isnan(layer.difference) else layer.difference,
                     "spec": json.loads(layer.spec.model_dump_json(exclude={"seed", "gain"})),
                     "request": {name: value for name, value in layer.request.items() if name not in TENSORS},
                 }
@@ -130,6 +131,7 @@ class Capture(Mapping[str, CapturedLayer]):
             start = f"{fields['name']}/"
             own = {name.removeprefix(start): array for name, array in tensors.items() if name.startswith(start)}
             weights = {name.removeprefix(WEIGHT): array for name, array in own.items() if name.startswith(WEIGHT)}
+            fields["difference"] = np.nan if fields["difference"] is None else fields["difference"]
             request = fields.pop("request") | {name: array for name, array in own.items() if name in TENSORS}
             spec = LayerSpec.model_validate(fields.pop("spec"))
             layers[fields["name"]] = CapturedLayer(**fields, spec=spec, weights=weights, request=request)

@@ -12,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from attend.checkpoints.model import describe
 from attend.client import Client
+from attend.client.captures import Capture, CapturedLayer
+from attend.spec import LayerSpec
 from support.browser import Visit
 from support.model_cases import MODELS, write_folder
 from support.page import BeginVisit
@@ -130,6 +132,44 @@ def drop(visit: Visit, path: Path) -> None:
     data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
     for kind in ("dragEnter", "dragOver", "drop"):
         session.send("Input.dispatchDragEvent", {"type": kind, "x": 200, "y": 200, "data": data})
+
+
+def captured(name: str) -> Capture:
+    """Two causal layers with different weights and inputs, as of a model; the second sequence of the batch is padded."""
+    rng = np.random.default_rng(8)
+    spec = LayerSpec(d_model=12, num_heads=3, num_kv_heads=1)
+    layers = {}
+    for number in range(2):
+        weights = {of: rng.standard_normal(shape).astype(np.float32) for of, shape in spec.weight_shapes().items()}
+        real = np.array([[True] * 5, [True] * 3 + [False] * 2])
+        request = {"query": rng.standard_normal((2, 5, 12)).astype(np.float32), "attend_keys": real, "causal": True}
+        own = f"{name}-{number}"
+        layers[own] = CapturedLayer(own, "", number, spec, weights, request | {"tokens": {"query": [list("abcde"), list("fghij")]}})
+    return Capture(name, layers)
+
+
+def test_a_captured_model_is_shown_with_the_inputs_that_it_gave_its_layers(
+    begin_visit: BeginVisit, http: httpx.Client, tmp_path: Path
+) -> None:
+    """Each layer has its own, also in the view of all layers, and the weights are those of the Python client for the same capture."""
+    capture = captured("taken")
+    file = capture.save(tmp_path / "taken.safetensors")
+    visit = begin_visit()
+    first = visit.request_sent_by(lambda: drop(visit, file))
+    requests = [first, visit.request_sent_by(lambda: visit.page.select_option("#layer", "taken-1"))]
+    assert visit.page.inner_text("#upload-status") == "Added 2 layers of taken with their inputs"
+    assert "the model itself gave" in visit.page.inner_text("#note")
+    with Client(str(http.base_url)) as client:
+        for request, layer in zip(requests, capture.values(), strict=True):
+            assert request["layer"] == layer.name
+            expected = client.attend(**layer.request, layer=layer.name, outputs=["attention_weights"]).attention_weights
+            got = http.post("/attend", json={**request, "outputs": ["attention_weights"]}).json()["attention_weights"]
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+        with visit.page.expect_request(lambda sent: sent.url.endswith("/attend") and sent.post_data_json["layer"] == "taken-0") as other:
+            visit.page.locator("#model summary").click()
+        assert other.value.post_data_json["query"] == requests[0]["query"]
+        for name in capture:
+            client.delete_layer(name)
 
 
 def test_a_layer_file_is_added_or_refused(begin_visit: BeginVisit, http: httpx.Client, tmp_path: Path) -> None:

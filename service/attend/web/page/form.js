@@ -15,6 +15,7 @@ const SWITCHES = ["causal", "special"];
 const LONGEST = 16384; // characters; a longer request is left out
 const STORED_KEY = "key"; // its name in the storage of the browser
 
+const captured = new Map(); // layer -> text of the request with the inputs that its model gave it
 let models = []; // of GET /words
 let usual = {}; // fields of a request, as the model of the chosen layer has them in its own calls
 
@@ -96,6 +97,30 @@ export function writeAddress(rest) {
   for (const [name, value] of Object.entries(rest)) if (value) state.set(name, value);
   if (String(state).length > LONGEST) state.delete("request");
   history.replaceState(null, "", `#${state}`);
+}
+
+/** Keeps the request with the inputs that its model gave a layer. */
+export function keepCaptured(request) {
+  captured.set(request.layer, JSON.stringify(request));
+}
+
+/** Shows the inputs that its model gave a layer, if they are known. */
+export function showCaptured(layer) {
+  if (!captured.has(layer)) return;
+  $("input-request").checked = true;
+  $("request").value = captured.get(layer);
+  showMode();
+  showPasted();
+}
+
+/** The text of the request for a layer: what is pasted, or for another than the chosen layer, the inputs that its model gave it. */
+export function pasted(layer) {
+  return (layer !== $("layer").value && captured.get(layer)) || $("request").value;
+}
+
+/** Whether a text is the request with the inputs that its model gave a layer. */
+export function isCaptured(layer, text) {
+  return captured.get(layer) === text;
 }
 
 /** Selects a layer, and adds it if it is not in the list: the service may have it. */

@@ -116,6 +116,7 @@ async function showModel(reply, signal) {
 function openHead(layer, head = views.shown) {
   views.choice = head;
   form.showLayer(layer);
+  form.showCaptured(layer);
   form.showUsual();
   run();
 }
@@ -193,7 +194,7 @@ function listen() {
   on("request", "input", () => (unblock(), form.showPasted(), runSoon()));
   for (const id of ["left", "right", "length", "offset"]) on(id, "input", runSoon);
   for (const id of ["causal", "special"]) on(id, "change", run);
-  on("layer", "change", () => (form.showUsual(), run()));
+  on("layer", "change", () => (form.showCaptured($("layer").value), form.showUsual(), run()));
   on("cross", "change", () => (unblock(), form.showMode(), run()));
   on("item", "change", () => (views.show(), saveState()));
   on("unblock", "click", () => (unblock(), run()));
@@ -246,5 +247,5 @@ followTheme($("theme"), () => views.redraw());
 restoreState();
 listen();
 form.followApiKey(load);
-followFiles((name) => (form.showLayer(name), load()));
+followFiles((name) => (form.showLayer(name), form.showCaptured(name), load()));
 load();

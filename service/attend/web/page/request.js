@@ -7,13 +7,15 @@ import { get, post, Refusal } from "./wire.js";
 const SPECIAL = /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>)$/i;
 const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
 const MAX_CACHED = 32; // replies of /words
+const CAPTURED = "These are the inputs that the model itself gave this layer.";
 
 const cache = new Map(); // body of a request to /words -> its reply
 export const specs = new Map(); // layer -> spec
 
 /**
  * {request, tokens, texts, note, cross}: the body for /attend to `layer`, and tokens(item, queries, keys) -> labels of the axes. For a sentence
- * also texts, the bodies for /words by input of the layer; note, the reply to the first; cross, whether there is a second sentence.
+ * also texts, the bodies for /words by input of the layer; note, the reply to the first; cross, whether there is a second sentence. Captured
+ * inputs have a note too.
  */
 export async function compose(layer, blocked, signal) {
   return form.mode() === "request" ? composePasted(layer, blocked) : await composeSentence(layer, blocked, signal);
@@ -44,7 +46,7 @@ async function composeSentence(layer, blocked, signal) {
 }
 
 function composePasted(layer, blocked) {
-  const text = $("request").value;
+  const text = form.pasted(layer);
   let body = null;
   try {
     body = JSON.parse(text);
@@ -56,7 +58,8 @@ function composePasted(layer, blocked) {
   const { queries, keys } = lengths(rest);
   const whole = withOmitted({ ...rest, layer }, $("special").checked);
   const request = withMasks(whole, form.masks(blocked), queries, keys);
-  return { request, tokens: (item, q, k) => tokensOf(request, item, q, k) };
+  const note = form.isCaptured(layer, text) ? { note: CAPTURED, meaningful: true } : undefined;
+  return { request, tokens: (item, q, k) => tokensOf(request, item, q, k), note };
 }
 
 async function readWords(text, signal) {

@@ -1,22 +1,25 @@
-// Adds layers from files that are dropped on the page or chosen: a safetensors file, or a model's folder, of which one or all layers are sent.
+// Adds layers from files that are dropped on the page or chosen: a safetensors file; a model's folder, of which one or all layers are sent; or a
+// file of attend capture, which has layers with the inputs that their model gave them.
 // Only the headers of files are read; tensors stay slices of the files until they are sent.
 
 import { $ } from "./dom.js";
-import { attempt } from "./form.js";
+import { attempt, keepCaptured } from "./form.js";
 import { putTensors, Refusal } from "./wire.js";
 
 const ATTENTION = /(?:^|\.)(?!\w*norm)\w*(?:att|mixer|temporal_block)\w*\./i; // part of each tensor's name, in every family of service/attend/checkpoints
 const SHARED = /relative_attention_bias|(?:^|\.)(?:rel_embeddings|encoder\.LayerNorm)\./; // tables that layers share, and their norm (T5, DeBERTa)
 const EXPECTED = "Expected a safetensors file, or a model's folder with config.json and model.safetensors";
+const WEIGHT = "weights/"; // before the name of a weight in a file of attend capture
+const DATATYPES = { BOOL: "BOOL", U8: "UINT8", I32: "INT32", I64: "INT64", F16: "FP16", BF16: "BF16", F32: "FP32", F64: "FP64" };
 let source = null; // {file}, or {config, fields, tensors} of a folder; `config` is the text of the file
 
 /** Listens for files; calls `added(name)` with the first layer that was added. */
 export function followFiles(added) {
   document.addEventListener("dragover", (event) => hasFiles(event) && event.preventDefault());
-  document.addEventListener("drop", (event) => hasFiles(event) && (event.preventDefault(), attemptUpload(async () => offer(...(await dropped(event.dataTransfer))))));
+  document.addEventListener("drop", (event) => hasFiles(event) && (event.preventDefault(), attemptUpload(async () => offer(added, ...(await dropped(event.dataTransfer))))));
   for (const id of ["file", "folder"]) {
     $(`choose-${id}`).addEventListener("click", () => $(id).click());
-    $(id).addEventListener("change", () => attemptUpload(() => offer(...chosen($(id)))));
+    $(id).addEventListener("change", () => attemptUpload(() => offer(added, ...chosen($(id)))));
   }
   $("upload").addEventListener("submit", (event) => (event.preventDefault(), attemptUpload(() => add(added))));
 }
@@ -49,11 +52,13 @@ function chosen(input) {
   return [files.length ? parts(files[0])[0] : "", files];
 }
 
-/** Shows what can be added of these files. */
-async function offer(name, files) {
+/** Shows what can be added of these files; adds those of attend capture at once. */
+async function offer(added, name, files) {
   const config = files.find((file) => file.name === "config.json");
   const weights = files.filter((file) => file.name.endsWith(".safetensors"));
   if (!weights.length || (!config && weights.length > 1)) throw new Error(`${EXPECTED}, got ${files.map((file) => file.name).join(", ") || "nothing"}`);
+  const { capture } = config ? {} : ((await readHeader(weights[0])).header.__metadata__ ?? {});
+  if (capture) return await addCapture(await openTensors(weights), JSON.parse(capture), added);
   $("upload-name").value = (name || weights[0].name.replace(/\.safetensors$/, "")).replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60);
   if (config) await offerModel(config, weights);
   else source = { file: weights[0] };
@@ -84,6 +89,37 @@ async function add(added) {
   }
   $("upload-status").textContent = `Added ${names.length > 1 ? `${names[0]} to ${names.at(-1)}` : names[0]}`;
   added(names[0]);
+}
+
+/** Adds the layers of a file of attend capture, and keeps the requests with their inputs. */
+async function addCapture(tensors, { name, layers }, added) {
+  $("upload-parts").hidden = true;
+  $("upload").querySelector("details").open = true;
+  for (const { name: layer, spec, request } of layers) {
+    $("upload-status").textContent = `Adding ${layer}…`;
+    const own = startingWith(`${layer}/`, tensors);
+    const weights = startingWith(WEIGHT, own);
+    if (weights.size) await putTensors(`layers/${encodeURIComponent(layer)}`, fileOf(weights, { spec: JSON.stringify(spec) }));
+    const inputs = [...own].filter(([tensor]) => !tensor.startsWith(WEIGHT));
+    const fields = await Promise.all(inputs.map(async ([field, tensor]) => [field, await inBase64(tensor)]));
+    keepCaptured({ layer, ...Object.fromEntries(fields), ...request });
+  }
+  $("upload-status").textContent = `Added ${layers.length} ${layers.length === 1 ? "layer" : "layers"} of ${name} with their inputs`;
+  added(layers[0].name);
+}
+
+/** The tensors whose names start with a text, by the rest of their names. */
+function startingWith(start, tensors) {
+  return new Map([...tensors].filter(([name]) => name.startsWith(start)).map(([name, tensor]) => [name.slice(start.length), tensor]));
+}
+
+/** A tensor as a member of a request. */
+async function inBase64({ dtype, shape, data }) {
+  const url = await new Promise((resolve, reject) => {
+    const reader = Object.assign(new FileReader(), { onerror: () => reject(reader.error), onload: () => resolve(reader.result) });
+    reader.readAsDataURL(data);
+  });
+  return { shape, datatype: DATATYPES[dtype], base64: url.slice(url.indexOf(",") + 1) };
 }
 
 /** [name, query, body] of each PUT. */
