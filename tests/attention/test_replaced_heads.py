@@ -138,6 +138,20 @@ def test_steps_of_a_session_have_them_too(start_here: Any) -> None:
         np.testing.assert_allclose(last.attention_weights[0], pattern, rtol=1e-12)
 
 
+def test_weights_of_rows_that_a_session_has_freed_are_refused(start_here: Any) -> None:
+    with Client(start_here(session_memory=1 << 24)) as client:
+        client.put_layer("freeing", {"d_model": 512, "num_heads": 8, "window": {"left": 100}})
+        rows, pattern = np.zeros((601, 512), np.float32), np.zeros((1, 1201), np.float32)
+        with client.session("freeing") as session:
+            for _ in range(2):
+                session.attend(rows[:600], causal=True, outputs=["output"])
+            with pytest.raises(errors.SessionConflict, match="weights of 0 for the first"):
+                session.attend(rows[600:], pattern=np.full_like(pattern, 0.1), outputs=["output"])
+            pattern[:, -1] = 1
+            last = session.attend(rows[600:], pattern=pattern, outputs=["attention_weights"])
+        np.testing.assert_array_equal(last.attention_weights[3], pattern)
+
+
 def test_metrics_are_of_the_replaced_heads(client: Client) -> None:
     uniform = client.analysis(RNG.standard_normal((7, 64)), pattern=np.full((7, 7), 1 / 7), pattern_rows=[1] + 7 * [0])
     assert uniform["normalised_entropy"][0] == pytest.approx(1)

@@ -170,6 +170,11 @@ def _require_rows(session: Session, call: Call, layer: LoadedLayer) -> None:
     if call.options.fully_masked == "uniform" and layer.attention.fully_masked(call) is not None:
         expected = "zero or error, since a query without any key would average rows that the layer's window has freed"
         raise SessionConflict.where("/fully_masked", expected, "uniform")
+    if call.pattern is not None:
+        freed = call.pattern[..., : session.cache.first]
+        if (freed if call.pattern_rows is None else freed * call.pattern_rows).any():
+            expected = f"weights of 0 for the first {session.cache.first} rows, which the layer's window has freed"
+            raise SessionConflict.where("/pattern", expected, "others")
 
 
 def _with_all_keys(members: Mapping[str, Any], rows: AttendRequest, session: Session, stop: int) -> dict[str, Any]:
