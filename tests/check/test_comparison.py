@@ -651,6 +651,10 @@ class Cached(nn.Module):
     [
         ({}, None),
         ({"first_position": lambda self, queries, keys: 0}, "in a call with a cache, the causal mask is aligned at the first key"),
+        (
+            {"first_position": lambda self, queries, keys: keys - 1 if queries == 1 else 0},
+            "in a call of several rows with a cache, the causal mask is aligned at the first key",
+        ),
         ({"used": lambda self, cache: None}, "the cache is not used: each call sees its own rows alone"),
     ],
 )
@@ -658,8 +662,64 @@ def test_a_candidate_with_a_cache_is_decoded_and_compared_with_one_causal_call(r
     comparison = compare(type("Cached", (Cached,), replaced), causal=True)
     cases = {result.case: result.agrees for result in comparison.results}
     assert cases["no mask"] is True
-    assert cases["decoding row by row"] is cases["decoding in chunks"] is (named is None)
+    assert cases["decoding row by row"] is (named is None or "several rows" in named)
+    assert cases["decoding in chunks"] is (named is None)
     assert comparison.agrees if named is None else comparison.first.mistakes[0].startswith(named)
+
+
+def packed_attention(keys):
+    """Packed sequences, each attending to those of its keys that `keys` selects."""
+
+    def attend(query, key, value, cu_seqlens):
+        output = np.zeros_like(query)
+        is_cross = query.shape[-2] != key.shape[-2]
+        for start, end in itertools.pairwise(cu_seqlens):
+            seen = np.arange(start, key.shape[-2] if is_cross else end)[keys]
+            scores = query[:, start:end] @ key[:, seen].swapaxes(-1, -2) / query.shape[-1] ** 0.5
+            weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e9))
+            output[:, start:end] = weights / weights.sum(-1, keepdims=True) @ value[:, seen]
+        return output
+
+    return attend
+
+
+@pytest.mark.parametrize(("keys", "named"), [(slice(-1), "the last key is left out"), (slice(1, None), "the first key is left out")])
+def test_a_key_left_out_at_the_end_of_each_packed_sequence_is_named(keys, named):
+    assert compare(packed_attention(slice(None)), batched=False, framework="numpy").agrees
+    explanation = compare(packed_attention(keys), batched=False, framework="numpy").first.explanation
+    assert explanation.mistakes[0].startswith(named) and not explanation.equals
+
+
+def online_softmax(keys, rescales_sum, rescales_output):
+    """Attention of heads in blocks of so many keys, with a running maximum."""
+
+    def attend(query, key, value):
+        largest, total, output = np.full((*query.shape[:3], 1), -np.inf), 0.0, 0.0
+        for start in range(0, key.shape[2], keys):
+            scores = query @ key[:, :, start : start + keys].swapaxes(-1, -2) / query.shape[-1] ** 0.5
+            new = np.maximum(largest, scores.max(-1, keepdims=True))
+            factor, weights = np.exp(largest - new), np.exp(scores - new)
+            total = total * (factor if rescales_sum else 1) + weights.sum(-1, keepdims=True)
+            output = output * (factor if rescales_output else 1) + weights @ value[:, :, start : start + keys]
+            largest = new
+        return output / total
+
+    return attend
+
+
+@pytest.mark.parametrize("keys", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("rescales", "named"),
+    [
+        ((True, True), None),
+        ((True, False), "the output is not rescaled when the maximum grows"),
+        ((False, True), "the sum is not rescaled when the maximum grows"),
+        ((False, False), "sum and output are not rescaled when the maximum grows"),
+    ],
+)
+def test_a_running_maximum_that_rescales_too_little_is_named(keys, rescales, named):
+    comparison = compare(online_softmax(keys, *rescales), framework="numpy")
+    assert comparison.agrees if named is None else comparison.first.mistakes == (f"in the online softmax with blocks of {keys}, {named}",)
 
 
 def test_a_wrong_mask_that_leaves_rows_without_a_key_is_named_however_they_are_filled():

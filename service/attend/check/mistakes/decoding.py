@@ -35,6 +35,12 @@ def _last_rows(rows: int) -> Callable[[CheckCase, Array, Array], Array]:
     return lambda case, i, j: np.asarray((j <= i) & (j >= _starts(case)[:, None] - rows))
 
 
+def _aligned_at_first_key_in_chunks(case: CheckCase, i: Array, j: Array) -> Array:
+    """Whether row j is visible to query i, if calls of one row have no mask, and the mask of others is aligned at the first key."""
+    alone = _ends(case) - _starts(case) == 1
+    return np.asarray(j <= i - np.where(alone, 0, _starts(case))[:, None])
+
+
 def _rows_of_places(case: CheckCase) -> Array:
     """The row at each place of the keys, for each query, if each call puts its rows before the cache: [n, n]."""
     n, starts, ends = case.query.shape[1], _starts(case), _ends(case)
@@ -170,6 +176,10 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             "in a call with a cache, the causal mask is aligned at the first key: query i of the call sees the first i + 1 keys": (
                 "query i sees the keys j ≤ i - (length of the cache)",
                 see(lambda case, i, j: j <= i - _starts(case)[:, None]),
+            ),
+            "in a call of several rows with a cache, the causal mask is aligned at the first key: query i sees the first i + 1 keys": (
+                "query i sees j ≤ i - (length of the cache), a single row all keys",
+                see(_aligned_at_first_key_in_chunks),
             ),
             "in a call with a cache, queries see later rows of the call": (
                 "query i sees the keys of the cache and of its whole call",

@@ -1,6 +1,7 @@
 """Mistakes in masks, whether passed or a candidate's own causal mask, and in how scores are blocked."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from attend.check.changes import (
     mask_everywhere,
     only_if,
 )
-from attend.check.computation import LARGE
+from attend.check.computation import LARGE, Computation
 from attend.check.mistakes.mistake import Mistake, attention, computing
 from attend.spec_parts import Window
 from attend.tensors import Array
@@ -33,6 +34,24 @@ def _without_last_key(visible: Array) -> Array:
     """The mask without the last visible key of each query."""
     last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
     return np.asarray(visible & (np.arange(visible.shape[-1]) != last[..., None]))
+
+
+def _leave_out(edge: int) -> Change:
+    """Blocks the first (0) or last (-1) key of each packed sequence, or of all keys. Impossible if no query sees it."""
+
+    def change(c: Computation) -> Computation:
+        left_out = np.zeros((c.case.visible.shape[0], c.case.visible.shape[2]), bool)
+        left_out[:, edge] = True
+        if c.case.segments is not None:
+            begins = np.diff(c.case.segments, axis=1) != 0
+            left_out[:, 1:] |= begins if edge == 0 else False
+            left_out[:, :-1] |= begins if edge == -1 else False
+        visible = c.case.visible & ~left_out[:, None]
+        if np.array_equal(visible, c.case.visible):
+            raise Impossible
+        return replace(c, case=replace(c.case, visible=visible))
+
+    return change
 
 
 def _offset(own: Array) -> int:
@@ -226,6 +245,13 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 "softmax(S + M) V, M = 1 where a key is blocked, 0 where not",
                 add_mask(lambda visible: ~visible),
             ),
+        },
+    ),
+    "first and last key": computing(
+        "keys j from 0 to n - 1 (of packed sequences: of each)",
+        {
+            "the last key is left out, that of each sequence if several are packed": ("keys j from 0 to n - 2", _leave_out(-1)),
+            "the first key is left out, that of each sequence if several are packed": ("keys j from 1 to n - 1", _leave_out(0)),
         },
     ),
     "window length": computing(

@@ -53,6 +53,20 @@ def shifted(shift: Callable[[Array], Array]) -> Change:
     return change_softmax(weights)
 
 
+def in_blocks(keys: int, *, rescaled: tuple[str, ...]) -> Change:
+    """Computes the softmax in blocks of so many keys, with a running maximum; rescales only these of "sum" and "output" when it grows."""
+
+    def weights(scores: Array) -> Array:
+        ends = np.minimum(np.arange(scores.shape[-1]) // keys * keys + keys, scores.shape[-1]) - 1
+        largest = np.maximum.accumulate(scores, axis=-1)[..., ends]
+        exponentials = np.where(np.isneginf(scores), 0.0, np.exp(scores - largest))
+        factors = np.where(np.isneginf(largest), 0.0, np.exp(largest - largest[..., -1:]))
+        sums, outputs = (exponentials * (factors if part in rescaled else 1.0) for part in ("sum", "output"))
+        return np.asarray(outputs / sums.sum(axis=-1, keepdims=True))
+
+    return of_scores(weights)
+
+
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "exp": computing(
         RIGHT,
@@ -156,6 +170,18 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 "P = exp(S) / (1 + Σ exp(S))",
                 change_softmax(lambda c, softmax, scores, sinks: softmax(scores, np.zeros(scores.shape[1])[:, None])),
             ),
+        },
+    ),
+    "online softmax": computing(
+        "l = l · exp(m_old - m) + Σ p, o = o · exp(m_old - m) + Σ p v",
+        {
+            f"in the online softmax with blocks of {keys}, {words} when the maximum grows": (computed, in_blocks(keys, rescaled=rescaled))
+            for keys in (1, 2, 4)
+            for words, rescaled, computed in (
+                ("the output is not rescaled", ("sum",), "l = l · exp(m_old - m) + Σ p, o = o + Σ p v"),
+                ("the sum is not rescaled", ("output",), "l = l + Σ p, o = o · exp(m_old - m) + Σ p v"),
+                ("sum and output are not rescaled", (), "l = l + Σ p, o = o + Σ p v"),
+            )
         },
     ),
     "normalizer": computing(
