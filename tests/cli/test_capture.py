@@ -44,7 +44,7 @@ def test_the_file_has_each_layer_with_its_inputs_and_words(server: Any, tmp_path
     assert len(document["layers"]) == (6 if family == "t5" else 2) and not document["skipped"]
     assert all(layer["difference"] < 1e-5 for layer in document["layers"])
 
-    inputs = {"input_ids": torch.tensor([[3, 4, 5, 6, 7]])} | ({"decoder_input_ids": torch.tensor([[8, 9]])} if target else {})
+    inputs = {"input_ids": torch.tensor([[3, 4, 5, 6, 7]])} | ({"decoder_input_ids": torch.tensor([[0, 8]])} if target else {})
     model.set_attn_implementation("eager")
     with torch.no_grad():
         outputs = model(**inputs, output_attentions=True)

@@ -19,7 +19,7 @@ from attend.wire.native import numbers
 from support.command import run_attend, spawn_attend
 from support.server import fork_server, start_server
 
-COMMANDS = ["serve", "demo", "infer", "heads", "figure", "layers", "keys", "config", "check", "openapi", "version"]
+COMMANDS = ["serve", "demo", "infer", "heads", "figure", "capture", "layers", "keys", "config", "check", "openapi", "version"]
 BELOW = ["layers list", "layers add", "layers inspect", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 

@@ -22,7 +22,12 @@ Examples:
 SUFFIX = ".capture.safetensors"
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a model of transformers, with its tokenizer.", show_default=False)]
 Text = Annotated[str, typer.Argument(metavar="TEXT", help="What the model reads.", show_default=False)]
-Target = Annotated[str | None, typer.Option(help="What the decoder of an encoder-decoder reads.", show_default=False)]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        help="What an encoder-decoder answers: its decoder reads the start token and then this, without its last token.", show_default=False
+    ),
+]
 Numbers = Annotated[str | None, typer.Option("--layers", help="Numbers of layers, separated by commas; default: all.", show_default=False)]
 Name = Annotated[str | None, typer.Option(help="Of the model: its layers are NAME-NUMBER; default: the folder's.", show_default=False)]
 Output = Annotated[
@@ -99,7 +104,13 @@ def _arguments(model: Any, tokenizer: Any, text: str, target: str | None) -> dic
         needs = "needs --target, the text that its decoder reads" if target is None else "has no decoder of its own, so --target has no use"
         fail("capture", f"the model {needs}")
     if target is not None:
-        arguments["decoder_input_ids"] = tokenizer(text_target=target, return_tensors="pt").input_ids
+        ids = tokenizer(text_target=target, return_tensors="pt").input_ids
+        configs = model.config, getattr(model, "generation_config", None)
+        starts = [getattr(config, "decoder_start_token_id", None) for config in configs] + [model.config.pad_token_id]  # as T5 begins
+        start = next((token for token in starts if token is not None), None)
+        if start is None:
+            fail("capture", "the config of the model has no decoder_start_token_id, with which its decoder begins")
+        arguments["decoder_input_ids"] = ids.roll(1, 1).index_fill(1, ids.new_zeros(1), start)  # each token is predicted from those before
     return arguments
 
 

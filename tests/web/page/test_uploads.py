@@ -135,14 +135,14 @@ def drop(visit: Visit, path: Path) -> None:
 
 
 def captured(name: str) -> Capture:
-    """Two causal layers with different weights and inputs, as of a model; the second sequence of the batch is padded."""
+    """Two layers of a model with weights and inputs of their own, the first causal; the second sequence of the batch is padded."""
     rng = np.random.default_rng(8)
     spec = LayerSpec(d_model=12, num_heads=3, num_kv_heads=1)
     layers = {}
     for number in range(2):
         weights = {of: rng.standard_normal(shape).astype(np.float32) for of, shape in spec.weight_shapes().items()}
         real = np.array([[True] * 5, [True] * 3 + [False] * 2])
-        request = {"query": rng.standard_normal((2, 5, 12)).astype(np.float32), "attend_keys": real, "causal": True}
+        request = {"query": rng.standard_normal((2, 5, 12)).astype(np.float32), "attend_keys": real, "causal": number == 0}
         own = f"{name}-{number}"
         layers[own] = CapturedLayer(own, "", number, spec, weights, request | {"tokens": {"query": [list("abcde"), list("fghij")]}})
     return Capture(name, layers)
@@ -167,7 +167,7 @@ def test_a_captured_model_is_shown_with_the_inputs_that_it_gave_its_layers(
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
         with visit.page.expect_request(lambda sent: sent.url.endswith("/attend") and sent.post_data_json["layer"] == "taken-0") as other:
             visit.page.locator("#model summary").click()
-        assert other.value.post_data_json["query"] == requests[0]["query"]
+        assert other.value.post_data_json["query"] == requests[0]["query"] and other.value.post_data_json["causal"] is True
         for name in capture:
             client.delete_layer(name)
 

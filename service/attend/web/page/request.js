@@ -57,8 +57,10 @@ function composePasted(layer, blocked) {
   const { select, outputs, reply, ...rest } = body; // the page needs its own outputs
   const { queries, keys } = lengths(rest);
   const whole = withOmitted({ ...rest, layer }, $("special").checked);
-  const request = withMasks(whole, form.masks(blocked), queries, keys);
-  const note = form.isCaptured(layer, text) ? { note: CAPTURED, meaningful: true } : undefined;
+  const captured = form.isCaptured(layer, text);
+  const own = captured && layer !== $("layer").value; // the controls have the masks of the chosen layer
+  const request = withMasks(whole, own ? { blocked } : form.masks(blocked), queries, keys);
+  const note = captured ? { note: CAPTURED, meaningful: true } : undefined;
   return { request, tokens: (item, q, k) => tokensOf(request, item, q, k), note };
 }
 
