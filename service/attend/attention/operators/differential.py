@@ -42,9 +42,9 @@ class Differential(Part):
 class DifferentialOperator(Operator):
     """Layers have scores of two softmaxes, so requests cannot ask for scores."""
 
-    name, field, num_softmaxes, splits_over_keys = "differential", "differential", 2, False
+    name, field, num_softmaxes = "differential", "differential", 2
     excludes = ("qk_norm", "latent", "sinks", "dropout", "normalizer")
-    signed_weights = scales_values = amplifies_rounding = True  # its norm may amplify the rounding of any difference
+    amplifies_rounding = True  # its norm may amplify the rounding of any difference
     undefined_options: ClassVar[dict[str, str]] = {"dropout": "dropout of a difference of two softmaxes is not defined"}
     axes: ClassVar[Axes] = dict.fromkeys((*LAMBDAS, "head_norm.weight"), ("n",))
     identifying_weight = "lambda_q1"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ForgetGateOperator(Operator):
-    name, field, positional, needs_projections, splits_over_keys = "forget_gate", "forget_gate", True, True, False
+    name, field, positional, needs_projections = "forget_gate", "forget_gate", True, True
     per_head = True
     matrices = key_matrices = ("forget_gate",)
     axes: ClassVar[Axes] = {"forget_gate.weight": ("heads", "in"), "forget_gate.bias": ("heads",)}

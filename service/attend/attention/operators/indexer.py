@@ -45,11 +45,10 @@ class Indexer(Part):
 
 
 class IndexerOperator(Operator):
-    name, field, needs_projections, splits_over_keys = "indexer", "indexer", True, False
+    name, field, needs_projections = "indexer", "indexer", True
     matrices = ("index_query", "index_key", "index_head_weights")
     query_matrices = ("index_query", "index_head_weights")
     key_matrices = ("index_key",)
-    same_keys_for_all_heads = True
     axes: ClassVar[Axes] = {
         **{f"{name}.weight": ("out", "in") for name in ("index_key", "index_query", "index_head_weights")},
         **dict.fromkeys(("index_key_norm.weight", "index_key_norm.bias"), ("n",)),

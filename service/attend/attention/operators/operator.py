@@ -121,13 +121,8 @@ class Operator:
     field: ClassVar[str]  # of LayerSpec
     of_calls: ClassVar[bool] = False  # whether calls may ask for it, whatever the layer has
     positional: ClassVar[bool] = False  # whether results depend on the positions of queries and keys
-    splits_over_keys: ClassVar[bool] = True  # whether results follow from those of parts that have some of the keys each
     num_softmaxes: ClassVar[int] = 1
-    mixes_heads: ClassVar[bool] = False  # whether weights of a head depend on other heads, so that none is computed alone
-    signed_weights: ClassVar[bool] = False  # whether attention weights may be negative, with any sum
-    scales_values: ClassVar[bool] = False  # whether outputs of heads are multiplied by factors that differ between queries
     per_head: ClassVar[bool] = False  # whether heads differ by more than their projections
-    same_keys_for_all_heads: ClassVar[bool] = False  # whether masks and biases of several heads are refused
     normalises_heads: ClassVar[bool] = False  # whether queries and keys do not grow with their inputs
     amplifies_rounding: ClassVar[bool] = False  # whether it may amplify it without bound, so that calls run alone and not in batches
     undefined_options: ClassVar[Mapping[str, str]] = {}  # field of a request that is refused -> why
@@ -139,8 +134,22 @@ class Operator:
     needs_projections: ClassVar[bool] = False  # whether its weights are applied to inputs, which then must not be projected already
     query_matrices: ClassVar[tuple[str, ...]] = ()  # those of its matrices that are applied to each query
     key_matrices: ClassVar[tuple[str, ...]] = ()  # … to each key
+    # These follow from the stages that it has:
+    mixes_heads: ClassVar[bool]  # whether weights of a head depend on other heads, so that none is computed alone
+    signed_weights: ClassVar[bool]  # whether attention weights may be negative, with any sum
+    scales_values: ClassVar[bool]  # whether outputs of heads are multiplied by factors that differ between queries
+    same_keys_for_all_heads: ClassVar[bool]  # whether masks and biases of several heads are refused
+    splits_over_keys: ClassVar[bool]  # whether results follow from those of parts that have some of the keys each
     excludes: ClassVar[tuple[str, ...]] = ()  # features that random cases drop where they have this one
     excluded_by: ClassVar[tuple[str, ...]] = ()  # features for which random cases drop this one
+
+    def __init_subclass__(cls) -> None:
+        stages = stages_of(cls)
+        cls.mixes_heads = "mix_weights" in stages
+        cls.signed_weights = not stages.isdisjoint({"factors", "mix_weights"})
+        cls.scales_values = not stages.isdisjoint({"value", "gate"})
+        cls.same_keys_for_all_heads = "select" in stages
+        cls.splits_over_keys = stages.isdisjoint(STAGES_OF_ALL_KEYS)
 
     @classmethod
     def is_active(cls, spec: Dimensions) -> bool:
@@ -333,6 +342,8 @@ def variance(weights: Mapping[str, Tensor], name: str) -> float:
 
 
 STAGES = tuple(name for name, method in vars(Operator).items() if callable(method) and not name.startswith("_"))
+# Those whose results for some of the keys depend on the other keys. Sinks and gates are added once the parts are merged.
+STAGES_OF_ALL_KEYS = frozenset({"select", "bias_of_visible", "normalise_input", "normalise", "factors", "mix_weights", "value"})
 SINGLE_STAGES = frozenset({"project", "expand", "shift", "normalise", "sinks", "factors"})
 
 

@@ -35,7 +35,7 @@ class OutputGate(Part):
 class OutputGateOperator(Operator):
     name, field, needs_projections = "output_gate", "output_gate", True
     matrices = query_matrices = ("gate",)
-    per_head = scales_values = True
+    per_head = True
     axes: ClassVar[Axes] = {"gate.weight": ("out", "in"), "gate.bias": ("n",)}
     identifying_weight = "gate.weight"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ScalableSoftmaxOperator(Operator):
-    name, field, splits_over_keys = "scalable_softmax", "normalizer", False
+    name, field = "scalable_softmax", "normalizer"
 
     @classmethod
     def is_active(cls, spec: Dimensions) -> bool:

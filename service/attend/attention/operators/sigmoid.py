@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SigmoidOperator(Operator):
-    name, field, splits_over_keys, excluded_by = "sigmoid", "normalizer", False, ("sinks",)
+    name, field, excluded_by = "sigmoid", "normalizer", ("sinks",)
 
     @classmethod
     def is_active(cls, spec: Dimensions) -> bool:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class TalkingHeadsOperator(Operator):
     """Heads mix their scores and their weights, by matrices that are the identity unless they are given."""
 
-    name, field, splits_over_keys, excluded_by = "talking_heads", "talking_heads", False, ("differential",)
-    mixes_heads = per_head = signed_weights = True
+    name, field, excluded_by = "talking_heads", "talking_heads", ("differential",)
+    per_head = True
     amplifies_rounding = True  # heads may cancel out
     axes: ClassVar[Axes] = {
         **dict.fromkeys(("score_mixing.weight", "weight_mixing.weight"), ("heads", "heads")),
