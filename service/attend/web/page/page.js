@@ -89,7 +89,7 @@ function showSummary(composed, reply) {
   const note = composed.note;
   const between = note?.meaningful && composed.cross ? " The model itself never uses them between two sentences." : "";
   $("note").textContent = note ? note.note + between + (note.meaningful ? "" : ` ${advice}`) : "";
-  $("note").classList.toggle("warn", Boolean(note) && (!note.meaningful || composed.cross));
+  $("note").classList.toggle("warn", Boolean(note && (!note.meaningful || composed.cross)));
   $("note").hidden = !note;
 }
 
