@@ -118,7 +118,7 @@ def draw_configuration(world: World, keys_file: Any) -> Configuration:
         faults,
         clients=one("clients", *range(1, 9)),
         actions=one("actions", 3, 10, 30),
-        theme=one("theme", None, None, None, "layers", "rpc"),
+        theme=one("theme", None, None, "calls", "sessions", "layers", "rpc"),
         compute_seconds=one("compute_seconds", 0.0, 1e-4, 1e-2, 0.3),
         pauses=one("pauses", 0.0, 0.0, 0.001),
         kernel=one("kernel", 150, 2000, 1 << 18),
