@@ -65,7 +65,8 @@ class Client(SessionActions, LayerActions, RpcActions):
             (self.read_something, 1),
         ]
         preferred = {"calls": everywhere, "sessions": self.session_actions(), "layers": self.layer_actions(), "rpc": self.rpc_actions()}
-        more = [(action, 6 * weight) for action, weight in preferred.get(self.preference, []) if self.preference in ("calls", *self.chosen.uses)]
+        wanted = preferred.get(self.preference, []) if self.preference in ("calls", *self.chosen.uses) else []
+        more = [(action, 6 * weight) for action, weight in wanted]
         return [*everywhere, *chain.from_iterable(preferred[use] for use in self.chosen.uses), *more]
 
     # How a request is sent, and what may come back
