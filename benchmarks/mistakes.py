@@ -79,8 +79,34 @@ OTHER_SEEDS = (101, 202, 303)
 
 def judge(index: int, planted: tuple[str, ...], source: str) -> dict[str, Any]:
     """The verdict on one mutant, with what was planted and what was named."""
-    signal.alarm(SECONDS)
     implementation = IMPLEMENTATIONS[index]
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(SECONDS)
+    try:
+        verdict, found = _verdict(implementation, source)
+    except TooSlow:
+        verdict, found = "slow", {"named": set(), "raised": ""}
+    finally:
+        signal.alarm(0)
+    return {
+        "file": implementation.file,
+        "source": _digest(source),
+        "planted": list(planted),
+        "verdict": verdict,
+        "named": sorted(map(list, found["named"])),
+        "raised": found["raised"],
+    }
+
+
+class TooSlow(BaseException):
+    """A mutant takes longer than SECONDS."""
+
+
+def _stop(*_: Any) -> None:
+    raise TooSlow
+
+
+def _verdict(implementation: Implementation, source: str) -> tuple[str, dict[str, Any]]:
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         found = check(implementation, source)
@@ -91,15 +117,7 @@ def judge(index: int, planted: tuple[str, ...], source: str) -> dict[str, Any]:
             verdict = "same" if all(check(implementation, source, seed)["agrees"] for seed in OTHER_SEEDS) else "missed"
         elif found["named"] and check(implementation, source, OTHER_SEEDS[0])["named"].isdisjoint(found["named"]):
             verdict = "wrong"
-    signal.alarm(0)
-    return {
-        "file": implementation.file,
-        "source": _digest(source),
-        "planted": list(planted),
-        "verdict": verdict,
-        "named": sorted(map(list, found["named"])),
-        "raised": found["raised"],
-    }
+    return verdict, found
 
 
 def check(implementation: Implementation, source: str, seed: int = 0) -> dict[str, Any]:
@@ -185,11 +203,11 @@ def main() -> None:
                     flush=True,
                 )
     counts = Counter((name, row["verdict"]) for row in rows for name in (row["file"], "all"))
-    verdicts = ("named", "unnamed", "wrong", "missed", "raised", "same")
+    verdicts = ("named", "unnamed", "wrong", "missed", "slow", "raised", "same")
     print(f"{'':<20}", *(f"{verdict:>8}" for verdict in verdicts), "   named of those with numbers")
     for file in dict.fromkeys(name for name, _ in sorted(counts)):
         row = [counts[file, verdict] for verdict in verdicts]
-        print(f"{file:<20}", *(f"{n:>8}" for n in row), f"   {row[0] / max(1, sum(row[:4])):.0%}")
+        print(f"{file:<20}", *(f"{n:>8}" for n in row), f"   {row[0] / max(1, sum(row[:5])):.0%}")
 
 
 if __name__ == "__main__":

@@ -1136,3 +1136,21 @@ def test_options_map_parameters_to_roles():
         compare(positional, mask_meaning="attend")
     with pytest.raises(ValueError, match="expected an array or a tuple"):
         compare(lambda q, k, v: {"output": q}, framework="torch")
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_case_that_rounding_may_change_as_much_shows_nothing(factor):
+    """Large logits in float16, whether the candidate is right or wrong."""
+
+    def candidate(q, k, v):
+        q, k, v = (torch.from_numpy(x).half() for x in (q, k, v))
+        return (factor * (q @ k.mT).float() / q.shape[-1] ** 0.5).softmax(-1).half() @ v
+
+    comparison = compare(candidate)
+    found = {result.case: result for result in comparison.results}
+    assert found["large logits"].agrees is None and "shows nothing" in str(found["large logits"])
+    assert found["no mask"].agrees is (factor == 1.0)
+    if factor == 1.0:
+        assert "nothing is shown by large logits" in comparison.conclusion
+    else:
+        assert comparison.verdict == "disagrees with the reference in 2 of 2 cases"

@@ -28,18 +28,27 @@ class CaseResult:
     skipped: str | None = None
     untried: bool = False  # whether it was skipped only because an option or a known parameter is missing
     raised: str | None = None
+    vague: bool = False  # whether rounding alone may change its numbers so much that hardly any are excluded
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the case agrees with the reference; None if it was skipped."""
-        return None if self.skipped else self.raised is None and self.error <= self.tolerance
+        """Whether the case agrees with the reference; None if it was skipped, or its agreement says nothing."""
+        if self.skipped:
+            return None
+        agrees = self.raised is None and self.error <= self.tolerance
+        return None if agrees and self.vague else agrees
+
+    @property
+    def verdict(self) -> str:
+        """Of a case with numbers."""
+        return {True: "agrees", False: "DISAGREES", None: "shows nothing"}[self.agrees]
 
     def __str__(self) -> str:
         if self.skipped is not None:
             return f"{self.case:<28} not run: {self.skipped}"
         if self.raised is not None:
             return f"{self.case:<28} raised {self.raised}"
-        return f"{self.case:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {'agrees' if self.agrees else 'DISAGREES'}"
+        return f"{self.case:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {self.verdict}"
 
 
 UNEXPLAINED = "no known mistake gives these numbers, nor do any two together"
@@ -100,6 +109,11 @@ class Comparison:
         """The cases that would show more, and were not run because an option or a known parameter is missing."""
         return tuple(result.case for result in self.results if result.untried)
 
+    @property
+    def vague(self) -> tuple[str, ...]:
+        """The cases whose agreement says nothing, since rounding alone may change their numbers as much."""
+        return tuple(result.case for result in self.results if result.vague and result.agrees is None)
+
     def __str__(self) -> str:
         if self.agrees:
             return "\n".join([self.conclusion, *map(str, self.results)])
@@ -110,24 +124,29 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """In how many of the cases that were run it disagrees."""
-        agree = [result.agrees for result in self.results if result.skipped is None]
+        """In how many of the cases that say something it disagrees."""
+        agree = [result.agrees for result in self.results if result.agrees is not None]
         return f"disagrees with the reference in {agree.count(False)} of {len(agree)} cases"
 
     @property
     def conclusion(self) -> str:
-        """The disagreements; or in how many cases it agrees, and which were not tried."""
+        """The disagreements; or in how many cases it agrees, which were not tried, and which say nothing."""
         if not self.agrees:
             shown = [str(x) for x in self.disagreements]
             return "\n".join(x.replace("disagreement: ", f"{'also' if i else 'first'} disagreement: ", 1) for i, x in enumerate(shown))
-        run = sum(result.skipped is None for result in self.results)
-        if not self.untried:
+        agreeing = sum(result.agrees is True for result in self.results)
+        about_vague = (
+            f"; nothing is shown by {', '.join(self.vague)}, whose numbers rounding alone may change as much" if self.vague else ""
+        )
+        if not self.untried and not self.vague:
             return "agrees with the reference"
+        if not self.untried:
+            return f"agrees with the reference in {agreeing} of {len(self.results)} cases{about_vague}"
         unknown = [result.case for result in self.results if result.untried and (result.skipped or "").startswith(NO_PARAMETER)]
         reasons = [f"{', '.join(unknown)}, since no parameter is known for them"] if unknown else []
         if positions := [name for name in self.untried if name not in unknown]:
             reasons.append(f"{', '.join(positions)}, since query_offset is not given")
-        return f"agrees with the reference in {run} of {len(self.results)} cases; not tried: {'; '.join(reasons)}"
+        return f"agrees with the reference in {agreeing} of {len(self.results)} cases; not tried: {'; '.join(reasons)}{about_vague}"
 
 
 def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **options: Any) -> Comparison:
@@ -219,6 +238,7 @@ class _ComparedOutput:
     expected: Array
     got: Array
     tolerance: float
+    vague: bool
 
     @property
     def has_shape(self) -> bool:
@@ -253,7 +273,7 @@ class _ComparedCase:
     @property
     def result(self) -> CaseResult:
         worst = max(self.outputs, key=lambda x: x.error / x.tolerance)
-        return CaseResult(self.right.case.name, worst.error, worst.tolerance)
+        return CaseResult(self.right.case.name, worst.error, worst.tolerance, vague=all(x.vague for x in self.outputs))
 
     @property
     def observation(self) -> Observation:
@@ -279,7 +299,7 @@ def _call(candidate: Candidate, case: CheckCase) -> _ComparedCase:
     right = Computation(candidate.spec, candidate.weights, case, dtype, options.tolerance, options.average_weights)
     expected, got = right.run(), {"output": result.output, "attention_weights": result.attention_weights}
     outputs = [
-        _ComparedOutput(name, x, y, expected.largest_tolerance(name))
+        _ComparedOutput(name, x, y, expected.largest_tolerance(name), expected.is_vague_in(name))
         for name, x in expected.outputs.items()
         if (y := got[name]) is not None
     ]

@@ -48,10 +48,13 @@ class Expected:
 
     @property
     def is_vague(self) -> bool:
-        """Whether roundings may change the numbers so much that hardly any are excluded."""
-        part = VAGUE.get(self.dtype, 0.01)
-        means = {name: x if isinstance(x, float) else float(np.mean(x)) for name, x in self.tolerances.items()}
-        return any(mean > max(part * self.largest[name], 1e-29) for name, mean in means.items())
+        """Whether roundings may change the numbers of an output so much that hardly any are excluded."""
+        return any(map(self.is_vague_in, self.tolerances))
+
+    def is_vague_in(self, name: str) -> bool:
+        """The same of one output."""
+        mean = float(np.mean(self.tolerances[name]))
+        return mean > max(VAGUE.get(self.dtype, 0.01) * self.largest[name], 1e-29)
 
     def excludes(self, results: Mapping[str, Array]) -> bool:
         """Whether a candidate has other numbers than the finite ones here, by more than rounding may change."""

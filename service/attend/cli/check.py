@@ -115,7 +115,7 @@ def check(
         typer.echo(json.dumps(document))
     if not document["agrees"]:
         raise typer.Exit(1)
-    if module and not allow_skipped and any(report.comparison.untried for report in reports):
+    if module and not allow_skipped and not all(report.is_complete for report in reports):
         raise typer.Exit(3)
 
 
@@ -159,6 +159,11 @@ class ModuleReport:
     def agrees(self) -> bool:
         return self.comparison.agrees
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all cases were tried that can be, and some say something."""
+        return not self.comparison.untried and any(result.agrees is not None for result in self.comparison.results)
+
     def document(self) -> dict[str, Any]:
         """For --json. An error that is not finite is null."""
         cases = [
@@ -178,7 +183,8 @@ class ModuleReport:
         if self.agrees:
             if verbose:
                 console.print(self._table())
-            line = self.comparison.conclusion if self.comparison.untried else f"agrees with the reference in {self.calls} calls"
+            partly = self.comparison.untried or self.comparison.vague
+            line = self.comparison.conclusion if partly else f"agrees with the reference in {self.calls} calls"
             console.print(f"{self.name} {line}", soft_wrap=True, highlight=False, markup=False)
             return
         console.print(f"{self.name} {self.comparison.verdict}", highlight=False, markup=False)
@@ -192,7 +198,7 @@ class ModuleReport:
             if result.skipped or result.raised:
                 table.add_row(result.case, "", "", f"not run: {result.skipped}" if result.skipped else "[bold red]RAISED")
             else:
-                verdict = "agrees" if result.agrees else "[bold red]WRONG"
+                verdict = "[bold red]WRONG" if result.agrees is False else result.verdict
                 table.add_row(result.case, f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict)
         return table
 
