@@ -51,11 +51,12 @@ class Faults:
     stalls: float = 0.0  # a client stops to send or to read
     compute: float = 0.0  # computing a batch fails, or finds no memory
     files: float = 0.0  # a call to the file system fails
+    memory: float = 0.0  # a job that reads or writes a body, or draws, finds no memory
     begun: bool = False  # whether computing and files may fail already: a process whose first calls fail does not start
     occurred: bool = False  # whether computing or a call to the file system has failed
 
     def stop(self) -> None:
-        self.leaves = self.stalls = self.compute = self.files = 0.0
+        self.leaves = self.stalls = self.compute = self.files = self.memory = 0.0
 
 
 @dataclass
@@ -107,6 +108,7 @@ def draw_configuration(world: World, keys_file: Any) -> Configuration:
     settings = settings.model_copy(update={"max_queue_bytes": one("max_queue_bytes", 4000, 40_000, 1 << 31)})  # below the least setting
     sizes = {name: often(name, values) for name, values in SIZES.items()}
     faults = Faults(*(one(name, 0.0, 0.02, 0.2) for name in ("leaves", "stalls", "compute")), one("file faults", 0.0, 0.0, 0.01, 0.1))
+    faults.memory = one("memory", 0.0, 0.0, 0.02, 0.2)
     files = None
     if one("files", True, True, False):
         block = sizes["attend.serving.layers.store.BLOCK_BYTES"]

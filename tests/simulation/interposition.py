@@ -57,6 +57,7 @@ def interposed(world: World, chosen: Configuration) -> Iterator[None]:
             "attend.serving.layers.store.os": chosen.files.namespace(),
             "attend.serving.layers.store.fcntl": SimpleNamespace(**{**vars(fcntl), "flock": chosen.files.flock}),
         }
+    world.lacks_memory = partial(_lacks_memory, world, chosen, world.random("memory"))
     collects = gc.isenabled()
     gc.disable()
     before = {name: _replace(name, value) for name, value in replaced.items()}
@@ -99,6 +100,14 @@ def _draw_picture(world: World, tensors: Any, spec: Any, check: Callable[[], Non
         world.spend(0.05)
         check()
     return b"picture of " + ",".join(sorted(tensors)).encode()
+
+
+def _lacks_memory(world: World, chosen: Configuration, draw: Random) -> bool:
+    if not chosen.faults.begun or draw.random() >= chosen.faults.memory:
+        return False
+    world.note("no memory for a job")
+    chosen.faults.occurred = True
+    return True
 
 
 def _compute(world: World, chosen: Configuration, draw: Random, results: Callable[[Any], Any], batch: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from simulation.world import World
 
+ALLOCATING = ("codec", "drawing")  # pools whose jobs may find no memory; that of a batch is a fault of computing
 DELAYS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2)  # seconds until a free thread runs, and until the loop learns of the end
 
 
@@ -54,6 +55,8 @@ class SimulatedExecutor:
         result, error = None, None
         try:
             with self.world.run_by(self.process):
+                if self.name.startswith(ALLOCATING) and self.world.lacks_memory():
+                    raise MemoryError
                 result = function(*args)
         except BaseException as raised:
             error = raised

@@ -48,6 +48,7 @@ class World:
         self.checks: list[Callable[[], None]] = []  # called before each iteration
         self.grpc: Any = None  # the gRPC server that was made last
         self.in_thread = False  # whether the job of a thread runs
+        self.lacks_memory: Callable[[], bool] = lambda: False  # whether a job that reads, writes or draws finds no memory
         self.running = ""  # the name of the process that runs, if there are several
         self.elapsed = 0.0  # seconds that the job of a thread has taken so far, while it runs
         self._events: list[tuple[float, int, Callable[[], None]]] = []

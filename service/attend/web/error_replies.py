@@ -1,7 +1,6 @@
 """Replies to exceptions and to requests without an endpoint: problem details (RFC 9457), or {"error": "…"} under /v2."""
 
 import json
-import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 
 import structlog
@@ -9,8 +8,7 @@ from fastapi import Response
 from starlette.exceptions import HTTPException
 
 from attend import errors
-from attend.serving.executor import is_out_of_memory
-from attend.web.errors import UNEXPECTED_ERROR, problem_document, retry_after, status_of
+from attend.web.errors import UNEXPECTED_ERROR, known_error, problem_document, retry_after, status_of
 from attend.web.http_parser import METHODS
 from attend.web.records import Handler, HttpRecord
 from attend.wire.negotiation import JSON, PROBLEM_JSON
@@ -42,9 +40,7 @@ class ErrorReplies:
 def _response_to(error: Exception, record: HttpRecord) -> Response:
     if isinstance(error, HTTPException):  # of a static file
         return _without_endpoint(record, error.status_code, f"nothing is served at {record.path}; see /docs")
-    if is_out_of_memory(error):
-        traceback.clear_frames(error.__traceback__)  # frees the memory of the failed request
-        error = errors.OutOfMemory("there was not enough memory for this request")
+    error = known_error(error)
     if isinstance(error, errors.AttendError):
         return _error_response(error, record)
     record.reason = "internal_error"

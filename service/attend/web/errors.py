@@ -6,10 +6,12 @@ An error class without a row in STATUSES has the row of its nearest ancestor. No
 import json
 import math
 import random
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from attend import errors
+from attend.serving.executor import is_out_of_memory
 
 STATUSES: dict[type[errors.AttendError], tuple[int, str]] = {  # HTTP status, gRPC code
     errors.AttendError: (500, "INTERNAL"),
@@ -44,6 +46,14 @@ UNEXPECTED_ERROR = "unexpected error; the server's log has the cause"
 def status_of(error: errors.AttendError) -> int:
     """The HTTP status of an error."""
     return _row_of(error)[0]
+
+
+def known_error(error: Exception) -> Exception:
+    """The error itself, or OutOfMemory in its place if it says that there is no memory; what failed is freed then."""
+    if not is_out_of_memory(error):
+        return error
+    traceback.clear_frames(error.__traceback__)
+    return errors.OutOfMemory("there was not enough memory for this request")
 
 
 def grpc_code_of(error: errors.AttendError) -> str:

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from starlette.testclient import TestClient
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from attend.serving.engine import Engine
 from attend.settings import Settings
 from attend.web.app import create_app
 from attend.web.grpc.descriptors import HEALTH_LIST
@@ -196,6 +197,30 @@ def test_a_server_is_ready_once_it_has_a_model(start: Callable[..., Server]) -> 
         assert http.post("/v2/repository/models/default/load", json=SPEC).status_code == 200
         assert next(states) == STATE.SERVING
         assert readiness(channel) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(MemoryError(), "RESOURCE_EXHAUSTED"), (OSError(12, "Cannot allocate memory"), "RESOURCE_EXHAUSTED"), (KeyError(), "INTERNAL")],
+)
+def test_out_of_memory_is_told_from_faults(error: Exception, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over HTTP, and the next call is answered."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    app = create_app(Settings(grpc_port=port, access_log=False))
+
+    def fail(*args: Any, **keywords: Any) -> Any:
+        raise error
+
+    with TestClient(app, base_url="http://127.0.0.1"), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        until(lambda: app.state.service.started, "started")
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with monkeypatch.context() as patch, pytest.raises(grpc.RpcError) as refused:
+            patch.setattr(Engine, "decode", fail)
+            stub.ModelInfer(GOOD, timeout=PATIENCE)
+        assert refused.value.code().name == code
+        assert ("memory" in refused.value.details()) == (code == "RESOURCE_EXHAUSTED")
+        assert stub.ModelInfer(GOOD, timeout=PATIENCE).model_name == "default"
 
 
 def test_a_hung_device_is_not_ready_over_any_protocol(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from attend.errors import AttendError, CallerGone, MalformedBody, NotReady, Over
 from attend.serving.fair_share import FairShare
 from attend.serving.service import Service
 from attend.serving.streams import PreviousSent, answer_stream, message_reader
-from attend.web.errors import UNEXPECTED_ERROR, grpc_code_of, retry_after
+from attend.web.errors import UNEXPECTED_ERROR, grpc_code_of, known_error, retry_after
 from attend.web.grpc.codec import refusal_in_stream
 from attend.web.grpc.descriptors import SERVICE
 from attend.web.grpc.methods import REQUEST_ID_KEY, GrpcRecord, Method, Methods
@@ -159,18 +159,23 @@ class CallHandlers:
         try:
             yield
             record.code, record.reason = grpc.StatusCode.OK, ""
-        except AttendError as error:
-            record.code, record.reason = grpc.StatusCode[grpc_code_of(error)], type(error).__name__
-            record.detail = truncated_detail(error.detail)
-            if isinstance(error, Overloaded | NotReady):
-                record.trailing.append(("retry-after", retry_after(error)))
-            if record.code is grpc.StatusCode.INTERNAL:
-                log.error("failed", method=name, request_id=record.request_id, exc_info=error.__cause__ or error)
-        except Exception:
-            record.code, record.detail, record.reason = grpc.StatusCode.INTERNAL, UNEXPECTED_ERROR, "internal_error"
-            log.exception("internal_error", method=name, request_id=record.request_id)
+        except Exception as raised:
+            self._write_error(name, record, known_error(raised))
         finally:
             self._log_call(full_name, record, span, service.clock() - started)
+
+    def _write_error(self, name: str, record: GrpcRecord, error: Exception) -> None:
+        """Write an exception into the record."""
+        if not isinstance(error, AttendError):
+            record.code, record.detail, record.reason = grpc.StatusCode.INTERNAL, UNEXPECTED_ERROR, "internal_error"
+            log.error("internal_error", method=name, request_id=record.request_id, exc_info=error)
+            return
+        record.code, record.reason = grpc.StatusCode[grpc_code_of(error)], type(error).__name__
+        record.detail = truncated_detail(error.detail)
+        if isinstance(error, Overloaded | NotReady):
+            record.trailing.append(("retry-after", retry_after(error)))
+        if record.code is grpc.StatusCode.INTERNAL:
+            log.error("failed", method=name, request_id=record.request_id, exc_info=error.__cause__ or error)
 
     def _log_call(self, full_name: str, record: GrpcRecord, span: OpenSpan | None, seconds: float) -> None:
         metrics, telemetry = self.service.metrics, self.options.telemetry
