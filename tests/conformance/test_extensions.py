@@ -105,12 +105,13 @@ def test_model_configuration(subject: Subject) -> None:
 
     assert config["name"] == subject.model
     batches = config["max_batch_size"] > 0
-    shapes = {tensor["name"]: tensor["shape"] for tensor in [*subject.metadata["inputs"], *subject.metadata["outputs"]]}
-    for tensor in [*config["input"], *config["output"]]:
-        wanted = shapes[tensor["name"]][1 if batches else 0 :]
-        assert wanted, "a tensor with only a batch axis, which a configuration cannot describe"
-        assert [int(length) for length in tensor["dims"]] == wanted
-        assert tensor["data_type"].startswith("TYPE_")
+    for side in ("input", "output"):  # an input and an output may have the same name
+        shapes = {tensor["name"]: tensor["shape"] for tensor in subject.metadata[f"{side}s"]}
+        for tensor in config[side]:
+            wanted = shapes[tensor["name"]][1 if batches else 0 :]
+            assert wanted, "a tensor with only a batch axis, which a configuration cannot describe"
+            assert [int(length) for length in tensor["dims"]] == wanted
+            assert tensor["data_type"].startswith("TYPE_")
     refusal_of(subject.http.get("/v2/models/there-is-none/config"))
 
 
