@@ -48,7 +48,7 @@ REASONS = {
         r"a (number that is finite in|finite) \w+",
     ],
     "what goes only together, or not together": [
-        r"a key in addition to the value|a key, .*",
+        r"(a key|pattern|head_outputs) in addition to .*|a key, .*",
         r"positions (in addition to key_positions|alone, since the key is the query|from -\d+ to \d+)",
         r"the positions of the (keys|queries)\b.*",
         r"an offset .*",
