@@ -118,7 +118,7 @@ static void one_call(void)
 static void one_step(void)
 {
     enum { MOST_PAGES = 3 };
-    const int kv_heads = 1 + (int)draw(3), group = 1 + (int)draw(10), width = 16 * (1 + (int)draw(16)), count = 1 + (int)draw(MOST_PAGES);
+    const int kv_heads = 1 + (int)draw(3), group = 1 + (int)draw(10), width = 1 + (int)draw(WIDEST_HEAD), count = 1 + (int)draw(MOST_PAGES);
     const int heads = kv_heads * group, is_extreme = !draw(8);
     struct page pages[MOST_PAGES];
     for (int i = 0; i < count; i++) {

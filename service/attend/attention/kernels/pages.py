@@ -15,7 +15,6 @@ from attend.attention.native.extension import extension
 from attend.spec import LayerSpec
 
 MAX_HEAD_DIM = 256  # largest head_dim that the extension computes
-HEAD_DIM_MULTIPLE = 16  # which must divide head_dim
 
 
 class PagesKernel:
@@ -67,7 +66,7 @@ class PagesKernel:
 def _suits_cache(spec: LayerSpec) -> bool:
     """Whether caches have keys and values, of widths that the extension computes."""
     width = spec.head_dim
-    return "key" in cached_tensors(spec) and spec.value_head_dim == width and width % HEAD_DIM_MULTIPLE == 0 and width <= MAX_HEAD_DIM
+    return "key" in cached_tensors(spec) and spec.value_head_dim == width and width <= MAX_HEAD_DIM
 
 
 def attend_to_pages(

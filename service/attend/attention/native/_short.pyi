@@ -50,6 +50,6 @@ def attend_cache(
 
     A page is key and value, [kv_heads, n, width], and the first row and the end of those rows that the query attends to; at least one row.
     `bias` [kv_heads, group, these rows of all pages] is added to the scores.
-    `width` is a multiple of 16, at most 256. Returns whether all numbers of the output are finite: they are not where all scores of a head
+    `width` is at most 256. Returns whether all numbers of the output are finite: they are not where all scores of a head
     overflow. Raises ValueError if the sizes do not fit, or the variant is not one of `variants`.
     """

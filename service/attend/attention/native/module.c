@@ -127,7 +127,7 @@ static PyObject *attend_cache(PyObject *module, PyObject *args)
     Py_buffer *buffers = PyMem_Calloc(count + 1, 2 * sizeof *buffers);
     struct page *pages = PyMem_Calloc(count + 1, sizeof *pages);
     int fits = variants[variant].name && count && 0 < query.kv_heads && query.kv_heads <= MOST_HEADS && 0 < query.group &&
-               query.group <= MOST_HEADS && 0 < query.width && query.width <= WIDEST_HEAD && query.width % MOST_LANES == 0;
+               query.group <= MOST_HEADS && 0 < query.width && query.width <= WIDEST_HEAD;
     const uint64_t heads = fits ? (uint64_t)query.kv_heads * query.group : 0, sizes[3] = {heads * query.width, heads * query.width, heads};
     for (int i = 0; i < 3; i++) fits = fits && (uint64_t)x[i].len == sizeof(float) * sizes[i];
     if (!fits) PyErr_SetString(PyExc_ValueError, "sizes or variant");

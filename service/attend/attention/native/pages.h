@@ -18,7 +18,7 @@ struct block {
     const float *key, *value; /* [rows][width] */
     const float *bias;        /* [group][rows], bias_stride apart; NULL: 0 */
     size_t bias_stride;
-    int group, rows, width;   /* width is a multiple of MOST_LANES */
+    int group, rows, width;
     float scale;
     float *acc_m_l; /* [group][width + 2]: acc [width], m, l */
 };

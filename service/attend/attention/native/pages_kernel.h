@@ -4,18 +4,28 @@
 
 enum { VALUES_PER_TILE = 64 }; /* values that stay in the fastest cache while the heads of a group are computed */
 
+/* The sum of products of numbers first to end. */
+INLINE float product(const float *a, const float *b, int first, int end)
+{
+    float sum = 0;
+    for (int j = first; j < end; j++) sum += a[j] * b[j];
+    return sum;
+}
+
 INLINE void block_scores(const struct block *block, float (*scores)[KEYS_PER_BLOCK], int width)
 {
+    const int whole = width / LANES * LANES; /* numbers of a row that fill vectors */
     for (int first = 0; first < block->rows; first += LANES)
         for (int head = 0; head < block->group; head++) {
             const float *query = block->query + head * width;
-            vector sums[LANES];
+            vector sums[LANES], rest = {0};
             for (int i = 0; i < LANES; i++) {
                 const float *key = block->key + (size_t)(first + i < block->rows ? first + i : block->rows - 1) * width;
                 sums[i] = (vector){0};
-                for (int j = 0; j < width; j += LANES) sums[i] += load(query + j) * load(key + j);
+                for (int j = 0; j < whole; j += LANES) sums[i] += load(query + j) * load(key + j);
+                if (whole < width) rest[i] = product(query, key, whole, width);
             }
-            store(scores[head] + first, sums_of(sums) * block->scale);
+            store(scores[head] + first, (sums_of(sums) + rest) * block->scale);
         }
     if (block->bias)
         for (int head = 0; head < block->group; head++)
@@ -48,6 +58,9 @@ INLINE void block_values(const struct block *block, float (*scores)[KEYS_PER_BLO
             for (int row = first; row < end; row++)
                 for (int j = 0; j < width / LANES; j++) sums[j] += scores[head][row] * load(block->value + (size_t)row * width + j * LANES);
             for (int j = 0; j < width / LANES; j++) store(acc + j * LANES, sums[j]);
+            for (int row = first; row < end; row++)
+                for (int j = width / LANES * LANES; j < width; j++)
+                    acc[j] = (row ? acc[j] : 0) + scores[head][row] * block->value[(size_t)row * width + j];
         }
 }
 
