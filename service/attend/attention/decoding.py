@@ -20,7 +20,7 @@ from attend.attention.layer import MultiHeadAttention, result_of
 from attend.attention.masks import Masks
 from attend.attention.operations import Operation
 from attend.attention.operators.operator import Projected
-from attend.attention.projections import Projections, stage
+from attend.attention.projections import Projections
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,7 @@ def forward_steps(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, C
     """The results of steps of several caches, with equal numbers of rows. Their rows are projected together."""
     rows = _stack_new_rows(steps)
     projected = layer.project(rows)
-    tensors = {"key": projected[1], "value": projected[2]}
-    for rows_to_cache in stage(layer.operators, "rows_to_cache"):
-        tensors |= rows_to_cache(rows, projected, layer.projections.product)
+    tensors = layer.projections.rows_to_cache(rows, projected)
     results = []
     for i, (step, call) in enumerate(steps):
         step.cache.largest_row = max(step.cache.largest_row, largest_row(call.key))
@@ -124,19 +122,18 @@ def largest_row(rows: Tensor) -> float:
 
 
 def _stack_new_rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
-    """One call with the new rows of all steps as its batch items, to be projected."""
+    """One call with the new rows of all steps as its batch items, which has all that projections read."""
     calls = [call for _, call in steps]
     first, count = calls[0], calls[0].key.shape[1]
     inputs = first.options.inputs(lambda name: _stacked([getattr(call, name) for call in calls]))
     indices = torch.arange(count, dtype=torch.float64, device=first.key.device)[None]
     given = [call.query_coordinates for call in calls if call.query_coordinates is not None]
-    return replace(
-        first,
-        options=replace(first.options, items=len(steps), num_keys=count),
+    return Call(
+        replace(first.options, items=len(steps), num_keys=count),
         **inputs,
-        masks=Masks(torch.cat([call.masks.positions for call in calls]), count),
-        query_coordinates=torch.cat(given) if given else None,
-        key_coordinates=torch.cat([step.start + indices if call.key_coordinates is None else call.key_coordinates for step, call in steps]),
+        masks=Masks(_stacked([call.masks.positions for call in calls]), count),
+        query_coordinates=_stacked(given) if given else None,
+        key_coordinates=_stacked([step.start + indices if call.key_coordinates is None else call.key_coordinates for step, call in steps]),
     )
 
 

@@ -32,7 +32,8 @@ class Projections:
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], operators: Sequence[Operator]) -> None:
         self.spec, self.weights = spec, weights
         # no methods of this object: a cycle would keep weights until a collection
-        self._replacement, self._expand, self._outputs = (stage(operators, name) for name in ("project", "expand", "outputs"))
+        names = ("project", "expand", "outputs", "rows_to_cache")
+        self._replacement, self._expand, self._outputs, self._rows_to_cache = (stage(operators, name) for name in names)
         self._stages = [method for name in ("norm", "rotate", "rescale") for method in stage(operators, name)]
         self._products: dict[str, Linear] = {}  # created when first needed, since each may store its weight a second time
 
@@ -57,6 +58,13 @@ class Projections:
         for outputs in self._outputs:
             tensors |= outputs(call, projected, self.product)
         return {name: x for name, x in tensors.items() if name in call.options.outputs}
+
+    def rows_to_cache(self, call: Call, projected: Projected) -> dict[str, Tensor]:
+        """What a cache may keep of the call's keys and values, [b, heads, k, width] by name."""
+        tensors = {"key": projected[1], "value": projected[2]}
+        for rows_to_cache in self._rows_to_cache:
+            tensors |= rows_to_cache(call, projected, self.product)
+        return tensors
 
     def keys_and_values(self, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The keys and values [1, kv heads, n, …] of rows of a cache."""
