@@ -64,9 +64,8 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     from attend.errors import AttendError
     from attend.serving.admission import ServingLimits
     from attend.serving.batching import Entry
-    from attend.serving.engine import ATTEND
+    from attend.serving.binding import ATTEND
     from attend.serving.executor import compute
-    from attend.serving.replies import build_reply
     from attend.serving.requests import RawRequest
     from attend.serving.service import open_service
     from attend.spec import LayerSpec
@@ -85,7 +84,7 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
         [(_, outcome)] = compute([Entry(bound.layer, bound.call, bound.cost, 0.0)], service.clock)
         if isinstance(outcome, AttendError):
             raise outcome
-        codec.encode(build_reply(bound, outcome.result), bound.request.reply, decoded.reply_format)
+        codec.encode(ATTEND.build_reply(bound, outcome.result), bound.request.reply, decoded.reply_format)
 
     bodies = [Path(path).read_bytes() for path in paths]
     for body in bodies:

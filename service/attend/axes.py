@@ -1,6 +1,6 @@
 """The axes of the tensors of a request, each declared once.
 
-By this table requests are checked (`wire/shapes.py`), compared with their layer (`serving/binding.py`), turned into calls
+By this table requests are checked (`wire/shapes.py`), compared with their layer (`serving/layer_checks.py`), turned into calls
 (`serving/calls.py`), described in the OpenAPI document and under /v2, and given a batch axis in the reference.
 
 b batch items, h heads, q queries, k keys, n rows of query and key alike; query_dim and the like are widths of the layer. A request whose

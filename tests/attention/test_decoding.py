@@ -19,7 +19,7 @@ from attend.errors import InvalidRequest, SessionConflict, TooLarge
 from attend.serving.admission import Admission, ServingLimits
 from attend.serving.calls import make_call
 from attend.serving.casting import numpy_of
-from attend.serving.sessions.steps import bind_step
+from attend.serving.sessions.steps import STEP
 from attend.spec import LayerSpec
 from attend.wire.codec import Decoded
 from attend.wire.problems import validate
@@ -302,4 +302,4 @@ def test_a_step_beyond_the_limits_is_refused_also_where_calls_are_cut_into_parts
     sequence = Sequence(Case(spec, {}, {name: np.ones(shape) for name, shape in spec.weight_shapes().items()}))
     limited = Admission(ServingLimits(max_pairs=3 * 5 * 5 - 1), shards=3)
     with pytest.raises(TooLarge, match="max_pairs"):
-        bind_step(sequence.session, Decoded({"query": np.ones((5, 6)), "causal": True}), sequence.layer, limited)
+        STEP.bind_to_session(sequence.session, Decoded({"query": np.ones((5, 6)), "causal": True}), limited)

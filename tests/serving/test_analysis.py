@@ -23,8 +23,7 @@ from attend.client.responses import read_analysis
 from attend.errors import InvalidRequest, TooLarge
 from attend.heads.metrics.compute import OF_WEIGHTS, MetricsOperation
 from attend.serving.admission import ServingLimits
-from attend.serving.analysis import VALUE_METRICS
-from attend.serving.engine import ANALYSIS
+from attend.serving.analysis import ANALYSIS, VALUE_METRICS
 from attend.serving.requests import RawRequest
 from attend.serving.service import open_service
 from attend.spec import LayerSpec

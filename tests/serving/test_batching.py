@@ -17,10 +17,10 @@ from attend.attention.stacking import stack
 from attend.check.random_cases import FEATURES, Case, random_case
 from attend.serving.admission import ServingLimits
 from attend.serving.batching import MAX_EXAMINED, BatchLimits, Entry, batch_key, form_batch, limits_on
-from attend.serving.binding import check_against_layer
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost, predict
 from attend.serving.executor import Outcome, compute
+from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.spec import LayerSpec
 from attend.wire.problems import validate

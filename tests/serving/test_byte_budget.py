@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from attend.errors import CallerGone, DeadlinePassed, Overloaded
+from attend.serving.analysis import ANALYSIS
+from attend.serving.binding import ATTEND
 from attend.serving.byte_budget import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
-from attend.serving.engine import ANALYSIS, ATTEND, FIGURE
+from attend.serving.figures import FIGURE
 from attend.serving.layer_requests import put_layer
 from attend.serving.plan import plan_call
 from attend.serving.requests import RawRequest

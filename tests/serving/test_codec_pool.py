@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from attend.serving.admission import ServingLimits
+from attend.serving.binding import ATTEND
 from attend.serving.codec_pool import LARGE_BYTES, CodecPool
-from attend.serving.engine import ATTEND
 from attend.serving.metrics import Metrics
 from attend.serving.requests import RawRequest
 from attend.serving.scheduler import Scheduler

@@ -16,8 +16,8 @@ from attend.errors import AttendError
 from attend.serving import batching
 from attend.serving.admission import ServingLimits
 from attend.serving.batching import BatchLimits, Entry
+from attend.serving.binding import ATTEND
 from attend.serving.codec_pool import LARGE_BYTES, Job
-from attend.serving.engine import ATTEND
 from attend.serving.requests import RawRequest
 from attend.serving.service import open_service
 from attend.spec import LayerSpec

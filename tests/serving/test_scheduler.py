@@ -22,11 +22,11 @@ from attend.errors import AttendError, DeadlinePassed, InvalidRequest, Overloade
 from attend.serving import scheduler
 from attend.serving.admission import ServingLimits
 from attend.serving.batching import Entry, batch_key
-from attend.serving.binding import check_against_layer
+from attend.serving.binding import ATTEND
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost, predict
-from attend.serving.engine import ATTEND
 from attend.serving.executor import Execution, Outcome
+from attend.serving.layer_checks import check_against_layer
 from attend.serving.requests import RawRequest
 from attend.serving.service import open_service
 from attend.settings import Settings

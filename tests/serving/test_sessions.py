@@ -18,18 +18,17 @@ from attend.errors import (
     SessionNotFound,
     WrongReplica,
 )
-from attend.serving import engine
 from attend.serving.admission import ServingLimits
-from attend.serving.engine import ATTEND
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.metrics import Metrics
 from attend.serving.requests import RawRequest
 from attend.serving.scheduler import QueueLimits
 from attend.serving.service import Service, open_service
-from attend.serving.sessions import registry, steps
+from attend.serving.sessions import registry
 from attend.serving.sessions.ids import make_id, new_process
 from attend.serving.sessions.locks import lock_session
 from attend.serving.sessions.registry import Session, SessionRegistry
+from attend.serving.sessions.steps import STEP
 from attend.spec import LayerSpec
 from attend.wire.limits import WireLimits
 from attend.wire.schemas.sessions import PostSession
@@ -282,7 +281,7 @@ def service_of(sessions: Sessions) -> Service:
 
 async def step(service: Service, session: Session, rows: Any, **fields: Any) -> None:
     body = orjson.dumps({"query": rows.tolist(), "outputs": ["output"], **fields})
-    await service.engine.answer(RawRequest(body, session=session.id), ATTEND)
+    await service.engine.answer(RawRequest(body), STEP, session.id)
 
 
 @loop
@@ -291,8 +290,8 @@ async def test_waiting_for_an_earlier_call_of_the_session_counts_as_queue() -> N
     service, session = service_of(sessions), await sessions.create()
     service.engine.clock = sessions.clock
     async with lock_session(sessions.registry, session.id, "", RawRequest(b"")):
-        raw = RawRequest(orjson.dumps({"query": [[0.5] * 6], "outputs": ["output"]}), session=session.id)
-        waiting = asyncio.create_task(service.engine.answer(raw, ATTEND))
+        raw = RawRequest(orjson.dumps({"query": [[0.5] * 6], "outputs": ["output"]}))
+        waiting = asyncio.create_task(service.engine.answer(raw, STEP, session.id))
         await loop_iterations()
         sessions.clock.now += 5
     phases = (await waiting).phases
@@ -364,12 +363,14 @@ async def test_rule_12_a_large_step_is_bound_in_another_thread() -> None:
     sessions, on_loop = Sessions(pages=1000), []
     service, session = service_of(sessions), await sessions.create()
 
-    def bind_step(*args: Any) -> Any:
+    bind = STEP.bind_to_session
+
+    def bind_to_session(*args: Any) -> Any:
         on_loop.append(threading.current_thread() is threading.main_thread())
-        return steps.bind_step(*args)
+        return bind(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "bind_step", bind_step)
+        patch.setattr(STEP, "bind_to_session", bind_to_session)
         for rows in (1, 1000):
             await step(service, session, np.random.default_rng(0).standard_normal((rows, 6)))
     assert on_loop == [True, False]

@@ -18,9 +18,9 @@ from attend.attention.reference import forward
 from attend.check.random_cases import FEATURES, random_case
 from attend.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
 from attend.serving.admission import Admission, ServingLimits, cost_of_part
+from attend.serving.binding import ATTEND
 from attend.serving.calls import make_call
 from attend.serving.cost import predict
-from attend.serving.engine import ATTEND
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.plan import plan_call
 from attend.serving.requests import RawRequest
@@ -211,7 +211,7 @@ def test_a_call_too_large_for_all_shards_is_refused():
     assert ask(LocalShards(4), limits)
     with pytest.raises(TooLarge, match="max_operations"):
         ask(LocalShards(2), limits)
-    problems, in_parts = Admission(ServingLimits(max_scores=10), 64).refusals(AttendRequest(**BODY), SPEC, cost_of())
+    problems, in_parts = Admission(ServingLimits(max_scores=10), 64).refusals(cost_of(), may_be_cut=True)
     assert problems and not in_parts, "weights come together in one place"
     assert cost_of_part(cost_of(), 2).operations == -(-cost_of().operations // 2)
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from attend.errors import AttendError, InvalidRequest
 from attend.serving.admission import ServingLimits
-from attend.serving.engine import ATTEND, Engine
+from attend.serving.binding import ATTEND, BoundCall
+from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry
-from attend.serving.requests import BoundCall, RawRequest
+from attend.serving.requests import RawRequest
 from attend.serving.service import open_service
 from attend.serving.validation_cache import MAX_KEY_CHARACTERS, MAX_RESULTS, CachedValidation, ValidationCache, cache_key
 from attend.spec import LayerSpec

@@ -19,11 +19,11 @@ from attend.attention.reference.request import Request
 from attend.check.random_cases import FEATURES, REQUEST_FEATURES, Case, Draw, Sizes, draw_options, random_case, rounded
 from attend.cli.server_check import compare_output, largest_score, outputs_of
 from attend.serving.admission import Admission, ServingLimits
+from attend.serving.binding import BoundCall
 from attend.serving.casting import numpy_of
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
-from attend.serving.requests import BoundCall
 from attend.serving.sessions.registry import Session
-from attend.serving.sessions.steps import bind_step
+from attend.serving.sessions.steps import STEP
 from attend.tensors import Array
 from attend.wire.codec import Decoded
 from support.cases import weights_of
@@ -90,7 +90,7 @@ class Sequence:
 
     def bind(self, members: Mapping[str, Any], **fields: Any) -> BoundCall:
         """The bound call; its pages are reserved."""
-        bound = bind_step(self.session, Decoded({"outputs": self.outputs, **members, **fields}), self.layer, LIMITS)
+        bound = STEP.bind_to_session(self.session, Decoded({"outputs": self.outputs, **members, **fields}), LIMITS)
         self.cache.reserve(bound.call.masks.num_keys)
         return bound
 

@@ -9,7 +9,6 @@ from attend.errors import Problem, TooLarge
 from attend.serving.cost import Cost, ReplyContents, predict_call
 from attend.spec import LayerSpec
 from attend.wire.limits import MIB
-from attend.wire.schemas.attend import AttendRequest
 
 LARGE_REPLY = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
 MAX_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
@@ -37,22 +36,20 @@ class Admission(NamedTuple):
     limits: ServingLimits
     shards: int = 0
 
-    def refusals(self, request: AttendRequest, spec: LayerSpec, cost: Cost) -> tuple[list[Problem], bool]:
+    def refusals(self, cost: Cost, may_be_cut: bool = False) -> tuple[list[Problem], bool]:
         """The exceeded limits (empty if the call is admitted), and whether the call is admitted only in parts, one for each shard.
 
-        One process assembles the reply, so the bounds on scores, items and reply bytes hold for the whole call. Metrics, and calls with
-        dropout, gradients or replaced rows, depend on all keys at once; such calls are never cut, nor are several sequences in one query.
+        `may_be_cut`: whether shards may compute it. One process assembles the reply, so the bounds on scores, items and reply bytes hold
+        for the whole call.
         """
         problems = exceeded_limits(cost, self.limits)
-        is_indivisible = request.dropout is not None or request.output_gradient is not None or request.query_lengths is not None
-        is_indivisible = is_indivisible or request.pattern is not None or request.head_outputs is not None
-        if not problems or self.shards < 2 or is_indivisible or type(request) is not AttendRequest or not spec.splits_over_keys:
+        if not problems or self.shards < 2 or not may_be_cut:
             return problems, False
         return (problems, False) if exceeded_limits(cost_of_part(cost, self.shards), self.limits) else ([], True)
 
-    def require(self, request: AttendRequest, spec: LayerSpec, cost: Cost) -> bool:
+    def require(self, cost: Cost, may_be_cut: bool = False) -> bool:
         """Whether the call is admitted only in parts. Raises TooLarge if it is not admitted."""
-        problems, in_parts = self.refusals(request, spec, cost)
+        problems, in_parts = self.refusals(cost, may_be_cut)
         if problems:
             raise TooLarge(problems=problems)
         return in_parts

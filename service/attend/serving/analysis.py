@@ -1,4 +1,4 @@
-"""POST /attend/analysis: binds the request to a layer, predicts its cost and builds the reply."""
+"""POST /attend/analysis: what it asks of a request and its layer, its cost, and its reply."""
 
 import math
 from collections.abc import Sequence
@@ -8,63 +8,154 @@ import numpy as np
 import torch
 
 from attend.attention.call import Call, Result
-from attend.errors import InvalidRequest
+from attend.errors import InvalidRequest, SessionConflict
 from attend.heads.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOperation
 from attend.heads.metrics.rows import MetricsOptions
 from attend.serving.admission import Admission
-from attend.serving.binding import check_against_layer, refuse_packed, require_masks_of_all_heads, shape_fields
-from attend.serving.calls import make_call
+from attend.serving.binding import Binding, BoundCall
 from attend.serving.casting import aligned, cast, numpy_of
 from attend.serving.cost import Cost, predict, reply_sizes
+from attend.serving.layer_checks import refuse_packed, require_masks_of_all_heads
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.requests import BoundCall
+from attend.serving.sessions.registry import Session
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, DATATYPES, Array
 from attend.wire.codec import Decoded, Reply
-from attend.wire.problems import validate
 from attend.wire.schemas.analysis import INDEX_PARTS, METRIC_SHAPES, POSITIONAL_METRICS, TOKEN_METRICS, AnalysisRequest
 
 VALUE_METRICS = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
 SORTING_METRICS = {"keys_for_mass"}
 OUTPUT_METRICS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
+METRICS_OF_ALL_VALUES = {*VALUE_METRICS, "subspace_disagreement"}  # of values that no query may attend to, too
 BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
-def bind_analysis(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
-    """The bound call of a request for metrics. Raises InvalidRequest, or TooLarge for a cost beyond the limits."""
-    request = validate(AnalysisRequest, decoded.members)
-    check_against_layer(request, layer.spec)
-    check_metrics(request, layer.spec)
-    cost = predict_analysis(request, layer.spec)
-    admission.require(request, layer.spec, cost)
-    call = make_call(request, layer.spec)
-    log_fields = {**shape_fields(request, call), "outputs": request.metrics_for(layer.spec), "operations": cost.operations}
-    return BoundCall(request, layer, call, cost, log_fields, operation=operation_of(request, layer.spec, call))
+class Analysis(Binding[AnalysisRequest]):
+    """Metrics of heads."""
+
+    keeps_validations = in_shards = False
+
+    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> BoundCall:
+        """As `Binding.bind_to_session`. Raises SessionConflict also for metrics of values that are freed."""
+        bound = super().bind_to_session(session, decoded, admission)
+        for name in bound.request.metrics_for(session.layer.spec) if session.cache.first else ():
+            if name in METRICS_OF_ALL_VALUES:
+                expected = "metrics of visible keys alone, since the values of the first rows are freed"
+                raise SessionConflict.where("/metrics", expected, name)
+        return bound
+
+    def check(self, request: AnalysisRequest, spec: LayerSpec) -> None:
+        """Raises InvalidRequest also if a requested metric is not defined for the request."""
+        super().check(request, spec)
+        refuse_packed(request)
+        layer = f'for layer "{request.layer}"'
+        key = request.query if request.key is None else request.key
+        if not request.query.size or not key.size:
+            raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
+        metrics = request.metrics_for(spec)
+        for name in metrics:
+            if name in (*POSITIONAL_METRICS, "duplicate_token_score") and not request.has_positions(bool(spec.positional)):
+                expected = f'an offset (0, "end", …), since {name} needs the positions of the queries among the keys'
+                raise InvalidRequest.where("/query_offset", expected, "nothing")
+        for i, name in enumerate(metrics):
+            if spec.signed_weights and name in {*OF_WEIGHTS, *VALUE_METRICS}:
+                reason = f"whose weights may be negative ({', '.join(op.field for op in spec.operators if op.signed_weights)})"
+                raise InvalidRequest.where(f"/metrics/{i}", f"metrics of the heads' outputs, such as contribution, {layer}, {reason}", name)
+        for name in VALUE_METRICS:
+            for operator in spec.operators if name in metrics else ():
+                if operator.scales_values:
+                    expected = f"a metric other than {name} {layer}, whose {operator.field} scales values by another factor for each query"
+                    raise InvalidRequest.where(f"/metrics/{metrics.index(name)}", expected, name)
+        if "single_head" in metrics:
+            _check_single_head(request, spec, layer)
+
+    def predict(self, request: AnalysisRequest, spec: LayerSpec) -> Cost:
+        """The cost of a request that fits the layer. Only `value_norm_weights` holds a tensor [q, k]."""
+        forward = predict(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
+        b = request.query.shape[0] if request.batched else 1
+        q, h = request.query.shape[-2], spec.num_heads
+        k = q if request.key is None else request.key.shape[-2]
+        metrics = request.metrics_for(spec)
+        lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in metrics:
+            for part, axes in METRIC_SHAPES[name].items():
+                shape = tuple(lengths[axis] for axis in axes)
+                shapes[f"metrics.{name}{'.' if part else ''}{part}"] = shape if request.batched else shape[1:]
+        weights = b * h * q * k
+        passes = 1 + 2 * ("single_head" in metrics) + bool(OUTPUT_METRICS & set(metrics))
+        elements = weights * (12 * len(metrics) + 80 * len(SORTING_METRICS & set(metrics)) + 25 * h * ("jensen_shannon" in metrics))
+        width = spec.concatenated_dim
+        products = 4 * b * q * width**2 + 2 * spec.output_dim * width**2 if OUTPUT_METRICS & set(metrics) else 0
+        scores = weights * ("value_norm_weights" in metrics)
+        block = max(min(weights, BLOCK_WEIGHTS), b * h * k)
+        memory = 8 * (sum(map(math.prod, shapes.values())) + b * h * q * len(metrics)) + 100 * block + 3 * 4 * scores
+        memory += 8 * (2 * b * q * width + (b + 2) * width**2) * bool(OUTPUT_METRICS & set(metrics)) + 16 * b * (q + k) * width
+        operations = passes * forward.operations + elements + products
+        datatypes = {name: self.datatype_of(name, request, spec) for name in shapes}
+        reply, tensors = reply_sizes(request.reply.form, request.reply.decimals, shapes, datatypes)
+        return Cost(shapes, operations, scores, forward.memory_bytes + memory, reply, forward.items, forward.pairs, tensors)
+
+    def operation(self, request: AnalysisRequest, layer: LoadedLayer, call: Call) -> MetricsOperation:
+        """The operation that computes the request's metrics.
+
+        Raises InvalidRequest if a number of the direction is not finite in the layer's dtype.
+        """
+        spec = layer.spec
+        options, metrics = request.analysis, request.metrics_for(spec)
+        query_ids = key_ids = None
+        if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
+            query_ids, key_ids = _token_ids(request.tokens.query, request.tokens.key)
+            key_ids = torch.where(call.masks.real_keys(call.query.shape[0]), key_ids, -1)  # a padding token equals no token
+        direction = None
+        if request.direction is not None:
+            direction = cast("direction", request.direction, spec.dtype)
+            direction = aligned(direction if request.batched else direction[None])
+        return MetricsOperation(
+            MetricsOptions(
+                metrics,
+                local_window=options.local_window,
+                top_links=options.top_links,
+                mass=options.mass,
+                queries=_counted_queries(request, call),
+                query_tokens=query_ids,
+                key_tokens=key_ids,
+                direction=direction,
+                link_keys=_kept(request, "key"),
+            )
+        )
+
+    def describe(self, request: AnalysisRequest, spec: LayerSpec) -> dict[str, Any]:
+        return {"outputs": request.metrics_for(spec)}
+
+    def datatype_of(self, name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
+        """The V2 datatype of a metric in the reply: INT64 for indices, else that of the request, by default at least FP32."""
+        if name.rpartition(".")[2] in INDEX_PARTS:
+            return "INT64"
+        return request.reply.datatype or BY_TORCH["float64" if spec.dtype == "float64" else "float32"].name
+
+    def build_reply(self, bound: BoundCall, result: Result) -> Reply:
+        """The metrics under the names and in the order of the request, without the batch axis if the request has none.
+
+        Raises InvalidRequest for infinite metrics and for overflow in their inputs, unless the request allows non-finite numbers.
+        """
+        request, spec = bound.request, bound.layer.spec
+        tensors = {name: tensor for name, tensor in result.tensors.items() if name != OVERFLOWED}
+        arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
+        metrics: dict[str, Any] = {}
+        for name in request.metrics_for(spec):
+            parts = {part: arrays[f"{name}.{part}" if part else name] for part in METRIC_SHAPES[name]}
+            metrics[name] = parts.get("", parts)
+            if name == "strongest_links" and request.tokens is not None:
+                metrics[name] = parts | _link_words(request, parts)
+        datatype = self.datatype_of("", request, spec)
+        if request.reply.nonfinite == "error":
+            _refuse_overflow(arrays, bool(result.tensors[OVERFLOWED]), datatype)
+        layer = {"name": bound.layer.name, "fingerprint": bound.layer.fingerprint}
+        return Reply(layer, result.fully_masked_rows, datatype, {}, metrics=metrics)
 
 
-def check_metrics(request: AnalysisRequest, spec: LayerSpec) -> None:
-    """Raises InvalidRequest if a requested metric is not defined for the request, or the request does not fit the layer."""
-    refuse_packed(request)
-    layer = f'for layer "{request.layer}"'
-    key = request.query if request.key is None else request.key
-    if not request.query.size or not key.size:
-        raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
-    metrics = request.metrics_for(spec)
-    for name in metrics:
-        if name in (*POSITIONAL_METRICS, "duplicate_token_score") and not request.has_positions(bool(spec.positional)):
-            expected = f'an offset (0, "end", …), since {name} needs the positions of the queries among the keys'
-            raise InvalidRequest.where("/query_offset", expected, "nothing")
-    for i, name in enumerate(metrics):
-        if spec.signed_weights and name in {*OF_WEIGHTS, *VALUE_METRICS}:
-            reason = f"whose weights may be negative ({', '.join(op.field for op in spec.operators if op.signed_weights)})"
-            raise InvalidRequest.where(f"/metrics/{i}", f"metrics of the heads' outputs, such as contribution, {layer}, {reason}", name)
-    for name in VALUE_METRICS:
-        for operator in spec.operators if name in metrics else ():
-            if operator.scales_values:
-                expected = f"a metric other than {name} {layer}, whose {operator.field} scales values by another factor for each query"
-                raise InvalidRequest.where(f"/metrics/{metrics.index(name)}", expected, name)
-    if "single_head" in metrics:
-        _check_single_head(request, spec, layer)
+ANALYSIS = Analysis(AnalysisRequest)  # POST /attend/analysis
 
 
 def _check_single_head(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
@@ -75,35 +166,6 @@ def _check_single_head(request: AnalysisRequest, spec: LayerSpec, layer: str) ->
             expected = f"a metric other than single_head {layer}, since one head has no {operator.field} of many"
             raise InvalidRequest.where(at, expected, "single_head")
     require_masks_of_all_heads(request, "since single_head is among the metrics")
-
-
-def operation_of(request: AnalysisRequest, spec: LayerSpec, call: Call) -> MetricsOperation:
-    """The operation that computes the request's metrics.
-
-    Raises InvalidRequest if a number of the direction is not finite in the layer's dtype.
-    """
-    options, metrics = request.analysis, request.metrics_for(spec)
-    query_ids = key_ids = None
-    if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
-        query_ids, key_ids = _token_ids(request.tokens.query, request.tokens.key)
-        key_ids = torch.where(call.masks.real_keys(call.query.shape[0]), key_ids, -1)  # a padding token equals no token
-    direction = None
-    if request.direction is not None:
-        direction = cast("direction", request.direction, spec.dtype)
-        direction = aligned(direction if request.batched else direction[None])
-    return MetricsOperation(
-        MetricsOptions(
-            metrics,
-            local_window=options.local_window,
-            top_links=options.top_links,
-            mass=options.mass,
-            queries=_counted_queries(request, call),
-            query_tokens=query_ids,
-            key_tokens=key_ids,
-            direction=direction,
-            link_keys=_kept(request, "key"),
-        )
-    )
 
 
 def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
@@ -140,60 +202,6 @@ def _token_ids(query: Any, key: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.tensor([[ids.setdefault(token, len(ids)) for token in row] for row in rows])
 
     return ids_of(query), ids_of(query if key is None else key)
-
-
-def predict_analysis(request: AnalysisRequest, spec: LayerSpec) -> Cost:
-    """The cost of a request that fits the layer. Only `value_norm_weights` holds a tensor [q, k]."""
-    forward = predict(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
-    b = request.query.shape[0] if request.batched else 1
-    q, h = request.query.shape[-2], spec.num_heads
-    k = q if request.key is None else request.key.shape[-2]
-    metrics = request.metrics_for(spec)
-    lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in metrics:
-        for part, axes in METRIC_SHAPES[name].items():
-            shape = tuple(lengths[axis] for axis in axes)
-            shapes[f"metrics.{name}{'.' if part else ''}{part}"] = shape if request.batched else shape[1:]
-    weights = b * h * q * k
-    passes = 1 + 2 * ("single_head" in metrics) + bool(OUTPUT_METRICS & set(metrics))
-    elements = weights * (12 * len(metrics) + 80 * len(SORTING_METRICS & set(metrics)) + 25 * h * ("jensen_shannon" in metrics))
-    width = spec.concatenated_dim
-    products = 4 * b * q * width**2 + 2 * spec.output_dim * width**2 if OUTPUT_METRICS & set(metrics) else 0
-    scores = weights * ("value_norm_weights" in metrics)
-    block = max(min(weights, BLOCK_WEIGHTS), b * h * k)
-    memory = 8 * (sum(map(math.prod, shapes.values())) + b * h * q * len(metrics)) + 100 * block + 3 * 4 * scores
-    memory += 8 * (2 * b * q * width + (b + 2) * width**2) * bool(OUTPUT_METRICS & set(metrics)) + 16 * b * (q + k) * width
-    operations = passes * forward.operations + elements + products
-    datatypes = {name: datatype_of(name, request, spec) for name in shapes}
-    reply, tensors = reply_sizes(request.reply.form, request.reply.decimals, shapes, datatypes)
-    return Cost(shapes, operations, scores, forward.memory_bytes + memory, reply, forward.items, forward.pairs, tensors)
-
-
-def datatype_of(name: str, request: AnalysisRequest, spec: LayerSpec) -> str:
-    """The V2 datatype of a metric in the reply: INT64 for indices, else that of the request, by default at least FP32."""
-    if name.rpartition(".")[2] in INDEX_PARTS:
-        return "INT64"
-    return request.reply.datatype or BY_TORCH["float64" if spec.dtype == "float64" else "float32"].name
-
-
-def build_reply(request: AnalysisRequest, layer: LoadedLayer, result: Result) -> Reply:
-    """The metrics under the names and in the order of the request, without the batch axis if the request has none.
-
-    Raises InvalidRequest for infinite metrics and for overflow in their inputs, unless the request allows non-finite numbers.
-    """
-    tensors = {name: tensor for name, tensor in result.tensors.items() if name != OVERFLOWED}
-    arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
-    metrics: dict[str, Any] = {}
-    for name in request.metrics_for(layer.spec):
-        parts = {part: arrays[f"{name}.{part}" if part else name] for part in METRIC_SHAPES[name]}
-        metrics[name] = parts.get("", parts)
-        if name == "strongest_links" and request.tokens is not None:
-            metrics[name] = parts | _link_words(request, parts)
-    datatype = datatype_of("", request, layer.spec)
-    if request.reply.nonfinite == "error":
-        _refuse_overflow(arrays, bool(result.tensors[OVERFLOWED]), datatype)
-    return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, {}, metrics=metrics)
 
 
 def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) -> None:

@@ -1,159 +1,159 @@
-"""Binds a decoded request to its layer: checks its shapes and cost, then makes the call. Invalid requests are refused here at the latest.
+"""What an endpoint computes of a request, `Binding`, and the call that it makes of one, `BoundCall`.
 
-Only shapes are read before the cost is admitted, so that no array is allocated for a call that is refused.
+To bind is to validate a request, to compare it with its layer, to admit its predicted cost, and to make its call. Invalid requests are
+refused here at the latest. Only shapes are read before the cost is admitted, so that no array is allocated for a call that is refused.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from attend.attention.call import Call
+from attend.attention.call import Call, Result
+from attend.attention.decoding import CachedOperation
 from attend.attention.kernels.choose import choose
-from attend.attention.operations import FORWARD, SHORT_FORWARD
-from attend.attention.operators.operator import Extent
-from attend.axes import AXES
+from attend.attention.operations import FORWARD, SHORT_FORWARD, Operation
 from attend.errors import InvalidRequest
 from attend.serving.admission import Admission
 from attend.serving.calls import input_tensors, make_call, packed_attention
-from attend.serving.cost import predict
+from attend.serving.casting import numpy_of
+from attend.serving.cost import Cost, predict, wire_datatype
+from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.requests import BoundCall
+from attend.serving.sessions.registry import Session
+from attend.serving.sessions.rows import members_with_session_keys, require_rows
 from attend.serving.validation_cache import CachedValidation, cache_key
 from attend.spec import LayerSpec
-from attend.wire.codec import Decoded
-from attend.wire.problems import describe_value, validate
+from attend.wire.codec import Decoded, Reply
+from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
-from attend.wire.shapes import MASK_FIELDS, unaligned
 
-LAYER_AXES = ("h", "output_dim", "value_head_dim")
+R = TypeVar("R", bound=AttendRequest)
 
 
-def bind_attend(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
-    """The bound call of a request to POST /attend. The validation result of an earlier request with the same cache key is reused.
+class BoundCall(NamedTuple):
+    """A call that has nothing left to refuse: shapes fit the layer, the cost is admitted, arrays are cast to the layer's dtype."""
 
-    Raises InvalidRequest, or TooLarge for a cost beyond the limits.
+    binding: "Binding[Any]"
+    request: Any  # validated, of the binding's schema; None for a part of a call that another process has bound
+    layer: LoadedLayer
+    call: Call
+    cost: Cost
+    operation: Operation = FORWARD
+    in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards
+    log_fields: Mapping[str, Any] = {}  # of the request's log line
+    session: Session | None = None  # to which the call appends rows
+    batch_key: tuple[Any, ...] | None = None  # calls with equal keys may share a batch; None: the call runs alone
+
+
+class Binding(Generic[R]):
+    """What an endpoint computes of a request. This is POST /attend: the outputs of the layer. Other endpoints override what differs.
+
+    `bind` calls `validated`, `predict`, `may_be_cut`, `operation` and `describe`, in this order; `build_reply` makes the reply of a result.
     """
-    members = decoded.members
-    key = cache_key(members)
-    if key is not None and (cached := layer.validated.get(key)) is not None:
-        options = cached.options
-        inputs = input_tensors(members["query"], members.get("key"), members.get("value"), layer.spec, options.reproducible)
-        call = Call(options, *inputs, cached.masks)
-        return BoundCall(cached.request, layer, call, cached.cost, cached.log_fields, cached.in_parts, cached.operation)
-    request = validate(AttendRequest, members)
-    check_against_layer(request, layer.spec)
-    cost = predict(request, layer.spec)
-    in_parts = admission.require(request, layer.spec, cost)
-    call = make_call(request, layer.spec)
-    log_fields = {**shape_fields(request, call), "outputs": request.outputs, "operations": cost.operations}
-    if request.query_lengths is not None:
-        return BoundCall(request, layer, call, cost, log_fields, operation=packed_attention(request, layer.spec))
-    if key is not None:
-        is_short = not in_parts and any(choose([layer.attention.short], call, call.options.outputs))
-        operation = SHORT_FORWARD if is_short else FORWARD
-        layer.validated.keep(key, CachedValidation(request, call.options, call.masks, cost, in_parts, log_fields, operation))
-    return BoundCall(request, layer, call, cost, log_fields, in_parts)
+
+    keeps_validations = True  # whether a request of an earlier one's shape is not validated again
+    in_shards = True  # whether shards may compute parts of a call that is too large for one process
+    draws = False  # whether the reply is a picture
+
+    def __init__(self, schema: type[R]) -> None:
+        """`schema`: the model of the body. It may have the field `session`, which names a session in place of keys."""
+        self.schema = schema
+        self.session_in_body = "session" in schema.model_fields
+
+    def bind(self, decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
+        """The bound call of a request. Raises InvalidRequest, or TooLarge for a cost beyond the limits, and what the hooks raise."""
+        members = decoded.members
+        key = cache_key(members) if self.keeps_validations else None
+        if key is not None and (cached := layer.validated.get(key)) is not None:
+            options = cached.options
+            inputs = input_tensors(members["query"], members.get("key"), members.get("value"), layer.spec, options.reproducible)
+            call = Call(options, *inputs, cached.masks)
+            return BoundCall(self, cached.request, layer, call, cached.cost, cached.operation, cached.in_parts, cached.log_fields)
+        request = self.validated(decoded, layer.spec)
+        cost = self.predict(request, layer.spec)
+        in_parts = admission.require(cost, self.may_be_cut(request, layer.spec))
+        call = make_call(request, layer.spec)
+        operation = self.operation(request, layer, call)
+        log_fields = self.log_fields(request, layer, call, cost)
+        if key is not None:
+            is_short = operation is FORWARD and not in_parts and any(choose([layer.attention.short], call, call.options.outputs))
+            kept = SHORT_FORWARD if is_short else operation  # later calls need not choose
+            layer.validated.keep(key, CachedValidation(request, call.options, call.masks, cost, in_parts, log_fields, kept))
+        return BoundCall(self, request, layer, call, cost, operation, in_parts, log_fields)
+
+    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> BoundCall:
+        """The bound call of a request that names a session in place of keys: it reads the rows and appends none.
+
+        Raises what `bind` raises, or SessionConflict.
+        """
+        bound = self.bind(decoded._replace(members=members_with_session_keys(session, decoded.members)), session.layer, admission)
+        call = replace(bound.call, key=bound.call.key[:, :0], value=bound.call.value[:, :0], key_coordinates=None)
+        require_rows(session, call)
+        return bound._replace(call=call, operation=CachedOperation(session.cache, bound.operation))
+
+    def validated(self, decoded: Decoded, spec: LayerSpec) -> R:
+        """The request, which fits the layer. Raises InvalidRequest."""
+        request = validate(self.schema, decoded.members)
+        self.check(request, spec)
+        return request
+
+    def check(self, request: R, spec: LayerSpec) -> None:
+        """Raises InvalidRequest if the request does not fit the layer."""
+        check_against_layer(request, spec)
+
+    def predict(self, request: R, spec: LayerSpec) -> Cost:
+        """The cost of a request that fits the layer."""
+        return predict(request, spec)
+
+    def may_be_cut(self, request: R, spec: LayerSpec) -> bool:
+        """Whether shards may compute the call in parts, cut along its keys. Dropout, gradients and replaced rows depend on all keys at
+        once, and several sequences in one query are not cut either."""
+        whole = (request.dropout, request.output_gradient, request.query_lengths, request.pattern, request.head_outputs)
+        return self.in_shards and spec.splits_over_keys and all(field is None for field in whole)
+
+    def operation(self, request: R, layer: LoadedLayer, call: Call) -> Operation:
+        """What is computed of the call."""
+        return FORWARD if request.query_lengths is None else packed_attention(request, layer.spec)
+
+    def log_fields(self, request: R, layer: LoadedLayer, call: Call, cost: Cost) -> dict[str, Any]:
+        """The fields of the log line: the layer, the lengths of the sequences, what is computed, and its operations."""
+        shapes = {"layer": layer.name, "query": request.query.shape, "keys": call.masks.num_keys}
+        return {**shapes, **self.describe(request, layer.spec), "operations": cost.operations}
+
+    def describe(self, request: R, spec: LayerSpec) -> dict[str, Any]:
+        """What is computed, in the log line."""
+        return {"outputs": request.outputs}
+
+    def datatype_of(self, name: str, request: R, spec: LayerSpec) -> str:
+        """The V2 datatype of an output in the reply."""
+        return wire_datatype(name, request.reply.datatype, spec)
+
+    def build_reply(self, bound: BoundCall, result: Result) -> Reply:
+        """The outputs under the names and in the order of the request, without the batch axis if the request has none."""
+        request, layer = bound.request, bound.layer
+        batched, arrays = request.batched, {}
+        for name, tensor in result.tensors.items():
+            arrays[name] = numpy_of(tensor if batched else tensor[0])
+        tensors: dict[str, Any] = {}
+        for name in request.outputs:
+            tensors[name] = arrays[name] if name in arrays else _parts(name, arrays)
+        datatype = wire_datatype("output", request.reply.datatype, layer.spec)
+        session = None if bound.session is None else {"id": bound.session.id, "length": bound.call.masks.num_keys}
+        return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors, session=session)
 
 
-def shape_fields(request: AttendRequest, call: Call) -> dict[str, Any]:
-    """The fields of the log line that every call has: its layer, and the lengths of its sequences."""
-    return {"layer": request.layer, "query": request.query.shape, "keys": call.masks.num_keys}
+ATTEND = Binding(AttendRequest)  # POST /attend, and infer of the Open Inference Protocol
 
 
-def refuse_packed(request: AttendRequest) -> None:
-    """Raises InvalidRequest for several sequences in one query."""
-    if request.query_lengths is not None:
-        raise InvalidRequest.where("/query_lengths", "segments, which keep sequences in one query apart here", "query_lengths")
+def refuse_fully_masked(bound: BoundCall, result: Result) -> None:
+    """Raises InvalidRequest for fully masked rows if the request asks for an error."""
+    if bound.call.options.fully_masked == "error" and (first := result.first_fully_masked()):
+        rows = ", ".join(f"(batch {b}, head {h}, query {i})" for b, h, i in first)
+        raise InvalidRequest.where("/fully_masked", "a key to attend to for every row", f"none for {rows}")
 
 
-def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
-    """Raises InvalidRequest if the request's shapes do not fit the layer."""
-    layer = f'for layer "{request.layer}"'
-    key = request.query if request.key is None else request.key
-    value = key if request.value is None else request.value
-    parts = (("query", request.query, spec.query_dim), ("key", key, spec.key_dim), ("value", value, spec.value_dim))
-    for name, array, width in parts:
-        if array.shape[-1] != width:
-            source = "" if getattr(request, name) is not None else f" (taken from the {'query' if array is request.query else 'key'})"
-            raise InvalidRequest.where(f"/{name}", f"{width} values per {name} {layer}", f"{array.shape[-1]}{source}")
-    q, k, h = request.query.shape[-2], key.shape[-2], spec.num_heads
-    if spec.positional and request.query_offset is None and unaligned(request, q, k):
-        expected = f'an offset (0, "end", …), since {spec.positional} is on {layer} and {q} queries and {k} keys are given'
-        raise InvalidRequest.where("/query_offset", expected, "nothing")
-    if request.query_lengths is not None:  # each sequence has positions of its own
-        keys = request.query_lengths if request.key_lengths is None else request.key_lengths
-        q, k = int(request.query_lengths.max()), int(keys.max())
-    for extent in spec.extents:
-        _check_extent(request, extent, q, k, layer)
-    _check_coordinates(request, spec, layer)
-    for name, axis, n in _lengths_by_layer(request):
-        wanted = h if axis == "h" else getattr(spec, axis)
-        if n != wanted and not (n == 1 and axis in AXES[name].broadcast):
-            or_one = " (or 1)" if axis in AXES[name].broadcast else ""
-            noun = "heads" if axis == "h" else "values per query"
-            raise InvalidRequest.where(f"/{name}", f"{wanted} {noun}{or_one} {layer}", str(n))
-    for i, name in enumerate(request.outputs):
-        if (reason := spec.undefined_outputs.get(name)) is not None:
-            raise InvalidRequest.where(f"/outputs/{i}", f"an output other than {name} {layer}, {reason}", name)
-    for operator in spec.operators:
-        if operator.same_keys_for_all_heads:
-            require_masks_of_all_heads(request, f"since the {operator.name} of layer {request.layer} selects the same keys for all")
-    for name, reason in spec.undefined_options.items():
-        if getattr(request, name) is not None:
-            raise InvalidRequest.where(f"/{name}", f"none {layer}, since {reason}", name)
-    if request.select and request.select.heads:
-        for i, head in enumerate(request.select.heads):
-            if head >= h:
-                raise InvalidRequest.where(f"/select/heads/{i}", f"a head below {h} {layer}", str(head))
-
-
-def _lengths_by_layer(request: AttendRequest) -> Iterator[tuple[str, str, int]]:
-    """(field, axis, length) of each axis whose length the layer has."""
-    for name, axes in AXES.items():
-        if (array := getattr(request, name, None)) is not None:
-            named = zip(axes.of(array.ndim, request.batched), array.shape, strict=True)
-            yield from ((name, axis, n) for axis, n in named if axis in LAYER_AXES)
-
-
-def _check_extent(request: AttendRequest, extent: Extent, q: int, k: int, layer: str) -> None:
-    """Raises InvalidRequest unless q queries and k keys are at positions that the layer has."""
-    expected = _positions_within(extent, layer)
-    if k > extent.stop:
-        raise InvalidRequest.where("/query" if request.key is None else "/key", expected, f"up to {k - 1}")
-    for offset in request.query_offset if isinstance(request.query_offset, list) else [request.query_offset or 0]:
-        if offset == "end":  # after no key, but before the first one if the queries outnumber the keys
-            if not extent.negative:
-                raise InvalidRequest.where("/query_offset", expected, describe_value(offset))
-        elif offset + q > extent.stop or (offset < 0 and not extent.negative):
-            at = "/query_offset" if q <= extent.stop else "/query"
-            raise InvalidRequest.where(at, expected, f"{offset} to {offset + q - 1}")
-
-
-def _check_coordinates(request: AttendRequest, spec: LayerSpec, layer: str) -> None:
-    """Raises InvalidRequest if the field `positions` does not fit the layer, or is missing."""
-    coordinates = spec.coordinates
-    if request.positions is None:
-        if coordinates is not None and coordinates.required:
-            raise InvalidRequest.where("/positions", f"the positions of the queries {layer}, by which it rotates them", "nothing")
-        return
-    if coordinates is None:
-        raise InvalidRequest.where("/positions", f"none {layer}, which does not rotate by them", "positions")
-    axes = (coordinates.axes,) if coordinates.axes > 1 else ()
-    for name in ("positions", "key_positions"):
-        if (array := getattr(request, name)) is None:
-            continue
-        if array.shape != (wanted := (*array.shape[: 1 + request.batched], *axes)):
-            of_row = f"{coordinates.axes} coordinates" if axes else "one number"
-            raise InvalidRequest.where(f"/{name}", f"shape {list(wanted)}, {of_row} for each row, {layer}", f"shape {list(array.shape)}")
-        if (extent := coordinates.extent) is not None and (last := array.max(initial=0)) >= extent.stop:
-            raise InvalidRequest.where(f"/{name}", _positions_within(extent, layer), str(last))
-
-
-def _positions_within(extent: Extent, layer: str) -> str:
-    return f"positions {'' if extent.negative else 'from 0 '}below {extent.stop}, {extent.reason}, {layer}"
-
-
-def require_masks_of_all_heads(request: AttendRequest, reason: str) -> None:
-    """Raises InvalidRequest if a mask or bias has an axis of several heads."""
-    for name, axis, n in _lengths_by_layer(request):
-        if axis == "h" and n > 1 and name in (*MASK_FIELDS, "bias"):
-            raise InvalidRequest.where(f"/{name}", f"the same for all heads, {reason}", f"{n} heads")
+def _parts(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
+    """An output that is several arrays: `keys` and `values` of the largest weights, or "0", "1", … for several sequences in one query."""
+    if "keys" in arrays:
+        return {part: arrays[part] for part in ("keys", "values")}
+    return {part.partition(".")[2]: array for part, array in arrays.items() if part.startswith(f"{name}.")}

@@ -2,66 +2,46 @@
 
     bytes --decode--> members --find--> layer --bind--> call --submit--> result --encode--> bytes
 
-`Engine.answer` is that path. A call to a session waits for the earlier calls to that session before it is bound. Reading the body (decode
-and bind) and writing the reply run on the event loop if there are few bytes, else in a thread of the codec pool. Independent of HTTP.
+`Engine.answer` is that path. A `Binding` (`binding.py`) says what an endpoint computes: how its request is bound, and what its reply is. A
+call to a session waits for the earlier calls to that session before it is bound. Reading the body (decode and bind) and writing the reply
+run on the event loop if there are few bytes, else in a thread of the codec pool. Independent of HTTP.
 """
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from attend.attention.call import Result
 from attend.errors import InvalidRequest, RequestError, SessionNotFound, TooLarge
 from attend.serving.admission import Admission, ServingLimits
-from attend.serving.analysis import bind_analysis
 from attend.serving.batching import batch_key
-from attend.serving.binding import bind_attend
+from attend.serving.binding import Binding, BoundCall
 from attend.serving.codec_pool import CodecPool
 from attend.serving.executor import Outcome
-from attend.serving.figures import FigureRenderer, bind_figure
+from attend.serving.figures import FigureRenderer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics, Phases
-from attend.serving.replies import compress, encode_reply
-from attend.serving.requests import BoundCall, EncodedReply, RawRequest
+from attend.serving.replies import encode_reply
+from attend.serving.requests import EncodedReply, RawRequest
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.locks import lock_for_call
 from attend.serving.sessions.reference import SessionReference, reference_of
 from attend.serving.sessions.registry import Session, SessionRegistry
-from attend.serving.sessions.steps import Bind, bind_step, bind_without_step
+from attend.serving.sessions.steps import STEP
 from attend.serving.shards import Shards, compute_in_shards
 from attend.serving.statistics import LayerStatistics
 from attend.serving.threads import usable_cores
-from attend.wire.codec import Decoded, Encoded
+from attend.wire.codec import Decoded
 from attend.wire.compression import unpack
 from attend.wire.limits import WireLimits
 from attend.wire.problems import validate
-from attend.wire.schemas.analysis import AnalysisRequest
 from attend.wire.schemas.attend import AttendRequest
-from attend.wire.schemas.figure import FigureRequest
 
 T = TypeVar("T")
 DEFAULT_LAYER: str = AttendRequest.model_fields["layer"].default
 INLINE_BYTES = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
-
-
-class Binding(NamedTuple):
-    """What an endpoint computes: the schema of its body, and the function that binds a decoded body to its layer."""
-
-    schema: type[AttendRequest]
-    bind: Bind
-
-    @property
-    def session_in_body(self) -> bool:
-        """Whether the body may name a session in place of keys; otherwise the path does, and the call appends rows to it."""
-        return "session" in self.schema.model_fields
-
-
-ATTEND = Binding(AttendRequest, bind_attend)  # POST /attend, and infer of the Open Inference Protocol
-ANALYSIS = Binding(AnalysisRequest, bind_analysis)  # POST /attend/analysis
-FIGURE = Binding(FigureRequest, bind_figure)  # POST /attend/figure
 
 
 class Engine:
@@ -83,25 +63,30 @@ class Engine:
         self.shards: Shards | None = None
         self.sessions: SessionRegistry | None = None
 
-    async def answer(self, raw: RawRequest, binding: Binding) -> EncodedReply:
-        """Decode, bind, compute and encode one call. Raises AttendError, whose paths point into the body that was sent."""
+    async def answer(self, raw: RawRequest, binding: Binding[Any], session_id: str = "") -> EncodedReply:
+        """Decode, bind, compute and encode one call. `session_id`: the session that its path names.
+
+        Raises AttendError, whose paths point into the body that was sent.
+        """
         started, size = self.clock(), raw.size  # decoding takes the body out of `raw`
-        decoded, found = await self.run_by_size(raw, size, self.decode_and_bind, raw, binding)
+        decoded, found = await self.run_by_size(raw, size, self.decode_and_bind, raw, binding, session_id)
         if not isinstance(found, SessionReference):
             return await self.complete(raw, decoded, found, started)
+        if decoded.sequence is not None:
+            binding = STEP
         asked = self.clock()
         async with lock_for_call(self.require_sessions(), found, raw) as session:
             waited = self.clock() - asked
             bound = await self.run_by_size(raw, size, self.bind, raw, decoded, binding, session)
             return await self.complete(raw, decoded, bound, started, waited)
 
-    def decode_and_bind(self, raw: RawRequest, binding: Binding) -> tuple[Decoded, BoundCall | SessionReference]:
+    def decode_and_bind(self, raw: RawRequest, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, BoundCall | SessionReference]:
         """Decode the body and bind the call to its layer. A call with a session is not bound yet: it waits for earlier ones of it."""
         decoded = self.decode(raw, binding.schema)
         if decoded.sequence is not None and self.sessions is None:
             expected = "no sequence, since this server keeps none; `attend serve --session-memory BYTES` does"
             raise InvalidRequest.where("/parameters/sequence_id", expected, decoded.sequence.id)
-        reference = reference_of(raw, decoded, binding.session_in_body)
+        reference = reference_of(session_id, decoded, binding.session_in_body)
         return decoded, self.bind(raw, decoded, binding) if reference is None else reference
 
     def decode(self, raw: RawRequest, schema: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
@@ -114,15 +99,13 @@ class Engine:
             body = unpack(body, raw.coding, self.wire_limits.body_bytes)
         return raw.codec.decode(body, raw.parameters, schema.tensor_kinds, self.wire_limits, shapes_alone)
 
-    def bind(self, raw: RawRequest, decoded: Decoded, binding: Binding, session: Session | None = None) -> BoundCall:
+    def bind(self, raw: RawRequest, decoded: Decoded, binding: Binding[Any], session: Session | None = None) -> BoundCall:
         """Bind a call to its layer, or to the rows of its session. Raises RequestError with pointers into the body."""
         try:
             if session is None:
                 bound = binding.bind(decoded, self.find(decoded.members, binding.schema), self.admission)
-            elif binding.session_in_body:
-                bound = bind_without_step(session, binding.bind, decoded, session.layer, self.admission)
             else:
-                bound = bind_step(session, decoded, session.layer, self.admission)
+                bound = binding.bind_to_session(session, decoded, self.admission)
             if raw.reply_codec.largest_reply is not None:
                 _require_small_reply(bound, *raw.reply_codec.largest_reply)
         except RequestError as error:
@@ -150,10 +133,12 @@ class Engine:
             if bound.session is not None:
                 bound.session.require_finite_rows(bound.layer.spec)
             computed_at = self.clock()
-            if bound.figure is None and cost.reply_bytes <= INLINE_BYTES:
+            if bound.binding.draws:
+                encoded = await self.renderer.reply(bound, outcome.result, raw)
+            elif cost.reply_bytes <= INLINE_BYTES:
                 encoded = encode_reply(bound, outcome.result, decoded, raw)
             else:
-                encoded = await self._encode_in_thread(bound, outcome.result, decoded, raw)
+                encoded = await self.run(raw, cost.reply_bytes, encode_reply, bound, outcome.result, decoded, raw)
         except BaseException as error:  # including CancelledError when the caller disconnects
             self.statistics.count_failed(layer, self.clock() - started)
             if isinstance(error, RequestError):
@@ -164,8 +149,7 @@ class Engine:
         if bound.session is not None:
             self.metrics.count_step()
         self.statistics.count_answered(layer, phases, bound.call.options.items, outcome.execution, cost.operations)
-        log_fields = bound.log_fields if bound.figure is not None else {**bound.log_fields, "batch": outcome.batch}
-        return EncodedReply(encoded.headers, encoded.pieces, phases, log_fields)
+        return EncodedReply(encoded.headers, encoded.pieces, phases, {**bound.log_fields, "batch": outcome.batch})
 
     def _reserve(self, raw: RawRequest, decoded: Decoded, bound: BoundCall) -> None:
         """Reserve the memory of a large request's arrays and of the reply. Raises Overloaded.
@@ -175,8 +159,7 @@ class Engine:
         if raw.lease is not None:
             if raw.lease.held > INLINE_BYTES:
                 raw.lease.add(max(0, bytes_in_memory(decoded.members.values(), bound.call.tensors()) - raw.lease.held))
-            if bound.figure is None:
-                raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes)
+            raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes)
 
     def submit(self, bound: BoundCall, raw: RawRequest) -> Coroutine[Any, Any, Outcome]:
         """Compute a bound call on this process's device, or in parts on the shards."""
@@ -184,15 +167,6 @@ class Engine:
             return compute_in_shards(self.shards, bound, raw.deadline, self.clock, self.codecs)
         layer, call, cost = bound.layer, bound.call, bound.cost
         return self.scheduler.submit(layer, call, cost, raw.deadline, raw.gone, raw.caller, bound.operation, bound.batch_key)
-
-    async def _encode_in_thread(self, bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
-        """A large reply, or a picture."""
-        if bound.figure is None:
-            return await self.run(raw, bound.cost.reply_bytes, encode_reply, bound, result, decoded, raw)
-        encoded = await self.renderer.reply(bound, result, raw)
-        if not raw.reply_coding or bound.figure.format == "png":  # PNG is compressed already
-            return encoded
-        return await self.run(raw, sum(map(len, encoded.pieces)), compress, encoded, raw.reply_coding)
 
     async def run_by_size(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads a body of `size` bytes: on the event loop if it is small, else in a thread of the codec pool."""

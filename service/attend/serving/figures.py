@@ -1,4 +1,4 @@
-"""POST /attend/figure: binds the request to a layer, and draws the result in one thread.
+"""POST /attend/figure: what it asks of a request and its layer, and the drawing of its result in one thread.
 
 The weights are reduced to the cells of the picture block by block as they are computed, so a figure needs no more memory than a call
 without weights, at any length.
@@ -14,71 +14,89 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 
-from attend.attention.call import Result
-from attend.attention.operations import FORWARD
+from attend.attention.call import Call, Result
+from attend.attention.operations import FORWARD, Operation
 from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
-from attend.heads.figures import FigureSpec, Format, compose, draw, operation_for
-from attend.serving.admission import Admission
-from attend.serving.binding import check_against_layer, refuse_packed, shape_fields
-from attend.serving.calls import make_call
-from attend.serving.cost import predict
+from attend.heads.figures import FigureSpec, compose, draw, operation_for
+from attend.serving.binding import Binding, BoundCall, refuse_fully_masked
+from attend.serving.cost import Cost
+from attend.serving.layer_checks import refuse_packed
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.replies import refuse_fully_masked
-from attend.serving.requests import BoundCall, RawRequest
+from attend.serving.replies import compress
+from attend.serving.requests import RawRequest
 from attend.serving.threads import lower_priority
 from attend.spec import LayerSpec
 from attend.wire.codec import Decoded, Encoded
 from attend.wire.negotiation import PICTURES
-from attend.wire.problems import validate
 from attend.wire.schemas.figure import FigureRequest
 
 SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
 PLOT_MODULE = "attend.heads.figures.plot"
+T = TypeVar("T")
 Check = Callable[[], None]  # raises if the caller no longer waits
-Drawing = Callable[[Check], bytes]  # draws a picture, and calls the check at intervals
 MAX_HEADS = 256  # most heads in one picture
 MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets no earlier deadline
 MAX_WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
 
 
-def bind_figure(decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
-    """The bound call of a request for a figure.
+class Figure(Binding[FigureRequest]):
+    """A picture of the weights of heads, or of their outputs."""
 
-    Raises InvalidRequest, NotAcceptable, or TooLarge for a cost beyond the limits.
-    """
-    request = validate(FigureRequest, decoded.members)
-    check_against_layer(request, layer.spec)
-    options, num_heads = request.figure, layer.spec.num_heads
-    for i, head in enumerate(options.heads or ()):
-        if head >= num_heads:
-            raise InvalidRequest.where(f"/figure/heads/{i}", f'a head below {num_heads} for layer "{request.layer}"', str(head))
-    if layer.spec.signed_weights:
-        for field, value, other in (("pool", options.pool, "max"), ("scale", options.scale, "log")):
-            if value == other:
-                raise InvalidRequest.where(f"/figure/{field}", f'another for layer "{request.layer}", whose weights may be negative', other)
-    num_drawn = len(options.heads or range(num_heads))
-    if num_drawn > MAX_HEADS and options.kind in ("heads", "similarity"):
-        raise TooLarge.where("/figure/heads", f"at most {MAX_HEADS} heads in one picture", str(num_drawn))
-    format = options.format or PICTURES.get(decoded.picture_type)
-    if format is None:
-        raise NotAcceptable.where("", f"an Accept with {' or '.join(PICTURES)}, or a figure.format", "neither")
-    spec = _figure_spec(request, layer.spec, format)
-    outputs = ["concatenated", "output"][: 1 + layer.spec.projections] if options.kind == "concatenation" else []
-    # reproducible: equal requests get equal bytes
-    request = request.model_copy(update={"outputs": outputs, "select": None, "output_gradient": None, "reproducible": True})
-    refuse_packed(request)
-    cost = predict(request, layer.spec)
-    admission.require(request, layer.spec, cost)
-    operation = operation_for(spec)
-    call = make_call(request, layer.spec).with_options(heads=spec.heads if operation else None)
-    log_fields = {**shape_fields(request, call), "figure": spec.kind, "format": spec.format}
-    return BoundCall(request, layer, call, cost, log_fields, operation=operation or FORWARD, figure=spec)
+    keeps_validations = in_shards = False
+    draws = True
+
+    def validated(self, decoded: Decoded, spec: LayerSpec) -> FigureRequest:
+        """The request with the format of the picture, and the outputs that it shows. Raises InvalidRequest or NotAcceptable."""
+        request = super().validated(decoded, spec)
+        format = request.figure.format or PICTURES.get(decoded.picture_type)
+        if format is None:
+            raise NotAcceptable.where("", f"an Accept with {' or '.join(PICTURES)}, or a figure.format", "neither")
+        outputs = ["concatenated", "output"][: 1 + spec.projections] if request.figure.kind == "concatenation" else []
+        figure = request.figure.model_copy(update={"format": format})
+        # reproducible: equal requests get equal bytes
+        changes = {"figure": figure, "outputs": outputs, "select": None, "output_gradient": None, "reproducible": True}
+        return request.model_copy(update=changes)
+
+    def check(self, request: FigureRequest, spec: LayerSpec) -> None:
+        """Raises InvalidRequest or TooLarge also for heads that the layer or a picture does not have."""
+        super().check(request, spec)
+        refuse_packed(request)
+        options, num_heads = request.figure, spec.num_heads
+        for i, head in enumerate(options.heads or ()):
+            if head >= num_heads:
+                raise InvalidRequest.where(f"/figure/heads/{i}", f'a head below {num_heads} for layer "{request.layer}"', str(head))
+        if spec.signed_weights:
+            for field, value, other in (("pool", options.pool, "max"), ("scale", options.scale, "log")):
+                if value == other:
+                    expected = f'another for layer "{request.layer}", whose weights may be negative'
+                    raise InvalidRequest.where(f"/figure/{field}", expected, other)
+        num_drawn = len(options.heads or range(num_heads))
+        if num_drawn > MAX_HEADS and options.kind in ("heads", "similarity"):
+            raise TooLarge.where("/figure/heads", f"at most {MAX_HEADS} heads in one picture", str(num_drawn))
+
+    def predict(self, request: FigureRequest, spec: LayerSpec) -> Cost:
+        """The cost of the call. Its reply is a picture, which is bounded in cells and pixels."""
+        return replace(super().predict(request, spec), reply_bytes=0, tensor_bytes=0)
+
+    def operation(self, request: FigureRequest, layer: LoadedLayer, call: Call) -> Operation:
+        """The reduction of the weights to what is drawn; the forward pass if outputs are drawn."""
+        return operation_for(figure_spec(request, layer.spec)) or FORWARD
+
+    def describe(self, request: FigureRequest, spec: LayerSpec) -> dict[str, Any]:
+        return {"figure": request.figure.kind, "format": request.figure.format}
 
 
-def _figure_spec(request: FigureRequest, layer: LayerSpec, format: Format) -> FigureSpec:
+FIGURE = Figure(FigureRequest)  # POST /attend/figure
+
+
+def figure_spec(request: FigureRequest, layer: LayerSpec) -> FigureSpec:
+    """The picture of a request that `Figure` has validated."""
     options = request.figure
+    assert options.format is not None
     key = request.query if request.key is None else request.key
     heads = options.heads or ([0] if options.kind == "head" else range(layer.num_heads))
     kept, tokens = {side: request.drawn_positions(side) for side in SIDES}, {side: request.item_tokens(side) for side in SIDES}
@@ -104,7 +122,7 @@ def _figure_spec(request: FigureRequest, layer: LayerSpec, format: Format) -> Fi
         width=options.width,
         dpi=options.dpi,
         values=options.values,
-        format=format,
+        format=options.format,
     )
 
 
@@ -120,15 +138,13 @@ class FigureRenderer:
     async def reply(self, bound: BoundCall, result: Result, raw: RawRequest) -> Encoded:
         """The reply with the figure of a bound call. Raises what `draw` and `refuse_fully_masked` raise."""
         refuse_fully_masked(bound, result)
-        spec = bound.figure
-        assert spec is not None
-        metadata = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
-        picture = await self.draw(lambda check: draw(compose(spec, result.tensors, metadata), spec, check), raw)
-        media_type = next(media for media, format in PICTURES.items() if format == spec.format)
-        return Encoded(((b"content-type", media_type.encode()),), [picture])
+        return await self.draw(partial(_reply, bound, result, raw.reply_coding), raw)
 
-    async def draw(self, drawing: Drawing, raw: RawRequest) -> bytes:
-        """Run `drawing` in the thread and return its bytes. Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises."""
+    async def draw(self, drawing: Callable[[Check], T], raw: RawRequest) -> T:
+        """Run `drawing` in the thread and return its result; it calls its argument at intervals.
+
+        Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises.
+        """
         if self.waiting >= MAX_WAITING:
             expected = f"at most {MAX_WAITING} pictures that wait to be drawn"
             raise Overloaded(math.ceil(self.waiting * self._seconds), problems=[Problem("", expected, str(self.waiting + 1))])
@@ -145,7 +161,7 @@ class FigureRenderer:
         finally:
             self.waiting -= 1
 
-    def _draw(self, drawing: Drawing, deadline: float, gone: Callable[[], bool]) -> bytes:
+    def _draw(self, drawing: Callable[[Check], T], deadline: float, gone: Callable[[], bool]) -> T:
         started = self.clock()
 
         def check() -> None:
@@ -160,6 +176,16 @@ class FigureRenderer:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+
+def _reply(bound: BoundCall, result: Result, coding: str, check: Check) -> Encoded:
+    """The picture of a result, with this Content-Encoding."""
+    spec = figure_spec(bound.request, bound.layer.spec)
+    metadata = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
+    picture = draw(compose(spec, result.tensors, metadata), spec, check)
+    media_type = next(media for media, format in PICTURES.items() if format == spec.format)
+    encoded = Encoded(((b"content-type", media_type.encode()),), [picture])
+    return compress(encoded, coding) if coding and spec.format != "png" else encoded  # PNG is compressed already
 
 
 def _start() -> None:

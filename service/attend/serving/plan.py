@@ -1,20 +1,20 @@
 """POST /attend/plan: shapes and cost of a reply, from the request alone. Nothing is computed."""
 
 import math
+from typing import Any
 
-from attend.serving import analysis
-from attend.serving.binding import check_against_layer
-from attend.serving.cost import predict, wire_datatype
+from attend.serving.analysis import ANALYSIS
+from attend.serving.binding import ATTEND, Binding
 from attend.serving.engine import Engine
 from attend.serving.requests import RawRequest
 from attend.serving.sessions.reference import reference_of
 from attend.serving.sessions.registry import Session
-from attend.serving.sessions.steps import members_with_session_keys, refuse_outputs_of_inputs
+from attend.serving.sessions.rows import members_with_session_keys
+from attend.serving.sessions.steps import STEP
 from attend.tensors import DATATYPES
 from attend.wire.codec import Decoded
-from attend.wire.problems import validate
 from attend.wire.schemas.analysis import AnalysisRequest
-from attend.wire.schemas.attend import AttendRequest, Plan, PlannedTensor
+from attend.wire.schemas.attend import Plan, PlannedTensor
 from attend.wire.schemas.schema import LayerReference, Refusal
 
 
@@ -23,37 +23,25 @@ async def plan_call(engine: Engine, raw: RawRequest) -> Plan:
     or the session raises."""
     size = raw.size
     decoded = await engine.run(raw, size, engine.decode, raw, AnalysisRequest, True)
-    reference = reference_of(raw, decoded, in_body=True)
-    session = (
-        None if reference is None else reference.find(engine.require_sessions(), raw.api_key)
-    )  # here: sessions belong to the event loop
+    reference = reference_of("", decoded, in_body=True)
+    session = None if reference is None else reference.find(engine.require_sessions(), raw.api_key)  # on the event loop, as all sessions
     return await engine.run(raw, size, _plan, engine, decoded, session)
 
 
 def _plan(engine: Engine, decoded: Decoded, session: Session | None) -> Plan:
     """The plan, with the limits that the request exceeds."""
-    document = AnalysisRequest if "metrics" in decoded.members else AttendRequest
+    binding: Binding[Any] = ANALYSIS if "metrics" in decoded.members else ATTEND if session is None else STEP
     if session is None:
         members = {name: value for name, value in decoded.members.items() if name != "session"}
-        layer = engine.find(members, document)
+        layer = engine.find(members, binding.schema)
     else:
         layer, members = session.layer, members_with_session_keys(session, decoded.members)
-    request = validate(document, members)
-    if session is not None and document is AttendRequest:
-        refuse_outputs_of_inputs(request, layer.spec)
-    check_against_layer(request, layer.spec)
-    if isinstance(request, AnalysisRequest):
-        analysis.check_metrics(request, layer.spec)
-        predicted = analysis.predict_analysis(request, layer.spec)
-    else:
-        predicted = predict(request, layer.spec)
-    problems, _ = engine.admission.refusals(request, layer.spec, predicted)
+    request = binding.validated(decoded._replace(members=members), layer.spec)
+    predicted = binding.predict(request, layer.spec)
+    problems, _ = engine.admission.refusals(predicted, binding.may_be_cut(request, layer.spec))
     outputs = {}
     for name, shape in predicted.outputs.items():
-        if isinstance(request, AnalysisRequest):
-            datatype = analysis.datatype_of(name, request, layer.spec)
-        else:
-            datatype = wire_datatype(name, request.reply.datatype, layer.spec)
+        datatype = binding.datatype_of(name, request, layer.spec)
         outputs[name] = PlannedTensor(shape=list(shape), datatype=datatype, bytes=math.prod(shape) * DATATYPES[datatype].size)
     return Plan(
         layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint),

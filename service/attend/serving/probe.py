@@ -32,8 +32,7 @@ class Probe:
 
         Raises TooLarge if even a call of one query and one key exceeds the limits.
         """
-        request = _zeros(layer, 1)
-        Admission(limits).require(request, layer.spec, predict(request, layer.spec))
+        Admission(limits).require(predict(_zeros(layer, 1), layer.spec))
         await self._submit_zeros(layer, 1)
 
     async def measure(self, layer: LoadedLayer) -> None:

@@ -1,22 +1,14 @@
-"""Value types of the request path: the raw request, the bound call and the encoded reply. Independent of HTTP."""
+"""The request as received, and the encoded reply. Independent of HTTP."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
-from attend.attention.call import Call
-from attend.attention.operations import FORWARD, Operation
 from attend.errors import CallerGone, DeadlinePassed
-from attend.heads.figures import FigureSpec
-from attend.serving.batching import BatchKey
 from attend.serving.byte_budget import Lease
-from attend.serving.cost import Cost
-from attend.serving.layers.registry import LoadedLayer
 from attend.serving.metrics import Phases
-from attend.serving.sessions.registry import Session
 from attend.wire.codec import Buffer, Codec, Headers
 from attend.wire.negotiation import CODECS, JSON
-from attend.wire.schemas.attend import AttendRequest
 
 TOO_LATE = "the caller's deadline (X-Request-Timeout, or the protocol's own) passed before there was an answer"
 ESTIMATED_COMPRESSION_RATIO = 10  # estimated bytes of an unpacked body for each byte of a compressed one
@@ -27,8 +19,7 @@ NO_PARAMETERS: Mapping[str, str] = {}
 class RawRequest:
     """A request body as received, the codecs of body and reply, and whether the caller still needs a reply.
 
-    Three fields change after construction: `take_body` empties `body`, `limit_seconds` may set an earlier `deadline`, and a route may set
-    `session`.
+    Two fields change after construction: `take_body` empties `body`, and `limit_seconds` may set an earlier `deadline`.
     """
 
     body: bytes | list[bytes]  # the body, or its pieces in the order of their arrival
@@ -42,7 +33,6 @@ class RawRequest:
     gone: Callable[[], bool] = lambda: False  # whether the client has disconnected
     caller: str = ""  # name of the API key, or address, of the sender
     api_key: str = ""  # name of the sender's, who owns sessions
-    session: str = ""  # id of the session that the path names
     lease: Lease | None = None  # counts the bytes of the body, and then of the reply
 
     @property
@@ -73,21 +63,6 @@ class RawRequest:
         """
         body, self.body = self.body, b""
         return body if isinstance(body, bytes) else b"".join(body)
-
-
-class BoundCall(NamedTuple):
-    """A validated request and its layer: shapes fit, the cost is admitted, arrays are cast to the layer's dtype."""
-
-    request: AttendRequest
-    layer: LoadedLayer
-    call: Call
-    cost: Cost
-    log_fields: Mapping[str, Any]  # of the request's log line
-    in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards
-    operation: Operation = FORWARD
-    figure: FigureSpec | None = None  # the picture that the result becomes
-    session: Session | None = None  # to which the call appends rows
-    batch_key: BatchKey | None = None  # calls with equal keys may share a batch; None: the call runs alone
 
 
 class EncodedReply(NamedTuple):

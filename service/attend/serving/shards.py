@@ -20,11 +20,12 @@ from attend.attention.masks import Masks
 from attend.attention.numerics import matmul_precision
 from attend.errors import DeadlinePassed, LayerConflict
 from attend.serving.admission import cost_of_part
+from attend.serving.binding import BoundCall
 from attend.serving.codec_pool import CodecPool
 from attend.serving.cost import Cost
 from attend.serving.executor import Execution, Outcome
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
-from attend.serving.requests import TOO_LATE, BoundCall
+from attend.serving.requests import TOO_LATE
 
 
 class Shards(Protocol):

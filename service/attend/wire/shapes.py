@@ -1,6 +1,6 @@
 """Checks the fields of one request against each other: shapes, and fields that require or exclude others.
 
-`axes.py` has the axes of each tensor. `serving/binding.py` checks what depends on the layer: heads and widths.
+`axes.py` has the axes of each tensor. `serving/layer_checks.py` checks what depends on the layer: heads and widths.
 """
 
 from collections.abc import Mapping

@@ -40,17 +40,18 @@ TEXTS = {  # of each kind: its title, the name beside the colour bar, and that i
 
 @dataclass(frozen=True, slots=True)
 class WeightReduction(Operation):
-    """The operation that reduces a call's weights block by block, instead of computing outputs. It reads the weights at the positions
-    `queries` and `keys` (None: all)."""
+    """The operation that reduces a call's weights block by block, instead of computing outputs. It reads the weights of `heads`, at the
+    positions `queries` and `keys` (None: all)."""
 
     reduction: Reduction
+    heads: tuple[int, ...] | None = None
     queries: tuple[int, ...] | None = None
     keys: tuple[int, ...] | None = None
 
     @torch.inference_mode()
     def run(self, layer: MultiHeadAttention, call: Call) -> Result:
         """The reduction's tensors."""
-        call = layer.select_keys(call)
+        call = layer.select_keys(call.with_options(heads=self.heads))
         query, key, _ = layer.project(call)
         fully_masked = layer.fully_masked(call)
         blocks = layer.attention_weights(call.with_options(queries=self.queries), query, key, fully_masked)
@@ -164,7 +165,7 @@ def operation_for(spec: FigureSpec) -> WeightReduction | None:
     if spec.kind != "similarity":
         across = {"mean": mean_across, "std": std_across}.get(spec.kind)
         reduction = Pooling(spec.item, (spec.queries, spec.keys), *_steps(spec), spec.pool, across)
-    return WeightReduction(reduction, spec.query_positions, spec.key_positions)
+    return WeightReduction(reduction, spec.heads, spec.query_positions, spec.key_positions)
 
 
 def compose(spec: FigureSpec, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> Picture:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from attend.errors import InvalidRequest, Problem, SessionEnded, SessionNotFound, WrongReplica
-from attend.serving.requests import RawRequest
 from attend.serving.sessions.registry import Session, SessionRegistry
 from attend.wire.codec import Decoded, SequencePart
 from attend.wire.problems import describe_value
@@ -29,12 +28,15 @@ class SessionReference:
             raise type(error)(error.detail, [Problem(self.at, expected, describe_value(self.id))]) from None
 
 
-def reference_of(raw: RawRequest, decoded: Decoded, in_body: bool) -> SessionReference | None:
-    """The session of a call; None if it has none. `in_body`: whether its body may name one. Raises InvalidRequest."""
+def reference_of(in_path: str, decoded: Decoded, in_body: bool) -> SessionReference | None:
+    """The session of a call; None if it has none. `in_path`: the id that its path has, or ""; `in_body`: whether its body may have one.
+
+    Raises InvalidRequest.
+    """
     if decoded.sequence is not None:
         return SessionReference(sequence=decoded.sequence, layer=decoded.members["layer"])
-    if raw.session:
-        return SessionReference(raw.session)
+    if in_path:
+        return SessionReference(in_path)
     name = decoded.members.get("session") if in_body else None
     if name is None:
         return None

@@ -12,8 +12,8 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from attend.errors import LayerNotFound, LayerUnloaded, NotReady
+from attend.serving.binding import ATTEND
 from attend.serving.byte_budget import Lease
-from attend.serving.engine import ATTEND
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.web.grpc import messages

@@ -5,7 +5,9 @@ All but POST /attend/plan are direct endpoints: FastAPI's request parsing would 
 
 from fastapi import Response
 
-from attend.serving.engine import ANALYSIS, ATTEND, FIGURE
+from attend.serving.analysis import ANALYSIS
+from attend.serving.binding import ATTEND
+from attend.serving.figures import FIGURE
 from attend.serving.plan import plan_call
 from attend.serving.service import Service
 from attend.web.endpoints import INFER, EndpointTable

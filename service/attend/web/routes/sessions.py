@@ -5,11 +5,11 @@ from typing import Annotated
 from fastapi import Path, Response
 from fastapi.responses import StreamingResponse
 
-from attend.serving.engine import ATTEND
 from attend.serving.layer_requests import read_body
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.serving.sessions.locks import lock_session
+from attend.serving.sessions.steps import STEP
 from attend.serving.sessions.transfer import export_cache, import_cache
 from attend.web.endpoints import INFER, EndpointTable
 from attend.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
@@ -145,8 +145,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         service.require_started()
         service.engine.require_sessions().find(id, record.api_key)  # before the body is read
         raw = await read_request(record, service)
-        raw.session = id
-        await send_reply(await service.engine.answer(raw, ATTEND), record)
+        await send_reply(await service.engine.answer(raw, STEP, id), record)
 
     @table.add(
         "GET",

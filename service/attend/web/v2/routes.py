@@ -6,7 +6,7 @@ from fastapi import Depends, Response
 from fastapi.concurrency import run_in_threadpool
 
 from attend.errors import MalformedBody, RequestError
-from attend.serving.engine import ATTEND
+from attend.serving.binding import ATTEND
 from attend.serving.layer_requests import put_layer, read_object
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service

@@ -1,6 +1,6 @@
 """The body and the replies of POST /attend and /attend/plan as pydantic models, from which the OpenAPI document is made, too.
 
-Each field is checked here on its own, and by `shapes.py` against the others. `serving/binding.py` checks a request against its layer.
+Each field is checked here on its own, and by `shapes.py` against the others. `serving/layer_checks.py` checks a request against its layer.
 """
 
 import re
