@@ -23,12 +23,12 @@ from attend.client.responses import read_analysis
 from attend.errors import InvalidRequest, TooLarge
 from attend.heads.metrics.compute import OF_WEIGHTS, MetricsOperation
 from attend.serving.admission import ServingLimits
-from attend.serving.analysis import ANALYSIS, VALUE_METRICS
+from attend.serving.analysis import ANALYSIS
 from attend.serving.requests import RawRequest
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
 from attend.wire.limits import WireLimits
-from attend.wire.schemas.analysis import METRIC_SHAPES, METRICS, AnalysisReply, AnalysisRequest
+from attend.wire.schemas.analysis import METRICS, AnalysisRequest
 from support.cases import weights_of
 from support.plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
 
@@ -80,10 +80,10 @@ def test_metrics_agree_with_plain_numpy_on_random_layers_and_masks(client: Clien
     width = spec.output_dim if spec.projections else spec.concatenated_dim
     direction = rng.standard_normal((*np.shape(case.request["query"])[:-1], width)) if rng.random() < 0.5 else None
 
-    names = [
-        name for name in (*WORDLESS, *WORDS) if not any(operator.scales_values for operator in spec.operators) or name not in VALUE_METRICS
-    ]
-    names = [name for name in names if not spec.signed_weights or name not in {*OF_WEIGHTS, *VALUE_METRICS}]
+    refused = {"weights", "value norms"} if spec.signed_weights else set()
+    if any(operator.scales_values for operator in spec.operators):
+        refused |= {"value norms"}
+    names = [name for name in (*WORDLESS, *WORDS) if METRICS[name].of not in refused]
     result = ask(client, case, metrics=names, tokens={"query": words[0], "key": words[1]}, direction=direction)
 
     assert list(result) == names
@@ -252,7 +252,7 @@ def test_every_metric_has_the_planned_shape(http: httpx.Client, client: Client) 
     tokens = {"query": list("abcab")}
     fields: dict[str, Any] = {"metrics": list(METRICS), "analysis": {"top_links": 4}, "tokens": tokens, "valid_lens": [5, 2, 3]}
     query = rng.standard_normal((3, 5, 64))
-    shapes = {f"metrics.{name}{'.' if part else ''}{part}": s for name, parts in METRIC_SHAPES.items() for part, s in parts.items()}
+    shapes = {f"metrics.{name}{'.' if part else ''}{part}": s for name, metric in METRICS.items() for part, s in metric.shapes.items()}
 
     result = client.analysis(query, **fields)
     plan = client.plan(query, **fields)
@@ -261,8 +261,8 @@ def test_every_metric_has_the_planned_shape(http: httpx.Client, client: Client) 
 
     assert plan.admitted
     assert {name: tensor.shape for name, tensor in plan.outputs.items()} == {n: [lengths[x] for x in s] for n, s in shapes.items()}
-    for name, parts in METRIC_SHAPES.items():
-        for part in parts:
+    for name, metric in METRICS.items():
+        for part in metric.shapes:
             array = result[name][part] if part else result[name]
             listed = np.array(nested[name][part] if part else nested[name], np.float64)
             alone = one[name][part] if part else one[name]
@@ -332,7 +332,7 @@ def test_padding_does_not_change_metrics(client: Client) -> None:
     words = list("abcab")
     behind = np.concatenate((real, 100 * rng.standard_normal((3, 64))))
     before = np.concatenate((100 * rng.standard_normal((3, 64)), real))
-    names = [name for name in METRICS if "per_query" not in name and METRIC_SHAPES[name].get("", "") in ("b", "bh", "bhh")]
+    names = [name for name in METRICS if "per_query" not in name and METRICS[name].shapes.get("", "") in ("b", "bh", "bhh")]
 
     alone = client.analysis(real, metrics=names, tokens={"query": words})
     padded = client.analysis(behind, metrics=names, tokens={"query": [*words, *"abc"]}, valid_lens=n)
@@ -380,10 +380,12 @@ def test_metrics_beyond_the_memory_limit_are_refused_and_the_plan_says_so(client
     assert client.plan(shape, metrics=["entropy"]).admitted
 
 
-def test_the_openapi_description_lists_every_metric() -> None:
-    missing = [name for name in METRICS if f"`{name}`" not in (AnalysisReply.__doc__ or "")]
+def test_the_table_says_which_metrics_are_of_weights() -> None:
+    """Those that are computed from them; where weights may be negative, they are refused."""
+    assert {name for name, row in METRICS.items() if row.of == "weights"} | {"value_norm_weights"} == OF_WEIGHTS & METRICS.keys()
 
-    assert missing == []
+
+def test_the_direction_is_read_as_a_tensor() -> None:
     assert AnalysisRequest.tensor_kinds["direction"] == "number"
 
 
@@ -502,7 +504,7 @@ def test_a_fully_masked_head_is_null_and_contributes_zero(http: httpx.Client) ->
             here = metrics[name]
             got = {part: array[5] for part, array in here.items()} if isinstance(here, dict) else here[5]
             assert got == of_output[name], name
-        elif name != "pruning_order" and name not in OF_KEYS and METRIC_SHAPES[name].get("", "bh").startswith("bh"):
+        elif name != "pruning_order" and name not in OF_KEYS and METRICS[name].shapes.get("", "bh").startswith("bh"):
             for part in numbers(metrics[name]):
                 assert np.isnan(part[5]).all() and not np.isnan(part[0]).all(), name
     assert metrics["pruning_order"]["heads"][0] == 5 and metrics["pruning_order"]["errors"][0] == 0
@@ -553,7 +555,7 @@ def test_overflow_in_blocked_keys_and_uncounted_queries_is_allowed(client: Clien
     plain = client.analysis(query[:2], key[:3], layer="analysed", metrics=names, query_offset=0)
 
     for name in names:
-        if METRIC_SHAPES[name].get("", "bh") in ("b", "bh", "bhh"):
+        if METRICS[name].shapes.get("", "bh") in ("b", "bh", "bhh"):
             theirs = plain[name] if isinstance(plain[name], dict) else {"": plain[name]}
             ours = spoilt[name] if isinstance(spoilt[name], dict) else {"": spoilt[name]}
             for part, array in theirs.items():

@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from attend.tensors import Array
-from attend.wire.schemas.analysis import METRIC_SHAPES
+from attend.wire.schemas.analysis import METRICS
 
 MAX_COLUMN = 12  # characters of a metric's name
 CELL = 6  # characters of a column for a head
@@ -19,7 +19,7 @@ MAX_ITEMS = 8  # of a batch
 def metric_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str]:
     """The tables for the metrics of an `AnalysisResult`; a line of text for an array that is too large for a table."""
     name = next(iter(metrics))
-    part, axes = next(iter(METRIC_SHAPES[name].items()))
+    part, axes = next(iter(METRICS[name].shapes.items()))
     first = _part(metrics[name], part)
     if first.ndim < len(axes):  # without a batch axis
         yield from _item_tables(metrics, width)
@@ -41,7 +41,7 @@ def _item_tables(metrics: Mapping[str, Any], width: int) -> Iterator[Table | str
     flat = [
         (f"{name} {part}".strip().replace("_", " "), axes, _part(metrics[name], part))
         for name in metrics
-        for part, axes in METRIC_SHAPES[name].items()
+        for part, axes in METRICS[name].shapes.items()
         if name not in ("strongest_links", "pruning_order")
     ]
     per_head = [(title, array) for title, axes, array in flat if axes == "bh"]

@@ -84,7 +84,6 @@ Values = Annotated[bool | None, typer.Option("--values/--no-values", help="Write
 Logarithmic = Annotated[bool | None, typer.Option("--log/--linear", help="Scale of the colours.", show_default=False)]
 NoSpecial = Annotated[bool, typer.Option("--no-special", help="Leave out special tokens ([CLS], [SEP], <s>, …).")]
 
-NOT_IN_ALL = {"duplicate_token_score", "induction_score", "single_head", "value_norm_weights"}  # need tokens or equal heads, or are large
 FIGURE_FLAGS = ("kind", "theme", "colours", "title", "item", "pool", "maximum", "width", "dpi")  # named after fields of a figure
 FORMATS = {".png": "png", ".svg": "svg", ".html": "html", ".htm": "html"}
 MAX_NUMBERS = 512  # of a tensor that is printed in full
@@ -181,7 +180,7 @@ def heads(
 def _metrics(names: str) -> list[str]:
     """The names of metrics. Raises typer.Exit for an unknown one."""
     if names == "all":
-        return [name for name in METRICS if name not in NOT_IN_ALL]
+        return [name for name, row in METRICS.items() if not (row.needs_tokens or row.needs_equal_heads or row.holds_weights)]
     wanted = [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in METRICS]:
         fail("heads", f"no metric is called {unknown[0]!r}{did_you_mean(unknown[0], METRICS)}", f"There are {', '.join(METRICS)}.", code=2)

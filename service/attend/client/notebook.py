@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from attend.tensors import Array
-from attend.wire.schemas.analysis import METRIC_SHAPES
+from attend.wire.schemas.analysis import METRICS
 from attend.wire.schemas.attend import Tokens
 
 MAX_MAPS = 16  # most heat maps
@@ -65,7 +65,7 @@ def metric_tables(metrics: Mapping[str, Any], about: str) -> str | None:
     links: dict[str, list[str]] = {}  # the widest column, hence the last
     maps, others = [], []
     for name, metric in metrics.items():
-        shapes = METRIC_SHAPES.get(name, {})
+        shapes = METRICS[name].shapes if name in METRICS else {}
         items = {part: _first_item(metric[part] if part else metric, letters) for part, letters in shapes.items()}
         if name == "strongest_links":
             links["strongest links"] = _links(items, metric)

@@ -9,7 +9,7 @@ import torch
 
 from attend.attention.call import Call, Result
 from attend.errors import InvalidRequest, SessionConflict
-from attend.heads.metrics.compute import OF_WEIGHTS, OVERFLOWED, MetricsOperation
+from attend.heads.metrics.compute import OVERFLOWED, MetricsOperation
 from attend.heads.metrics.rows import MetricsOptions
 from attend.serving.admission import Admission
 from attend.serving.binding import Binding, BoundCall
@@ -21,12 +21,8 @@ from attend.serving.sessions.registry import Session
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, DATATYPES, Array
 from attend.wire.codec import Decoded, Reply
-from attend.wire.schemas.analysis import INDEX_PARTS, METRIC_SHAPES, POSITIONAL_METRICS, TOKEN_METRICS, AnalysisRequest
+from attend.wire.schemas.analysis import INDEX_PARTS, METRICS, AnalysisRequest
 
-VALUE_METRICS = ("value_norms", "value_norm_weights")  # metrics of values after the output projection, the same for all queries
-SORTING_METRICS = {"keys_for_mass"}
-OUTPUT_METRICS = {"output_disagreement", "contribution", "gradient_importance", "zero_ablation", "mean_ablation", "pruning_order"}
-METRICS_OF_ALL_VALUES = {*VALUE_METRICS, "subspace_disagreement"}  # of values that no query may attend to, too
 BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
@@ -39,7 +35,7 @@ class Analysis(Binding[AnalysisRequest]):
         """As `Binding.bind_to_session`. Raises SessionConflict also for metrics of values that are freed."""
         bound = super().bind_to_session(session, decoded, admission)
         for name in bound.request.metrics_for(session.layer.spec) if session.cache.first else ():
-            if name in METRICS_OF_ALL_VALUES:
+            if METRICS[name].of in ("values", "value norms"):
                 expected = "metrics of visible keys alone, since the values of the first rows are freed"
                 raise SessionConflict.where("/metrics", expected, name)
         return bound
@@ -52,45 +48,49 @@ class Analysis(Binding[AnalysisRequest]):
         key = request.query if request.key is None else request.key
         if not request.query.size or not key.size:
             raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
-        metrics = request.metrics_for(spec)
-        for name in metrics:
-            if name in (*POSITIONAL_METRICS, "duplicate_token_score") and not request.has_positions(bool(spec.positional)):
+        metrics = {name: METRICS[name] for name in request.metrics_for(spec)}
+        for name, metric in metrics.items():
+            if metric.needs_positions and not request.has_positions(bool(spec.positional)):
                 expected = f'an offset (0, "end", …), since {name} needs the positions of the queries among the keys'
                 raise InvalidRequest.where("/query_offset", expected, "nothing")
-        for i, name in enumerate(metrics):
-            if spec.signed_weights and name in {*OF_WEIGHTS, *VALUE_METRICS}:
+        for i, (name, metric) in enumerate(metrics.items()):
+            if spec.signed_weights and metric.of in ("weights", "value norms"):
                 reason = f"whose weights may be negative ({', '.join(op.field for op in spec.operators if op.signed_weights)})"
                 raise InvalidRequest.where(f"/metrics/{i}", f"metrics of the heads' outputs, such as contribution, {layer}, {reason}", name)
-        for name in VALUE_METRICS:
-            for operator in spec.operators if name in metrics else ():
-                if operator.scales_values:
+            for operator in spec.operators:
+                if metric.of == "value norms" and operator.scales_values:
                     expected = f"a metric other than {name} {layer}, whose {operator.field} scales values by another factor for each query"
-                    raise InvalidRequest.where(f"/metrics/{metrics.index(name)}", expected, name)
-        if "single_head" in metrics:
-            _check_single_head(request, spec, layer)
+                    raise InvalidRequest.where(f"/metrics/{i}", expected, name)
+                if metric.needs_equal_heads and operator.per_head:
+                    expected = f"a metric other than {name} {layer}, since one head has no {operator.field} of many"
+                    raise InvalidRequest.where(f"/metrics/{i}", expected, name)
+            if metric.needs_equal_heads:
+                require_masks_of_all_heads(request, f"since {name} is among the metrics")
 
     def predict(self, request: AnalysisRequest, spec: LayerSpec) -> Cost:
-        """The cost of a request that fits the layer. Only `value_norm_weights` holds a tensor [q, k]."""
+        """The cost of a request that fits the layer. Few metrics hold a tensor [q, k]."""
         forward = predict(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
         b = request.query.shape[0] if request.batched else 1
         q, h = request.query.shape[-2], spec.num_heads
         k = q if request.key is None else request.key.shape[-2]
-        metrics = request.metrics_for(spec)
+        metrics = {name: METRICS[name] for name in request.metrics_for(spec)}
+        rows = metrics.values()
         lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}
         shapes: dict[str, tuple[int, ...]] = {}
-        for name in metrics:
-            for part, axes in METRIC_SHAPES[name].items():
+        for name, row in metrics.items():
+            for part, axes in row.shapes.items():
                 shape = tuple(lengths[axis] for axis in axes)
                 shapes[f"metrics.{name}{'.' if part else ''}{part}"] = shape if request.batched else shape[1:]
         weights = b * h * q * k
-        passes = 1 + 2 * ("single_head" in metrics) + bool(OUTPUT_METRICS & set(metrics))
-        elements = weights * (12 * len(metrics) + 80 * len(SORTING_METRICS & set(metrics)) + 25 * h * ("jensen_shannon" in metrics))
+        of_outputs = any(row.of == "outputs" for row in rows)
+        passes = 1 + sum(row.forward_passes for row in rows) + of_outputs
+        elements = weights * sum(row.cost + row.cost_per_head * h for row in rows)
         width = spec.concatenated_dim
-        products = 4 * b * q * width**2 + 2 * spec.output_dim * width**2 if OUTPUT_METRICS & set(metrics) else 0
-        scores = weights * ("value_norm_weights" in metrics)
+        products = 4 * b * q * width**2 + 2 * spec.output_dim * width**2 if of_outputs else 0
+        scores = weights * sum(row.holds_weights for row in rows)
         block = max(min(weights, BLOCK_WEIGHTS), b * h * k)
         memory = 8 * (sum(map(math.prod, shapes.values())) + b * h * q * len(metrics)) + 100 * block + 3 * 4 * scores
-        memory += 8 * (2 * b * q * width + (b + 2) * width**2) * bool(OUTPUT_METRICS & set(metrics)) + 16 * b * (q + k) * width
+        memory += 8 * (2 * b * q * width + (b + 2) * width**2) * of_outputs + 16 * b * (q + k) * width
         operations = passes * forward.operations + elements + products
         datatypes = {name: self.datatype_of(name, request, spec) for name in shapes}
         reply, tensors = reply_sizes(request.reply.form, request.reply.decimals, shapes, datatypes)
@@ -104,7 +104,7 @@ class Analysis(Binding[AnalysisRequest]):
         spec = layer.spec
         options, metrics = request.analysis, request.metrics_for(spec)
         query_ids = key_ids = None
-        if any(name in TOKEN_METRICS for name in metrics) and request.tokens is not None:
+        if any(METRICS[name].needs_tokens for name in metrics) and request.tokens is not None:
             query_ids, key_ids = _token_ids(request.tokens.query, request.tokens.key)
             key_ids = torch.where(call.masks.real_keys(call.query.shape[0]), key_ids, -1)  # a padding token equals no token
         direction = None
@@ -144,7 +144,7 @@ class Analysis(Binding[AnalysisRequest]):
         arrays = {name: numpy_of(tensor if request.batched else tensor[0]) for name, tensor in tensors.items()}
         metrics: dict[str, Any] = {}
         for name in request.metrics_for(spec):
-            parts = {part: arrays[f"{name}.{part}" if part else name] for part in METRIC_SHAPES[name]}
+            parts = {part: arrays[f"{name}.{part}" if part else name] for part in METRICS[name].shapes}
             metrics[name] = parts.get("", parts)
             if name == "strongest_links" and request.tokens is not None:
                 metrics[name] = parts | _link_words(request, parts)
@@ -156,16 +156,6 @@ class Analysis(Binding[AnalysisRequest]):
 
 
 ANALYSIS = Analysis(AnalysisRequest)  # POST /attend/analysis
-
-
-def _check_single_head(request: AnalysisRequest, spec: LayerSpec, layer: str) -> None:
-    """Raises InvalidRequest if the layer or a mask treats heads differently, so that one head cannot have the same parameters."""
-    at = f"/metrics/{(request.metrics or ()).index('single_head')}"
-    for operator in spec.operators:
-        if operator.per_head:
-            expected = f"a metric other than single_head {layer}, since one head has no {operator.field} of many"
-            raise InvalidRequest.where(at, expected, "single_head")
-    require_masks_of_all_heads(request, "since single_head is among the metrics")
 
 
 def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:

@@ -1,10 +1,11 @@
-"""The body and the reply of POST /attend/analysis, and the table of metrics with the shape of each. `heads/metrics/` has the formulas.
+"""The body and the reply of POST /attend/analysis, and the table of metrics. `heads/metrics/` has the formulas.
 
 An undefined number (a share of no mass, an induction score without a repeated word, a query that is padding) is null in JSON, and NaN in
 binary replies. Overflow is not undefined: `reply.nonfinite` decides whether it is an error, which is the default, or null.
 """
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
@@ -16,57 +17,78 @@ from attend.wire.schemas.schema import Index, LayerReference, Schema, unique
 from attend.wire.schemas.tensors import ReplyTensor, Sequences, tensor_field
 
 PER_HEAD = {"": "bh"}
-# Each metric's parts, with the letters of their shapes: b items, h heads, q queries, k keys, n links
-METRIC_SHAPES: dict[str, dict[str, str]] = {
-    "entropy": PER_HEAD,
-    "entropy_per_query": {"": "bhq"},
-    "normalised_entropy": PER_HEAD,
-    "confidence": PER_HEAD,
-    "confidence_per_query": {"": "bhq"},
-    "strongest_links": {"queries": "bhn", "keys": "bhn", "weights": "bhn"},
-    "self_share": PER_HEAD,
-    "local_share": PER_HEAD,
-    "global_share": PER_HEAD,
-    "mean_distance": PER_HEAD,
-    "first_key_mass": PER_HEAD,
-    "keys_for_mass": PER_HEAD,
-    "previous_token_score": PER_HEAD,
-    "duplicate_token_score": PER_HEAD,
-    "induction_score": PER_HEAD,
-    "cosine_similarity": {"": "bhh"},
-    "jensen_shannon": {"": "bhh"},
-    "position_disagreement": {"": "b"},
-    "subspace_disagreement": {"": "b"},
-    "output_disagreement": {"": "b"},
-    "deviation_across_heads": {"": "bq"},
-    "single_head": {"entropy": "b", "confidence": "b", "similarity": "bh", "relative_change": "b", "cosine": "b"},
-    "value_norms": {"": "bhk"},
-    "value_norm_weights": {"": "bhqk"},
-    "contribution": PER_HEAD,
-    "gradient_importance": PER_HEAD,
-    "zero_ablation": {"relative_change": "bh", "cosine": "bh"},
-    "mean_ablation": {"relative_change": "bh", "cosine": "bh"},
-    "pruning_order": {"heads": "bh", "errors": "bh"},
+RELATIVE_CHANGE = {"relative_change": "bh", "cosine": "bh"}
+
+
+class MetricRow(NamedTuple):
+    """A metric: what it is, the shapes of its parts (b items, h heads, q queries, k keys, n links), what it is of, and what it needs.
+
+    Costs are in operations for each attention weight, beside those of the forward pass.
+    """
+
+    text: str
+    shapes: Mapping[str, str] = PER_HEAD
+    # weights and value norms are not defined where weights may be negative; values are read of all keys, whether a query sees them or not
+    of: Literal["weights", "value norms", "values", "outputs"] = "weights"
+    is_default: bool = False  # of layers whose weights are not negative; metrics of outputs, of the other layers
+    needs_positions: bool = False  # of the queries among the keys
+    needs_tokens: bool = False
+    needs_equal_heads: bool = False  # which one head may replace
+    cost: int = 12
+    cost_per_head: int = 0  # in addition, for each other head
+    forward_passes: int = 0  # in addition
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether it is a number for each weight."""
+        return any(axes.endswith("qk") for axes in self.shapes.values())
+
+
+METRICS: dict[str, MetricRow] = {
+    "entropy": MetricRow("-sum a ln a over the keys, in nats; mean over queries", is_default=True),
+    "entropy_per_query": MetricRow("the entropy of each row", {"": "bhq"}),
+    "normalised_entropy": MetricRow("entropy over ln of the number of keys that the row may attend to", is_default=True),
+    "confidence": MetricRow("the largest weight of a row; mean over queries", is_default=True),
+    "confidence_per_query": MetricRow("the largest weight of each row", {"": "bhq"}),
+    "strongest_links": MetricRow(
+        "the largest weights; with tokens `query_words` and `key_words` too",
+        {"queries": "bhn", "keys": "bhn", "weights": "bhn"},
+        is_default=True,
+    ),
+    "first_key_mass": MetricRow("mass on the first key that is not padding", is_default=True),
+    "self_share": MetricRow("mass on the query's own position", is_default=True, needs_positions=True),
+    "local_share": MetricRow("mass on other positions up to `local_window` away", is_default=True, needs_positions=True),
+    "global_share": MetricRow("mass on positions beyond `local_window`", is_default=True, needs_positions=True),
+    "mean_distance": MetricRow("mean distance from query to key, weighted by attention", is_default=True, needs_positions=True),
+    "keys_for_mass": MetricRow("number of keys that have `mass` (0.9) of a row's weight", cost=92),  # sorts each row
+    "previous_token_score": MetricRow("mass on the position before the query's", is_default=True, needs_positions=True),
+    "duplicate_token_score": MetricRow("mass on earlier positions of the same token", needs_positions=True, needs_tokens=True),
+    "induction_score": MetricRow("mass on the positions after earlier ones of the same token", needs_positions=True, needs_tokens=True),
+    "cosine_similarity": MetricRow("between the heads' weights", {"": "bhh"}),
+    "jensen_shannon": MetricRow("divergence between the heads' weights in nats, mean over queries", {"": "bhh"}, cost_per_head=25),
+    "position_disagreement": MetricRow("minus the mean similarity of the heads' weights: higher is more diverse", {"": "b"}),
+    "subspace_disagreement": MetricRow("the same of their values", {"": "b"}, of="values"),
+    "output_disagreement": MetricRow("the same of their outputs", {"": "b"}, of="outputs", is_default=True),
+    "deviation_across_heads": MetricRow("standard deviation of a weight across heads, mean over keys", {"": "bq"}),
+    "single_head": MetricRow(
+        "one head over the layer's full width",
+        {"entropy": "b", "confidence": "b", "similarity": "bh", "relative_change": "b", "cosine": "b"},
+        needs_equal_heads=True,
+        forward_passes=2,
+    ),
+    "value_norms": MetricRow("norm of each key's value after the output projection", {"": "bhk"}, of="value norms"),
+    "value_norm_weights": MetricRow("the norm times the key's weight", {"": "bhqk"}, of="value norms"),
+    "contribution": MetricRow("of each head to <direction, output> or half its squared norm", of="outputs", is_default=True),
+    "gradient_importance": MetricRow("the size of the contribution, normalised", of="outputs"),
+    "zero_ablation": MetricRow("of the output without the head", RELATIVE_CHANGE, of="outputs", is_default=True),
+    "mean_ablation": MetricRow("of the output with the head's mean in its place", RELATIVE_CHANGE, of="outputs"),
+    "pruning_order": MetricRow(
+        "the greedy order in which heads can go, and the relative error after each", {"heads": "bh", "errors": "bh"}, of="outputs"
+    ),
 }
-METRICS = tuple(METRIC_SHAPES)
-Metric: Any = Literal[METRICS]
+Metric: Any = Literal[tuple(METRICS)]
 Metrics = Annotated[list[Metric], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("metric")]
 INDEX_PARTS = {"queries", "keys", "heads"}  # parts that are indices; -1, in JSON null, where there is none
-POSITIONAL_METRICS = ("self_share", "local_share", "global_share", "mean_distance", "previous_token_score", "induction_score")
-TOKEN_METRICS = ("duplicate_token_score", "induction_score")
-DEFAULT_METRICS: tuple[str, ...] = (
-    "entropy",
-    "normalised_entropy",
-    "confidence",
-    "strongest_links",
-    "first_key_mass",
-    "self_share",
-    "local_share",
-    "global_share",
-    "mean_distance",
-    "previous_token_score",
-)
-DEFAULT_OUTPUT_METRICS = ("output_disagreement", "contribution", "zero_ablation")  # of layers whose weights may be negative
 REFUSED_FIELDS = {  # fields of /attend
     "dropout": "no dropout, since metrics are of the weights before it",
     "output_gradient": "`direction` in its place",
@@ -122,7 +144,7 @@ class AnalysisRequest(AttendRequest):
             if getattr(self, name) is not None:
                 raise field_error(f"/{name}", expected, name)
         for name in self.metrics or ():
-            if name in TOKEN_METRICS and not self.has_tokens:
+            if METRICS[name].needs_tokens and not self.has_tokens:
                 raise field_error("/tokens", f"tokens of queries and keys, since {name} is among the metrics", "none")
         self._check_query_lens()
         return self
@@ -150,41 +172,35 @@ class AnalysisRequest(AttendRequest):
         """The metrics to compute: those of the request, or the default ones that the layer has and for which it has what they need."""
         if self.metrics is not None:
             return tuple(self.metrics)
-        if spec.signed_weights:
-            return DEFAULT_OUTPUT_METRICS
-        return tuple(name for name in DEFAULT_METRICS if name not in POSITIONAL_METRICS or self.has_positions(bool(spec.positional)))
+        defaults = {name: row for name, row in METRICS.items() if row.is_default and (row.of == "outputs") == spec.signed_weights}
+        has_positions = self.has_positions(bool(spec.positional))
+        return tuple(name for name, row in defaults.items() if has_positions or not row.needs_positions)
+
+
+def _table_of_metrics() -> str:
+    """The metrics as a table of Markdown, indented as docstrings are."""
+
+    def shapes(row: MetricRow) -> str:
+        parts: dict[str, list[str]] = {}
+        for part, axes in row.shapes.items():
+            parts.setdefault(axes, []).append(f"`{part}`" * bool(part))
+        return ", ".join(f"{', '.join(names)} [{','.join(axes)}]".strip() for axes, names in parts.items())
+
+    rows = [f"| `{name}` | {shapes(row)} | {row.text} |" for name, row in METRICS.items()]
+    return "\n    ".join(["| metric | shape | what it is |", "|---|---|---|", *rows])
 
 
 class AnalysisReply(Schema):
-    """The metrics under their names, without the axis b where the request has none.
+    __doc__ = f"""The metrics under their names, without the axis b where the request has none.
 
     Rows without a key are not counted, nor is padding: positions closed by lengths and key masks, in self-attention also as queries. With
     attention sinks or sigmoid weights, weights are shares of their sum. Means over queries are over those for which the number is defined.
 
     Overflow is an error, unless `reply.nonfinite` allows it. Undefined numbers are null, never 0: a number about rows if no row is counted,
     about two heads if no row is counted for both, about keys (`value_norms`, `subspace_disagreement`) if all are padding. Numbers about the
-    output (from `contribution` on) are of the rows that are counted for any head; a head without such rows adds 0 to them.
+    output are of the rows that are counted for any head; a head without such rows adds 0 to them.
 
-    | metric | shape | what it is |
-    |---|---|---|
-    | `entropy`, `entropy_per_query` | [b,h], [b,h,q] | -sum a ln a over the keys, in nats; mean over queries |
-    | `normalised_entropy` | [b,h] | entropy over ln of the number of keys that the row may attend to |
-    | `confidence`, `confidence_per_query` | [b,h], [b,h,q] | the largest weight of a row; mean over queries |
-    | `strongest_links` | `queries`, `keys`, `weights` [b,h,n] | the largest weights; with tokens `query_words` and `key_words` too |
-    | `self_share`, `local_share`, `global_share` | [b,h] | mass on the query's own position, up to `local_window` beside it, beyond |
-    | `mean_distance` | [b,h] | mean distance from query to key, weighted by attention |
-    | `first_key_mass` | [b,h] | mass on the first key that is not padding |
-    | `keys_for_mass` | [b,h] | number of keys that have `mass` (0.9) of a row's weight |
-    | `previous_token_score` | [b,h] | mass on the position before the query's |
-    | `duplicate_token_score`, `induction_score` | [b,h] | mass on earlier positions of the same token; on the positions after those |
-    | `cosine_similarity`, `jensen_shannon` | [b,h,h] | between the heads' weights; the divergence in nats, mean over queries |
-    | `position_disagreement`, `subspace_disagreement`, `output_disagreement` | [b] | minus the mean similarity: higher is more diverse |
-    | `deviation_across_heads` | [b,q] | standard deviation of a weight across heads, mean over keys |
-    | `single_head` | `entropy`, `confidence`, `relative_change`, `cosine` [b], `similarity` [b,h] | one head over the layer's full width |
-    | `value_norms`, `value_norm_weights` | [b,h,k], [b,h,q,k] | norm of each key's value after the output projection; times its weight |
-    | `contribution`, `gradient_importance` | [b,h] | of each head to <direction, output> or half its squared norm; its size, normalised |
-    | `zero_ablation`, `mean_ablation` | `relative_change`, `cosine` [b,h] | of the output without the head, or with its mean instead |
-    | `pruning_order` | `heads`, `errors` [b,h] | the greedy order in which heads can go, and the relative error after each |
+    {_table_of_metrics()}
     """
 
     layer: LayerReference
