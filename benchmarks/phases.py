@@ -81,7 +81,7 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     def answer(body: bytes) -> None:
         raw = RawRequest(body, codec=codec, reply_codec=codec)
         decoded, bound = service.engine.decode_and_bind(raw, ATTEND)
-        [(_, outcome)] = compute([Entry(bound.layer, bound.call, bound.cost, 0.0)], service.clock)
+        [(_, outcome)] = compute([Entry(bound, raw, 0.0)], service.clock)
         if isinstance(outcome, AttendError):
             raise outcome
         codec.encode(ATTEND.build_reply(bound, outcome.result), bound.request.reply, decoded.reply_format)

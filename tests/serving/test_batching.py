@@ -22,10 +22,12 @@ from attend.serving.cost import Cost, predict
 from attend.serving.executor import Outcome, compute
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
+from attend.serving.requests import RawRequest
 from attend.spec import LayerSpec
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 from support.decoding import Sequence
+from support.scheduler import bound_call
 
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 LAYER = REGISTRY.make("layer", LayerSpec(d_model=6, num_heads=3, seed=1))
@@ -64,7 +66,12 @@ def entry(kind: int = 2, layer: LoadedLayer = LAYER, operations: int = 1, memory
     """A waiting call; those of the same `kind`, which is its number of rows, can be stacked."""
     call, cost = bound(layer, query=np.ones((1, kind, layer.spec.d_model)))
     cost = replace(cost, operations=operations, memory_bytes=memory)
-    return Entry(layer, call, cost, knobs.pop("arrived", 0.0), batch_key=batch_key(layer, call), **knobs)
+    return entry_of(layer, call, cost, **knobs)
+
+
+def entry_of(layer: LoadedLayer, call: Call, cost: Cost, arrived: float = 0.0, **knobs: Any) -> Entry:
+    """A call that waits, with its batch key; `knobs` are those of its request."""
+    return Entry(bound_call(layer, call, cost, key=batch_key(layer, call)), RawRequest(b"", **knobs), arrived)
 
 
 def remove_batch(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
@@ -180,7 +187,7 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
     while (new := next(arriving, None)) is not None or waiting:
         for kind, operations, memory, fate in new or []:
             one = entry(kind, operations=operations, memory=memory, gone=lambda fate=fate: fate == "gone")
-            one.deadline = 1.0 if fate == "late" else None
+            one.raw.deadline = 1.0 if fate == "late" else None
             ahead[id(one)] = len(waiting)
             submitted.append((one, fate))
             waiting.append(one)
@@ -193,10 +200,10 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
         assert batch == [one for one in before if one in batch]
         assert len(batch) == 1 or (
             len(batch) <= limits.calls
-            and sum(one.cost.operations for one in batch) <= limits.operations
-            and sum(one.cost.memory_bytes for one in batch) <= limits.memory_bytes
+            and sum(one.bound.cost.operations for one in batch) <= limits.operations
+            and sum(one.bound.cost.memory_bytes for one in batch) <= limits.memory_bytes
         )
-        assert len({one.call.query.shape[1] for one in batch}) <= 1
+        assert len({one.bound.call.query.shape[1] for one in batch}) <= 1
         for name, group in (("waits", batch), ("late", expired), ("gone", abandoned)):
             for one in group:
                 assert id(one) not in fates
@@ -251,7 +258,7 @@ def test_forming_a_batch_looks_at_a_bounded_number_of_calls() -> None:
     alone, others = entry(2, gone=gone), [entry(3, gone=gone)] * (2 * MAX_EXAMINED)
     assert looked_at([alone, *others]) == MAX_EXAMINED + 1
     assert looked_at([alone, *others], BatchLimits(calls=1)) == 1
-    reproducible = replace(alone, batch_key=batch_key(LAYER, alone.call.with_options(reproducible=True)))
+    reproducible = replace(alone, bound=alone.bound._replace(batch_key=batch_key(LAYER, alone.bound.call.with_options(reproducible=True))))
     assert looked_at([reproducible, *others]) == 1
     assert looked_at([entry(3, gone=gone), *others], BatchLimits(calls=7)) == 7
 
@@ -389,9 +396,9 @@ def test_calls_that_differ_in_numbers_and_batch_size_have_equal_batch_keys(one: 
 def test_dropout_reproducible_and_large_score_calls_have_no_batch_key(fields: dict[str, Any]) -> None:
     """The dropout's stream has the shape of the call alone, `reproducible` must be bit for bit equal, and large scores amplify rounding."""
     call, cost = bound(LAYER, **{**base(), **fields})
-    twins = [Entry(LAYER, call, cost, 0.0, batch_key=batch_key(LAYER, call)) for _ in range(2)]
+    twins = [entry_of(LAYER, call, cost) for _ in range(2)]
     call, cost = bound(LAYER, **base())
-    plain = Entry(LAYER, call, cost, 0.0, batch_key=batch_key(LAYER, call))
+    plain = entry_of(LAYER, call, cost)
 
     for first, second in (twins, (twins[0], plain), (plain, twins[0])):
         waiting = deque([first, second])
@@ -526,12 +533,15 @@ def stackable_requests(seed: int, count: int, init: str | None = None, dtype: st
 def assert_rule_7(layer: LoadedLayer, calls: list[Call], note: str, limits: BatchLimits = UNLIMITED) -> list[int]:
     """Calls computed in batches from a queue get the results that they get alone. Returns the sizes of the batches."""
     alone = {id(call): layer.attention.forward(call) for call in calls}
-    waiting, sizes = deque(Entry(layer, call, Cost({}, 1, 0, 1, 0), 0.0, batch_key=batch_key(layer, call)) for call in calls), []
+    waiting, sizes = deque(entry_of(layer, call, Cost({}, 1, 0, 1, 0)) for call in calls), []
     while waiting:
         batch = next_batch(waiting, limits)
         for one, got in computed(batch):
             assert_same(
-                got, alone.pop(id(one.call)), layer.spec.dtype, f"{note}, {one.call.query.shape[0]} items in a batch of {len(batch)}"
+                got,
+                alone.pop(id(one.bound.call)),
+                layer.spec.dtype,
+                f"{note}, {one.bound.call.query.shape[0]} items in a batch of {len(batch)}",
             )
         sizes.append(len(batch))
     assert not alone
@@ -660,7 +670,7 @@ def test_rule_7_holds_for_a_mixed_queue() -> None:
     for seed in range(12):
         layer, calls = stackable_requests(1000 + seed, count=5)
         for call in [*calls, calls[0].with_options(dropout=(0.5, seed), outputs=frozenset({"output", "attention_weights"}))]:
-            one = Entry(layer, call, Cost({}, int(rng.integers(1, 50)), 0, 1, 0), 0.0, batch_key=batch_key(layer, call))
+            one = entry_of(layer, call, Cost({}, int(rng.integers(1, 50)), 0, 1, 0))
             alone[id(one)] = layer.attention.forward(call)
             entries.append(one)
     waiting = deque(entries[i] for i in rng.permutation(len(entries)))
@@ -669,7 +679,7 @@ def test_rule_7_holds_for_a_mixed_queue() -> None:
     while waiting:
         batch = next_batch(waiting, BatchLimits(calls=4, operations=120))
         for one, got in computed(batch):
-            assert_same(got, alone.pop(id(one)), one.layer.spec.dtype, f"{one.layer.spec}")
+            assert_same(got, alone.pop(id(one)), one.bound.layer.spec.dtype, f"{one.bound.layer.spec}")
         sizes.append(len(batch))
 
     assert not alone
@@ -708,9 +718,7 @@ def test_steps_share_a_batch_if_rounding_does_not_matter(factor: float, shares: 
         solo = fork.bind({"query": query, "outputs": ["output"]})
         alone.append(solo.operation.run(first.layer.attention, solo.call).tensors["output"])
         bound.append(sequence.bind({"query": query, "outputs": ["output"]}))
-    waiting = [
-        Entry(*each[1:4], 0.0, operation=each.operation, batch_key=batch_key(each.layer, each.call, each.operation)) for each in bound
-    ]
+    waiting = [Entry(each._replace(batch_key=batch_key(each.layer, each.call, each.operation)), RawRequest(b""), 0.0) for each in bound]
     batch, _, _ = form_batch(waiting, UNLIMITED, 0.0)
     assert len(batch) == (8 if shares else 1)
     for (_, outcome), expected in zip(compute(batch, lambda: 0.0), alone, strict=False):
@@ -737,7 +745,7 @@ def test_steps_of_a_batch_that_runs_out_of_memory_append_their_rows_once(monkeyp
             sequence.step(sequence.draw(rng, start, start))
     steps = [sequence.draw(rng, 1, 1) for sequence in sequences]
     bound = [sequence.bind(members) for sequence, members in zip(sequences, steps, strict=True)]
-    waiting = [Entry(each.layer, each.call, each.cost, 0.0, operation=each.operation) for each in bound]
+    waiting = [Entry(each, RawRequest(b""), 0.0) for each in bound]
     outcomes = compute(waiting, lambda: 0.0)
     assert [size for size in sizes if size > 1] == [5, 2, 3, 2]
     assert sizes.count(1) == 5

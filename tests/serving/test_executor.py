@@ -19,6 +19,7 @@ from attend.serving.admission import ServingLimits
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome
+from attend.serving.requests import RawRequest
 from attend.serving.scheduler import UNHEALTHY_AFTER
 from attend.serving.service import open_service
 from attend.settings import Settings
@@ -34,6 +35,8 @@ from support.scheduler import (
     Attention,
     Harness,
     assert_answers,
+    bound_call,
+    heavy_call,
     layer_with,
     loop_iterations,
     outcomes_of,
@@ -317,7 +320,7 @@ def test_rule_9_readiness_falls_after_repeated_out_of_memory_and_recovers() -> N
         async def ask(b: int) -> bool:
             """Whether it fits."""
             try:
-                await service.scheduler.submit(layer, request(b), Cost({}, HEAVY, 0, 1, 0))
+                await service.scheduler.submit(bound_call(layer, request(b), Cost({}, HEAVY, 0, 1, 0)), RawRequest(b""))
             except OutOfMemory:
                 return False
             return True
@@ -370,7 +373,7 @@ def test_rule_9_readiness_recovers_without_calls() -> None:
                 attention.fault = beyond(0, MemoryError)
                 for _ in range(UNHEALTHY_AFTER):
                     with pytest.raises(OutOfMemory):
-                        await service.scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
+                        await service.scheduler.submit(heavy_call(attention), RawRequest(b""))
                 assert not service.ready
 
             await fall()

@@ -9,13 +9,13 @@ import torch
 from attend.errors import Overloaded, ServiceFault
 from attend.serving.admission import ServingLimits
 from attend.serving.batching import BatchLimits
-from attend.serving.cost import Cost
 from attend.serving.metrics import Metrics
+from attend.serving.requests import RawRequest
 from attend.serving.scheduler import QueueLimits, Scheduler
 from attend.serving.service import Service, open_service
 from attend.spec import LayerSpec
 from attend.wire.limits import WireLimits
-from support.scheduler import HEAVY, Attention, Clock, layer_with, loop_iterations, request, run
+from support.scheduler import HEAVY, Attention, Clock, heavy_call, layer_with, loop_iterations, run
 
 SOON, EVER = 0.05, 60.0  # seconds: a deadline that passes, and one that does not
 
@@ -31,7 +31,7 @@ async def opened(attention: Attention) -> tuple[Service, Clock]:
 
 def occupy(service: Service, attention: Attention) -> "asyncio.Task[Any]":
     """A call that the device's thread computes."""
-    return asyncio.get_running_loop().create_task(service.scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
+    return asyncio.get_running_loop().create_task(service.scheduler.submit(heavy_call(attention), RawRequest(b"")))
 
 
 def test_readiness_probes_an_idle_device_with_a_tiny_call() -> None:
@@ -106,7 +106,7 @@ def test_a_long_call_is_overdue_only_after_ten_times_its_predicted_time() -> Non
         service.probe.timeout = SOON
         service.scheduler.calibrate(10**8, 0.01)
         attention.gate.clear()
-        call = service.scheduler.submit(layer_with(attention), request(1), Cost({}, 10**11, 0, 1, 0))
+        call = service.scheduler.submit(heavy_call(attention, 10**11), RawRequest(b""))
         long = asyncio.create_task(call)
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += 20
@@ -166,10 +166,10 @@ def test_the_first_retry_after_uses_the_speed_measured_at_the_start() -> None:
         attention.gate.clear()
         calls = []
         for operations in (HEAVY, 10**11):
-            calls.append(asyncio.create_task(scheduler.submit(layer_with(attention), request(1), Cost({}, operations, 0, 1, 0))))
+            calls.append(asyncio.create_task(scheduler.submit(heavy_call(attention, operations), RawRequest(b""))))
             await loop_iterations()
         with pytest.raises(Overloaded) as refusal:
-            await scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
+            await scheduler.submit(heavy_call(attention), RawRequest(b""))
         attention.gate.set()
         await asyncio.gather(*calls)
         scheduler.close()

@@ -48,6 +48,8 @@ from support.scheduler import (
     Clock,
     Harness,
     assert_answers,
+    bound_call,
+    heavy_call,
     layer_with,
     loop_iterations,
     outcomes_of,
@@ -87,7 +89,7 @@ def test_rule_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) -
         service.registry.put(layer_with(attention))
         good = RawRequest(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
         attention.gate.clear()
-        busy = asyncio.create_task(service.scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
+        busy = asyncio.create_task(service.scheduler.submit(heavy_call(attention), RawRequest(b"")))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
         waiting = asyncio.create_task(service.engine.answer(good, ATTEND))
         await loop_iterations()
@@ -173,7 +175,7 @@ def test_rule_2_closing_the_connection_drops_the_waiting_call(size: int) -> None
             await asyncio.sleep(0.001)
         service.registry.put(layer_with(attention))
         attention.gate.clear()
-        busy = asyncio.create_task(service.scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0)))
+        busy = asyncio.create_task(service.scheduler.submit(heavy_call(attention), RawRequest(b"")))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
 
         _, writer = await asyncio.open_connection(*listening.getsockname())
@@ -182,9 +184,9 @@ def test_rule_2_closing_the_connection_drops_the_waiting_call(size: int) -> None
         while not service.scheduler.waiting:
             await asyncio.sleep(0.001)
         (waits,) = service.scheduler.waiting
-        assert not waits.gone()
+        assert not waits.raw.gone()
         writer.close()
-        while not waits.gone():
+        while not waits.raw.gone():
             await asyncio.sleep(0.001)
         attention.gate.set()
         await busy
@@ -236,7 +238,7 @@ def test_rule_2_a_settled_future_is_not_set_again() -> None:
         late, fault = DeadlinePassed("late"), ServiceFault("fault")
 
         def entry() -> Entry:
-            return Entry(REAL, request(1), Cost({}, 1, 0, 1, 0), 0.0, future=loop.create_future())
+            return Entry(bound_call(REAL, request(1), Cost({}, 1, 0, 1, 0)), RawRequest(b""), 0.0, future=loop.create_future())
 
         for first in (outcome, late):
             one = entry()
@@ -702,7 +704,7 @@ def test_rule_12_only_inline_calls_are_computed_on_the_event_loop(small: bool, f
         harness = Harness()
         body = validate(AttendRequest, {"layer": "layer", **fields})
         check_against_layer(body, SPEC)
-        await harness.scheduler.submit(harness.layer, make_call(body, SPEC), predict(body, SPEC))
+        await harness.scheduler.submit(bound_call(harness.layer, make_call(body, SPEC), predict(body, SPEC)), RawRequest(b""))
         assert (harness.attention.threads == [threading.get_ident()]) == small
         harness.scheduler.close()
 
@@ -928,12 +930,8 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
             try:
                 layer = others[int(rng.integers(2))]
                 outcomes[i] = await harness.scheduler.submit(
-                    layer,
-                    call,
-                    Cost({}, int(rng.choice([1, HEAVY])), 0, 1, 0),
-                    deadline,
-                    lambda: i in hung_up,
-                    key=batch_key(layer, call),
+                    bound_call(layer, call, Cost({}, int(rng.choice([1, HEAVY])), 0, 1, 0), key=batch_key(layer, call)),
+                    RawRequest(b"", deadline=deadline, gone=lambda: i in hung_up),
                 )
             except (AttendError, asyncio.CancelledError) as error:
                 outcomes[i] = error

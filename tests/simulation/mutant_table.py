@@ -233,7 +233,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "queue that is swept for each call": (
         SCHEDULER,
-        "        if self._occupancy.refusal(entry.flow, entry.cost) is None:\n            return\n",
+        "        if self._occupancy.refusal(entry.flow, entry.bound.cost) is None:\n            return\n",
         "        self._arrivals = len(self._queue)\n",
     ),
     "layer that is compared with all others": (

@@ -41,7 +41,7 @@ class Rules:
         results = executor._results
 
         def watched(batch: Any) -> Any:
-            self._tensors += [weakref.ref(entry.call.query) for entry in batch]
+            self._tensors += [weakref.ref(entry.bound.call.query) for entry in batch]
             self._require_batch(batch)
             return results(batch)
 
@@ -75,9 +75,9 @@ class Rules:
     def _require_batch(self, batch: Any) -> None:
         """A batch is formed of calls that may share one."""
         first, limits = batch[0], self.service.scheduler.batch_limits
-        self._require(len(batch) <= (first.operation.largest_batch or limits.calls), "rule 6", f"a batch of {len(batch)} calls")
+        self._require(len(batch) <= (first.bound.operation.largest_batch or limits.calls), "rule 6", f"a batch of {len(batch)} calls")
         self._require(all(entry is first or first.can_share_batch(entry) for entry in batch), "rule 6", "a batch of calls that differ")
-        caches = [id(entry.operation.cache) for entry in batch if entry.operation.changes_state]
+        caches = [id(entry.bound.operation.cache) for entry in batch if entry.bound.operation.changes_state]
         self._require(len(set(caches)) == len(caches), "sessions", "two steps of one session in a batch")
 
     def _require(self, holds: bool, rule: str, what: str) -> None:
@@ -110,7 +110,7 @@ class Rules:
         service, require = self.service, self._require
         scheduler, budget = service.scheduler, service.budget
         waiting = list(scheduler._queue)
-        operations = sum(entry.cost.operations for entry in waiting)
+        operations = sum(entry.bound.cost.operations for entry in waiting)
         require(scheduler._occupancy.operations.used == operations, "rule 5", "the operations of the waiting calls are miscounted")
         require(budget.used == sum(size for _, size in budget.items()), "rule 13", "the bytes of the callers are not those of all")
         if (sessions := service.engine.sessions) is not None:

@@ -12,12 +12,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from attend.serving.batching import BatchLimits
-from attend.serving.cost import Cost
+from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.settings import Settings
 from attend.web.app import create_app
 from attend.web.connections import Connection
-from support.scheduler import HEAVY, Attention, layer_with, request
+from support.scheduler import Attention, heavy_call
 from support.waiting import PATIENCE, until
 
 
@@ -55,7 +55,7 @@ def collecting_server(batch_calls: int, **settings: Any) -> Iterator[tuple[str, 
     def collect(calls: int) -> Iterator[None]:
         attention = Attention()
         attention.gate.clear()
-        holding = scheduler.submit(layer_with(attention), request(1), Cost({}, HEAVY, 0, 1, 0))
+        holding = scheduler.submit(heavy_call(attention), RawRequest(b""))
         asyncio.run_coroutine_threadsafe(holding, app.state.loop)
         assert attention.entered.acquire(timeout=PATIENCE)
         try:

@@ -9,15 +9,17 @@ import numpy as np
 import torch
 
 from attend.attention.call import Call, Result
-from attend.attention.operations import FORWARD
+from attend.attention.operations import FORWARD, Operation
 from attend.serving.admission import ServingLimits
 from attend.serving.batching import BatchLimits, batch_key
+from attend.serving.binding import ATTEND, BoundCall
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics
 from attend.serving.queueing import INLINE_OPERATIONS
+from attend.serving.requests import RawRequest
 from attend.serving.scheduler import QueueLimits, Scheduler
 from attend.spec import LayerSpec
 from attend.wire.problems import validate
@@ -87,9 +89,9 @@ class Harness:
         """Submit a call, by default of one item and too heavy for the event loop."""
         call = request(1) if call is None else call
         layer = knobs.pop("layer", self.layer)
-        cost = Cost({}, operations, 0, memory, 0)
-        key = batch_key(layer, call, knobs.get("operation", FORWARD))
-        return asyncio.get_running_loop().create_task(self.scheduler.submit(layer, call, cost, key=key, **knobs))
+        operation = knobs.pop("operation", FORWARD)
+        bound = bound_call(layer, call, Cost({}, operations, 0, memory, 0), operation, batch_key(layer, call, operation))
+        return asyncio.get_running_loop().create_task(self.scheduler.submit(bound, RawRequest(b"", **knobs)))
 
     async def occupy(self) -> asyncio.Task[Outcome]:
         """Close the gate and submit a call that waits there, so that the device is busy."""
@@ -111,6 +113,16 @@ class Harness:
 def layer_with(attention: Any, name: str = "layer") -> LoadedLayer:
     """A loaded layer that computes with `attention`."""
     return LoadedLayer(name, SPEC, "fingerprint", attention)
+
+
+def bound_call(layer: LoadedLayer, call: Call, cost: Cost, operation: Operation = FORWARD, key: Any = None) -> BoundCall:
+    """A bound call without a request. `key`: its batch key."""
+    return BoundCall(ATTEND, None, layer, call, cost, operation, batch_key=key)
+
+
+def heavy_call(attention: Any, operations: int = HEAVY, b: int = 1) -> BoundCall:
+    """A call that `attention` computes, of so many operations."""
+    return bound_call(layer_with(attention), request(b), Cost({}, operations, 0, 1, 0))
 
 
 def request(b: int, seed: int = 0, queries: int = 4, **fields: Any) -> Call:

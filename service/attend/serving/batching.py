@@ -5,7 +5,7 @@ alone: batches of mixed lengths gained less than a third (docs/performance.md). 
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,16 @@ import torch
 
 from attend.attention.call import Call
 from attend.attention.operations import FORWARD, Operation
-from attend.serving.cost import Cost
+from attend.serving.binding import BoundCall
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.queueing import INTERNAL, Flow
+from attend.serving.requests import RawRequest
 from attend.serving.rounding import may_amplify_rounding
 
 MAX_EXAMINED = 4096  # waiting calls that are looked at for one batch, so that forming it takes a few milliseconds at most
-BatchKey = tuple[Any, ...]  # calls with equal keys can be stacked
 
 
-def batch_key(layer: LoadedLayer, call: Call, operation: Operation = FORWARD) -> BatchKey | None:
+def batch_key(layer: LoadedLayer, call: Call, operation: Operation = FORWARD) -> tuple[Any, ...] | None:
     """Calls with equal keys may share a batch; None if the call must run alone. Reads the numbers of the call, so it may take long."""
     key = operation.batch_key(call)
     if key is None or may_amplify_rounding(layer.spec, layer.score_deviation, call, operation.largest_cached_row()):
@@ -32,24 +32,19 @@ def batch_key(layer: LoadedLayer, call: Call, operation: Operation = FORWARD) ->
 
 @dataclass(eq=False)
 class Entry:
-    """A bound call on its way through the scheduler. `arrived` and `deadline` are times of the scheduler's clock."""
+    """A bound call of a request on its way through the scheduler. `arrived` is a time of the scheduler's clock."""
 
-    layer: LoadedLayer
-    call: Call
-    cost: Cost
+    bound: BoundCall
+    raw: RawRequest
     arrived: float
-    deadline: float | None = None
-    gone: Callable[[], bool] = lambda: False  # whether the caller has disconnected
     flow: Flow = INTERNAL
-    batch_key: BatchKey | None = None  # None: the call runs alone
-    operation: Operation = FORWARD
     future: "asyncio.Future[Any] | None" = None  # the caller waits for it
     timer: asyncio.TimerHandle | None = None  # settles the call at its deadline
     is_computing: bool = False  # whether it is a step of a session that the device computes
 
     def is_abandoned(self) -> bool:
         """Whether the caller has cancelled the call or disconnected."""
-        return (self.future is not None and self.future.cancelled()) or self.gone()
+        return (self.future is not None and self.future.cancelled()) or self.raw.gone()
 
     def settle(self, outcome: Any) -> None:
         """Give the caller an outcome or an exception, unless it has one already or was cancelled."""
@@ -61,7 +56,7 @@ class Entry:
             self.future.set_result(outcome)
 
     def can_share_batch(self, other: "Entry") -> bool:
-        return self.batch_key is not None and self.batch_key == other.batch_key
+        return self.bound.batch_key is not None and self.bound.batch_key == other.bound.batch_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +83,21 @@ def form_batch(waiting: Iterable[Entry], limits: BatchLimits, now: float) -> tup
     operations = memory = examined = 0
     largest = limits.calls
     for entry in waiting:
+        cost, deadline = entry.bound.cost, entry.raw.deadline
         if entry.is_abandoned():
             abandoned.append(entry)
-        elif entry.deadline is not None and entry.deadline <= now:
+        elif deadline is not None and deadline <= now:
             expired.append(entry)
         elif not batch or (
-            operations + entry.cost.operations <= limits.operations
-            and memory + entry.cost.memory_bytes <= limits.memory_bytes
+            operations + cost.operations <= limits.operations
+            and memory + cost.memory_bytes <= limits.memory_bytes
             and entry.can_share_batch(batch[0])
         ):
             batch.append(entry)
-            operations += entry.cost.operations
-            memory += entry.cost.memory_bytes
-            largest = entry.operation.largest_batch or limits.calls
+            operations += cost.operations
+            memory += cost.memory_bytes
+            largest = entry.bound.operation.largest_batch or limits.calls
         examined += len(batch) > 0
-        if batch and (len(batch) >= largest or examined > MAX_EXAMINED or batch[0].batch_key is None):
+        if batch and (len(batch) >= largest or examined > MAX_EXAMINED or batch[0].bound.batch_key is None):
             break
     return batch, expired, abandoned

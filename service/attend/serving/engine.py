@@ -7,7 +7,7 @@ call to a session waits for the earlier calls to that session before it is bound
 run on the event loop if there are few bytes, else in a thread of the codec pool. Independent of HTTP.
 """
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ from attend.serving.admission import Admission, ServingLimits
 from attend.serving.batching import batch_key
 from attend.serving.binding import Binding, BoundCall
 from attend.serving.codec_pool import CodecPool
-from attend.serving.executor import Outcome
 from attend.serving.figures import FigureRenderer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics, Phases
@@ -129,7 +128,10 @@ class Engine:
             self._reserve(raw, decoded, bound)
             if bound.session is not None:
                 await self.require_sessions().reserve(bound.session.cache, bound.call.masks.num_keys)
-            outcome = await self.submit(bound, raw)
+            if self.shards is not None and bound.in_parts:
+                outcome = await compute_in_shards(self.shards, bound, raw.deadline, self.clock, self.codecs)
+            else:
+                outcome = await self.scheduler.submit(bound, raw)
             if bound.session is not None:
                 bound.session.require_finite_rows(bound.layer.spec)
             computed_at = self.clock()
@@ -160,13 +162,6 @@ class Engine:
             if raw.lease.held > INLINE_BYTES:
                 raw.lease.add(max(0, bytes_in_memory(decoded.members.values(), bound.call.tensors()) - raw.lease.held))
             raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes)
-
-    def submit(self, bound: BoundCall, raw: RawRequest) -> Coroutine[Any, Any, Outcome]:
-        """Compute a bound call on this process's device, or in parts on the shards."""
-        if self.shards is not None and bound.in_parts:
-            return compute_in_shards(self.shards, bound, raw.deadline, self.clock, self.codecs)
-        layer, call, cost = bound.layer, bound.call, bound.cost
-        return self.scheduler.submit(layer, call, cost, raw.deadline, raw.gone, raw.caller, bound.operation, bound.batch_key)
 
     async def run_by_size(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads a body of `size` bytes: on the event loop if it is small, else in a thread of the codec pool."""

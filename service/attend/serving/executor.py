@@ -3,7 +3,6 @@
 If the computation raises, every call of the batch gets the error. A batch that runs out of memory is split in halves, which are retried.
 """
 
-import errno
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from attend.attention.call import Call, Result
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.numerics import matmul_precision
 from attend.attention.operations import Operation
-from attend.errors import AttendError, OutOfMemory, ServiceFault
+from attend.errors import AttendError, OutOfMemory
 from attend.serving.batching import Entry
+from attend.serving.faults import error_of_batch
 from attend.serving.threads import lower_priority
-
-OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", "can't start new thread", "failed to map segment")  # of torch, Python and the linker
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +50,7 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
     """
     started = clock()
     try:
-        layer = batch[0].layer
+        layer = batch[0].bound.layer
         with matmul_precision(layer.spec.matmul_precision, layer.attention.device):
             results = _results(batch)
     except Exception as error:
@@ -61,8 +59,8 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
         seconds = clock() - started
         execution = Execution(0)
         for entry in batch:
-            execution.items += entry.call.options.items
-            execution.operations += entry.cost.operations
+            execution.items += entry.bound.call.options.items
+            execution.operations += entry.bound.cost.operations
         return [
             (entry, Outcome(result, started - entry.arrived, seconds, len(batch), execution))
             for entry, result in zip(batch, results, strict=True)
@@ -76,10 +74,10 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
 
 def _results(batch: Sequence[Entry]) -> list[Result]:
     """The result of every entry, with tensors on the CPU."""
-    first = batch[0]
+    first = batch[0].bound
     if len(batch) == 1:
         return [_run(first.layer.attention, first.call, first.operation)]
-    return first.operation.run_batch(first.layer.attention, [(entry.operation, entry.call) for entry in batch])
+    return first.operation.run_batch(first.layer.attention, [(entry.bound.operation, entry.bound.call) for entry in batch])
 
 
 def _run(layer: MultiHeadAttention, call: Call, operation: Operation) -> Result:
@@ -112,19 +110,3 @@ def one_core() -> ThreadPoolExecutor:
 def _use_one_core() -> None:
     torch.get_num_threads()  # a thread reads the default on first use, which would otherwise undo the next line
     torch.set_num_threads(1)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the host or the device ran out of memory."""
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES)
-
-
-def error_of_batch(error: BaseException) -> AttendError:
-    """The error for every call of a batch that failed with `error`: OutOfMemory or ServiceFault."""
-    if is_out_of_memory(error):
-        return OutOfMemory("the call passed admission, but the memory for it was not there")
-    fault = ServiceFault("computing failed")
-    fault.__cause__ = error  # OutOfMemory gets no cause: the traceback would keep the tensors alive
-    return fault

@@ -7,10 +7,12 @@ import numpy as np
 
 from attend.errors import AttendError
 from attend.serving.admission import Admission, ServingLimits
+from attend.serving.binding import ATTEND, BoundCall
 from attend.serving.calls import make_call
 from attend.serving.cost import predict
 from attend.serving.executor import Outcome
 from attend.serving.layers.registry import LoadedLayer
+from attend.serving.requests import RawRequest
 from attend.serving.scheduler import Scheduler
 from attend.wire.schemas.attend import AttendRequest
 
@@ -74,7 +76,8 @@ class Probe:
 
     async def _submit_zeros(self, layer: LoadedLayer, length: int) -> Outcome:
         request = _zeros(layer, length)
-        return await self.scheduler.submit(layer, make_call(request, layer.spec), predict(request, layer.spec))
+        bound = BoundCall(ATTEND, request, layer, make_call(request, layer.spec), predict(request, layer.spec))
+        return await self.scheduler.submit(bound, RawRequest(b""))
 
 
 def _zeros(layer: LoadedLayer, length: int) -> AttendRequest:

@@ -28,16 +28,14 @@ from typing import NamedTuple
 
 import torch
 
-from attend.attention.call import Call
-from attend.attention.operations import FORWARD, Operation
 from attend.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded, ServiceFault
-from attend.serving.batching import BatchKey, BatchLimits, Entry, form_batch
-from attend.serving.cost import Cost
-from attend.serving.executor import Outcome, Outcomes, compute, error_of_batch
-from attend.serving.layers.registry import LoadedLayer
+from attend.serving.batching import BatchLimits, Entry, form_batch
+from attend.serving.binding import BoundCall
+from attend.serving.executor import Outcome, Outcomes, compute
+from attend.serving.faults import error_of_batch
 from attend.serving.metrics import Metrics
 from attend.serving.queueing import INLINE_OPERATIONS, FairQueue, Flow, Occupancy, Throughput, size_class
-from attend.serving.requests import TOO_LATE
+from attend.serving.requests import TOO_LATE, RawRequest
 from attend.serving.threads import lower_priority
 
 OVERHEAD_OPERATIONS = 1 << 20  # operations added to the cost of any call
@@ -79,7 +77,7 @@ class Scheduler:
         self.finished_at = -math.inf  # when the device last finished something
         self._finished = asyncio.Event()
         self._inline = device.type == "cpu" and not self.limits.delay
-        self._queue: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, lambda entry: entry.cost.operations + OVERHEAD_OPERATIONS)
+        self._queue: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, lambda entry: entry.bound.cost.operations + OVERHEAD_OPERATIONS)
         self._occupancy = Occupancy(self.limits.operations, self.limits.memory_bytes)
         self._throughput = Throughput()
         self._running: Running | None = None
@@ -122,28 +120,17 @@ class Scheduler:
         """Whole seconds until the queue is empty if no calls arrive; at least 1."""
         return max(1, round(self.backlog))
 
-    async def submit(
-        self,
-        layer: LoadedLayer,
-        call: Call,
-        cost: Cost,
-        deadline: float | None = None,
-        gone: Callable[[], bool] = lambda: False,
-        caller: str = "",
-        operation: Operation = FORWARD,
-        key: BatchKey | None = None,
-    ) -> Outcome:
-        """Compute an operation on a bound call and return its outcome. `key`: its `batch_key`; None: it runs alone.
+    async def submit(self, bound: BoundCall, raw: RawRequest) -> Outcome:
+        """Compute a bound call of a request and return its outcome.
 
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
         """
-        entry = Entry(layer, call, cost, self.clock(), deadline, gone, operation=operation, batch_key=key)
+        entry, call, operations = Entry(bound, raw, self.clock()), bound.call, bound.cost.operations
         # a reproducible call may wait for the one thread that computes such calls, and the first gradient loads modules of torch
-        may_be_inline = operation.is_one_pass and not call.options.reproducible and call.output_gradient is None
-        is_inline = cost.operations <= INLINE_OPERATIONS and may_be_inline
+        may_be_inline = bound.operation.is_one_pass and not call.options.reproducible and call.output_gradient is None
         try:
-            if not (self._inline and is_inline):
-                entry.flow = Flow(caller, size_class(cost.operations))
+            if not (self._inline and may_be_inline and operations <= INLINE_OPERATIONS):
+                entry.flow = Flow(raw.caller, size_class(operations))
                 return await self._enqueue(entry)
             return self._compute_inline(entry)
         finally:
@@ -169,7 +156,7 @@ class Scheduler:
         if entry.is_abandoned():
             self.metrics.count_abandoned(1)
             raise CallerGone
-        if entry.deadline is not None and entry.deadline <= self.clock():
+        if entry.raw.deadline is not None and entry.raw.deadline <= self.clock():
             raise DeadlinePassed(TOO_LATE)
         self.metrics.count_batch(1)
         settled = compute([entry], self.clock)
@@ -189,12 +176,12 @@ class Scheduler:
         entry.future = future = loop.create_future()
         is_first = not self.busy
         self._queue.append(entry)
-        self._occupancy.add(entry.flow, entry.cost)
+        self._occupancy.add(entry.flow, entry.bound.cost)
         self._schedule_batch(loop, self.limits.delay if is_first else 0.0)
-        if entry.deadline is not None:
-            entry.timer = loop.call_later(max(0.0, entry.deadline - self.clock()), self._expire, entry)
+        if entry.raw.deadline is not None:
+            entry.timer = loop.call_later(max(0.0, entry.raw.deadline - self.clock()), self._expire, entry)
         try:
-            outcome: Outcome = await (asyncio.shield(future) if entry.operation.changes_state else future)
+            outcome: Outcome = await (asyncio.shield(future) if entry.bound.operation.changes_state else future)
             return outcome
         except asyncio.CancelledError:
             if entry.is_computing:  # its session is in use until it is computed
@@ -215,12 +202,12 @@ class Scheduler:
         To sweep the queue takes time in proportion to its length, so there is one sweep for a share of that number of calls.
         """
         self._arrivals += 1
-        if self._occupancy.refusal(entry.flow, entry.cost) is None:
+        if self._occupancy.refusal(entry.flow, entry.bound.cost) is None:
             return
         if self._arrivals * SWEEP_SHARE >= len(self._queue):
             self._arrivals = 0
             self._drop([waiting for waiting in self._queue if waiting.is_abandoned()])
-        if (refusal := self._occupancy.refusal(entry.flow, entry.cost)) is not None:
+        if (refusal := self._occupancy.refusal(entry.flow, entry.bound.cost)) is not None:
             raise Overloaded(self.retry_after, problems=[refusal])
 
     def _schedule_batch(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
@@ -256,10 +243,10 @@ class Scheduler:
 
     def _start(self, loop: asyncio.AbstractEventLoop, batch: Sequence[Entry]) -> None:
         """Compute a batch on the device's thread."""
-        predicted = self._throughput.seconds(batch[0].flow.size, sum(entry.cost.operations for entry in batch))
+        predicted = self._throughput.seconds(batch[0].flow.size, sum(entry.bound.cost.operations for entry in batch))
         self._running = Running(self.clock(), predicted)
         for entry in batch:
-            entry.is_computing = entry.operation.changes_state
+            entry.is_computing = entry.bound.operation.changes_state
             if entry.is_computing and entry.timer is not None:
                 entry.timer.cancel()  # its session is in use until it is computed, so the next call to it has to wait
 
@@ -297,7 +284,7 @@ class Scheduler:
     def _remove(self, entries: Sequence[Entry], served: bool = False) -> None:
         """Remove entries from the queue; charge them to their flows if they are served."""
         for entry in entries:
-            self._occupancy.remove(entry.flow, entry.cost)
+            self._occupancy.remove(entry.flow, entry.bound.cost)
         if served:
             self._queue.serve(entries)
         else:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attend import errors
-from attend.serving.executor import is_out_of_memory
+from attend.serving.faults import is_out_of_memory
 
 STATUSES: dict[type[errors.AttendError], tuple[int, str]] = {  # HTTP status, gRPC code
     errors.AttendError: (500, "INTERNAL"),

@@ -26,8 +26,8 @@ from attend.errors import (
     SessionNotFound,
     WrongReplica,
 )
-from attend.serving.executor import error_of_batch
 from attend.serving.fair_share import FairShare, Shortage, shortage
+from attend.serving.faults import error_of_batch
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics
 from attend.serving.sessions.ids import Process, make_id, process_of
