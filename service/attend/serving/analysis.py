@@ -45,8 +45,7 @@ class Analysis(Binding[AnalysisRequest]):
         super().check(request, spec)
         refuse_packed(request)
         layer = f'for layer "{request.layer}"'
-        key = request.query if request.key is None else request.key
-        if not request.query.size or not key.size:
+        if not request.query.size or not request.key_rows.size:
             raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
         metrics = {name: METRICS[name] for name in request.metrics_for(spec)}
         for name, metric in metrics.items():
@@ -71,8 +70,7 @@ class Analysis(Binding[AnalysisRequest]):
         """The cost of a request that fits the layer. Few metrics hold a tensor [q, k]."""
         forward = predict(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
         b = request.query.shape[0] if request.batched else 1
-        q, h = request.query.shape[-2], spec.num_heads
-        k = q if request.key is None else request.key.shape[-2]
+        q, k, h = request.query.shape[-2], request.key_rows.shape[-2], spec.num_heads
         metrics = {name: METRICS[name] for name in request.metrics_for(spec)}
         rows = metrics.values()
         lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}

@@ -25,12 +25,12 @@ WIDER_THAN_ANY = 2**40  # keys on one side of a window: no sequence is longer
 
 def call_options(request: AttendRequest, spec: LayerSpec) -> CallOptions:
     """The options of a request whose shapes fit the layer. Only the shapes of its tensors are read."""
-    key, select = request.query if request.key is None else request.key, request.select
+    select = request.select
     softcap = spec.softcap if request.softcap is None else request.softcap
     return CallOptions(
         items=request.query.shape[0] if request.batched else 1,
         num_queries=request.query.shape[-2],
-        num_keys=key.shape[-2],
+        num_keys=request.key_rows.shape[-2],
         outputs=frozenset(request.outputs),
         scale=spec.scale if request.scale is None else request.scale,
         softcap=softcap or None,
@@ -82,10 +82,8 @@ def _output_gradient(request: AttendRequest, spec: LayerSpec) -> torch.Tensor | 
 
 def packed_attention(request: AttendRequest, spec: LayerSpec) -> PackedAttention:
     """The operation that computes each of several sequences in one query by itself."""
-    assert request.query_lengths is not None
-    queries = tuple(request.query_lengths.tolist())
-    keys = queries if request.key_lengths is None else tuple(request.key_lengths.tolist())
-    return PackedAttention(queries, keys, {(q, k): _masks(request, spec, 1, q, k) for q, k in set(zip(queries, keys, strict=True))})
+    queries, keys = zip(*request.sequence_lengths, strict=True)
+    return PackedAttention(queries, keys, {(q, k): _masks(request, spec, 1, q, k) for q, k in set(request.sequence_lengths)})
 
 
 def input_tensors(

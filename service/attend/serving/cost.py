@@ -64,9 +64,7 @@ def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
     options, reply = call_options(request, spec), reply_contents(request)
     if request.query_lengths is None:
         return _predict_recurring(options, reply, spec)
-    queries = request.query_lengths.tolist()
-    keys = queries if request.key_lengths is None else request.key_lengths.tolist()
-    pairs = list(zip(queries, keys, strict=True))
+    pairs = request.sequence_lengths
     costs = {(q, k): _predict_recurring(replace(options, num_queries=q, num_keys=k), reply, spec) for q, k in set(pairs)}
     return _sum_of_sequences([costs[pair] for pair in pairs])
 

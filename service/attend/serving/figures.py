@@ -52,7 +52,7 @@ class Figure(Binding[FigureRequest]):
     def validated(self, decoded: Decoded, spec: LayerSpec) -> FigureRequest:
         """The request with the format of the picture, and the outputs that it shows. Raises InvalidRequest or NotAcceptable."""
         request = super().validated(decoded, spec)
-        format = request.figure.format or PICTURES.get(decoded.picture_type)
+        format = request.figure.format or PICTURES.get(decoded.reply_format.get("picture_type", ""))
         if format is None:
             raise NotAcceptable.where("", f"an Accept with {' or '.join(PICTURES)}, or a figure.format", "neither")
         outputs = ["concatenated", "output"][: 1 + spec.projections] if request.figure.kind == "concatenation" else []
@@ -97,7 +97,6 @@ def figure_spec(request: FigureRequest, layer: LayerSpec) -> FigureSpec:
     """The picture of a request that `Figure` has validated."""
     options = request.figure
     assert options.format is not None
-    key = request.query if request.key is None else request.key
     heads = options.heads or ([0] if options.kind == "head" else range(layer.num_heads))
     kept, tokens = {side: request.drawn_positions(side) for side in SIDES}, {side: request.item_tokens(side) for side in SIDES}
     labels = {side: tokens[side] if (at := kept[side]) is None else tuple(tokens[side][i] for i in at) for side in SIDES}
@@ -105,7 +104,7 @@ def figure_spec(request: FigureRequest, layer: LayerSpec) -> FigureSpec:
         kind=options.kind,
         item=options.item,
         queries=len(labels["query"]) or request.query.shape[-2],
-        keys=len(labels["key"]) or key.shape[-2],
+        keys=len(labels["key"]) or request.key_rows.shape[-2],
         heads=tuple(heads),
         query_labels=labels["query"],
         key_labels=labels["key"],

@@ -22,20 +22,18 @@ def refuse_packed(request: AttendRequest) -> None:
 def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
     """Raises InvalidRequest if the request's shapes do not fit the layer."""
     layer = f'for layer "{request.layer}"'
-    key = request.query if request.key is None else request.key
-    value = key if request.value is None else request.value
-    parts = (("query", request.query, spec.query_dim), ("key", key, spec.key_dim), ("value", value, spec.value_dim))
+    rows = (request.query, request.key_rows, request.value_rows)
+    parts = zip(("query", "key", "value"), rows, (spec.query_dim, spec.key_dim, spec.value_dim), strict=True)
     for name, array, width in parts:
         if array.shape[-1] != width:
             source = "" if getattr(request, name) is not None else f" (taken from the {'query' if array is request.query else 'key'})"
             raise InvalidRequest.where(f"/{name}", f"{width} values per {name} {layer}", f"{array.shape[-1]}{source}")
-    q, k, h = request.query.shape[-2], key.shape[-2], spec.num_heads
+    q, k, h = request.query.shape[-2], request.key_rows.shape[-2], spec.num_heads
     if spec.positional and request.query_offset is None and unaligned(request, q, k):
         expected = f'an offset (0, "end", …), since {spec.positional} is on {layer} and {q} queries and {k} keys are given'
         raise InvalidRequest.where("/query_offset", expected, "nothing")
     if request.query_lengths is not None:  # each sequence has positions of its own
-        keys = request.query_lengths if request.key_lengths is None else request.key_lengths
-        q, k = int(request.query_lengths.max()), int(keys.max())
+        q, k = map(max, zip(*request.sequence_lengths, strict=True))
     for extent in spec.extents:
         _check_extent(request, extent, q, k, layer)
     _check_coordinates(request, spec, layer)

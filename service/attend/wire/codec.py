@@ -35,7 +35,6 @@ class Decoded(NamedTuple):
     timeout: float | None = None  # seconds, from the body; the headers may set another deadline
     sequence: SequencePart | None = None
     translate: Callable[[Problem], Problem] | None = None  # a problem of the members as one of the body; None: pointers are the same
-    picture_type: str = ""  # the media type of a figure, as the client accepts it; "" if it accepts none
 
     def in_body(self, error: RequestError) -> RequestError:
         """The same error with pointers into the body; those of `error` are into the members."""

@@ -30,7 +30,7 @@ class AttendCodec(Codec):
     def decode(
         self, body: bytes, parameters: Mapping[str, str], kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False
     ) -> Decoded:
-        return Decoded(self.parse(body, kinds, limits, shapes_alone), picture_type=parameters.get("picture_type", ""))
+        return Decoded(self.parse(body, kinds, limits, shapes_alone), reply_format=parameters)
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
         return Encoded(self.headers, self.write(reply, options))

@@ -48,11 +48,9 @@ def check_fields_together(request: Any) -> None:
 
 def _check_query_key_value(request: Any) -> tuple[int | None, int, int]:
     """(batch items, None without a batch; queries; keys)."""
-    query, key, value = request.query, request.key, request.value
-    if value is not None and key is None:
+    if request.value is not None and request.key is None:
         raise field_error("/value", "a key in addition to the value", "a value alone")
-    key = query if key is None else key
-    value = key if value is None else value
+    query, key, value = request.query, request.key_rows, request.value_rows
     for name, array in (("key", key), ("value", value)):
         if array.ndim != query.ndim:
             raise field_error(f"/{name}", f"rank {query.ndim}, as the query has", f"rank {array.ndim}")

@@ -14,6 +14,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from attend.spec import LayerSpec
 from attend.spec_parts import WHOLE, Finite, Window, field_error, whole
+from attend.tensors import Array
 from attend.wire import shapes
 from attend.wire.problems import HALF_SURROGATE, describe_value, is_unicode
 from attend.wire.schemas.schema import (
@@ -277,6 +278,24 @@ class AttendRequest(Schema):
     @property
     def batched(self) -> bool:
         return self.query.ndim == 3
+
+    @property
+    def key_rows(self) -> Array:
+        """The rows that are keys: those of `key`, or the queries."""
+        return self.query if self.key is None else self.key
+
+    @property
+    def value_rows(self) -> Array:
+        """The rows that are values: those of `value`, or the keys."""
+        return self.key_rows if self.value is None else self.value
+
+    @property
+    def sequence_lengths(self) -> list[tuple[int, int]]:
+        """Numbers of queries and keys of each of several sequences in one query; empty for a request without `query_lengths`."""
+        if self.query_lengths is None:
+            return []
+        lengths = self.query_lengths if self.key_lengths is None else self.key_lengths
+        return list(zip(self.query_lengths.tolist(), lengths.tolist(), strict=True))
 
     def tokens_of(self, side: Literal["query", "key"]) -> list[str] | list[list[str]]:
         """The tokens of the queries or keys, empty if there are none. A key that is left out has the query's."""
