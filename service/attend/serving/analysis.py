@@ -26,7 +26,7 @@ from attend.wire.schemas.analysis import INDEX_PARTS, METRICS, AnalysisRequest
 BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
-class Analysis(Binding[AnalysisRequest]):
+class AnalysisBinding(Binding[AnalysisRequest]):
     """Metrics of heads."""
 
     keeps_validations = in_shards = False
@@ -153,7 +153,7 @@ class Analysis(Binding[AnalysisRequest]):
         return Reply(layer, result.fully_masked_rows, datatype, {}, metrics=metrics)
 
 
-ANALYSIS = Analysis(AnalysisRequest)  # POST /attend/analysis
+ANALYSIS = AnalysisBinding(AnalysisRequest)  # POST /attend/analysis
 
 
 def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:

@@ -43,7 +43,7 @@ MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets n
 MAX_WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
 
 
-class Figure(Binding[FigureRequest]):
+class FigureBinding(Binding[FigureRequest]):
     """A picture of the weights of heads, or of their outputs."""
 
     keeps_validations = in_shards = False
@@ -90,11 +90,11 @@ class Figure(Binding[FigureRequest]):
         return {"figure": request.figure.kind, "format": request.figure.format}
 
 
-FIGURE = Figure(FigureRequest)  # POST /attend/figure
+FIGURE = FigureBinding(FigureRequest)  # POST /attend/figure
 
 
 def figure_spec(request: FigureRequest, layer: LayerSpec) -> FigureSpec:
-    """The picture of a request that `Figure` has validated."""
+    """The picture of a request that `FigureBinding` has validated."""
     options = request.figure
     assert options.format is not None
     heads = options.heads or ([0] if options.kind == "head" else range(layer.num_heads))

@@ -28,7 +28,7 @@ from attend.wire.schemas.sessions import SessionAttendRequest, StepOptions
 LENGTH_FIELDS = ("query_offset", "tokens")  # fields whose validity depends on the session's length
 
 
-class Step(Binding[AttendRequest]):
+class StepBinding(Binding[AttendRequest]):
     """A call that appends rows to a session, and then attends to all of its rows."""
 
     in_shards = False  # it is computed where its cache is
@@ -79,7 +79,7 @@ class Step(Binding[AttendRequest]):
                 raise InvalidRequest.where(f"/outputs/{i}", f"no {name}, since sessions of this layer keep its keys and values", name)
 
 
-STEP = Step(AttendRequest)  # POST /sessions/{id}/attend, and parts of sequences of the Open Inference Protocol
+STEP = StepBinding(AttendRequest)  # POST /sessions/{id}/attend, and parts of sequences of the Open Inference Protocol
 
 
 def _length_after(members: Mapping[str, Any], options: StepOptions, session: Session) -> int:
