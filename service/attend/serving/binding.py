@@ -23,6 +23,7 @@ from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_with_session_keys, require_rows
 from attend.serving.validation_cache import CachedValidation, cache_key
 from attend.spec import LayerSpec
+from attend.tensors import BY_TORCH
 from attend.wire.codec import Decoded, Reply
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
@@ -137,9 +138,10 @@ class Binding(Generic[R]):
         tensors: dict[str, Any] = {}
         for name in request.outputs:
             tensors[name] = arrays[name] if name in arrays else _parts(name, arrays)
-        datatype = wire_datatype("output", request.reply.datatype, layer.spec)
+        datatype = request.reply.datatype or BY_TORCH[layer.spec.dtype].name
+        masked = 0 if result.fully_masked is None else result.fully_masked_rows
         session = None if bound.session is None else {"id": bound.session.id, "length": bound.call.masks.num_keys}
-        return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, result.fully_masked_rows, datatype, tensors, session=session)
+        return Reply({"name": layer.name, "fingerprint": layer.fingerprint}, masked, datatype, tensors, session=session)
 
 
 ATTEND = Binding(AttendRequest)  # POST /attend, and infer of the Open Inference Protocol

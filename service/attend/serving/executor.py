@@ -10,10 +10,8 @@ from functools import cache
 
 import torch
 
-from attend.attention.call import Call, Result
-from attend.attention.layer import MultiHeadAttention
+from attend.attention.call import Result
 from attend.attention.numerics import matmul_precision
-from attend.attention.operations import Operation
 from attend.errors import AttendError, OutOfMemory
 from attend.serving.batching import Entry
 from attend.serving.faults import error_of_batch
@@ -56,15 +54,13 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
     except Exception as error:
         failed, results = error_of_batch(error), None
     if results is not None:
-        seconds = clock() - started
-        execution = Execution(0)
-        for entry in batch:
+        seconds, execution = clock() - started, Execution(0)
+        outcomes = []
+        for entry, result in zip(batch, results, strict=True):
             execution.items += entry.bound.call.options.items
             execution.operations += entry.bound.cost.operations
-        return [
-            (entry, Outcome(result, started - entry.arrived, seconds, len(batch), execution))
-            for entry, result in zip(batch, results, strict=True)
-        ]
+            outcomes.append((entry, Outcome(result, started - entry.arrived, seconds, len(batch), execution)))
+        return outcomes
     if isinstance(failed, OutOfMemory) and len(batch) > 1:
         on_split()
         middle = len(batch) // 2
@@ -73,23 +69,19 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
 
 
 def _results(batch: Sequence[Entry]) -> list[Result]:
-    """The result of every entry, with tensors on the CPU."""
-    first = batch[0].bound
-    if len(batch) == 1:
-        return [_run(first.layer.attention, first.call, first.operation)]
-    return first.operation.run_batch(first.layer.attention, [(entry.bound.operation, entry.bound.call) for entry in batch])
-
-
-def _run(layer: MultiHeadAttention, call: Call, operation: Operation) -> Result:
-    """Compute an operation on a call, on the layer's device.
+    """The result of every entry, with tensors on the CPU.
 
     A reproducible call is computed by one thread, so that its result does not depend on the server's number of threads.
     """
+    first = batch[0].bound
+    layer, call, operation = first.layer.attention, first.call, first.operation
+    if len(batch) > 1:
+        return operation.run_batch(layer, [(entry.bound.operation, entry.bound.call) for entry in batch])
     is_cpu = layer.device.type == "cpu"
     if not is_cpu:
         call, operation = call.to(layer.device), operation.to(layer.device)
     result = one_core().submit(operation.run, layer, call).result() if call.options.reproducible else operation.run(layer, call)
-    return result if is_cpu else result.cpu()
+    return [result if is_cpu else result.cpu()]
 
 
 @cache

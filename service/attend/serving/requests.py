@@ -43,6 +43,8 @@ class RawRequest:
     @property
     def size(self) -> int:
         """Bytes of the decompressed body; estimated for a compressed one."""
+        if not self.coding and isinstance(self.body, bytes):
+            return len(self.body)
         return self.received * (ESTIMATED_COMPRESSION_RATIO if self.coding else 1)
 
     def limit_seconds(self, seconds: float, now: float) -> None:

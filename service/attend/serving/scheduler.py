@@ -153,7 +153,7 @@ class Scheduler:
 
     def _compute_inline(self, entry: Entry) -> Outcome:
         """Compute a call on the event loop, in the order in which calls arrive."""
-        if entry.is_abandoned():
+        if entry.raw.gone():
             self.metrics.count_abandoned(1)
             raise CallerGone
         if entry.raw.deadline is not None and entry.raw.deadline <= self.clock():

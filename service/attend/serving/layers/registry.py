@@ -55,6 +55,7 @@ class LayerRegistry:
     def __init__(self, device: torch.device, limits: ServingLimits) -> None:
         self.device, self.limits = device, limits
         self._layers: dict[str, LoadedLayer] = {}
+        self.get = self._layers.get  # the layer of a name, or None
         self._unloaded: dict[str, UnloadedLayer] = {}
         self._parameters: dict[str, int] = {}  # of each layer whose weights are in memory
         self._all_parameters = 0
@@ -64,9 +65,6 @@ class LayerRegistry:
 
     def __contains__(self, name: str) -> bool:
         return name in self._layers
-
-    def get(self, name: str) -> LoadedLayer | None:
-        return self._layers.get(name)
 
     def find(self, name: str, at: str = "/layer") -> LoadedLayer:
         """The layer of that name.
