@@ -4,6 +4,7 @@ JSON and V2 use the names of the Open Inference Protocol (`FP32`), specs those o
 numpy has no bfloat16; `ml_dtypes` adds it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -57,6 +58,11 @@ BY_TORCH: dict[str, Datatype] = {row.torch: row for row in DATATYPES.values()}
 def datatype_of(array: Array) -> Datatype:
     """The row of an array's dtype. Raises KeyError for other dtypes (object, complex, str)."""
     return BY_NUMPY.get(array.dtype) or BY_NUMPY[array.dtype.newbyteorder("<")]
+
+
+def shape_alone(shape: Sequence[int], dtype: Any = np.float32) -> Array:
+    """Zeros of this shape in the memory of one number: an array whose shape is known, and whose numbers nobody reads."""
+    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
 
 
 def raw(array: Array) -> memoryview:

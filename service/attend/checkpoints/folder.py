@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from attend.checkpoints.config import MAX_SHOWN
@@ -19,7 +18,7 @@ from attend.checkpoints.families.row import MOST_LAYERS
 from attend.checkpoints.layout import Fields
 from attend.checkpoints.model import ModelLayer, describe, parse_config, parts_of, read_model_layer
 from attend.errors import InvalidRequest
-from attend.tensors import BY_SAFETENSORS, Array
+from attend.tensors import BY_SAFETENSORS, Array, shape_alone
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -62,7 +61,7 @@ class ModelFolder:
                 shape, dtype = header.get_shape(), header.get_dtype()
             if dtype not in BY_SAFETENSORS:
                 raise refusal(self.path / self._files[name], f"a datatype that NumPy has for {name}", dtype)
-            tensors[name] = np.broadcast_to(np.zeros((), BY_SAFETENSORS[dtype].numpy), shape)
+            tensors[name] = shape_alone(shape, BY_SAFETENSORS[dtype].numpy)
         return tensors
 
     def _files_by_name(self) -> dict[str, str]:

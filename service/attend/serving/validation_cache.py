@@ -16,6 +16,7 @@ from attend.attention.call import CallOptions
 from attend.attention.masks import Masks
 from attend.attention.operations import FORWARD, Operation
 from attend.serving.cost import Cost
+from attend.tensors import shape_alone
 from attend.wire.schemas.attend import AttendRequest
 
 SEQUENCE_FIELDS = frozenset({"query", "key", "value"})
@@ -58,8 +59,8 @@ class ValidationCache:
         if validated.masks.positions.shape[1] > MAX_QUERIES:
             return
         arrays = {name: array for name in SEQUENCE_FIELDS if (array := getattr(request, name)) is not None}
-        placeholders = {name: np.broadcast_to(np.zeros((), array.dtype), array.shape) for name, array in arrays.items()}
-        result = replace(validated, request=request.model_copy(update=placeholders))
+        shapes = {name: shape_alone(array.shape, array.dtype) for name, array in arrays.items()}
+        result = replace(validated, request=request.model_copy(update=shapes))
         if self._results.setdefault(key, result) is result:  # else another thread was first
             self._oldest.append(key)
             if len(self._oldest) > MAX_RESULTS:

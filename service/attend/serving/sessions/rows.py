@@ -12,6 +12,7 @@ from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.sessions.registry import Session
 from attend.spec import LayerSpec
+from attend.tensors import shape_alone
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 
@@ -39,9 +40,9 @@ def new_rows(members: Mapping[str, Any], layer: LoadedLayer, append: bool) -> At
     takes_value = "value" in cached_tensors(layer.spec)
     if not append and isinstance(query := members.get("query"), np.ndarray) and query.ndim > 1:
         taken = {name: width for name, width in widths_of_rows(layer.spec).items() if name == "key" or takes_value}
-        fields |= {name: np.zeros((*query.shape[:-2], 0, width), query.dtype) for name, width in taken.items()}
+        fields |= {name: shape_alone((*query.shape[:-2], 0, width), query.dtype) for name, width in taken.items()}
         if isinstance(positions := members.get("positions"), np.ndarray):
-            fields["key_positions"] = np.zeros((*query.shape[:-2], 0, *positions.shape[query.ndim - 1 :]))
+            fields["key_positions"] = shape_alone((*query.shape[:-2], 0, *positions.shape[query.ndim - 1 :]), np.float64)
     rows = validate(AttendRequest, {"layer": layer.name, "query_offset": 0} | fields)
     if rows.batched and rows.query.shape[0] != 1:
         raise InvalidRequest.where("/query", "one sequence, with a batch axis of 1 or none", f"{rows.query.shape[0]} batch items")
@@ -56,9 +57,9 @@ def with_all_keys(members: Mapping[str, Any], rows: AttendRequest, session: Sess
     lead = rows.query.shape[:-2]
     whole = {**members, "layer": session.layer.name, "query": rows.query}
     for name, width in widths_of_rows(session.layer.spec).items():
-        whole[name] = np.broadcast_to(np.zeros((), np.float32), (*lead, stop, width))
+        whole[name] = shape_alone((*lead, stop, width))
     if rows.positions is not None:
-        whole["key_positions"] = np.broadcast_to(np.zeros((), np.int64), (*lead, stop, *rows.positions.shape[1 + len(lead) :]))
+        whole["key_positions"] = shape_alone((*lead, stop, *rows.positions.shape[1 + len(lead) :]), np.int64)
     whole.setdefault("query_offset", session.length)
     return whole
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from attend.errors import InvalidRequest, RequestError, TooLarge, did_you_mean, pointer
 from attend.spec_parts import whole
-from attend.tensors import DATATYPES, Array
+from attend.tensors import DATATYPES, Array, shape_alone
 from attend.wire.arrays import MAX_RANK, Kind, array_of_base64
 from attend.wire.json.lists import NumberList, RawValue, array_of_lists
 from attend.wire.json.strict import SCALARS, line_and_column, parse_strictly
@@ -237,7 +237,7 @@ class DocumentReader:
             return array_of_data(data, kind, shape, dtype, f"{at}/data")
         if not self.shapes_alone:
             raise InvalidRequest.where(at, "data or base64 in addition to the shape", "a shape alone")
-        return np.broadcast_to(np.zeros((), dtype), shape)
+        return shape_alone(shape, dtype)
 
 
 def array_of_data(data: Any, kind: Kind, shape: tuple[int, ...], dtype: np.dtype[Any], at: str) -> Array:
