@@ -109,7 +109,8 @@ class Engine:
                 _require_small_reply(bound, *raw.reply_codec.largest_reply)
         except RequestError as error:
             raise decoded.in_body(error) from None
-        if (bound.operation.largest_batch or self.scheduler.batch_limits.calls) > 1:  # calls of this operation may share a batch
+        shares_batches = (bound.operation.largest_batch or self.scheduler.batch_limits.calls) > 1
+        if shares_batches and not self.scheduler.computes_inline(bound):
             return bound._replace(batch_key=batch_key(bound.layer, bound.call, bound.operation))
         return bound
 

@@ -125,16 +125,20 @@ class Scheduler:
 
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
         """
-        entry, call, operations = Entry(bound, raw, self.clock()), bound.call, bound.cost.operations
-        # a reproducible call may wait for the one thread that computes such calls, and the first gradient loads modules of torch
-        may_be_inline = bound.operation.is_one_pass and not call.options.reproducible and call.output_gradient is None
+        entry = Entry(bound, raw, self.clock())
         try:
-            if not (self._inline and may_be_inline and operations <= INLINE_OPERATIONS):
-                entry.flow = Flow(raw.caller, size_class(operations))
-                return await self._enqueue(entry)
-            return self._compute_inline(entry)
+            if self.computes_inline(bound):
+                return self._compute_inline(entry)
+            entry.flow = Flow(raw.caller, size_class(bound.cost.operations))
+            return await self._enqueue(entry)
         finally:
             del entry  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
+
+    def computes_inline(self, bound: BoundCall) -> bool:
+        """Whether a call is computed on the event loop at once, alone."""
+        # a reproducible call may wait for the one thread that computes such calls, and the first gradient loads modules of torch
+        may_be_inline = bound.operation.is_one_pass and not bound.call.options.reproducible and bound.call.output_gradient is None
+        return self._inline and may_be_inline and bound.cost.operations <= INLINE_OPERATIONS
 
     async def wait_for_progress(self, seconds: float) -> bool:
         """Wait until the device finishes something, at most `seconds`. Returns whether it did."""
