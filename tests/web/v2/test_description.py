@@ -95,6 +95,33 @@ def test_numbers_per_item_may_have_other_shapes(v2: httpx.Client) -> None:
         assert f" in {name}, at /inputs/1" in refused(v2.post(INFER, json=lone))
 
 
+INDEXED = {
+    "latent": {"query_rank": 5, "key_value_rank": 7, "rope_key_dim": 2},
+    "rope": {"dims": 2},
+    "indexer": {"num_heads": 3, "head_dim": 4, "top_k": 3},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("operators", [{}, INDEXED, {"normalizer": "sigmoid"}], ids=["plain", "indexer", "sigmoid"])
+def test_outputs_of_metadata_and_replies_agree(v2: httpx.Client, operators: dict[str, Any], dtype: str) -> None:
+    """Names, datatypes and shapes of every announced output, in a reply with all of them, as bytes."""
+    spec = {"d_model": 14, "num_heads": 2, "output_dim": 11, "dtype": dtype, **operators}
+    assert v2.put("/layers/announced", json={"spec": spec}, headers={"Content-Type": "application/json"}).is_success
+    metadata = v2.get("/v2/models/announced").json()
+    query = RNG.standard_normal((B, Q, 14)).astype(np.float32)
+    key = RNG.standard_normal((B, K, 14)).astype(np.float32)
+    requested = [{"name": tensor["name"], "parameters": {"binary_data": True}} for tensor in metadata["outputs"]]
+    body, headers = in_bytes({"outputs": requested, "parameters": {"causal": True, "query_offset": "end"}}, query=query, key=key)
+    reply = read(v2.post("/v2/models/announced/infer", content=body, headers=headers))
+    v2.delete("/layers/announced")
+    for announced, output in zip(metadata["outputs"], reply.document["outputs"], strict=True):
+        assert (announced["name"], announced["datatype"]) == (output["name"], output["datatype"])
+        lengths = zip(announced["shape"], output["shape"], strict=True)
+        assert [n for n, length in lengths if n not in (-1, length)] == [], announced["name"]
+    assert ("indexer_mask" in reply.arrays) == ("indexer" in operators)
+
+
 def test_inputs_without_a_default_are_not_optional(v2: httpx.Client) -> None:
     """If keys have another width than queries, a request needs them."""
     for widths, want in (({"key_dim": 4}, ["query", "key"]), ({"key_dim": 4, "value_dim": 2}, ["query", "key", "value"]), ({}, ["query"])):

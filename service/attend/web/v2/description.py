@@ -13,7 +13,7 @@ from typing import Any
 
 from attend.axes import AXES
 from attend.serving.admission import largest_batch
-from attend.serving.cost import output_shapes
+from attend.serving.cost import output_shapes, wire_datatype
 from attend.serving.layers.registry import LoadedLayer, UnloadedLayer
 from attend.serving.service import Service
 from attend.serving.sessions.registry import MAX_SESSIONS
@@ -180,9 +180,10 @@ def _required(spec: LayerSpec) -> set[str]:
 
 
 def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
-    shapes, datatype = output_shapes(spec, -1, -1, -1), BY_TORCH[spec.dtype].name
+    """Every output of the layer but the gradients, in the datatype of a request that chooses none."""
+    shapes = output_shapes(spec, -1, -1, -1)
     names = [name for name in shapes if "gradient" not in name and name not in spec.undefined_outputs]
-    return [TensorMetadata(name=name, datatype=datatype, shape=list(shapes[name])) for name in names]
+    return [TensorMetadata(name=name, datatype=wire_datatype(name, None, spec), shape=list(shapes[name])) for name in names]
 
 
 def _config(tensor: TensorMetadata, optional: bool | None) -> ConfigTensor:
