@@ -1,7 +1,10 @@
-"""The axes of the tensors of a request, each declared once.
+"""The tensors of a request and of a reply, each declared once.
 
-By this table requests are checked (`wire/shapes.py`), compared with their layer (`serving/layer_checks.py`), turned into calls
+By AXES requests are checked (`wire/shapes.py`), compared with their layer (`serving/layer_checks.py`), turned into calls
 (`serving/calls.py`), described in the OpenAPI document and under /v2, and given a batch axis in the reference.
+
+By OUTPUTS the shapes of replies are predicted (`serving/cost.py`), calls computed (`attention/call.py`), several sequences in one query put
+together, and outputs described in the OpenAPI document and under /v2.
 
 b batch items, h heads, q queries, k keys, n rows of query and key alike; query_dim and the like are widths of the layer. A request whose
 query has no batch axis has none in any tensor.
@@ -10,7 +13,7 @@ query has no batch axis has none in any tensor.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T", bound=Any)  # an array or a tensor
 Shape = tuple[str, ...]  # the names of the axes
@@ -86,3 +89,59 @@ AXES: Mapping[str, Axes] = SEQUENCES | {
     "output_gradient": Axes("b,q,output_dim"),
     "direction": Axes("b,q,output_dim"),  # of an analysis
 }
+
+Source = Literal["projections", "scores", "heads", "operator", "gradients"]
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """An output: its axes, such as `b,h,q,k`, what it is computed from, and its V2 datatype, "" for that of the reply.
+
+    Layers have an output of an operator if they have the operator; its other axes are fields of the operator's part of the spec.
+    """
+
+    text: str
+    source: Source
+    datatype: str = ""
+    minus_infinity: bool = False  # whether -inf is a value of it
+
+    @cached_property
+    def axes(self) -> Shape:
+        return tuple(self.text.split(","))
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether each of several sequences in one query has its own, since it has an axis of queries and one of keys."""
+        return "q" in self.axes and "k" in self.axes
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of queries, or else of keys, counted from the end."""
+        return (self.axes.index("q") if "q" in self.axes else self.axes.index("k")) - len(self.axes)
+
+    def __str__(self) -> str:
+        return f"[{self.text}]" + f", of datatype {self.datatype}" * bool(self.datatype)
+
+
+OUTPUTS: Mapping[str, OutputTensor] = {
+    "output": OutputTensor("b,q,output_dim", "heads"),
+    "attention_weights": OutputTensor("b,h,q,k", "scores"),
+    "scores": OutputTensor("b,h,q,k", "scores", minus_infinity=True),
+    "log_sum_exp": OutputTensor("b,h,q", "scores", minus_infinity=True),
+    "query_projection": OutputTensor("b,h,q,head_dim", "projections"),
+    "key_projection": OutputTensor("b,kv heads,k,head_dim", "projections"),
+    "value_projection": OutputTensor("b,kv heads,k,value_head_dim", "projections"),
+    "head_outputs": OutputTensor("b,h,q,value_head_dim", "heads"),
+    "concatenated": OutputTensor("b,q,h * value_head_dim", "heads"),
+    "indexer_mask": OutputTensor("b,q,k", "operator", "BOOL"),
+    "latent": OutputTensor("b,k,key_value_rank", "operator"),
+    "rope_key": OutputTensor("b,k,rope_key_dim", "operator"),
+    "query_gradient": OutputTensor("b,q,query_dim", "gradients"),
+    "key_gradient": OutputTensor("b,k,key_dim", "gradients"),
+    "value_gradient": OutputTensor("b,k,value_dim", "gradients"),
+}
+
+
+def outputs_from(source: Source) -> tuple[str, ...]:
+    """The names of the outputs that are computed from this."""
+    return tuple(name for name, output in OUTPUTS.items() if output.source == source)

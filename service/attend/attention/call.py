@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from attend.attention.masks import MASK_TENSORS, Masks, select_indices
+from attend.axes import outputs_from
 
 FullyMasked = Literal["zero", "uniform", "error"]
-# Names of the outputs that a call may request, by what they are computed from. Operators have others (`OWN_OUTPUTS`).
-PROJECTED = frozenset({"query_projection", "key_projection", "value_projection"})
-SCORED = frozenset({"scores", "log_sum_exp", "attention_weights"})
+SCORED, FROM_HEADS, GRADIENTS = (frozenset(outputs_from(source)) for source in ("scores", "heads", "gradients"))  # names of outputs
 TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
-FROM_HEADS = frozenset({"head_outputs", "concatenated", "output"})
 # Tensors of a call beside query, key, value and masks: those of items, which calls that are stacked may have, and those of calls alone
 STACKED = ("query_coordinates", "key_coordinates", "head_scale", "pattern", "pattern_rows", "head_outputs", "head_output_rows")
 OTHER_TENSORS = (*STACKED, "output_gradient")
-GRADIENTS = ("query_gradient", "key_gradient", "value_gradient")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class CallOptions:
     items: int  # of the batch axis
     num_queries: int
     num_keys: int  # those of a cache included
-    outputs: frozenset[str]  # of the names above
+    outputs: frozenset[str]  # of the names in OUTPUTS
     scale: float
     softcap: float | None = None
     self_attention: bool = False

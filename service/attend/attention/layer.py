@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attend.attention.call import FROM_HEADS, GRADIENTS, SCORED, TOP_K, Call, Result, WeightBlock, replaced, select_heads_and_queries
+from attend.attention.call import FROM_HEADS, SCORED, TOP_K, Call, Result, WeightBlock, replaced, select_heads_and_queries
 from attend.attention.kernels.choose import choose
 from attend.attention.kernels.eager import Eager
 from attend.attention.kernels.pages import PagesKernel
@@ -111,7 +111,8 @@ class MultiHeadAttention:
             )
             output = self._forward(eager_call).tensors["output"]
             gradients = torch.autograd.grad(output, inputs, call.output_gradient.to(output.dtype))
-        return {name: x for name, x in zip(GRADIENTS, gradients, strict=True) if name in call.options.outputs}
+        named = zip(("query_gradient", "key_gradient", "value_gradient"), gradients, strict=True)
+        return {name: x for name, x in named if name in call.options.outputs}
 
     def select_keys(self, call: Call) -> Call:
         """The call with a mask of the keys that the layer's operators select; the same call if none does."""

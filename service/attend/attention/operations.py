@@ -12,11 +12,8 @@ from torch import Tensor
 from attend.attention.call import Call, Result
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
-from attend.attention.operators import OWN_OUTPUTS
 from attend.attention.stacking import stack, stacking_key
-
-PER_KEY = frozenset(name for name, output in OWN_OUTPUTS.items() if output.axes == ("q", "k"))  # outputs of operators
-BY_SEQUENCE = frozenset({"attention_weights", "scores"}) | PER_KEY  # have an axis of keys, so each sequence has its own
+from attend.axes import OUTPUTS
 
 
 class Operation(ABC):
@@ -91,7 +88,7 @@ class PackedAttention(Operation):
     masks: dict[tuple[int, int], Masks]  # by numbers of queries and keys; without tensors other than positions
 
     def run(self, layer: MultiHeadAttention, call: Call) -> Result:
-        """The outputs of `call`, with the rows of all sequences, except for BY_SEQUENCE: `attention_weights.0` is of the first sequence."""
+        """The outputs of `call`, with the rows of all sequences; those `by_sequence` apart, `attention_weights.0` for the first one."""
         starts = list(zip(accumulate(self.queries, initial=0), accumulate(self.keys, initial=0), strict=True))
         results: dict[int, Result] = {}
         for (q, k), members in self._groups().items():
@@ -102,10 +99,10 @@ class PackedAttention(Operation):
         tensors: dict[str, Tensor] = {}
         for name in call.options.outputs:
             parts = [result.tensors[name] for result in ordered]
-            if name in BY_SEQUENCE:
+            if OUTPUTS[name].by_sequence:
                 tensors |= {f"{name}.{i}": part for i, part in enumerate(parts)}
             else:
-                tensors[name] = torch.cat(parts, -1 if name == "log_sum_exp" else -2)
+                tensors[name] = torch.cat(parts, OUTPUTS[name].row_axis)
         return Result(tensors, _fully_masked(ordered, self.queries, layer.spec.num_heads))
 
     def _groups(self) -> dict[tuple[int, int], list[int]]:

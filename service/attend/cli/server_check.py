@@ -14,6 +14,7 @@ from rich.table import Table
 
 from attend.attention.reference.forward import Outputs, attend
 from attend.attention.reference.request import Request
+from attend.axes import outputs_from
 from attend.check import tolerance
 from attend.check.random_cases import Case, random_case
 from attend.check.rounding import HALF, RoundedLayer, half_tolerance
@@ -23,7 +24,7 @@ from attend.spec import DType, LayerSpec, fingerprint
 from attend.tensors import Array
 from attend.wire.schemas.attend import Output
 
-OUTPUTS: tuple[Output, ...] = tuple(name for name in get_args(Output) if not name.endswith("_gradient"))
+OUTPUTS: tuple[Output, ...] = tuple(name for name in get_args(Output) if name not in outputs_from("gradients"))
 LOGARITHMIC = {"scores", "log_sum_exp"}
 
 

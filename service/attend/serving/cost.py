@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from attend.attention.call import GRADIENTS, CallOptions
-from attend.attention.operations import BY_SEQUENCE, PER_KEY
-from attend.attention.operators import OPERATORS, OWN_OUTPUTS
+from attend.attention.operators import OPERATORS
+from attend.axes import OUTPUTS
 from attend.serving.calls import call_options
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, DATATYPES
@@ -32,7 +32,7 @@ SUMMED_FIELDS = (
 )  # of the costs of sequences
 TEXT_BYTES = {1: 6, 2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
 FIXED_DATATYPES = {"attention_weights.keys": "INT64"}  # of outputs that a request cannot choose
-FIXED_DATATYPES |= {name: output.datatype for name, output in OWN_OUTPUTS.items()}
+FIXED_DATATYPES |= {name: output.datatype for name, output in OUTPUTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ def _sum_of_sequences(costs: Sequence[Cost]) -> Cost:
     outputs: dict[str, tuple[int, ...]] = {}
     for name, shape in costs[0].outputs.items():
         shapes = [cost.outputs[name] for cost in costs]
-        if name in BY_SEQUENCE:
+        if OUTPUTS[name].by_sequence:
             outputs |= {f"{name}.{i}": own for i, own in enumerate(shapes)}
         else:
-            rows = -1 if name == "log_sum_exp" else -2
+            rows = OUTPUTS[name].row_axis
             outputs[name] = (*shape[:rows], sum(own[rows] for own in shapes), *shape[len(shape) + rows + 1 :])
     totals = {name: sum(getattr(cost, name) for cost in costs) for name in SUMMED_FIELDS}
     return Cost(outputs, **{**totals, "operations": totals["operations"] + len(costs) * OPERATIONS_PER_SEQUENCE})
@@ -127,8 +127,9 @@ def _score_rows(options: CallOptions, h: int) -> int:
     """The number of rows [k] of one batch item that weights, scores, masks and gradients among the outputs hold."""
     q, outputs = options.num_queries, options.outputs
     heads, queries = _selected(options, h)
-    rows = heads * queries * ("attention_weights" in outputs) + h * q * ("scores" in outputs)
-    return rows + 3 * h * q * (not outputs.isdisjoint(GRADIENTS)) + q * len(outputs & PER_KEY)
+    rows = heads * queries * ("attention_weights" in outputs) + 3 * h * q * (not outputs.isdisjoint(GRADIENTS))
+    others = [OUTPUTS[name] for name in outputs - {"attention_weights"}]
+    return rows + sum(q * (h if "h" in output.axes else 1) for output in others if output.by_sequence)
 
 
 def _selected(options: CallOptions, h: int) -> tuple[int, int]:
@@ -165,33 +166,18 @@ def _weights_shapes(options: CallOptions, h: int) -> dict[str, tuple[int, ...]]:
 
 def output_shapes(spec: LayerSpec, b: int, q: int, k: int) -> dict[str, tuple[int, ...]]:
     """Output name -> shape, for b items of q queries and k keys, without a selection."""
-    h, kv, joined = spec.num_heads, spec.num_kv_heads, spec.concatenated_dim
-    lengths = {"q": q, "k": k}
-    of_operators = {
-        name: (b, *(lengths[axis] if axis in lengths else getattr(getattr(spec, operator.field), axis) for axis in output.axes))
-        for operator in spec.operators
-        for name, output in operator.own_outputs.items()
-    }
+    lengths = {"b": b, "q": q, "k": k, "h": spec.num_heads, "kv heads": spec.num_kv_heads, "h * value_head_dim": spec.concatenated_dim}
+    parts = {name: getattr(spec, operator.field) for operator in spec.operators for name in operator.own_outputs}
     return {
-        "output": (b, q, spec.output_dim if spec.projections else joined),
-        "attention_weights": (b, h, q, k),
-        "scores": (b, h, q, k),
-        "log_sum_exp": (b, h, q),
-        "query_projection": (b, h, q, spec.head_dim),
-        "key_projection": (b, kv, k, spec.head_dim),
-        "value_projection": (b, kv, k, spec.value_head_dim),
-        "head_outputs": (b, h, q, spec.value_head_dim),
-        "concatenated": (b, q, joined),
-        **of_operators,
-        "query_gradient": (b, q, spec.query_dim),
-        "key_gradient": (b, k, spec.key_dim),
-        "value_gradient": (b, k, spec.value_dim),
+        name: tuple(lengths[axis] if axis in lengths else getattr(parts.get(name, spec), axis) for axis in output.axes)
+        for name, output in OUTPUTS.items()
+        if output.source != "operator" or name in parts
     }
 
 
 def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
     """The V2 datatype of an output in the reply; `datatype` is the requested one, None for the layer's."""
-    return FIXED_DATATYPES.get(name) or datatype or BY_TORCH[spec.dtype].name
+    return FIXED_DATATYPES.get(name) or FIXED_DATATYPES.get(name.partition(".")[0]) or datatype or BY_TORCH[spec.dtype].name
 
 
 def reply_sizes(form: str, decimals: int | None, outputs: Mapping[str, tuple[int, ...]], datatypes: Mapping[str, str]) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pybase64
 
+from attend.axes import OUTPUTS
 from attend.errors import InvalidRequest, pointer
 from attend.tensors import BY_NUMPY, DATATYPES, Array, Datatype
 from attend.wire.problems import describe_value
@@ -17,7 +18,6 @@ from attend.wire.problems import describe_value
 Kind = Literal["number", "bias", "mask", "count", "segment"]  # what the elements of a tensor of a request may be
 MAX_RANK = 4
 MAX_EXACT_INTEGER = 2**53  # float64 represents every integer up to here
-MINUS_INFINITY_IS_A_VALUE = frozenset({"scores", "log_sum_exp"})
 
 
 def array_of_bytes(piece: memoryview | bytes, datatype: Datatype, shape: Sequence[int], at: str) -> Array:
@@ -101,7 +101,8 @@ def without_broadcast(array: Array) -> Array:
 
 def may_be_minus_infinity(name: str) -> bool:
     """Whether -inf is a value of this output, or of a part of it such as `scores.0`."""
-    return name.partition(".")[0] in MINUS_INFINITY_IS_A_VALUE
+    output = OUTPUTS.get(name.partition(".")[0])
+    return output is not None and output.minus_infinity
 
 
 def wire_array(name: str, array: Array, datatype: str, nonfinite: str) -> tuple[Array, Array | None]:

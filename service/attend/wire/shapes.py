@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attend.axes import AXES, Axes
+from attend.axes import AXES, Axes, outputs_from
 from attend.errors import did_you_mean
 from attend.spec_parts import field_error
 from attend.wire.arrays import first_element, without_broadcast
@@ -21,6 +21,7 @@ NOT_WITH_QUERY_LENGTHS = (
     "pattern",
     "head_outputs",
 )  # fields that a request with sequences one after the other cannot have
+GRADIENTS = outputs_from("gradients")
 EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
 
@@ -161,11 +162,11 @@ def _check_selection(request: Any, q: int) -> None:
 
 
 def _check_gradients(request: Any) -> None:
-    gradients = [f"{name}_gradient" for name in ("query", "key", "value") if f"{name}_gradient" in request.outputs]
+    gradients = [name for name in GRADIENTS if name in request.outputs]
     if gradients and request.output_gradient is None:
         raise field_error("/output_gradient", f"a gradient of the output, since {gradients[0]} is among the outputs", "nothing")
     if request.output_gradient is not None and not gradients:
-        raise field_error("/output_gradient", "query_gradient, key_gradient or value_gradient among the outputs", "none of them")
+        raise field_error("/output_gradient", f"{' or '.join(GRADIENTS)} among the outputs", "none of them")
 
 
 def _check_tokens(request: Any, b: int | None, q: int, k: int) -> None:

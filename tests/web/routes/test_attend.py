@@ -926,7 +926,8 @@ def test_the_mask_of_an_indexer_can_be_requested_and_given_to_another_layer(http
         mask = np.frombuffer(base64.b64decode(reply["indexer_mask"]["base64"]), np.bool_).reshape(reply["indexer_mask"]["shape"])
     alone = http.post("/attend", json={**body, "query": query[1], "outputs": ["indexer_mask", "output"]}).json()
     entropy = http.post("/attend/analysis", json={"layer": "indexed", "query": query, "causal": True, "metrics": ["keys_for_mass"]}).json()
-    packed = http.post("/attend", json={**body, "query": query[0], "query_lengths": [3, 4], "outputs": ["indexer_mask"]})
+    several = {**body, "query": query[0], "query_lengths": [3, 4], "outputs": ["indexer_mask"]}
+    packed, planned = http.post("/attend", json=several), http.post("/attend/plan", json=several).json()["outputs"]
     assert http.put("/layers/plain", json={"spec": spec}).is_success  # the same weights, since those of the indexer are drawn last
     masked = http.post("/attend", json={"layer": "plain", "query": query[1], "attend_mask": alone["indexer_mask"]}).json()
     for name in ("indexed", "plain"):
@@ -941,6 +942,7 @@ def test_the_mask_of_an_indexer_can_be_requested_and_given_to_another_layer(http
         np.testing.assert_allclose(alone["output"], masked["output"], rtol=1e-5, atol=1e-5)
         assert np.max(entropy["metrics"]["keys_for_mass"]) <= 3
         assert {name: np.array(x).shape for name, x in packed.json()["indexer_mask"].items()} == {"0": (3, 3), "1": (4, 4)}
+    assert planned["indexer_mask.1"] == {"shape": [4, 4], "datatype": "BOOL", "bytes": 16}
 
 
 def test_fields_that_an_indexer_excludes_are_refused(http: httpx.Client) -> None:

@@ -23,6 +23,7 @@ from attend.attention.numerics import at_least_float32, torch_dtype
 from attend.attention.operators.operator import Operator, RowTerms
 from attend.attention.projections import stage
 from attend.attention.rows import row_slices
+from attend.axes import OUTPUTS
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -246,8 +247,8 @@ class Assembly:
         self.tensors: dict[str, Tensor] = {}
 
     def put(self, name: str, rows: slice, part: Tensor) -> None:
-        """Add these rows of a tensor. Rows are its last axis but one; the last, for `log_sum_exp`."""
-        axis = -1 if name == "log_sum_exp" else -2
+        """Add these rows of a tensor. Rows are its axis of queries; of the largest weights, the last but one."""
+        axis = OUTPUTS[name].row_axis if name in OUTPUTS else -2
         if part.shape[axis] == self.num_rows:
             self.tensors[name] = part
             return

@@ -91,8 +91,6 @@ OPERATORS: tuple[type[Operator], ...] = (  # weights are drawn in this order; wi
     SigmoidOperator,
 )
 
-OWN_OUTPUTS = {name: output for operator in OPERATORS for name, output in operator.own_outputs.items()}
-
 
 def num_softmaxes(fields: Collection[str]) -> int:
     """Number of softmaxes of each head of a layer with these fields."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import CachedTensor, Cost, Operator, Output
+from attend.attention.operators.operator import CachedTensor, Cost, Operator
 from attend.attention.operators.rope import frequencies, rotate
 from attend.attention.rows import row_slices
 from attend.spec_parts import Eps, Flag, Part, Width, field_error
@@ -54,7 +54,7 @@ class IndexerOperator(Operator):
         **dict.fromkeys(("index_key_norm.weight", "index_key_norm.bias"), ("n",)),
     }
     identifying_weight = "index_key.weight"
-    own_outputs: ClassVar[dict[str, Output]] = {"indexer_mask": Output(("q", "k"), "BOOL")}
+    own_outputs = ("indexer_mask",)
 
     @classmethod
     def check(cls, spec: Dimensions) -> None:

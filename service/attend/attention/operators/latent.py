@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import CachedTensor, Cost, Operator, Output, Variances, split_heads, variance
+from attend.attention.operators.operator import CachedTensor, Cost, Operator, Variances, split_heads, variance
 from attend.attention.operators.qk_norm import QKNorm, normalise
 from attend.spec_parts import Eps, Flag, Part, Width, field_error
 
@@ -49,7 +49,7 @@ class LatentOperator(Operator):
         **dict.fromkeys(("key_value_down_norm.weight", "query_down_norm.weight"), ("n",)),
     }
     identifying_weight = "key_value_down.weight"
-    own_outputs: ClassVar[dict[str, Output]] = {"latent": Output(("k", "key_value_rank")), "rope_key": Output(("k", "rope_key_dim"))}
+    own_outputs = ("latent", "rope_key")
 
     @classmethod
     def fill_in(cls, fields: Fields, width: int) -> None:

@@ -46,13 +46,6 @@ class CachedTensor(NamedTuple):
     shared: bool = False  # whether all heads of the layer share it; it then has one head, and no axis of heads in exported files
 
 
-class Output(NamedTuple):
-    """An output of layers with an operator: its axes in each item (q, k, or a field of the operator's part), and its V2 datatype."""
-
-    axes: tuple[str, ...]
-    datatype: str = ""  # "": as requested
-
-
 class Interval(NamedTuple):
     """The keys that a query at position p attends to: from p - left to p + right, and in its chunk of so many positions; None: no bound."""
 
@@ -126,7 +119,7 @@ class Operator:
     normalises_heads: ClassVar[bool] = False  # whether queries and keys do not grow with their inputs
     amplifies_rounding: ClassVar[bool] = False  # whether it may amplify it without bound, so that calls run alone and not in batches
     undefined_options: ClassVar[Mapping[str, str]] = {}  # field of a request that is refused -> why
-    own_outputs: ClassVar[Mapping[str, Output]] = {}  # those that layers without it do not have
+    own_outputs: ClassVar[tuple[str, ...]] = ()  # those that layers without it do not have
     newer_fields: ClassVar[tuple[str, ...]] = ()  # those newer than its part, which fingerprints omit at their defaults
     axes: ClassVar[Axes] = {}  # canonical name of each weight that it may have -> its axes
     identifying_weight: ClassVar[str] = ""  # one that layers have with it alone; "": no tensor shows that they have it

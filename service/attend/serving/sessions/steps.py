@@ -10,7 +10,7 @@ from attend.attention.cache import cached_tensors
 from attend.attention.call import Call
 from attend.attention.decoding import CachedStep
 from attend.attention.masks import Masks
-from attend.attention.operators import OWN_OUTPUTS
+from attend.axes import OUTPUTS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
 from attend.serving.binding import Binding, BoundCall
@@ -73,9 +73,10 @@ class StepBinding(Binding[AttendRequest]):
         """Raises InvalidRequest also for outputs that depend on the inputs of earlier calls, which a session does not keep."""
         super().check(request, spec)
         for i, name in enumerate(request.outputs):
-            if name.endswith("_gradient"):
+            output = OUTPUTS[name]
+            if output.source == "gradients":
                 raise InvalidRequest.where(f"/outputs/{i}", "no gradients, since a session does not keep the inputs of earlier calls", name)
-            if name in OWN_OUTPUTS and OWN_OUTPUTS[name].axes[0] == "k" and name not in cached_tensors(spec):
+            if output.source == "operator" and "q" not in output.axes and name not in cached_tensors(spec):
                 raise InvalidRequest.where(f"/outputs/{i}", f"no {name}, since sessions of this layer keep its keys and values", name)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attend.axes import AXES
+from attend.axes import AXES, OUTPUTS
 from attend.serving.admission import largest_batch
 from attend.serving.cost import output_shapes, wire_datatype
 from attend.serving.layers.registry import LoadedLayer, UnloadedLayer
@@ -182,7 +182,7 @@ def _required(spec: LayerSpec) -> set[str]:
 def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
     """Every output of the layer but the gradients, in the datatype of a request that chooses none."""
     shapes = output_shapes(spec, -1, -1, -1)
-    names = [name for name in shapes if "gradient" not in name and name not in spec.undefined_outputs]
+    names = [name for name in shapes if OUTPUTS[name].source != "gradients" and name not in spec.undefined_outputs]
     return [TensorMetadata(name=name, datatype=wire_datatype(name, None, spec), shape=list(shapes[name])) for name in names]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from attend.axes import OUTPUTS
 from attend.spec import LayerSpec
 from attend.spec_parts import WHOLE, Finite, Window, field_error, whole
 from attend.tensors import Array
@@ -304,9 +305,9 @@ class AttendRequest(Schema):
         return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
 
 
-def _output(description: str) -> Any:
-    """The field of an output. An output that is not requested is absent, not null."""
-    return Field(default=None, description=description, json_schema_extra=without_default)
+def _output(name: str, about: str = "") -> Any:
+    """The field of an output, whose description begins with its axes. An output that is not requested is absent, not null."""
+    return Field(default=None, description=f"{OUTPUTS[name]}. {about}".rstrip(), json_schema_extra=without_default)
 
 
 class Selection(Schema):
@@ -325,34 +326,31 @@ class AttendReply(Schema):
 
     layer: LayerReference
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
-    output: OptionalTensor = _output("[b,q,output_dim].")
+    output: OptionalTensor = _output("output")
     attention_weights: OptionalTensor | Selection | BySequence = _output(
-        "[b,h,q,k]; without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, and "
-        "rows sum to 1, except after dropout, with sinks, in fully masked rows and in layers with sigmoid weights. Some operators make "
-        "them negative, with any sum."
+        "attention_weights",
+        "Without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, "
+        "and rows sum to 1, except after dropout, with sinks, in fully masked rows and in layers with sigmoid weights. Some operators make "
+        "them negative, with any sum.",
     )
     scores: OptionalTensor | BySequence = _output(
-        "[b,h,q,k]. Before softmax or sigmoid, after scale, softcap, biases, ln n and masks; -inf as text. Layers with several softmaxes "
-        "have none."
+        "scores",
+        "Before softmax or sigmoid, after scale, softcap, biases, ln n and masks; -inf as text. Layers with several softmaxes have none.",
     )
     log_sum_exp: OptionalTensor = _output(
-        "[b,h,q]. ln of the sum of exp(scores). Layers with several softmaxes or sigmoid weights have none."
+        "log_sum_exp", "ln of the sum of exp(scores). Layers with several softmaxes or sigmoid weights have none."
     )
-    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
-    key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
-    value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
-    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's norm and output gate.")
-    concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
-    indexer_mask: OptionalTensor | BySequence = _output(
-        "[b,q,k], of datatype BOOL. Whether the layer's indexer selects the key for the query."
-    )
-    latent: OptionalTensor = _output("[b,k,key_value_rank]. The latent vectors of the key after their norm, in layers with `latent`.")
-    rope_key: OptionalTensor = _output(
-        "[b,k,rope_key_dim]. The numbers that the keys of all heads share in layers with `latent`, after rotation."
-    )
-    query_gradient: OptionalTensor = _output("Shape of the query. Gradient of <output_gradient, output>.")
-    key_gradient: OptionalTensor = _output("Shape of the key.")
-    value_gradient: OptionalTensor = _output("Shape of the value.")
+    query_projection: OptionalTensor = _output("query_projection", "After norm, rotation and query_scale.")
+    key_projection: OptionalTensor = _output("key_projection", "After norm and rotation.")
+    value_projection: OptionalTensor = _output("value_projection")
+    head_outputs: OptionalTensor = _output("head_outputs", "After head_scale and the layer's norm and output gate.")
+    concatenated: OptionalTensor = _output("concatenated")
+    indexer_mask: OptionalTensor | BySequence = _output("indexer_mask", "Whether the layer's indexer selects the key for the query.")
+    latent: OptionalTensor = _output("latent", "The latent vectors of the key after their norm, in layers with `latent`.")
+    rope_key: OptionalTensor = _output("rope_key", "The numbers that the keys of all heads share in layers with `latent`, after rotation.")
+    query_gradient: OptionalTensor = _output("query_gradient", "Gradient of <output_gradient, output>.")
+    key_gradient: OptionalTensor = _output("key_gradient")
+    value_gradient: OptionalTensor = _output("value_gradient")
 
 
 class PlannedTensor(Schema):
