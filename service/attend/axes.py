@@ -1,7 +1,8 @@
 """The tensors of a request and of a reply, each declared once.
 
-By AXES requests are checked (`wire/shapes.py`), compared with their layer (`serving/layer_checks.py`), turned into calls
-(`serving/calls.py`), described in the OpenAPI document and under /v2, and given a batch axis in the reference.
+By TENSOR_FIELDS requests are checked (`wire/shapes.py`), compared with their layer (`serving/layer_checks.py`), cut into parts
+(`serving/binding.py`), bound to sessions (`serving/sessions/`), turned into calls (`serving/calls.py`, `attention/call.py`),
+described in the OpenAPI document and under /v2, and given a batch axis in the reference.
 
 By OUTPUTS the shapes of replies are predicted (`serving/cost.py`), calls computed (`attention/call.py`), several sequences in one query put
 together, and outputs described in the OpenAPI document and under /v2.
@@ -10,21 +11,33 @@ b batch items, h heads, q queries, k keys, n rows of query and key alike; query_
 query has no batch axis has none in any tensor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T", bound=Any)  # an array or a tensor
 Shape = tuple[str, ...]  # the names of the axes
+Kind = Literal["number", "bias", "mask", "count", "segment"]  # what the elements of a tensor of a request may be
 
 
 @dataclass(frozen=True)
-class Axes:
-    """The shapes that a tensor may have, such as `q,k b,q,k`, and the axes that may have length 1 and broadcast."""
+class TensorField:
+    """A tensor of a request. By default it is refused beside several sequences in one query, and no call with it is computed in parts."""
 
-    text: str
-    broadcast: str = ""  # letters of axes
+    text: str  # the shapes that it may have, such as `q,k b,q,k`
+    broadcast: str = ""  # letters of axes that may have length 1 and broadcast
+    kind: Kind = "number"  # what its elements may be
+    needs: str = ""  # the field that a request with it must have
+    excludes: str = ""  # the field that a request with it must not have
+    tensor: str = ""  # the name of its tensor in `Call`, if that is another
+    onto: str = ""  # the axes of that tensor; "": its own, with b
+    at_least: str = ""  # the datatype of that tensor, unless the layer's is wider; "": the layer's
+    packed: bool = False  # whether a request with several sequences in one query may have it; each gets its rows
+    divisible: bool = False  # whether a call with it may be computed in parts that have some of the keys each
+    stacked: bool = True  # whether calls with it may be computed together
+    outer: bool = False  # whether it is applied outside of kernels, so that these need not declare it
+    new_rows: bool = False  # whether a step of a session has it for its new rows alone
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
@@ -48,9 +61,11 @@ class Axes:
         """The names of the axes of a tensor of this rank."""
         return next(shape for shape in (self.shapes if batched else self.unbatched) if len(shape) == rank)
 
-    def expanded(self, tensor: T, batched: bool, onto: Sequence[str]) -> T:
-        """The tensor with the axes `onto`: those that it does not have have length 1."""
-        lengths = dict(zip(self.of(tensor.ndim, batched), tensor.shape, strict=True))
+    def expanded(self, tensor: T, batched: bool) -> T:
+        """The tensor with the axes of `onto`: those that it does not have have length 1."""
+        axes = self.of(tensor.ndim, batched)
+        lengths = dict(zip(axes, tensor.shape, strict=True))
+        onto = self.onto.split(",") if self.onto else axes if batched else ("b", *axes)
         expanded: T = tensor.reshape([lengths.get(axis, 1) for axis in onto])
         return expanded
 
@@ -66,29 +81,59 @@ class Axes:
         return f"{shapes}; {self.broadcasts}" if self.broadcast else shapes
 
 
-SEQUENCES = {"query": Axes("b,q,query_dim"), "key": Axes("b,k,key_dim"), "value": Axes("b,k,value_dim")}
-AXES: Mapping[str, Axes] = SEQUENCES | {
-    "attend_mask": Axes("q,k b,q,k b,h,q,k", broadcast="bhqk"),
-    "block_mask": Axes("q,k b,q,k b,h,q,k", broadcast="bhqk"),
-    "bias": Axes("q,k b,q,k b,h,q,k", broadcast="bhqk"),
-    "attend_keys": Axes("b,k", broadcast="bk"),
-    "block_keys": Axes("b,k", broadcast="bk"),
-    "valid_lens": Axes("b b,q"),
-    "segments": Axes("b,n", broadcast="bn"),
-    "query_segments": Axes("b,q", broadcast="bq"),
-    "key_segments": Axes("b,k", broadcast="bk"),
-    "query_lengths": Axes("sequences"),
-    "key_lengths": Axes("sequences"),
-    "positions": Axes("b,q b,q,axes", broadcast="b"),
-    "key_positions": Axes("b,k b,k,axes", broadcast="b"),
-    "head_scale": Axes("h b,h"),
-    "pattern": Axes("q,k b,q,k b,h,q,k", broadcast="bhqk"),
-    "pattern_rows": Axes("h b,h b,h,q", broadcast="bhq"),
-    "head_outputs": Axes("b,h,q,value_head_dim", broadcast="bhq"),
-    "head_output_rows": Axes("h b,h b,h,q", broadcast="bhq"),
-    "output_gradient": Axes("b,q,output_dim"),
-    "direction": Axes("b,q,output_dim"),  # of an analysis
+PAIRS, ROWS = "q,k b,q,k b,h,q,k", "h b,h b,h,q"
+INPUTS = {
+    "query": TensorField("b,q,query_dim", packed=True, divisible=True, new_rows=True),
+    "key": TensorField("b,k,key_dim", packed=True, divisible=True, new_rows=True),
+    "value": TensorField("b,k,value_dim", needs="key", packed=True, divisible=True, new_rows=True),
 }
+MASKS = {  # which `attention/masks.py` combines
+    "attend_mask": TensorField(PAIRS, "bhqk", "mask", onto="b,h,q,k", divisible=True),
+    "block_mask": TensorField(PAIRS, "bhqk", "mask", excludes="attend_mask", onto="b,h,q,k", divisible=True),
+    "bias": TensorField(PAIRS, "bhqk", "bias", onto="b,h,q,k", divisible=True),
+    "attend_keys": TensorField("b,k", "bk", "mask", divisible=True),
+    "block_keys": TensorField("b,k", "bk", "mask", excludes="attend_keys", divisible=True),
+    "valid_lens": TensorField("b b,q", kind="count", onto="b,q", divisible=True),
+    "segments": TensorField("b,n", "bn", "segment", divisible=True),
+    "query_segments": TensorField("b,q", "bq", "segment", needs="key_segments", excludes="segments", divisible=True),
+    "key_segments": TensorField("b,k", "bk", "segment", needs="query_segments", excludes="segments", divisible=True),
+}
+LENGTHS = {
+    "query_lengths": TensorField("sequences", kind="count", packed=True),
+    "key_lengths": TensorField("sequences", kind="count", needs="query_lengths", packed=True),
+}
+OTHERS = {  # of `Call`
+    "positions": TensorField(
+        "b,q b,q,axes",
+        "b",
+        tensor="query_coordinates",
+        at_least="float64",
+        packed=True,
+        divisible=True,
+        outer=True,
+        new_rows=True,
+    ),
+    "key_positions": TensorField(
+        "b,k b,k,axes",
+        "b",
+        needs="positions",
+        tensor="key_coordinates",
+        at_least="float64",
+        packed=True,
+        divisible=True,
+        outer=True,
+        new_rows=True,
+    ),
+    "head_scale": TensorField("h b,h", onto="b,h,q,k", packed=True, divisible=True),
+    "pattern": TensorField(PAIRS, "bhqk", onto="b,h,q,k", at_least="float32"),
+    "pattern_rows": TensorField(ROWS, "bhq", "mask", needs="pattern", onto="b,h,q,k"),
+    "head_outputs": TensorField("b,h,q,value_head_dim", "bhq"),
+    "head_output_rows": TensorField(ROWS, "bhq", "mask", needs="head_outputs", onto="b,h,q,k"),
+    "output_gradient": TensorField("b,q,output_dim", needs="outputs", packed=True, stacked=False, outer=True),
+}
+OF_ANALYSES = {"direction": TensorField("b,q,output_dim")}
+TENSOR_FIELDS: Mapping[str, TensorField] = INPUTS | MASKS | LENGTHS | OTHERS | OF_ANALYSES
+CALL_TENSORS = {field.tensor or name: field for name, field in OTHERS.items()}  # by their names in `Call`
 
 Source = Literal["projections", "scores", "heads", "operator", "gradients"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from attend.axes import AXES
+from attend.axes import TENSOR_FIELDS
 from attend.wire.schemas.analysis import REFUSED_FIELDS, AnalysisRequest, Metric
 from attend.wire.schemas.attend import AttendRequest, Output
 from attend.wire.schemas.figure import Figure, FigureRequest
@@ -53,7 +53,7 @@ def _call(name: str, bases: str, operations: str, model: type[BaseModel], withou
     for field in model.model_fields:
         if field not in without and field not in PARAMETERS:
             written = _type(model, field, names)
-            axes = f"  # {AXES[field]}" if field in AXES else ""
+            axes = f"  # {TENSOR_FIELDS[field]}" if field in TENSOR_FIELDS else ""
             lines.append(f"    {field}: {written if written.endswith('| None') else f'{written} | None'}{axes}")
     return "\n".join(lines).rstrip() + "\n"
 

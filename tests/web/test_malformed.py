@@ -351,7 +351,7 @@ FIELDS = [
     Bad("layer-slash", 422, "/layer", "", '"a/b"', tiny(layer="a/b")),
     Bad("layer-line-break", 422, "/layer", "", r'"tiny\n"', tiny(layer="tiny\n")),
     Bad("layer-65", 422, "/layer", "", '"aaa', tiny(layer="a" * 65)),
-    Bad("value-without-key", 422, "/value", "a key in addition", "a value alone", tiny(value=QUERY)),
+    Bad("value-without-key", 422, "/value", "key in addition to value", "value alone", tiny(value=QUERY)),
     Bad("batch-of-key", 422, "/key", "2 batch items", "1", tiny(key=QUERY[:1])),
     Bad("batch-of-value", 422, "/value", "2 batch items", "1", tiny(key=QUERY, value=QUERY[:1])),
     Bad("rank-of-key", 422, "/key", "rank 3, as the query", "rank 2", tiny(key=QUERY[0])),
@@ -485,11 +485,11 @@ MASKS = [
         "segments-of-keys-alone",
         422,
         "/key_segments",
-        "query_segments and key_segments",
+        "query_segments in addition to key_segments",
         "key_segments alone",
         cross(key_segments=zeros(2, 5)),
     ),
-    Bad("segments-twice", 422, "/query_segments", "either segments, or", "both", tiny(segments=zeros(2, 3), query_segments=zeros(2, 3))),
+    Bad("segments-twice", 422, "/query_segments", "either segments or", "both", tiny(segments=zeros(2, 3), query_segments=zeros(2, 3))),
     Bad("segments-minus-2", 422, "/segments/1/2", "or -1 for padding", "-2", tiny(segments=[[0, 0, 0], [0, 0, -2]])),
     Bad(
         "segments-large", 422, "/segments/0/0", "below 9007199254740992", "9007199254740992", tiny(segments=[[2**53 + 1, 0, 0], [0, 0, 0]])

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from attend.attention.masks import MASK_TENSORS, Masks, select_indices
-from attend.axes import outputs_from
+from attend.axes import CALL_TENSORS, outputs_from
 
 FullyMasked = Literal["zero", "uniform", "error"]
 SCORED, FROM_HEADS, GRADIENTS = (frozenset(outputs_from(source)) for source in ("scores", "heads", "gradients"))  # names of outputs
 TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
-# Tensors of a call beside query, key, value and masks: those of items, which calls that are stacked may have, and those of calls alone
-STACKED = ("query_coordinates", "key_coordinates", "head_scale", "pattern", "pattern_rows", "head_outputs", "head_output_rows")
-OTHER_TENSORS = (*STACKED, "output_gradient")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ class Call:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the call."""
         every = (
-            *(getattr(self, name) for name in ("query", "key", "value", *OTHER_TENSORS)),
+            *(getattr(self, name) for name in ("query", "key", "value", *CALL_TENSORS)),
             *(getattr(self.masks, name) for name in MASK_TENSORS),
         )
         return (tensor for tensor in every if tensor is not None)
@@ -101,7 +98,7 @@ class Call:
             return self
         inputs = self.options.inputs(lambda name: getattr(self, name).to(device))
         moved = {name: tensor.to(device) for name in MASK_TENSORS if (tensor := getattr(self.masks, name)) is not None}
-        others = {name: tensor.to(device) for name in OTHER_TENSORS if (tensor := getattr(self, name)) is not None}
+        others = {name: tensor.to(device) for name in CALL_TENSORS if (tensor := getattr(self, name)) is not None}
         return replace(self, **inputs, masks=replace(self.masks, **moved), **others)
 
 

@@ -13,7 +13,7 @@ from attend.attention.call import Call, Result
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.stacking import stack, stacking_key
-from attend.axes import OUTPUTS
+from attend.axes import CALL_TENSORS, OUTPUTS
 
 
 class Operation(ABC):
@@ -119,14 +119,17 @@ class PackedAttention(Operation):
             return torch.cat([tensor[:, start[side] : start[side] + n] for start in starts])
 
         inputs = call.options.inputs(lambda name: rows(call.query, 0, q) if name == "query" else rows(getattr(call, name), 1, k))
+        others: dict[str, Any] = {
+            name: rows(tensor, 0, q) if "q" in field else rows(tensor, 1, k)
+            for name, field in CALL_TENSORS.items()
+            if (tensor := getattr(call, name)) is not None and ("q" in field or "k" in field)
+        }
         return replace(
             call,
             options=replace(call.options, items=len(starts), num_queries=q, num_keys=k),
             **inputs,
             masks=self.masks[q, k],
-            query_coordinates=None if call.query_coordinates is None else rows(call.query_coordinates, 0, q),
-            key_coordinates=None if call.key_coordinates is None else rows(call.key_coordinates, 1, k),
-            output_gradient=None if call.output_gradient is None else rows(call.output_gradient, 0, q),
+            **others,
         )
 
     def to(self, device: torch.device) -> Self:

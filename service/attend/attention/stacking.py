@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attend.attention.call import STACKED, Call
+from attend.attention.call import Call
 from attend.attention.masks import MASK_TENSORS
+from attend.axes import CALL_TENSORS
+
+NOT_STACKED = tuple(name for name, field in CALL_TENSORS.items() if not field.stacked)
 
 
 def stacking_key(call: Call) -> tuple[Any, ...] | None:
@@ -17,11 +20,14 @@ def stacking_key(call: Call) -> tuple[Any, ...] | None:
     A call with dropout is computed alone, since its random stream has the shape of the single call.
     """
     options, masks = call.options, call.masks
-    if options.reproducible or call.output_gradient is not None or options.dropout is not None:
+    if options.reproducible or options.dropout is not None:
         return None
+    for name in NOT_STACKED:
+        if getattr(call, name) is not None:
+            return None
     return (
         replace(options, items=1),
-        tuple(None if (tensor := getattr(call, name)) is None else tensor.shape[1:] for name in STACKED),
+        tuple(None if (tensor := getattr(call, name)) is None else tensor.shape[1:] for name in CALL_TENSORS),
         tuple(None if (tensor := getattr(masks, name)) is None else tensor.shape[1:] for name in MASK_TENSORS),
         masks.left,
         masks.right,
@@ -37,7 +43,7 @@ def stack(calls: Sequence[Call]) -> Call:
     first, sizes = calls[0], [call.options.items for call in calls]
     inputs = first.options.inputs(lambda name: torch.cat([getattr(call, name) for call in calls]))
     masks: dict[str, Any] = {name: _stacked([getattr(call.masks, name) for call in calls], sizes) for name in MASK_TENSORS}
-    others: dict[str, Any] = {name: _stacked([getattr(call, name) for call in calls], sizes) for name in STACKED}
+    others: dict[str, Any] = {name: _stacked([getattr(call, name) for call in calls], sizes) for name in CALL_TENSORS}
     return replace(
         first,
         options=replace(first.options, items=sum(sizes)),

@@ -12,6 +12,7 @@ from attend.attention.call import Call, Result
 from attend.attention.decoding import CachedOperation
 from attend.attention.kernels.choose import choose
 from attend.attention.operations import FORWARD, SHORT_FORWARD, Operation
+from attend.axes import TENSOR_FIELDS
 from attend.errors import InvalidRequest
 from attend.serving.admission import Admission
 from attend.serving.calls import input_tensors, make_call, packed_attention
@@ -29,6 +30,7 @@ from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 
 R = TypeVar("R", bound=AttendRequest)
+INDIVISIBLE = ("dropout", *(name for name, field in TENSOR_FIELDS.items() if not field.divisible))  # fields of calls that are never cut
 
 
 class BoundCall(NamedTuple):
@@ -109,8 +111,7 @@ class Binding(Generic[R]):
     def may_be_cut(self, request: R, spec: LayerSpec) -> bool:
         """Whether shards may compute the call in parts, cut along its keys. Dropout, gradients and replaced rows depend on all keys at
         once, and several sequences in one query are not cut either."""
-        whole = (request.dropout, request.output_gradient, request.query_lengths, request.pattern, request.head_outputs)
-        return self.in_shards and spec.splits_over_keys and all(field is None for field in whole)
+        return self.in_shards and spec.splits_over_keys and all(getattr(request, name, None) is None for name in INDIVISIBLE)
 
     def operation(self, request: R, layer: LoadedLayer, call: Call) -> Operation:
         """What is computed of the call."""

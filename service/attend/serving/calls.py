@@ -1,7 +1,7 @@
 """Makes the call of a validated request. Each array is cast once to the layer's dtype, and its numbers must be finite in it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,15 +10,13 @@ from attend.attention.call import Call, CallOptions
 from attend.attention.masks import PADDING, Masks, end_of_real_keys
 from attend.attention.operations import PackedAttention
 from attend.attention.operators.operator import Interval
-from attend.axes import AXES
-from attend.errors import InvalidRequest
+from attend.axes import OTHERS, TENSOR_FIELDS
 from attend.serving.casting import aligned, cast, finite_array, tensor_of
 from attend.spec import LayerSpec
 from attend.spec_parts import Window
-from attend.tensors import Array
+from attend.tensors import BY_TORCH, Array
 from attend.wire.schemas.attend import AttendRequest
 
-MAX_POSITION = 2**31  # of those by which RoPE rotates
 FIRST_POSITIONS = torch.arange(4096)[None]
 WIDER_THAN_ANY = 2**40  # keys on one side of a window: no sequence is longer
 
@@ -53,31 +51,11 @@ def make_call(request: AttendRequest, spec: LayerSpec, inputs: tuple[torch.Tenso
     """
     query, key, value = inputs or input_tensors(request.query, request.key, request.value, spec, request.reproducible)
     options = call_options(request, spec)
-    query_coordinates = coordinates("positions", request)
-    return Call(
-        options=options,
-        query=query,
-        key=key,
-        value=value,
-        masks=_masks(request, spec, options.items, options.num_queries, options.num_keys),
-        query_coordinates=query_coordinates,
-        key_coordinates=query_coordinates if request.key_positions is None else coordinates("key_positions", request),
-        head_scale=_numbers(request, "head_scale", spec.dtype),
-        pattern=_numbers(request, "pattern", "float64" if spec.dtype == "float64" else "float32"),
-        pattern_rows=_copied(request, "pattern_rows", request.pattern_rows, "bhqk"),
-        head_outputs=_numbers(request, "head_outputs", spec.dtype, ("b", "h", "q", "value_head_dim")),
-        head_output_rows=_copied(request, "head_output_rows", request.head_output_rows, "bhqk"),
-        output_gradient=_output_gradient(request, spec),
-    )
-
-
-def _output_gradient(request: AttendRequest, spec: LayerSpec) -> torch.Tensor | None:
-    """The gradient of the output [b, q, output_dim]."""
-    if request.output_gradient is None:
-        return None
-    gradient = cast("output_gradient", request.output_gradient, spec.dtype)
-    gradient = gradient if request.batched else gradient[None]
-    return aligned(gradient) if request.reproducible else gradient
+    tensors: dict[str, Any] = {field.tensor or name: field_tensor(request, name, spec) for name, field in OTHERS.items()}
+    if request.key_positions is None:
+        tensors["key_coordinates"] = tensors["query_coordinates"]
+    masks = _masks(request, spec, options.items, options.num_queries, options.num_keys)
+    return Call(options=options, query=query, key=key, value=value, masks=masks, **tensors)
 
 
 def packed_attention(request: AttendRequest, spec: LayerSpec) -> PackedAttention:
@@ -107,36 +85,36 @@ def input_tensors(
     return first, second, second if value is None else aligned(values)
 
 
-def coordinates(name: str, request: AttendRequest) -> torch.Tensor | None:
-    """The coordinates in this field, float64 [b|1, n] or [b|1, n, axes]. Raises InvalidRequest beyond MAX_POSITION."""
-    if (array := getattr(request, name)) is None:
+def field_tensor(request: AttendRequest, name: str, spec: LayerSpec, array: Array | None = None) -> torch.Tensor | None:
+    """The tensor of a field in the call, as its row in `axes.py` says: of `array`, by default its own; None if there is none.
+
+    Numbers are cast; other elements are copied. Raises InvalidRequest for a number that is not finite.
+    """
+    if array is None and (array := getattr(request, name)) is None:
         return None
-    tensor = cast(name, array if request.batched else array[None], "float64")
-    if tensor.numel() and (largest := float(tensor.abs().max())) > MAX_POSITION:  # angles are float64
-        raise InvalidRequest.where(f"/{name}", f"positions from -{MAX_POSITION} to {MAX_POSITION}", f"one of {largest:g}")
-    return tensor
+    field = TENSOR_FIELDS[name]
+    if field.kind not in ("number", "bias"):
+        return field.expanded(torch.from_numpy(np.array(array)), request.batched)
+    dtype = max(field.at_least or spec.dtype, spec.dtype, key=lambda dtype: BY_TORCH[dtype].size)
+    tensor = field.expanded(cast(name, array, dtype, infinite=field.kind == "bias"), request.batched)
+    return aligned(tensor) if request.reproducible else tensor
 
 
 def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> Masks:
-    allowed = _allowed(request.attend_mask, request.block_mask)
-    keys = _allowed(request.attend_keys, request.block_keys)
     segments = request.segments
-    query_segments = request.query_segments if segments is None else segments
-    key_segments = _copied(request, "key_segments", request.key_segments if segments is None else segments, "bk")
-    bias = None
-    if request.bias is not None:
-        bias = _expanded(request, "bias", cast("bias", request.bias, spec.dtype, infinite=True))
+    query_segments, key_segments = (field_tensor(request, name, spec, segments) for name in ("query_segments", "key_segments"))
+    bias = field_tensor(request, "bias", spec)
     intervals: list[Interval | Window] = [*spec.intervals, *([] if request.window is None else [request.window])]
     left = min((n for interval in intervals if (n := _bound(interval.left)) is not None), default=None)
     right = min((n for interval in intervals if (n := _bound(interval.right)) is not None), default=None)
     masks = Masks(
         positions=_positions(q),
         num_keys=k,
-        attend_mask=None if allowed is None else _expanded(request, "attend_mask", torch.from_numpy(allowed)),
-        attend_keys=_copied(request, "attend_keys", keys, "bk"),
-        query_segments=_copied(request, "query_segments", query_segments, "bq"),
+        attend_mask=field_tensor(request, "attend_mask", spec, _inverse(request.block_mask)),
+        attend_keys=field_tensor(request, "attend_keys", spec, _inverse(request.block_keys)),
+        query_segments=query_segments,
         key_segments=None if key_segments is None else key_segments.where(key_segments >= 0, PADDING),
-        lengths=_copied(request, "valid_lens", request.valid_lens, "bq"),
+        lengths=field_tensor(request, "valid_lens", spec),
         bias=bias,
         bias_blocks=bias is not None and bool((bias == -torch.inf).any()),
         left=left,
@@ -164,23 +142,6 @@ def _bound(keys: int | None) -> int | None:
     return None if keys is None or keys >= WIDER_THAN_ANY else keys
 
 
-def _allowed(attend: Array | None, block: Array | None) -> Array | None:
-    """The mask with true = may attend: a copy of `attend`, or `block` inverted; None if neither is given."""
-    array = attend if block is None else ~block
-    return None if array is None else np.array(array)
-
-
-def _numbers(request: AttendRequest, name: str, dtype: str, onto: Sequence[str] = "bhqk") -> torch.Tensor | None:
-    """The numbers of a field as a tensor of `dtype` with the axes `onto`; None if it has none. Raises InvalidRequest as `cast` does."""
-    array = getattr(request, name)
-    return None if array is None else _expanded(request, name, cast(name, array, dtype), onto)
-
-
-def _expanded(request: AttendRequest, name: str, tensor: torch.Tensor, onto: Sequence[str] = "bhqk") -> torch.Tensor:
-    """The tensor of a field with the axes `onto`, of which those that it does not have have length 1."""
-    return AXES[name].expanded(tensor, request.batched, onto)
-
-
-def _copied(request: AttendRequest, name: str, array: Array | None, onto: str) -> torch.Tensor | None:
-    """A copy of the array of a field as a tensor with the axes `onto`."""
-    return None if array is None else _expanded(request, name, torch.from_numpy(np.array(array)), onto)
+def _inverse(block: Array | None) -> Array | None:
+    """The mask with true = may attend, of one with true = blocked."""
+    return None if block is None else ~block

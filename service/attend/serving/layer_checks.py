@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from attend.attention.operators.operator import Extent
-from attend.axes import AXES
+from attend.axes import MASKS, TENSOR_FIELDS
 from attend.errors import InvalidRequest
 from attend.spec import LayerSpec
 from attend.wire.problems import describe_value
 from attend.wire.schemas.attend import AttendRequest
-from attend.wire.shapes import MASK_FIELDS, unaligned
+from attend.wire.shapes import unaligned
 
 LAYER_AXES = ("h", "output_dim", "value_head_dim")
 
@@ -39,8 +39,8 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
     _check_coordinates(request, spec, layer)
     for name, axis, n in _lengths_by_layer(request):
         wanted = h if axis == "h" else getattr(spec, axis)
-        if n != wanted and not (n == 1 and axis in AXES[name].broadcast):
-            or_one = " (or 1)" if axis in AXES[name].broadcast else ""
+        if n != wanted and not (n == 1 and axis in TENSOR_FIELDS[name].broadcast):
+            or_one = " (or 1)" if axis in TENSOR_FIELDS[name].broadcast else ""
             noun = "heads" if axis == "h" else "values per query"
             raise InvalidRequest.where(f"/{name}", f"{wanted} {noun}{or_one} {layer}", str(n))
     for i, name in enumerate(request.outputs):
@@ -60,9 +60,9 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
 
 def _lengths_by_layer(request: AttendRequest) -> Iterator[tuple[str, str, int]]:
     """(field, axis, length) of each axis whose length the layer has."""
-    for name, axes in AXES.items():
+    for name, field in TENSOR_FIELDS.items():
         if (array := getattr(request, name, None)) is not None:
-            named = zip(axes.of(array.ndim, request.batched), array.shape, strict=True)
+            named = zip(field.of(array.ndim, request.batched), array.shape, strict=True)
             yield from ((name, axis, n) for axis, n in named if axis in LAYER_AXES)
 
 
@@ -107,5 +107,5 @@ def _positions_within(extent: Extent, layer: str) -> str:
 def require_masks_of_all_heads(request: AttendRequest, reason: str) -> None:
     """Raises InvalidRequest if a mask or bias has an axis of several heads."""
     for name, axis, n in _lengths_by_layer(request):
-        if axis == "h" and n > 1 and name in (*MASK_FIELDS, "bias"):
+        if axis == "h" and n > 1 and name in MASKS:
             raise InvalidRequest.where(f"/{name}", f"the same for all heads, {reason}", f"{n} heads")

@@ -5,7 +5,7 @@ Refusals describe the first element that the datatype cannot represent.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pybase64
@@ -15,7 +15,6 @@ from attend.errors import InvalidRequest, pointer
 from attend.tensors import BY_NUMPY, DATATYPES, Array, Datatype
 from attend.wire.problems import describe_value
 
-Kind = Literal["number", "bias", "mask", "count", "segment"]  # what the elements of a tensor of a request may be
 MAX_RANK = 4
 MAX_EXACT_INTEGER = 2**53  # float64 represents every integer up to here
 

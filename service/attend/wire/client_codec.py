@@ -15,9 +15,9 @@ import orjson
 import pybase64
 from pydantic import BaseModel
 
+from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, pointer
 from attend.tensors import BY_NUMPY, DATATYPES, Array
-from attend.wire.arrays import Kind
 from attend.wire.problems import validate
 from attend.wire.safetensors import read_tensors, write_tensors
 from attend.wire.schemas.analysis import INDEX_PARTS

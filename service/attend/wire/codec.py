@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from attend.axes import Kind
 from attend.errors import Problem, RequestError
 from attend.tensors import Array
-from attend.wire.arrays import Kind
 from attend.wire.limits import WireLimits
 from attend.wire.schemas.attend import ReplyOptions
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from attend.axes import Kind
 from attend.errors import NotAcceptable, UnsupportedMediaType
 from attend.wire import safetensors
-from attend.wire.arrays import Kind
 from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
 from attend.wire.json import reader as json_reader
 from attend.wire.json.writer import encode_json

@@ -13,9 +13,10 @@ from typing import Any
 
 import orjson
 
+from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge, pointer
 from attend.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
-from attend.wire.arrays import MAX_RANK, Kind, array_of_bytes, wire_array
+from attend.wire.arrays import MAX_RANK, array_of_bytes, wire_array
 from attend.wire.codec import Buffer, Reply
 from attend.wire.json import reader as json_reader
 from attend.wire.json.strict import parse_strictly

@@ -6,39 +6,31 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attend.axes import AXES, Axes, outputs_from
+from attend.axes import TENSOR_FIELDS, TensorField, outputs_from
 from attend.errors import did_you_mean
 from attend.spec_parts import field_error
+from attend.tensors import Array
 from attend.wire.arrays import first_element, without_broadcast
 from attend.wire.problems import describe_value
 
-MASK_FIELDS = ("attend_mask", "block_mask", "attend_keys", "block_keys", "valid_lens", "segments", "query_segments", "key_segments")
-REPLACED_ROWS = {"pattern_rows": "pattern", "head_output_rows": "head_outputs"}  # field -> the tensor whose rows it selects
-NOT_WITH_QUERY_LENGTHS = (
-    *MASK_FIELDS,
-    "bias",
-    "dropout",
-    "pattern",
-    "head_outputs",
-)  # fields that a request with sequences one after the other cannot have
+MAX_POSITION = 2**31  # of those by which RoPE rotates, whose angles are float64
+NOT_PACKED = (*(name for name, field in TENSOR_FIELDS.items() if not field.packed), "dropout")  # with sequences one after the other
 GRADIENTS = outputs_from("gradients")
-EXCLUSIVE = (("attend_mask", "block_mask"), ("attend_keys", "block_keys"))
 
 
 def check_fields_together(request: Any) -> None:
     """Raises PydanticCustomError at the first field of an AttendRequest that does not fit the others."""
+    given = {name: field for name, field in TENSOR_FIELDS.items() if getattr(request, name, None) is not None}
+    for name, field in given.items():
+        if field.excludes in given:
+            raise field_error(f"/{name}", f"either {field.excludes} or {name}", "both")
+        if field.needs and getattr(request, field.needs) is None:
+            raise field_error(f"/{name}", f"{field.needs} in addition to {name}", f"{name} alone")
     b, q, k = _check_query_key_value(request)
-    for attend, block in EXCLUSIVE:
-        if getattr(request, attend) is not None and getattr(request, block) is not None:
-            raise field_error(f"/{block}", f"either {attend} or {block}", "both")
-    for rows, tensor in REPLACED_ROWS.items():
-        if getattr(request, rows) is not None and getattr(request, tensor) is None:
-            raise field_error(f"/{rows}", f"{tensor} in addition to {rows}", f"{rows} alone")
-    _check_segments(request)
+    for name, field in given.items():
+        for n in (q, k) if "n" in field else (q,):
+            _require_axes(name, field, getattr(request, name), {"b": b, "q": q, "k": k, "n": n})
     _check_positions(request)
-    for name, axes in AXES.items():
-        for n in (q, k) if "n" in axes else (q,):
-            _require_axes(request, name, axes, {"b": b, "q": q, "k": k, "n": n})
     _check_valid_lens(request, k)
     _check_query_lengths(request, b, q, k)
     _check_query_offset(request, b, q, k)
@@ -49,8 +41,6 @@ def check_fields_together(request: Any) -> None:
 
 def _check_query_key_value(request: Any) -> tuple[int | None, int, int]:
     """(batch items, None without a batch; queries; keys)."""
-    if request.value is not None and request.key is None:
-        raise field_error("/value", "a key in addition to the value", "a value alone")
     query, key, value = request.query, request.key_rows, request.value_rows
     for name, array in (("key", key), ("value", value)):
         if array.ndim != query.ndim:
@@ -62,28 +52,18 @@ def _check_query_key_value(request: Any) -> tuple[int | None, int, int]:
     return (query.shape[0] if query.ndim == 3 else None), query.shape[-2], key.shape[-2]
 
 
-def _require_axes(request: Any, name: str, axes: Axes, lengths: Mapping[str, int | None]) -> None:
-    """Checks that a tensor has these axes. Those without a length, heads and widths, may have any."""
-    if (array := getattr(request, name, None)) is None:
-        return
-    shapes = axes.unbatched if lengths["b"] is None else axes.shapes
+def _require_axes(name: str, field: TensorField, array: Array, lengths: Mapping[str, int | None]) -> None:
+    """Checks that a tensor has the axes of its field. Those without a length, heads and widths, may have any."""
+    shapes = field.unbatched if lengths["b"] is None else field.shapes
     for shape in shapes:
         if len(shape) == array.ndim and all(
-            lengths.get(axis, n) == n or (n == 1 and axis in axes.broadcast) for axis, n in zip(shape, array.shape, strict=True)
+            lengths.get(axis, n) == n or (n == 1 and axis in field.broadcast) for axis, n in zip(shape, array.shape, strict=True)
         ):
             return
     named = [[str(lengths.get(axis, "heads" if axis == "h" else axis)) for axis in shape] for shape in shapes]
     texts = " or ".join(f"[{', '.join(shape)}]" for shape in named if shape)
-    expected = "a single number, or " * (() in shapes) + f"shape {texts}" + f" ({axes.broadcasts})" * bool(axes.broadcast)
+    expected = "a single number, or " * (() in shapes) + f"shape {texts}" + f" ({field.broadcasts})" * bool(field.broadcast)
     raise field_error(f"/{name}", expected, f"shape {list(array.shape)}" if array.ndim else "a single number")
-
-
-def _check_segments(request: Any) -> None:
-    sides = [name for name in ("query_segments", "key_segments") if getattr(request, name) is not None]
-    if request.segments is not None and sides:
-        raise field_error(f"/{sides[0]}", "either segments, or query_segments and key_segments", "both")
-    if len(sides) == 1:
-        raise field_error(f"/{sides[0]}", "query_segments and key_segments", f"{sides[0]} alone")
 
 
 def _check_valid_lens(request: Any, k: int) -> None:
@@ -99,8 +79,6 @@ def _check_query_lengths(request: Any, b: int | None, q: int, k: int) -> None:
     """Checks sequences one after the other in one query, whose numbers of rows are `query_lengths`."""
     queries, keys = request.query_lengths, request.key_lengths
     if queries is None:
-        if keys is not None:
-            raise field_error("/key_lengths", "query_lengths and key_lengths", "key_lengths alone")
         return
     if b is not None:
         raise field_error("/query", "shape [rows of all sequences, width], since query_lengths is given", "a batch")
@@ -114,8 +92,8 @@ def _check_query_lengths(request: Any, b: int | None, q: int, k: int) -> None:
             raise field_error(f"/{name}_lengths", f"lengths with the sum {n}, the rows of the {name}", f"the sum {lengths.sum()}")
     if keys is not None and len(keys) != len(queries):
         raise field_error("/key_lengths", f"{len(queries)} lengths, as query_lengths has", str(len(keys)))
-    for name in NOT_WITH_QUERY_LENGTHS:
-        if getattr(request, name) is not None:
+    for name in NOT_PACKED:
+        if getattr(request, name, None) is not None:
             raise field_error(f"/{name}", f"no {name} beside query_lengths", "both")
     for name in ("queries", "top_k"):
         if request.select is not None and getattr(request.select, name) is not None:
@@ -141,12 +119,15 @@ def _check_query_offset(request: Any, b: int | None, q: int, k: int) -> None:
 
 def _check_positions(request: Any) -> None:
     given = [name for name in ("positions", "key_positions") if getattr(request, name) is not None]
-    if given == ["key_positions"]:
-        raise field_error("/key_positions", "positions in addition to key_positions", "key_positions alone")
     if given == ["positions"] and request.key is not None:
         raise field_error("/key_positions", "the positions of the keys, as there are some of the queries", "nothing")
     if len(given) == 2 and request.key is None:
         raise field_error("/key_positions", "positions alone, since the key is the query", "both")
+    for name in given:
+        stored = without_broadcast(getattr(request, name))
+        if (wrong := (stored > MAX_POSITION) | (stored < -MAX_POSITION)).any():
+            at, got = first_element(stored, wrong)
+            raise field_error(f"/{name}{at}", f"positions from -{MAX_POSITION} to {MAX_POSITION}", got)
 
 
 def _check_selection(request: Any, q: int) -> None:

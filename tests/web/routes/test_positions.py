@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "/key_positions",
         "since the key is the query",
     ),
-    "of too large a number": ("line", {"query": QUERY, "positions": np.full((2, 7), 1e300)}, "/positions", "to 2147483648"),
+    "of too large a number": ("line", {"query": QUERY, "positions": np.full((2, 7), 1e300)}, "/positions/0/0", "to 2147483648"),
     "of text": ("images", {"query": QUERY, "positions": [[["a", 1]]]}, "/positions/0/0/0", "a number"),
     "too many tokens": ("grid", {"query": np.zeros((1, 11, 21))}, "/query", "10 tokens"),
     "too many keys": ("grid", {"query": QUERY, "key": np.zeros((2, 11, 21)), "query_offset": 0}, "/key", "10 tokens"),

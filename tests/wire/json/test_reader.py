@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from attend.tensors import DATATYPES
-from attend.wire.arrays import Kind
 from attend.wire.json.reader import parse
 from attend.wire.limits import WireLimits
 from attend.wire.problems import validate

@@ -11,6 +11,7 @@ import torch
 from attend.attention.call import Call
 from attend.attention.operators import OPERATORS
 from attend.attention.operators.operator import stages_of
+from attend.axes import CALL_TENSORS
 from attend.spec import LayerSpec
 
 # Fields that no kernel has to compute: shapes, weights, and what calls state for themselves. Kernels check the shapes that they need.
@@ -31,13 +32,14 @@ def _fields_with(*stages: str) -> frozenset[str]:
 # Fields that the call's masks have, or that are applied before a kernel gets queries, keys and values as heads, or to its head outputs
 OUTER_FIELDS = _fields_with("project", "norm", "rotate", "rescale", "gate", "outputs", "rows_to_cache", "expand")
 BIAS_FIELDS = _fields_with("bias", "shift")  # `Eager.bias` and `Eager.shift` compute them
+# Tensors of a call that kernels have to compute. Those that need such a tensor say what it means.
+KERNEL_TENSORS = tuple(name for name, field in CALL_TENSORS.items() if not field.outer and field.needs not in CALL_TENSORS)
 # Fields of a call that no kernel has to compute; `options_of` has the others. Read by the test that no field is forgotten.
 # fmt: off
 EXTERNAL_OPTIONS = frozenset({
     "items", "num_queries", "num_keys", "self_attention", "keys_as_values", "query", "key", "value", "masks",
-    "scale", "outputs", "query_coordinates", "key_coordinates", "heads", "queries", "average", "top_k", "is_part",
-    "output_gradient", "fully_masked", "cached", "pattern_rows", "head_output_rows",
-})
+    "scale", "outputs", "heads", "queries", "average", "top_k", "is_part", "fully_masked", "cached",
+}) | CALL_TENSORS.keys() - set(KERNEL_TENSORS)
 # fmt: on
 
 
@@ -77,12 +79,11 @@ def options_of(call: Call) -> frozenset[str]:
         "softcap": call.options.softcap,
         "dropout": call.options.dropout is not None,
         "reproducible": call.options.reproducible,
-        "head_scale": call.head_scale is not None,
-        "pattern": call.pattern is not None,
-        "head_outputs": call.head_outputs is not None,
         "bias": masks.bias is not None,
         "intervals": masks.has_intervals,
         "sets": masks.has_sets,
         "uniform_rows": call.options.fully_masked == "uniform" and masks.has_any,
     }
-    return frozenset(name for name, value in present.items() if value)
+    for name in KERNEL_TENSORS:
+        present[name] = getattr(call, name) is not None
+    return frozenset([name for name, value in present.items() if value])

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attend.axes import AXES
+from attend.axes import TENSOR_FIELDS
 from attend.tensors import Array
 
-PER_ITEM = [name for name, axes in AXES.items() if all("b" in shape for shape in axes.shapes)]  # get a batch axis if the query has none
+# Those that get a batch axis if the query has none
+PER_ITEM = [name for name, field in TENSOR_FIELDS.items() if all("b" in shape for shape in field.shapes)]
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import numpy as np
 
 from attend.attention.cache import cached_tensors
 from attend.attention.call import Call
+from attend.axes import TENSOR_FIELDS
 from attend.errors import InvalidRequest, SessionConflict
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LoadedLayer
@@ -16,14 +17,16 @@ from attend.tensors import shape_alone
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 
-ROW_FIELDS = ("query", "key", "value", "positions", "key_positions")  # fields that have the new rows
+ROW_FIELDS = [name for name, field in TENSOR_FIELDS.items() if field.new_rows]  # that have the new rows
+KEY_ROWS = [name for name in ROW_FIELDS if "k" in TENSOR_FIELDS[name]]
+SEQUENCE_LENGTHS = [name for name, field in TENSOR_FIELDS.items() if "sequences" in field]
 NULLABLE_FIELDS = {name for name, field in AttendRequest.model_fields.items() if field.default is None}
 
 
 def members_with_session_keys(session: Session, members: Mapping[str, Any]) -> dict[str, Any]:
     """The members of a request that names a session, with all keys of that session in place of its name. Raises InvalidRequest."""
     own = {name: value for name, value in given(members).items() if name != "session"}
-    for name in ("layer", "key", "value", "key_positions", "query_lengths", "key_lengths"):
+    for name in ("layer", *KEY_ROWS, *SEQUENCE_LENGTHS):
         if name in own:
             raise InvalidRequest.where(f"/{name}", f"no {name} beside session", name)
     return with_all_keys(own, new_rows(own, session.layer, append=False), session, session.length)

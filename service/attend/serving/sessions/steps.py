@@ -14,10 +14,10 @@ from attend.axes import OUTPUTS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
 from attend.serving.binding import Binding, BoundCall
-from attend.serving.calls import call_options, coordinates, input_tensors, make_call
+from attend.serving.calls import call_options, field_tensor, input_tensors, make_call
 from attend.serving.cost import predict_call, reply_contents
 from attend.serving.sessions.registry import Session
-from attend.serving.sessions.rows import given, new_rows, require_rows, widths_of_rows, with_all_keys
+from attend.serving.sessions.rows import KEY_ROWS, SEQUENCE_LENGTHS, given, new_rows, require_rows, widths_of_rows, with_all_keys
 from attend.serving.validation_cache import CachedValidation, cache_key
 from attend.spec import LayerSpec
 from attend.wire.codec import Decoded
@@ -59,7 +59,7 @@ class StepBinding(Binding[AttendRequest]):
             appended = [query.new_zeros(1, 0, width) for width in widths_of_rows(spec).values()]
         inputs = (query, appended[0], appended[1])
         if cached is None:
-            call = _with_new_rows(make_call(request, spec, inputs), members, rows, step.append)
+            call = _with_new_rows(make_call(request, spec, inputs), members, rows, step.append, spec)
             if key is not None:
                 layer.validated.keep(key, CachedValidation(request, call.options, call.masks, cost, False, {}))
         else:
@@ -92,11 +92,11 @@ def _length_after(members: Mapping[str, Any], options: StepOptions, session: Ses
     return int(length)
 
 
-def _with_new_rows(call: Call, members: Mapping[str, Any], rows: AttendRequest, append: bool) -> Call:
+def _with_new_rows(call: Call, members: Mapping[str, Any], rows: AttendRequest, append: bool, spec: LayerSpec) -> Call:
     """The call of a request with all keys of a session, as one whose new rows alone are inputs."""
     of_keys = None
     if rows.positions is not None:
-        of_keys = call.query_coordinates if rows.key is None else coordinates("key_positions", rows)
+        of_keys = call.query_coordinates if rows.key is None else field_tensor(rows, "key_positions", spec)
     new = replace(call.options, self_attention=append and "key" not in members, keys_as_values=append and "value" not in members)
     return replace(call, options=new, key_coordinates=of_keys)
 
@@ -112,10 +112,10 @@ def _options(members: dict[str, Any], session: Session) -> StepOptions:
     """Takes the fields that only calls with a session have from the members. Raises InvalidRequest or LengthMismatch."""
     options = validate(StepOptions, {name: members.pop(name) for name in StepOptions.model_fields if name in members})
     absent = {"layer": "no layer, since the session has one"}
-    absent |= dict.fromkeys(("query_lengths", "key_lengths"), "one sequence, as a session is one")
+    absent |= dict.fromkeys(SEQUENCE_LENGTHS, "one sequence, as a session is one")
     absent["segments"] = "query_segments and key_segments, since the keys are those of all calls"
     if not options.append:
-        absent |= {name: f"no {name}, since append is false" for name in ("key", "value", "key_positions")}
+        absent |= {name: f"no {name}, since append is false" for name in KEY_ROWS}
     for name, expected in absent.items():
         if name in members:
             raise InvalidRequest.where(f"/{name}", expected, name)

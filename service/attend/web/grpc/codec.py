@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, RequestError
 from attend.tensors import Array, Datatype, datatype_of, raw
 from attend.web.grpc import messages
 from attend.web.grpc.descriptors import DESCRIPTOR
 from attend.web.grpc.messages import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split_request, varints
-from attend.wire.arrays import Kind, array_of_bytes, require_exact, wire_array
+from attend.wire.arrays import array_of_bytes, require_exact, wire_array
 from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Reply
 from attend.wire.json.reader import shape_of
 from attend.wire.limits import WireLimits

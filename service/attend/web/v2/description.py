@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attend.axes import AXES, OUTPUTS
+from attend.axes import OUTPUTS, TENSOR_FIELDS, Kind
 from attend.serving.admission import largest_batch
 from attend.serving.cost import output_shapes, wire_datatype
 from attend.serving.layers.registry import LoadedLayer, UnloadedLayer
@@ -21,7 +21,6 @@ from attend.serving.statistics import LayerTotals, Totals
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH
 from attend.version import __version__
-from attend.wire.arrays import Kind
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.sessions import PostSession
 from attend.wire.v2.members import DEFAULT_OUTPUTS, VERSION
@@ -159,7 +158,8 @@ def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
     lengths = {"h": spec.num_heads} | {name: getattr(spec, name) for name in widths}
     number = BY_TORCH[spec.dtype].name
     shapes = {
-        name: [-1 if axis in axes.broadcast else lengths.get(axis, -1) for axis in max(axes.shapes, key=len)] for name, axes in AXES.items()
+        name: [-1 if axis in field.broadcast else lengths.get(axis, -1) for axis in max(field.shapes, key=len)]
+        for name, field in TENSOR_FIELDS.items()
     }
     shapes |= {"valid_lens": [-1, 1], "query_offset": [-1, 1]}
     datatypes = {name: OF_KIND.get(kind, number) for name, kind in AttendRequest.tensor_kinds.items() if name not in NOT_ANNOUNCED}

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attend.axes import Kind
 from attend.errors import InvalidRequest, Problem, RequestError, TooLarge, pointer
 from attend.tensors import BY_NUMPY, Array
-from attend.wire.arrays import MAX_RANK, Kind, beyond_float64, convert, range_text
+from attend.wire.arrays import MAX_RANK, beyond_float64, convert, range_text
 from attend.wire.json.strict import line_and_column, parse_strictly
 from attend.wire.limits import WireLimits
 from attend.wire.native import numbers

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attend.axes import Kind
 from attend.errors import InvalidRequest, RequestError, TooLarge, did_you_mean, pointer
 from attend.spec_parts import whole
 from attend.tensors import DATATYPES, Array, shape_alone
-from attend.wire.arrays import MAX_RANK, Kind, array_of_base64
+from attend.wire.arrays import MAX_RANK, array_of_base64
 from attend.wire.json.lists import NumberList, RawValue, array_of_lists
 from attend.wire.json.strict import SCALARS, line_and_column, parse_strictly
 from attend.wire.limits import WireLimits

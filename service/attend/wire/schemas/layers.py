@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from attend.axes import Kind
 from attend.spec import LayerSpec
-from attend.wire.arrays import Kind
 from attend.wire.schemas.attend import SPEC_NAMES
 from attend.wire.schemas.schema import LayerReference, Schema
 from attend.wire.schemas.tensors import Weight

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from attend.axes import Kind
 from attend.errors import InvalidRequest
 from attend.spec_parts import WHOLE, field_error
-from attend.wire.arrays import Kind
 from attend.wire.problems import describe_value
 from attend.wire.schemas.tensors import find_tensor_kinds
 

@@ -4,8 +4,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from attend.axes import Kind
 from attend.spec_parts import WHOLE, Width
-from attend.wire.arrays import Kind
 from attend.wire.schemas.attend import AttendReply, AttendRequest
 from attend.wire.schemas.schema import LAYER_NAME, LayerReference, Schema, StrictBool
 

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic.json_schema import models_json_schema
 from pydantic_core import CoreSchema, core_schema
 
-from attend.axes import AXES
+from attend.axes import TENSOR_FIELDS, Kind
 from attend.spec_parts import field_error
 from attend.tensors import BY_NUMPY, DATATYPES, Array, datatype_of, raw
-from attend.wire.arrays import MAX_EXACT_INTEGER, Kind, first_element, without_broadcast
+from attend.wire.arrays import MAX_EXACT_INTEGER, first_element, without_broadcast
 from attend.wire.problems import describe_value
 
 MAX_AXIS = 2**31 - 1
@@ -101,6 +101,11 @@ class Tensor:
     ranks: tuple[int, ...]
     counted: str = "keys"
 
+    @classmethod
+    def of(cls, name: str, field: str, counted: str = "keys") -> Self:
+        """The annotation of this field, and of others that may have the same tensors."""
+        return cls(name, TENSOR_FIELDS[field].kind, TENSOR_FIELDS[field].ranks, counted)
+
     def __call__(self, value: Any) -> Array:
         array = self._checked(value)
         if array.ndim not in self.ranks:
@@ -162,24 +167,24 @@ def find_tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:
     return {name: item.kind for name, items in found.items() for item in items if isinstance(item, Tensor)}
 
 
-Sequences = Annotated[Array, Tensor("Sequences", "number", AXES["query"].ranks)]
-Mask = Annotated[Array, Tensor("Mask", "mask", AXES["attend_mask"].ranks)]
-KeyMask = Annotated[Array, Tensor("KeyMask", "mask", AXES["attend_keys"].ranks)]
-Lengths = Annotated[Array, Tensor("Lengths", "count", AXES["valid_lens"].ranks)]
-Segments = Annotated[Array, Tensor("Segments", "segment", AXES["segments"].ranks)]
-RowCounts = Annotated[Array, Tensor("RowCounts", "count", AXES["query_lengths"].ranks, counted="rows")]
-Bias = Annotated[Array, Tensor("Bias", "bias", AXES["bias"].ranks)]
-Positions = Annotated[Array, Tensor("Positions", "number", AXES["positions"].ranks)]
-HeadScale = Annotated[Array, Tensor("HeadScale", "number", AXES["head_scale"].ranks)]
-Pattern = Annotated[Array, Tensor("Pattern", "number", AXES["pattern"].ranks)]
-HeadOutputs = Annotated[Array, Tensor("HeadOutputs", "number", AXES["head_outputs"].ranks)]
-HeadRows = Annotated[Array, Tensor("HeadRows", "mask", AXES["pattern_rows"].ranks)]
+Sequences = Annotated[Array, Tensor.of("Sequences", "query")]
+Mask = Annotated[Array, Tensor.of("Mask", "attend_mask")]
+KeyMask = Annotated[Array, Tensor.of("KeyMask", "attend_keys")]
+Lengths = Annotated[Array, Tensor.of("Lengths", "valid_lens")]
+Segments = Annotated[Array, Tensor.of("Segments", "segments")]
+RowCounts = Annotated[Array, Tensor.of("RowCounts", "query_lengths", counted="rows")]
+Bias = Annotated[Array, Tensor.of("Bias", "bias")]
+Positions = Annotated[Array, Tensor.of("Positions", "positions")]
+HeadScale = Annotated[Array, Tensor.of("HeadScale", "head_scale")]
+Pattern = Annotated[Array, Tensor.of("Pattern", "pattern")]
+HeadOutputs = Annotated[Array, Tensor.of("HeadOutputs", "head_outputs")]
+HeadRows = Annotated[Array, Tensor.of("HeadRows", "pattern_rows")]
 Weight = Annotated[Array, Tensor("Weight", "number", (1, 2))]
 
 
 def tensor_field(name: str, about: str = "") -> Any:
     """The field of a tensor, which may be null. Its description begins with the axes."""
-    return Field(default=None, description=f"{AXES[name]}. {about}".rstrip())
+    return Field(default=None, description=f"{TENSOR_FIELDS[name]}. {about}".rstrip())
 
 
 def tensor_schema(name: str, kind: Kind, ranks: tuple[int, ...]) -> dict[str, Any]:

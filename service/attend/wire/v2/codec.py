@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from attend.tensors import Datatype, datatype_of, raw
-from attend.wire.arrays import Kind, array_of_bytes, wire_array
+from attend.wire.arrays import array_of_bytes, wire_array
 from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
 from attend.wire.json.lists import NumberList
 from attend.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, shape_of, split_json

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from attend.axes import Kind
 from attend.errors import InvalidRequest, LayerNotFound, MalformedBody, Problem, did_you_mean, pointer
 from attend.tensors import DATATYPES, Array, Datatype
-from attend.wire.arrays import Kind
 from attend.wire.codec import Reply
 from attend.wire.json.strict import parse_nested
 from attend.wire.problems import describe_value, one_of
