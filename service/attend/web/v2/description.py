@@ -2,8 +2,8 @@
 
 In shapes, b is batch, q queries, k keys, h heads. Every input may have a batch axis in front, so a layer is a batching model:
 `max_batch_size` is above 0, and `dims` in the configuration are the metadata's `shape` without its first axis. Triton and its clients have
-no tensors with only the batch axis, so one number per item is announced as [b, 1]. Requests may use other shapes, too. Only tensors that
-are valid in any request are announced; those that need further parameters (gradients, the largest weights) are not.
+no tensors with only the batch axis, so one number per item is announced as [b, 1]. Requests may use other shapes, too. Tensors that need
+a parameter or no batch (gradients, the largest weights, several sequences in one query) are not announced.
 """
 
 import math
@@ -21,9 +21,10 @@ from attend.serving.statistics import LayerTotals, Totals
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH
 from attend.version import __version__
+from attend.wire.safetensors import LIST_FIELDS
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.sessions import PostSession
-from attend.wire.v2.members import DEFAULT_OUTPUTS, VERSION
+from attend.wire.v2.members import DEFAULT_OUTPUTS, PER_ITEM_FIELDS, VERSION
 from attend.wire.v2.schemas import (
     BatchStatistics,
     ConfigTensor,
@@ -42,7 +43,8 @@ PLATFORM = "pytorch_attention"
 UNCONDITIONAL_EXTENSIONS = ["binary_tensor_data", "parameters", "model_configuration", "schedule_policy"]
 HEADER_BYTES = 1024  # bytes reserved for the JSON header of a request with few inputs
 OF_KIND: dict[Kind, str] = {"mask": "BOOL", "count": "INT64", "segment": "INT64"}  # kind of a tensor -> datatype; others have the layer's
-NOT_ANNOUNCED = ("query_lengths", "key_lengths", "output_gradient")  # which no batch has, or which need further parameters
+NEEDED = {"", *TENSOR_FIELDS}
+ANNOUNCED = [name for name in AttendRequest.tensor_kinds if "b" in TENSOR_FIELDS[name] and TENSOR_FIELDS[name].needs in NEEDED]
 # name in the protocol -> field of `Totals`
 DURATIONS = {"success": "total", "queue": "queue", "compute_input": "decode", "compute_infer": "compute", "compute_output": "encode"}
 
@@ -153,23 +155,19 @@ def _batch(size: int, row: Totals) -> BatchStatistics:
 
 
 def _inputs(spec: LayerSpec) -> list[TensorMetadata]:
-    """Every tensor of a request with the axes that it has at most, and the one field that is a list of numbers."""
-    widths = ("query_dim", "key_dim", "value_dim", "value_head_dim")
-    lengths = {"h": spec.num_heads} | {name: getattr(spec, name) for name in widths}
-    number = BY_TORCH[spec.dtype].name
-    shapes = {
-        name: [-1 if axis in field.broadcast else lengths.get(axis, -1) for axis in max(field.shapes, key=len)]
-        for name, field in TENSOR_FIELDS.items()
-    }
-    shapes |= {"valid_lens": [-1, 1], "query_offset": [-1, 1]}
-    datatypes = {name: OF_KIND.get(kind, number) for name, kind in AttendRequest.tensor_kinds.items() if name not in NOT_ANNOUNCED}
-    datatypes["query_offset"] = "INT64"
-    for name in ("positions", "key_positions"):
-        del datatypes[name]
-        if (coordinates := spec.coordinates) is not None:
-            datatypes[name] = "FP64"
-            shapes[name] = [-1, -1, *([coordinates.axes] if coordinates.axes > 1 else [])]
-    return [TensorMetadata(name=name, datatype=datatype, shape=shapes[name]) for name, datatype in datatypes.items()]
+    """Every announced tensor with the axes that it has at most, and the fields that are lists of numbers."""
+    lengths = {"h": spec.num_heads} | {name: getattr(spec, name) for name in ("query_dim", "key_dim", "value_dim", "value_head_dim")}
+    inputs = []
+    for name in ANNOUNCED:
+        field = TENSOR_FIELDS[name]
+        shape = [-1 if axis in field.broadcast else lengths.get(axis, -1) for axis in max(field.shapes, key=len)]
+        datatype = OF_KIND.get(field.kind, BY_TORCH[spec.dtype].name)
+        if "axes" in field:  # coordinates
+            if spec.coordinates is None:
+                continue
+            shape, datatype = [-1, -1, *([spec.coordinates.axes] if spec.coordinates.axes > 1 else [])], "FP64"
+        inputs.append(TensorMetadata(name=name, datatype=datatype, shape=[-1, 1] if name in PER_ITEM_FIELDS else shape))
+    return inputs + [TensorMetadata(name=name, datatype="INT64", shape=[-1, 1]) for name in LIST_FIELDS]
 
 
 def _required(spec: LayerSpec) -> set[str]:

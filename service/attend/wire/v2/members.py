@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
+from pydantic import BaseModel
 
-from attend.axes import Kind
+from attend.axes import TENSOR_FIELDS, Kind
 from attend.errors import InvalidRequest, LayerNotFound, MalformedBody, Problem, did_you_mean, pointer
 from attend.tensors import DATATYPES, Array, Datatype
 from attend.wire.codec import Reply
@@ -21,6 +22,12 @@ from attend.wire.json.strict import parse_nested
 from attend.wire.problems import describe_value, one_of
 from attend.wire.safetensors import LIST_FIELDS
 from attend.wire.schemas.attend import AttendRequest, Output
+
+
+def has_members(annotation: Any) -> bool:
+    """Whether a value of this type may be an object."""
+    return (isinstance(annotation, type) and issubclass(annotation, BaseModel)) or any(map(has_members, get_args(annotation)))
+
 
 VERSION = "1"  # of every model
 INPUT_FIELDS = {*AttendRequest.tensor_kinds, *LIST_FIELDS}
@@ -30,8 +37,8 @@ PROTOCOL_PARAMETERS = (
     "triton_enable_empty_final_response",
 )
 PARAMETER_FIELDS = {*AttendRequest.model_fields} - INPUT_FIELDS - {"layer", "outputs"} | LIST_FIELDS
-JSON_TEXT_FIELDS = {"window", "dropout", "select", "reply", "tokens"}
-PER_ITEM_FIELDS = ("valid_lens", "query_offset")  # one number per batch item
+JSON_TEXT_FIELDS = {name for name in PARAMETER_FIELDS if has_members(AttendRequest.model_fields[name].annotation)}
+PER_ITEM_FIELDS = {name for name, field in TENSOR_FIELDS.items() if ("b",) in field.shapes} | LIST_FIELDS  # one number per batch item
 DEFAULT_OUTPUTS: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_default(call_default_factory=True, validated_data={}))
 TOP_K_KEYS = "attention_weights.keys"
 TOP_K_OUTPUTS = (TOP_K_KEYS, "attention_weights.values")  # outputs that replace the weights if `select.top_k` is set
