@@ -63,7 +63,7 @@ class ModelLayer:
         tables = [name for name in names if f".{normalised(name)}".endswith(f".{ending}")]
         if len(tables) != 1:
             raise InvalidRequest.where("/weights", f"one table of relative biases whose name ends with {ending}", listed(tables))
-        shared = {"distance_table" if self.fields["relative_scores"] else "relative_bias": tables[0]}
+        shared = {self.row.table_role: tables[0]}
         if self.conversion.get("table_eps") is not None:
             shared |= {f"table_norm.{kind}": f"{tables[0].rpartition('rel_embeddings')[0]}LayerNorm.{kind}" for kind in ("weight", "bias")}
         if missing := [name for name in shared.values() if name not in names]:

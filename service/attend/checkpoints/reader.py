@@ -12,7 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from attend.attention.operators import OPERATORS
+from attend.attention.operators import OPERATORS, shared_key_dim
 from attend.checkpoints.config import brief
 from attend.checkpoints.conversions import as_configured
 from attend.checkpoints.detection import Match, listed, normalised, refusal_of_weights, select
@@ -161,8 +161,11 @@ def _widths(weights: Weights, tensors: LayerTensors, known: Mapping[str, Any]) -
     (q_out, q_in), (k_out, k_in), (v_out, v_in), (o_out, o_in) = (weights[f"{name}.weight"].shape for name in PROJECTIONS)
     heads = _heads(weights, tensors, known, q_out)
     head_dim = q_out // heads
-    latent = _latent(weights, tensors, head_dim)
-    kv_heads, rest = divmod(k_out, head_dim - latent.get("rope_key_dim", 0))
+    inferred: Fields = {}
+    for operator in OPERATORS:
+        if operator.identifying_weight in weights:
+            inferred |= operator.infer_fields(weights, heads, tensors.misfit)
+    kv_heads, rest = divmod(k_out, head_dim - shared_key_dim(inferred))
     if rest or not kv_heads or heads % kv_heads:
         raise tensors.misfit("key.weight", f"a number of heads that divides {heads} for the keys, {head_dim} wide each")
     value_head_dim, rest = divmod(v_out, kv_heads)
@@ -171,32 +174,7 @@ def _widths(weights: Weights, tensors: LayerTensors, known: Mapping[str, Any]) -
     if o_in != heads * value_head_dim:
         raise tensors.misfit("output.weight", f"{heads} x {value_head_dim} inputs of the output projection, the heads' values")
     fields: Fields = {"d_model": q_in, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
-    fields |= {"key_dim": k_in, "value_dim": v_in, "output_dim": o_out}
-    if (gate := weights.get("gate.weight")) is not None:
-        kinds = {heads: "headwise", heads * value_head_dim: "elementwise"}
-        granularity = {"granularity": kinds[len(gate)]} if len(gate) in kinds and value_head_dim > 1 else {}
-        fields["output_gate"] = {"bias": "gate.bias" in weights, **granularity}
-    if "relative_bias" in weights:
-        fields["relative_bias"] = {"buckets": len(weights["relative_bias"])}
-    if latent:
-        query_width = weights.get("query_down.weight", weights["query.weight"]).shape[1]
-        key_width = weights["key_value_down.weight"].shape[1]
-        fields |= {"latent": latent, "d_model": query_width, "key_dim": key_width, "value_dim": key_width}
-    return fields
-
-
-def _latent(weights: Weights, tensors: LayerTensors, head_dim: int) -> Fields:
-    """The ranks and widths of multi-head latent attention; {} for other layers. Raises InvalidRequest for shapes that do not fit."""
-    if "key_value_down.weight" not in weights:
-        return {}
-    if (shared := weights.get("rope_key.weight")) is None or not 0 < len(shared) < head_dim:
-        raise tensors.misfit("rope_key.weight", f"1 to {head_dim - 1} rows, for heads of {head_dim} numbers")
-    return {
-        "query_rank": len(weights["query_down.weight"]) if "query_down.weight" in weights else None,
-        "key_value_rank": len(weights["key_value_down.weight"]),
-        "rope_key_dim": len(shared),
-        "bias": "key_value_down.bias" in weights,
-    }
+    return fields | {"key_dim": k_in, "value_dim": v_in, "output_dim": o_out} | inferred
 
 
 def _heads(weights: Weights, tensors: LayerTensors, known: Mapping[str, Any], rows: int) -> int:

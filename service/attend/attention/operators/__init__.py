@@ -3,8 +3,8 @@
 Here are their fields of LayerSpec, and their order. To import them needs no torch, so that specs can be read without it.
 """
 
-from collections.abc import Collection
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -90,6 +90,11 @@ OPERATORS: tuple[type[Operator], ...] = (  # weights are drawn in this order; wi
     ScalableSoftmaxOperator,
     SigmoidOperator,
 )
+
+
+def shared_key_dim(fields: Mapping[str, Any]) -> int:
+    """How many numbers of each key all heads share in a layer with these fields of a spec."""
+    return sum(operator.shared_key_dim(fields[operator.field]) for operator in OPERATORS if fields.get(operator.field))
 
 
 def num_softmaxes(fields: Collection[str]) -> int:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call, CallOptions
-    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Product, Projected, Shapes
+    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Misfit, Product, Projected, Shapes
     from attend.spec_parts import Dimensions
+    from attend.tensors import Array
 
 
 class Latent(Part):
@@ -81,6 +82,22 @@ class LatentOperator(Operator):
         shapes["key.weight"] = (key_rows, latent.key_value_rank)
         shapes["value.weight"] = (spec.num_kv_heads * spec.value_head_dim, latent.key_value_rank)
         return shapes | ({"key.bias": (key_rows,)} if spec.has_bias("key") else {})
+
+    @classmethod
+    def infer_fields(cls, weights: Mapping[str, Array], num_heads: int, misfit: Misfit) -> Fields:
+        """Ranks and widths; inputs are those of the first step of a projection."""
+        down, head_dim = weights["key_value_down.weight"], len(weights["query.weight"]) // num_heads
+        if (shared := weights.get("rope_key.weight")) is None or not 0 < len(shared) < head_dim:
+            raise misfit("rope_key.weight", f"1 to {head_dim - 1} rows, for heads of {head_dim} numbers")
+        query_down = weights.get("query_down.weight")
+        ranks = {"query_rank": None if query_down is None else len(query_down), "key_value_rank": len(down), "rope_key_dim": len(shared)}
+        query_width = (weights["query.weight"] if query_down is None else query_down).shape[1]
+        inputs = {"d_model": query_width, "key_dim": down.shape[1], "value_dim": down.shape[1]}
+        return {cls.field: {**ranks, "bias": "key_value_down.bias" in weights}, **inputs}
+
+    @classmethod
+    def shared_key_dim(cls, part: Mapping[str, Any]) -> int:
+        return int(part["rope_key_dim"])
 
     @classmethod
     def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:

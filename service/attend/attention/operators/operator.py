@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 Axes = Mapping[str, tuple[str, ...]]  # canonical name of a weight -> what its axes are
 Fields = dict[str, Any]  # of a spec
+Misfit = Callable[[str, str], Exception]  # canonical name of a weight, what is expected of it -> the error
 Projected = tuple["Tensor", ...]  # query [b, h, q, head_dim], key [b, kv heads, k, head_dim], value [b, kv heads, k, value_head_dim]
 Product = Callable[["Tensor", str], "Tensor"]  # x [..., in], name of a projection -> [..., out]
 
@@ -161,6 +162,16 @@ class Operator:
     def weights(cls, spec: Dimensions) -> Shapes:
         """Canonical name -> shape of its weights."""
         return {}
+
+    @classmethod
+    def infer_fields(cls, weights: Mapping[str, Array], num_heads: int, misfit: Misfit) -> Fields:
+        """The fields of a spec that its weights determine, of a layer with `identifying_weight`. Raises `misfit` for a wrong shape."""
+        return {}
+
+    @classmethod
+    def shared_key_dim(cls, part: Mapping[str, Any]) -> int:
+        """How many numbers of each key all heads share by this value of its field, so that `key.weight` does not make them."""
+        return 0
 
     @classmethod
     def is_relative(cls, spec: Dimensions) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call, CallOptions
-    from attend.attention.operators.operator import Axes, Draw, Fields, Product, Shapes
+    from attend.attention.operators.operator import Axes, Draw, Fields, Misfit, Product, Shapes
     from attend.spec_parts import Dimensions
+    from attend.tensors import Array
 
 
 class OutputGate(Part):
@@ -50,6 +52,14 @@ class OutputGateOperator(Operator):
         """The projection of the gate."""
         width, gate = cls.width(spec), getattr(spec, cls.field)
         return {"gate.weight": (width, spec.d_model)} | ({"gate.bias": (width,)} if gate.bias else {})
+
+    @classmethod
+    def infer_fields(cls, weights: Mapping[str, Array], num_heads: int, misfit: Misfit) -> Fields:
+        """Bias and granularity, which is open if values have one number."""
+        rows, width = len(weights["gate.weight"]), weights["output.weight"].shape[1]
+        kinds = {num_heads: "headwise", width: "elementwise"}
+        granularity = {"granularity": kinds[rows]} if rows in kinds and width > num_heads else {}
+        return {cls.field: {"bias": "gate.bias" in weights, **granularity}}
 
     @classmethod
     def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:

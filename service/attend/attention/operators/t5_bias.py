@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call
-    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Shapes
-    from attend.spec_parts import WHOLE, Dimensions
+    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Misfit, Shapes
+    from attend.spec_parts import Dimensions
+    from attend.tensors import Array
 
 
 class RelativeBias(Part):
@@ -45,6 +47,10 @@ class T5BiasOperator(Operator):
     @classmethod
     def weights(cls, spec: Dimensions) -> Shapes:
         return {"relative_bias": (getattr(spec, cls.field).buckets, spec.num_heads)}
+
+    @classmethod
+    def infer_fields(cls, weights: Mapping[str, Array], num_heads: int, misfit: Misfit) -> Fields:
+        return {cls.field: {"buckets": len(weights["relative_bias"])}}
 
     @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:

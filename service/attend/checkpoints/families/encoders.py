@@ -135,7 +135,7 @@ def deberta(config: Config, width_field: str = "") -> Fields:
     return {"scale": (width * (1 + len(terms))) ** -0.5, "relative_scores": scores, CONVERSION: conversion}
 
 
-DEBERTA = replace(BERT, traits=(deberta(),), table="encoder.rel_embeddings.weight")
+DEBERTA = replace(BERT, traits=(deberta(),), table="encoder.rel_embeddings.weight", table_role="distance_table")
 LIKE_BERT = "layoutlm markuplm splinter visual_bert tapas dpr"
 WITH_CROSS = "bert roberta xlm-roberta camembert electra ernie data2vec-text roberta-prelayernorm roc_bert rembert bert-generation"
 CROSS = family("cross", BERT, path="encoder.layer.{n}.crossattention", flag="add_cross_attention")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attend.attention.operators import OPERATORS, num_softmaxes
+from attend.attention.operators import OPERATORS, num_softmaxes, shared_key_dim
 from attend.checkpoints.config import Config
 from attend.checkpoints.families.traits import CHUNKED, FULL, LINEAR, SLIDING, STAGE, WIDEST_HEAD, WINDOWED, LayerType, Trait, chunks
 from attend.checkpoints.layout import Fields
@@ -36,6 +36,7 @@ class AttentionRow:
     flag: str = ""  # field of the config that says whether the model has this part; "": it always has
     stages: str = ""  # field with the number of layers of each stage, whose widths double; `{stage}` and `{block}` are in the path (Swin)
     table: str = ""  # the end of the name of a table of relative biases, or of vectors for distances, that several layers share
+    table_role: str = "relative_bias"  # what that tensor is to the layout
     ignored: tuple[str, ...] = ()  # patterns of tensors below the layer's name that have no effect
     irrelevant: str = ""  # fields without effect on attention that other families do not have; * stands for any characters
 
@@ -114,11 +115,7 @@ def fields_of(row: AttentionRow, config: Config) -> Fields:
         by_traits |= trait(config)
     fields |= by_traits
     if row.rotary:
-        rotated = (
-            fields["latent"]["rope_key_dim"]
-            if fields["latent"]
-            else fields["head_dim"] // num_softmaxes([name for name, value in fields.items() if value])
-        )
+        rotated = shared_key_dim(fields) or fields["head_dim"] // num_softmaxes([name for name, value in fields.items() if value])
         rope = rope_fields(config, row.rotary, layer_type, rotated)
         fields["rope"] = None if "rope" in by_traits else rope  # NO_ROPE
     return fields | (row.bias(config) if row.bias else {})
