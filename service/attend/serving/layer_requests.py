@@ -29,7 +29,7 @@ from attend.wire.codec import Buffer
 from attend.wire.compression import unpack
 from attend.wire.json.strict import parse_strictly
 from attend.wire.limits import WireLimits
-from attend.wire.negotiation import CODECS, JSON, SAFETENSORS
+from attend.wire.negotiation import JSON, SAFETENSORS
 from attend.wire.problems import describe_value, validate
 from attend.wire.schemas.layers import Circuits, PutLayer
 from attend.wire.schemas.schema import LayerReference, Schema
@@ -93,7 +93,7 @@ def _decode_object(raw: RawRequest, largest: int) -> dict[str, Any]:
 
 
 def _decode_layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
-    if raw.codec is CODECS[SAFETENSORS]:
+    if raw.codec.is_file:
         return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
     members = _decode_members(raw, PutLayer, limits)
     checkpoint = _is_checkpoint(members)

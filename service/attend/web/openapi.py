@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from attend.version import __version__
 from attend.web.endpoints import READ, EndpointTable
-from attend.wire.negotiation import JSON, PROBLEM_JSON, SAFETENSORS
+from attend.wire.negotiation import CODECS, JSON, PROBLEM_JSON
 from attend.wire.schemas.analysis import AnalysisRequest
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.figure import FigureRequest
@@ -182,7 +182,7 @@ def request_body_doc(model: str, *examples: tuple[Any, str], binary: bool = Fals
     named = {f"example{i}": {"summary": summary, "value": value} for i, (value, summary) in enumerate(examples, 1)}
     content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": named}}
     if binary:
-        content[SAFETENSORS] = {"schema": BINARY}
+        content |= {media_type: {"schema": BINARY} for media_type, codec in CODECS.items() if codec.is_file}
     return {"requestBody": {"required": required, "content": content}}
 
 

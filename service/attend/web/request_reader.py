@@ -12,7 +12,7 @@ from attend.serving.service import Service
 from attend.web.records import HttpRecord
 from attend.wire.codec import Codec
 from attend.wire.compression import coding_of_reply
-from attend.wire.negotiation import CODECS, SAFETENSORS, media_type_of_body, media_type_of_reply
+from attend.wire.negotiation import CODECS, media_type_of_body, media_type_of_reply
 
 Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
 UNCHECKED_BYTES = 64 * 1024  # a body of at most this many bytes is checked against the byte budget only as it is read
@@ -29,7 +29,7 @@ async def read_request(
 ) -> RawRequest:
     """The request. `codec` is that of body and reply; without it, Content-Type and Accept choose one for each.
 
-    A body has at most `max_body_bytes` bytes, with `layer` a safetensors body at most `max_layer_bytes`, and any body at most `largest`.
+    A body has at most `max_body_bytes` bytes, with `layer` a file of tensors at most `max_layer_bytes`, and any body at most `largest`.
 
     Raises RequestError, Overloaded or DeadlinePassed; CallerGone if the client disconnects before the body is complete.
     """
@@ -38,7 +38,7 @@ async def read_request(
         codec, reply_codec = _codecs(headers.get(b"content-type", b""), headers.get(b"accept", b""))
     else:
         reply_codec = codec
-    limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec is CODECS[SAFETENSORS] else ("max_body_bytes", limits.body_bytes)
+    limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec.is_file else ("max_body_bytes", limits.body_bytes)
     if largest is not None and largest < limit[1]:
         limit = ("", largest)
     timed = service.timeout is not None or b"x-request-timeout" in headers

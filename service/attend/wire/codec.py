@@ -71,9 +71,10 @@ class Encoded(NamedTuple):
 
 
 class Codec(ABC):
-    """One format of bodies. `writes_text`: whether replies have numbers as text, which is larger than their bytes."""
+    """One format of bodies."""
 
-    writes_text: bool = True
+    writes_text: bool = True  # whether replies have numbers as text, which is larger than their bytes
+    is_file: bool = False  # whether a body may be a file of tensors: weights of a layer, or rows of a session
     largest_reply: tuple[str, int] | None = None  # (setting, largest reply in bytes), if the protocol limits replies
 
     @abstractmethod

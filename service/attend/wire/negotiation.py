@@ -23,8 +23,16 @@ PICTURES: dict[str, Literal["png", "svg", "html"]] = {"image/png": "png", "image
 class AttendCodec(Codec):
     """A format of the service's own endpoints, which `parse` reads and `write` writes."""
 
-    def __init__(self, media_type: str, parse: Callable[..., dict[str, Any]], write: Callable[[Reply, ReplyOptions], list[Buffer]]) -> None:
-        self.parse, self.write, self.writes_text = parse, write, media_type == JSON
+    def __init__(
+        self,
+        media_type: str,
+        parse: Callable[..., dict[str, Any]],
+        write: Callable[[Reply, ReplyOptions], list[Buffer]],
+        *,
+        writes_text: bool,
+        is_file: bool,
+    ) -> None:
+        self.parse, self.write, self.writes_text, self.is_file = parse, write, writes_text, is_file
         self.headers: Headers = ((b"content-type", media_type.encode()),)
 
     def decode(
@@ -37,8 +45,8 @@ class AttendCodec(Codec):
 
 
 CODECS: dict[str, Codec] = {  # in order of preference
-    JSON: AttendCodec(JSON, json_reader.parse, encode_json),
-    SAFETENSORS: AttendCodec(SAFETENSORS, safetensors.parse, safetensors.encode),
+    JSON: AttendCodec(JSON, json_reader.parse, encode_json, writes_text=True, is_file=False),
+    SAFETENSORS: AttendCodec(SAFETENSORS, safetensors.parse, safetensors.encode, writes_text=False, is_file=True),
 }
 SUPPORTED = tuple(CODECS)
 
