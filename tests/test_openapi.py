@@ -28,6 +28,20 @@ def test_the_server_serves_the_committed_document(http: httpx.Client) -> None:
     assert http.get("/openapi.json").json() == COMMITTED
 
 
+KEYLESS = {"/health/live", "/health/ready", "/health/startup", "/v2/health/live", "/v2/health/ready"}
+
+
+def test_the_endpoints_that_need_a_key_say_so_and_how_they_refuse_one() -> None:
+    """Under /v2 a refusal is {"error": "…"}."""
+    for path, operations in COMMITTED["paths"].items():
+        form = {"application/json": "V2Error"} if path.startswith("/v2") else {"application/problem+json": "ProblemDocument"}
+        for operation in operations.values():
+            refusals = {status: reply for status, reply in operation["responses"].items() if status in ("401", "403")}
+            assert set(refusals) == (set() if path in KEYLESS else {"401", "403"}), path
+            for reply in refusals.values():
+                assert {media: schema["schema"]["$ref"].rpartition("/")[2] for media, schema in reply["content"].items()} == form, path
+
+
 def test_every_reference_in_the_document_resolves() -> None:
     references = {part.split('"')[0] for part in json.dumps(COMMITTED).split('"$ref": "')[1:]}
 

@@ -147,15 +147,16 @@ def describe(table: EndpointTable) -> dict[str, Any]:
     document["components"]["schemas"] = _ordered(definitions)
     document["components"]["securitySchemes"] = SECURITY
     document["security"] = [{}, *({name: []} for name in SECURITY)]  # {}: a server without keys needs none
-    for name, path in document["paths"].items():
-        for operation in path.values():
-            first_paragraph = operation["description"].partition("\n\n")[0]
-            operation["summary"] = " ".join(first_paragraph.split()).removesuffix(".")
-            if not name.startswith("/health/"):
-                operation["responses"] |= {str(status): refusal for status, refusal in error_responses(401, 403).items()}
-            refusal = operation["responses"].get("422", {}).get("content", {})
-            if "application/json" in refusal and "HTTPValidationError" in str(refusal["application/json"]):
-                del operation["responses"]["422"]
+    for endpoint in (endpoint for endpoint in table if endpoint.route.include_in_schema):
+        operation = document["paths"][endpoint.path][endpoint.method.lower()]
+        first_paragraph = operation["description"].partition("\n\n")[0]
+        operation["summary"] = " ".join(first_paragraph.split()).removesuffix(".")
+        if endpoint.scopes:
+            refusals = v2_error_responses if endpoint.path.startswith("/v2") else error_responses
+            operation["responses"] |= {str(status): refusal for status, refusal in refusals(401, 403).items()}
+        refusal = operation["responses"].get("422", {}).get("content", {})
+        if "application/json" in refusal and "HTTPValidationError" in str(refusal["application/json"]):
+            del operation["responses"]["422"]
     return document
 
 
