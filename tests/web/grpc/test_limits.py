@@ -71,8 +71,10 @@ def test_a_call_without_a_key_is_refused_before_its_message_is_read(guarded: Gua
     assert b"a key as" in end_of_half_a_message(guarded.address, f"/{SERVICE}/{method}")
 
 
-def test_methods_without_a_key_do_not_read_their_message(guarded: GuardedServer) -> None:
-    assert b"grpc-status\x010" in end_of_half_a_message(guarded.address, f"/{SERVICE}/ServerLive")
+@pytest.mark.parametrize(("method", "needs_key"), [("ServerLive", False), ("ServerMetadata", True)])
+def test_a_request_without_fields_is_not_read(guarded: GuardedServer, method: str, needs_key: bool) -> None:
+    metadata = guarded.metadata if needs_key else ()
+    assert b"grpc-status\x010" in end_of_half_a_message(guarded.address, f"/{SERVICE}/{method}", *metadata)
 
 
 @pytest.mark.parametrize("method", [f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelMetadata", "grpc.health.v1.Health/Check"])

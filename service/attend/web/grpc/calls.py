@@ -101,12 +101,12 @@ class CallHandlers:
         return method if name == "ModelInfer" else call
 
     async def _unary(self, name: str, method: Method, _: Any, context: Any) -> None:
-        """Handles any method but ModelStreamInfer. A method that needs no key has an empty request, which is not read."""
+        """Handles any method but ModelStreamInfer. A request without fields is not read."""
         record = _record_of(context)
         with self._observed(name, record):
             caller = self._caller(name, record, context)
             with self._calls.slot(caller, "calls"), self.service.budget.lease(caller) as record.lease:
-                has_message = self.options.scopes[name]
+                has_message = bool(SERVICE.methods_by_name[name].input_type.fields)
                 reply = await method(await self._reader.read(context.read, record.lease) if has_message else b"", record)
                 context.set_trailing_metadata(tuple(record.trailing))
                 await _send(context, reply)
