@@ -244,7 +244,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # past: the index of models was made on the event loop
     "index of models on the loop": (
         "attend.web.v2.routes",
-        "await service.engine.codecs.run(text, MODEL_BYTES * len(layers), record.api_key)",
+        "await service.engine.run(raw, MODEL_BYTES * len(layers), text)",
         "text()",
     ),
     "all connections in one iteration": (CONNECTIONS, "list(islice(unchecked, CHECKED_AT_ONCE))", "list(unchecked)"),

@@ -5,11 +5,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import tritonclient.grpc as triton
+from structlog.testing import capture_logs
 
+from attend.serving.codec_pool import CodecPool
+from attend.settings import Settings
 from attend.web.records import HttpRecord
+from support.app import serve_here
 from support.waiting import until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -70,3 +76,31 @@ def test_head_is_answered_as_get_without_a_body(http: httpx.Client) -> None:
         get, head = http.get(path), http.head(path)
         assert (head.status_code, head.content) == (200, b"")
         assert head.headers["content-length"] == str(len(get.content)) and head.headers["content-type"] == get.headers["content-type"]
+
+
+@pytest.mark.parametrize("path", ["/layers", "/sessions", "/v2/models/stats"])
+def test_a_list_has_a_deadline(http: httpx.Client, path: str) -> None:
+    assert http.get(path, headers={"X-Request-Timeout": "1e-9"}).status_code == 504
+    assert http.get(path).status_code == 200
+
+
+def test_the_lists_of_a_caller_wait_for_threads_as_its_requests_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without keys, too, where the caller is the address: so that no caller delays the lists of others."""
+    callers, run = [], CodecPool.run
+
+    async def spied(pool: CodecPool, function: Callable[[], Any], size: int, caller: str) -> Any:
+        callers.append(caller)
+        return await run(pool, function, size, caller)
+
+    monkeypatch.setattr(CodecPool, "run", spied)
+    with capture_logs() as events, serve_here(Settings(access_log=False, session_memory=1 << 20, grpc_port=0)) as url:
+        with httpx.Client(base_url=url) as client:
+            for path in ("/layers", "/sessions", "/v2/models/stats"):
+                assert client.get(path).status_code == 200
+            assert client.post("/v2/repository/index").status_code == 200
+        address = next(event["address"] for event in events if event["event"] == "listening for gRPC")
+        with triton.InferenceServerClient(address) as grpc_client:
+            assert grpc_client.get_model_repository_index().models
+            assert grpc_client.get_inference_statistics().model_stats
+    assert len(callers) >= 6
+    assert set(callers) == {"127.0.0.1"}

@@ -3,7 +3,7 @@
 ModelInfer takes and returns bytes: the engine decodes and encodes them, large ones outside the event loop.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,9 @@ from attend.web.grpc import messages
 from attend.web.grpc.codec import GrpcCodec, values_of
 from attend.web.records import Record
 from attend.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
-from attend.web.v2.routes import MODEL_BYTES, load_layer, unload_layer
+from attend.web.v2.routes import MODEL_BYTES, STATISTICS_BYTES, load_layer, unload_layer
 from attend.wire.codec import Codec
+from attend.wire.negotiation import CODECS, JSON
 from attend.wire.problems import validate
 from attend.wire.v2.members import require_version
 from attend.wire.v2.schemas import LoadParameters, UnloadParameters
@@ -84,7 +85,7 @@ class Methods:
         def statistics() -> Message:
             return _filled(messages.ModelStatisticsResponse(), statistics_of(self.service, layers, workers))
 
-        return await self._for_layers(layers, statistics)
+        return await self.service.engine.run(self._request(record), STATISTICS_BYTES * len(layers), statistics)  # in a thread, as over HTTP
 
     async def repository_index(self, request: Any, record: GrpcRecord) -> Any:
         layers = self.service.registry.with_unloaded()
@@ -93,11 +94,7 @@ class Methods:
             models = [entry.model_dump() for entry in index_of(layers, request.ready)]
             return messages.RepositoryIndexResponse(models=models)
 
-        return await self._for_layers(layers, index)
-
-    async def _for_layers(self, layers: Sequence[object], reply: Callable[[], Message]) -> Message:
-        """The reply about these layers, made in a thread, since there may be thousands."""
-        return await self.service.engine.codecs.run(reply, MODEL_BYTES * len(layers), "")
+        return await self.service.engine.run(self._request(record), MODEL_BYTES * len(layers), index)
 
     async def repository_model_load(self, request: Any, record: GrpcRecord) -> Any:
         self.extensions.require_writable()
@@ -114,16 +111,21 @@ class Methods:
     async def model_infer(self, body: bytes, record: GrpcRecord, codec: Codec | None = None) -> bytes:
         """If the caller cancels or disconnects, gRPC cancels this coroutine, and the scheduler drops the call."""
         self.service.require_started()
-        codec = codec or self.codec
-        deadline = self._deadline(record)
-        caller = record.lease.caller
-        raw = RawRequest(body, codec=codec, reply_codec=codec, deadline=deadline, caller=caller, api_key=record.api_key, lease=record.lease)
+        raw = self._request(record, body, codec or self.codec)
         del body  # the engine frees it after decoding
         reply = await self.service.engine.answer(raw, ATTEND)
         record.phases, record.log_fields = reply.phases, reply.log_fields
         message = bytes(reply.pieces[0])
         record.lease.resize(len(message))
         return message
+
+    def _request(self, record: GrpcRecord, body: bytes = b"", codec: Codec = CODECS[JSON]) -> RawRequest:
+        """The request of a call, whose body is empty for the methods that have read their message."""
+        lease = record.lease
+        deadline = self._deadline(record)
+        return RawRequest(
+            body, codec=codec, reply_codec=codec, deadline=deadline, caller=lease.caller, api_key=record.api_key, lease=lease
+        )
 
     def _deadline(self, record: GrpcRecord) -> float | None:
         """The deadline on the service's clock: the earlier one of the client's and the server's; None without either."""

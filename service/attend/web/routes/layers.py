@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 20  # bytes sent at a time, so that a slow client does not ca
 def add_endpoints(table: EndpointTable, service: Service, require_writable: Callable[[], None]) -> None:
     """Adds the endpoints. `require_writable` raises an error if layers cannot be changed over HTTP."""
 
-    @table.add("GET", "/layers", READ, tags=["layers"], response_model=Layers)
+    @table.add("GET", "/layers", READ, tags=["layers"], response_model=Layers, responses=error_responses(422, 504))
     async def get_layers(record: CurrentRecord) -> Response:
         """All layers, loaded and unloaded."""
         registry = service.registry
@@ -39,7 +39,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
             return Layers(layers=list(map(registry.info_of, layers))).model_dump_json()
 
         # in a thread: a thousand layers take tenths of a second
-        return Response(await service.engine.codecs.run(text, DOCUMENT_BYTES * len(layers), record.api_key), media_type=JSON)
+        return Response(await service.engine.run(request_without_body(record, service), DOCUMENT_BYTES * len(layers), text), media_type=JSON)
 
     @table.add("GET", "/layers/{name}", READ, tags=["layers"], response_model=LayerDocument, responses=error_responses(404, 503))
     async def get_layer(name: str) -> LayerDocument:

@@ -48,7 +48,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         response.headers["Location"] = f"{record.scope.get('root_path', '')}{SESSIONS}{session.id}"
         return sessions.document(session)
 
-    @table.add("GET", "/sessions", INFER, tags=["sessions"], response_model=Sessions, responses=session_error_responses(404, 503, 504))
+    @table.add("GET", "/sessions", INFER, tags=["sessions"], response_model=Sessions, responses=session_error_responses(404, 422, 503, 504))
     async def get_sessions(record: CurrentRecord) -> Response:
         """The caller's sessions, least recently used first."""
         sessions = service.engine.require_sessions()
@@ -58,7 +58,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
             return Sessions(sessions=[sessions.document(session) for session in found]).model_dump_json()
 
         # in a thread: thousands of sessions take tenths of a second
-        return Response(await service.engine.codecs.run(text, DOCUMENT_BYTES * len(found), record.api_key), media_type=JSON)
+        return Response(await service.engine.run(request_without_body(record, service), DOCUMENT_BYTES * len(found), text), media_type=JSON)
 
     @table.add(
         "GET",

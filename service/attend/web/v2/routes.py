@@ -14,7 +14,7 @@ from attend.web.endpoints import ADMIN, INFER, PUBLIC, READ, EndpointTable
 from attend.web.openapi import INFER_EXAMPLE, LOAD_EXAMPLE, request_body_doc, schema, v2_error_responses
 from attend.web.records import CurrentRecord, HttpRecord
 from attend.web.replies import send_reply
-from attend.web.request_reader import read_request
+from attend.web.request_reader import read_request, request_without_body
 from attend.web.routes.layers import NewName
 from attend.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
 from attend.wire.json.strict import parse_nested
@@ -41,6 +41,7 @@ from attend.wire.v2.schemas import (
 MODEL_PATH = "/v2/models/{name}"
 VERSION_PATH = f"{MODEL_PATH}/versions/{{version}}"  # every path of a model also exists below it
 REPOSITORY_PATH = "/v2/repository/models/{name}"
+STATISTICS_BYTES = 1000  # of the statistics of a model, roughly
 MODEL_BYTES = 80  # of the entry of a model in the index of the repository, roughly
 CONFIG_PATH = "/parameters/config"  # the place of the spec in a request to load a model
 MAX_BODY_BYTES = 1 << 16  # bytes of a body for the model repository, before and after decompression; a spec has some hundreds
@@ -99,13 +100,17 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         response.status_code = 200 if is_ready else 503
         return health_of(is_ready)
 
-    @table.add("GET", "/v2/models/stats", READ, **options, response_model=Statistics, responses=v2_error_responses(409))
-    async def all_statistics() -> Response:
+    @table.add("GET", "/v2/models/stats", READ, **options, response_model=Statistics, responses=v2_error_responses(400, 409, 504))
+    async def all_statistics(record: CurrentRecord) -> Response:
         """Statistics of every model."""
         extensions.require_statistics()
         layers = service.registry.all()
-        text = await run_in_threadpool(lambda: statistics_of(service, layers, extensions.workers).model_dump_json())  # slow for many layers
-        return Response(text, media_type=JSON)
+
+        def text() -> str:
+            return statistics_of(service, layers, extensions.workers).model_dump_json()
+
+        # in a thread: a thousand models take tenths of a second
+        return Response(await service.engine.run(request_without_body(record, service), STATISTICS_BYTES * len(layers), text), media_type=JSON)
 
     @table.add(
         "GET",
@@ -200,19 +205,19 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         grpc_methods=("RepositoryIndex",),
         tags=["v2"],
         response_model=list[RepositoryModel],
-        responses=v2_error_responses(400),
+        responses=v2_error_responses(400, 504),
         openapi_extra=request_body_doc("IndexRequest", ({"ready": True}, "Those that are ready."), required=False),
     )
     async def index(record: CurrentRecord) -> Response:
         """The loaded models, with state READY, and the unloaded ones, UNAVAILABLE, unless the body is {"ready": true}."""
-        document, _ = await _read(record, service, IndexRequest)
+        document, raw = await _read(record, service, IndexRequest)
         layers = service.registry.with_unloaded()
 
         def text() -> str:
             return f"[{','.join(model.model_dump_json() for model in index_of(layers, document.ready))}]"
 
         # in a thread, as GET /layers
-        return Response(await service.engine.codecs.run(text, MODEL_BYTES * len(layers), record.api_key), media_type=JSON)
+        return Response(await service.engine.run(raw, MODEL_BYTES * len(layers), text), media_type=JSON)
 
     @table.add(
         "POST",
@@ -228,8 +233,8 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         """Creates or replaces a layer by the LayerSpec in `parameters.config`; without it, loads an unloaded layer. The layer is usable
         once the reply arrives."""
         extensions.require_writable()
-        document, deadline = await _read(record, service, LoadRequest)
-        await load_layer(service, name, document.parameters or LoadParameters(), deadline)
+        document, raw = await _read(record, service, LoadRequest)
+        await load_layer(service, name, document.parameters or LoadParameters(), raw.deadline)
         return Response()
 
     @table.add(
@@ -245,8 +250,8 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
     async def unload(name: str, record: CurrentRecord) -> Response:
         """Unloads a layer: it answers no new calls until it is loaded again. DELETE /layers/{name} removes it."""
         extensions.require_writable()
-        _, deadline = await _read(record, service, UnloadRequest)
-        await unload_layer(service, name, deadline)
+        _, raw = await _read(record, service, UnloadRequest)
+        await unload_layer(service, name, raw.deadline)
         return Response()
 
 
@@ -277,7 +282,7 @@ async def unload_layer(service: Service, name: str, deadline: float | None) -> N
         raise refusal.with_paths(lambda _: "") from None  # the name is in the path
 
 
-async def _read(record: HttpRecord, service: Service, model: type[D]) -> tuple[D, float | None]:
-    """(the body, validated as `model`, the deadline); an empty body is {}."""
+async def _read(record: HttpRecord, service: Service, model: type[D]) -> tuple[D, RawRequest]:
+    """(the body, validated as `model`, the request); an empty body is {}."""
     raw = await read_request(record, service, CODECS[JSON], largest=MAX_BODY_BYTES)
-    return validate(model, await read_object(service, raw, MAX_BODY_BYTES)), raw.deadline
+    return validate(model, await read_object(service, raw, MAX_BODY_BYTES)), raw
