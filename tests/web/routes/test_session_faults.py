@@ -120,6 +120,23 @@ def test_expected_length_shows_whether_the_step_of_a_disconnected_caller_was_app
     assert caller.step(session, expected_length=1).json()["session"]["length"] == 2
 
 
+def test_a_session_outlives_a_deletion_whose_caller_has_disconnected(gated: tuple[Caller, Service, Gate]) -> None:
+    """The caller disconnects while its deletion waits for a step."""
+    caller, service, gate = gated
+    session = caller.begin()
+    with ThreadPoolExecutor(1) as threads:
+        step = threads.submit(caller.step, session)
+        gate.wait()
+        address = caller.url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1]))) as connection:
+            connection.sendall(f"DELETE /sessions/{session} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            until(lambda: calls_of(service, session) == 2, "the deletion waits")
+        caller.metric("attend_requests_total")  # a later request: the server has noticed before that the connection is closed
+        gate.opened.set()
+        assert step.result().status_code == 200
+    assert caller.step(session).json()["session"]["length"] == 2  # it waits for the deletion
+
+
 def test_two_callers_at_once_are_both_answered_in_one_order(connect: Callable[..., Caller]) -> None:
     with serve_service(Settings(**MEMORY)) as (url, _):
         caller = connect(url)

@@ -6,7 +6,6 @@ from fastapi import Path, Response
 from fastapi.responses import StreamingResponse
 
 from attend.serving.layer_requests import read_body
-from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.serving.sessions.locks import lock_session
 from attend.serving.sessions.steps import STEP
@@ -15,7 +14,7 @@ from attend.web.endpoints import INFER, EndpointTable
 from attend.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
 from attend.web.records import CurrentRecord
 from attend.web.replies import send_reply
-from attend.web.request_reader import deadline_of, read_request, request_without_body
+from attend.web.request_reader import read_request, request_without_body
 from attend.web.routes.layers import send_file
 from attend.wire.negotiation import JSON, SAFETENSORS
 from attend.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendReply, SessionDocument, Sessions
@@ -84,7 +83,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
     async def delete_session(id: SessionIdPath, record: CurrentRecord) -> None:
         """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
         sessions = service.engine.require_sessions()
-        async with lock_session(sessions, id, record.api_key, RawRequest(b"", deadline=deadline_of(record, service))) as session:
+        async with lock_session(sessions, id, record.api_key, request_without_body(record, service)) as session:
             sessions.end(session, "deleted")
 
     @table.add(
