@@ -1,5 +1,6 @@
 """What all requests pass: the table of endpoints and the middleware."""
 
+import asyncio
 import gc
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from structlog.testing import capture_logs
 
 from attend.serving.codec_pool import CodecPool
 from attend.settings import Settings
+from attend.web.app import create_app
 from attend.web.records import HttpRecord
 from support.app import serve_here
 from support.waiting import until
@@ -104,3 +106,32 @@ def test_the_lists_of_a_caller_wait_for_threads_as_its_requests_do(monkeypatch: 
             assert grpc_client.get_inference_statistics().model_stats
     assert len(callers) >= 6
     assert set(callers) == {"127.0.0.1"}
+
+
+WITHOUT_LAYERS = {  # what answers before the layers are loaded
+    *("GET /", "GET /page/{file}", "GET /metrics", "GET /health/live", "GET /openapi.json", "GET /docs", "GET /docs/{file}"),
+    *("GET /layers", "GET /words", "GET /sessions", "GET /sessions/{id}", "DELETE /sessions/{id}", "PATCH /sessions/{id}"),
+    *("POST /sessions/{id}/fork", "GET /sessions/{id}/cache"),
+    *("GET /v2", "GET /v2/health/live", "GET /v2/models/stats", "POST /v2/repository/index"),
+}
+
+
+def test_what_needs_a_layer_is_refused_before_the_layers_are_loaded() -> None:
+    """With 503: a layer that is not there yet would be taken for a missing one. /health/ready says that the server is not ready."""
+    endpoints = [f"{endpoint.method} {endpoint.path}" for endpoint in create_app(Settings()).table]
+
+    replies = answers_before_start(Settings(session_memory=1 << 20), *endpoints)
+
+    refused = {endpoint for endpoint, reply in zip(endpoints, replies, strict=True) if reply.status_code == 503}
+    assert set(endpoints) - refused == WITHOUT_LAYERS
+
+
+async def _before_start(settings: Settings, endpoints: tuple[str, ...]) -> list[httpx.Response]:
+    transport = httpx.ASGITransport(create_app(settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return [await client.request(*endpoint.split()) for endpoint in endpoints]
+
+
+def answers_before_start(settings: Settings, *endpoints: str) -> list[httpx.Response]:
+    """The replies of an application that has not been started."""
+    return asyncio.run(_before_start(settings, endpoints))

@@ -55,7 +55,7 @@ async def put_layer(service: Service, name: str, raw: RawRequest, source: Checkp
 
 async def export_layer(service: Service, name: str, raw: RawRequest) -> list[Buffer]:
     """GET /layers/{name}/weights: the layer as safetensors, which PUT accepts. Raises Overloaded before anything is copied."""
-    layer = service.loaded_registry.find(name)
+    layer = service.registry.find(name)
     size = layer.spec.num_parameters * BY_TORCH[layer.spec.dtype].size
     if raw.lease is not None:
         raw.lease.add(size)
@@ -64,7 +64,7 @@ async def export_layer(service: Service, name: str, raw: RawRequest) -> list[Buf
 
 async def layer_circuits(service: Service, name: str, raw: RawRequest) -> str:
     """GET /layers/{name}/circuits: the circuits of the layer, as JSON. Raises InvalidRequest or TooLarge for a layer without them."""
-    layer = service.loaded_registry.find(name)
+    layer = service.registry.find(name)
     require_circuits(layer.spec)
     return await service.engine.run(raw, layer.spec.num_parameters * BY_TORCH[layer.spec.dtype].size, _compute_circuits, layer)
 

@@ -77,15 +77,12 @@ class Service:
         return self.started and not self.draining and self.scheduler.healthy
 
     def require_started(self) -> None:
-        """Raises NotReady before the configured layers are loaded and warm. A server that is shutting down still accepts calls."""
+        """Raises NotReady before the configured layers are loaded and warm: one that is not there yet would be taken for a missing one.
+
+        A server that is shutting down still accepts calls.
+        """
         if not self.started:
             raise NotReady("the layers are still being loaded; see /health/ready")
-
-    @property
-    def loaded_registry(self) -> LayerRegistry:
-        """The layers. Raises NotReady before they are loaded, when a layer that is not there yet would be taken for a missing one."""
-        self.require_started()
-        return self.registry
 
     async def is_answering(self) -> bool:
         """Whether calls are answered and the device responds to a probe of the first layer; without layers, the same as `ready`."""

@@ -64,7 +64,7 @@ def create_app(settings: Settings, pages: Mapping[str, str] = NO_PAGES, clock: C
             telemetry.close()
 
     telemetry = start_telemetry(service) if settings.telemetry else None
-    table = EndpointTable()
+    table = EndpointTable(service)
     attend.add_endpoints(table, service)
     layers.add_endpoints(table, service, extensions.require_writable)
     sessions.add_endpoints(table, service)

@@ -20,6 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
 from attend.errors import TooLarge
+from attend.serving.service import Service
 from attend.web.connections import CONNECTION_KEY, RECORD_KEY
 from attend.web.error_replies import no_endpoint
 from attend.web.records import OTHER, Endpoint, Handler, HttpRecord, valid_request_id
@@ -37,9 +38,10 @@ F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
 
 
 class EndpointTable:
-    """The endpoints of one application."""
+    """The endpoints of one application, which answers with `service`."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: Service) -> None:
+        self.service = service
         self._endpoints: list[Endpoint] = []
         self._exact: dict[str, dict[str, Endpoint]] = {}  # path without parameters -> method -> endpoint
         self._patterns: dict[int, dict[re.Pattern[str], dict[str, Endpoint]]] = {}  # number of slashes -> path -> method -> endpoint
@@ -56,6 +58,7 @@ class EndpointTable:
         direct: bool = False,
         aliases: tuple[str, ...] = (),
         grpc_methods: tuple[str, ...] = (),
+        needs_layers: bool = False,
         page: bool = False,
         **description: Any,
     ) -> Callable[[F], F]:
@@ -67,7 +70,7 @@ class EndpointTable:
         def added(function: F) -> F:
             route = APIRoute(path, function, methods=[method], generate_unique_id_function=operation_id, **description)
             handler = _direct(function, path) if direct else _through_fastapi(route)
-            endpoint = Endpoint(method, path, scopes, handler, route, aliases, grpc_methods, page)
+            endpoint = Endpoint(method, path, scopes, handler, route, aliases, grpc_methods, needs_layers, page)
             self._endpoints.append(endpoint)
             for template in (path, *aliases):
                 self._by_method(template)[method] = endpoint
@@ -123,12 +126,17 @@ class EndpointTable:
         return record
 
     def call(self, record: HttpRecord) -> Awaitable[None]:
-        """Calls the endpoint of a request; without one, replies 404, 405 or 501."""
+        """Calls the endpoint of a request; without one, replies 404, 405 or 501.
+
+        Raises NotReady if the endpoint needs layers and they are not loaded yet.
+        """
         if record.scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # before the framework makes an object of each
             raise TooLarge.where("", f"at most {MAX_QUERY_PARAMETERS} query parameters", "more")
-        if record.endpoint is None:
+        if (endpoint := record.endpoint) is None:
             return no_endpoint(record, [endpoint.path for endpoint in self if endpoint.route.include_in_schema])
-        return record.endpoint.handler(record)
+        if endpoint.needs_layers:
+            self.service.require_started()
+        return endpoint.handler(record)
 
 
 def _direct(function: Callable[..., Awaitable[None]], path: str) -> Handler:

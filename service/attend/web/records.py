@@ -82,6 +82,7 @@ class Endpoint:
     route: APIRoute  # describes it in the OpenAPI document
     aliases: tuple[str, ...] = ()  # further paths
     grpc_methods: tuple[str, ...] = ()  # of GRPCInferenceService that do the same, and need the same key
+    needs_layers: bool = False  # whether it refuses requests before the configured layers are loaded
     page: bool = False  # whether a client that prefers text/html needs no key
 
 

@@ -657,13 +657,17 @@ def test_invalid_loads_are_refused(v2: httpx.Client, name: str, body: Any, words
 
 def test_extensions_that_do_not_work_are_not_announced() -> None:
     """Without shared storage, several workers offer neither statistics nor loading; a public address without keys offers no loading."""
-    several = TestClient(create_app(Settings(workers=2)), base_url="http://127.0.0.1")
+    app = create_app(Settings(workers=2))
+    app.state.service.started = True
+    several = TestClient(app, base_url="http://127.0.0.1")
     assert not {"statistics", "model_repository"} & set(several.get("/v2").json()["extensions"])
     refused(several.get("/v2/models/stats"), 409)
     refused(several.get("/v2/models/default/stats"), 409)
     refused(several.post("/v2/repository/models/default/unload"), 409)
 
-    network = TestClient(create_app(Settings(host="0.0.0.0")))
+    app = create_app(Settings(host="0.0.0.0"))
+    network = TestClient(app)
+    refused(network.post("/v2/models/default/infer"), 503)  # nothing has been started
+    app.state.service.started = True
     assert "model_repository" not in network.get("/v2").json()["extensions"]
     refused(network.post("/v2/repository/models/default/load"), 403)
-    refused(network.post("/v2/models/default/infer"), 503)  # nothing has been started

@@ -97,12 +97,14 @@ class Methods:
         return await self.service.engine.run(self._request(record), MODEL_BYTES * len(layers), index)
 
     async def repository_model_load(self, request: Any, record: GrpcRecord) -> Any:
+        self.service.require_started()
         self.extensions.require_writable()
         parameters = validate(LoadParameters, values_of(request.parameters), "/parameters")
         await load_layer(self.service, request.model_name, parameters, self._deadline(record))
         return messages.RepositoryModelLoadResponse()
 
     async def repository_model_unload(self, request: Any, record: GrpcRecord) -> Any:
+        self.service.require_started()
         self.extensions.require_writable()
         validate(UnloadParameters, values_of(request.parameters), "/parameters")
         await unload_layer(self.service, request.model_name, self._deadline(record))
@@ -123,9 +125,7 @@ class Methods:
         """The request of a call, whose body is empty for the methods that have read their message."""
         lease = record.lease
         deadline = self._deadline(record)
-        return RawRequest(
-            body, codec=codec, reply_codec=codec, deadline=deadline, caller=lease.caller, api_key=record.api_key, lease=lease
-        )
+        return RawRequest(body, codec=codec, reply_codec=codec, deadline=deadline, caller=lease.caller, api_key=record.api_key, lease=lease)
 
     def _deadline(self, record: GrpcRecord) -> float | None:
         """The deadline on the service's clock: the earlier one of the client's and the server's; None without either."""
@@ -133,8 +133,9 @@ class Methods:
         return self.service.clock() + min(timeouts) if timeouts else None
 
     def _layer(self, request: Any) -> Any:
+        self.service.require_started()
         require_version(request.version)
-        return self.service.loaded_registry.find(request.name, at="/name")
+        return self.service.registry.find(request.name, at="/name")
 
 
 def _filled(message: Message, document: Any) -> Message:

@@ -42,6 +42,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         "POST",
         "/attend",
         INFER,
+        needs_layers=True,
         direct=True,
         tags=["attend"],
         response_model=AttendReply,
@@ -55,7 +56,6 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
 
         With `Accept: application/vnd.safetensors` the reply is a safetensors file with the same outputs.
         """
-        service.require_started()
         raw = await read_request(record, service)
         await send_reply(await service.engine.answer(raw, ATTEND), record)
 
@@ -63,6 +63,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         "POST",
         "/attend/analysis",
         INFER,
+        needs_layers=True,
         direct=True,
         tags=["attend"],
         response_model=AnalysisReply,
@@ -74,7 +75,6 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
 
         The body is that of POST /attend, and the metrics to compute.
         """
-        service.require_started()
         raw = await read_request(record, service)
         await send_reply(await service.engine.answer(raw, ANALYSIS), record)
 
@@ -82,6 +82,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         "POST",
         "/attend/plan",
         INFER,
+        needs_layers=True,
         tags=["attend"],
         response_model=Plan,
         responses=error_responses(*BODY_ERRORS),
@@ -92,13 +93,13 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
 
         The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
         """
-        service.require_started()
         return await plan_call(service.engine, await read_request(record, service))
 
     @table.add(
         "POST",
         "/attend/figure",
         INFER,
+        needs_layers=True,
         direct=True,
         tags=["attend"],
         response_class=Response,
@@ -110,7 +111,6 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
     )
     async def figure(record: CurrentRecord) -> None:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
-        service.require_started()
         codec = CODECS[media_type_of_body(record.header(b"content-type"))]
         picture_type = accepted_type(record.header(b"accept"), tuple(PICTURES))
         raw = await read_request(record, service, codec, {"picture_type": picture_type})

@@ -38,18 +38,22 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         def text() -> str:
             return Layers(layers=list(map(registry.info_of, layers))).model_dump_json()
 
+        raw = request_without_body(record, service)
         # in a thread: a thousand layers take tenths of a second
-        return Response(await service.engine.run(request_without_body(record, service), DOCUMENT_BYTES * len(layers), text), media_type=JSON)
+        return Response(await service.engine.run(raw, DOCUMENT_BYTES * len(layers), text), media_type=JSON)
 
-    @table.add("GET", "/layers/{name}", READ, tags=["layers"], response_model=LayerDocument, responses=error_responses(404, 503))
+    @table.add(
+        "GET", "/layers/{name}", READ, needs_layers=True, tags=["layers"], response_model=LayerDocument, responses=error_responses(404, 503)
+    )
     async def get_layer(name: str) -> LayerDocument:
         """One layer: its spec with all defaults filled in, its fingerprint, its device."""
-        return service.loaded_registry.layer_info(name)
+        return service.registry.layer_info(name)
 
     @table.add(
         "PUT",
         "/layers/{name}",
         ADMIN,
+        needs_layers=True,
         tags=["layers"],
         response_model=LayerDocument,
         responses={
@@ -76,7 +80,6 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         require_writable()
         require_layer_name(name)
         _require_query_parameters([name for name, _ in request.query_params.multi_items()])
-        service.require_started()
         raw = await read_request(record, service, layer=True)
         layer, new, assumed = await layer_requests.put_layer(service, name, raw, CheckpointQuery(layout, prefix, spec))
         response.status_code = 201 if new else 200
@@ -86,6 +89,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         "GET",
         "/layers/{name}/weights",
         READ,
+        needs_layers=True,
         tags=["layers"],
         response_class=StreamingResponse,
         responses={
@@ -101,6 +105,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         "GET",
         "/layers/{name}/circuits",
         READ,
+        needs_layers=True,
         tags=["layers"],
         response_model=Circuits,
         responses=error_responses(404, 409, 413, 422, 429, 503),
@@ -113,11 +118,18 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         """
         return Response(await layer_requests.layer_circuits(service, name, request_without_body(record, service)), media_type=JSON)
 
-    @table.add("DELETE", "/layers/{name}", ADMIN, tags=["layers"], status_code=204, responses=error_responses(403, 404, 409, 500, 503, 504))
+    @table.add(
+        "DELETE",
+        "/layers/{name}",
+        ADMIN,
+        needs_layers=True,
+        tags=["layers"],
+        status_code=204,
+        responses=error_responses(403, 404, 409, 500, 503, 504),
+    )
     async def delete_layer(name: str, record: CurrentRecord) -> None:
         """Removes a layer; calls that are bound to it are still answered."""
         require_writable()
-        service.require_started()
         await service.loader.remove(name, deadline_of(record, service))
 
 

@@ -32,6 +32,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         "POST",
         "/sessions",
         INFER,
+        needs_layers=True,
         tags=["sessions"],
         status_code=201,
         response_model=SessionDocument,
@@ -41,7 +42,6 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
     async def post_session(record: CurrentRecord, response: Response) -> SessionDocument:
         """Starts a session: a sequence whose keys and values the server keeps."""
         sessions = service.engine.require_sessions()
-        service.require_started()
         raw = await read_request(record, service, largest=MAX_BODY_BYTES)
         session = sessions.create(await read_body(service, raw, PostSession), record.api_key)
         response.headers["Location"] = f"{record.scope.get('root_path', '')}{SESSIONS}{session.id}"
@@ -56,8 +56,9 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         def text() -> str:
             return Sessions(sessions=[sessions.document(session) for session in found]).model_dump_json()
 
+        raw = request_without_body(record, service)
         # in a thread: thousands of sessions take tenths of a second
-        return Response(await service.engine.run(request_without_body(record, service), DOCUMENT_BYTES * len(found), text), media_type=JSON)
+        return Response(await service.engine.run(raw, DOCUMENT_BYTES * len(found), text), media_type=JSON)
 
     @table.add(
         "GET",
@@ -130,6 +131,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         "POST",
         "/sessions/{id}/attend",
         INFER,
+        needs_layers=True,
         direct=True,
         tags=["sessions"],
         response_model=SessionAttendReply,
@@ -141,7 +143,6 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
 
         The body is that of POST /attend without `layer`. Key and value are projected and appended first; by default they are the query.
         """
-        service.require_started()
         service.engine.require_sessions().find(id, record.api_key)  # before the body is read
         raw = await read_request(record, service)
         await send_reply(await service.engine.answer(raw, STEP, id), record)
@@ -168,6 +169,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         "PUT",
         "/sessions/{id}/cache",
         INFER,
+        needs_layers=True,
         tags=["sessions"],
         response_model=SessionDocument,
         responses=session_error_responses(*BODY_ERRORS, 410, 421),
@@ -176,7 +178,6 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
     async def put_cache(id: SessionIdPath, record: CurrentRecord) -> SessionDocument:
         """Replaces the rows of a session by those of an exported file. The layers must have the same fingerprint."""
         sessions = service.engine.require_sessions()
-        service.require_started()
         sessions.find(id, record.api_key)
         raw = await read_request(record, service, layer=True)
         return sessions.document(await import_cache(service, sessions, id, record.api_key, raw))

@@ -28,6 +28,7 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool) -> None:
         "POST",
         "/words",
         INFER,
+        needs_layers=True,
         tags=["words"],
         response_model=Words,
         responses=error_responses(*BODY_ERRORS),
@@ -35,6 +36,5 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool) -> None:
     )
     async def post_words(record: CurrentRecord) -> Response:
         """Tokens and vectors of a sentence for a layer: of a trained model for its own layers, from hashes of the words for others."""
-        service.require_started()
         words = await encoder.read(await read_request(record, service, largest=MAX_TEXT_BODY_BYTES))
         return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer

@@ -109,12 +109,14 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         def text() -> str:
             return statistics_of(service, layers, extensions.workers).model_dump_json()
 
+        raw = request_without_body(record, service)
         # in a thread: a thousand models take tenths of a second
-        return Response(await service.engine.run(request_without_body(record, service), STATISTICS_BYTES * len(layers), text), media_type=JSON)
+        return Response(await service.engine.run(raw, STATISTICS_BYTES * len(layers), text), media_type=JSON)
 
     @table.add(
         "GET",
         scopes=READ,
+        needs_layers=True,
         grpc_methods=("ModelMetadata",),
         **_model(""),
         **options,
@@ -123,11 +125,12 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
     )
     async def model(name: str) -> ModelMetadata:
         """Inputs and outputs of a model. Like every path of a model, it also exists below /versions/1."""
-        return metadata_of(service.loaded_registry.find(name, at=""))
+        return metadata_of(service.registry.find(name, at=""))
 
     @table.add(
         "GET",
         scopes=READ,
+        needs_layers=True,
         grpc_methods=("ModelReady",),
         **_model("/ready"),
         **options,
@@ -136,7 +139,7 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
     )
     async def model_ready(name: str, response: Response) -> ModelReady:
         """Whether calls to a model are answered. 409 for an unloaded one."""
-        service.loaded_registry.find(name, at="")
+        service.registry.find(name, at="")
         is_ready = await service.is_answering()
         response.status_code = 200 if is_ready else 503
         return ModelReady(name=name, ready=is_ready)
@@ -144,6 +147,7 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
     @table.add(
         "GET",
         scopes=READ,
+        needs_layers=True,
         grpc_methods=("ModelConfig",),
         **_model("/config"),
         **options,
@@ -152,11 +156,12 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
     )
     async def config(name: str) -> ModelConfig:
         """Model configuration, as in Triton."""
-        return config_of(service.loaded_registry.find(name, at=""), service, service.wire_limits.body_bytes)
+        return config_of(service.registry.find(name, at=""), service, service.wire_limits.body_bytes)
 
     @table.add(
         "GET",
         scopes=READ,
+        needs_layers=True,
         grpc_methods=("ModelStatistics",),
         **_model("/stats"),
         **options,
@@ -166,11 +171,12 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
     async def statistics(name: str) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         extensions.require_statistics()
-        return statistics_of(service, [service.loaded_registry.find(name, at="")], extensions.workers)
+        return statistics_of(service, [service.registry.find(name, at="")], extensions.workers)
 
     @table.add(
         "POST",
         scopes=INFER,
+        needs_layers=True,
         direct=True,
         grpc_methods=("ModelInfer", "ModelStreamInfer"),
         **_model("/infer"),
@@ -186,7 +192,7 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
     )
     async def infer(name: str, record: CurrentRecord) -> None:
         """POST /attend in this protocol: JSON, or JSON and tensors as bytes."""
-        service.loaded_registry.find(name, at="")
+        service.registry.find(name, at="")  # before the body is read
         require_version(record.path_parameters.get("version"))
         # Content-Type and Accept are ignored: clients send arbitrary ones
         raw = await read_request(record, service, CODEC, {"model": name, "header_length": _header_length(record)})
@@ -223,6 +229,7 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         "POST",
         f"{REPOSITORY_PATH}/load",
         ADMIN,
+        needs_layers=True,
         grpc_methods=("RepositoryModelLoad",),
         tags=["v2"],
         response_class=Response,
@@ -241,6 +248,7 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         "POST",
         f"{REPOSITORY_PATH}/unload",
         ADMIN,
+        needs_layers=True,
         grpc_methods=("RepositoryModelUnload",),
         tags=["v2"],
         response_class=Response,
@@ -259,7 +267,6 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters, de
     """Creates or replaces the layer by the parameter `config`, a LayerSpec as JSON text; without it, reloads the unloaded layer.
 
     Raises DeadlinePassed if workers have not followed at the deadline, or another change of a layer is still being made."""
-    service.require_started()
     if (config := parameters.config) is None:
         await service.loader.load(name, deadline)
         return
@@ -275,7 +282,6 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters, de
 
 async def unload_layer(service: Service, name: str, deadline: float | None) -> None:
     """Makes the layer unavailable until it is loaded again. Raises DeadlinePassed if workers have not followed at the deadline."""
-    service.require_started()
     try:
         await service.loader.unload(name, deadline)
     except RequestError as refusal:
