@@ -19,7 +19,8 @@ from matplotlib.image import imread
 
 from attend.settings import Settings
 from attend.spec import Init
-from attend.web.openapi import ATTEND_EXAMPLE, PUT_LAYER_EXAMPLE
+from attend.web.routes.attend import ATTEND_EXAMPLE
+from attend.web.routes.layers import PUT_LAYER_EXAMPLE
 from attend.wire.schemas.figure import Figure
 from support.command import run_attend
 from support.server import Server

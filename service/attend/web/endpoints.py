@@ -4,7 +4,7 @@ Everything that depends on an endpoint reads the table: the guard (scopes), the 
 gRPC (scopes), the OpenAPI document, and the refusals of unknown paths and methods. Each file of `web/routes/` and `web/v2/routes.py` add
 the rows of one noun, as functions that FastAPI could call:
 
-    @table.add("GET", "/layers/{name}", READ, tags=["layers"], response_model=LayerDocument, responses=error_responses(404))
+    @table.add("GET", "/layers/{name}", READ, refusals=LAYER, tags=["layers"], response_model=LayerDocument)
     async def get_layer(name: str) -> LayerDocument: ...
 
 FastAPI calls them and writes their replies, except for the most frequent ones, which are `direct`: they read the body and send the reply
@@ -19,21 +19,33 @@ from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
-from attend.errors import TooLarge
+from attend.errors import (
+    AttendError,
+    DeadlinePassed,
+    InvalidRequest,
+    LayerNotFound,
+    LayerUnloaded,
+    SessionEnded,
+    SessionNotFound,
+    TooLarge,
+    WrongReplica,
+)
 from attend.serving.service import Service
 from attend.web.connections import CONNECTION_KEY, RECORD_KEY
 from attend.web.error_replies import no_endpoint
-from attend.web.records import OTHER, Endpoint, Handler, HttpRecord, valid_request_id
+from attend.web.records import OTHER, Body, Endpoint, Handler, HttpRecord, is_v2, valid_request_id
 
 PUBLIC = frozenset[str]()  # no key is needed
 READ = frozenset({"infer", "admin", "metrics"})  # any key
 INFER = frozenset({"infer"})
 ADMIN = frozenset({"admin"})
 METRICS = frozenset({"metrics"})
+LAYER = (LayerNotFound, LayerUnloaded)  # refusals of an endpoint that finds a layer
+SESSION = (SessionNotFound, SessionEnded, WrongReplica)  # of one that finds a session
+TIMED = (InvalidRequest, DeadlinePassed)  # of one without a body that has a deadline
 MAX_QUERY_PARAMETERS = 64  # no endpoint has more than a few
 NO_PARAMETERS: Mapping[str, str] = {}
 NO_ENDPOINTS: Mapping[str, Endpoint] = {}
-V2 = "/v2/"  # below it, a path may end in a slash
 F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
 
 
@@ -55,6 +67,8 @@ class EndpointTable:
         path: str,
         scopes: frozenset[str],
         *,
+        body: Body | None = None,
+        refusals: tuple[type[AttendError], ...] = (),
         direct: bool = False,
         aliases: tuple[str, ...] = (),
         grpc_methods: tuple[str, ...] = (),
@@ -70,7 +84,7 @@ class EndpointTable:
         def added(function: F) -> F:
             route = APIRoute(path, function, methods=[method], generate_unique_id_function=operation_id, **description)
             handler = _direct(function, path) if direct else _through_fastapi(route)
-            endpoint = Endpoint(method, path, scopes, handler, route, aliases, grpc_methods, needs_layers, page)
+            endpoint = Endpoint(method, path, scopes, handler, route, body, refusals, aliases, grpc_methods, needs_layers, page)
             self._endpoints.append(endpoint)
             for template in (path, *aliases):
                 self._by_method(template)[method] = endpoint
@@ -86,7 +100,7 @@ class EndpointTable:
 
     def find(self, path: str) -> tuple[Mapping[str, Endpoint], Mapping[str, str]]:
         """The endpoints of a path by method, and the values of the path's parameters."""
-        if path.startswith(V2):
+        if path.startswith("/v2/"):  # below it, a path may end in a slash
             path = path.rstrip("/")
         if (found := self._exact.get(path)) is not None:
             return found, NO_PARAMETERS
@@ -158,4 +172,4 @@ def _through_fastapi(route: APIRoute) -> Handler:
 
 def operation_id(route: APIRoute) -> str:
     """The id of an operation, from which generated clients name its method: the name of the route's function, under /v2 after `v2_`."""
-    return f"v2_{route.name}" if route.path.startswith("/v2") else route.name
+    return f"v2_{route.name}" if is_v2(route.path) else route.name

@@ -8,13 +8,12 @@ from fastapi import Response
 from starlette.exceptions import HTTPException
 
 from attend import errors
-from attend.web.errors import UNEXPECTED_ERROR, known_error, problem_document, retry_after, status_of
+from attend.web.errors import UNEXPECTED_ERROR, known_error, problem_document, retry_after, row_of, status_in
 from attend.web.http_parser import METHODS
-from attend.web.records import Handler, HttpRecord
+from attend.web.records import Handler, HttpRecord, is_v2
 from attend.wire.negotiation import JSON, PROBLEM_JSON
 
 log = structlog.get_logger("attend")
-V2_PREFIX = "/v2"
 TITLES = {404: "no such page", 405: "method not allowed", 501: "not implemented"}
 MAX_COMPARED = 128  # characters of an unknown path that are compared with the known paths
 
@@ -49,7 +48,7 @@ def _response_to(error: Exception, record: HttpRecord) -> Response:
 
 
 def _error_response(error: errors.AttendError, record: HttpRecord) -> Response:
-    status = status_of(error)
+    status = row_of(type(error)).status
     record.reason, record.detail = type(error).__name__, error.detail
     if status == 500:
         log.error("failed", request_id=record.request_id, path=record.scope["path"], exc_info=error.__cause__ or error)
@@ -89,8 +88,8 @@ def _response(
     headers: Mapping[str, str] = {},
 ) -> Response:
     """A refusal, as the protocol of the path defines it."""
-    if record.path == V2_PREFIX or record.path.startswith(f"{V2_PREFIX}/"):  # the protocol has no 422
-        return Response(json.dumps({"error": detail}), 400 if status == 422 else status, headers, media_type=JSON)
+    if is_v2(record.path):
+        return Response(json.dumps({"error": detail}), status_in(True, status), headers, media_type=JSON)
     return Response(problem_document(status, title, detail, record.request_id, problems), status, headers, media_type=PROBLEM_JSON)
 
 

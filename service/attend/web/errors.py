@@ -8,44 +8,59 @@ import math
 import random
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from attend import errors
 from attend.serving.faults import is_out_of_memory
 
-STATUSES: dict[type[errors.AttendError], tuple[int, str]] = {  # HTTP status, gRPC code
-    errors.AttendError: (500, "INTERNAL"),
-    errors.RequestError: (422, "INVALID_ARGUMENT"),
-    errors.MalformedRequest: (400, "INVALID_ARGUMENT"),
-    errors.MalformedBody: (400, "INVALID_ARGUMENT"),
-    errors.InvalidRequest: (422, "INVALID_ARGUMENT"),
-    errors.Unauthenticated: (401, "UNAUTHENTICATED"),
-    errors.Forbidden: (403, "PERMISSION_DENIED"),
-    errors.LayerNotFound: (404, "NOT_FOUND"),
-    errors.LayerConflict: (409, "FAILED_PRECONDITION"),
-    errors.SessionNotFound: (404, "NOT_FOUND"),
-    errors.SessionEnded: (410, "NOT_FOUND"),
-    errors.SessionConflict: (409, "FAILED_PRECONDITION"),
-    errors.LengthMismatch: (412, "FAILED_PRECONDITION"),
-    errors.WrongReplica: (421, "FAILED_PRECONDITION"),
-    errors.TooLarge: (413, "INVALID_ARGUMENT"),
-    errors.UnsupportedMediaType: (415, "INVALID_ARGUMENT"),
-    errors.NotAcceptable: (406, "INVALID_ARGUMENT"),
-    errors.CapacityError: (503, "UNAVAILABLE"),
-    errors.NotReady: (503, "UNAVAILABLE"),
-    errors.Overloaded: (429, "RESOURCE_EXHAUSTED"),
-    errors.DeadlinePassed: (504, "DEADLINE_EXCEEDED"),
-    errors.OutOfMemory: (507, "RESOURCE_EXHAUSTED"),
-    errors.StorageFull: (507, "UNAVAILABLE"),
-    errors.CallerGone: (499, "CANCELLED"),  # never sent: the client has disconnected
-    errors.ServiceFault: (500, "INTERNAL"),
+
+class Row(NamedTuple):
+    """How one class of errors is reported."""
+
+    status: int  # of HTTP
+    code: str  # of gRPC
+    meaning: str  # in the OpenAPI document
+
+
+STATUSES: dict[type[errors.AttendError], Row] = {
+    errors.AttendError: Row(500, "INTERNAL", "Server error."),
+    errors.RequestError: Row(422, "INVALID_ARGUMENT", "The request cannot be served."),
+    errors.MalformedRequest: Row(400, "INVALID_ARGUMENT", "The headers are not valid HTTP."),
+    errors.MalformedBody: Row(400, "INVALID_ARGUMENT", "The body is not valid JSON, or a key is repeated."),
+    errors.InvalidRequest: Row(422, "INVALID_ARGUMENT", "Well-formed, but it breaks the contract or does not fit the layer."),
+    errors.Unauthenticated: Row(401, "UNAUTHENTICATED", "An API key is required."),
+    errors.Forbidden: Row(403, "PERMISSION_DENIED", "This server does not allow it."),
+    errors.LayerNotFound: Row(404, "NOT_FOUND", "No such layer."),
+    errors.LayerConflict: Row(409, "FAILED_PRECONDITION", "The layers cannot be changed that way here."),
+    errors.LayerUnloaded: Row(409, "FAILED_PRECONDITION", "The layer is unloaded."),
+    errors.SessionNotFound: Row(404, "NOT_FOUND", "No such session, or this server keeps no sessions."),
+    errors.SessionEnded: Row(410, "NOT_FOUND", "The session has ended."),
+    errors.SessionConflict: Row(409, "FAILED_PRECONDITION", "The layer of the rows is another one, or rows that are needed are freed."),
+    errors.LengthMismatch: Row(412, "FAILED_PRECONDITION", "The session does not have expected_length rows."),
+    errors.WrongReplica: Row(421, "FAILED_PRECONDITION", "Another replica has the session."),
+    errors.TooLarge: Row(413, "INVALID_ARGUMENT", "Too large: bytes, depth, parameters, or predicted memory."),
+    errors.UnsupportedMediaType: Row(415, "INVALID_ARGUMENT", "An unsupported media type."),
+    errors.NotAcceptable: Row(406, "INVALID_ARGUMENT", "No supported media type is accepted."),
+    errors.CapacityError: Row(503, "UNAVAILABLE", "Not now."),
+    errors.NotReady: Row(503, "UNAVAILABLE", "Not ready yet."),
+    errors.Overloaded: Row(429, "RESOURCE_EXHAUSTED", "The queue is full; see Retry-After."),
+    errors.DeadlinePassed: Row(504, "DEADLINE_EXCEEDED", "The deadline of X-Request-Timeout passed."),
+    errors.OutOfMemory: Row(507, "RESOURCE_EXHAUSTED", "Not enough memory."),
+    errors.StorageFull: Row(507, "UNAVAILABLE", "No disk space for the layer."),
+    errors.CallerGone: Row(499, "CANCELLED", "Never sent: the client has disconnected."),
+    errors.ServiceFault: Row(500, "INTERNAL", "Server error."),
 }
 UNEXPECTED_ERROR = "unexpected error; the server's log has the cause"
 
 
-def status_of(error: errors.AttendError) -> int:
-    """The HTTP status of an error."""
-    return _row_of(error)[0]
+def row_of(kind: type[errors.AttendError]) -> Row:
+    """How errors of a class are reported."""
+    return next(STATUSES[each] for each in kind.__mro__ if each in STATUSES)
+
+
+def status_in(v2: bool, status: int) -> int:
+    """The HTTP status in the protocol: the Open Inference Protocol (`v2`) has no 422."""
+    return 400 if v2 and status == 422 else status
 
 
 def known_error(error: Exception) -> Exception:
@@ -54,15 +69,6 @@ def known_error(error: Exception) -> Exception:
         return error
     traceback.clear_frames(error.__traceback__)
     return errors.OutOfMemory("there was not enough memory for this request")
-
-
-def grpc_code_of(error: errors.AttendError) -> str:
-    """The name of an error's gRPC code."""
-    return _row_of(error)[1]
-
-
-def _row_of(error: errors.AttendError) -> tuple[int, str]:
-    return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
 
 
 def problem_document(status: int, title: str, detail: str, request_id: str, problems: tuple[errors.Problem, ...] = ()) -> bytes:

@@ -1,9 +1,5 @@
-"""GET /openapi.json, generated from the table of endpoints and Pydantic models, and GET /docs, with assets from this server.
+"""GET /openapi.json, generated from the table of endpoints and Pydantic models, and GET /docs, with assets from this server."""
 
-`request_body_doc` and `error_responses` describe routes that read the body themselves; a test posts each of their examples.
-"""
-
-import math
 from functools import cache, partial
 from typing import Any
 
@@ -14,18 +10,27 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.staticfiles import StaticFiles
 
+from attend.errors import (
+    DeadlinePassed,
+    Forbidden,
+    InvalidRequest,
+    MalformedBody,
+    NotReady,
+    OutOfMemory,
+    Overloaded,
+    ServiceFault,
+    TooLarge,
+    Unauthenticated,
+    UnsupportedMediaType,
+)
 from attend.version import __version__
 from attend.web.endpoints import READ, EndpointTable
+from attend.web.errors import STATUSES, status_in
+from attend.web.records import Body, Endpoint, is_v2
 from attend.wire.negotiation import CODECS, JSON, PROBLEM_JSON
-from attend.wire.schemas.analysis import AnalysisRequest
-from attend.wire.schemas.attend import AttendRequest
-from attend.wire.schemas.figure import FigureRequest
-from attend.wire.schemas.layers import PutLayer
 from attend.wire.schemas.schema import ProblemDocument
-from attend.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendRequest
 from attend.wire.schemas.tensors import json_schemas
-from attend.wire.schemas.words import WordsRequest
-from attend.wire.v2 import schemas
+from attend.wire.v2.schemas import InferenceReply, V2Error
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
@@ -45,58 +50,13 @@ DESCRIPTION = """Post queries, keys, values and masks; get the output **and the 
 
 In shapes, b is batch, q queries, k keys, h heads, d width of a head. Requests without a batch axis get replies without one.
 Every refusal is a problem document with what was expected, what was received, and where."""
-DOCUMENTS = (  # documents that routes read or write without FastAPI
-    *(AttendRequest, AnalysisRequest, FigureRequest, PutLayer, WordsRequest, ProblemDocument),
-    *(PostSession, PatchSession, PostFork, SessionAttendRequest),
-    *(schemas.InferenceRequest, schemas.InferenceReply, schemas.V2Error),
-    *(schemas.LoadRequest, schemas.UnloadRequest, schemas.IndexRequest),
-)
 REFERENCE = "#/components/schemas/"
 BINARY = {"type": "string", "format": "binary"}
-STATUS_MEANINGS = {  # of refusals
-    400: "The body is not valid JSON, or a key is repeated.",
-    401: "An API key is required.",
-    403: "This server does not allow it.",
-    404: "No such layer.",
-    406: "No supported media type is accepted.",
-    409: "The layers cannot be changed that way here, or the layer is unloaded.",
-    410: "The session has ended.",
-    412: "The session does not have expected_length rows.",
-    413: "Too large: bytes, depth, parameters, or predicted memory.",
-    415: "An unsupported media type.",
-    421: "Another replica has the session.",
-    422: "Well-formed, but it breaks the contract or does not fit the layer.",
-    429: "The queue is full; see Retry-After.",
-    500: "Server error.",
-    503: "Not ready yet.",
-    504: "The deadline of X-Request-Timeout passed.",
-    507: "Not enough memory, or no disk space for a layer.",
-}
-BODY_ERRORS = (400, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507)  # of a route that reads a body
-CALL_ERRORS = (*BODY_ERRORS, 406)  # of a route that computes
-
-PUT_LAYER_EXAMPLE = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
-ATTEND_EXAMPLE = {
-    "layer": "tiny",
-    "query": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]],
-    "causal": True,
-    "reply": {"decimals": 3},
-}
-# Four rows for the layer `default`, which every new server has
-ROWS_EXAMPLE = {"query": [[round(math.sin((row + 1) * (column + 1) / 9), 2) for column in range(64)] for row in range(4)], "causal": True}
-TOKENS_EXAMPLE = {"tokens": {"query": ["the", "cat", "saw", "the"]}}
-DEFAULT_LAYER_EXAMPLE = {**ROWS_EXAMPLE, "reply": {"decimals": 3}}
-FIGURE_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "figure": {"kind": "heads", "format": "svg"}}
-METRICS_EXAMPLE = ["entropy", "confidence", "strongest_links", "previous_token_score", "zero_ablation"]
-ANALYSIS_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "metrics": METRICS_EXAMPLE, "reply": {"decimals": 3}}
-STEP_EXAMPLE = {"query": [[0.1] * 64], "causal": True, "outputs": ["output"], "reply": {"decimals": 3}}
-PLAN_EXAMPLE = {"query": {"shape": [2, 1000, 64]}, "causal": True, "outputs": ["output"]}
-INFER_EXAMPLE = {
-    "inputs": [{"name": "query", "shape": [1, 3, 4], "datatype": "FP32", "data": [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]}],
-    "parameters": {"causal": True, "reply": '{"decimals": 3}'},
-}
-LOAD_EXAMPLE = {"parameters": {"config": '{"d_model": 4, "num_heads": 2, "seed": 7}'}}
-WORDS_EXAMPLE = {"text": "The cat sat on the mat", "layer": "default"}
+KEY_REFUSALS = (Unauthenticated, Forbidden)
+BODY_REFUSALS = (
+    *(MalformedBody, InvalidRequest, TooLarge, UnsupportedMediaType),
+    *(Overloaded, DeadlinePassed, OutOfMemory, ServiceFault),
+)
 
 
 def add_endpoints(table: EndpointTable) -> None:
@@ -141,7 +101,8 @@ def describe(table: EndpointTable) -> dict[str, Any]:
         contact={"name": "The maintainers of attend"},
         license_info={"name": "MIT", "identifier": "MIT"},
     )
-    definitions = {**json_schemas(DOCUMENTS), **document["components"]["schemas"]}
+    models = [endpoint.body.model for endpoint in table if endpoint.body is not None and endpoint.body.model is not None]
+    definitions = {**json_schemas([*models, ProblemDocument, V2Error, InferenceReply]), **document["components"]["schemas"]}
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's refusals, which this service does not send
         definitions.pop(unused, None)
     document["components"]["schemas"] = _ordered(definitions)
@@ -151,12 +112,10 @@ def describe(table: EndpointTable) -> dict[str, Any]:
         operation = document["paths"][endpoint.path][endpoint.method.lower()]
         first_paragraph = operation["description"].partition("\n\n")[0]
         operation["summary"] = " ".join(first_paragraph.split()).removesuffix(".")
-        if endpoint.scopes:
-            refusals = v2_error_responses if endpoint.path.startswith("/v2") else error_responses
-            operation["responses"] |= {str(status): refusal for status, refusal in refusals(401, 403).items()}
-        refusal = operation["responses"].get("422", {}).get("content", {})
-        if "application/json" in refusal and "HTTPValidationError" in str(refusal["application/json"]):
-            del operation["responses"]["422"]
+        operation["responses"].pop("422", None)  # FastAPI's own, which this service does not send
+        operation["responses"] = {**_refusals(endpoint), **operation["responses"]}
+        if endpoint.body is not None:
+            operation["requestBody"] = _request_body(endpoint.body)
     return document
 
 
@@ -174,41 +133,32 @@ def _ordered(definitions: dict[str, Any]) -> dict[str, Any]:
             add(part)
 
     for name in sorted(definitions):
-        add(schema(name))
+        add({"$ref": f"{REFERENCE}{name}"})
     return ordered
 
 
-def request_body_doc(model: str, *examples: tuple[Any, str], binary: bool = False, required: bool = True) -> dict[str, Any]:
-    """The request body of a route that reads the body itself. An example is a body and its summary."""
-    named = {f"example{i}": {"summary": summary, "value": value} for i, (value, summary) in enumerate(examples, 1)}
-    content: dict[str, Any] = {JSON: {"schema": schema(model), "examples": named}}
-    if binary:
+def _request_body(body: Body) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if body.model is not None:
+        examples = {f"example{i}": {"summary": summary, "value": value} for i, (value, summary) in enumerate(body.examples, 1)}
+        content[JSON] = {"schema": schema(body.model), "examples": examples}
+    if body.safetensors:
         content |= {media_type: {"schema": BINARY} for media_type, codec in CODECS.items() if codec.is_file}
-    return {"requestBody": {"required": required, "content": content}}
+    return {"required": body.required, "content": content}
 
 
-def schema(model: str) -> dict[str, str]:
+def _refusals(endpoint: Endpoint) -> dict[str, Any]:
+    """The refusals of an endpoint by status: those of its row, and those that its scopes, its body and its need of layers imply."""
+    kinds = [*endpoint.refusals, *(KEY_REFUSALS if endpoint.scopes else ()), *(BODY_REFUSALS if endpoint.body is not None else ())]
+    kinds += [NotReady] if endpoint.needs_layers else []
+    v2 = is_v2(endpoint.path)
+    content = {JSON: {"schema": schema(V2Error)}} if v2 else {PROBLEM_JSON: {"schema": schema(ProblemDocument)}}
+    meanings: dict[int, dict[str, None]] = {}
+    for row in (STATUSES[kind] for kind in STATUSES if kind in kinds):
+        meanings.setdefault(status_in(v2, row.status), {})[row.meaning] = None
+    return {str(status): {"description": " ".join(meanings[status]), "content": content} for status in sorted(meanings)}
+
+
+def schema(model: type) -> dict[str, str]:
     """A reference to the definition of a model."""
-    return {"$ref": f"{REFERENCE}{model}"}
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route."""
-    content = {PROBLEM_JSON: {"schema": schema("ProblemDocument")}}
-    return {status: {"description": STATUS_MEANINGS[status], "content": content} for status in sorted(statuses)}
-
-
-def session_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route under /sessions."""
-    responses = error_responses(*statuses)
-    responses[404]["description"] = "No such session or layer, or this server keeps no sessions."
-    if 409 in responses:
-        responses[409]["description"] = "The layer of the rows is another one or unloaded, or rows that are needed are freed."
-    return responses
-
-
-def v2_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route under /v2."""
-    content = {JSON: {"schema": schema("V2Error")}}
-    descriptions = {**STATUS_MEANINGS, 400: "Anything wrong with the request."}
-    return {status: {"description": descriptions[status], "content": content} for status in statuses}
+    return {"$ref": f"{REFERENCE}{model.__name__}"}

@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
+from attend.errors import AttendError
 from attend.serving.byte_budget import Lease
 from attend.serving.metrics import Phases
 from attend.web.connections import RECORD_KEY, Connection
@@ -72,6 +73,16 @@ Handler = Callable[[HttpRecord], Awaitable[None]]  # answers a request: an endpo
 
 
 @dataclass(frozen=True, slots=True)
+class Body:
+    """The body of a request in the OpenAPI document. `examples`: bodies in JSON and their summaries."""
+
+    model: type | None  # the schema of JSON; None: a safetensors file alone
+    examples: tuple[tuple[Any, str], ...] = ()
+    safetensors: bool = False
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """One row of the table of endpoints (`web/endpoints.py`)."""
 
@@ -79,11 +90,18 @@ class Endpoint:
     path: str  # such as /layers/{name}
     scopes: frozenset[str]  # a key needs one of them; empty: no key is needed
     handler: Handler
-    route: APIRoute  # describes it in the OpenAPI document
+    route: APIRoute  # its function and replies in the OpenAPI document
+    body: Body | None = None
+    refusals: tuple[type[AttendError], ...] = ()  # in the document, beside those that a key, a body or the need of layers imply
     aliases: tuple[str, ...] = ()  # further paths
     grpc_methods: tuple[str, ...] = ()  # of GRPCInferenceService that do the same, and need the same key
     needs_layers: bool = False  # whether it refuses requests before the configured layers are loaded
     page: bool = False  # whether a client that prefers text/html needs no key
+
+
+def is_v2(path: str) -> bool:
+    """Whether a path is one of the Open Inference Protocol, which has its own form of refusals."""
+    return path == "/v2" or path.startswith("/v2/")
 
 
 def record_of(scope: Scope) -> HttpRecord:

@@ -24,7 +24,7 @@ from attend.errors import AttendError, CallerGone, MalformedBody, NotReady, Over
 from attend.serving.fair_share import FairShare
 from attend.serving.service import Service
 from attend.serving.streams import PreviousSent, answer_stream, message_reader
-from attend.web.errors import UNEXPECTED_ERROR, grpc_code_of, known_error, retry_after
+from attend.web.errors import UNEXPECTED_ERROR, known_error, retry_after, row_of
 from attend.web.grpc.codec import refusal_in_stream
 from attend.web.grpc.descriptors import SERVICE
 from attend.web.grpc.methods import REQUEST_ID_KEY, GrpcRecord, Method, Methods
@@ -170,7 +170,7 @@ class CallHandlers:
             record.code, record.detail, record.reason = grpc.StatusCode.INTERNAL, UNEXPECTED_ERROR, "internal_error"
             log.error("internal_error", method=name, request_id=record.request_id, exc_info=error)
             return
-        record.code, record.reason = grpc.StatusCode[grpc_code_of(error)], type(error).__name__
+        record.code, record.reason = grpc.StatusCode[row_of(type(error)).code], type(error).__name__
         record.detail = truncated_detail(error.detail)
         if isinstance(error, Overloaded | NotReady):
             record.trailing.append(("retry-after", retry_after(error)))
@@ -212,7 +212,7 @@ async def _abort_failed(context: Any, record: GrpcRecord) -> None:
 
 async def abort(context: Any, refusal: AttendError) -> None:
     """Ends a call of a standard service with the code and the detail of a refusal."""
-    await context.abort(grpc.StatusCode[grpc_code_of(refusal)], refusal.detail)
+    await context.abort(grpc.StatusCode[row_of(type(refusal)).code], refusal.detail)
 
 
 async def _send(context: Any, reply: bytes) -> None:

@@ -3,32 +3,39 @@
 All but POST /attend/plan are direct endpoints: FastAPI's request parsing would allocate a Python object per number.
 """
 
+import math
+
 from fastapi import Response
 
+from attend.errors import NotAcceptable
 from attend.serving.analysis import ANALYSIS
 from attend.serving.binding import ATTEND
 from attend.serving.figures import FIGURE
 from attend.serving.plan import plan_call
 from attend.serving.service import Service
-from attend.web.endpoints import INFER, EndpointTable
-from attend.web.openapi import (
-    ANALYSIS_EXAMPLE,
-    ATTEND_EXAMPLE,
-    BODY_ERRORS,
-    CALL_ERRORS,
-    DEFAULT_LAYER_EXAMPLE,
-    FIGURE_EXAMPLE,
-    PLAN_EXAMPLE,
-    error_responses,
-    request_body_doc,
-)
-from attend.web.records import CurrentRecord
+from attend.web.endpoints import INFER, LAYER, SESSION, EndpointTable
+from attend.web.records import Body, CurrentRecord
 from attend.web.replies import send_reply
 from attend.web.request_reader import read_request
 from attend.wire.negotiation import CODECS, PICTURES, accepted_type, media_type_of_body
-from attend.wire.schemas.analysis import AnalysisReply
-from attend.wire.schemas.attend import AttendReply, Plan
+from attend.wire.schemas.analysis import AnalysisReply, AnalysisRequest
+from attend.wire.schemas.attend import AttendReply, AttendRequest, Plan
+from attend.wire.schemas.figure import FigureRequest
 
+# Four rows for the layer `default`, which every new server has
+ROWS_EXAMPLE = {"query": [[round(math.sin((row + 1) * (column + 1) / 9), 2) for column in range(64)] for row in range(4)], "causal": True}
+TOKENS_EXAMPLE = {"tokens": {"query": ["the", "cat", "saw", "the"]}}
+DEFAULT_LAYER_EXAMPLE = {**ROWS_EXAMPLE, "reply": {"decimals": 3}}
+ATTEND_EXAMPLE = {
+    "layer": "tiny",
+    "query": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]],
+    "causal": True,
+    "reply": {"decimals": 3},
+}
+METRICS_EXAMPLE = ["entropy", "confidence", "strongest_links", "previous_token_score", "zero_ablation"]
+ANALYSIS_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "metrics": METRICS_EXAMPLE, "reply": {"decimals": 3}}
+PLAN_EXAMPLE = {"query": {"shape": [2, 1000, 64]}, "causal": True, "outputs": ["output"]}
+FIGURE_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "figure": {"kind": "heads", "format": "svg"}}
 PICTURE_POLICY = (
     b"content-security-policy",
     b"sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'",
@@ -46,10 +53,10 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         direct=True,
         tags=["attend"],
         response_model=AttendReply,
-        responses=error_responses(*CALL_ERRORS),
-        openapi_extra=request_body_doc(
-            "AttendRequest", (DEFAULT_LAYER_EXAMPLE, "Four rows, causal."), (ATTEND_EXAMPLE, "For the layer `tiny`."), binary=True
+        body=Body(
+            AttendRequest, ((DEFAULT_LAYER_EXAMPLE, "Four rows, causal."), (ATTEND_EXAMPLE, "For the layer `tiny`.")), safetensors=True
         ),
+        refusals=(*LAYER, NotAcceptable),
     )
     async def attend(record: CurrentRecord) -> None:
         """Attention output and weights for queries, keys, values and masks.
@@ -67,8 +74,8 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         direct=True,
         tags=["attend"],
         response_model=AnalysisReply,
-        responses=error_responses(*CALL_ERRORS),
-        openapi_extra=request_body_doc("AnalysisRequest", (ANALYSIS_EXAMPLE, "What each head does with four words."), binary=True),
+        body=Body(AnalysisRequest, ((ANALYSIS_EXAMPLE, "What each head does with four words."),), safetensors=True),
+        refusals=(*LAYER, *SESSION, NotAcceptable),
     )
     async def analysis(record: CurrentRecord) -> None:
         """Numbers on what each head does.
@@ -85,8 +92,8 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         needs_layers=True,
         tags=["attend"],
         response_model=Plan,
-        responses=error_responses(*BODY_ERRORS),
-        openapi_extra=request_body_doc("AttendRequest", (PLAN_EXAMPLE, "Tensors may be given by shape alone."), binary=True),
+        body=Body(AttendRequest, ((PLAN_EXAMPLE, "Tensors may be given by shape alone."),), safetensors=True),
+        refusals=(*LAYER, *SESSION),
     )
     async def plan(record: CurrentRecord) -> Plan:
         """Shapes and cost of the reply to a body, and whether it is admitted. Computes nothing.
@@ -103,11 +110,9 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         direct=True,
         tags=["attend"],
         response_class=Response,
-        responses={
-            200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}},
-            **error_responses(*CALL_ERRORS),
-        },
-        openapi_extra=request_body_doc("FigureRequest", (FIGURE_EXAMPLE, "Heat maps of all heads."), binary=True),
+        responses={200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}}},
+        body=Body(FigureRequest, ((FIGURE_EXAMPLE, "Heat maps of all heads."),), safetensors=True),
+        refusals=(*LAYER, *SESSION, NotAcceptable),
     )
     async def figure(record: CurrentRecord) -> None:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""

@@ -6,20 +6,32 @@ from typing import Annotated
 from fastapi import Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from attend.errors import InvalidRequest, Problem, pointer
+from attend.errors import (
+    InvalidRequest,
+    LayerConflict,
+    LayerNotFound,
+    OutOfMemory,
+    Overloaded,
+    Problem,
+    ServiceFault,
+    StorageFull,
+    TooLarge,
+    pointer,
+)
 from attend.serving import layer_requests
 from attend.serving.layers.files import CheckpointQuery
 from attend.serving.service import Service
-from attend.web.endpoints import ADMIN, READ, EndpointTable
-from attend.web.openapi import BINARY, PUT_LAYER_EXAMPLE, error_responses, request_body_doc
-from attend.web.records import CurrentRecord
+from attend.web.endpoints import ADMIN, LAYER, READ, TIMED, EndpointTable
+from attend.web.openapi import BINARY
+from attend.web.records import Body, CurrentRecord
 from attend.web.request_reader import deadline_of, read_request, request_without_body
 from attend.wire.codec import Buffer
 from attend.wire.negotiation import JSON, SAFETENSORS
 from attend.wire.problems import MAX_PROBLEMS, describe_value
-from attend.wire.schemas.layers import Circuits, LayerDocument, Layers
+from attend.wire.schemas.layers import Circuits, LayerDocument, Layers, PutLayer
 from attend.wire.schemas.schema import LAYER_NAME, require_layer_name
 
+PUT_LAYER_EXAMPLE = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
 QUERY_PARAMETERS = ("layout", "prefix", "spec")
 NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `require_layer_name` checks it
 DOCUMENT_BYTES = 1500  # of the description of a layer, roughly
@@ -29,7 +41,7 @@ CHUNK_BYTES = 1 << 20  # bytes sent at a time, so that a slow client does not ca
 def add_endpoints(table: EndpointTable, service: Service, require_writable: Callable[[], None]) -> None:
     """Adds the endpoints. `require_writable` raises an error if layers cannot be changed over HTTP."""
 
-    @table.add("GET", "/layers", READ, tags=["layers"], response_model=Layers, responses=error_responses(422, 504))
+    @table.add("GET", "/layers", READ, tags=["layers"], response_model=Layers, refusals=TIMED)
     async def get_layers(record: CurrentRecord) -> Response:
         """All layers, loaded and unloaded."""
         registry = service.registry
@@ -42,9 +54,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         # in a thread: a thousand layers take tenths of a second
         return Response(await service.engine.run(raw, DOCUMENT_BYTES * len(layers), text), media_type=JSON)
 
-    @table.add(
-        "GET", "/layers/{name}", READ, needs_layers=True, tags=["layers"], response_model=LayerDocument, responses=error_responses(404, 503)
-    )
+    @table.add("GET", "/layers/{name}", READ, needs_layers=True, tags=["layers"], response_model=LayerDocument, refusals=(LayerNotFound,))
     async def get_layer(name: str) -> LayerDocument:
         """One layer: its spec with all defaults filled in, its fingerprint, its device."""
         return service.registry.layer_info(name)
@@ -58,9 +68,9 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         response_model=LayerDocument,
         responses={
             201: {"model": LayerDocument, "description": "The layer is new."},
-            **error_responses(400, 403, 409, 413, 415, 422, 429, 500, 503, 504, 507),
         },
-        openapi_extra=request_body_doc("PutLayer", (PUT_LAYER_EXAMPLE, "A seeded layer."), binary=True),
+        body=Body(PutLayer, ((PUT_LAYER_EXAMPLE, "A seeded layer."),), safetensors=True),
+        refusals=(LayerConflict, StorageFull),
     )
     async def put_layer(
         name: NewName,
@@ -94,8 +104,8 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         response_class=StreamingResponse,
         responses={
             200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."},
-            **error_responses(404, 409, 429, 503, 507),
         },
+        refusals=(*LAYER, *TIMED, Overloaded, OutOfMemory),
     )
     async def get_weights(name: str, record: CurrentRecord) -> StreamingResponse:
         """The weights under their canonical names, as a safetensors file that PUT accepts; its metadata contains the spec."""
@@ -108,7 +118,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         needs_layers=True,
         tags=["layers"],
         response_model=Circuits,
-        responses=error_responses(404, 409, 413, 422, 429, 503),
+        refusals=(*LAYER, *TIMED, TooLarge, Overloaded, OutOfMemory),
     )
     async def get_circuits(name: str, record: CurrentRecord) -> Response:
         """The QK and OV circuits of each head: singular values, and scores of matching and copying (Elhage et al. 2021).
@@ -125,7 +135,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         needs_layers=True,
         tags=["layers"],
         status_code=204,
-        responses=error_responses(403, 404, 409, 500, 503, 504),
+        refusals=(LayerNotFound, LayerConflict, *TIMED, ServiceFault),
     )
     async def delete_layer(name: str, record: CurrentRecord) -> None:
         """Removes a layer; calls that are bound to it are still answered."""

@@ -5,20 +5,30 @@ from typing import Annotated
 from fastapi import Path, Response
 from fastapi.responses import StreamingResponse
 
+from attend.errors import LengthMismatch, NotAcceptable, OutOfMemory, Overloaded, SessionConflict, SessionNotFound
 from attend.serving.layer_requests import read_body
 from attend.serving.service import Service
 from attend.serving.sessions.locks import lock_session
 from attend.serving.sessions.steps import STEP
 from attend.serving.sessions.transfer import export_cache, import_cache
-from attend.web.endpoints import INFER, EndpointTable
-from attend.web.openapi import BINARY, BODY_ERRORS, CALL_ERRORS, STEP_EXAMPLE, request_body_doc, session_error_responses
-from attend.web.records import CurrentRecord
+from attend.web.endpoints import INFER, LAYER, SESSION, TIMED, EndpointTable
+from attend.web.openapi import BINARY
+from attend.web.records import Body, CurrentRecord
 from attend.web.replies import send_reply
 from attend.web.request_reader import read_request, request_without_body
 from attend.web.routes.layers import send_file
 from attend.wire.negotiation import JSON, SAFETENSORS
-from attend.wire.schemas.sessions import PatchSession, PostFork, PostSession, SessionAttendReply, SessionDocument, Sessions
+from attend.wire.schemas.sessions import (
+    PatchSession,
+    PostFork,
+    PostSession,
+    SessionAttendReply,
+    SessionAttendRequest,
+    SessionDocument,
+    Sessions,
+)
 
+STEP_EXAMPLE = {"query": [[0.1] * 64], "causal": True, "outputs": ["output"], "reply": {"decimals": 3}}
 SESSIONS = "/sessions/"
 MAX_BODY_BYTES = 1 << 16  # bytes of a body without tensors
 DOCUMENT_BYTES = 400  # of the description of a session, roughly
@@ -36,8 +46,8 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         tags=["sessions"],
         status_code=201,
         response_model=SessionDocument,
-        responses=session_error_responses(*BODY_ERRORS),
-        openapi_extra=request_body_doc("PostSession", ({"layer": "default"}, "A session of the layer `default`."), required=False),
+        body=Body(PostSession, (({"layer": "default"}, "A session of the layer `default`."),), required=False),
+        refusals=(*LAYER, SessionNotFound),
     )
     async def post_session(record: CurrentRecord, response: Response) -> SessionDocument:
         """Starts a session: a sequence whose keys and values the server keeps."""
@@ -47,7 +57,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         response.headers["Location"] = f"{record.scope.get('root_path', '')}{SESSIONS}{session.id}"
         return sessions.document(session)
 
-    @table.add("GET", "/sessions", INFER, tags=["sessions"], response_model=Sessions, responses=session_error_responses(404, 422, 503, 504))
+    @table.add("GET", "/sessions", INFER, tags=["sessions"], response_model=Sessions, refusals=(SessionNotFound, *TIMED))
     async def get_sessions(record: CurrentRecord) -> Response:
         """The caller's sessions, least recently used first."""
         sessions = service.engine.require_sessions()
@@ -66,7 +76,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         INFER,
         tags=["sessions"],
         response_model=SessionDocument,
-        responses=session_error_responses(404, 410, 421, 503, 504),
+        refusals=SESSION,
     )
     async def get_session(id: SessionIdPath, record: CurrentRecord) -> SessionDocument:
         """One session."""
@@ -79,7 +89,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         INFER,
         tags=["sessions"],
         status_code=204,
-        responses=session_error_responses(404, 410, 421, 422, 503, 504),
+        refusals=(*SESSION, *TIMED),
     )
     async def delete_session(id: SessionIdPath, record: CurrentRecord) -> None:
         """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
@@ -93,8 +103,8 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         INFER,
         tags=["sessions"],
         response_model=SessionDocument,
-        responses=session_error_responses(*BODY_ERRORS, 410, 421),
-        openapi_extra=request_body_doc("PatchSession", ({"length": 3}, "Keeps the first three rows.")),
+        body=Body(PatchSession, (({"length": 3}, "Keeps the first three rows."),)),
+        refusals=(*SESSION, SessionConflict),
     )
     async def patch_session(id: SessionIdPath, record: CurrentRecord) -> SessionDocument:
         """Rolls a session back to a shorter length."""
@@ -113,8 +123,8 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         tags=["sessions"],
         status_code=201,
         response_model=SessionDocument,
-        responses=session_error_responses(*BODY_ERRORS, 410, 421),
-        openapi_extra=request_body_doc("PostFork", ({"length": None}, "A copy of the whole session."), required=False),
+        body=Body(PostFork, (({"length": None}, "A copy of the whole session."),), required=False),
+        refusals=(*SESSION, SessionConflict),
     )
     async def fork_session(id: SessionIdPath, record: CurrentRecord, response: Response) -> SessionDocument:
         """Starts a session with the first rows of another. Both share pages until one of them writes to them."""
@@ -135,8 +145,8 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         direct=True,
         tags=["sessions"],
         response_model=SessionAttendReply,
-        responses=session_error_responses(*CALL_ERRORS, 410, 412, 421),
-        openapi_extra=request_body_doc("SessionAttendRequest", (STEP_EXAMPLE, "Appends a row, and attends to all."), binary=True),
+        body=Body(SessionAttendRequest, ((STEP_EXAMPLE, "Appends a row, and attends to all."),), safetensors=True),
+        refusals=(*SESSION, SessionConflict, LengthMismatch, NotAcceptable),
     )
     async def attend_in_session(id: SessionIdPath, record: CurrentRecord) -> None:
         """Appends rows, and attends to all rows of the session.
@@ -153,10 +163,8 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         INFER,
         tags=["sessions"],
         response_class=StreamingResponse,
-        responses={
-            200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The rows."},
-            **session_error_responses(404, 410, 421, 422, 429, 503, 504, 507),
-        },
+        responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The rows."}},
+        refusals=(*SESSION, *TIMED, Overloaded, OutOfMemory),
     )
     async def get_cache(id: SessionIdPath, record: CurrentRecord) -> StreamingResponse:
         """The rows of a session as a safetensors file that PUT accepts: `key` and `value` [kv heads, n, d], or `latent` and `rope_key`; and
@@ -172,8 +180,8 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         needs_layers=True,
         tags=["sessions"],
         response_model=SessionDocument,
-        responses=session_error_responses(*BODY_ERRORS, 410, 421),
-        openapi_extra={"requestBody": {"required": True, "content": {SAFETENSORS: {"schema": BINARY}}}},
+        body=Body(None, safetensors=True),
+        refusals=(*SESSION, SessionConflict),
     )
     async def put_cache(id: SessionIdPath, record: CurrentRecord) -> SessionDocument:
         """Replaces the rows of a session by those of an exported file. The layers must have the same fingerprint."""

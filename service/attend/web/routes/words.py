@@ -5,13 +5,13 @@ from starlette.concurrency import run_in_threadpool
 
 from attend.serving.service import Service
 from attend.serving.words.encoder import TextEncoder
-from attend.web.endpoints import INFER, READ, EndpointTable
-from attend.web.openapi import BODY_ERRORS, WORDS_EXAMPLE, error_responses, request_body_doc
-from attend.web.records import CurrentRecord
+from attend.web.endpoints import INFER, LAYER, READ, EndpointTable
+from attend.web.records import Body, CurrentRecord
 from attend.web.request_reader import read_request
 from attend.wire.negotiation import JSON
-from attend.wire.schemas.words import Vocabulary, Words
+from attend.wire.schemas.words import Vocabulary, Words, WordsRequest
 
+WORDS_EXAMPLE = {"text": "The cat sat on the mat", "layer": "default"}
 MAX_TEXT_BODY_BYTES = 1 << 20  # bytes; the longest text with every character escaped
 
 
@@ -31,8 +31,8 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool) -> None:
         needs_layers=True,
         tags=["words"],
         response_model=Words,
-        responses=error_responses(*BODY_ERRORS),
-        openapi_extra=request_body_doc("WordsRequest", (WORDS_EXAMPLE, "A sentence for the layer `default`.")),
+        body=Body(WordsRequest, ((WORDS_EXAMPLE, "A sentence for the layer `default`."),)),
+        refusals=LAYER,
     )
     async def post_words(record: CurrentRecord) -> Response:
         """Tokens and vectors of a sentence for a layer: of a trained model for its own layers, from hashes of the words for others."""

@@ -5,14 +5,14 @@ from typing import Any, TypeVar
 from fastapi import Depends, Response
 from fastapi.concurrency import run_in_threadpool
 
-from attend.errors import MalformedBody, RequestError
+from attend.errors import LayerConflict, LayerNotFound, MalformedBody, RequestError, StorageFull
 from attend.serving.binding import ATTEND
 from attend.serving.layer_requests import put_layer, read_object
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service
-from attend.web.endpoints import ADMIN, INFER, PUBLIC, READ, EndpointTable
-from attend.web.openapi import INFER_EXAMPLE, LOAD_EXAMPLE, request_body_doc, schema, v2_error_responses
-from attend.web.records import CurrentRecord, HttpRecord
+from attend.web.endpoints import ADMIN, INFER, LAYER, PUBLIC, READ, TIMED, EndpointTable
+from attend.web.openapi import schema
+from attend.web.records import Body, CurrentRecord, HttpRecord
 from attend.web.replies import send_reply
 from attend.web.request_reader import read_request, request_without_body
 from attend.web.routes.layers import NewName
@@ -26,6 +26,8 @@ from attend.wire.v2.members import require_version
 from attend.wire.v2.schemas import (
     Health,
     IndexRequest,
+    InferenceReply,
+    InferenceRequest,
     LoadParameters,
     LoadRequest,
     ModelConfig,
@@ -46,6 +48,11 @@ MODEL_BYTES = 80  # of the entry of a model in the index of the repository, roug
 CONFIG_PATH = "/parameters/config"  # the place of the spec in a request to load a model
 MAX_BODY_BYTES = 1 << 16  # bytes of a body for the model repository, before and after decompression; a spec has some hundreds
 CODEC = V2Codec()
+INFER_EXAMPLE = {
+    "inputs": [{"name": "query", "shape": [1, 3, 4], "datatype": "FP32", "data": [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]}],
+    "parameters": {"causal": True, "reply": '{"decimals": 3}'},
+}
+LOAD_EXAMPLE = {"parameters": {"config": '{"d_model": 4, "num_heads": 2, "seed": 7}'}}
 D = TypeVar("D", bound=StrictModel)
 
 
@@ -100,7 +107,7 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         response.status_code = 200 if is_ready else 503
         return health_of(is_ready)
 
-    @table.add("GET", "/v2/models/stats", READ, **options, response_model=Statistics, responses=v2_error_responses(400, 409, 504))
+    @table.add("GET", "/v2/models/stats", READ, **options, response_model=Statistics, refusals=(*TIMED, LayerConflict))
     async def all_statistics(record: CurrentRecord) -> Response:
         """Statistics of every model."""
         extensions.require_statistics()
@@ -121,7 +128,7 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         **_model(""),
         **options,
         response_model=ModelMetadata,
-        responses=v2_error_responses(404, 409, 503),
+        refusals=LAYER,
     )
     async def model(name: str) -> ModelMetadata:
         """Inputs and outputs of a model. Like every path of a model, it also exists below /versions/1."""
@@ -135,7 +142,8 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         **_model("/ready"),
         **options,
         response_model=ModelReady,
-        responses={503: {"model": ModelReady, "description": "Not ready."}, **v2_error_responses(404, 409)},
+        responses={503: {"model": ModelReady, "description": "Not ready."}},
+        refusals=LAYER,
     )
     async def model_ready(name: str, response: Response) -> ModelReady:
         """Whether calls to a model are answered. 409 for an unloaded one."""
@@ -152,7 +160,7 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         **_model("/config"),
         **options,
         response_model=ModelConfig,
-        responses=v2_error_responses(404, 409, 503),
+        refusals=LAYER,
     )
     async def config(name: str) -> ModelConfig:
         """Model configuration, as in Triton."""
@@ -166,7 +174,7 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         **_model("/stats"),
         **options,
         response_model=Statistics,
-        responses=v2_error_responses(404, 409, 503),
+        refusals=(*LAYER, LayerConflict),
     )
     async def statistics(name: str) -> Statistics:
         """How many calls a model has answered, and how long each phase took, since the server started."""
@@ -181,14 +189,10 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         grpc_methods=("ModelInfer", "ModelStreamInfer"),
         **_model("/infer"),
         tags=["v2"],
-        responses={
-            200: {"description": "The requested outputs.", "content": {JSON: {"schema": schema("InferenceReply")}}},
-            **v2_error_responses(400, 404, 409, 413, 415, 429, 500, 503, 504, 507),
-        },
+        responses={200: {"description": "The requested outputs.", "content": {JSON: {"schema": schema(InferenceReply)}}}},
         response_model=None,
-        openapi_extra=request_body_doc(
-            "InferenceRequest", (INFER_EXAMPLE, "Three positions, causal; for the layer `tiny` of PUT /layers/{name}.")
-        ),
+        body=Body(InferenceRequest, ((INFER_EXAMPLE, "Three positions, causal; for the layer `tiny` of PUT /layers/{name}."),)),
+        refusals=LAYER,
     )
     async def infer(name: str, record: CurrentRecord) -> None:
         """POST /attend in this protocol: JSON, or JSON and tensors as bytes."""
@@ -211,8 +215,7 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         grpc_methods=("RepositoryIndex",),
         tags=["v2"],
         response_model=list[RepositoryModel],
-        responses=v2_error_responses(400, 504),
-        openapi_extra=request_body_doc("IndexRequest", ({"ready": True}, "Those that are ready."), required=False),
+        body=Body(IndexRequest, (({"ready": True}, "Those that are ready."),), required=False),
     )
     async def index(record: CurrentRecord) -> Response:
         """The loaded models, with state READY, and the unloaded ones, UNAVAILABLE, unless the body is {"ready": true}."""
@@ -233,8 +236,8 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         grpc_methods=("RepositoryModelLoad",),
         tags=["v2"],
         response_class=Response,
-        responses=v2_error_responses(400, 403, 404, 409, 413, 503, 504),
-        openapi_extra=request_body_doc("LoadRequest", (LOAD_EXAMPLE, "A seeded layer."), required=False),
+        body=Body(LoadRequest, ((LOAD_EXAMPLE, "A seeded layer."),), required=False),
+        refusals=(LayerNotFound, LayerConflict, StorageFull),
     )
     async def load(name: NewName, record: CurrentRecord) -> Response:
         """Creates or replaces a layer by the LayerSpec in `parameters.config`; without it, loads an unloaded layer. The layer is usable
@@ -252,8 +255,8 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         grpc_methods=("RepositoryModelUnload",),
         tags=["v2"],
         response_class=Response,
-        responses=v2_error_responses(400, 403, 404, 409, 503, 504),
-        openapi_extra=request_body_doc("UnloadRequest", ({}, "No body is needed."), required=False),
+        body=Body(UnloadRequest, (({}, "No body is needed."),), required=False),
+        refusals=(LayerNotFound, LayerConflict),
     )
     async def unload(name: str, record: CurrentRecord) -> Response:
         """Unloads a layer: it answers no new calls until it is loaded again. DELETE /layers/{name} removes it."""
