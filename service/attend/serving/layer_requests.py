@@ -47,10 +47,15 @@ async def read_object(service: Service, raw: RawRequest, largest: int) -> dict[s
     return await service.engine.run(raw, raw.size, _decode_object, raw, largest)
 
 
-async def put_layer(service: Service, name: str, raw: RawRequest, source: CheckpointQuery | None = None) -> AddedLayer:
+async def put_layer(service: Service, name: str, raw: RawRequest, source: CheckpointQuery) -> AddedLayer:
     """PUT /layers/{name}: load the layer. Returns once calls to it are answered."""
-    read = partial(service.engine.check_and_run, raw, _decode_layer, raw, source or CheckpointQuery(), service.wire_limits)
+    read = partial(service.engine.check_and_run, raw, _decode_layer, raw, source, service.wire_limits)
     return await service.loader.put(name, read, raw.deadline)
+
+
+async def make_layer(service: Service, name: str, spec: Any, deadline: float | None) -> AddedLayer:
+    """The same for a seeded layer, whose spec is parsed, but not validated."""
+    return await service.loader.put(name, partial(_layer_of, {"spec": spec}), deadline)
 
 
 async def export_layer(service: Service, name: str, raw: RawRequest) -> list[Buffer]:
@@ -103,8 +108,12 @@ def _decode_layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) 
     if checkpoint:
         spec = {name: value for name, value in members["spec"].items() if value is not None or name != "dtype"}
         return read_checkpoint(members["weights"], source, {"dtype": "float32", **spec})  # numbers in text have no dtype
-    document = validate(PutLayer, members)
-    return ParsedLayer(document.spec if document.weights is None else spec_of_given_weights(document.spec), document.weights)
+    return _layer_of(members)
+
+
+def _layer_of(members: dict[str, Any]) -> ParsedLayer:
+    body = validate(PutLayer, members)
+    return ParsedLayer(body.spec if body.weights is None else spec_of_given_weights(body.spec), body.weights)
 
 
 def _is_checkpoint(members: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from attend.errors import LayerConflict, LayerNotFound, MalformedBody, RequestError, StorageFull
 from attend.serving.binding import ATTEND
-from attend.serving.layer_requests import put_layer, read_object
+from attend.serving.layer_requests import make_layer, read_object
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.web.endpoints import ADMIN, INFER, LAYER, PUBLIC, READ, TIMED, EndpointTable
@@ -274,9 +274,9 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters, de
         await service.loader.load(name, deadline)
         return
     require_layer_name(name)
-    await run_in_threadpool(parse_nested, config, CONFIG_PATH)  # must be complete JSON: it is inserted into other JSON
+    spec = await run_in_threadpool(parse_nested, config, CONFIG_PATH)
     try:
-        await put_layer(service, name, RawRequest(b'{"spec": %b}' % config.encode(), deadline=deadline))
+        await make_layer(service, name, spec, deadline)
     except RequestError as refusal:
         if not refusal.problems:
             raise
