@@ -1,6 +1,7 @@
 """The drawing thread: its bound on waiting drawings, deadlines and disconnected callers. Drawings block until the test releases them."""
 
 import asyncio
+import math
 import subprocess
 import sys
 import threading
@@ -33,18 +34,23 @@ def renderer():
     made.close()
 
 
-async def begin(renderer, figure, deadline=None, gone=lambda: False):
-    task = asyncio.create_task(renderer.draw(figure.draw, RawRequest(b"", deadline=deadline, gone=gone)))
+async def begin(renderer, figure, deadline=None, gone=lambda: False, caller=""):
+    task = asyncio.create_task(renderer.draw(figure.draw, RawRequest(b"", deadline=deadline, gone=gone, caller=caller)))
     await asyncio.sleep(0)
     return task
 
 
 def test_too_many_waiting_drawings_are_overloaded(renderer):
+    """One caller has at most half of them, and any other one still gets its picture drawn."""
+
     async def scenario():
         figure = BlockedFigure()
-        tasks = [await begin(renderer, figure) for _ in range(MAX_WAITING)]
+        tasks = [await begin(renderer, figure, caller="many") for _ in range(MAX_WAITING // 2)]
+        with pytest.raises(Overloaded, match="of one caller"):
+            await renderer.draw(figure.draw, RawRequest(b"", caller="many"))
+        tasks += [await begin(renderer, figure, caller=f"one {i}") for i in range(MAX_WAITING - len(tasks))]
         with pytest.raises(Overloaded) as refusal:
-            await renderer.draw(figure.draw, RawRequest(b""))
+            await renderer.draw(figure.draw, RawRequest(b"", caller="another"))
         for task in tasks:
             task.cancel()
         figure.go.set()
@@ -53,8 +59,8 @@ def test_too_many_waiting_drawings_are_overloaded(renderer):
 
     refusal = asyncio.run(scenario())
 
-    assert refusal.retry_after >= 1
-    assert refusal.problems[0].got == str(MAX_WAITING + 1)
+    assert refusal.retry_after == math.ceil((MAX_WAITING + 1) * 0.5)  # seconds, as long as none has been measured
+    assert refusal.problems[0].expected == f"at most {MAX_WAITING} pictures at once"
 
 
 def test_a_drawing_whose_deadline_passes_while_it_waits_never_starts(renderer):
@@ -98,7 +104,7 @@ def test_at_the_deadline_the_caller_gets_an_error_and_the_thread_stops_drawing()
         figure.go.set()
         with pytest.raises(DeadlinePassed):
             await task
-        seen.append(renderer.waiting)
+        seen.append(renderer.waiting.used)
         renderer.close()
 
     asyncio.run(scenario())

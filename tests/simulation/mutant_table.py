@@ -10,11 +10,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # past: the error of a picture, and of a call without memory, and of a batch that fails, kept the tensors (found by the simulation)
     "cycle of a picture": (
         FIGURES,
-        """            async with asyncio.timeout(deadline - self.clock()):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
+        """                async with asyncio.timeout(deadline - self.clock()):
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
 """,
-        """            drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
-            return await asyncio.wait_for(drawn, max(0.0, deadline - self.clock()))
+        """                drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
+                return await asyncio.wait_for(drawn, max(0.0, deadline - self.clock()))
 """,
     ),
     "cycle of an inline call": (SCHEDULER, "            del settled, outcome  # as in `submit`\n", "            pass\n"),
@@ -153,9 +153,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "            if free < 0 and own > self.times * free:",
     ),
     "picture that fails is counted for ever": (
-        FIGURES,
-        "        finally:\n            self.waiting -= 1\n",
-        "        else:\n            self.waiting -= 1\n",
+        "attend.serving.fair_share",
+        "        try:\n            yield\n        finally:\n            self.give_back(caller, 1)\n",
+        "        yield\n        self.give_back(caller, 1)\n",
     ),
     "end of a long reply": (CONNECTIONS, "more or start + SEND_BYTES < len(whole)})", "more or start + SEND_BYTES <= len(whole)})"),
     "slow peers checked once": (CONNECTIONS, "        self._running = bool(connections)\n", "        self._running = False\n"),

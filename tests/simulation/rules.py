@@ -99,7 +99,7 @@ class Rules:
             waits = pool.queue.first()
             require(0 <= pool.free <= most, "slots", f"{pool.free} of {most} threads are free")
             require(waits is None or not pool.free or waits.future.cancelled(), "rule 4", "a body waits for a thread, and one is free")
-        require(service.engine.renderer.waiting >= 0, "slots", "fewer than 0 pictures wait")
+        require(service.engine.renderer.waiting.used >= 0, "slots", "fewer than 0 pictures wait")
         if (sessions := service.engine.sessions) is not None:
             require(sessions.pool.used <= sessions.capacity, "rule 13", f"the pages have {sessions.pool.used} of {sessions.capacity} bytes")
         if self.world.steps % CHECKED_EVERY == 0:
@@ -152,7 +152,7 @@ class Rules:
             "rule 5: flows with cost": len(scheduler._occupancy.operations) + len(scheduler._occupancy.memory_bytes),
             "running batches": int(scheduler._running is not None),
             "busy threads of the codec pool": self._busy_codec_threads(),
-            "pictures": service.engine.renderer.waiting,
+            "pictures": service.engine.renderer.waiting.used,
             "jobs of threads": sum(len(pool.queue) for pool in SimulatedExecutor.all if pool.process == self.process.name),
             "connections": len(server.server_state.connections),
             "requests": len(server.server_state.tasks),

@@ -1,4 +1,4 @@
-"""A fair share of a bounded thing: bytes, calls, streams, the queue, sessions.
+"""A fair share of a bounded thing: bytes, calls, streams, the queue, sessions, pictures.
 
 A caller may take at most `times` times what then stays free: 2 lets one caller alone take two thirds, two callers two fifths each. So no
 caller takes all of it, and there is room for another (dynamic threshold; Choudhury and Hahne, "Dynamic queue length thresholds for
@@ -78,11 +78,11 @@ class FairShare(Generic[C]):
                 del self._taken[caller]
 
     @contextmanager
-    def slot(self, caller: C, what: str) -> Iterator[None]:
+    def slot(self, caller: C, what: str, retry_after: int = 1) -> Iterator[None]:
         """Take 1 during the `with` block. Raises Overloaded if there is none; `what` is the noun of the refusal."""
         if (lacking := self.shortage(caller, 1)) is not None:
             half = f", at most {self.times} times the free ones of one caller" if lacking.of_caller else ""
-            raise Overloaded(1, problems=[Problem("", f"at most {self.capacity} {what} at once{half}", "one more")])
+            raise Overloaded(retry_after, problems=[Problem("", f"at most {self.capacity} {what} at once{half}", "one more")])
         self.take(caller, 1)
         try:
             yield

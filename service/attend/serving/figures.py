@@ -20,10 +20,11 @@ from typing import Any, Literal, TypeVar
 
 from attend.attention.call import Call, Result
 from attend.attention.operations import FORWARD, Operation
-from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, Overloaded, Problem, TooLarge
+from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, TooLarge
 from attend.heads.figures import FigureSpec, compose, draw, operation_for
 from attend.serving.binding import Binding, BoundCall, refuse_fully_masked
 from attend.serving.cost import Cost
+from attend.serving.fair_share import FairShare
 from attend.serving.layer_checks import refuse_packed
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.replies import compress
@@ -40,7 +41,7 @@ T = TypeVar("T")
 Check = Callable[[], None]  # raises if the caller no longer waits
 MAX_HEADS = 256  # most heads in one picture
 MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets no earlier deadline
-MAX_WAITING = 32  # most waiting drawings; each is bounded in cells and pixels, so their number bounds their cost
+MAX_WAITING = 32  # most drawings that are waiting or being drawn; each is bounded in cells and pixels, so their number bounds their cost
 
 
 class FigureBinding(Binding[FigureRequest]):
@@ -131,7 +132,7 @@ class FigureRenderer:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._thread = ThreadPoolExecutor(1, "drawing", _start)  # starts with the first figure
-        self.waiting = 0  # number of drawings that are waiting or being drawn
+        self.waiting = FairShare[str](MAX_WAITING, times=1, least=1)  # number of drawings of each caller
         self._seconds = 0.5  # moving average of the seconds per figure
 
     async def reply(self, bound: BoundCall, result: Result, raw: RawRequest) -> Encoded:
@@ -144,21 +145,16 @@ class FigureRenderer:
 
         Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises.
         """
-        if self.waiting >= MAX_WAITING:
-            expected = f"at most {MAX_WAITING} pictures that wait to be drawn"
-            raise Overloaded(math.ceil(self.waiting * self._seconds), problems=[Problem("", expected, str(self.waiting + 1))])
         deadline = self.clock() + MAX_SECONDS
         if raw.deadline is not None:
             deadline = min(deadline, raw.deadline)
-        self.waiting += 1
-        try:
-            # No variable has the future, as one of asyncio.wait_for does: its error refers to this frame; the cycle would keep the result.
-            async with asyncio.timeout(deadline - self.clock()):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
-        except TimeoutError:
-            raise _too_late() from None
-        finally:
-            self.waiting -= 1
+        with self.waiting.slot(raw.caller, "pictures", math.ceil((1 + self.waiting.used) * self._seconds)):
+            try:
+                # no variable has the future, as one of asyncio.wait_for does: its error refers to this frame, and would keep the result
+                async with asyncio.timeout(deadline - self.clock()):
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
+            except TimeoutError:
+                raise _too_late() from None
 
     def _draw(self, drawing: Callable[[Check], T], deadline: float, gone: Callable[[], bool]) -> T:
         started = self.clock()
