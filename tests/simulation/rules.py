@@ -173,7 +173,7 @@ class Rules:
         return {
             "sessions": len(sessions),
             "owners": len(sessions._owners),
-            "sequences": len(sessions.sequences),
+            "sequences": len(sessions._sequences),
             "bytes of pages": pool.used,
             "bytes of shared pages": pool.shared,
             "bytes of the pages of owners": sum(map(abs, pool.of_owner.values())),

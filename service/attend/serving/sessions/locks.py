@@ -55,23 +55,21 @@ async def lock_sequence(sessions: SessionRegistry, layer: str, part: SequencePar
     Raises InvalidRequest for a part of a sequence that has not begun.
     """
     key = (raw.api_key, layer, part.id)
-    before = sessions.sequences.get(key)
-    if part.start:
-        session = sessions.create(PostSession(layer=layer), raw.api_key)
-        session.sequence, sessions.sequences[key] = key, session.id
-    elif before is None:
+    before = sessions.of_sequence(key)
+    session = sessions.begin_sequence(key, PostSession(layer=layer)) if part.start else before
+    if session is None:
         expected = "sequence_start, or the id of a sequence of this model that has begun"
         raise InvalidRequest.where("/parameters/sequence_id", expected, describe_value(part.id))
     try:
-        async with lock_session(sessions, sessions.sequences[key], raw.api_key, raw) as session:
+        async with lock_session(sessions, session.id, raw.api_key, raw):
             yield session
     except BaseException:
         if part.start:  # a start that is refused leaves a sequence of this id as it was
             sessions.end(session, "deleted")
-            if before is not None and before in sessions:
-                sessions.sequences[key] = before
+            if before is not None:
+                sessions.resume_sequence(before)
         raise
-    if part.start and before is not None and before in sessions:
-        sessions.end(sessions[before], "deleted")
+    if part.start and before is not None:
+        sessions.end(before, "deleted")
     if part.end:
         sessions.end(session, "deleted")

@@ -35,6 +35,7 @@ from attend.spec import LayerSpec
 from attend.wire.schemas.schema import LayerReference
 from attend.wire.schemas.sessions import PostSession, SessionDocument
 
+SequenceKey = tuple[str, str, str]  # owner, layer and id of a sequence of the Open Inference Protocol
 Reason = Literal["idle", "memory", "layer_replaced", "layer_removed", "deleted"]
 MEANINGS: dict[str, str] = {
     "idle": "it was idle for longer than its idle_seconds",
@@ -61,7 +62,7 @@ class Session:
     capacity: int | None
     idle_seconds: float
     used_at: float
-    sequence: tuple[str, ...] | None = None  # owner, layer and id of the sequence of the Open Inference Protocol that it is
+    sequence: SequenceKey | None = None  # the sequence of the Open Inference Protocol that it is
     calls: int = 0  # number of calls that use it or wait for it
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the call that uses it
 
@@ -129,7 +130,7 @@ class SessionRegistry:
         self._numbers = FairShare[str](MAX_SESSIONS, SHARE_OF_FREE, least=1 if shared else MAX_SESSIONS)  # of sessions of each owner
         self._owners: dict[str, _OwnedSessions] = {}  # owners that have sessions
         self._ended: OrderedDict[str, tuple[str, Reason]] = OrderedDict()  # id -> owner, reason; oldest first
-        self.sequences: dict[tuple[str, ...], str] = {}  # owner, layer and id of a sequence -> id of its session
+        self._sequences: dict[SequenceKey, Session] = {}
         self._sweeping: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -155,6 +156,21 @@ class SessionRegistry:
         session.require_visible(length, "/length")
         self._require_room(session.owner)
         return self._add(session.layer, session.cache.fork(length), session.capacity, session.idle_seconds)
+
+    def of_sequence(self, key: SequenceKey) -> Session | None:
+        """The session of a sequence of the Open Inference Protocol; None if none has begun, or it has ended."""
+        return self._sequences.get(key)
+
+    def begin_sequence(self, key: SequenceKey, body: PostSession) -> Session:
+        """A new session, which is that of the sequence from now on. Raises what `create` raises."""
+        session = self.create(body, key[0])
+        session.sequence, self._sequences[key] = key, session
+        return session
+
+    def resume_sequence(self, session: Session) -> None:
+        """Make a session that has not ended that of its sequence again."""
+        if session.sequence is not None and session.id in self._sessions:
+            self._sequences[session.sequence] = session
 
     def _require_room(self, owner: str) -> None:
         """End the owner's least recently used session if there may be no more sessions. Raises OutOfMemory if none can be ended."""
@@ -245,8 +261,8 @@ class SessionRegistry:
         owned.in_use.pop(session.id, None)
         if not owned.sessions:
             del self._owners[session.owner]
-        if session.sequence is not None and self.sequences.get(session.sequence) == session.id:
-            del self.sequences[session.sequence]
+        if session.sequence is not None and self._sequences.get(session.sequence) is session:
+            del self._sequences[session.sequence]
         self._ended[session.id] = session.owner, reason
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
