@@ -62,18 +62,16 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     import torch
 
     from attend.errors import AttendError
-    from attend.serving.admission import ServingLimits
     from attend.serving.batching import Entry
     from attend.serving.binding import ATTEND
     from attend.serving.executor import compute
     from attend.serving.requests import RawRequest
     from attend.serving.service import open_service
     from attend.spec import LayerSpec
-    from attend.wire.limits import WireLimits
     from attend.wire.negotiation import CODECS, JSON, SAFETENSORS
 
     torch.set_num_threads(1)
-    service = open_service("cpu", WireLimits(), ServingLimits())
+    service = open_service("cpu")
     layer = service.registry.make("default", LayerSpec(d_model=size.shape[-1], num_heads=size.num_heads))
     service.registry.put(layer)
     codec = CODECS[SAFETENSORS if form == "st" else JSON]

@@ -22,12 +22,10 @@ from attend.client import AnalysisResult, Client
 from attend.client.responses import read_analysis
 from attend.errors import InvalidRequest, TooLarge
 from attend.heads.metrics.compute import OF_WEIGHTS, MetricsOperation
-from attend.serving.admission import ServingLimits
 from attend.serving.analysis import ANALYSIS
 from attend.serving.requests import RawRequest
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
-from attend.wire.limits import WireLimits
 from attend.wire.schemas.analysis import METRICS, AnalysisRequest
 from support.cases import weights_of
 from support.plain_metrics import Item, between_metrics, output_metrics, row_metrics, strongest
@@ -442,7 +440,7 @@ def test_metrics_are_computed_on_the_device_thread(monkeypatch: pytest.MonkeyPat
         return b"".join((await service.engine.answer(RawRequest(b'{"query": [[1, 0, 0, 0]]}'), ANALYSIS)).pieces)
 
     monkeypatch.setattr(MetricsOperation, "run", watched)
-    service = open_service("cpu", WireLimits(), ServingLimits())
+    service = open_service("cpu")
     try:
         reply = json.loads(asyncio.run(ask()))
     finally:

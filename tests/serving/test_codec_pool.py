@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from attend.serving.admission import ServingLimits
 from attend.serving.binding import ATTEND
 from attend.serving.codec_pool import LARGE_BYTES, CodecPool
 from attend.serving.metrics import Metrics
@@ -20,7 +19,6 @@ from attend.serving.scheduler import Scheduler
 from attend.serving.service import open_service
 from attend.serving.threads import NICE
 from attend.wire.codec import Decoded
-from attend.wire.limits import WireLimits
 from support.scheduler import REAL, loop_iterations, run
 from support.waiting import PATIENCE
 
@@ -163,7 +161,7 @@ def test_a_medium_body_is_decoded_while_large_ones_wait(monkeypatch: pytest.Monk
     work = Work()
 
     async def test() -> None:
-        service = open_service("cpu", WireLimits(), ServingLimits())
+        service = open_service("cpu")
         service.registry.put(replace(REAL, name="layer"))
         decode = service.engine.decode
 

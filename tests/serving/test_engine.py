@@ -14,14 +14,12 @@ from attend.attention.call import Call
 from attend.attention.layer import MultiHeadAttention
 from attend.errors import AttendError
 from attend.serving import batching
-from attend.serving.admission import ServingLimits
 from attend.serving.batching import BatchLimits, Entry
 from attend.serving.binding import ATTEND
 from attend.serving.codec_pool import LARGE_BYTES, Job
 from attend.serving.requests import RawRequest
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
-from attend.wire.limits import WireLimits
 from attend.wire.negotiation import CODECS, JSON, SAFETENSORS
 from support.scheduler import REAL, run
 
@@ -50,7 +48,7 @@ def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
         body = save({"query": query}, {"request": json.dumps({"layer": "layer", **members})})
 
     async def test() -> None:
-        service = open_service("cpu", WireLimits(), ServingLimits())
+        service = open_service("cpu")
         service.registry.put(replace(REAL, name="layer"))
         for _ in range(3):
             deadline = service.clock() if kind == "a deadline that has passed" else None
@@ -84,7 +82,7 @@ def test_a_small_gradient_is_not_computed_on_the_event_loop(monkeypatch: pytest.
     monkeypatch.setattr(MultiHeadAttention, "forward", forward)
 
     async def check() -> None:
-        service = open_service("cpu", WireLimits(), ServingLimits())
+        service = open_service("cpu")
         service.registry.put(service.registry.make("default", LayerSpec(d_model=6, num_heads=3)))
         row = [[0.5] * 6]
         body = json.dumps({"query": row, "output_gradient": row, "outputs": ["query_gradient"]}).encode()
@@ -110,7 +108,7 @@ def test_the_numbers_that_decide_on_a_batch_are_read_where_the_body_is(monkeypat
     body = save(tensors, {"request": json.dumps({"layer": "layer"})})
 
     async def check() -> None:
-        service = open_service("cpu", WireLimits(), ServingLimits())
+        service = open_service("cpu")
         service.registry.put(replace(REAL, name="layer"))
         service.scheduler.batch_limits = BatchLimits(calls)
         await service.engine.answer(RawRequest(body, codec=CODECS[SAFETENSORS], reply_codec=CODECS[SAFETENSORS]), ATTEND)

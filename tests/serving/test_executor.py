@@ -15,7 +15,6 @@ from attend.attention import operations, stacking
 from attend.attention.call import Call, Result
 from attend.errors import OutOfMemory, ServiceFault
 from attend.serving import probe, scheduler
-from attend.serving.admission import ServingLimits
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome
@@ -25,7 +24,6 @@ from attend.serving.service import open_service
 from attend.settings import Settings
 from attend.spec import LayerSpec
 from attend.web.app import create_app
-from attend.wire.limits import WireLimits
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 from support.scheduler import (
@@ -310,7 +308,7 @@ def test_rule_9_readiness_falls_after_repeated_out_of_memory_and_recovers() -> N
     """One call that does not fit changes nothing; several in a row do. The first that fits restores readiness."""
 
     async def test() -> None:
-        service = open_service("cpu", WireLimits(), ServingLimits())
+        service = open_service("cpu")
         await service.start({})
         service.registry.put(REAL)
         attention = Attention()

@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from attend.errors import Overloaded, ServiceFault
-from attend.serving.admission import ServingLimits
 from attend.serving.batching import BatchLimits
 from attend.serving.metrics import Metrics
 from attend.serving.requests import RawRequest
 from attend.serving.scheduler import QueueLimits, Scheduler
 from attend.serving.service import Service, open_service
 from attend.spec import LayerSpec
-from attend.wire.limits import WireLimits
 from support.scheduler import HEAVY, Attention, Clock, heavy_call, layer_with, loop_iterations, run
 
 SOON, EVER = 0.05, 60.0  # seconds: a deadline that passes, and one that does not
@@ -22,7 +20,7 @@ SOON, EVER = 0.05, 60.0  # seconds: a deadline that passes, and one that does no
 
 async def opened(attention: Attention) -> tuple[Service, Clock]:
     """A started service with that layer alone, long after its last computation."""
-    service, clock = open_service("cpu", WireLimits(), ServingLimits()), Clock()
+    service, clock = open_service("cpu"), Clock()
     await service.start({})
     service.clock = service.scheduler.clock = clock
     service.registry.put(layer_with(attention))
@@ -187,7 +185,7 @@ def test_the_speed_is_measured_at_the_start(spec: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(Scheduler, "calibrate", lambda self, operations, seconds: measured.append((operations, seconds)))
 
     async def test() -> None:
-        service = open_service("cpu", WireLimits(), ServingLimits())
+        service = open_service("cpu")
         await service.start({"layer": LayerSpec(**spec)})
         service.close()
 

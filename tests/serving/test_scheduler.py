@@ -20,7 +20,6 @@ import uvicorn
 from attend.attention.call import Call, Result
 from attend.errors import AttendError, DeadlinePassed, InvalidRequest, Overloaded, ServiceFault
 from attend.serving import scheduler
-from attend.serving.admission import ServingLimits
 from attend.serving.batching import Entry, batch_key
 from attend.serving.binding import ATTEND
 from attend.serving.calls import make_call
@@ -35,7 +34,6 @@ from attend.web.connections import Connection
 from attend.wire.codec import Decoded
 from attend.wire.json.reader import parse
 from attend.wire.json.writer import encode_json
-from attend.wire.limits import WireLimits
 from attend.wire.negotiation import JSON, AttendCodec
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
@@ -84,7 +82,7 @@ def test_rule_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) -
     """While the device is busy. It is neither in the queue nor in a batch."""
 
     async def test() -> None:
-        service = open_service("cpu", WireLimits(), ServingLimits())
+        service = open_service("cpu")
         attention = Attention()
         service.registry.put(layer_with(attention))
         good = RawRequest(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
@@ -721,7 +719,7 @@ def test_rule_12_a_compressed_body_is_decoded_in_a_thread() -> None:
             return super().decode(*args)
 
     async def test() -> None:
-        service = open_service("cpu", WireLimits(), ServingLimits())
+        service = open_service("cpu")
         service.registry.put(REAL)
         row = b"[0,0,0,0,0,0],"
         for rows in (10, 400_000):

@@ -23,14 +23,13 @@ from attend.serving.layers.registry import LayerRegistry
 from attend.serving.metrics import Metrics
 from attend.serving.requests import RawRequest
 from attend.serving.scheduler import QueueLimits
-from attend.serving.service import Service, open_service
+from attend.serving.service import Service, ServiceOptions, open_service
 from attend.serving.sessions import registry
 from attend.serving.sessions.ids import make_id, new_process
 from attend.serving.sessions.locks import lock_session
 from attend.serving.sessions.registry import Session, SessionRegistry
 from attend.serving.sessions.steps import STEP
 from attend.spec import LayerSpec
-from attend.wire.limits import WireLimits
 from attend.wire.schemas.sessions import PostSession
 from support.decoding import Gate
 from support.scheduler import Clock, loop_iterations, run
@@ -273,7 +272,7 @@ async def test_the_refusal_of_an_id_says_why_the_session_does_not_exist() -> Non
 
 
 def service_of(sessions: Sessions) -> Service:
-    service = open_service("cpu", WireLimits(), ServingLimits(), QueueLimits(delay=1e-4))
+    service = open_service("cpu", ServiceOptions(queue=QueueLimits(delay=1e-4)))
     service.registry.put(sessions.layers.find("default"))
     service.engine.sessions = sessions.registry
     return service

@@ -24,10 +24,9 @@ from attend.serving.cost import predict
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.plan import plan_call
 from attend.serving.requests import RawRequest
-from attend.serving.service import open_service
+from attend.serving.service import ServiceOptions, open_service
 from attend.serving.shards import find_layer, merge_results, split_call
 from attend.spec import LayerSpec
-from attend.wire.limits import WireLimits
 from attend.wire.schemas.attend import AttendRequest, Select
 
 OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "query_projection", "key_projection", "value_projection"]
@@ -153,7 +152,7 @@ def ask(shards, limits=None, deadline=None, **fields):
     """The reply's document, or the error, of an engine with these shards and limits."""
 
     async def run():
-        service = open_service("cpu", WireLimits(), limits or ServingLimits())
+        service = open_service("cpu", ServiceOptions(limits=limits or ServingLimits()))
         try:
             await service.start({"default": SPEC})
             if shards is not None:

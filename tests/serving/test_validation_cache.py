@@ -18,10 +18,9 @@ from attend.serving.binding import ATTEND, BoundCall
 from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.requests import RawRequest
-from attend.serving.service import open_service
+from attend.serving.service import ServiceOptions, open_service
 from attend.serving.validation_cache import MAX_KEY_CHARACTERS, MAX_RESULTS, CachedValidation, ValidationCache, cache_key
 from attend.spec import LayerSpec
-from attend.wire.limits import WireLimits
 
 SPECS = {"default": LayerSpec(d_model=6, num_heads=2, seed=3), "half": LayerSpec(d_model=6, num_heads=3, dtype="float16")}
 OPTIONS: dict[str, list[Any]] = {  # valid and invalid values, and pairs that are equal in Python
@@ -42,7 +41,7 @@ OPTIONS: dict[str, list[Any]] = {  # valid and invalid values, and pairs that ar
 NUMBERS = st.sampled_from([0.0, 1.0, -2.5, 0.1, 7e4, 1e39])  # 7e4 is too large for float16, 1e39 for float32
 
 
-SERVICE = open_service("cpu", WireLimits(), ServingLimits(max_scores=40))
+SERVICE = open_service("cpu", ServiceOptions(limits=ServingLimits(max_scores=40)))
 
 
 def engine() -> Engine:

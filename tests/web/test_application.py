@@ -14,8 +14,9 @@ import tritonclient.grpc as triton
 from structlog.testing import capture_logs
 
 from attend.serving.codec_pool import CodecPool
+from attend.serving.service import ServiceOptions
 from attend.settings import Settings
-from attend.web.app import create_app
+from attend.web.app import create_app, service_options
 from attend.web.records import HttpRecord
 from support.app import serve_here
 from support.waiting import until
@@ -114,6 +115,10 @@ WITHOUT_LAYERS = {  # what answers before the layers are loaded
     *("POST /sessions/{id}/fork", "GET /sessions/{id}/cache"),
     *("GET /v2", "GET /v2/health/live", "GET /v2/models/stats", "POST /v2/repository/index"),
 }
+
+
+def test_default_settings_give_the_defaults_of_the_service() -> None:
+    assert service_options(Settings()) == ServiceOptions()
 
 
 def test_what_needs_a_layer_is_refused_before_the_layers_are_loaded() -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ import torch
 
 from attend.errors import NotReady
 from attend.serving.admission import ServingLimits
-from attend.serving.batching import limits_on
+from attend.serving.batching import BatchLimits, limits_on
 from attend.serving.byte_budget import ByteBudget
 from attend.serving.engine import Engine
 from attend.serving.executor import one_core
@@ -35,30 +36,30 @@ NO_PAGES: Mapping[str, str] = {}
 log = structlog.get_logger("attend")
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """What a service takes from the settings, whose defaults are the same."""
+
+    wire_limits: WireLimits = field(default_factory=WireLimits)
+    limits: ServingLimits = field(default_factory=ServingLimits)
+    queue: QueueLimits = field(default_factory=QueueLimits)
+    batch_calls: int = BatchLimits().calls  # in one batch, on a GPU
+    layers_dir: Path | None = None  # stores layers added by PUT; `start` loads those found there
+    compress: bool = False  # whether replies are compressed for clients that accept several codings
+    timeout: float | None = None  # seconds for requests that set no deadline
+    ready_timeout: float = READY_SECONDS  # for the device to answer a check
+
+
 class Service:
-    """The parts that answer requests in one process, and its state. Has no layers until `start` or `begin` has loaded them.
+    """The parts that answer requests in one process, and its state. Has no layers until `start` or `begin` has loaded them."""
 
-    `compress`: whether replies are compressed for clients that accept it. `timeout`: seconds for requests that set no deadline;
-    `ready_timeout`: for the device to answer a check.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        metrics: Metrics,
-        wire_limits: WireLimits,
-        limits: ServingLimits,
-        store: LayerStore | None,
-        compress: bool = False,
-        timeout: float | None = None,
-        ready_timeout: float = READY_SECONDS,
-    ) -> None:
-        self.scheduler, self.metrics, self.wire_limits, self.limits = scheduler, metrics, wire_limits, limits
-        self.clock = scheduler.clock
+    def __init__(self, scheduler: Scheduler, metrics: Metrics, store: LayerStore | None, options: ServiceOptions) -> None:
+        self.scheduler, self.metrics, self.clock = scheduler, metrics, scheduler.clock
+        self.wire_limits, self.limits = wire_limits, limits = options.wire_limits, options.limits
         self.registry = LayerRegistry(scheduler.device, limits)
         self.statistics = LayerStatistics(metrics.folder)
         metrics.add(self.statistics)
-        self.probe = Probe(scheduler, ready_timeout)
+        self.probe = Probe(scheduler, options.ready_timeout)
         self.loader = LayerLoader(self.registry, self.probe, metrics, self.statistics, store, wire_limits.layer_bytes)
         self.engine = Engine(self.registry, scheduler, metrics, self.statistics, wire_limits, limits)
         self.budget = ByteBudget(scheduler.limits.memory_bytes, scheduler.clock)
@@ -66,7 +67,7 @@ class Service:
         self.started = self.draining = False
         self.failed = False  # whether the configured layers could not be loaded
         self.retiring = False  # another process takes over: connections are closed, but the server as a whole stays ready
-        self.compress, self.timeout = compress, timeout
+        self.compress, self.timeout = options.compress, options.timeout
         self._starting: asyncio.Task[None] | None = None
         self._recovering: asyncio.Task[None] | None = None
         self._sampling: asyncio.TimerHandle | None = None
@@ -162,29 +163,14 @@ class Service:
         self.engine.close()
 
 
-def open_service(
-    device: str,
-    wire_limits: WireLimits,
-    limits: ServingLimits,
-    queue: QueueLimits | None = None,
-    batch_calls: int = 64,
-    layers_dir: Path | None = None,
-    compress: bool = False,
-    timeout: float | None = None,
-    ready_timeout: float = READY_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-) -> Service:
-    """A service without layers on `device`, a torch device name or "auto". Raises ValueError if there is no such device.
-
-    With `layers_dir`, layers added by PUT are stored in that folder, and `start` loads the layers found there. `compress`, `timeout` and
-    `ready_timeout` are those of `Service`.
-    """
+def open_service(device: str, options: ServiceOptions = ServiceOptions(), clock: Callable[[], float] = time.monotonic) -> Service:
+    """A service without layers on `device`, a torch device name or "auto". Raises ValueError if there is no such device."""
     where = find_device(device)
     one_core()  # must be created before other threads compute: see `one_core`
     metrics = Metrics()
-    store = None if layers_dir is None else LayerStore(layers_dir, wire_limits.layer_bytes)
-    scheduler = Scheduler(where, metrics, queue, limits_on(where, batch_calls), clock)
-    return Service(scheduler, metrics, wire_limits, limits, store, compress, timeout, ready_timeout)
+    store = None if options.layers_dir is None else LayerStore(options.layers_dir, options.wire_limits.layer_bytes)
+    scheduler = Scheduler(where, metrics, options.queue, limits_on(where, options.batch_calls), clock)
+    return Service(scheduler, metrics, store, options)
 
 
 def find_device(name: str) -> torch.device:

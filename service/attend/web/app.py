@@ -14,7 +14,7 @@ from attend.errors import Forbidden, LayerConflict, NotReady
 from attend.serving.admission import ServingLimits
 from attend.serving.memory import default_limit
 from attend.serving.scheduler import QueueLimits
-from attend.serving.service import NO_PAGES, Service, open_service
+from attend.serving.service import NO_PAGES, Service, ServiceOptions, open_service
 from attend.serving.sessions.ids import default_replica, new_process
 from attend.serving.sessions.registry import SessionRegistry
 from attend.settings import Settings
@@ -95,24 +95,24 @@ def _middleware(table: EndpointTable, service: Service, settings: Settings, keyr
 
 def create_service(settings: Settings, clock: Callable[[], float] = time.monotonic) -> Service:
     """The service with these settings; it has no layers yet."""
-    wire = WireLimits(settings.max_body_bytes, settings.max_layer_bytes, settings.max_depth, settings.max_tensors)
-    limits = ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)})
-    queue = QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay)
-    service = open_service(
-        settings.device,
-        wire,
-        limits,
-        queue,
-        settings.max_batch_calls,
-        settings.layers_dir,
-        settings.compress_replies,
-        settings.request_timeout,
-        settings.ready_timeout,
-        clock,
-    )
+    service = open_service(settings.device, service_options(settings), clock)
     if settings.session_memory:
         service.engine.use_sessions(_session_registry(settings, service))
     return service
+
+
+def service_options(settings: Settings) -> ServiceOptions:
+    """What the service takes from the settings."""
+    return ServiceOptions(
+        wire_limits=WireLimits(settings.max_body_bytes, settings.max_layer_bytes, settings.max_depth, settings.max_tensors),
+        limits=ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)}),
+        queue=QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay),
+        batch_calls=settings.max_batch_calls,
+        layers_dir=settings.layers_dir,
+        compress=settings.compress_replies,
+        timeout=settings.request_timeout,
+        ready_timeout=settings.ready_timeout,
+    )
 
 
 def _session_registry(settings: Settings, service: Service) -> SessionRegistry:

@@ -11,7 +11,6 @@ import orjson
 import pytest
 
 from attend.errors import AttendError, CallerGone, MalformedBody, OutOfMemory, Overloaded
-from attend.serving.admission import ServingLimits
 from attend.serving.byte_budget import ByteBudget, Lease
 from attend.serving.requests import RawRequest
 from attend.serving.service import open_service
@@ -19,7 +18,6 @@ from attend.serving.sessions import transfer
 from attend.serving.sessions.ids import new_process
 from attend.serving.sessions.registry import SessionRegistry
 from attend.spec import LayerSpec
-from attend.wire.limits import WireLimits
 from attend.wire.negotiation import CODECS, SAFETENSORS
 from attend.wire.safetensors import write_tensors
 from attend.wire.schemas.sessions import PostSession
@@ -49,7 +47,7 @@ class Transfers:
     """A service with a session, and the names of the functions that its exports and imports have run in threads."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.service = open_service("cpu", WireLimits(), ServingLimits())
+        self.service = open_service("cpu")
         self.service.registry.put(self.service.registry.make("default", SPEC))
         self.sessions = SessionRegistry(self.service.registry, self.service.metrics, MEMORY, new_process("one"), shared=False)
         self.session, self.ran = self.sessions.create(PostSession(), ""), list[str]()
