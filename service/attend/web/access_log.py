@@ -1,14 +1,20 @@
 """Counts, logs and traces every request, also those that are refused before they are complete."""
 
 import time
+import traceback
+from typing import Any
 
 import structlog
 
+from attend import errors
+from attend.serving.faults import is_out_of_memory
 from attend.serving.metrics import Metrics
-from attend.web.records import Handler, HttpRecord
+from attend.web.errors import row_of
+from attend.web.records import Handler, HttpRecord, Record
 from attend.web.telemetry import Telemetry
 
 log = structlog.get_logger("attend")
+UNEXPECTED_ERROR = "unexpected error; the server's log has the cause"
 
 
 class AccessLog:
@@ -35,7 +41,17 @@ class AccessLog:
             if record.reason:
                 metrics.count_failure(record.reason)
             if self.log_requests:
-                self._write(record, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                self.write(
+                    record,
+                    seconds,
+                    method=record.method,
+                    path=record.path,
+                    client=record.address,
+                    status=record.status,
+                    received=record.received,
+                    sent=record.sent,
+                )
 
         return recorded
 
@@ -47,21 +63,35 @@ class AccessLog:
             about = {"request_id": request_id, "method": "", "path": "", "client": client, "status": status}
             self.log.info("request", **about, reason=reason, detail=detail)
 
-    def _write(self, record: HttpRecord, seconds: float) -> None:
+    def write(self, record: Record, seconds: float, **about: Any) -> None:
+        """Logs a request or gRPC call that took so many seconds. `about`: what the protocol knows of it."""
         phases = {} if record.phases is None else record.phases.milliseconds()
         refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}
         self.log.info(
             "request",
             request_id=record.request_id,
-            method=record.method,
-            path=record.path,
-            client=record.address,
+            **about,
             key=record.api_key,
-            status=record.status,
             ms=round(seconds * 1e3, 3),
-            received=record.received,
-            sent=record.sent,
             **record.log_fields,
             **phases,
             **refusal,
         )
+
+
+def recorded_error(error: Exception, record: Record, **where: str) -> errors.AttendError:
+    """The error to reply with; the record gets its reason and detail. A fault of the server is logged with its cause and `where`.
+
+    An exception that says that there is no memory is OutOfMemory, and what failed is freed; any other unknown one is a ServiceFault.
+    """
+    if is_out_of_memory(error):
+        traceback.clear_frames(error.__traceback__)
+        error = errors.OutOfMemory("there was not enough memory for this request")
+    if not isinstance(error, errors.AttendError):
+        log.error("internal_error", request_id=record.request_id, **where, exc_info=error)
+        record.reason, record.detail = "internal_error", UNEXPECTED_ERROR
+        return errors.ServiceFault(UNEXPECTED_ERROR)
+    if row_of(type(error)).status == 500:
+        log.error("failed", request_id=record.request_id, **where, exc_info=error.__cause__ or error)
+    record.reason, record.detail = type(error).__name__, error.detail
+    return error

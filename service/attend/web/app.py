@@ -30,7 +30,7 @@ from attend.web.keys import Keyring
 from attend.web.records import Handler
 from attend.web.replies import Replies
 from attend.web.routes import attend, health, layers, page, sessions, words
-from attend.web.telemetry import Telemetry, start_telemetry
+from attend.web.telemetry import start_telemetry
 from attend.web.v2 import routes as v2
 from attend.web.v2.description import ProtocolExtensions
 from attend.wire.limits import WireLimits
@@ -55,7 +55,7 @@ def create_app(settings: Settings, pages: Mapping[str, str] = NO_PAGES, clock: C
             await service.begin(settings.all_layers(), pages)
             if service.failed:  # the log says why
                 raise NotReady("the layers could not be loaded")
-        async with _grpc(settings, service, extensions, table, keyring, telemetry):
+        async with _grpc(settings, service, extensions, table, keyring, access_log):
             if settings.workers == 1:
                 service.begin(settings.all_layers(), pages)
             yield {"service": service, OPTIONS_KEY: connections}
@@ -128,7 +128,7 @@ def _grpc(
     extensions: ProtocolExtensions,
     table: EndpointTable,
     keyring: Keyring | None,
-    telemetry: Telemetry | None,
+    access_log: AccessLog,
 ) -> AbstractAsyncContextManager[None]:
     """A context manager that runs the gRPC server; it does nothing without `grpc_port`."""
     if settings.grpc_port is None:
@@ -144,10 +144,9 @@ def _grpc(
         grace=settings.shutdown_seconds,
         memory=settings.max_resident_bytes or default_limit(settings.workers),
         tls=tls,
-        log_requests=settings.access_log,
+        access_log=access_log,
         keyring=keyring,
         scopes=table.grpc_scopes(),
-        telemetry=telemetry,
     )
     return run_grpc_server(service, extensions, address, options)
 

@@ -3,17 +3,16 @@
 import json
 from collections.abc import Awaitable, Mapping, Sequence
 
-import structlog
 from fastapi import Response
 from starlette.exceptions import HTTPException
 
 from attend import errors
-from attend.web.errors import UNEXPECTED_ERROR, known_error, problem_document, retry_after, row_of, status_in
+from attend.web.access_log import recorded_error
+from attend.web.errors import problem_document, retry_after, row_of, status_in
 from attend.web.http_parser import METHODS
 from attend.web.records import Handler, HttpRecord, is_v2
 from attend.wire.negotiation import JSON, PROBLEM_JSON
 
-log = structlog.get_logger("attend")
 TITLES = {404: "no such page", 405: "method not allowed", 501: "not implemented"}
 MAX_COMPARED = 128  # characters of an unknown path that are compared with the known paths
 
@@ -39,25 +38,13 @@ class ErrorReplies:
 def _response_to(error: Exception, record: HttpRecord) -> Response:
     if isinstance(error, HTTPException):  # of a static file
         return _without_endpoint(record, error.status_code, f"nothing is served at {record.path}; see /docs")
-    error = known_error(error)
-    if isinstance(error, errors.AttendError):
-        return _error_response(error, record)
-    record.reason = "internal_error"
-    log.exception("internal_error", request_id=record.request_id, path=record.scope["path"])
-    return _response(record, 500, "internal error", UNEXPECTED_ERROR)
-
-
-def _error_response(error: errors.AttendError, record: HttpRecord) -> Response:
-    status = row_of(type(error)).status
-    record.reason, record.detail = type(error).__name__, error.detail
-    if status == 500:
-        log.error("failed", request_id=record.request_id, path=record.scope["path"], exc_info=error.__cause__ or error)
+    error = recorded_error(error, record, path=record.scope["path"])
     headers = {}
     if isinstance(error, errors.Overloaded | errors.NotReady):
         headers["Retry-After"] = retry_after(error)
     elif isinstance(error, errors.Unauthenticated):
         headers["WWW-Authenticate"] = 'Bearer realm="attend"'
-    return _response(record, status, error.title, error.detail, error.problems, headers)
+    return _response(record, row_of(type(error)).status, error.title, error.detail, error.problems, headers)
 
 
 def no_endpoint(record: HttpRecord, paths: Sequence[str]) -> Awaitable[None]:

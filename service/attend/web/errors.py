@@ -6,12 +6,10 @@ An error class without a row in STATUSES has the row of its nearest ancestor. No
 import json
 import math
 import random
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attend import errors
-from attend.serving.faults import is_out_of_memory
 
 
 class Row(NamedTuple):
@@ -50,7 +48,6 @@ STATUSES: dict[type[errors.AttendError], Row] = {
     errors.CallerGone: Row(499, "CANCELLED", "Never sent: the client has disconnected."),
     errors.ServiceFault: Row(500, "INTERNAL", "Server error."),
 }
-UNEXPECTED_ERROR = "unexpected error; the server's log has the cause"
 
 
 def row_of(kind: type[errors.AttendError]) -> Row:
@@ -61,14 +58,6 @@ def row_of(kind: type[errors.AttendError]) -> Row:
 def status_in(v2: bool, status: int) -> int:
     """The HTTP status in the protocol: the Open Inference Protocol (`v2`) has no 422."""
     return 400 if v2 and status == 422 else status
-
-
-def known_error(error: Exception) -> Exception:
-    """The error itself, or OutOfMemory in its place if it says that there is no memory; what failed is freed then."""
-    if not is_out_of_memory(error):
-        return error
-    traceback.clear_frames(error.__traceback__)
-    return errors.OutOfMemory("there was not enough memory for this request")
 
 
 def problem_document(status: int, title: str, detail: str, request_id: str, problems: tuple[errors.Problem, ...] = ()) -> bytes:

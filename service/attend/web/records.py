@@ -39,9 +39,9 @@ class Record:
 class HttpRecord(Record):
     """An HTTP request: its headers, its channels, its endpoint, and how much of body and reply has been transferred.
 
-    Who writes what changes: `send`, `status` and `sent` `replies.py` (`send` also `cors.py`); `api_key` `guard.py`; `reason` and `detail`
-    `error_replies.py`; `received`, `body_complete` and `lease` `request_reader.py`; `reply_headers` `access_log.py`; `phases` and
-    `log_fields` the endpoint, by `send_reply`.
+    Who writes what changes: `send`, `status` and `sent` `replies.py` (`send` also `cors.py`); `api_key` `guard.py`; `reason`
+    `error_replies.py`; `reason`, `detail` and `reply_headers` `access_log.py`; `received`, `body_complete` and `lease` `request_reader.py`;
+    `phases` and `log_fields` the endpoint, by `send_reply`.
     """
 
     scope: Scope

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import unquote
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
@@ -24,14 +23,15 @@ from attend.errors import AttendError, CallerGone, MalformedBody, NotReady, Over
 from attend.serving.fair_share import FairShare
 from attend.serving.service import Service
 from attend.serving.streams import PreviousSent, answer_stream, message_reader
-from attend.web.errors import UNEXPECTED_ERROR, known_error, retry_after, row_of
+from attend.web.access_log import AccessLog, recorded_error
+from attend.web.errors import retry_after, row_of
 from attend.web.grpc.codec import refusal_in_stream
 from attend.web.grpc.descriptors import SERVICE
 from attend.web.grpc.methods import REQUEST_ID_KEY, GrpcRecord, Method, Methods
 from attend.web.guard import require_key
 from attend.web.keys import Keyring
 from attend.web.records import valid_request_id
-from attend.web.telemetry import OpenSpan, Telemetry
+from attend.web.telemetry import OpenSpan
 
 SERVER_FAULTS = {  # the codes that OpenTelemetry's conventions count as errors of the server
     grpc.StatusCode.UNKNOWN,
@@ -48,7 +48,6 @@ MAX_IN_FLIGHT = 16  # requests of one stream answered at the same time; the next
 MAX_KEYLESS = 4  # health messages read at the same time, and reflection streams: neither needs a key
 MAX_PLAIN_MESSAGE = 1 << 20  # largest message without tensors, in bytes
 MAX_DETAIL_BYTES = 4000  # largest error message, in bytes: it is sent in a header, and clients accept 8192 bytes of headers
-log = structlog.get_logger("attend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,9 @@ class GrpcOptions:
     grace: float  # seconds for running calls once the gate closes
     memory: int  # resident bytes of the process; above, it ends
     scopes: Mapping[str, frozenset[str]]  # method -> scopes of which a key needs one; empty: no key is needed
+    access_log: AccessLog
     tls: tuple[Path, Path] | None = None  # files of certificate and key; None: plaintext
-    log_requests: bool = True
     keyring: Keyring | None = None  # clients send the key in the metadata, named as in HTTP
-    telemetry: Telemetry | None = None
 
 
 class CallHandlers:
@@ -150,7 +148,7 @@ class CallHandlers:
     @contextmanager
     def _observed(self, name: str, record: GrpcRecord) -> Iterator[None]:
         """Counts, logs and traces the call that the `with` block answers. Writes an exception into the record and swallows it."""
-        full_name, service, telemetry = f"{SERVICE.full_name}/{name}", self.service, self.options.telemetry
+        full_name, service, telemetry = f"{SERVICE.full_name}/{name}", self.service, self.options.access_log.telemetry
         started = service.clock()
         span = None if telemetry is None else telemetry.begin_call(full_name, record.metadata)
         if span is not None:
@@ -160,42 +158,19 @@ class CallHandlers:
             yield
             record.code, record.reason = grpc.StatusCode.OK, ""
         except Exception as raised:
-            self._write_error(name, record, known_error(raised))
+            _write_error(recorded_error(raised, record, method=name), record)  # no variable: it would keep the tensors of the call
         finally:
             self._log_call(full_name, record, span, service.clock() - started)
 
-    def _write_error(self, name: str, record: GrpcRecord, error: Exception) -> None:
-        """Write an exception into the record."""
-        if not isinstance(error, AttendError):
-            record.code, record.detail, record.reason = grpc.StatusCode.INTERNAL, UNEXPECTED_ERROR, "internal_error"
-            log.error("internal_error", method=name, request_id=record.request_id, exc_info=error)
-            return
-        record.code, record.reason = grpc.StatusCode[row_of(type(error)).code], type(error).__name__
-        record.detail = truncated_detail(error.detail)
-        if isinstance(error, Overloaded | NotReady):
-            record.trailing.append(("retry-after", retry_after(error)))
-        if record.code is grpc.StatusCode.INTERNAL:
-            log.error("failed", method=name, request_id=record.request_id, exc_info=error.__cause__ or error)
-
     def _log_call(self, full_name: str, record: GrpcRecord, span: OpenSpan | None, seconds: float) -> None:
-        metrics, telemetry = self.service.metrics, self.options.telemetry
+        metrics, access_log = self.service.metrics, self.options.access_log
         metrics.count_request(full_name, record.code.name)
         if record.reason:
             metrics.count_failure(record.reason)
-        if telemetry is not None and span is not None:
-            telemetry.end_call(span, full_name, record.code.name, record, record.code in SERVER_FAULTS, seconds)
-        if self.options.log_requests:
-            log.info(
-                "request",
-                request_id=record.request_id,
-                method=full_name,
-                key=record.api_key,
-                status=record.code.name,
-                ms=round(seconds * 1e3, 3),
-                **record.log_fields,
-                **({} if record.phases is None else record.phases.milliseconds()),
-                **({"detail": record.detail[:200]} if record.detail else {}),
-            )
+        if access_log.telemetry is not None and span is not None:
+            access_log.telemetry.end_call(span, full_name, record.code.name, record, record.code in SERVER_FAULTS, seconds)
+        if access_log.log_requests:
+            access_log.write(record, seconds, method=full_name, status=record.code.name)
 
 
 def _record_of(context: Any, key: str = "") -> GrpcRecord:
@@ -203,6 +178,12 @@ def _record_of(context: Any, key: str = "") -> GrpcRecord:
     request_id = valid_request_id(metadata.get(REQUEST_ID_KEY))
     trailing = [(REQUEST_ID_KEY, request_id)]
     return GrpcRecord(request_id, api_key=key, metadata=metadata, seconds_left=context.time_remaining(), trailing=trailing)
+
+
+def _write_error(error: AttendError, record: GrpcRecord) -> None:
+    record.code, record.detail = grpc.StatusCode[row_of(type(error)).code], truncated_detail(error.detail)
+    if isinstance(error, Overloaded | NotReady):
+        record.trailing.append(("retry-after", retry_after(error)))
 
 
 async def _abort_failed(context: Any, record: GrpcRecord) -> None:
