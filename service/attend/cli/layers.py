@@ -20,7 +20,7 @@ from attend.checkpoints.families import PARTS
 from attend.cli.clients import open_client
 from attend.cli.terminal import ENGINE_FIELDS, AsJson, Ca, Config, Url, print_result, report_errors, with_settings, write_file
 from attend.client import Client
-from attend.wire.schemas.layers import LayerDocument, Layers
+from attend.wire.schemas.layers import LayerInfo, Layers
 
 EPILOG = """\b
 Examples:
@@ -155,7 +155,7 @@ def _json_object(text: str | None) -> Mapping[str, Any] | None:
     return value
 
 
-def _print_table(layers: Sequence[LayerDocument]) -> None:
+def _print_table(layers: Sequence[LayerInfo]) -> None:
     """Prints the main fields of layers."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for title in ("layer", "d_model", "heads", "dtype", "weights", "parameters", "fingerprint"):

@@ -38,14 +38,14 @@ from attend.wire.safetensors import read_tensors, write_tensors
 from attend.wire.schemas.analysis import AnalysisRequest
 from attend.wire.schemas.attend import AttendRequest, Plan
 from attend.wire.schemas.figure import FigureRequest
-from attend.wire.schemas.layers import Circuits, LayerDocument, Layers, PutLayer
+from attend.wire.schemas.layers import Circuits, LayerInfo, Layers, PutLayer
 from attend.wire.schemas.schema import require_layer_name
-from attend.wire.schemas.sessions import SessionDocument, Sessions
+from attend.wire.schemas.sessions import SessionInfo, Sessions
 from attend.wire.schemas.words import Vocabulary
 
 T = TypeVar("T")
 Repeat = Literal["always", "if_not_begun", "never"]
-read_layer = partial(read_document, LayerDocument)
+read_layer = partial(read_document, LayerInfo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +198,12 @@ def vocabulary(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[Vocabulary
     return Operation("GET", "/words", None, partial(read_document, Vocabulary), timeout)
 
 
-def layers(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[LayerDocument]]:
+def layers(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[LayerInfo]]:
     """All layers of the server."""
     return Operation("GET", "/layers", None, lambda response: read_document(Layers, response).layers, timeout)
 
 
-def layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[LayerDocument]:
+def layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[LayerInfo]:
     """One layer: its spec with all defaults filled in, its fingerprint, its device."""
     return Operation("GET", layer_path(name), None, read_layer, timeout)
 
@@ -214,7 +214,7 @@ def put_layer(
     weights: Mapping[str, TensorLike] | None = None,
     *,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-) -> Operation[LayerDocument]:
+) -> Operation[LayerInfo]:
     """Create or replace a layer, with weights drawn from the spec's `init` and `seed`, or given, by canonical names or those of another
     framework, such as `W_q`."""
     drawn = {"init", "seed", "gain"} if weights is not None else None  # a LayerSpec has them, but then nothing is drawn
@@ -231,7 +231,7 @@ def put_layer_file(
     prefix: str | None = None,
     spec: Mapping[str, Any] | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-) -> Operation[LayerDocument]:
+) -> Operation[LayerInfo]:
     """Create or replace a layer from safetensors, a path or bytes: a result of `layer_file`, or a checkpoint.
 
     One layer of a checkpoint is read: `prefix` selects it if there are several, `layout` is needed if the names fit several frameworks,
@@ -252,7 +252,7 @@ def put_layer_from(
     part: str | None = None,
     spec: Mapping[str, Any] | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-) -> Operation[LayerDocument]:
+) -> Operation[LayerInfo]:
     """Create or replace a layer from a model's folder as `save_pretrained` writes it; the model's config.json decides what it computes.
 
     Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder, cross, …, where the model has several. `spec`
@@ -295,7 +295,7 @@ def ready(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:
     return Operation("GET", "/health/ready", None, lambda _: True, timeout, repeat="never")
 
 
-def sessions(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[SessionDocument]]:
+def sessions(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[SessionInfo]]:
     """The sessions of this API key, least recently used first."""
     return Operation("GET", "/sessions", None, lambda response: read_document(Sessions, response).sessions, timeout)
 

@@ -26,7 +26,7 @@ from attend.spec import LayerSpec
 from attend.spec_parts import Biases
 from attend.tensors import DATATYPES, Array
 from attend.wire.client_codec import from_torch
-from attend.wire.schemas.layers import LayerDocument
+from attend.wire.schemas.layers import LayerInfo
 
 BFLOAT16 = DATATYPES["BF16"].numpy
 SEEDS = 2**32  # number of seeds of dropout
@@ -90,7 +90,7 @@ class RemoteMultiheadAttention(nn.Module):
         return remote.train(module.training)
 
     @cached_property
-    def _document(self) -> LayerDocument:
+    def _document(self) -> LayerInfo:
         return self.client.layer(self.layer)
 
     @property

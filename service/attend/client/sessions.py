@@ -25,12 +25,12 @@ from attend.client.responses import AttendResult, raise_for_status, read_documen
 from attend.errors import AttendError, InvalidRequest, LengthMismatch, ReplyLost
 from attend.wire.client_codec import encode_json_request
 from attend.wire.negotiation import SAFETENSORS
-from attend.wire.schemas.sessions import SessionAttendRequest, SessionDocument
+from attend.wire.schemas.sessions import SessionAttendRequest, SessionInfo
 
 SESSIONS = "/sessions"
 T = TypeVar("T")
 P = ParamSpec("P")
-MakeSession = Callable[[SessionDocument, bool], T]  # from the server's description, and whether the session existed before
+MakeSession = Callable[[SessionInfo, bool], T]  # from the server's description, and whether the session existed before
 
 
 class SessionState:
@@ -39,7 +39,7 @@ class SessionState:
     `resumed`: the session was not started by this object, which therefore does not delete it at the end of a `with` block.
     """
 
-    def __init__(self, document: SessionDocument, resumed: bool) -> None:
+    def __init__(self, document: SessionInfo, resumed: bool) -> None:
         self.id, self.layer, self.length, self.resumed = document.id, document.layer, document.length, resumed
         self._unanswered: bytes | None = None  # body of the last step, if it may have been computed and had no reply
 
@@ -77,8 +77,8 @@ def _create(path: str, fields: Mapping[str, Any], make_session: MakeSession[T], 
     return Operation("POST", path, body, lambda response: make_session(_document(response), False), timeout, repeat="if_not_begun")
 
 
-def _document(response: httpx.Response) -> SessionDocument:
-    return read_document(SessionDocument, response)
+def _document(response: httpx.Response) -> SessionInfo:
+    return read_document(SessionInfo, response)
 
 
 def attend(
@@ -130,7 +130,7 @@ def _rows(tensor: Any) -> int:
     return int(shape[-2])
 
 
-def info(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[SessionDocument]:
+def info(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[SessionInfo]:
     """The session as the server describes it: its bytes, and when it ends without another call. Sets `length`."""
     return Operation("GET", session.path, None, _updating(session, lambda document: document), timeout)
 
@@ -156,7 +156,7 @@ def delete(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> O
     return Operation("DELETE", session.path, None, lambda _: None, timeout, repeat="if_not_begun")
 
 
-def _updating(session: SessionState, result: Callable[[SessionDocument], T]) -> Callable[[httpx.Response], T]:
+def _updating(session: SessionState, result: Callable[[SessionInfo], T]) -> Callable[[httpx.Response], T]:
     def read(response: httpx.Response) -> T:
         document = _document(response)
         session.length = document.length
@@ -206,7 +206,7 @@ class Session(SessionState):
     load = _method(load)
     delete = _method(delete)
 
-    def __init__(self, client: Performer, document: SessionDocument, resumed: bool) -> None:
+    def __init__(self, client: Performer, document: SessionInfo, resumed: bool) -> None:
         super().__init__(document, resumed)
         self._client = client
 
@@ -233,7 +233,7 @@ class AsyncSession(SessionState):
     load = _async_method(load, in_thread=True)
     delete = _async_method(delete)
 
-    def __init__(self, client: AsyncPerformer, document: SessionDocument, resumed: bool) -> None:
+    def __init__(self, client: AsyncPerformer, document: SessionInfo, resumed: bool) -> None:
         super().__init__(document, resumed)
         self._client = client
 

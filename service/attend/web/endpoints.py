@@ -4,8 +4,8 @@ Everything that depends on an endpoint reads the table: the guard (scopes), the 
 gRPC (scopes), the OpenAPI document, and the refusals of unknown paths and methods. Each file of `web/routes/` and `web/v2/routes.py` add
 the rows of one noun, as functions that FastAPI could call:
 
-    @table.add("GET", "/layers/{name}", READ, refusals=LAYER, tags=["layers"], response_model=LayerDocument)
-    async def get_layer(name: str) -> LayerDocument: ...
+    @table.add("GET", "/layers/{name}", READ, refusals=LAYER, tags=["layers"], response_model=LayerInfo)
+    async def get_layer(name: str) -> LayerInfo: ...
 
 FastAPI calls them and writes their replies, except for the most frequent ones, which are `direct`: they read the body and send the reply
 themselves. FastAPI would take a sixth of the time of a small request.

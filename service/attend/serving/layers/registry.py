@@ -15,7 +15,7 @@ from attend.serving.validation_cache import ValidationCache
 from attend.spec import LayerSpec, fingerprint
 from attend.tensors import Array
 from attend.wire.problems import describe_value, one_of
-from attend.wire.schemas.layers import LayerDocument
+from attend.wire.schemas.layers import LayerInfo
 
 MAX_NAMES_IN_ERROR = 8  # most layer names in an error
 MAX_UNLOADED_LAYERS = 1000  # bounds the memory that callers can fill by creating and unloading layers
@@ -91,12 +91,12 @@ class LayerRegistry:
         layers: dict[str, LoadedLayer | UnloadedLayer] = {**self._unloaded, **self._layers}
         return [layers[name] for name in sorted(layers)]
 
-    def layer_info(self, name: str) -> LayerDocument:
+    def layer_info(self, name: str) -> LayerInfo:
         """Description of one layer, unloaded or not. Raises LayerNotFound."""
         return self.info_of(self._unloaded.get(name) or self.find(name))
 
-    def info_of(self, layer: LoadedLayer | UnloadedLayer) -> LayerDocument:
-        return LayerDocument(
+    def info_of(self, layer: LoadedLayer | UnloadedLayer) -> LayerInfo:
+        return LayerInfo(
             name=layer.name,
             state="ready" if isinstance(layer, LoadedLayer) else "unloaded",
             spec=layer.spec,

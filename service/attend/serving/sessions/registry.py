@@ -33,7 +33,7 @@ from attend.serving.metrics import Metrics
 from attend.serving.sessions.ids import Process, make_id, process_of
 from attend.spec import LayerSpec
 from attend.wire.schemas.schema import LayerReference
-from attend.wire.schemas.sessions import PostSession, SessionDocument
+from attend.wire.schemas.sessions import PostSession, SessionInfo
 
 SequenceKey = tuple[str, str, str]  # owner, layer and id of a sequence of the Open Inference Protocol
 Reason = Literal["idle", "memory", "layer_replaced", "layer_removed", "deleted"]
@@ -142,11 +142,11 @@ class SessionRegistry:
     def __getitem__(self, session_id: str) -> Session:
         return self._sessions[session_id]
 
-    def create(self, document: PostSession, owner: str) -> Session:
+    def create(self, body: PostSession, owner: str) -> Session:
         """A new session without rows. Raises LayerNotFound, LayerUnloaded, InvalidRequest or OutOfMemory."""
-        layer = self.layers.find(document.layer)
+        layer = self.layers.find(body.layer)
         self._require_room(owner)
-        return self._add(layer, KeyValueCache(layer.spec, self.pool, owner), document.capacity, document.idle_seconds)
+        return self._add(layer, KeyValueCache(layer.spec, self.pool, owner), body.capacity, body.idle_seconds)
 
     def fork(self, session: Session, length: int | None) -> Session:
         """A new session with the first `length` rows of another, in the same pages."""
@@ -270,10 +270,10 @@ class SessionRegistry:
         if not session.calls:
             session.cache.close()
 
-    def document(self, session: Session) -> SessionDocument:
+    def info_of(self, session: Session) -> SessionInfo:
         """The description of a session."""
         left = session.used_at + session.idle_seconds - self.clock()
-        return SessionDocument(
+        return SessionInfo(
             id=session.id,
             layer=LayerReference(name=session.layer.name, fingerprint=session.layer.fingerprint),
             length=session.length,

@@ -138,6 +138,6 @@ class Methods:
         return self.service.registry.find(request.name, at="/name")
 
 
-def _filled(message: Message, document: Any) -> Message:
+def _filled(message: Message, reply: Any) -> Message:
     """Fills `message` from a Pydantic model with the same members. The message has no `response_stats`, which is always empty."""
-    return ParseDict(document.model_dump(exclude_none=True, exclude={"model_stats": {"__all__": {"response_stats"}}}), message)
+    return ParseDict(reply.model_dump(exclude_none=True, exclude={"model_stats": {"__all__": {"response_stats"}}}), message)

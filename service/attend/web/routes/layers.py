@@ -28,13 +28,13 @@ from attend.web.request_reader import deadline_of, read_request, request_without
 from attend.wire.codec import Buffer
 from attend.wire.negotiation import JSON, SAFETENSORS
 from attend.wire.problems import MAX_PROBLEMS, describe_value
-from attend.wire.schemas.layers import Circuits, LayerDocument, Layers, PutLayer
+from attend.wire.schemas.layers import Circuits, LayerInfo, Layers, PutLayer
 from attend.wire.schemas.schema import LAYER_NAME, require_layer_name
 
 PUT_LAYER_EXAMPLE = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
 QUERY_PARAMETERS = ("layout", "prefix", "spec")
 NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `require_layer_name` checks it
-DOCUMENT_BYTES = 1500  # of the description of a layer, roughly
+INFO_BYTES = 1500  # of the description of a layer, roughly
 CHUNK_BYTES = 1 << 20  # bytes sent at a time, so that a slow client does not cause a second copy of the weights
 
 
@@ -52,10 +52,10 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
 
         raw = request_without_body(record, service)
         # in a thread: a thousand layers take tenths of a second
-        return Response(await service.engine.run(raw, DOCUMENT_BYTES * len(layers), text), media_type=JSON)
+        return Response(await service.engine.run(raw, INFO_BYTES * len(layers), text), media_type=JSON)
 
-    @table.add("GET", "/layers/{name}", READ, needs_layers=True, tags=["layers"], response_model=LayerDocument, refusals=(LayerNotFound,))
-    async def get_layer(name: str) -> LayerDocument:
+    @table.add("GET", "/layers/{name}", READ, needs_layers=True, tags=["layers"], response_model=LayerInfo, refusals=(LayerNotFound,))
+    async def get_layer(name: str) -> LayerInfo:
         """One layer: its spec with all defaults filled in, its fingerprint, its device."""
         return service.registry.layer_info(name)
 
@@ -65,9 +65,9 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         ADMIN,
         needs_layers=True,
         tags=["layers"],
-        response_model=LayerDocument,
+        response_model=LayerInfo,
         responses={
-            201: {"model": LayerDocument, "description": "The layer is new."},
+            201: {"model": LayerInfo, "description": "The layer is new."},
         },
         body=Body(PutLayer, ((PUT_LAYER_EXAMPLE, "A seeded layer."),), safetensors=True),
         refusals=(LayerConflict, StorageFull),
@@ -80,7 +80,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         layout: Annotated[str | None, Query(description="Layout of the checkpoint; needed only if its names fit several layouts.")] = None,
         prefix: Annotated[str | None, Query(description="Name of the layer in the checkpoint, or enough of it to select one.")] = None,
         spec: Annotated[str | None, Query(description="JSON: fields that the tensors do not determine, such as num_heads.")] = None,
-    ) -> LayerDocument:
+    ) -> LayerInfo:
         """Create or replace a layer; it is usable once the reply arrives.
 
         The body is JSON (a spec and optional weights) or a safetensors file: one of GET /layers/{name}/weights, or a checkpoint, from which

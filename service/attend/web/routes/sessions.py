@@ -24,14 +24,14 @@ from attend.wire.schemas.sessions import (
     PostSession,
     SessionAttendReply,
     SessionAttendRequest,
-    SessionDocument,
+    SessionInfo,
     Sessions,
 )
 
 STEP_EXAMPLE = {"query": [[0.1] * 64], "causal": True, "outputs": ["output"], "reply": {"decimals": 3}}
 SESSIONS = "/sessions/"
 MAX_BODY_BYTES = 1 << 16  # bytes of a body without tensors
-DOCUMENT_BYTES = 400  # of the description of a session, roughly
+INFO_BYTES = 400  # of the description of a session, roughly
 SessionIdPath = Annotated[str, Path(description="The id of the session.")]
 
 
@@ -45,17 +45,17 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         needs_layers=True,
         tags=["sessions"],
         status_code=201,
-        response_model=SessionDocument,
+        response_model=SessionInfo,
         body=Body(PostSession, (({"layer": "default"}, "A session of the layer `default`."),), required=False),
         refusals=(*LAYER, SessionNotFound),
     )
-    async def post_session(record: CurrentRecord, response: Response) -> SessionDocument:
+    async def post_session(record: CurrentRecord, response: Response) -> SessionInfo:
         """Starts a session: a sequence whose keys and values the server keeps."""
         sessions = service.engine.require_sessions()
         raw = await read_request(record, service, largest=MAX_BODY_BYTES)
         session = sessions.create(await read_body(service, raw, PostSession), record.api_key)
         response.headers["Location"] = f"{record.scope.get('root_path', '')}{SESSIONS}{session.id}"
-        return sessions.document(session)
+        return sessions.info_of(session)
 
     @table.add("GET", "/sessions", INFER, tags=["sessions"], response_model=Sessions, refusals=(SessionNotFound, *TIMED))
     async def get_sessions(record: CurrentRecord) -> Response:
@@ -64,24 +64,24 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         found = sessions.of_owner(record.api_key)
 
         def text() -> str:
-            return Sessions(sessions=[sessions.document(session) for session in found]).model_dump_json()
+            return Sessions(sessions=[sessions.info_of(session) for session in found]).model_dump_json()
 
         raw = request_without_body(record, service)
         # in a thread: thousands of sessions take tenths of a second
-        return Response(await service.engine.run(raw, DOCUMENT_BYTES * len(found), text), media_type=JSON)
+        return Response(await service.engine.run(raw, INFO_BYTES * len(found), text), media_type=JSON)
 
     @table.add(
         "GET",
         "/sessions/{id}",
         INFER,
         tags=["sessions"],
-        response_model=SessionDocument,
+        response_model=SessionInfo,
         refusals=SESSION,
     )
-    async def get_session(id: SessionIdPath, record: CurrentRecord) -> SessionDocument:
+    async def get_session(id: SessionIdPath, record: CurrentRecord) -> SessionInfo:
         """One session."""
         sessions = service.engine.require_sessions()
-        return sessions.document(sessions.find(id, record.api_key))
+        return sessions.info_of(sessions.find(id, record.api_key))
 
     @table.add(
         "DELETE",
@@ -102,19 +102,19 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         "/sessions/{id}",
         INFER,
         tags=["sessions"],
-        response_model=SessionDocument,
+        response_model=SessionInfo,
         body=Body(PatchSession, (({"length": 3}, "Keeps the first three rows."),)),
         refusals=(*SESSION, SessionConflict),
     )
-    async def patch_session(id: SessionIdPath, record: CurrentRecord) -> SessionDocument:
+    async def patch_session(id: SessionIdPath, record: CurrentRecord) -> SessionInfo:
         """Rolls a session back to a shorter length."""
         sessions = service.engine.require_sessions()
         sessions.find(id, record.api_key)
         raw = await read_request(record, service, largest=MAX_BODY_BYTES)
-        document = await read_body(service, raw, PatchSession)
+        body = await read_body(service, raw, PatchSession)
         async with lock_session(sessions, id, record.api_key, raw) as session:
-            session.truncate(document.length)
-        return sessions.document(session)
+            session.truncate(body.length)
+        return sessions.info_of(session)
 
     @table.add(
         "POST",
@@ -122,20 +122,20 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         INFER,
         tags=["sessions"],
         status_code=201,
-        response_model=SessionDocument,
+        response_model=SessionInfo,
         body=Body(PostFork, (({"length": None}, "A copy of the whole session."),), required=False),
         refusals=(*SESSION, SessionConflict),
     )
-    async def fork_session(id: SessionIdPath, record: CurrentRecord, response: Response) -> SessionDocument:
+    async def fork_session(id: SessionIdPath, record: CurrentRecord, response: Response) -> SessionInfo:
         """Starts a session with the first rows of another. Both share pages until one of them writes to them."""
         sessions = service.engine.require_sessions()
         sessions.find(id, record.api_key)
         raw = await read_request(record, service, largest=MAX_BODY_BYTES)
-        document = await read_body(service, raw, PostFork)
+        body = await read_body(service, raw, PostFork)
         async with lock_session(sessions, id, record.api_key, raw) as session:
-            fork = sessions.fork(session, document.length)
+            fork = sessions.fork(session, body.length)
         response.headers["Location"] = f"{record.scope.get('root_path', '')}{SESSIONS}{fork.id}"
-        return sessions.document(fork)
+        return sessions.info_of(fork)
 
     @table.add(
         "POST",
@@ -179,13 +179,13 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         INFER,
         needs_layers=True,
         tags=["sessions"],
-        response_model=SessionDocument,
+        response_model=SessionInfo,
         body=Body(None, safetensors=True),
         refusals=(*SESSION, SessionConflict),
     )
-    async def put_cache(id: SessionIdPath, record: CurrentRecord) -> SessionDocument:
+    async def put_cache(id: SessionIdPath, record: CurrentRecord) -> SessionInfo:
         """Replaces the rows of a session by those of an exported file. The layers must have the same fingerprint."""
         sessions = service.engine.require_sessions()
         sessions.find(id, record.api_key)
         raw = await read_request(record, service, layer=True)
-        return sessions.document(await import_cache(service, sessions, id, record.api_key, raw))
+        return sessions.info_of(await import_cache(service, sessions, id, record.api_key, raw))

@@ -219,11 +219,11 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
     )
     async def index(record: CurrentRecord) -> Response:
         """The loaded models, with state READY, and the unloaded ones, UNAVAILABLE, unless the body is {"ready": true}."""
-        document, raw = await _read(record, service, IndexRequest)
+        body, raw = await _read(record, service, IndexRequest)
         layers = service.registry.with_unloaded()
 
         def text() -> str:
-            return f"[{','.join(model.model_dump_json() for model in index_of(layers, document.ready))}]"
+            return f"[{','.join(model.model_dump_json() for model in index_of(layers, body.ready))}]"
 
         # in a thread, as GET /layers
         return Response(await service.engine.run(raw, MODEL_BYTES * len(layers), text), media_type=JSON)
@@ -243,8 +243,8 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         """Creates or replaces a layer by the LayerSpec in `parameters.config`; without it, loads an unloaded layer. The layer is usable
         once the reply arrives."""
         extensions.require_writable()
-        document, raw = await _read(record, service, LoadRequest)
-        await load_layer(service, name, document.parameters or LoadParameters(), raw.deadline)
+        body, raw = await _read(record, service, LoadRequest)
+        await load_layer(service, name, body.parameters or LoadParameters(), raw.deadline)
         return Response()
 
     @table.add(

@@ -35,7 +35,7 @@ class PutLayer(Schema):
         return data
 
 
-class LayerDocument(Schema):
+class LayerInfo(Schema):
     """A layer, and whether it is loaded."""
 
     name: str
@@ -74,4 +74,4 @@ class Circuits(Schema):
 
 
 class Layers(Schema):
-    layers: list[LayerDocument]
+    layers: list[LayerInfo]

@@ -35,7 +35,7 @@ class PostFork(Schema):
     length: Length | None = Field(default=None, description="Number of rows of the new session; all if null.")
 
 
-class SessionDocument(Schema):
+class SessionInfo(Schema):
     """A session: one sequence, and the rows that its layer has projected."""
 
     id: str
@@ -48,7 +48,7 @@ class SessionDocument(Schema):
 
 
 class Sessions(Schema):
-    sessions: list[SessionDocument]
+    sessions: list[SessionInfo]
 
 
 class SessionReference(Schema):
