@@ -56,6 +56,6 @@ def test_metrics_count_requests_failures_phases_and_layers(http: httpx.Client, l
     assert grown("attend_failures_total", reason="MalformedBody") == 1
     for phase in ("decode", "queue", "compute", "encode"):
         assert grown("attend_phase_seconds_count", phase=phase) == 1
-        assert grown("attend_phase_seconds_sum", phase=phase) >= 0
+        assert phase == "queue" or grown("attend_phase_seconds_sum", phase=phase) > 0  # the queue is empty
     assert metric(answer.text, "attend_layers") == len(http.get("/layers").json()["layers"])
     assert "/no/such" not in answer.text
