@@ -24,7 +24,7 @@ from attend.spec import LayerSpec
 
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "docs")]
-from layer_formula import formula  # noqa: E402
+from layer_formula import formulas  # noqa: E402
 
 from support.framework_cases import array  # noqa: E402
 from support.model_cases import MODELS, tensors_of  # noqa: E402
@@ -105,12 +105,10 @@ def cases_by_row() -> dict[tuple[str, ...], list[Case]]:
 
 def merged(cases: Sequence[Case]) -> Iterator[str]:
     """The formulas of all cases. A step that differs is written once for each of its variants, with the layers that have it."""
-    formulas = [formula(case.loaded[0], case.layer.row.causal, case.layer.part == "cross") for case in cases]
-    order = sorted(
-        dict.fromkeys(step for steps in formulas for step in steps), key=lambda step: max(_place(steps, step) for steps in formulas)
-    )
+    layers = [formulas(case.loaded[0], case.layer.row.causal, case.layer.part == "cross") for case in cases]
+    order = sorted(dict.fromkeys(step for steps in layers for step in steps), key=lambda step: max(_place(steps, step) for steps in layers))
     for step in order:
-        texts = [steps.get(step) for steps in formulas]
+        texts = [steps.get(step) for steps in layers]
         level = next(n for n in range(4) if _decides([case.labels[n] for case in cases], texts))
         for text in dict.fromkeys(filter(None, texts)):
             names = list(dict.fromkeys(case.labels[level] for case, own in zip(cases, texts, strict=True) if own == text))

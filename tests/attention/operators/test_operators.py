@@ -32,6 +32,15 @@ def test_the_reference_has_the_same_stages(operator: type[Operator]) -> None:
         assert functions.keys() & {*STAGES} == stages_of(operator) - ONLY_TORCH
 
 
+@each_operator
+def test_every_stage_has_a_formula(operator: type[Operator]) -> None:
+    """Over random specs, since a norm may be before or after RoPE. Windows and chunks have no stage, but bound an interval."""
+    specs = [case_with(operator, seed).spec for seed in range(40)]
+    found = {stage for spec in specs if operator.is_active(spec) for stage in operator.formula(spec)}
+    assert found - {"interval"} == stages_of(operator) - ONLY_TORCH
+    assert ("interval" in found) is (operator.interval.__func__ is not Operator.interval.__func__)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("stage", sorted(SINGLE_STAGES))
 def test_two_operators_with_a_stage_of_one_are_refused(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """With each stage that only one operator of a layer can have, a second operator with it is added."""

@@ -15,10 +15,15 @@ if TYPE_CHECKING:
     from attend.attention.call import Call
     from attend.attention.masks import Masks
     from attend.attention.operators.operator import Layer
+    from attend.spec_parts import Dimensions
 
 
 class AlibiOperator(Operator):
     name, field, positional, per_head = "alibi", "alibi", True, True
+
+    @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        return {"bias": "S_ij = S_ij - slope_h · |i - j|"}
 
     def __init__(self, layer: Layer) -> None:
         super().__init__(layer)

@@ -66,6 +66,12 @@ class DifferentialOperator(Operator):
         return shapes | ({"head_norm.weight": (spec.value_head_dim,)} if getattr(spec, cls.field).norm_weights else {})
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        factors = "A = softmax(S1) - λ softmax(S2),  λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + lambda_init"
+        weight = " with one weight for all heads" if getattr(spec, cls.field).norm_weights else ""
+        return {"factors": factors, "value": f"O = (1 - lambda_init) RMSNorm(O){weight}"}
+
+    @classmethod
     def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
         reason = "whose differential attention has two scores of each query and key"
         return dict.fromkeys(("scores", "log_sum_exp"), reason)

@@ -34,6 +34,10 @@ class ForgetGateOperator(Operator):
         return {"forget_gate.weight": (spec.num_heads, spec.key_dim), "forget_gate.bias": (spec.num_heads,)}
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        return {"bias_of_visible": "S_ij = S_ij + Σ_l log f_lh over the visible keys l with j < l ≤ i,  f = sigmoid(z W_F + b_F)"}
+
+    @classmethod
     def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
         """Sums of float64 numbers for each score; the projection is counted with the others."""
         keys = options.num_keys

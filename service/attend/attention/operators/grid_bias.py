@@ -72,6 +72,14 @@ class GridBiasOperator(Operator):
         return {"grid_rows": (rows, spec.head_dim), "grid_columns": (columns, spec.head_dim)}
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        grid: GridBias = getattr(spec, cls.field)
+        if grid.kind == "decomposed":
+            return {"bias": "S_ij = S_ij + q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])"}
+        token = ", whose last three rows are for a class token" if grid.class_token else ""
+        return {"bias": f"S_ij = S_ij + grid_bias[place_i - place_j, h]{token}"}
+
+    @classmethod
     def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
         """Decomposed: each query times the vectors of all rows and columns."""
         grid: GridBias = getattr(spec, cls.field)

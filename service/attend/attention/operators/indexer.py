@@ -75,6 +75,11 @@ class IndexerOperator(Operator):
         }
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        index = "I_ij = Σ_h w_ih relu(q_ih · k_j)"
+        return {"select": f"S_ij = -∞ unless j is among the top_k visible keys by {index}  ([operators.md](../operators.md))"}
+
+    @classmethod
     def widest(cls, spec: Dimensions) -> int:
         indexer: Indexer = getattr(spec, cls.field)
         return indexer.num_heads * indexer.head_dim

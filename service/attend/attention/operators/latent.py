@@ -100,6 +100,15 @@ class LatentOperator(Operator):
         return int(part["rope_key_dim"])
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        latent: Latent = getattr(spec, cls.field)
+        down = {name: f"W_{name} + b_{name}" if latent.bias else f"W_{name}" for name in ("DQ", "DKV", "KR")}
+        query, key, value = (f" + b_{name[0].upper()}" if spec.has_bias(name) else "" for name in ("query", "key", "value"))
+        queries = f"RMSNorm(x {down['DQ']}) W_UQ" if latent.query_rank else "x W_Q"
+        keys = f"c = RMSNorm(z {down['DKV']}),  Q = {queries}{query},  K = [z {down['KR']}, c W_UK{key}]"
+        return {"project": f"{keys},  V = c W_UV{value}"}
+
+    @classmethod
     def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
         """`rope_key` is defined if the numbers that heads share are the same for all of them in the end."""
         latent, rope = getattr(spec, cls.field), getattr(spec, "rope", None)

@@ -174,6 +174,16 @@ class Operator:
         return 0
 
     @classmethod
+
+    @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        """Stage, or `interval`, -> its formula, for pages about layers: Q, K, V, scores S, weights A, outputs O of heads.
+
+        x are the inputs of queries, z those of keys; T is added to Q Kᵀ; `interval` is the condition for j to be visible to i.
+        """
+        return {}
+
+    @classmethod
     def is_relative(cls, spec: Dimensions) -> bool:
         """Whether results depend on differences of positions only."""
         return True

@@ -62,6 +62,12 @@ class OutputGateOperator(Operator):
         return {cls.field: {"bias": "gate.bias" in weights, **granularity}}
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        gate: OutputGate = getattr(spec, cls.field)
+        bias, width = " + b_G" if gate.bias else "", ", one gate for each head" if gate.granularity == "headwise" else ""
+        return {"gate": f"O = O ⊙ {gate.activation}(x W_G{bias}){width}"}
+
+    @classmethod
     def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
         """The gate and its product with the heads' outputs; its projection is counted with the others."""
         return Cost(elements=options.num_queries * (cls.width(spec) + spec.concatenated_dim))

@@ -58,6 +58,23 @@ class QKNormOperator(Operator):
         return shapes
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        norm: QKNorm = getattr(spec, cls.field)
+        function, over = (
+            "LayerNorm" if norm.kind == "layer" else "RMSNorm",
+            "each head" if norm.over == "head" else "all heads as one vector",
+        )
+        own = "weights" if norm.over == "all" else "a weight for each head"
+        weights = {"shared": "one weight for all heads", "own": own, "none": "no weights"}[norm.weights] + (
+            " and biases" if norm.bias else ""
+        )
+        heads = f"Q = {function}(Q),  K = {function}(K), over {over}, with {weights}"
+        values = f"V = {function}(V), over {over}, with no weights"
+        if norm.after_rope:
+            return {"norm": values, "rescale": heads} if norm.values else {"rescale": heads}
+        return {"norm": f"{heads};  {values}" if norm.values else heads}
+
+    @classmethod
     def variances(cls, spec: Dimensions, weights: Mapping[str, Tensor], before: Variances) -> Variances:
         """The mean squares of the norms' weights."""
         names = ("query_norm.weight", "key_norm.weight")

@@ -37,6 +37,10 @@ class QueryScaleOperator(Operator):
         return False
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        return {"rescale": "Q_i = Q_i · (1 + factor · ln(1 + ⌊(i + shift) / length⌋))"}
+
+    @classmethod
     def score_growth(cls, spec: Dimensions, masks: Masks) -> float:
         scale: QueryScale = getattr(spec, cls.field)
         last = max(0, int(masks.positions.max())) if masks.positions.numel() else 0

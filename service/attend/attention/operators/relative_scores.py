@@ -103,6 +103,15 @@ class RelativeScoresOperator(Operator):
         return shapes | ({"position_query.weight": shapes["position_key.weight"]} if relative.position_to_content else {})
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        relative: RelativeScores = getattr(spec, cls.field)
+        if relative.kind == "transformer_xl":
+            bound = f", at most {relative.max_distance}" if relative.max_distance else ""
+            return {"terms": f"T_ij = u·k_j + (q_i + v)·W_R R_D, with the sinusoids R_D of D = i - j{bound}"}
+        distance = "bucket(i - j)" if relative.buckets else "i - j"
+        return {"terms": f"T_ij = q_i·r_D{' + k_j·s_D' if relative.position_to_content else ''}, D = {distance}"}
+
+    @classmethod
     def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
         """There is a position vector for each of q + k distances. A block of rows is multiplied by those of its keys and rows. Keys are
         multiplied by the vectors of the buckets that these distances have.

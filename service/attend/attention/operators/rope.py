@@ -95,6 +95,18 @@ class RopeOperator(Operator):
             raise field_error("/rope/dims", f"an even number of at most {most}", str(dims))
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        rope, latent, parts = getattr(spec, cls.field), getattr(spec, "latent", None), spec.num_softmaxes
+        where = " of the part of K that heads share"
+        if latent is None or rope.dims != latent.rope_key_dim:
+            where = " of the first dims" if rope.dims and rope.dims < spec.head_dim // parts else ""
+            where += f" of each of {parts} parts of a head" if parts > 1 else " of each head" if where else ""
+        own = f", {rope.scaling.type} scaling" if rope.scaling else ", frequencies of its own" if rope.frequencies else ""
+        own += ", times attention_factor" if rope.attention_factor != 1 else ""
+        own += f", by positions on {rope.num_axes} axes" if rope.num_axes > 1 else ""
+        return {"rotate": f"Q = RoPE(Q),  K = RoPE(K), on {'pairs' if rope.interleaved else 'halves'}{where}{own}"}
+
+    @classmethod
     def extent(cls, spec: Dimensions) -> Extent | None:
         stop = getattr(spec, cls.field).max_length
         return None if stop is None else Extent(stop, "beyond which this model rotates by other frequencies")

@@ -25,6 +25,10 @@ class ScalableSoftmaxOperator(Operator):
         return bool(getattr(spec, cls.field) == cls.name)
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        return {"normalise_input": "S_ij = S_ij · ln n_i, for the n_i keys that are visible to i"}
+
+    @classmethod
     def score_growth(cls, spec: Dimensions, masks: Masks) -> float:
         return max(1.0, math.log(max(1, masks.num_keys)))
 

@@ -27,6 +27,10 @@ class SigmoidOperator(Operator):
         return cls.name
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        return {"normalise_input": "S = S - ln n, for the n keys that are no padding", "normalise": "A = sigmoid(S)"}
+
+    @classmethod
     def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
         return {"log_sum_exp": "whose sigmoid weights are not divided by a sum"}
 

@@ -31,6 +31,10 @@ class SinksOperator(Operator):
     def weights(cls, spec: Dimensions) -> Shapes:
         return {"sinks": (spec.num_heads,)}
 
+    @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        return {"sinks": "A_ij = exp(S_ij) / (exp(sink_h) + Σ_j exp(S_ij))"}
+
     def __init__(self, layer: Layer) -> None:
         super().__init__(layer)
         self._sinks = layer.weights["sinks"].to(layer.dtype)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from attend.attention.call import Call
     from attend.attention.operators.operator import Draw, Fields
+    from attend.spec_parts import Dimensions
 
 
 class SoftcapOperator(Operator):
@@ -19,6 +20,10 @@ class SoftcapOperator(Operator):
     def score(self, scores: Tensor, call: Call) -> Tensor:
         """`call.options.softcap` is the layer's, unless the request has one."""
         return (scores / call.options.softcap).tanh() * call.options.softcap if call.options.softcap else scores
+
+    @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        return {"score": "S = softcap · tanh(S / softcap)"}
 
     @classmethod
     def fill_in(cls, fields: Fields, width: int) -> None:

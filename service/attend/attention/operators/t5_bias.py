@@ -53,6 +53,10 @@ class T5BiasOperator(Operator):
         return {cls.field: {"buckets": len(weights["relative_bias"])}}
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        return {"bias": "S_ij = S_ij + relative_bias[bucket(j - i), h]"}
+
+    @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """Few distances, so that many exceed the longest."""
         buckets, bidirectional = draw.one_of(4, 7, 8, 9, 32), draw.flag()

@@ -42,6 +42,10 @@ class TalkingHeadsOperator(Operator):
         return {name: (spec.num_heads,) * len(axes) for name, axes in cls.axes.items()}
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        return {"score": "S_h = Σ_m P_hm S_m + b_h", "mix_weights": "A_h = Σ_m W_hm A_m + c_h, 0 where a key is masked"}
+
+    @classmethod
     def constants(cls, spec: Dimensions) -> dict[str, Array]:
         return {name: np.eye(spec.num_heads, dtype=np.float32) for name in ("score_mixing.weight", "weight_mixing.weight")}
 

@@ -20,6 +20,13 @@ class WindowOperator(Operator):
         return Interval(window.left, window.right)
 
     @classmethod
+    def formula(cls, spec: Dimensions) -> dict[str, str]:
+        window = getattr(spec, cls.field)
+        sides = {"i - j ≤ left": window.left, "j - i ≤ right": window.right}
+        bounds = [text for text, bound in sides.items() if bound is not None]
+        return {"interval": " and ".join(bounds)} if bounds else {}
+
+    @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """Either side may be unbounded."""
         left, right = (draw.integer(0, 5) if draw.flag(0.7) else None for _ in range(2))
