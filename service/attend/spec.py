@@ -97,6 +97,7 @@ class LayerSpec(OperatorFields):
         self._check_heads()
         self._check_init()
         self._check_stages()
+        self._check_conflicts()
         for operator in self.operators:
             operator.check(self)
         return self
@@ -109,6 +110,15 @@ class LayerSpec(OperatorFields):
                 if stage in fields:
                     raise field_error(f"/{operator.field}", f"none, since {fields[stage]} is computed in its place", "one")
                 fields[stage] = operator.field
+
+    def _check_conflicts(self) -> None:
+        """Refuse an operator that another one of the layer conflicts with."""
+        for operator in self.operators:
+            for other in self.operators:
+                if (reason := operator.conflicts.get(other.field)) is not None:
+                    default = type(self).model_fields[other.field].default
+                    expected = default if isinstance(default, str) else json.dumps(default)
+                    raise field_error(f"/{other.field}", f"{expected}, since {reason}", other.name)
 
     def _check_heads(self) -> None:
         """Refuse numbers and widths of heads that do not fit each other."""

@@ -7,7 +7,7 @@ import pytest
 
 from attend.attention.operators import OPERATORS
 from attend.attention.reference.forward import attend
-from attend.check.random_cases import BY_FIELD, FEATURE_OF, LAYER_FEATURES, REQUEST_FEATURES, drop_conflicts, random_case
+from attend.check.random_cases import BY_FIELD, FEATURE_OF, LAYER_FEATURES, REQUEST_FEATURES, drop_conflicts, excluded_by, random_case
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS, Biases
 from support.cases import weights_of
@@ -110,12 +110,13 @@ def test_every_feature_of_layers_is_drawn():
 def test_incompatible_features_are_dropped():
     for operator in OPERATORS:
         feature = FEATURE_OF[operator.field]
-        assert drop_conflicts({feature, *operator.excludes}, "xavier_uniform") == {feature}
-        for other in operator.excluded_by:
-            remains = any(other not in each.excluded_by for each in BY_FIELD[operator.field])  # with another operator of the field
+        dropped = {*operator.undefined_options, *(operator.conflicts if operator.survives_conflicts else ())}
+        assert drop_conflicts({feature, *dropped}, "xavier_uniform") == {feature}
+        for other in excluded_by(operator):
+            remains = any(other not in excluded_by(each) for each in BY_FIELD[operator.field])  # with another operator of the field
             assert drop_conflicts({feature, other}, "xavier_uniform") == {other} | ({feature} if remains else set())
-        dropped = drop_conflicts({feature, "projections"}, "xavier_uniform") == {"projections"}
-        assert dropped == operator.needs_projections
+        is_dropped = drop_conflicts({feature, "projections"}, "xavier_uniform") == {"projections"}
+        assert is_dropped == operator.needs_projections
     everything = {*REQUEST_FEATURES, "num_kv_heads", "head_dim", "value_head_dim", "output_dim", "biases", "projections", "weights", "axes"}
     everything |= {"layer_window", "rope", "alibi", "relative_bias", "qk_norm", "sinks", "output_gate", "latent", "normalizer"}
     widths = {"num_kv_heads", "head_dim", "value_head_dim", "output_dim"}

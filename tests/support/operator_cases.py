@@ -7,7 +7,7 @@ import numpy as np
 from attend.attention.initialization import in_dtype
 from attend.attention.operators.operator import Operator
 from attend.attention.reference.forward import Outputs, attend
-from attend.check.random_cases import FEATURE_OF, FEATURES, Case, random_case
+from attend.check.random_cases import FEATURE_OF, FEATURES, Case, excluded_by, random_case
 from attend.client import Client
 from support.cases import weights_of
 
@@ -16,7 +16,7 @@ LAYER = "operator"
 
 def case_with(operator: type[Operator], seed: int, dtype: str = "float64") -> Case:
     """A case of a layer with this operator, and with any others that fit it."""
-    features = {*FEATURES} - {*operator.excluded_by, "projections"}
+    features = {*FEATURES} - {*excluded_by(operator), "projections"}
     always = [FEATURE_OF[operator.field]]
     return random_case(np.random.default_rng(seed), features=features, always=always, rate=0.3, dtype=dtype, init="xavier_uniform")
 

@@ -130,7 +130,7 @@ def drop_conflicts(drawn: Collection[str], init: str) -> set[str]:
         if not fitting:
             kept.discard(field)
         if field in kept:
-            kept.difference_update(*(operator.excludes for operator in fitting))
+            kept.difference_update(*(operator.undefined_options for operator in fitting))
     if "rope" not in kept:
         kept -= {"axes", "positions"}
     if "projections" in kept:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
@@ -140,9 +140,15 @@ def drop_conflicts(drawn: Collection[str], init: str) -> set[str]:
     return kept
 
 
+def excluded_by(operator: type[Operator]) -> set[str]:
+    """The features for which an operator is dropped: of two that conflict, one that survives conflicts, or the one that declares none."""
+    declared = set() if operator.survives_conflicts else {*operator.conflicts}
+    return declared | {other.field for other in OPERATORS if other.survives_conflicts and operator.field in other.conflicts}
+
+
 def _fitting(field: str, drawn: Collection[str]) -> list[type[Operator]]:
     """The operators of a field that no drawn feature excludes."""
-    return [operator for operator in BY_FIELD[field] if not {*drawn} & {*operator.excluded_by}]
+    return [operator for operator in BY_FIELD[field] if not {*drawn} & excluded_by(operator)]
 
 
 def draw_sizes(draw: Draw, drawn: Collection[str], batched: bool | None) -> Sizes:

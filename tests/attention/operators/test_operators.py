@@ -57,6 +57,22 @@ def test_two_operators_with_a_stage_of_one_are_refused(monkeypatch: pytest.Monke
         LayerSpec.model_validate({**fields, owner.field: own})
 
 
+CONFLICTS = [(operator, field) for operator in OPERATORS for field in operator.conflicts]
+
+
+@pytest.mark.parametrize(("operator", "field"), CONFLICTS, ids=lambda one: one if isinstance(one, str) else one.name)
+def test_a_spec_with_two_operators_that_conflict_is_refused(operator: type[Operator], field: str) -> None:
+    """Each of the two alone is not."""
+    fields = {"d_model": 24, "num_heads": 2}
+    drawn = {**LayerSpec(**fields).model_dump(), "drawn": (), "num_softmaxes": operator.num_softmaxes}
+    other = next(each for each in OPERATORS if each.field == field)
+    values = {each.field: each.random(Draw(np.random.default_rng(0)), drawn) for each in (operator, other)}
+    for name, value in values.items():
+        LayerSpec(**fields, **{name: value})
+    with pytest.raises(ValidationError, match=f"since {operator.conflicts[field]}, got {other.name}"):
+        LayerSpec(**fields, **values)
+
+
 @each_operator
 @given(seed=SEEDS, dtype=st.sampled_from(["float64", "float32"]))
 def test_random_calls_agree_with_the_reference(client: Client, operator: type[Operator], dtype: str, seed: int) -> None:

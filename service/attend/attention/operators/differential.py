@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import Operator, not_defined
+from attend.attention.operators.operator import Operator
 from attend.spec_parts import SMALLEST, Flag, Part, field_error
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ class DifferentialOperator(Operator):
     """Layers have scores of two softmaxes, so requests cannot ask for scores."""
 
     name, field, num_softmaxes = "differential", "differential", 2
-    excludes = ("qk_norm", "latent", "sinks", "dropout", "normalizer")
+    conflicts: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("qk_norm", "latent", "relative_scores", "sinks"), "differential attention is not defined with it"),
+        "normalizer": "differential attention is the difference of two softmaxes",
+    }
+    survives_conflicts = True
     amplifies_rounding = True  # its norm may amplify the rounding of any difference
     undefined_options: ClassVar[dict[str, str]] = {"dropout": "dropout of a difference of two softmaxes is not defined"}
     axes: ClassVar[Axes] = dict.fromkeys((*LAMBDAS, "head_norm.weight"), ("n",))
@@ -53,12 +57,6 @@ class DifferentialOperator(Operator):
     def check(cls, spec: Dimensions) -> None:
         if spec.head_dim % 2:
             raise field_error("/head_dim", "an even number, since differential attention halves it", str(spec.head_dim))
-        reason = "differential attention is not defined with it"
-        not_defined(spec, reason, qk_norm="null", latent="null", relative_scores="null", sinks="false")
-        if (normalizer := getattr(spec, "normalizer", "softmax")) != "softmax":
-            raise field_error("/normalizer", "softmax, since differential attention is the difference of two", normalizer)
-        if (grid := getattr(spec, "grid_bias", None)) and grid.kind == "decomposed":
-            raise field_error("/grid_bias/kind", "table, since differential attention has two queries", "decomposed")
 
     @classmethod
     def weights(cls, spec: Dimensions) -> Shapes:

@@ -54,6 +54,11 @@ class GridBiasOperator(Operator):
     axes: ClassVar[Axes] = dict.fromkeys(("grid_bias", "grid_rows", "grid_columns"), ("places", "n"))
 
     @classmethod
+    def check(cls, spec: Dimensions) -> None:
+        if getattr(spec, cls.field).kind == "decomposed" and spec.num_softmaxes > 1:
+            raise field_error("/grid_bias/kind", f"table, since each head has {spec.num_softmaxes} queries", "decomposed")
+
+    @classmethod
     def is_relative(cls, spec: Dimensions) -> bool:
         return False
 
@@ -90,7 +95,7 @@ class GridBiasOperator(Operator):
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """More tokens than any call has."""
         height, width = draw.one_of((2, 11), (3, 5), (5, 3), (7, 2))
-        kind = "table" if "differential" in fields["drawn"] else draw.one_of("table", "decomposed")
+        kind = "table" if fields["num_softmaxes"] > 1 else draw.one_of("table", "decomposed")
         return {"height": height, "width": width, "kind": kind, "class_token": kind == "table" and draw.flag()}
 
     def __init__(self, layer: Layer) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from attend.spec_parts import Dimensions, field_error
+from attend.spec_parts import Dimensions
 
 if TYPE_CHECKING:
     import torch
@@ -134,8 +134,8 @@ class Operator:
     scales_values: ClassVar[bool]  # whether outputs of heads are multiplied by factors that differ between queries
     same_keys_for_all_heads: ClassVar[bool]  # whether masks and biases of several heads are refused
     splits_over_keys: ClassVar[bool]  # whether results follow from those of parts that have some of the keys each
-    excludes: ClassVar[tuple[str, ...]] = ()  # features that random cases drop where they have this one
-    excluded_by: ClassVar[tuple[str, ...]] = ()  # features for which random cases drop this one
+    conflicts: ClassVar[Mapping[str, str]] = {}  # field of another operator that a spec with this one cannot have -> why
+    survives_conflicts: ClassVar[bool] = False  # whether random cases drop what it conflicts with, and not this one
 
     def __init_subclass__(cls) -> None:
         stages = stages_of(cls)
@@ -364,10 +364,3 @@ SINGLE_STAGES = frozenset({"project", "expand", "shift", "normalise", "sinks", "
 def stages_of(operator: type[Operator]) -> frozenset[str]:
     """The stages that an operator has."""
     return frozenset(name for name in STAGES if getattr(operator, name) is not getattr(Operator, name))
-
-
-def not_defined(spec: Dimensions, operator: str, **absent: str) -> None:
-    """Refuse the fields of a spec that are not defined with an operator; `absent` is what each is expected to be."""
-    for name, expected in absent.items():
-        if getattr(spec, name):
-            raise field_error(f"/{name}", f"{expected}, since {operator}", "one")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import Cost, Operator, Variances, not_defined, variance
+from attend.attention.operators.operator import Cost, Operator, Variances, variance
 from attend.spec_parts import WHOLE, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class RelativeScores(Part):
 class RelativeScoresOperator(Operator):
     name, field, positional, needs_projections = "relative_scores", "relative_scores", True, True
     matrices = ("position_key", "position_query")
-    excluded_by = ("rope", "query_scale", "differential")
+    conflicts: ClassVar[dict[str, str]] = dict.fromkeys(("rope", "query_scale"), "relative_scores has the positions of this layer")
     per_head = True
     axes: ClassVar[Axes] = {
         **dict.fromkeys(("position_key.weight", "position_query.weight"), ("out", "in")),
@@ -90,7 +90,6 @@ class RelativeScoresOperator(Operator):
 
     @classmethod
     def check(cls, spec: Dimensions) -> None:
-        not_defined(spec, "relative_scores has the positions of this layer", rope="null", query_scale="null")
         if getattr(spec, cls.field).kind == "transformer_xl" and spec.d_model % 2:
             raise field_error("/d_model", "an even number, for the sines and cosines of relative_scores", str(spec.d_model))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attend.attention.operators.operator import Operator
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class SigmoidOperator(Operator):
-    name, field, excluded_by = "sigmoid", "normalizer", ("sinks",)
+    name, field = "sigmoid", "normalizer"
+    conflicts: ClassVar[dict[str, str]] = {"sinks": "sigmoid weights do not depend on other scores"}
 
     @classmethod
     def is_active(cls, spec: Dimensions) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from attend.attention.operators.operator import Operator
-from attend.spec_parts import field_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,11 +20,6 @@ class SinksOperator(Operator):
     per_head = True
     axes: ClassVar[Axes] = {"sinks": ("heads",)}
     identifying_weight = "sinks"
-
-    @classmethod
-    def check(cls, spec: Dimensions) -> None:
-        if getattr(spec, "normalizer", None) == "sigmoid":
-            raise field_error("/sinks", "false, since sigmoid weights do not depend on other scores", "true")
 
     @classmethod
     def weights(cls, spec: Dimensions) -> Shapes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import Cost, Operator, not_defined
+from attend.attention.operators.operator import Cost, Operator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class TalkingHeadsOperator(Operator):
     """Heads mix their scores and their weights, by matrices that are the identity unless they are given."""
 
-    name, field, excluded_by = "talking_heads", "talking_heads", ("differential",)
+    name, field = "talking_heads", "talking_heads"
     per_head = True
     amplifies_rounding = True  # heads may cancel out
     axes: ClassVar[Axes] = {
@@ -32,10 +32,7 @@ class TalkingHeadsOperator(Operator):
         **dict.fromkeys(("score_mixing.bias", "weight_mixing.bias"), ("heads",)),
     }
     identifying_weight = "score_mixing.weight"
-
-    @classmethod
-    def check(cls, spec: Dimensions) -> None:
-        not_defined(spec, "talking_heads mixes the weights of one softmax", differential="null")
+    conflicts: ClassVar[dict[str, str]] = {"differential": "talking_heads mixes the weights of one softmax"}
 
     @classmethod
     def weights(cls, spec: Dimensions) -> Shapes:
