@@ -14,7 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from attend.attention.operators import OPERATORS, OperatorFields, num_softmaxes
-from attend.attention.operators.operator import SINGLE_STAGES, Coordinates, Extent, Interval, Operator, stages_of
+from attend.attention.operators.declarations import Coordinates, Extent, Interval
+from attend.attention.operators.operator import Operator
+from attend.attention.operators.stages import STAGES, stages_of
 from attend.spec_parts import PROJECTIONS, WHOLE, Biases, field_error, whole
 from attend.tensors import Array, datatype_of, raw
 
@@ -106,8 +108,8 @@ class LayerSpec(OperatorFields):
         """Refuse two operators with a stage that only one operator of a layer can have."""
         fields: dict[str, str] = {}  # stage -> that of the first operator
         for operator in self.operators:
-            for stage in stages_of(operator) & SINGLE_STAGES:
-                if stage in fields:
+            for stage in stages_of(operator):
+                if STAGES[stage].single and stage in fields:
                     raise field_error(f"/{operator.field}", f"none, since {fields[stage]} is computed in its place", "one")
                 fields[stage] = operator.field
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attend.attention.numerics import torch_dtype
-from attend.attention.operators.operator import CachedTensor
+from attend.attention.operators.declarations import CachedTensor
 from attend.errors import InvalidRequest
 from attend.spec import LayerSpec
 

@@ -19,7 +19,7 @@ from attend.attention.kernels.choose import choose
 from attend.attention.layer import MultiHeadAttention, result_of
 from attend.attention.masks import Masks
 from attend.attention.operations import Operation
-from attend.attention.operators.operator import Projected
+from attend.attention.operators.stages import Projected
 from attend.attention.projections import Projections
 
 

@@ -21,8 +21,8 @@ from attend.attention.kernels.pages import PagesKernel
 from attend.attention.kernels.sdpa import SdpaKernel
 from attend.attention.kernels.short import ShortKernel
 from attend.attention.numerics import torch_dtype
-from attend.attention.operators.operator import Projected
-from attend.attention.projections import Projections, make_operators, stage
+from attend.attention.operators.stages import Projected, methods_of
+from attend.attention.projections import Projections, make_operators
 from attend.attention.rows import row_slices
 from attend.spec import LayerSpec
 
@@ -36,7 +36,7 @@ class MultiHeadAttention:
         self.operators = make_operators(spec, self.weights, device)
         self.projections = Projections(spec, self.weights, self.operators)
         self.eager = Eager(spec, self.operators, device)
-        self._selects, self._gates = stage(self.operators, "select"), stage(self.operators, "gate")
+        self._selects, self._gates = methods_of(self.operators, "select"), methods_of(self.operators, "gate")
         self.short = ShortKernel.make(spec, self.weights, device)
         self.sdpa = SdpaKernel.make(self.eager, device)
         self.pages = PagesKernel.make(self.eager, device)

@@ -1,7 +1,6 @@
 """The projections of a layer: linear maps to heads and what its operators do to these before attention, and the output projection."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +9,8 @@ from attend.attention.call import Call
 from attend.attention.linear import Linear
 from attend.attention.numerics import at_least_float32, torch_dtype
 from attend.attention.operators import OPERATORS
-from attend.attention.operators.operator import Layer, Operator, Projected, split_heads
+from attend.attention.operators.operator import Layer, Operator
+from attend.attention.operators.stages import Projected, methods_of, split_heads
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 
@@ -21,11 +21,6 @@ def make_operators(spec: LayerSpec, weights: Mapping[str, Tensor], device: torch
     return tuple(operator(layer) for operator in OPERATORS if operator.of_calls or operator.is_active(spec))
 
 
-def stage(operators: Sequence[Operator], name: str) -> list[Any]:
-    """The methods of this name of the operators that have one."""
-    return [getattr(operator, name) for operator in operators if getattr(type(operator), name) is not getattr(Operator, name)]
-
-
 class Projections:
     """The weights of a layer on one device, by canonical name, and their products."""
 
@@ -33,8 +28,8 @@ class Projections:
         self.spec, self.weights = spec, weights
         # no methods of this object: a cycle would keep weights until a collection
         names = ("project", "expand", "outputs", "rows_to_cache")
-        self._replacement, self._expand, self._outputs, self._rows_to_cache = (stage(operators, name) for name in names)
-        self._stages = [method for name in ("norm", "rotate", "rescale") for method in stage(operators, name)]
+        self._replacement, self._expand, self._outputs, self._rows_to_cache = (methods_of(operators, name) for name in names)
+        self._stages = [method for name in ("norm", "rotate", "rescale") for method in methods_of(operators, name)]
         self._products: dict[str, Linear] = {}  # created when first needed, since each may store its weight a second time
 
     def project(self, call: Call) -> Projected:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attend.attention.operators.operator import stages_of
+from attend.attention.operators.stages import stages_of
 from attend.errors import InvalidRequest, TooLarge
 from attend.spec import LayerSpec
 

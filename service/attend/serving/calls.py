@@ -9,7 +9,7 @@ import torch
 from attend.attention.call import Call, CallOptions
 from attend.attention.masks import PADDING, Masks, end_of_real_keys
 from attend.attention.operations import PackedAttention
-from attend.attention.operators.operator import Interval
+from attend.attention.operators.declarations import Interval
 from attend.axes import OTHERS, TENSOR_FIELDS
 from attend.serving.casting import aligned, cast, finite_array, tensor_of
 from attend.spec import LayerSpec

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from attend.attention.operators.operator import Extent
+from attend.attention.operators.declarations import Extent
 from attend.axes import MASKS, TENSOR_FIELDS
 from attend.errors import InvalidRequest
 from attend.spec import LayerSpec

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attend.attention.call import Call
 from attend.attention.decoding import largest_row
-from attend.attention.operators.operator import Variances, variance
+from attend.attention.operators.declarations import Variances, variance
 from attend.spec import LayerSpec
 
 MAX_SCORE = 8.0  # largest estimated score of a call that may share a batch; about 1 for xavier weights and inputs of unit variance

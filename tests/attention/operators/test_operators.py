@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from attend import spec
-from attend.attention.operators import OPERATORS
-from attend.attention.operators.operator import SINGLE_STAGES, STAGES, Operator, stages_of
+from attend.attention.operators import OPERATORS, stages
+from attend.attention.operators.operator import Operator
+from attend.attention.operators.stages import STAGES, Stages, stages_of
 from attend.attention.reference import operators as reference
 from attend.check.random_cases import Draw
 from attend.client import Client
@@ -32,6 +33,16 @@ def test_the_reference_has_the_same_stages(operator: type[Operator]) -> None:
         assert functions.keys() & {*STAGES} == stages_of(operator) - ONLY_TORCH
 
 
+def test_every_stage_is_in_the_table_and_explained_with_an_example() -> None:
+    assert [name for name in vars(Stages) if not name.startswith("_")] == [*STAGES]
+    lines = [line.split() for line in str(stages.__doc__).splitlines() if line.startswith("    ")][1:]
+    examples = {line[0]: line[-1] for line in lines}
+    assert [*examples] == [*STAGES]
+    named = {operator.name: operator for operator in OPERATORS}
+    for stage, example in examples.items():
+        assert stage in stages_of(named[example])
+
+
 @each_operator
 def test_every_stage_has_a_formula(operator: type[Operator]) -> None:
     """Over random specs, since a norm may be before or after RoPE. Windows and chunks have no stage, but bound an interval."""
@@ -41,7 +52,7 @@ def test_every_stage_has_a_formula(operator: type[Operator]) -> None:
     assert ("interval" in found) is (operator.interval.__func__ is not Operator.interval.__func__)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("stage", sorted(SINGLE_STAGES))
+@pytest.mark.parametrize("stage", [name for name, stage in STAGES.items() if stage.single])
 def test_two_operators_with_a_stage_of_one_are_refused(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """With each stage that only one operator of a layer can have, a second operator with it is added."""
     (owner,) = [operator for operator in OPERATORS if stage in stages_of(operator)]

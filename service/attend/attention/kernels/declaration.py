@@ -10,7 +10,7 @@ import torch
 
 from attend.attention.call import Call
 from attend.attention.operators import OPERATORS
-from attend.attention.operators.operator import stages_of
+from attend.attention.operators.stages import STAGES, stages_of
 from attend.axes import CALL_TENSORS
 from attend.spec import LayerSpec
 
@@ -23,15 +23,14 @@ EXTERNAL_FIELDS = frozenset({
 # fmt: on
 
 
-def _fields_with(*stages: str) -> frozenset[str]:
-    """Fields all of whose operators have some of these stages and no other."""
-    unfit = {operator.field for operator in OPERATORS if not stages_of(operator) <= set(stages)}
+def _fields_computed(*by: str) -> frozenset[str]:
+    """Fields all of whose operators have stages that these compute, and no other."""
+    unfit = {operator.field for operator in OPERATORS if any(STAGES[stage].by not in by for stage in stages_of(operator))}
     return frozenset(operator.field for operator in OPERATORS) - unfit - EXTERNAL_FIELDS
 
 
-# Fields that the call's masks have, or that are applied before a kernel gets queries, keys and values as heads, or to its head outputs
-OUTER_FIELDS = _fields_with("project", "norm", "rotate", "rescale", "gate", "outputs", "rows_to_cache", "expand")
-BIAS_FIELDS = _fields_with("bias", "shift")  # `Eager.bias` and `Eager.shift` compute them
+OUTER_FIELDS = _fields_computed("layer")  # those that the call's masks have among them
+BIAS_FIELDS = _fields_computed("layer", "bias") - OUTER_FIELDS  # `Eager.bias` and `Eager.shift` compute them
 # Tensors of a call that kernels have to compute. Those that need such a tensor say what it means.
 KERNEL_TENSORS = tuple(name for name, field in CALL_TENSORS.items() if not field.outer and field.needs not in CALL_TENSORS)
 # Fields of a call that no kernel has to compute; `options_of` has the others. Read by the test that no field is forgotten.

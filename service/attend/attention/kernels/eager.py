@@ -20,8 +20,8 @@ from torch import Tensor
 from attend.attention.call import Call, reduce_weights, replaced
 from attend.attention.masks import block_of
 from attend.attention.numerics import at_least_float32, torch_dtype
-from attend.attention.operators.operator import Operator, RowTerms
-from attend.attention.projections import stage
+from attend.attention.operators.operator import Operator
+from attend.attention.operators.stages import RowTerms, methods_of
 from attend.attention.rows import row_slices
 from attend.axes import OUTPUTS
 from attend.spec import LayerSpec
@@ -48,11 +48,11 @@ class Eager:
     def __init__(self, spec: LayerSpec, operators: Sequence[Operator], device: torch.device) -> None:
         self.spec, self.layer_dtype = spec, torch_dtype(spec.dtype)
         self.dtype = at_least_float32(self.layer_dtype)
-        self._terms, self._score, self._biases = (stage(operators, name) for name in ("terms", "score", "bias"))
-        self._shifts, self._normalise_inputs = stage(operators, "shift"), stage(operators, "normalise_input")
-        self._normaliser, self._sinks = stage(operators, "normalise"), stage(operators, "sinks")
-        self._factors, self._mixes, self._values = (stage(operators, name) for name in ("factors", "mix_weights", "value"))
-        self._biases_of_visible = stage(operators, "bias_of_visible")
+        self._terms, self._score, self._biases = (methods_of(operators, name) for name in ("terms", "score", "bias"))
+        self._shifts, self._normalise_inputs = methods_of(operators, "shift"), methods_of(operators, "normalise_input")
+        self._normaliser, self._sinks = methods_of(operators, "normalise"), methods_of(operators, "sinks")
+        self._factors, self._mixes, self._values = (methods_of(operators, name) for name in ("factors", "mix_weights", "value"))
+        self._biases_of_visible = methods_of(operators, "bias_of_visible")
         self.mixes_heads = any(operator.mixes_heads for operator in operators)
         self.has_bias, self._num_softmaxes = bool(self._biases), spec.num_softmaxes
         self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores

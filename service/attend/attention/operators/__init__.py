@@ -1,5 +1,6 @@
-"""The operators of attention: a file for each has all that is particular to it. `operator.py` says what that is.
+"""The operators of attention: a file for each has all that is particular to it.
 
+`operator.py` says what that is, `stages.py` what it may compute, and `declarations.py` has the values that it declares.
 Here are their fields of LayerSpec, and their order. To import them needs no torch, so that specs can be read without it.
 """
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attend.attention.operators.operator import Interval, Operator
+from attend.attention.operators.declarations import Interval
+from attend.attention.operators.operator import Operator
 
 if TYPE_CHECKING:
     from attend.attention.operators.operator import Draw, Fields

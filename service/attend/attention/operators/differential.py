@@ -13,7 +13,8 @@ from attend.spec_parts import SMALLEST, Flag, Part, field_error
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Shapes
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Draw, Fields, Layer
     from attend.spec_parts import Dimensions
     from attend.tensors import Array
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from attend.attention.operators.declarations import CachedTensor, Cost
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import CachedTensor, Cost, Operator
+from attend.attention.operators.operator import Operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call, CallOptions
     from attend.attention.masks import Masks
-    from attend.attention.operators.operator import Axes, Layer, Product, Projected, Shapes
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Layer
+    from attend.attention.operators.stages import Product, Projected
     from attend.spec_parts import Dimensions
 
 

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from attend.attention.operators.declarations import Cost, Extent
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import Cost, Extent, Operator
+from attend.attention.operators.operator import Operator
 from attend.spec_parts import Flag, Part, Side, field_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call, CallOptions
-    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Shapes
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Draw, Fields, Layer
     from attend.spec_parts import Dimensions
 
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from attend.attention.operators.declarations import CachedTensor, Cost
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import CachedTensor, Cost, Operator
+from attend.attention.operators.operator import Operator
 from attend.attention.operators.rope import frequencies, rotate
 from attend.attention.rows import row_slices
 from attend.spec_parts import Eps, Flag, Part, Width, field_error
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call, CallOptions
-    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Product, Projected, Shapes
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Draw, Fields, Layer
+    from attend.attention.operators.stages import Product, Projected
     from attend.spec_parts import Dimensions
 
 

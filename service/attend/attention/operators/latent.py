@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from attend.attention.operators.declarations import CachedTensor, Cost, Variances, variance
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import CachedTensor, Cost, Operator, Variances, split_heads, variance
+from attend.attention.operators.operator import Operator
 from attend.attention.operators.qk_norm import QKNorm, normalise
+from attend.attention.operators.stages import split_heads
 from attend.spec_parts import Eps, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call, CallOptions
-    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Misfit, Product, Projected, Shapes
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Draw, Fields, Layer, Misfit
+    from attend.attention.operators.stages import Product, Projected
     from attend.spec_parts import Dimensions
     from attend.tensors import Array
 

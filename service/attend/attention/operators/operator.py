@@ -1,81 +1,29 @@
 """`Operator`: all that is particular to one operator of attention, with neutral defaults.
 
 The class describes the operator for any spec: whether a layer has it, what it conflicts with, its weights, its cost. An instance computes
-it for one layer; `Layer` is what it is made of. Each method from `project` on is a stage of the computation. A layer asks its operators
-once, when it is made, which of them override a stage; a stage that none overrides costs nothing.
+it for one layer; `Layer` is what it is made of. It overrides stages of the computation (`stages.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from attend.spec_parts import Dimensions
+from attend.attention.operators.declarations import Cost, Interval
+from attend.attention.operators.stages import STAGES, Stages, stages_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from attend.attention.call import Call, CallOptions
+    from attend.attention.call import CallOptions
     from attend.attention.masks import Masks
+    from attend.attention.operators.declarations import Axes, CachedTensor, Coordinates, Extent, Shapes, Variances
+    from attend.spec_parts import Dimensions
     from attend.tensors import Array
 
-Shapes = dict[str, tuple[int, ...]]
-Axes = Mapping[str, tuple[str, ...]]  # canonical name of a weight -> what its axes are
 Fields = dict[str, Any]  # of a spec
 Misfit = Callable[[str, str], Exception]  # canonical name of a weight, what is expected of it -> the error
-Projected = tuple["Tensor", ...]  # query [b, h, q, head_dim], key [b, kv heads, k, head_dim], value [b, kv heads, k, value_head_dim]
-Product = Callable[["Tensor", str], "Tensor"]  # x [..., in], name of a projection -> [..., out]
-
-
-class Cost(NamedTuple):
-    """What an operator adds to the cost of one batch item."""
-
-    multiplications: int = 0
-    operations: int = 0
-    elements: int = 0  # numbers in the layer's dtype
-    wide_elements: int = 0  # numbers in float32 or better
-    memory_bytes: int = 0
-
-
-class CachedTensor(NamedTuple):
-    """The shape of each row of a cached tensor, and its datatype."""
-
-    heads: int
-    width: int
-    dtype: str = ""  # "": the layer's
-    shared: bool = False  # whether all heads of the layer share it; it then has one head, and no axis of heads in exported files
-
-
-class Interval(NamedTuple):
-    """The keys that a query at position p attends to: from p - left to p + right, and in its chunk of so many positions; None: no bound."""
-
-    left: int | None = None
-    right: int | None = None
-    chunk: int | None = None
-
-
-class Extent(NamedTuple):
-    """The positions that a layer has: those below `stop`, and without `negative` those from 0 on. `reason` says what they are."""
-
-    stop: int
-    reason: str
-    negative: bool = True
-
-
-class Coordinates(NamedTuple):
-    """What the field `positions` of a call has for each row: coordinates on this number of axes, each within `extent`."""
-
-    axes: int
-    required: bool  # whether calls must have the field
-    extent: Extent | None = None
-
-
-class Variances(NamedTuple):
-    """Mean variances of the components of queries and keys, for inputs of unit variance."""
-
-    query: float
-    key: float
 
 
 class Layer(NamedTuple):
@@ -96,16 +44,8 @@ class Draw(Protocol):
     def number(self, low: float, high: float) -> float: ...
 
 
-class RowTerms(Protocol):
-    """Terms of one call that are added to q·k, or to its scores."""
-
-    def terms_of_rows(self, query: Tensor, rows: slice) -> Tensor:
-        """The terms [b, h, rows, k] of these rows, whose queries are [b, h, rows, d]."""
-        ...
-
-
-class Operator:
-    """One operator. Stages of SINGLE_STAGES are of at most one operator of a layer; several operators may have another one.
+class Operator(Stages):
+    """One operator.
 
     Weights are 0 unless they are given or drawn, those named `…norm.weight` 1; a name `….weight` is a matrix [out, in] or a norm's.
     One that enlarges scores says so by `variances` or `score_growth`, or has `amplifies_rounding`.
@@ -138,12 +78,11 @@ class Operator:
     survives_conflicts: ClassVar[bool] = False  # whether random cases drop what it conflicts with, and not this one
 
     def __init_subclass__(cls) -> None:
-        stages = stages_of(cls)
-        cls.mixes_heads = "mix_weights" in stages
-        cls.signed_weights = not stages.isdisjoint({"factors", "mix_weights"})
-        cls.scales_values = not stages.isdisjoint({"value", "gate"})
-        cls.same_keys_for_all_heads = "select" in stages
-        cls.splits_over_keys = stages.isdisjoint(STAGES_OF_ALL_KEYS)
+        stages = [STAGES[name] for name in stages_of(cls)]
+        made = {name for stage in stages for name in stage.makes}
+        cls.mixes_heads, cls.signed_weights = "mixes_heads" in made, "signed_weights" in made
+        cls.scales_values, cls.same_keys_for_all_heads = "scales_values" in made, "same_keys_for_all_heads" in made
+        cls.splits_over_keys = not any(stage.all_keys for stage in stages)
 
     @classmethod
     def is_active(cls, spec: Dimensions) -> bool:
@@ -258,109 +197,3 @@ class Operator:
 
     def __init__(self, layer: Layer) -> None:
         self.spec, self.dtype = layer.spec, layer.dtype
-
-    def project(self, call: Call, product: Product) -> Projected:
-        """Replaces the projection of query, key and value into heads."""
-        raise NotImplementedError
-
-    def norm(self, projected: Projected, call: Call) -> Projected:
-        """Applied to projected heads, before `rotate`."""
-        raise NotImplementedError
-
-    def rotate(self, projected: Projected, call: Call) -> Projected:
-        """Applied to heads, by position."""
-        raise NotImplementedError
-
-    def rescale(self, projected: Projected, call: Call) -> Projected:
-        """Applied to heads, after `rotate`."""
-        raise NotImplementedError
-
-    def outputs(self, call: Call, projected: Projected, product: Product) -> dict[str, Tensor]:
-        """Those of `own_outputs` that the call has, [b, …]."""
-        raise NotImplementedError
-
-    def rows_to_cache(self, call: Call, projected: Projected, product: Product) -> dict[str, Tensor]:
-        """The tensors of `cached` for the keys of a call, [b, heads, k, width]. Calls to a cache have all its rows in `call.cached`."""
-        raise NotImplementedError
-
-    def expand(self, rows: Mapping[str, Tensor], product: Product) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, kv heads, n, …] of rows of a cache without them."""
-        raise NotImplementedError
-
-    def select(self, call: Call) -> Call:
-        """The call with a mask of the keys that the layer selects."""
-        raise NotImplementedError
-
-    def terms(self, call: Call, key: Tensor) -> RowTerms | None:
-        """Terms that are added to q·k, before the scale, of a call with keys [b, kv heads, k, d]."""
-        raise NotImplementedError
-
-    def score(self, scores: Tensor, call: Call) -> Tensor:
-        """Applied to scaled scores [b, h, rows, k], before biases are added and keys masked."""
-        raise NotImplementedError
-
-    def bias(self, query: Tensor, call: Call, rows: slice, keys: slice) -> Tensor:
-        """A bias on scores, [b|1, h, rows, keys], for query [b, h, rows, d]."""
-        raise NotImplementedError
-
-    def bias_of_visible(self, call: Call) -> RowTerms:
-        """A bias on scores that depends on the keys that each query attends to, for the call's heads."""
-        raise NotImplementedError
-
-    def shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
-        """A bias common to all keys of a row, float64 [b|1, heads, rows]; None: 0. Kept apart, since it would round float32 scores."""
-        raise NotImplementedError
-
-    def normalise_input(
-        self, scores: Tensor, shift: Tensor | None, call: Call, rows: slice, visible: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scores and shift as the normaliser needs them, before masked keys are set to -inf."""
-        raise NotImplementedError
-
-    def normalise(self, scores: Tensor) -> Tensor:
-        """Replaces softmax: weights of scores [b, h, rows, k], which are -inf where a key is masked."""
-        raise NotImplementedError
-
-    def sinks(self, heads: Sequence[int] | None) -> Tensor:
-        """Extra scores [heads, 1] of each row's softmax, that have no value."""
-        raise NotImplementedError
-
-    def factors(self) -> Sequence[float]:
-        """The factor of each of its `num_softmaxes` in the weights; the first is 1."""
-        raise NotImplementedError
-
-    def mix_weights(self, weights: Tensor) -> Tensor:
-        """Replaces the weights [b, h, rows, k] of all heads, which are 0 where a key is masked; there they are set to 0 again."""
-        raise NotImplementedError
-
-    def value(self, outputs: Tensor) -> Tensor:
-        """Applied to the weighted values [b, h, q, value_head_dim]."""
-        raise NotImplementedError
-
-    def gate(self, call: Call, product: Product) -> Tensor:
-        """The factor on head outputs, [b, h, q, value_head_dim|1]; depends on the query alone."""
-        raise NotImplementedError
-
-
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[b, n, heads * d] -> [b, heads, n, d]."""
-    return x.view(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
-
-
-def variance(weights: Mapping[str, Tensor], name: str) -> float:
-    """Mean variance of the components of a projection, for inputs of unit variance."""
-    variance = weights[f"{name}.weight"].double().square().sum(1)
-    if f"{name}.bias" in weights:
-        variance += weights[f"{name}.bias"].double().square()
-    return float(variance.mean())
-
-
-STAGES = tuple(name for name, method in vars(Operator).items() if callable(method) and not name.startswith("_"))
-# Those whose results for some of the keys depend on the other keys. Sinks and gates are added once the parts are merged.
-STAGES_OF_ALL_KEYS = frozenset({"select", "bias_of_visible", "normalise_input", "normalise", "factors", "mix_weights", "value"})
-SINGLE_STAGES = frozenset({"project", "expand", "shift", "normalise", "sinks", "factors"})
-
-
-def stages_of(operator: type[Operator]) -> frozenset[str]:
-    """The stages that an operator has."""
-    return frozenset(name for name in STAGES if getattr(operator, name) is not getattr(Operator, name))

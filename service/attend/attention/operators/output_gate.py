@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from attend.attention.operators.declarations import Cost
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import Cost, Operator, split_heads
+from attend.attention.operators.operator import Operator
+from attend.attention.operators.stages import split_heads
 from attend.spec_parts import Flag, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call, CallOptions
-    from attend.attention.operators.operator import Axes, Draw, Fields, Misfit, Product, Shapes
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Draw, Fields, Misfit
+    from attend.attention.operators.stages import Product
     from attend.spec_parts import Dimensions
     from attend.tensors import Array
 

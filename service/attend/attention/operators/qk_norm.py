@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from attend.attention.operators.declarations import Variances
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import Operator, Variances
+from attend.attention.operators.operator import Operator
 from attend.spec_parts import Eps, Flag, Part, field_error
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call
-    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Projected, Shapes
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Draw, Fields, Layer
+    from attend.attention.operators.stages import Projected
     from attend.spec_parts import Dimensions
 
 

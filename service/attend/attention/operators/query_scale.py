@@ -14,7 +14,8 @@ from attend.spec_parts import WHOLE, Part, Positive, Width
 if TYPE_CHECKING:
     from attend.attention.call import Call
     from attend.attention.masks import Masks
-    from attend.attention.operators.operator import Draw, Fields, Projected
+    from attend.attention.operators.operator import Draw, Fields
+    from attend.attention.operators.stages import Projected
     from attend.spec_parts import Dimensions
 
 

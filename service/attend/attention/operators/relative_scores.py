@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from attend.attention.operators.declarations import Cost, Variances, variance
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import Cost, Operator, Variances, variance
+from attend.attention.operators.operator import Operator
 from attend.spec_parts import WHOLE, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from attend.attention.call import Call, CallOptions
     from attend.attention.masks import Masks
-    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Shapes
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Draw, Fields, Layer
     from attend.spec_parts import WHOLE, Dimensions
 
 HEAD_WEIGHTS = ("position_key.weight", "position_query.weight", "content_bias", "position_bias")

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from attend.attention.operators.declarations import Coordinates, Extent
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import Coordinates, Extent, Operator
+from attend.attention.operators.operator import Operator
 from attend.spec_parts import Axis, Finite, Flag, Part, Positive, Width, field_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call
-    from attend.attention.operators.operator import Draw, Fields, Layer, Projected
+    from attend.attention.operators.operator import Draw, Fields, Layer
+    from attend.attention.operators.stages import Projected
     from attend.spec_parts import Dimensions
 
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attend.attention.operators.operator import Axes, Layer, Shapes
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Layer
     from attend.spec_parts import Dimensions
 
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call
-    from attend.attention.operators.operator import Axes, Draw, Fields, Layer, Misfit, Shapes
-    from attend.spec_parts import Dimensions
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Draw, Fields, Layer, Misfit
+    from attend.spec_parts import WHOLE, Dimensions
     from attend.tensors import Array
 
 

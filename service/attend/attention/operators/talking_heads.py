@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from attend.attention.operators.declarations import Cost
 from attend.attention.operators.lazy import torch
-from attend.attention.operators.operator import Cost, Operator
+from attend.attention.operators.operator import Operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attend.attention.call import Call, CallOptions
-    from attend.attention.operators.operator import Axes, Layer, Shapes
+    from attend.attention.operators.declarations import Axes, Shapes
+    from attend.attention.operators.operator import Layer
     from attend.spec_parts import Dimensions
     from attend.tensors import Array
 

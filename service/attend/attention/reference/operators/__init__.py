@@ -1,7 +1,7 @@
 """The arithmetic of each operator, in a file of its name; `window` and `softcap`, which calls may have too, are in forward.py.
 
 Each function that has the name of a stage is a step of `forward.Layer`, which is its first argument. The stages have the same names in
-`attention/operators/operator.py`, except for `blocked`, which is an `interval` there.
+`attention/operators/stages.py`, except for `blocked`, which is an `interval` there.
 
 project         replaces the projection of a query, key or value
 norm            of projected heads

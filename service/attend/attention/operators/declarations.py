@@ -1,0 +1,70 @@
+"""What an operator declares of itself to specs, serving and caches: costs, outputs, positions, variances. Values without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shapes = dict[str, tuple[int, ...]]
+Axes = Mapping[str, tuple[str, ...]]  # canonical name of a weight -> what its axes are
+
+
+class Cost(NamedTuple):
+    """What an operator adds to the cost of one batch item."""
+
+    multiplications: int = 0
+    operations: int = 0
+    elements: int = 0  # numbers in the layer's dtype
+    wide_elements: int = 0  # numbers in float32 or better
+    memory_bytes: int = 0
+
+
+class CachedTensor(NamedTuple):
+    """The shape of each row of a cached tensor, and its datatype."""
+
+    heads: int
+    width: int
+    dtype: str = ""  # "": the layer's
+    shared: bool = False  # whether all heads of the layer share it; it then has one head, and no axis of heads in exported files
+
+
+class Interval(NamedTuple):
+    """The keys that a query at position p attends to: from p - left to p + right, and in its chunk of so many positions; None: no bound."""
+
+    left: int | None = None
+    right: int | None = None
+    chunk: int | None = None
+
+
+class Extent(NamedTuple):
+    """The positions that a layer has: those below `stop`, and without `negative` those from 0 on. `reason` says what they are."""
+
+    stop: int
+    reason: str
+    negative: bool = True
+
+
+class Coordinates(NamedTuple):
+    """What the field `positions` of a call has for each row: coordinates on this number of axes, each within `extent`."""
+
+    axes: int
+    required: bool  # whether calls must have the field
+    extent: Extent | None = None
+
+
+class Variances(NamedTuple):
+    """Mean variances of the components of queries and keys, for inputs of unit variance."""
+
+    query: float
+    key: float
+
+
+def variance(weights: Mapping[str, Tensor], name: str) -> float:
+    """Mean variance of the components of a projection, for inputs of unit variance."""
+    variance = weights[f"{name}.weight"].double().square().sum(1)
+    if f"{name}.bias" in weights:
+        variance += weights[f"{name}.bias"].double().square()
+    return float(variance.mean())
