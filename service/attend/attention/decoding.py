@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attend.attention.cache import KeyValueCache
 from attend.attention.call import FROM_HEADS, Call, Result
-from attend.attention.kernels.choose import choose
+from attend.attention.kernels.choose import compute
 from attend.attention.layer import MultiHeadAttention, result_of
 from attend.attention.masks import Masks
 from attend.attention.operations import Operation
@@ -64,7 +64,7 @@ class CachedOperation(Operation):
 
     def run(self, layer: MultiHeadAttention, call: Call) -> Result:
         cached, rows = copy(layer), self.cache.joined()
-        cached.projections, cached.short = CachedProjections(layer, rows), None
+        cached.projections, cached.call_kernels = CachedProjections(layer, rows), ()
         return self.operation.run(cached, replace(call, cached=rows))
 
     def to(self, device: torch.device) -> Self:
@@ -144,9 +144,8 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 
 def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValueCache) -> tuple[dict[str, Tensor], Tensor | None]:
     """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
-    if call.options.outputs <= FROM_HEADS:
-        for kernel in choose([layer.pages], call, frozenset({"head_outputs"})):
-            if (head_outputs := kernel.compute(call, query, cache)) is not None:
-                return layer.merge_heads(call, head_outputs), None
+    kernels = layer.cache_kernels if call.options.outputs <= FROM_HEADS else ()
+    if (tensors := compute(kernels, call, (query, cache), frozenset({"head_outputs"}))) is not None:
+        return layer.merge_heads(call, tensors["head_outputs"]), None
     rows = cache.joined()
     return layer.attend(layer.select_keys(replace(call, cached=rows)), query, *layer.projections.keys_and_values(rows))

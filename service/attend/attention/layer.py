@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attend.attention.cache import KeyValueCache
 from attend.attention.call import FROM_HEADS, SCORED, TOP_K, Call, Result, WeightBlock, replaced, select_heads_and_queries
-from attend.attention.kernels.choose import choose
+from attend.attention.kernels.choose import Heads, Kernel, compute
 from attend.attention.kernels.eager import Eager
 from attend.attention.kernels.pages import PagesKernel
 from attend.attention.kernels.sdpa import SdpaKernel
@@ -37,15 +38,16 @@ class MultiHeadAttention:
         self.projections = Projections(spec, self.weights, self.operators)
         self.eager = Eager(spec, self.operators, device)
         self._selects, self._gates = methods_of(self.operators, "select"), methods_of(self.operators, "gate")
-        self.short = ShortKernel.make(spec, self.weights, device)
-        self.sdpa = SdpaKernel.make(self.eager, device)
-        self.pages = PagesKernel.make(self.eager, device)
+        short, sdpa = ShortKernel.make(spec, self.weights, device), SdpaKernel.make(self.eager, device)
+        pages = PagesKernel.make(self.eager, device)
+        self.call_kernels: tuple[Kernel[None], ...] = (short,) if short else ()  # of whole calls, projections included
+        self.kernels: tuple[Kernel[Heads], ...] = (sdpa, self.eager) if sdpa else (self.eager,)
+        self.cache_kernels: tuple[Kernel[tuple[Tensor, KeyValueCache]], ...] = (pages,) if pages else ()
 
     def forward(self, call: Call) -> Result:
         """Compute the call's outputs, in the layer's dtype; scores and weights of half-precision layers are float32."""
-        for kernel in choose([self.short], call, call.options.outputs):
-            if (computed := kernel.forward(call)) is not None:
-                return computed
+        if (tensors := compute(self.call_kernels, call, None, call.options.outputs)) is not None:
+            return Result(tensors)
         with torch.inference_mode():
             result = self._forward(call)
             return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
@@ -60,33 +62,30 @@ class MultiHeadAttention:
     def attend(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
         """Compute all outputs but `output`, and the fully masked rows, from query [b, h, q, d], key and value [b, kv heads, k, …]."""
         fully_masked = self.fully_masked(call)
-        tensors = self._run_kernels(call, query, key, value, fully_masked)
+        tensors = self._run_kernels(call, Heads(query, key, value, fully_masked))
         if "head_outputs" in tensors:
             tensors |= self.merge_heads(call, tensors["head_outputs"])
         return tensors | self.projections.outputs(call, (query, key, value)), fully_masked
 
-    def _run_kernels(self, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> dict[str, Tensor]:
-        """Compute those of `head_outputs`, `scores`, `log_sum_exp` and `attention_weights` that the call's outputs need.
-
-        Kernels compute what they declare and can compute exactly; `eager` computes everything else.
-        """
+    def _run_kernels(self, call: Call, heads: Heads) -> dict[str, Tensor]:
+        """Compute those of `head_outputs`, `scores`, `log_sum_exp` and `attention_weights` that the call's outputs need."""
         outputs = call.options.outputs
         needed: frozenset[str] = outputs & SCORED | ({"head_outputs"} if FROM_HEADS & outputs else set())
         tensors: dict[str, Tensor] = {}
         if call.options.selects:  # weights of these heads and queries alone, everything else of all
             if "attention_weights" in needed:
-                selected, some_queries, some_keys, some_rows = select_heads_and_queries(
-                    call, query, key, fully_masked, self.eager.mixes_heads
-                )
-                tensors = self.eager.compute(selected, some_queries, some_keys, value, some_rows, {"attention_weights"})
+                query, key, value, fully_masked = heads
+                selected, query, key, fully_masked = select_heads_and_queries(call, query, key, fully_masked, self.eager.mixes_heads)
+                tensors = self._computed(selected, Heads(query, key, value, fully_masked), frozenset({"attention_weights"}))
                 needed -= {"attention_weights"}
             call = call.with_options(heads=None, queries=None)
-        if not needed:
-            return tensors
-        for kernel in choose([self.sdpa], call, needed):
-            if (head_outputs := kernel.compute(call, query, key, value, fully_masked)) is not None:
-                return tensors | {"head_outputs": head_outputs}
-        return tensors | self.eager.compute(call, query, key, value, fully_masked, needed)
+        return tensors | self._computed(call, heads, needed) if needed else tensors
+
+    def _computed(self, call: Call, heads: Heads, outputs: frozenset[str]) -> dict[str, Tensor]:
+        """These outputs, from the first kernel that computes them; the last one, `eager`, computes all."""
+        tensors = compute(self.kernels, call, heads, outputs)
+        assert tensors is not None
+        return tensors
 
     def merge_heads(self, call: Call, head_outputs: Tensor) -> dict[str, Tensor]:
         """`head_outputs` [b, h, q, d] times `head_scale` and the gate, or those of the call, and `concatenated` [b, q, h * d].

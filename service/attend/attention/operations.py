@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attend.attention.call import Call, Result
+from attend.attention.kernels.choose import Kernel, choose
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.stacking import stack, stacking_key
@@ -66,17 +67,22 @@ FORWARD = ForwardPass()
 
 
 @dataclass(frozen=True, slots=True)
-class ShortForwardPass(Operation):
-    """The forward pass of a call that `ShortKernel` computes, as was found out for an earlier one like it. Calls are not stacked."""
+class KernelForwardPass(Operation):
+    """The forward pass of a call like an earlier one, of whose kernels this is the first. Calls are not stacked."""
 
     is_one_pass = True
 
+    kernel: Kernel[None]
+
     def run(self, layer: MultiHeadAttention, call: Call) -> Result:
-        result = None if layer.short is None else layer.short.forward(call)
-        return layer.forward(call) if result is None else result
+        tensors = self.kernel.compute(call, None, call.options.outputs)
+        return layer.forward(call) if tensors is None else Result(tensors)
 
 
-SHORT_FORWARD = ShortForwardPass()
+def forward_pass(layer: MultiHeadAttention, call: Call) -> Operation:
+    """The forward pass of this call and of calls with equal options and masks; their kernel is chosen once."""
+    kernel = next(choose(layer.call_kernels, call, call.options.outputs), None)
+    return FORWARD if kernel is None else KernelForwardPass(kernel)
 
 
 @dataclass(frozen=True, slots=True)

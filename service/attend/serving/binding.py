@@ -10,8 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from attend.attention.call import Call, Result
 from attend.attention.decoding import CachedOperation
-from attend.attention.kernels.choose import choose
-from attend.attention.operations import FORWARD, SHORT_FORWARD, Operation
+from attend.attention.operations import FORWARD, Operation, forward_pass
 from attend.axes import TENSOR_FIELDS
 from attend.errors import InvalidRequest
 from attend.serving.admission import Admission
@@ -79,8 +78,8 @@ class Binding(Generic[R]):
         operation = self.operation(request, layer, call)
         log_fields = self.log_fields(request, layer, call, cost)
         if key is not None:
-            is_short = operation is FORWARD and not in_parts and any(choose([layer.attention.short], call, call.options.outputs))
-            kept = SHORT_FORWARD if is_short else operation  # later calls need not choose
+            is_forward = operation is FORWARD and not in_parts
+            kept = forward_pass(layer.attention, call) if is_forward else operation  # later calls need not choose
             layer.validated.keep(key, CachedValidation(request, call.options, call.masks, cost, in_parts, log_fields, kept))
         return BoundCall(self, request, layer, call, cost, operation, in_parts, log_fields)
 

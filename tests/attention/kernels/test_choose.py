@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from attend.attention.call import Call, CallOptions
+from attend.attention.call import SCORED, Call, CallOptions
 from attend.attention.kernels.choose import choose
 from attend.attention.kernels.declaration import EXTERNAL_FIELDS, EXTERNAL_OPTIONS, OUTER_FIELDS, fields_of, options_of
+from attend.attention.kernels.eager import Eager
 from attend.attention.kernels.pages import PagesKernel
 from attend.attention.kernels.sdpa import SdpaKernel
 from attend.attention.kernels.short import ShortKernel
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
+from attend.attention.operations import FORWARD, forward_pass
 from attend.attention.operators import OPERATORS
 from attend.attention.reference import forward
 from attend.check.random_cases import Draw
@@ -23,7 +25,7 @@ from support import calls
 
 CPU = torch.device("cpu")
 PLAIN = {"d_model": 32, "num_heads": 2}
-KERNELS = (ShortKernel, PagesKernel, SdpaKernel)
+KERNELS = (ShortKernel, PagesKernel, SdpaKernel)  # and Eager, which computes everything
 # A value other than the default of each field that a kernel has to know.
 FIELDS: dict[str, Any] = {
     operator.field: operator.random(Draw(np.random.default_rng(0)), {**LayerSpec(**PLAIN).model_dump(), "drawn": (), "num_softmaxes": 1})
@@ -106,17 +108,49 @@ def test_kernels_in_c_are_for_float32(dtype: str) -> None:
     assert not ShortKernel.declaration.has_layer(spec, torch.device("meta"))
 
 
+@pytest.mark.parametrize("option", CALLS)
+def test_eager_attention_computes_what_no_other_kernel_declares(option: str) -> None:
+    assert Eager.declaration.has_layer(LayerSpec.model_construct(**{**LayerSpec(**PLAIN).model_dump(), **FIELDS}), CPU)
+    assert Eager.declaration.has_call(CALLS[option], SCORED | {"head_outputs"})
+    layer = MultiHeadAttention(LayerSpec(**PLAIN), {n: torch.ones(s) / 32 for n, s in LayerSpec(**PLAIN).weight_shapes().items()}, CPU)
+    assert layer.kernels[-1] is layer.eager
+
+
+def test_the_kernel_of_a_forward_pass_is_chosen_once() -> None:
+    """It computes later calls with equal options; what it cannot compute is left to the layer."""
+    layer = MultiHeadAttention(LayerSpec(**PLAIN), {n: torch.ones(s) / 32 for n, s in LayerSpec(**PLAIN).weight_shapes().items()}, CPU)
+    computed = iter(({"output": torch.zeros(1)}, None))
+
+    class Twice:
+        declaration = ShortKernel.declaration
+
+        def suits(self, call: Call) -> bool:
+            return True
+
+        def compute(self, *_: Any) -> dict[str, torch.Tensor] | None:
+            return next(computed)
+
+    call, wanted = call_of(), layer.forward(call_of()).tensors["output"]
+    layer.call_kernels = (Twice(),)
+    operation = forward_pass(layer, call)
+    assert forward_pass(layer, CALLS["softcap"]) is FORWARD
+    layer.call_kernels = ()
+    assert forward_pass(layer, call) is FORWARD
+    assert torch.equal(operation.run(layer, call).tensors["output"], torch.zeros(1))
+    torch.testing.assert_close(operation.run(layer, call).tensors["output"], wanted, rtol=0, atol=1e-5)
+
+
 def test_kernels_that_return_nothing_pass_a_call_on() -> None:
     class Unable(SdpaKernel):
         def compute(self, *_: Any) -> None:
             return None
 
     layer = MultiHeadAttention(LayerSpec(**PLAIN), {n: torch.ones(s) / 32 for n, s in LayerSpec(**PLAIN).weight_shapes().items()}, CPU)
-    layer.short, layer.sdpa = None, Unable(layer.eager)
+    layer.call_kernels, layer.kernels = (), (Unable(layer.eager), layer.eager)
     call = call_of()
     got = layer.forward(call).tensors["output"]
     weights = {name: x.double().numpy() for name, x in layer.weights.items()}
     wanted = forward.attend(layer.spec, weights, query=call.query.double().numpy()).output
     np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=1e-5)
-    assert list(choose([None, layer.sdpa], call, frozenset({"head_outputs"}))) == [layer.sdpa]
-    assert not list(choose([layer.sdpa], call, frozenset({"scores"})))
+    assert list(choose(layer.kernels, call, frozenset({"head_outputs"}))) == [*layer.kernels]
+    assert list(choose(layer.kernels, call, frozenset({"scores", "head_outputs"}))) == [layer.eager]

@@ -1,7 +1,7 @@
 """What a kernel computes, declared by names: of a spec's fields, of options of a call, of outputs, datatypes and devices.
 
 A kernel is used for what it declares and for nothing else. So a new field or option that no declaration names is never ignored: it sends
-the calls that have it to eager attention.
+the calls that have it to eager attention, which declares all of them.
 """
 
 from typing import NamedTuple
@@ -43,22 +43,25 @@ EXTERNAL_OPTIONS = frozenset({
 
 
 class Declaration(NamedTuple):
-    """What a kernel computes: layers that set at most these `fields`, in these dtypes; calls with at most these `options`."""
+    """What a kernel computes: layers that set at most these `fields`, in these dtypes; calls with at most these `options`.
 
-    fields: frozenset[str]
-    options: frozenset[str]  # of `options_of`
+    None is all that there are, and will be.
+    """
+
+    fields: frozenset[str] | None
+    options: frozenset[str] | None  # of `options_of`
     outputs: frozenset[str]
-    dtypes: frozenset[str]
-    devices: frozenset[str] | None = None  # types of devices; None: any
+    dtypes: frozenset[str] | None = None
+    devices: frozenset[str] | None = None  # types of devices
 
     def has_layer(self, spec: LayerSpec, device: torch.device) -> bool:
         """Whether the kernel computes calls to such a layer."""
-        is_here = self.devices is None or device.type in self.devices
-        return is_here and spec.dtype in self.dtypes and fields_of(spec) <= self.fields
+        is_here = (self.devices is None or device.type in self.devices) and (self.dtypes is None or spec.dtype in self.dtypes)
+        return is_here and (self.fields is None or fields_of(spec) <= self.fields)
 
     def has_call(self, call: Call, outputs: frozenset[str]) -> bool:
         """Whether the kernel computes these outputs of such a call."""
-        return outputs <= self.outputs and options_of(call) <= self.options
+        return outputs <= self.outputs and (self.options is None or options_of(call) <= self.options)
 
 
 def fields_of(spec: LayerSpec) -> frozenset[str]:

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attend.attention.call import Call, reduce_weights, replaced
+from attend.attention.call import SCORED, Call, reduce_weights, replaced
+from attend.attention.kernels.choose import Heads
+from attend.attention.kernels.declaration import Declaration
 from attend.attention.masks import block_of
 from attend.attention.numerics import at_least_float32, torch_dtype
 from attend.attention.operators.operator import Operator
@@ -45,6 +47,8 @@ class RowBlock(NamedTuple):
 class Eager:
     """Eager attention of one layer, in float32, or in float64 for a float64 layer. Immutable."""
 
+    declaration = Declaration(fields=None, options=None, outputs=SCORED | {"head_outputs"})
+
     def __init__(self, spec: LayerSpec, operators: Sequence[Operator], device: torch.device) -> None:
         self.spec, self.layer_dtype = spec, torch_dtype(spec.dtype)
         self.dtype = at_least_float32(self.layer_dtype)
@@ -57,30 +61,30 @@ class Eager:
         self.has_bias, self._num_softmaxes = bool(self._biases), spec.num_softmaxes
         self._zero = torch.empty(1, 1, 1, dtype=self.dtype, device=device)  # the required addend of baddbmm, which beta=0 ignores
 
-    def compute(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None, wanted: Iterable[str]
-    ) -> dict[str, Tensor]:
-        """Compute those of `scores`, `log_sum_exp`, `head_outputs` and `attention_weights` (as from `reduce_weights`) that are in `wanted`.
+    def suits(self, call: Call) -> bool:
+        """Always."""
+        return True
 
-        `query` is [b, h, q, d], `key` and `value` [b, kv heads, k, …], `fully_masked` [b, h, q].
-        """
+    def compute(self, call: Call, inputs: Heads, outputs: frozenset[str]) -> dict[str, Tensor]:
+        """Those of `scores`, `log_sum_exp`, `head_outputs` and `attention_weights` (as from `reduce_weights`) that are in `outputs`."""
+        query, key, value, fully_masked = inputs
         assembly, value, sinks = Assembly(query.shape[2]), value.to(self.dtype), self._sinks_of(call)
         for block in self.row_blocks(call, query, key, fully_masked):
-            if "scores" in wanted:
+            if "scores" in outputs:
                 shifted = block.scores if block.shift is None else (block.scores + block.shift[..., None]).to(self.dtype)
                 assembly.put("scores", block.rows, shifted)
-            if "log_sum_exp" in wanted:
+            if "log_sum_exp" in outputs:
                 total = log_sum_exp(block.scores, sinks, block.shift)
                 assembly.put("log_sum_exp", block.rows, total.to(torch.float64 if call.options.is_part else self.dtype))
-            if "head_outputs" not in wanted and "attention_weights" not in wanted:
+            if "head_outputs" not in outputs and "attention_weights" not in outputs:
                 continue
             weights = self.attention_weights(call, block)
-            if "head_outputs" in wanted:
+            if "head_outputs" in outputs:
                 assembly.put("head_outputs", block.rows, apply_weights(weights, value).to(self.layer_dtype))
-            if "attention_weights" in wanted:
+            if "attention_weights" in outputs:
                 for name, tensor in reduce_weights(weights, call).items():
                     assembly.put(name, block.rows, tensor)
-        for apply in self._values if "head_outputs" in wanted else ():
+        for apply in self._values if "head_outputs" in outputs else ():
             assembly.tensors["head_outputs"] = apply(assembly.tensors["head_outputs"])
         return assembly.tensors
 

@@ -43,8 +43,9 @@ class PagesKernel:
         """Whether there is one query."""
         return call.query.shape[:2] == (1, 1)
 
-    def compute(self, call: Call, query: Tensor, cache: KeyValueCache) -> Tensor | None:
+    def compute(self, call: Call, inputs: tuple[Tensor, KeyValueCache], outputs: frozenset[str]) -> dict[str, Tensor] | None:
         """Head outputs [1, h, 1, value_head_dim] of query [1, h, 1, d]; None if it may attend to no key, or scores overflow."""
+        query, cache = inputs
         masks, spec, one = call.masks, self._spec, slice(0, 1)
         first, last = (int(index) for index in masks.interval(one))
         if last < first:
@@ -55,12 +56,12 @@ class PagesKernel:
         rows = query.view(spec.num_kv_heads, heads // spec.num_kv_heads, -1)  # heads that share keys, as rows of one product
         if (result := attend_to_pages(rows, call.options.scale, cache, keys, bias)) is None:
             return None
-        outputs, totals = result
+        head_outputs, totals = result
         if (sinks := self._eager.sinks(None)) is not None:
             shift = self._eager.shift(call, one)
             total_sinks = sinks[:, 0] if shift is None else sinks[:, 0] - shift[0, :, 0]
-            outputs = (outputs * torch.sigmoid(totals - total_sinks)[:, None]).to(query.dtype)
-        return outputs.view(1, heads, 1, -1)
+            head_outputs = (head_outputs * torch.sigmoid(totals - total_sinks)[:, None]).to(query.dtype)
+        return {"head_outputs": head_outputs.view(1, heads, 1, -1)}
 
 
 def _suits_cache(spec: LayerSpec) -> bool:

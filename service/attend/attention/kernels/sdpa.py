@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
 from attend.attention.call import Call
+from attend.attention.kernels.choose import Heads
 from attend.attention.kernels.declaration import BIAS_FIELDS, OUTER_FIELDS, Declaration
 from attend.attention.kernels.eager import Assembly, Eager, all_finite
 from attend.attention.masks import Masks
@@ -47,14 +48,14 @@ class SdpaKernel:
         options = call.options
         return 0 not in (options.items, options.num_queries, options.num_keys)
 
-    def compute(self, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor | None:
+    def compute(self, call: Call, inputs: Heads, outputs: frozenset[str]) -> dict[str, Tensor] | None:
         """Head outputs [b, h, q, value_head_dim]; None if torch's kernels cannot compute the call exactly."""
-        if fully_masked is not None and call.options.fully_masked == "uniform":
+        if inputs.fully_masked is not None and call.options.fully_masked == "uniform":
             return None
-        outputs = _in_blocks(self._eager, call, query, key, value, fully_masked)
-        if not outputs[..., 0].all() and _may_overflow(call.options.scale, query, key):
+        head_outputs = _in_blocks(self._eager, call, *inputs)
+        if not head_outputs[..., 0].all() and _may_overflow(call.options.scale, inputs.query, inputs.key):
             return None
-        return outputs.to(self._eager.layer_dtype) if all_finite(outputs) else None
+        return {"head_outputs": head_outputs.to(self._eager.layer_dtype)} if all_finite(head_outputs) else None
 
 
 def _may_overflow(scale: float, query: Tensor, key: Tensor) -> bool:

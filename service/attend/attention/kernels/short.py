@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attend.attention.call import Call, Result, reduce_weights, select_weights
+from attend.attention.call import Call, reduce_weights, select_weights
 from attend.attention.kernels.declaration import Declaration
 from attend.attention.native.extension import extension
 from attend.spec import LayerSpec
@@ -58,7 +58,7 @@ class ShortKernel:
         largest_product = items * width * max(queries * width, keys * width, queries * keys)
         return items * queries * keys > 0 and largest_product <= self._max_product
 
-    def forward(self, call: Call) -> Result | None:
+    def compute(self, call: Call, inputs: None, outputs: frozenset[str]) -> dict[str, Tensor] | None:
         """Compute a call that suits. None if a number overflowed: torch then decides which ones do, since implementations differ."""
         options = call.options
         items, queries, keys = options.items, options.num_queries, options.num_keys
@@ -67,10 +67,10 @@ class ShortKernel:
         addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
         if not extension.attend(self._layer, items, queries, keys, options.scale, *addresses, output, weights):
             return None
-        tensors = {"output": torch.from_numpy(output)} if "output" in options.outputs else {}
-        if "attention_weights" in options.outputs:
+        tensors = {"output": torch.from_numpy(output)} if "output" in outputs else {}
+        if "attention_weights" in outputs:
             tensors |= reduce_weights(select_weights(torch.from_numpy(weights), call), call)
-        return Result(tensors)
+        return tensors
 
 
 def _has_one_width(spec: LayerSpec) -> bool:
