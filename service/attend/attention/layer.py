@@ -49,8 +49,10 @@ class MultiHeadAttention:
         if (tensors := compute(self.call_kernels, call, None, call.options.outputs)) is not None:
             return Result(tensors)
         with torch.inference_mode():
-            result = self._forward(call)
-            return result if call.output_gradient is None else replace(result, tensors=result.tensors | self._gradients(call))
+            if call.output_gradient is None:
+                return self._forward(call)
+            result = self._forward(replace(call, output_gradient=None))
+            return replace(result, tensors=result.tensors | self._gradients(call))
 
     def _forward(self, call: Call) -> Result:
         call = self.select_keys(call)
@@ -105,10 +107,10 @@ class MultiHeadAttention:
         with torch.inference_mode(False), torch.enable_grad():
             inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
             query, key, value = inputs
-            eager_call = replace(call, query=query, key=key, value=value).with_options(
-                outputs=frozenset({"output"}), reproducible=True, self_attention=False, keys_as_values=False
+            separate = replace(call, query=query, key=key, value=value).with_options(
+                outputs=frozenset({"output"}), self_attention=False, keys_as_values=False
             )
-            output = self._forward(eager_call).tensors["output"]
+            output = self._forward(separate).tensors["output"]
             gradients = torch.autograd.grad(output, inputs, call.output_gradient.to(output.dtype))
         named = zip(("query_gradient", "key_gradient", "value_gradient"), gradients, strict=True)
         return {name: x for name, x in named if name in call.options.outputs}

@@ -9,7 +9,7 @@ import torch
 
 from attend.attention.call import SCORED, Call, CallOptions
 from attend.attention.kernels.choose import choose
-from attend.attention.kernels.declaration import EXTERNAL_FIELDS, EXTERNAL_OPTIONS, OUTER_FIELDS, fields_of, options_of
+from attend.attention.kernels.declaration import EXTERNAL_FIELDS, OUTER_FIELDS, fields_of, options_of
 from attend.attention.kernels.eager import Eager
 from attend.attention.kernels.pages import PagesKernel
 from attend.attention.kernels.sdpa import SdpaKernel
@@ -34,6 +34,16 @@ FIELDS: dict[str, Any] = {
 }
 
 
+# Fields of a call that no kernel has to compute; `options_of` has the others.
+# fmt: off
+EXTERNAL_OPTIONS = {
+    "items", "num_queries", "num_keys", "self_attention", "keys_as_values", "query", "key", "value", "masks",
+    "scale", "outputs", "query_coordinates", "key_coordinates", "heads", "queries", "average", "top_k", "is_part",
+    "fully_masked", "cached", "pattern_rows", "head_output_rows",
+}
+# fmt: on
+
+
 def call_of(**options: Any) -> Call:
     x = torch.ones(1, 5, 32)
     return calls.call_of(x, x, x, options.pop("masks", masks()), 0.25, frozenset({"output"}), **options)
@@ -47,6 +57,7 @@ CALLS = {
     "softcap": call_of(softcap=2.0),
     "dropout": call_of(dropout=(0.5, 1)),
     "reproducible": call_of(reproducible=True),
+    "gradients": call_of(output_gradient=torch.ones(1, 5, 32)),
     "head_scale": call_of(head_scale=torch.ones(1, 2, 1, 1)),
     "pattern": call_of(pattern=torch.ones(1, 1, 5, 5)),
     "head_outputs": call_of(head_outputs=torch.ones(1, 2, 5, 16)),
@@ -68,7 +79,7 @@ def test_every_field_of_a_spec_is_external_or_has_to_be_declared() -> None:
 def test_every_field_of_a_call_is_external_or_an_option() -> None:
     """A new field must be added to `options_of`, or, if no kernel has to compute it, to EXTERNAL_OPTIONS."""
     named = {field.name for made in (Call, CallOptions) for field in fields(made)} - {"options"}
-    assert named == EXTERNAL_OPTIONS | {"softcap", "dropout", "reproducible", "head_scale", "pattern", "head_outputs"}
+    assert named == EXTERNAL_OPTIONS | {*("softcap", "dropout", "reproducible", "output_gradient", "head_scale", "pattern", "head_outputs")}
     for option, call in CALLS.items():
         assert option in options_of(call)
     assert {name for call in CALLS.values() for name in options_of(call)} == set(CALLS)

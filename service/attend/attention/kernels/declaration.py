@@ -33,13 +33,6 @@ OUTER_FIELDS = _fields_computed("layer")  # those that the call's masks have amo
 BIAS_FIELDS = _fields_computed("layer", "bias") - OUTER_FIELDS  # `Eager.bias` and `Eager.shift` compute them
 # Tensors of a call that kernels have to compute. Those that need such a tensor say what it means.
 KERNEL_TENSORS = tuple(name for name, field in CALL_TENSORS.items() if not field.outer and field.needs not in CALL_TENSORS)
-# Fields of a call that no kernel has to compute; `options_of` has the others. Read by the test that no field is forgotten.
-# fmt: off
-EXTERNAL_OPTIONS = frozenset({
-    "items", "num_queries", "num_keys", "self_attention", "keys_as_values", "query", "key", "value", "masks",
-    "scale", "outputs", "heads", "queries", "average", "top_k", "is_part", "fully_masked", "cached",
-}) | CALL_TENSORS.keys() - set(KERNEL_TENSORS)
-# fmt: on
 
 
 class Declaration(NamedTuple):
@@ -81,6 +74,7 @@ def options_of(call: Call) -> frozenset[str]:
         "softcap": call.options.softcap,
         "dropout": call.options.dropout is not None,
         "reproducible": call.options.reproducible,
+        "gradients": call.output_gradient is not None,
         "bias": masks.bias is not None,
         "intervals": masks.has_intervals,
         "sets": masks.has_sets,
