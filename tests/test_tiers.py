@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attend.attention.operators import OPERATORS
+from attend.attention.operators import OPERATORS, OWN_OUTPUTS
+from attend.attention.operators.stages import STAGES
+from attend.spec import FIRST_FIELDS
 
 ROOT = Path(__file__).parent.parent / "service" / "attend"
 TIER_1 = {"axes", "errors", "tensors", "spec_parts", "spec"}
@@ -59,12 +61,10 @@ THIRD_PARTIES: dict[str, set[str]] = {
     },
 }
 TORCH_IN_CLIENT = ("client/remote.py", "client/transformers.py", "client/recording.py")
-NAMES_OPERATORS = (
-    "attention/operators/",
-    "attention/reference/",
-    "checkpoints/",
-    "check/",
-)  # those who compute, read or compare single ones
+NAMES_OPERATORS = (  # those who compute, read or compare single ones
+    *("attention/operators/", "attention/reference/", "checkpoints/", "check/mistakes/"),
+    *(f"check/{name}.py" for name in ("cases", "changes", "convention", "fitting", "rounding", "weights")),
+)
 WATCHED = {"asyncio"}  # of the standard library: the rules say which packages may use event loops
 SETTINGS_READERS = {"cli", "web/app.py", "deploy"}
 
@@ -188,8 +188,13 @@ def test_a_client_loads_neither_torch_nor_fastapi() -> None:
 
 
 def test_no_other_file_asks_for_an_operator_by_name() -> None:
-    """A file that needs something of an operator lets the operator declare it. Requests may have a softcap in place of the layer's."""
+    """A file that needs something of an operator lets the operator declare it.
+
+    Strings may be names of stages, of outputs or of fields of requests. Requests may have a softcap in place of
+    the layer's. Random requests draw windows as random layers do.
+    """
     fields, files = {operator.field for operator in OPERATORS}, {operator.name for operator in OPERATORS}
+    strings = {operator.field for operator in OPERATORS if not operator.of_calls} - {*STAGES, *OWN_OUTPUTS}
     found = set()
     for path in ROOT.rglob("*.py"):
         file = path.relative_to(ROOT).as_posix()
@@ -197,6 +202,10 @@ def test_no_other_file_asks_for_an_operator_by_name() -> None:
             match node:
                 case ast.Attribute(value=ast.Name(id="spec") | ast.Attribute(attr="spec"), attr=name) if name in fields:
                     found.add((file, name))
+                case ast.Constant(value=str(name)) if name in strings:
+                    found.add((file, name))
                 case ast.ImportFrom(module=str(module)) if module.startswith("attend.attention.operators."):
                     found |= {(file, module.rpartition(".")[2])} if module.rpartition(".")[2] in files else set()
-    assert found == {("serving/calls.py", "softcap")}
+    first = FIRST_FIELDS & strings  # those of the first version, to which fingerprints refer
+    words = ("serving/words/small.py", "rope")  # the spec of a model
+    assert found == {("serving/calls.py", "softcap"), ("check/random_cases.py", "window"), words, *(("spec.py", name) for name in first)}

@@ -131,8 +131,9 @@ def drop_conflicts(drawn: Collection[str], init: str) -> set[str]:
             kept.discard(field)
         if field in kept:
             kept.difference_update(*(operator.undefined_options for operator in fitting))
-    if "rope" not in kept:
-        kept -= {"axes", "positions"}
+    for operator in OPERATORS:
+        if FEATURE_OF[operator.field] not in kept:
+            kept.difference_update(operator.case_features)
     if "projections" in kept:  # widths follow from heads, and a missing key or value is as wide as the query or key it defaults to
         kept -= {"output_dim", "biases"}
         kept -= set() if "key" in kept else {"num_kv_heads"}
@@ -151,12 +152,16 @@ def _fitting(field: str, drawn: Collection[str]) -> list[type[Operator]]:
     return [operator for operator in BY_FIELD[field] if not {*drawn} & excluded_by(operator)]
 
 
+def _even_widths(drawn: Collection[str]) -> set[str]:
+    return {width for operator in OPERATORS if operator.field in drawn for width in operator.even_widths}
+
+
 def draw_sizes(draw: Draw, drawn: Collection[str], batched: bool | None) -> Sizes:
     """Draw sizes that are all different, except those that must be equal. A tenth of the calls has one query, as in a decoding step."""
-    grouped, own_values, rotated = ("num_kv_heads" in drawn, "value_head_dim" in drawn, "rope" in drawn)
+    grouped, own_values, even = ("num_kv_heads" in drawn, "value_head_dim" in drawn, "head_dim" in _even_widths(drawn))
     while True:
         batch, head_dim, value_head_dim = map(int, draw.rng.choice([2, 3, 5, 7], 3))
-        head_dim += rotated and head_dim > 2 and draw.flag()  # an even head_dim can be rotated completely
+        head_dim += even and head_dim > 2 and draw.flag()  # an even head_dim can be rotated completely
         head_dim *= num_softmaxes(drawn)
         kv_heads = draw.one_of(*((1, 2, 3) if grouped else (2, 3, 4, 5, 7)))
         heads = kv_heads * draw.one_of(2, 3, 4) if grouped else kv_heads
@@ -173,7 +178,7 @@ def draw_sizes(draw: Draw, drawn: Collection[str], batched: bool | None) -> Size
 
 def draw_spec(draw: Draw, sizes: Sizes, drawn: Collection[str], init: str, dtype: str) -> LayerSpec:
     fields: dict[str, Any] = {"num_heads": sizes.heads, "seed": draw.integer(0, 2**32), "init": init, "dtype": dtype}
-    free = draw.one_of(29, 31) + ("relative_scores" in drawn)  # Transformer-XL's need an even width
+    free = draw.one_of(29, 31) + ("d_model" in _even_widths(drawn))
     fields["d_model"] = free if "head_dim" in drawn else sizes.heads * sizes.head_dim
     settings = {"num_kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "value_head_dim": sizes.value_head_dim}
     settings |= {"output_dim": draw.one_of(37, 41), "projections": False}
@@ -190,7 +195,7 @@ def draw_spec(draw: Draw, sizes: Sizes, drawn: Collection[str], init: str, dtype
         if feature in drawn:
             operator = draw.one_of(*_fitting(field, drawn))
             fields[field] = operator.random(draw, {**fields, "drawn": drawn, "num_softmaxes": num_softmaxes(drawn)})
-    if "latent" in fields:  # keys and values have the same width
+    if any(operator.equal_inputs for operator in OPERATORS if operator.field in drawn):
         fields["value_dim"] = fields.get("key_dim", fields["d_model"])
     return LayerSpec.model_validate(fields)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 class AlibiOperator(Operator):
     name, field, positional, per_head = "alibi", "alibi", True, True
+    left_out = LeftOut("ALiBi", "softmax(S)", "softmax(S - slope · |i - j|)")
 
     @classmethod
     def formula(cls, spec: Dimensions) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attend.attention.operators.declarations import Interval
+from attend.attention.operators.declarations import Interval, LeftOut
 from attend.attention.operators.operator import Operator
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 class ChunksOperator(Operator):
     name, field, positional = "chunks", "chunk_size", True
+    left_out = LeftOut("the division into chunks", "all keys (that no mask blocks) are seen", "keys of other chunks are blocked")
 
     @classmethod
     def interval(cls, spec: Dimensions) -> Interval:

@@ -31,6 +31,14 @@ class CachedTensor(NamedTuple):
     shared: bool = False  # whether all heads of the layer share it; it then has one head, and no axis of heads in exported files
 
 
+class LeftOut(NamedTuple):
+    """What hints say of an implementation without an operator: its name, the arithmetic without it and with it."""
+
+    name: str
+    computed: str
+    expected: str
+
+
 class Interval(NamedTuple):
     """The keys that a query at position p attends to: from p - left to p + right, and in its chunk of so many positions; None: no bound."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from attend.attention.operators.declarations import CachedTensor, Cost
+from attend.attention.operators.declarations import CachedTensor, Cost, LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 class ForgetGateOperator(Operator):
     name, field, positional, needs_projections = "forget_gate", "forget_gate", True, True
+    left_out = LeftOut("the forget gate", "softmax(S)", "softmax(S + F), F_ij = Σ log f_l for j < l ≤ i")
     per_head = True
     matrices = key_matrices = ("forget_gate",)
     axes: ClassVar[Axes] = {"forget_gate.weight": ("heads", "in"), "forget_gate.bias": ("heads",)}

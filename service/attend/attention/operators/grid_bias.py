@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from attend.attention.operators.declarations import Cost, Extent
+from attend.attention.operators.declarations import Cost, Extent, LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
 from attend.spec_parts import Flag, Part, Side, field_error
@@ -52,6 +52,7 @@ class GridBias(Part):
 
 class GridBiasOperator(Operator):
     name, field, positional = "grid_bias", "grid_bias", True
+    left_out = LeftOut("the bias by positions in a grid", "softmax(S)", "softmax(S + B), B_ij by the places of i and j in the grid")
     per_head = True
     axes: ClassVar[Axes] = dict.fromkeys(("grid_bias", "grid_rows", "grid_columns"), ("places", "n"))
 

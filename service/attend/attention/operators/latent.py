@@ -45,6 +45,7 @@ class Latent(Part):
 
 class LatentOperator(Operator):
     name, field, needs_projections = "latent", "latent", True
+    equal_inputs = True
     matrices = ("query_down", "key_value_down", "rope_key")
     query_matrices = ("query_down",)
     key_matrices = ("key_value_down", "rope_key")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from attend.attention.call import CallOptions
     from attend.attention.masks import Masks
-    from attend.attention.operators.declarations import Axes, CachedTensor, Coordinates, Extent, Shapes, Variances
+    from attend.attention.operators.declarations import Axes, CachedTensor, Coordinates, Extent, LeftOut, Shapes, Variances
     from attend.spec_parts import Dimensions
     from attend.tensors import Array
 
@@ -76,6 +76,10 @@ class Operator(Stages):
     splits_over_keys: ClassVar[bool]  # whether results follow from those of parts that have some of the keys each
     conflicts: ClassVar[Mapping[str, str]] = {}  # field of another operator that a spec with this one cannot have -> why
     survives_conflicts: ClassVar[bool] = False  # whether random cases drop what it conflicts with, and not this one
+    case_features: ClassVar[tuple[str, ...]] = ()  # features of random cases that only layers with it have
+    equal_inputs: ClassVar[bool] = False  # whether keys and values have one width
+    even_widths: ClassVar[tuple[str, ...]] = ()  # d_model or head_dim, which random cases make even for it
+    left_out: ClassVar[LeftOut | None] = None  # the mistake of someone who forgets it
 
     def __init_subclass__(cls) -> None:
         stages = [STAGES[name] for name in stages_of(cls)]

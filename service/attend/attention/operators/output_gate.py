@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from attend.attention.operators.declarations import Cost
+from attend.attention.operators.declarations import Cost, LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
 from attend.attention.operators.stages import split_heads
@@ -40,6 +40,7 @@ class OutputGate(Part):
 
 class OutputGateOperator(Operator):
     name, field, needs_projections = "output_gate", "output_gate", True
+    left_out = LeftOut("the output gate", "softmax(S) V", "gate(x) ⊙ softmax(S) V")
     matrices = query_matrices = ("gate",)
     per_head = True
     axes: ClassVar[Axes] = {"gate.weight": ("out", "in"), "gate.bias": ("n",)}

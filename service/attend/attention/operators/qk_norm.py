@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from attend.attention.operators.declarations import Variances
+from attend.attention.operators.declarations import LeftOut, Variances
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
 from attend.spec_parts import Eps, Flag, Part, field_error
@@ -47,6 +47,7 @@ class QKNorm(Part):
 
 class QKNormOperator(Operator):
     name, field, normalises_heads = "qk_norm", "qk_norm", True
+    left_out = LeftOut("the norm of queries and keys", "q_i · k_j", "norm(q_i) · norm(k_j)")
     newer_fields = ("over", "weights", "bias", "after_rope", "values")
     axes: ClassVar[Axes] = dict.fromkeys(("query_norm.weight", "key_norm.weight", "query_norm.bias", "key_norm.bias"), ("n",))
     identifying_weight = "query_norm.weight"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
 from attend.spec_parts import WHOLE, Part, Positive, Width
@@ -32,6 +33,7 @@ class QueryScale(Part):
 
 class QueryScaleOperator(Operator):
     name, field, positional = "query_scale", "query_scale", True
+    left_out = LeftOut("the factor on queries by their position", "q_i · k_j", "f(i) q_i · k_j")
 
     @classmethod
     def is_relative(cls, spec: Dimensions) -> bool:

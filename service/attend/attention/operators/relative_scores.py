@@ -82,6 +82,7 @@ class RelativeScores(Part):
 class RelativeScoresOperator(Operator):
     name, field, positional, needs_projections = "relative_scores", "relative_scores", True, True
     matrices = ("position_key", "position_query")
+    even_widths = ("d_model",)  # for sines and cosines
     conflicts: ClassVar[dict[str, str]] = dict.fromkeys(("rope", "query_scale"), "relative_scores has the positions of this layer")
     per_head = True
     axes: ClassVar[Axes] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from attend.attention.operators.declarations import Coordinates, Extent
+from attend.attention.operators.declarations import Coordinates, Extent, LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
 from attend.spec_parts import Axis, Finite, Flag, Part, Positive, Width, field_error
@@ -80,6 +80,8 @@ class Rope(Part):
 
 class RopeOperator(Operator):
     name, field, positional = "rope", "rope", True
+    left_out = LeftOut("RoPE", "q_i · k_j", "R(i) q_i · R(j) k_j, R(i): the rotation at position i")
+    case_features, even_widths = ("axes", "positions"), ("head_dim",)
     newer_fields = ("frequencies", "attention_factor", "max_length", "axes", "requires_positions")
 
     @classmethod

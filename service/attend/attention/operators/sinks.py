@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 class SinksOperator(Operator):
     name, field = "sinks", "sinks"
+    left_out = LeftOut("the sink of the softmax", "exp(S) / Σ exp(S)", "exp(S) / (exp(sink) + Σ exp(S))")
     per_head = True
     axes: ClassVar[Axes] = {"sinks": ("heads",)}
     identifying_weight = "sinks"

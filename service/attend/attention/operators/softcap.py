@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 class SoftcapOperator(Operator):
     name, field, of_calls = "softcap", "softcap", True
+    left_out = LeftOut("the softcap", "softmax(S)", "softmax(c · tanh(S / c))")
 
     def score(self, scores: Tensor, call: Call) -> Tensor:
         """`call.options.softcap` is the layer's, unless the request has one."""

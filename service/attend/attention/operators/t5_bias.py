@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
 from attend.spec_parts import WHOLE, Flag, Part, Width, field_error
@@ -41,6 +42,7 @@ class RelativeBias(Part):
 
 class T5BiasOperator(Operator):
     name, field, positional = "t5_bias", "relative_bias", True
+    left_out = LeftOut("the relative bias", "softmax(S)", "softmax(S + B), B_ij by the bucket of j - i")
     per_head = True
     axes: ClassVar[Axes] = {"relative_bias": ("buckets", "heads")}
     identifying_weight = "relative_bias"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from attend.attention.operators.declarations import Cost
+from attend.attention.operators.declarations import Cost, LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
 
@@ -27,6 +27,7 @@ class TalkingHeadsOperator(Operator):
     """Heads mix their scores and their weights, by matrices that are the identity unless they are given."""
 
     name, field = "talking_heads", "talking_heads"
+    left_out = LeftOut("the mixing of heads (talking heads)", "softmax(S)", "W · softmax(P · S + b) + c over the heads")
     per_head = True
     amplifies_rounding = True  # heads may cancel out
     axes: ClassVar[Axes] = {

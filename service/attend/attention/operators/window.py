@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attend.attention.operators.declarations import Interval
+from attend.attention.operators.declarations import Interval, LeftOut
 from attend.attention.operators.operator import Operator
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 class WindowOperator(Operator):
     name, field, positional, of_calls = "window", "window", True, True
+    left_out = LeftOut("the window", "all keys (that no mask blocks) are seen", "keys outside the window are blocked")
 
     @classmethod
     def interval(cls, spec: Dimensions) -> Interval:
