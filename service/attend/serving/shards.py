@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attend.attention.call import FROM_HEADS, SCORED, Call, Result, reduce_weights
+from attend.attention.kernels.eager import with_sinks
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.numerics import matmul_precision
@@ -85,7 +86,7 @@ def merge_results(attention: MultiHeadAttention, call: Call, parts: Sequence[Res
     log_sum = torch.logsumexp(log_sums, 0)
     fully_masked = log_sum == -torch.inf
     if (sinks := attention.eager.sinks(None)) is not None:
-        log_sum = torch.where(fully_masked, log_sum, torch.logaddexp(log_sum, sinks.cpu().double()))
+        log_sum = with_sinks(log_sum, sinks)
     shares = torch.exp(log_sums - log_sum.masked_fill(fully_masked, 0))
     if call.options.fully_masked == "uniform":
         sizes = torch.tensor(_bounds(call, len(parts))).double().diff()

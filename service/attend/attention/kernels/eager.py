@@ -221,7 +221,12 @@ def log_sum_exp(scores: Tensor, sinks: Tensor | None, shift: Tensor | None = Non
     total = torch.logsumexp(scores, -1)
     if shift is not None:
         total = total + shift
-    return total if sinks is None else torch.where(total == -torch.inf, total, torch.logaddexp(total, sinks.to(total.dtype)))
+    return total if sinks is None else with_sinks(total, sinks)
+
+
+def with_sinks(total: Tensor, sinks: Tensor) -> Tensor:
+    """Log-sum-exps [b, h, rows] with those of sinks [h, 1]; fully masked rows remain -inf."""
+    return torch.where(total == -torch.inf, total, torch.logaddexp(total, sinks.to(total)))
 
 
 def apply_weights(weights: Tensor, value: Tensor) -> Tensor:
