@@ -190,11 +190,6 @@ def replaced(computed: Tensor, given: Tensor | None, rows: Tensor | None) -> Ten
     return given.expand_as(computed) if rows is None else torch.where(rows, given, computed)
 
 
-def select_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
-    """The selected heads of a tensor [h, …]; None: all."""
-    return per_head if heads is None else per_head[list(heads)]
-
-
 def select_weights(weights: Tensor, call: Call) -> Tensor:
     """The weights of the selected heads and queries, from all weights [b, h, q, k]."""
     for axis, indices in ((1, call.options.heads), (2, call.options.queries)):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.stages import select_heads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,15 +36,12 @@ class AlibiOperator(Operator):
         """-slope · |position - j|, where positions outside of the keys count as the nearest key: `shift` has the rest."""
         j = torch.arange(keys.start, keys.stop, device=query.device)
         distance = (call.masks.clamped_positions(rows)[:, None, :, None] - j).abs().to(self.dtype)
-        return -self._of(call.options.heads)[:, None, None] * distance
+        return -select_heads(self._slopes, call.options.heads)[:, None, None] * distance
 
     def shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
         """ALiBi of the key nearest to each query. For a query far outside the keys this is a large bias common to all keys."""
         distance = (masks.positions[:, rows] - masks.clamped_positions(rows)).abs()
-        return -self._of(heads).double()[:, None] * distance[:, None] if distance.any() else None
-
-    def _of(self, heads: Sequence[int] | None) -> Tensor:
-        return self._slopes if heads is None else self._slopes[list(heads)]
+        return -select_heads(self._slopes, heads).double()[:, None] * distance[:, None] if distance.any() else None
 
 
 def slopes(heads: int) -> list[float]:

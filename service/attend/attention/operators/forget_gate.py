@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attend.attention.operators.declarations import CachedTensor, Cost, LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.stages import select_heads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,8 +65,7 @@ class ForgetGateOperator(Operator):
 
     def bias_of_visible(self, call: Call) -> ForgottenSums:
         gates = self._log_gates(call.key) if call.cached is None else call.cached["forget_gate"][None]
-        gates = gates if call.options.heads is None else gates[:, list(call.options.heads)]
-        return ForgottenSums(gates.transpose(2, 3), call.masks, self.dtype)
+        return ForgottenSums(select_heads(gates, call.options.heads, axis=1).transpose(2, 3), call.masks, self.dtype)
 
     def _log_gates(self, key: Tensor) -> Tensor:
         """log sigmoid(x W^T + b) of the keys' inputs [b, k, key_dim], in float64: [b, heads, k, 1]."""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from attend.attention.operators.declarations import Cost, Extent, LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.stages import select_heads
 from attend.spec_parts import Flag, Part, Side, field_error
 
 if TYPE_CHECKING:
@@ -113,10 +114,10 @@ class GridBiasOperator(Operator):
             vectors = self._weights["grid_rows"], self._weights["grid_columns"]
             return _decomposed(query.to(self.dtype), *vectors, self.config, positions, keys)
         table = self._weights["grid_bias"]
-        return _of_table(table if call.options.heads is None else table[:, list(call.options.heads)], self.config, positions, keys)
+        return _table_bias(select_heads(table, call.options.heads, axis=1), self.config, positions, keys)
 
 
-def _of_table(table: Tensor, grid: GridBias, positions: Tensor, keys: slice) -> Tensor:
+def _table_bias(table: Tensor, grid: GridBias, positions: Tensor, keys: slice) -> Tensor:
     """The bias of a table [relative positions, h] for queries at positions [b|1, rows]: [b|1, h, rows, keys]."""
     down, across = _distances(grid, positions, keys)
     index = down * (2 * grid.width - 1) + across

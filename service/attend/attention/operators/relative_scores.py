@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from attend.attention.operators.declarations import Cost, Variances, variance
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.stages import select_heads
 from attend.spec_parts import WHOLE, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
@@ -256,8 +257,3 @@ def _products(vectors: Tensor, key: Tensor) -> Tensor:
     """Vectors [h, d, n] of each head times keys [b, kv heads, k, d]: [b, h, n, k]. Heads that share keys are neighbours."""
     grouped = vectors.reshape(key.shape[1], -1, *vectors.shape[1:])
     return torch.einsum("gudn,bgkd->bgunk", grouped, key).flatten(1, 2)
-
-
-def select_heads(per_head: Tensor, heads: Sequence[int] | None) -> Tensor:
-    """The selected heads of a tensor [h, …]; None: all."""
-    return per_head if heads is None else per_head[list(heads)]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.stages import select_heads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,4 +38,4 @@ class SinksOperator(Operator):
         self._sinks = layer.weights["sinks"].to(layer.dtype)
 
     def sinks(self, heads: Sequence[int] | None) -> Tensor:
-        return (self._sinks if heads is None else self._sinks[list(heads)])[:, None]
+        return select_heads(self._sinks, heads)[:, None]

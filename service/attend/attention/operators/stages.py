@@ -186,6 +186,11 @@ def methods_of(operators: Sequence[Stages], stage: str) -> list[Any]:
     return [getattr(operator, stage) for operator in operators if getattr(type(operator), stage) is not getattr(Stages, stage)]
 
 
+def select_heads(per_head: Tensor, heads: Sequence[int] | None, axis: int = 0) -> Tensor:
+    """The selected heads of a tensor, which are on this axis; None: all."""
+    return per_head if heads is None else per_head[(slice(None),) * axis + (list(heads),)]
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[b, n, heads * d] -> [b, heads, n, d]."""
     return x.view(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)

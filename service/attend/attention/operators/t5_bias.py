@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.stages import select_heads
 from attend.spec_parts import WHOLE, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class T5BiasOperator(Operator):
     def bias(self, query: Tensor, call: Call, rows: slice, keys: slice) -> Tensor:
         """The entry of each distance's bucket."""
         positions, j = call.masks.positions[:, rows], torch.arange(keys.start, keys.stop, device=query.device)
-        table = self._table if call.options.heads is None else self._table[:, list(call.options.heads)]
+        table = select_heads(self._table, call.options.heads, axis=1)
         return table[_buckets(j - positions[:, :, None], getattr(self.spec, self.field))].movedim(-1, 1)
 
 
