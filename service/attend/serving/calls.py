@@ -1,6 +1,8 @@
 """Makes the call of a validated request. Each array is cast once to the layer's dtype, and its numbers must be finite in it."""
 
 from dataclasses import replace
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,6 @@ from attend.attention.operators.declarations import Interval
 from attend.axes import OTHERS, TENSOR_FIELDS
 from attend.serving.casting import aligned, cast, finite_array, tensor_of
 from attend.spec import LayerSpec
-from attend.spec_parts import Window
 from attend.tensors import BY_TORCH, Array
 from attend.wire.schemas.attend import AttendRequest
 
@@ -104,9 +105,8 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
     segments = request.segments
     query_segments, key_segments = (field_tensor(request, name, spec, segments) for name in ("query_segments", "key_segments"))
     bias = field_tensor(request, "bias", spec)
-    intervals: list[Interval | Window] = [*spec.intervals, *([] if request.window is None else [request.window])]
-    left = min((n for interval in intervals if (n := _bound(interval.left)) is not None), default=None)
-    right = min((n for interval in intervals if (n := _bound(interval.right)) is not None), default=None)
+    own = Interval() if request.window is None else Interval(request.window.left, request.window.right)
+    interval = reduce(and_, spec.intervals, own & Interval(right=0 if request.causal else None))
     masks = Masks(
         positions=_positions(q),
         num_keys=k,
@@ -117,9 +117,9 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
         lengths=field_tensor(request, "valid_lens", spec),
         bias=bias,
         bias_blocks=bias is not None and bool((bias == -torch.inf).any()),
-        left=left,
-        right=right if not request.causal else min(0, 0 if right is None else right),
-        chunk=next((interval.chunk for interval in spec.intervals if interval.chunk is not None), None),
+        left=_bound(interval.left),
+        right=_bound(interval.right),
+        chunk=interval.chunk,
         aligned=q == k and request.query_offset in (None, 0),
     )
     offset = request.query_offset or 0

@@ -46,6 +46,13 @@ class Interval(NamedTuple):
     right: int | None = None
     chunk: int | None = None
 
+    def __and__(self, other: Interval) -> Interval:
+        """The keys in both. ValueError: chunks of two sizes, which together are no interval of this kind."""
+        if None not in (self.chunk, other.chunk) and self.chunk != other.chunk:
+            raise ValueError(f"expected chunks of one size, got {self.chunk} and {other.chunk}")
+        left, right = (min((n for n in side if n is not None), default=None) for side in zip(self[:2], other[:2], strict=True))
+        return Interval(left, right, other.chunk if self.chunk is None else self.chunk)
+
 
 class Extent(NamedTuple):
     """The positions that a layer has: those below `stop`, and without `negative` those from 0 on. `reason` says what they are."""
