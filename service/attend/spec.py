@@ -208,7 +208,7 @@ class LayerSpec(OperatorFields):
     @property
     def num_softmaxes(self) -> int:
         """Number of softmaxes of each head, among which the numbers of its queries and keys are divided."""
-        return max((operator.num_softmaxes for operator in self.operators), default=1)
+        return num_softmaxes({operator.field for operator in self.operators})
 
     @property
     def signed_weights(self) -> bool:
