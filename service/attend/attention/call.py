@@ -21,7 +21,9 @@ TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `to
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a call computes, and its shapes: all that its cost, its kernels and its validity depend on, except for masks. It has no tensors.
+    """What a call computes, and its shapes. Its cost, its validity and the choice of kernels depend on these and on its masks alone.
+
+    It has no tensors.
 
     In self-attention, query, key and value are one input.
     """
@@ -81,8 +83,8 @@ class Call:
     @property
     def coordinates(self) -> tuple[Tensor, Tensor]:
         """Those of queries [b|1, q] and of keys [b|1, k], or [..., axes], by which RoPE rotates them."""
-        of_keys = torch.arange(self.key.shape[1], device=self.key.device)[None] if self.key_coordinates is None else self.key_coordinates
-        return self.masks.positions if self.query_coordinates is None else self.query_coordinates, of_keys
+        keys = torch.arange(self.key.shape[1], device=self.key.device)[None] if self.key_coordinates is None else self.key_coordinates
+        return self.masks.positions if self.query_coordinates is None else self.query_coordinates, keys
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the call."""

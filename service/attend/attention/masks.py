@@ -101,8 +101,8 @@ class Masks:
         if self.attend_keys is not None:
             parts.append(self.attend_keys[:, None, None, keys] if self.attend_keys.shape[1] > 1 else self.attend_keys[:, None, None])
         if self.query_segments is not None and self.key_segments is not None:
-            of_queries, of_keys = self.query_segments[:, None, :, None], self.key_segments[:, None, None]
-            parts.append(block_of(of_queries, rows, keys) == block_of(of_keys, rows, keys))
+            query_segments, key_segments = self.query_segments[:, None, :, None], self.key_segments[:, None, None]
+            parts.append(block_of(query_segments, rows, keys) == block_of(key_segments, rows, keys))
         if self.bias is not None and self.bias_blocks:
             parts.append(block_of(self.bias, rows, keys) != -torch.inf)
         if self.has_intervals:

@@ -195,7 +195,7 @@ class Eager:
 
         It is without the `shift`. If heads are selected, query and masks must have only these heads.
         """
-        biases = [] if (of_call := call.masks.bias_at(rows, keys)) is None else [of_call]
+        biases = [] if (own := call.masks.bias_at(rows, keys)) is None else [own]
         biases += [bias(query, call, rows, keys) for bias in self._biases]
         if len(biases) > 1:  # the sum of two biases in half precision would be rounded
             biases = [bias.to(self.dtype) for bias in biases]

@@ -122,9 +122,9 @@ def _table_bias(table: Tensor, grid: GridBias, positions: Tensor, keys: slice) -
     down, across = _distances(grid, positions, keys)
     index = down * (2 * grid.width - 1) + across
     if grid.class_token:
-        of_query, of_key = positions[:, :, None] == 0, torch.arange(keys.start, keys.stop, device=positions.device) == 0
-        index = torch.where(of_query, len(table) - 3, index)
-        index = torch.where(of_key, len(table) - 2 + of_query.to(index.dtype), index)
+        is_query, is_key = positions[:, :, None] == 0, torch.arange(keys.start, keys.stop, device=positions.device) == 0
+        index = torch.where(is_query, len(table) - 3, index)
+        index = torch.where(is_key, len(table) - 2 + is_query.to(index.dtype), index)
     return table[index].movedim(-1, 1)
 
 
@@ -133,11 +133,11 @@ def _decomposed(query: Tensor, rows: Tensor, columns: Tensor, grid: GridBias, po
 
     Every query is multiplied by all vectors of an axis; then the product for each key is gathered.
     """
-    of_axes = [
+    products = [
         torch.gather(query @ vectors.T, -1, distances[:, None].expand(*query.shape[:3], -1))
         for vectors, distances in zip((rows, columns), _distances(grid, positions, keys), strict=True)
     ]
-    return of_axes[0] + of_axes[1]
+    return products[0] + products[1]
 
 
 def _distances(grid: GridBias, positions: Tensor, keys: slice) -> tuple[Tensor, Tensor]:

@@ -121,11 +121,11 @@ class RelativeScoresOperator(Operator):
         """
         relative, queries, keys = getattr(spec, cls.field), options.num_queries, options.num_keys
         width, distances = spec.num_heads * spec.head_dim, queries + keys
-        of_block = queries * (keys + min(queries, MAX_BLOCK_ROWS))
+        block_products = queries * (keys + min(queries, MAX_BLOCK_ROWS))
         buckets = min(2 * relative.columns, distances) if relative.position_to_content else 0
         embedded = 0 if relative.columns else distances * spec.d_model
-        elements = distances * width + 4 * embedded + spec.num_heads * buckets * keys + min(2 * spec.num_heads * of_block, 1 << 22)
-        return Cost(multiplications=width * (embedded + of_block + buckets * keys), wide_elements=elements)
+        elements = distances * width + 4 * embedded + spec.num_heads * buckets * keys + min(2 * spec.num_heads * block_products, 1 << 22)
+        return Cost(multiplications=width * (embedded + block_products + buckets * keys), wide_elements=elements)
 
     @classmethod
     def variances(cls, spec: Dimensions, weights: Mapping[str, Tensor], before: Variances) -> Variances:
@@ -196,7 +196,7 @@ class CallTerms:
         self.vectors = layer.vectors(select_heads(layer.key, heads), distances)
         self.position_bias: Tensor | None = None  # [h, 1, d]
         self.key_terms: Tensor | None = None  # u·k_j, [b, h, 1, k]
-        self.of_buckets: Tensor | None = None  # k_j·s for each bucket that occurs, [b, h, buckets, k]
+        self.bucket_terms: Tensor | None = None  # k_j·s for each bucket that occurs, [b, h, buckets, k]
         if layer.content_bias is not None and layer.position_bias is not None:
             self.position_bias = select_heads(layer.position_bias, heads).transpose(1, 2)
             self.key_terms = _products(select_heads(layer.content_bias, heads), key)
@@ -204,7 +204,7 @@ class CallTerms:
             buckets = distance_buckets(distances, layer.relative)
             least = int(buckets.amin())
             self.buckets = buckets - least  # [b|1, columns]
-            self.of_buckets = _products(select_heads(layer.query, heads)[..., least : int(buckets.amax()) + 1], key)
+            self.bucket_terms = _products(select_heads(layer.query, heads)[..., least : int(buckets.amax()) + 1], key)
 
     def terms_of_rows(self, query: Tensor, rows: slice) -> Tensor:
         """The terms [b, h, rows, k] of these rows, whose queries are [b, h, rows, d]."""
@@ -233,9 +233,9 @@ class CallTerms:
         terms = products.gather(3, columns[:, None].expand(shape))
         if self.key_terms is not None:
             terms = terms + self.key_terms
-        if self.of_buckets is not None:
+        if self.bucket_terms is not None:
             buckets = self.buckets[:, None, begin:end].expand(-1, columns.shape[1], -1).gather(2, columns)
-            terms = terms + self.of_buckets.gather(2, buckets[:, None].expand(shape))
+            terms = terms + self.bucket_terms.gather(2, buckets[:, None].expand(shape))
         return terms
 
 

@@ -149,8 +149,8 @@ class RopeOperator(Operator):
     def rotate(self, projected: Projected, call: Call) -> Projected:
         """Queries and keys, by the call's positions; with several softmaxes, the part of each by itself."""
         query, key, value = projected
-        of_queries, of_keys = call.coordinates
-        return self._rotate(query, of_queries), self._rotate(key, of_keys), value
+        query_positions, key_positions = call.coordinates
+        return self._rotate(query, query_positions), self._rotate(key, key_positions), value
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         if self.parts == 1:
@@ -170,8 +170,8 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope, frequencies: Tensor) -> Ten
     """
     dims = rope.dims or x.shape[-1]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    of_pairs = positions[..., None] if positions.ndim == 2 else positions[..., list(rope.axes or ())]
-    angles = of_pairs.to(torch.float64)[:, None] * frequencies  # [b|1, 1, n, dims/2]
+    pair_positions = positions[..., None] if positions.ndim == 2 else positions[..., list(rope.axes or ())]
+    angles = pair_positions.to(torch.float64)[:, None] * frequencies  # [b|1, 1, n, dims/2]
     rotated, rest = x[..., :dims].to(dtype), x[..., dims:]
     cos, sin = ((rope.attention_factor * wave).to(dtype) for wave in (angles.cos(), angles.sin()))
     if rope.interleaved:
