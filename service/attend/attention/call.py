@@ -43,7 +43,7 @@ class CallOptions:
     average: bool = False
     top_k: int | None = None
     reproducible: bool = False
-    is_part: bool = False  # of a call cut along its keys: without sinks and gates, and with a log_sum_exp in float64, to merge parts by
+    is_part: bool = False  # whether it is a part of a call cut along its keys: merging, by a float64 log_sum_exp, adds sinks and gates
 
     @property
     def selects(self) -> bool:

@@ -164,7 +164,7 @@ class Eager:
     def _normalise(self, call: Call, block: RowBlock, scores: Tensor) -> Tensor:
         """The weights of scores + shift: [b, h, rows, k], by softmax unless an operator replaces it.
 
-        A row with keys whose scores all overflow is NaN.
+        The weights of a row that has keys, and whose scores all overflow, are NaN.
         """
         if self._normaliser:
             weights: Tensor = self._normaliser[0](scores)

@@ -39,7 +39,7 @@ class AlibiOperator(Operator):
         return -select_heads(self._slopes, call.options.heads)[:, None, None] * distance
 
     def shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
-        """ALiBi of the key nearest to each query. For a query far outside the keys this is a large bias common to all keys."""
+        """-slope times the distance of each query's position from the nearest key; None if all positions are those of keys."""
         distance = (masks.positions[:, rows] - masks.clamped_positions(rows)).abs()
         return -select_heads(self._slopes, heads).double()[:, None] * distance[:, None] if distance.any() else None
 

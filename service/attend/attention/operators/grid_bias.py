@@ -108,7 +108,7 @@ class GridBiasOperator(Operator):
         self._weights = {name: x.to(layer.dtype) for name, x in layer.weights.items() if name.startswith("grid_")}
 
     def bias(self, query: Tensor, call: Call, rows: slice, keys: slice) -> Tensor:
-        """Of a table or decomposed."""
+        """The bias [b|1, h, rows, keys] of the table, or of the vectors of rows and columns."""
         positions = call.masks.positions[:, rows]
         if self.config.kind == "decomposed":
             vectors = self._weights["grid_rows"], self._weights["grid_columns"]

@@ -45,10 +45,10 @@ class Draw(Protocol):
 
 
 class Operator(Stages):
-    """One operator.
+    """An operator. The class declares what it is for any spec; an instance computes its stages for one layer.
 
-    Weights are 0 unless they are given or drawn, those named `…norm.weight` 1; a name `….weight` is a matrix [out, in] or a norm's.
-    One that enlarges scores says so by `variances` or `score_growth`, or has `amplifies_rounding`.
+    A weight `….weight` is a matrix [out, in], or that of a norm. Weights that are neither given nor drawn are 1 in norms and 0 elsewhere.
+    An operator that enlarges scores declares by how much, in `variances` or `score_growth`, or that it `amplifies_rounding`.
     """
 
     name: ClassVar[str]  # of its files, here and in `reference/operators/`

@@ -29,11 +29,11 @@ class SoftcapOperator(Operator):
 
     @classmethod
     def fill_in(cls, fields: Fields, width: int) -> None:
-        """0 means none."""
+        """A softcap of 0 is none."""
         if fields.get(cls.field) == 0 and fields[cls.field] is not False:
             fields[cls.field] = None
 
     @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
-        """So small that it bends scores of unit variance."""
+        """A softcap so small that it changes scores of unit variance."""
         return draw.number(0.5, 5)
