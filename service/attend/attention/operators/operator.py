@@ -117,8 +117,6 @@ class Operator(Stages):
         return 0
 
     @classmethod
-
-    @classmethod
     def formula(cls, spec: Dimensions) -> dict[str, str]:
         """Stage, or `interval`, -> its formula, for pages about layers: Q, K, V, scores S, weights A, outputs O of heads.
 
