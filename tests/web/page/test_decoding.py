@@ -117,6 +117,16 @@ def test_after_a_refused_step_nothing_of_the_session_is_shown(
     assert shown(visit)[0] == ["Head", WORDS[0]] and visit.page.locator("#decoding-error").inner_text() == ""
 
 
+def test_decoding_warns_where_words_attend_to_later_ones(begin_visit: BeginVisit) -> None:
+    visit = begin_visit()
+    warning = visit.page.locator("#decoding .note.warn")
+    assert "attend to later ones" in warning.inner_text()
+    visit.request_sent_by(lambda: visit.page.check("#causal"))
+    assert warning.is_hidden()
+    visit.request_sent_by(lambda: visit.page.select_option("#layer", "small-layer-1"))
+    assert warning.is_hidden() and visit.page.locator("#decoding").is_visible()
+
+
 def test_only_a_sentence_that_attends_to_itself_is_decoded(begin_visit: BeginVisit) -> None:
     visit = begin_visit()
     assert visit.page.locator("#decoding").is_visible()

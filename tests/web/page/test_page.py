@@ -61,7 +61,8 @@ def test_two_sentences_are_queries_and_keys(begin_visit: BeginVisit, http: httpx
     assert tip(visit)[1] == "tired → two" and tip(visit)[0] == pytest.approx(weights_of(http, requested).mean(0)[9, 1], abs=6e-5)
 
     visit.refusal(lambda: visit.page.check("#causal"))
-    assert "Expected an offset" in visit.page.inner_text("#offset-error")
+    refused = "Expected a query offset, such as 0 or end: causal needs it, since there are 10 queries and 3 keys."
+    assert visit.page.inner_text("#offset-error") == refused
     assert visit.request_sent_by(lambda: visit.page.fill("#offset", "end"))["query_offset"] == "end"
     assert visit.page.locator("#offset-error").inner_text() == ""
     assert visit.request_sent_by(lambda: visit.page.uncheck("#cross"))["tokens"]["key"] == WORDS
@@ -91,6 +92,7 @@ def test_a_pasted_request_is_sent_and_shown(begin_visit: BeginVisit, http: httpx
     assert side(visit, "q").all_inner_texts() == ["a", "b", "c"] and side(visit, "k").all_inner_texts() == ["0", "1", "2", "3", "4"]
     visit.page.select_option("#item", "1")
     assert side(visit, "q").all_inner_texts() == ["x", "y", "z"]
+    visit.page.locator("#heads [data-head=mean]").click()
     Grid(visit, 3, 5).hover(2, 3)
     assert tip(visit) == (pytest.approx(weights[1].mean(0)[2, 3], abs=6e-5), "z → 3")
     assert "causal" not in visit.request_sent_by(lambda: visit.page.uncheck("#causal"))
@@ -124,8 +126,9 @@ def test_a_refusal_is_shown_at_its_field(begin_visit: BeginVisit) -> None:
     visit = begin_visit()
     for field, value, place, message in (
         ("#left", "-3", "#window-error", "at least 0"),
-        ("#length", "99", "#length-error", "at most 10"),
-        ("#offset", "soon", "#offset-error", "an integer"),
+        ("#length", "99", "#length-error", "at most 10 real keys, since there are no more"),
+        ("#length", "few", "#length-error", "a whole number of real keys"),
+        ("#offset", "soon", "#offset-error", "a whole number, or end, as the query offset"),
     ):
         visit.refusal(lambda field=field, value=value: visit.page.fill(field, value))
         assert message in visit.page.inner_text(place) and visit.page.get_attribute(field, "aria-invalid") == "true"
@@ -150,6 +153,15 @@ def test_after_a_refusal_the_earlier_result_is_inert(begin_visit: BeginVisit) ->
     assert visit.page.locator("#code").is_hidden() and visit.page.inner_text("#export-status") == ""
 
 
+@pytest.mark.parametrize("height", [720, 900])
+def test_the_button_that_sends_is_in_view_at_once(begin_visit: BeginVisit, height: int) -> None:
+    """Also on a low screen; on one of 900 pixels the form is there as a whole, and the place for files below it."""
+    visit = begin_visit(viewport={"width": 1280, "height": height})
+    for name in ("#go", "#upload summary") if height == 900 else ("#go",):
+        box = visit.page.locator(name).bounding_box()
+        assert box["y"] + box["height"] <= height
+
+
 def test_a_click_on_an_example_sends_it(begin_visit: BeginVisit) -> None:
     visit = begin_visit()
     requested = visit.request_sent_by(lambda: visit.page.get_by_role("button", name="Trophy").click())
@@ -158,7 +170,7 @@ def test_a_click_on_an_example_sends_it(begin_visit: BeginVisit) -> None:
 
 def test_fields_of_lengths_and_offsets_have_hints(begin_visit: BeginVisit) -> None:
     visit = begin_visit()
-    for field, meaning in (("#length", "padding"), ("#offset", "Where the first query stands among the keys")):
+    for field, meaning in (("#length", "padding"), ("#offset", "where the first query stands among the keys")):
         described = visit.page.locator(field).get_attribute("aria-describedby")
         assert described and meaning in " ".join(visit.page.inner_text(f"#{name}") for name in described.split())
 
@@ -199,6 +211,7 @@ def test_the_address_restores_a_pasted_request_and_its_masks(begin_visit: BeginV
     visit.request_sent_by(lambda: visit.page.fill("#request", json.dumps(body)))
     visit.request_sent_by(lambda: visit.page.uncheck("#causal"))
     visit.page.select_option("#item", "1")
+    visit.page.locator("#heads [data-head=mean]").click()
     visit.page.uncheck("#heads input[aria-label='Head 1 on']")
     requested = visit.request_sent_by(lambda: visit.page.reload())
     assert requested["valid_lens"] == [1, 2] and requested["window"] == {"left": 1, "right": 0} and "causal" not in requested
@@ -341,7 +354,7 @@ def test_axe_finds_no_accessibility_violations(begin_visit: BeginVisit, layers: 
         if summary.is_visible():
             summary.click()
     visit.page.locator("#change tbody tr").first.wait_for()
-    visit.page.locator("#model canvas[width='100']").nth(2).wait_for()
+    visit.page.locator("#model canvas[width='196']").nth(2).wait_for()
     visit.page.click("[data-copy=curl]")
     if state == "refused":
         visit.refusal(lambda: visit.page.fill("#length", "99"))
@@ -359,9 +372,11 @@ def test_the_chosen_colours_are_kept_after_a_reload(begin_visit: BeginVisit) -> 
 
 
 def test_the_page_fits_a_phone(begin_visit: BeginVisit) -> None:
-    """Nothing is wider than the screen; a tap shows a number and locks a word."""
+    """Nothing is wider than the screen; a tap, of which the help speaks, shows a number and locks a word."""
     visit = begin_visit(viewport={"width": 390, "height": 844}, device_scale_factor=2, is_mobile=True, has_touch=True)
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
+    help_of_phones = visit.page.inner_text("#matrix-help")
+    assert help_of_phones.startswith("Tap a cell") and not any(word in help_of_phones for word in ("Point", "Click", "Escape", "Keys"))
     matrix = visit.page.locator("#matrix canvas")
     matrix.scroll_into_view_if_needed()
     box = matrix.bounding_box()

@@ -1,6 +1,7 @@
 """The views of the page in a real browser: heads, heat map, words, statistics, steps, output and model."""
 
 import json
+import math
 import re
 
 import httpx
@@ -119,6 +120,22 @@ def steps_of(visit: Visit) -> dict[str, str]:
     return {step.locator("strong").inner_text(): step.locator("> span").inner_text() for step in visit.page.locator("#steps li").all()}
 
 
+def table_of(visit: Visit, title: str) -> list[list[str]]:
+    """The rows of the table of a step."""
+    rows = visit.page.locator("#steps li").filter(has=visit.page.locator("strong", has_text=title)).locator("tbody tr")
+    return [row.locator("td").all_text_contents() for row in rows.all()]
+
+
+def columns_of(visit: Visit, title: str) -> list[list[float]]:
+    """The columns of numbers of the table of a step."""
+    return [list(column) for column in zip(*[map(only, map(numbers_in, row)) for row in table_of(visit, title)], strict=True)]
+
+
+def only(numbers: list[float]) -> float:
+    [number] = numbers
+    return number
+
+
 def numbers_in(text: str) -> list[float]:
     return [
         float(number.replace("\N{MINUS SIGN}", "-")) for number in re.findall("\N{MINUS SIGN}?[0-9]+(?:[.][0-9]+)?(?:e[-+0-9]+)?", text)
@@ -130,9 +147,9 @@ def test_a_locked_cell_shows_how_its_weight_is_computed(begin_visit: BeginVisit,
     """With the service's own projections and scores; `grouped` has fewer heads of keys, a soft cap and ALiBi."""
     visit = begin_visit(layer)
     requested = visit.request_sent_by(lambda: visit.page.click("#go"))
-    outputs = ["query_projection", "key_projection", "scores", "attention_weights"]
+    outputs = ["query_projection", "key_projection", "value_projection", "scores", "attention_weights", "output"]
     reply = http.post("/attend", json={**requested, "outputs": outputs, "reply": {"datatype": "FP64"}}).json()
-    query, key, scores, weights = (np.array(reply[name]) for name in outputs)
+    query, key, value, scores, weights, output = (np.array(reply[name]) for name in outputs)
     visit.page.locator("#heads [data-head='3']").click()
     visit.request_sent_by(lambda: Grid(visit, 10, 10).click(8, 7))
     steps = steps_of(visit)
@@ -143,10 +160,23 @@ def test_a_locked_cell_shows_how_its_weight_is_computed(begin_visit: BeginVisit,
     assert numbers_in(steps["Scale"])[-1] == pytest.approx(dot / np.sqrt(query.shape[-1]), rel=1e-3)
     assert ("Soft cap" in steps and "Bias" in steps) == (layer == "grouped")
     assert numbers_in(steps["Mask"]) == pytest.approx([scores[3, 8, 7]], rel=1e-3)
+    assert numbers_in(steps["Log-sum-exp"])[0] == pytest.approx(np.log(np.exp(scores[3, 8]).sum()), rel=1e-3)
     assert numbers_in(steps["Softmax"])[-1] == pytest.approx(weights[3, 8, 7], rel=1e-3)
-    visit.page.locator("#steps summary").last.click()
-    rows = [line.locator("td").all_inner_texts() for line in visit.page.locator("#steps tbody").last.locator("tr").all()]
+    rows = table_of(visit, "Softmax")
     assert [row[0] for row in rows] == WORDS and [numbers_in(row[2])[0] for row in rows] == pytest.approx(weights[3, 8], rel=1e-3)
+
+    values = value[3 * len(value) // len(weights)]
+    weighted, added = weights[3, 8, 7] * values[7], weights[3, 8] @ values
+    head_scale = [1.0] * len(weights)
+    head_scale[3] = 0.0
+    body = {**requested, "outputs": ["output"], "head_scale": head_scale, "reply": {"datatype": "FP64"}}
+    without = np.array(http.post("/attend", json=body).json()["output"])
+    assert columns_of(visit, "Weighted value")[3] == pytest.approx(weighted, rel=1e-3, abs=1e-6)
+    assert columns_of(visit, "Sum over keys")[1:] == [pytest.approx(weighted, rel=1e-3, abs=1e-6), pytest.approx(added, rel=1e-3, abs=1e-6)]
+    expected = [output[8] - without[8], output[8]]
+    assert columns_of(visit, "Row of the output")[1:] == [pytest.approx(row, rel=1e-3, abs=1e-6) for row in expected]
+    lengths = [np.linalg.norm(row) for row in reversed(expected)]
+    assert numbers_in(steps["Row of the output"]) == pytest.approx(lengths, rel=1e-3)
 
     visit.request_sent_by(lambda: visit.page.check("#causal"))
     Grid(visit, 10, 10).click(2, 5)
@@ -154,6 +184,33 @@ def test_a_locked_cell_shows_how_its_weight_is_computed(begin_visit: BeginVisit,
     assert numbers_in(steps_of(visit)["Softmax"])[-1] == 0
     visit.page.keyboard.press("Escape")
     assert visit.page.locator("#steps").is_hidden()
+
+
+def test_shown_results_follow_from_the_shown_numbers(begin_visit: BeginVisit) -> None:
+    """Whoever multiplies the numbers of a step as they are shown, and rounds to the digits of the result, gets the shown result."""
+    visit = begin_visit("default")
+    visit.page.locator("#heads [data-head='5']").click()
+    for q, k in ((0, 3), (4, 9), (7, 1)):
+        Grid(visit, 10, 10).click(q, k)
+        visit.page.locator("#steps h2", has_text=f"{WORDS[q]} → {WORDS[k]}").wait_for()
+        visit.page.locator("#steps li", has_text="Row of the output").wait_for()
+        steps = steps_of(visit)
+        dot, scale, scaled = numbers_in(steps["Scale"])
+        assert rounded(dot * scale) == scaled
+        *_, score, total, weight = numbers_in(steps["Softmax"].replace(" \N{MINUS SIGN} ", " "))
+        assert rounded(math.exp(score - total)) == weight
+        for title in ("Query", "Weighted value"):
+            a, b, products = columns_of(visit, title)[1:]
+            digits = max(4, *(len(repr(abs(number)).partition("e")[0].replace(".", "").strip("0")) for number in products))
+            assert len(products) == 8 and products == [rounded(x * y, digits) for x, y in zip(a, b, strict=True)]
+            if title == "Query":
+                assert [rounded(sum(products))] == numbers_in(steps["Query · key"])
+        visit.page.keyboard.press("Escape")
+
+
+def rounded(value: float, digits: int = 4) -> float:
+    """The value with so many significant digits."""
+    return float(f"{value:.{digits}g}")
 
 
 def test_a_cell_of_the_mean_links_to_its_heads(begin_visit: BeginVisit, http: httpx.Client) -> None:
@@ -172,7 +229,7 @@ def test_all_layers_of_a_model_are_shown_in_one_view(begin_visit: BeginVisit, ht
     assert visit.page.locator("#model").is_hidden()
     visit.request_sent_by(lambda: visit.page.select_option("#layer", "tiny-2"))
     visit.page.locator("#model summary").click()
-    visit.page.locator("#model canvas[width='100']").nth(2).wait_for()
+    visit.page.locator("#model canvas[width='196']").nth(2).wait_for()
     visit.page.locator("#result[aria-busy=false]").wait_for()
     assert visit.page.locator("#model li").all_inner_texts() == ["tiny-0", "tiny-2", "tiny-10"]
     assert visit.page.locator("#model [aria-current=true]").inner_text() == "tiny-2"
@@ -185,9 +242,9 @@ def test_all_layers_of_a_model_are_shown_in_one_view(begin_visit: BeginVisit, ht
     visit.page.locator("#result[aria-busy=false]").wait_for()
     width, dark = picture.evaluate(darkness)
     heads = np.array(dark).reshape(-1, width)
-    for square, tile in zip(weights_of(http, requested), (heads[:, :48], heads[:, 52:]), strict=True):
+    for square, tile in zip(weights_of(http, requested), (heads[:, :96], heads[:, 100:]), strict=True):
         q, k = np.unravel_index(square.argmax(), square.shape)
-        assert tile[int((q + 0.5) * 4.8), int((k + 0.5) * 4.8)] == tile.max()
+        assert tile[int((q + 0.5) * 9.6), int((k + 0.5) * 9.6)] == tile.max()
 
 
 def test_the_table_has_the_statistics_of_the_service(begin_visit: BeginVisit, http: httpx.Client) -> None:
@@ -225,6 +282,7 @@ def test_a_switch_hides_special_tokens(begin_visit: BeginVisit, http: httpx.Clie
     visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
     body = {"query": np.eye(4, 64).tolist(), "tokens": {"query": ["[CLS]", "a", "b", "[SEP]"]}}
     weights = weights_of(http, visit.request_sent_by(lambda: visit.page.fill("#request", json.dumps(body)))).mean(0)
+    visit.page.locator("#heads [data-head=mean]").click()
     assert side(visit, "k").count() == 4
     assert visit.request_sent_by(lambda: visit.page.check("#special"))["tokens"]["omit"] == "special"
     assert side(visit, "q").all_inner_texts() == side(visit, "k").all_inner_texts() == ["a", "b"]
@@ -242,6 +300,53 @@ def test_the_page_and_the_service_agree_on_special_tokens(begin_visit: BeginVisi
     tokens = ["[CLS]", "[sep]", "[MASK]", "<s>", "</s>", "<unk>", "<pad>", "<|im_end|>", "<\uff5cend\uff5c>", "<start_of_turn>", "<", "cat"]
     known = "async (tokens) => { const { isSpecial } = await import('/page/request.js'); return tokens.map(isSpecial); }"
     assert begin_visit().page.evaluate(known, tokens) == [is_special(token) for token in tokens]
+
+
+def test_three_rows_of_32_heads_and_whole_rows_of_tables_are_visible(begin_visit: BeginVisit, http: httpx.Client) -> None:
+    """On a screen of 1280 pixels."""
+    assert http.put("/layers/many", json={"spec": {"d_model": 64, "num_heads": 32, "seed": 6}}).is_success
+    visit = begin_visit("many", viewport={"width": 1280, "height": 900})
+    sizes = "all => [all.scrollHeight, all.clientHeight, new Set([...all.children].map((one) => one.offsetTop)).size]"
+    heads = visit.page.locator("#heads").evaluate(sizes)
+    assert heads[0] == heads[1] and heads[2] == 3
+    assert all(label.evaluate("one => one.scrollWidth <= one.clientWidth") for label in visit.page.locator("#heads button").all())
+    visit.request_sent_by(lambda: visit.page.fill("#text", " ".join(WORDS * 2)))
+    visit.page.uncheck("#heads input[aria-label='Head 2 on']")
+    visit.page.locator("#change tbody tr").nth(19).wait_for()
+    ends = """scroller => { const end = scroller.getBoundingClientRect().bottom;
+        return Array.from(scroller.querySelectorAll('tr'), (line) => end - line.getBoundingClientRect().bottom); }"""
+    below = visit.page.locator("#change .tall").evaluate(ends)
+    assert min(abs(distance) for distance in below) <= 1.5 < max(below) and min(below) < 0
+    http.delete("/layers/many")
+
+
+def test_the_view_of_all_layers_uses_the_width(begin_visit: BeginVisit, http: httpx.Client) -> None:
+    """Rows of twelve heads are as wide as their panel, also after the window has become narrower."""
+    for number in range(2):
+        assert http.put(f"/layers/broad-{number}", json={"spec": {"d_model": 24, "num_heads": 12, "seed": number}}).is_success
+    visit = begin_visit("broad-1")
+    visit.page.locator("#model summary").click()
+    for width in (1440, 1100):
+        visit.page.set_viewport_size({"width": width, "height": 900})
+        visit.page.wait_for_function(
+            """() => { const [list, picture] = ['ol', 'canvas'].map((name) => document.querySelector(`#model ${name}`));
+            return picture.width > 500 && picture.width <= list.clientWidth && picture.width > list.clientWidth - 40; }"""
+        )
+    for number in range(2):
+        http.delete(f"/layers/broad-{number}")
+
+
+def test_words_that_the_model_does_not_know_are_said(begin_visit: BeginVisit) -> None:
+    """In either sentence, and in inputs that a model gave."""
+    visit = begin_visit("small-layer-0")
+    assert "does not know" not in visit.page.inner_text("#note")
+    visit.refusal(lambda: visit.page.check("#cross"))
+    assert "Expected a query offset, such as 0 or end: rope needs it" in visit.page.inner_text("#offset-error")
+    visit.request_sent_by(lambda: visit.page.fill("#offset", "0"))
+    visit.request_sent_by(lambda: visit.page.fill("#keys", "the quokka sat"))
+    assert 'In the second sentence: It does not know "quokka"' in visit.page.inner_text("#note")
+    visit.request_sent_by(lambda: visit.page.fill("#text", "the zebu sat"))
+    assert 'It does not know "zebu"' in visit.page.inner_text("#note") and '"quokka"' in visit.page.inner_text("#note")
 
 
 def test_the_strongest_link_is_not_clipped(begin_visit: BeginVisit) -> None:

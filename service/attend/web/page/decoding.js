@@ -19,9 +19,10 @@ export class Decoding {
     return this.length === this.tokens.length;
   }
 
-  /** Begins anew with a sentence that attends to itself; hidden for anything else, and if the server keeps no sessions. */
+  /** Begins anew with a sentence that attends to itself, with a warning unless it is causal; hidden for anything else, and if the server keeps no sessions. */
   offer(composed) {
     this.end();
+    this.section.querySelector(".note").hidden = composed.request.causal === true;
     Object.assign(this, { composed, tokens: composed.texts && !composed.cross ? composed.tokens().query : [] });
     this.section.hidden = !this.isOffered || !this.tokens.length;
   }

@@ -12,6 +12,12 @@ const CONTROLS = { window: ["left", "right"], cells: [] }; // of a field, if not
 const TEXTS = ["text", "keys", "request"];
 const MASKS = ["left", "right", "length", "offset"];
 const SWITCHES = ["causal", "special"];
+const IN_FORM = [ // of a refusal of the service, and of the form
+  [/an integer of 32 bits, a list of them, or "end"/, "a whole number, or end, as the query offset"],
+  [/an offset \(0, "end", …\), since (.+?) is on.* and (\d+) queries and (\d+) keys are given, got nothing/, "a query offset, such as 0 or end: $1 needs it, since there are $2 queries and $3 keys"],
+  [/a tensor(?=, got)/, "a whole number of real keys"],
+  [/at most (\d+), the number of keys/, "at most $1 real keys, since there are no more keys"],
+];
 const LONGEST = 16384; // characters; a longer request is left out
 const STORED_KEY = "key"; // its name in the storage of the browser
 
@@ -144,9 +150,12 @@ export function showLayers(loaded, trained, chosen) {
   showLayer(chosen);
 }
 
-/** For a sentence, sets the controls to the model's own calls of the chosen layer, where they are as they were for the layer before. */
+/**
+ * For a sentence, sets the controls to the model's own calls of the chosen layer, where they are as they were for the layer before. Between two
+ * sentences there is no order of positions, so nothing is causal.
+ */
 export function showUsual() {
-  const options = (mode() === "sentence" && modelOf($("layer").value)?.options) || {};
+  const options = (mode() === "sentence" && !$("cross").checked && modelOf($("layer").value)?.options) || {};
   if (mode() === "sentence" && $("causal").checked === Boolean(usual.causal)) $("causal").checked = Boolean(options.causal);
   usual = options;
 }
@@ -182,6 +191,9 @@ export async function attempt(field, act, isShown = () => true) {
 /** A problem and its place. */
 const problemText = ({ at, text }) => `${text}${at ? `, at ${at}` : ""}`;
 
+/** A problem of a mask as the form calls things. */
+const inFormWords = (text) => IN_FORM.reduce((all, [service, form]) => all.replace(service, form), text);
+
 /**
  * Shows a refusal of the request: each problem at its field; above the result the others, or that there are some. `error.fields` maps further
  * members to fields.
@@ -206,7 +218,7 @@ function showAt(field, { at, text }, always) {
   const place = $(`${field}-error`);
   const [, , part, ...deeper] = at.split("/");
   const single = (CONTROLS[field] ?? []).includes(part) && !deeper.length; // the control itself shows the place
-  const shown = `${problemText({ at: always || (part && !single) ? at : "", text })}.`;
+  const shown = `${problemText({ at: always || (part && !single) ? at : "", text: MASKS.includes(field) ? inFormWords(text) : text })}.`;
   place.textContent = [place.textContent, shown].filter(Boolean).join(" ");
   for (const id of single ? [part] : (CONTROLS[field] ?? [field])) $(id).setAttribute("aria-invalid", "true");
 }

@@ -4,8 +4,10 @@
 import { paint } from "./colours.js";
 import { make } from "./dom.js";
 
-const TILE = 48; // pixels of a head's picture per side, in a row of `Model`
+const [SMALLEST, LARGEST] = [24, 96]; // pixels of a head's picture per side, in a row of `Model`: as large as the width allows
 const GAP = 4;
+const MARGIN = 8; // between a row of `Model` and its border; page.css has the same
+const MANY = 16; // heads; more have smaller pictures in `Heads`
 const SIZE = 96; // the same in `Heads`, at most; each pixel of a larger matrix is the largest weight of a block
 
 export class Heads {
@@ -48,6 +50,7 @@ export class Heads {
   build(count) {
     if (this.count === count) return;
     this.boxes.clear();
+    this.element.classList.toggle("many", count > MANY);
     const [title, onchange] = ["Counts in the mean and in the output", () => this.toggle()];
     this.checks = Array.from({ length: count }, (_, head) => make("input", { type: "checkbox", checked: true, ariaLabel: `Head ${head} on`, title, onchange }));
     this.element.replaceChildren(this.box("mean", "Mean"), ...this.checks.map((check, head) => this.box(head, `Head ${head}`, check)));
@@ -74,7 +77,8 @@ export function layersOfModel(name, names) {
 export class Model {
   /** Calls `patternOf(reply)` for what is shown of a reply, and `open(layer, head)` on a click; from the keyboard head is undefined. */
   constructor(section, patternOf, open) {
-    Object.assign(this, { section, patternOf, open, details: section.querySelector("details"), rows: new Map() });
+    Object.assign(this, { section, patternOf, open, details: section.querySelector("details"), rows: new Map(), scale: "head" });
+    new ResizeObserver(() => this.redraw(this.scale)).observe(section);
   }
 
   /** Whether the user has opened the view. */
@@ -96,7 +100,7 @@ export class Model {
   }
 
   row(name) {
-    const [canvas, text] = [make("canvas", { height: TILE }), make("span", { className: "error" })];
+    const [canvas, text] = [make("canvas", { height: SMALLEST }), make("span", { className: "error" })];
     const button = make("button", { type: "button" }, make("span", { textContent: name }), canvas, text);
     const row = { button, canvas, text, reply: null };
     button.addEventListener("click", (event) => {
@@ -110,26 +114,32 @@ export class Model {
   show(name, reply, scale, refusal = "") {
     const row = this.rows.get(name);
     this.fill(row, reply, refusal);
-    if (reply) drawHeads(row.canvas, this.patternOf(reply), scale);
+    this.draw(row, scale);
   }
 
   fill(row, reply, refusal) {
     row.reply = reply;
     row.text.textContent = refusal;
-    row.canvas.getContext("2d").clearRect(0, 0, row.canvas.width, TILE);
+    row.canvas.getContext("2d").clearRect(0, 0, row.canvas.width, row.canvas.height);
   }
 
   redraw(scale) {
-    for (const { canvas, reply } of this.rows.values()) if (reply) drawHeads(canvas, this.patternOf(reply), scale);
+    this.scale = scale;
+    for (const row of this.rows.values()) this.draw(row, scale);
   }
-}
 
-function drawHeads(canvas, { heads }, scale) {
-  canvas.width = heads.length * (TILE + GAP) - GAP;
-  const [context, tile] = [canvas.getContext("2d"), make("canvas")];
-  context.imageSmoothingEnabled = false;
-  heads.forEach((weights, head) => {
-    paint(tile, weights.pooled(TILE), scale);
-    context.drawImage(tile, head * (TILE + GAP), 0, TILE, TILE);
-  });
+  /** The heads of a row side by side, across the width of the view. */
+  draw({ canvas, reply }, scale) {
+    if (!reply) return;
+    const { heads } = this.patternOf(reply);
+    const room = Math.floor((this.section.querySelector("ol").clientWidth - 2 * MARGIN + GAP) / heads.length) - GAP;
+    const size = Math.min(LARGEST, Math.max(SMALLEST, room));
+    [canvas.width, canvas.height] = [heads.length * (size + GAP) - GAP, size];
+    const [context, tile] = [canvas.getContext("2d"), make("canvas")];
+    context.imageSmoothingEnabled = false;
+    heads.forEach((weights, head) => {
+      paint(tile, weights.pooled(size), scale);
+      context.drawImage(tile, head * (size + GAP), 0, size, size);
+    });
+  }
 }

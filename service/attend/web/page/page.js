@@ -149,8 +149,8 @@ function block([q, k]) {
 }
 
 function showBlocked() {
-  $("blocked").textContent = blocked.size ? `${blocked.size} single ${blocked.size === 1 ? "cell" : "cells"} blocked` : "No single cells blocked";
-  $("unblock").hidden = !blocked.size;
+  $("blocked").textContent = `${blocked.size} single ${blocked.size === 1 ? "cell" : "cells"} blocked`;
+  $("cells").hidden = !blocked.size;
   views.matrix.draw();
 }
 
@@ -195,7 +195,7 @@ function listen() {
   for (const id of ["left", "right", "length", "offset"]) on(id, "input", runSoon);
   for (const id of ["causal", "special"]) on(id, "change", run);
   on("layer", "change", () => (form.showCaptured($("layer").value), form.showUsual(), run()));
-  on("cross", "change", () => (unblock(), form.showMode(), run()));
+  on("cross", "change", () => (unblock(), form.showMode(), form.showUsual(), run()));
   on("item", "change", () => (views.show(), saveState()));
   on("unblock", "click", () => (unblock(), run()));
   on("scale", "change", () => (views.redraw(), saveState()));

@@ -5,6 +5,7 @@ import * as form from "./form.js";
 import { get, post, Refusal } from "./wire.js";
 
 const SPECIAL = /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?s>|<(pad|bos|eos|cls|sep|start_of_turn|end_of_turn)>|<[|\uff5c].*[|\uff5c]>)$/i;
+const UNKNOWN = /^(\[UNK\]|<unk>|<\|unk\|>)$/i;
 const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
 const MAX_CACHED = 32; // replies of /words
 const CAPTURED = "These are the inputs that the model itself gave this layer.";
@@ -42,7 +43,14 @@ async function composeSentence(layer, blocked, signal) {
   const body = { layer, query: query.vectors, ...(key && { key: key.vectors }), ...(value && { value: value.vectors }) };
   const whole = withOmitted({ ...body, tokens: key ? tokens : { query: query.tokens } }, $("special").checked);
   const request = withMasks(whole, form.masks(blocked), tokens.query.length, tokens.key.length);
-  return { request, tokens: () => tokens, texts, note: query, cross };
+  return { request, tokens: () => tokens, texts, note: key ? { ...query, note: joinedNotes(query.note, key.note) } : query, cross };
+}
+
+/** The note of the queries, and what is said of the keys alone, such as words that the model does not know. */
+function joinedNotes(note, other) {
+  const sentences = (text) => text.split(/(?<=\.) /);
+  const more = sentences(other).filter((sentence) => !sentences(note).includes(sentence));
+  return [note, ...(more.length ? [`In the second sentence: ${more.join(" ")}`] : [])].join(" ");
 }
 
 function composePasted(layer, blocked) {
@@ -60,8 +68,14 @@ function composePasted(layer, blocked) {
   const captured = form.isCaptured(layer, text);
   const own = captured && layer !== $("layer").value; // the controls have the masks of the chosen layer
   const request = withMasks(whole, own ? { blocked } : form.masks(blocked), queries, keys);
-  const note = captured ? { note: CAPTURED, meaningful: true } : undefined;
+  const note = captured ? { note: [CAPTURED, ...unknownNote(request)].join(" "), meaningful: true } : undefined;
   return { request, tokens: (item, q, k) => tokensOf(request, item, q, k), note };
+}
+
+/** A sentence about the tokens that stand for unknown words, if there are any. */
+function unknownNote({ tokens }) {
+  const unknown = new Set([tokens?.query, tokens?.key].flat(2).filter((token) => UNKNOWN.test(token ?? "")));
+  return unknown.size ? [`The token ${[...unknown].join(", ")} stands for a word that the model does not know.`] : [];
 }
 
 async function readWords(text, signal) {

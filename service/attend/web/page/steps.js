@@ -1,10 +1,16 @@
-// How one attention weight is computed: query · key, scale, what is added, mask and softmax, with the numbers of the service.
+// How one attention weight is computed, and what it adds to the output: query · key, scale, what is added, mask, softmax, weighted values and
+// the row of the output, with the numbers of the service.
 
 import { make, markCut } from "./dom.js";
 import { attempt } from "./form.js";
+import { withoutHeads } from "./request.js";
 import { cachedTensors } from "./wire.js";
 
-const OUTPUTS = ["query_projection", "key_projection", "scores", "log_sum_exp"];
+const OUTPUTS = ["query_projection", "key_projection", "value_projection", "scores", "log_sum_exp", "attention_weights", "head_outputs"];
+const DIGITS = 4; // significant ones, and more where a result would not follow from the numbers as they are shown
+const ALL_DIGITS = 17;
+const CLOSE = 1e-4; // relative difference of what is computed here from float32 numbers, and by the service
+const withouts = new WeakMap(); // request -> the same without a head, by its number
 
 /** The numbers of a tensor's last axis; a tensor without a batch axis has no `item`. */
 function row({ shape, data }, item, ...indices) {
@@ -31,7 +37,7 @@ export class Steps {
     this.title.textContent = `Step by step: ${cell.labels.query[cell.q]} → ${cell.labels.key[cell.k]}`;
     const isShown = () => this.cell === cell;
     const fill = async () => {
-      const list = cell.head === "mean" ? [this.mean(cell)] : steps(await cachedTensors(request, OUTPUTS), request, spec, cell);
+      const list = cell.head === "mean" ? [this.mean(cell)] : await steps(request, spec, cell);
       if (isShown()) this.list.replaceChildren(...list);
     };
     await attempt("steps", fill, isShown);
@@ -45,13 +51,32 @@ export class Steps {
   }
 }
 
+/** The steps of a weight, then those from it to the output. */
+async function steps(request, spec, cell) {
+  const [tensors, outputs] = await Promise.all([cachedTensors(request, OUTPUTS), spec.projections ? rowsOfOutput(request, spec, cell) : null]);
+  return [...stepsToWeight(tensors, request, spec, cell), ...stepsToOutput(tensors, outputs, spec, cell)];
+}
+
+/** {row, part}: the row of the output for a query, and what a head adds to it. */
+async function rowsOfOutput(request, spec, { item, head, q }) {
+  const requests = [request, withoutHead(request, spec.num_heads, head)];
+  const [all, others] = (await Promise.all(requests.map((body) => cachedTensors(body, ["output"])))).map(({ output }) => row(output, item, q));
+  return { row: all, part: all.map((number, i) => number - others[i]) };
+}
+
+/** A request without a head; the same object each time, since replies are cached by it. */
+function withoutHead(request, count, head) {
+  if (!withouts.has(request)) withouts.set(request, {});
+  return (withouts.get(request)[head] ??= withoutHeads(request, [head], count));
+}
+
 /**
  * The steps of the weight of {item, head, q, k}: `tensors` are OUTPUTS of `request`, `spec` is the layer's. Without scale or softcap in the
  * request, the layer's hold.
  */
-function steps(tensors, request, spec, { item, head, q, k, weights, labels }) {
+function stepsToWeight(tensors, request, spec, { item, head, q, k, weights, labels }) {
   const query = row(tensors.query_projection, item, head, q);
-  const key = row(tensors.key_projection, item, Math.floor((head * spec.num_kv_heads) / spec.num_heads), k);
+  const key = row(tensors.key_projection, item, keyHead(spec, head), k);
   const [scale, softcap] = [request.scale ?? spec.scale, request.softcap ?? spec.softcap];
   const dot = query.reduce((sum, number, i) => sum + number * key[i], 0);
   const scaled = dot * scale;
@@ -60,24 +85,83 @@ function steps(tensors, request, spec, { item, head, q, k, weights, labels }) {
   const score = scores[k];
   const total = row(tensors.log_sum_exp, item, head)[q]; // ln Σ exp(scores), with the layer's sink
   const shares = scores.map((other) => Math.exp(other - total));
-  const products = Array.from(query, (number, i) => [i, number, key[i], number * key[i]]);
-  const added = score - capped;
   const isMasked = score === -Infinity;
-  const list = [step("Query · key", `q · k = ${number(dot)}`, table(`All ${query.length} products`, ["i", "q", "k", "q × k"], products))];
-  list.push(step("Scale", `${number(dot)} × ${number(scale)} = ${number(scaled)}`));
-  if (softcap) list.push(step("Soft cap", `${number(softcap)} × tanh(${number(scaled)} / ${number(softcap)}) = ${number(capped)}`));
-  if (!isMasked && Math.abs(added) > 1e-4 * (1 + Math.abs(capped))) {
-    list.push(step("Bias", `${number(capped)} + ${number(added)} = ${number(score)}, by bias or positions`));
+  const list = [step("Query · key", `q · k = ${number(dot)}`, table(`All ${query.length} products`, ["i", "q", "k", "q × k"], products(query, key, dot)))];
+  list.push(step("Scale", equation([dot, scale], scaled, (a, b) => a * b, (a, b) => `${a} × ${b}`)));
+  if (softcap) list.push(step("Soft cap", equation([softcap, scaled], capped, (a, b) => a * Math.tanh(b / a), (a, b) => `${a} × tanh(${b} / ${a})`)));
+  if (!isMasked && Math.abs(score - capped) > CLOSE * (1 + Math.abs(capped))) {
+    const text = equation([capped, score - capped], score, (a, b) => a + b, (a, b) => `${a} + ${b}`);
+    list.push(step("Bias", `${text}, by bias or positions`));
   }
   list.push(step("Mask", isMasked ? "A mask keeps this query from this key: the score is −∞" : `No mask keeps this query from this key: ${number(score)}`));
   const all = Array.from(scores, (other, i) => [labels.key[i], other, total === -Infinity ? weights[head] : shares[i]]);
   const rest = table(`All keys of “${labels.query[q]}”`, ["Key", "Score", "Weight"], all, k);
   if (total === -Infinity) return [...list, step("Softmax", `No key is left for this query: its weight is ${number(weights[head])} by the field fully_masked`, rest)];
-  const text = `exp(${number(score)}) / Σ exp(scores) = exp(${number(score)} − ${number(total)}) = ${number(shares[k])}`;
-  list.push(step("Softmax", text, rest));
-  if (request.dropout) list.push(step("Dropout", weights[head] ? `${number(shares[k])} / (1 − ${request.dropout.p}) = ${number(weights[head])}` : "Dropped: 0"));
+  const sink = spec.sinks ? " and the layer’s sink" : "";
+  list.push(step("Log-sum-exp", `ln Σ exp(score), over all keys${sink}, = ${number(total)}. To subtract it from a score is to divide exp(score) by the sum, and no exp overflows.`));
+  const softmax = equation([score, total], shares[k], (a, b) => Math.exp(a - b), (a, b) => `exp(${a} − ${b})`);
+  list.push(step("Softmax", `exp(${number(score)}) / Σ exp(score) = ${softmax}`, rest));
+  if (request.dropout) {
+    const kept = equation([shares[k], request.dropout.p], weights[head], (a, b) => a / (1 - b), (a, b) => `${a} / (1 − ${b})`);
+    list.push(step("Dropout", weights[head] ? kept : "Dropped: 0"));
+  } else if (Math.abs(weights[head] - shares[k]) > CLOSE) {
+    list.push(step("Weight", `${number(weights[head])}, by what the layer does with softmax, or by the field pattern`));
+  }
   return list;
 }
+
+/** The steps from a weight to the row of the output; `outputs` as of `rowsOfOutput`, null for a layer without output projection. */
+function stepsToOutput(tensors, outputs, spec, { item, head, q, k, labels }) {
+  const all = row(tensors.attention_weights, item, head, q);
+  const weight = all[k];
+  const values = Array.from(all, (_, j) => row(tensors.value_projection, item, keyHead(spec, head), j));
+  const weighted = Array.from(values[k], (value) => value * weight);
+  const sum = weighted.map((_, i) => values.reduce((total, value, j) => total + all[j] * value[i], 0));
+  const own = row(tensors.head_outputs, item, head, q);
+  const pairs = weighted.map((product, i) => [i, ...shown([weight, values[k][i]], product, (a, b) => a * b), number(product)]);
+  const key = labels.key[k];
+  const list = [step("Weighted value", `${number(weight)} × the value of “${key}”, ${weighted.length} numbers`, table(`All ${weighted.length} products`, ["i", "Weight", "Value", "Weight × value"], pairs))];
+  const rows = weighted.map((product, i) => [i, product, sum[i]]);
+  list.push(step("Sum over keys", `Σ weight × value: the length is ${number(length(sum))}, that of the part of “${key}” ${number(length(weighted))}`, table("Part and sum", ["i", `“${key}”`, "All keys"], rows)));
+  if (length(own.map((number, i) => number - sum[i])) > CLOSE * (1 + length(sum))) {
+    list.push(step("Head’s output", `The length is ${number(length(own))}, after what the layer or the request does with the sum: a gate, a norm, a factor or another output`, table("Sum and output", ["i", "Sum", "Output"], sum.map((number, i) => [i, number, own[i]]))));
+  }
+  if (!outputs) return list;
+  const { row: whole, part } = outputs;
+  const text = `The output projection adds up all heads: the row of “${labels.query[q]}” has length ${number(length(whole))}, and without this head it differs by a row of length ${number(length(part))}`;
+  return [...list, step("Row of the output", text, table(`All ${whole.length} numbers`, ["i", "This head", "Output"], Array.from(whole, (number, i) => [i, part[i], number])))];
+}
+
+/** The number of the head of keys and values of a head. */
+const keyHead = (spec, head) => Math.floor((head * spec.num_kv_heads) / spec.num_heads);
+
+const length = (numbers) => Math.sqrt(numbers.reduce((sum, number) => sum + number ** 2, 0));
+
+/** Rows [i, q, k, q × k], whose products, as they are shown, add up to the number that is shown of `dot`. */
+function products(query, key, dot) {
+  const all = Array.from(query, (number, i) => number * key[i]);
+  const digits = enough((n) => number(all.reduce((sum, product) => sum + rounded(product, n), 0)) === number(dot));
+  return all.map((product, i) => [i, ...shown([query[i], key[i]], product, (a, b) => a * b, digits), number(product, digits)]);
+}
+
+/** "a × b = c", by `write(...texts)` and `compute(...numbers)`. */
+function equation(inputs, result, compute, write) {
+  return `${write(...shown(inputs, result, compute))} = ${number(result)}`;
+}
+
+/** Numbers with so many digits that `compute` of them, as they are shown, is what is shown of the result. */
+function shown(inputs, result, compute, digits = DIGITS) {
+  const needed = enough((n) => number(compute(...inputs.map((input) => rounded(input, n))), digits) === number(result, digits));
+  return inputs.map((input) => number(input, needed));
+}
+
+/** The fewest digits, at least DIGITS, that are `right`; else all. */
+function enough(right) {
+  for (let digits = DIGITS; digits < ALL_DIGITS; digits++) if (right(digits)) return digits;
+  return ALL_DIGITS;
+}
+
+const rounded = (value, digits) => Number(value.toPrecision(digits));
 
 const step = (title, text, ...more) => make("li", {}, make("strong", { textContent: title }), make("span", { textContent: text }), ...more);
 
@@ -91,8 +175,8 @@ function table(title, columns, rows, marked) {
   return make("details", {}, make("summary", { textContent: title }), scroller);
 }
 
-/** Four significant digits, with a real minus sign. */
-function number(value) {
+/** A number of so many significant digits, with a real minus sign. */
+function number(value, digits = DIGITS) {
   if (Math.abs(value) === Infinity) return value < 0 ? "−∞" : "∞";
-  return String(Number(value.toPrecision(4))).replace("-", "−");
+  return String(rounded(value, digits)).replace("-", "−");
 }

@@ -115,7 +115,7 @@ export class Views {
     const shownLabels = { query: this.axes.query.map((q) => labels.query[q]), key: this.axes.key.map((k) => labels.key[k]) };
     if (JSON.stringify(shownLabels) !== JSON.stringify(this.shownLabels)) this.shownLabels = shownLabels; // else the same object: locks and zoom stay
     if (!this.pattern.heads[this.choice] && this.choice !== "mean") this.choice = null;
-    this.telling = this.composed.note?.meaningful ? this.tellingHead() : "mean";
+    this.telling = this.composed.note && !this.composed.note.meaningful ? "mean" : this.tellingHead();
     this.redraw();
     this.showChange();
     if (this.metrics) this.showMetrics(this.metrics);
