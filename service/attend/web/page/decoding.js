@@ -23,7 +23,7 @@ export class Decoding {
   offer(composed) {
     this.end();
     this.section.querySelector(".note").hidden = composed.request.causal === true;
-    Object.assign(this, { composed, tokens: composed.texts && !composed.cross ? composed.tokens().query : [] });
+    Object.assign(this, { composed, tokens: composed.isSentence && !composed.cross ? composed.tokens().query : [] });
     this.section.hidden = !this.isOffered || !this.tokens.length;
   }
 

@@ -22,7 +22,8 @@ const LONGEST = 16384; // characters; a longer request is left out
 const STORED_KEY = "key"; // its name in the storage of the browser
 
 const captured = new Map(); // layer -> text of the request with the inputs that its model gave it
-let models = []; // of GET /words
+const own = []; // models whose folders were dropped on the page, as in GET /words
+let models = []; // of GET /words, and these
 let usual = {}; // fields of a request, as the model of the chosen layer has them in its own calls
 
 /** What the user enters: "sentence" or "request". */
@@ -140,9 +141,14 @@ export function layerNames() {
   return [...$("layer").options].map(({ value }) => value);
 }
 
+/** Keeps a model whose folder was dropped on the page: {title, layers, options}. Another of that title is forgotten. */
+export function keepModel(model) {
+  own.splice(0, own.length, ...own.filter(({ title }) => title !== model.title), model);
+}
+
 /** Fills the list of layers: those of trained models, which are loaded on first use, and the others on the server. */
 export function showLayers(loaded, trained, chosen) {
-  models = trained;
+  models = [...trained, ...own];
   const group = (label, names) => make("optgroup", { label }, ...names.map((name) => new Option(name, name)));
   const others = loaded.filter((name) => !modelOf(name));
   const groups = models.map(({ title, layers }) => group(title, layers));

@@ -6,7 +6,7 @@
 //   views.js       connects the views of one reply: heads.js, matrix.js and words.js (with pointing.js), statistics.js, steps.js, decoding.js;
 //                  weights.js has what they draw, colours.js the colours
 //   export.js      copies the request, downloads figures
-//   upload.js      adds layers from files
+//   upload.js      adds layers from files; embeddings.js makes the inputs of a model's first layer from its folder, with tokenizers.js
 
 import { followTheme } from "./colours.js";
 import { $ } from "./dom.js";
@@ -88,7 +88,7 @@ function showSummary(composed, reply) {
   $("layer-about").textContent = `${spec.num_heads} heads, ${spec.d_model} wide, ${layer.fingerprint.slice(0, 12)}`;
   const note = composed.note;
   const between = note?.meaningful && composed.cross ? " The model itself never uses them between two sentences." : "";
-  $("note").textContent = note ? note.note + between + (note.meaningful ? "" : ` ${advice}`) : "";
+  $("note").textContent = note ? note.note + between + (note.meaningful || note.needs ? "" : ` ${advice}`) : "";
   $("note").classList.toggle("warn", Boolean(note && (!note.meaningful || composed.cross)));
   $("note").hidden = !note;
 }
@@ -104,8 +104,9 @@ async function analyse(request, signal) {
 async function showModel(reply, signal) {
   for (const name of views.model.isOpen ? views.model.rows.keys() : []) {
     try {
-      const answer = name === reply.layer.name ? reply : await weightsOf((await compose(name, blocked, signal)).request, signal);
-      views.model.show(name, answer, $("scale").value);
+      const { request, note } = await compose(name, blocked, signal);
+      if (note?.needs) views.model.show(name, null, $("scale").value, note.note);
+      else views.model.show(name, name === reply.layer.name ? reply : await weightsOf(request, signal), $("scale").value);
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;
       views.model.show(name, null, $("scale").value, error.message);

@@ -1,6 +1,7 @@
 // The request from the controls: of a sentence with vectors from /words, or a pasted one with the masks and the layer of the controls.
 
 import { $ } from "./dom.js";
+import { inputsOf } from "./embeddings.js";
 import * as form from "./form.js";
 import { get, post, Refusal } from "./wire.js";
 
@@ -14,9 +15,9 @@ const cache = new Map(); // body of a request to /words -> its reply
 export const specs = new Map(); // layer -> spec
 
 /**
- * {request, tokens, texts, note, cross}: the body for /attend to `layer`, and tokens(item, queries, keys) -> labels of the axes. For a sentence
- * also texts, the bodies for /words by input of the layer; note, the reply to the first; cross, whether there is a second sentence. Captured
- * inputs have a note too.
+ * {request, tokens, isSentence, texts, note, cross}: the body for /attend to `layer`, and tokens(item, queries, keys) -> labels of the axes. For
+ * a sentence also texts, the bodies for /words by input of the layer, unless the page made the vectors; note, the reply to the first; cross,
+ * whether there is a second sentence. Captured inputs have a note too.
  */
 export async function compose(layer, blocked, signal) {
   return form.mode() === "request" ? composePasted(layer, blocked) : await composeSentence(layer, blocked, signal);
@@ -43,7 +44,9 @@ async function composeSentence(layer, blocked, signal) {
   const body = { layer, query: query.vectors, ...(key && { key: key.vectors }), ...(value && { value: value.vectors }) };
   const whole = withOmitted({ ...body, tokens: key ? tokens : { query: query.tokens } }, $("special").checked);
   const request = withMasks(whole, form.masks(blocked), tokens.query.length, tokens.key.length);
-  return { request, tokens: () => tokens, texts, note: key ? { ...query, note: joinedNotes(query.note, key.note) } : query, cross };
+  const isOwn = Boolean(inputsOf(layer)?.read); // the page made the vectors
+  const note = [key ? joinedNotes(query.note, key.note) : query.note, ...(isOwn ? unknownNote(request) : [])].join(" ");
+  return { request, tokens: () => tokens, isSentence: true, texts: isOwn ? undefined : texts, note: { ...query, note }, cross };
 }
 
 /** The note of the queries, and what is said of the keys alone, such as words that the model does not know. */
@@ -78,7 +81,15 @@ function unknownNote({ tokens }) {
   return unknown.size ? [`The token ${[...unknown].join(", ")} stands for a word that the model does not know.`] : [];
 }
 
+/** Tokens and vectors of a text, by the page for the first layer of a model that was dropped here, else by the service. */
 async function readWords(text, signal) {
+  const own = inputsOf(text.layer);
+  if (own?.read) return await own.read(text.text);
+  const words = await wordsOf(text, signal);
+  return own ? { ...words, note: own.needs, needs: true } : words;
+}
+
+async function wordsOf(text, signal) {
   const body = JSON.stringify(text);
   if (!cache.has(body)) {
     if (cache.size >= MAX_CACHED) cache.clear();

@@ -3,7 +3,8 @@
 // Only the headers of files are read; tensors stay slices of the files until they are sent.
 
 import { $ } from "./dom.js";
-import { attempt, keepCaptured } from "./form.js";
+import { keepInputs } from "./embeddings.js";
+import { attempt, keepCaptured, keepModel, showMode } from "./form.js";
 import { putTensors, Refusal } from "./wire.js";
 
 const ATTENTION = /(?:^|\.)(?!\w*norm)\w*(?:att|mixer|temporal_block)\w*\./i; // part of each tensor's name, in every family of service/attend/checkpoints
@@ -11,7 +12,7 @@ const SHARED = /relative_attention_bias|(?:^|\.)(?:rel_embeddings|encoder\.Layer
 const EXPECTED = "Expected a safetensors file, or a model's folder with config.json and model.safetensors";
 const WEIGHT = "weights/"; // before the name of a weight in a file of attend capture
 const DATATYPES = { BOOL: "BOOL", U8: "UINT8", I32: "INT32", I64: "INT64", F16: "FP16", BF16: "BF16", F32: "FP32", F64: "FP64" };
-let source = null; // {file}, or {config, fields, tensors} of a folder; `config` is the text of the file
+let source = null; // {file}, or {config, fields, tensors, tokenizer} of a folder; `config` and what `tokenizer` has are texts of files
 
 /** Listens for files; calls `added(name)` with the first layer that was added. */
 export function followFiles(added) {
@@ -60,7 +61,7 @@ async function offer(added, name, files) {
   const { capture } = config ? {} : ((await readHeader(weights[0])).header.__metadata__ ?? {});
   if (capture) return await addCapture(await openTensors(weights), JSON.parse(capture), added);
   $("upload-name").value = (name || weights[0].name.replace(/\.safetensors$/, "")).replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60);
-  if (config) await offerModel(config, weights);
+  if (config) await offerModel(config, weights, files);
   else source = { file: weights[0] };
   $("upload-model").hidden = !config;
   $("upload-file").hidden = Boolean(config);
@@ -69,12 +70,13 @@ async function offer(added, name, files) {
   $("upload-name").focus();
 }
 
-async function offerModel(file, weights) {
+async function offerModel(file, weights, files) {
   const config = await file.text();
   const tensors = await openTensors(weights);
   const fields = JSON.parse(config);
   const count = countLayers(fields, tensors);
-  source = { config, fields, tensors };
+  const textOf = (name) => files.find((one) => one.name === name)?.text();
+  source = { config, fields, tensors, tokenizer: { json: await textOf("tokenizer.json"), config: await textOf("tokenizer_config.json") } };
   const each = Array.from({ length: count }, (_, i) => new Option(`Layer ${i}`, String(i)));
   $("upload-layers").replaceChildren(new Option(`All ${count} layers`, Array.from({ length: count }, (_, i) => i).join(" ")), ...each);
 }
@@ -86,6 +88,14 @@ async function add(added) {
     $("upload-status").textContent = `Adding ${layer}…`;
     await putTensors(`layers/${encodeURIComponent(layer)}${query}`, body);
     names.push(layer);
+  }
+  if (!source.file) {
+    const { fields, tensors, tokenizer } = source;
+    const numbers = $("upload-layers").value.split(" ").map(Number);
+    const options = await keepInputs(name, names, numbers, $("upload-part").value.trim(), tensors, fields, tokenizer);
+    keepModel({ title: name, layers: names, options });
+    $("input-sentence").checked = true;
+    showMode();
   }
   $("upload-status").textContent = `Added ${names.length > 1 ? `${names[0]} to ${names.at(-1)}` : names[0]}`;
   added(names[0]);
