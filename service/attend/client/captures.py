@@ -71,12 +71,15 @@ class Capture(Mapping[str, CapturedLayer]):
     """The captured layers by name, in the model's order. A notebook shows the heads of the first layer of each part.
 
     `skipped`: of the layers that are not there, why. `link`: the page that shows it; "" if it is in no service.
+    `effects`: what each head does to the model's answer, if that was studied: `answer`, its `probability`, and `change`, that of the
+    logarithm of the probability without each head, a list for each layer by name.
     """
 
     name: str
     layers: Mapping[str, CapturedLayer]
     skipped: Mapping[str, str] = field(default_factory=dict)
     link: str = ""
+    effects: Mapping[str, Any] | None = None
 
     def __getitem__(self, name: str) -> CapturedLayer:
         return self.layers[name]
@@ -112,6 +115,7 @@ class Capture(Mapping[str, CapturedLayer]):
                 }
             )
         document = {"form": FORM, "name": self.name, "layers": documents, "skipped": dict(self.skipped)}
+        document |= {"effects": dict(self.effects)} if self.effects else {}
         return b"".join(write_tensors(tensors, {"capture": json.dumps(document)}))
 
     def save(self, path: str | Path) -> Path:
@@ -135,7 +139,20 @@ class Capture(Mapping[str, CapturedLayer]):
             request = fields.pop("request") | {name: array for name, array in own.items() if name in TENSORS}
             spec = LayerSpec.model_validate(fields.pop("spec"))
             layers[fields["name"]] = CapturedLayer(**fields, spec=spec, weights=weights, request=request)
-        return cls(document["name"], layers, document["skipped"])
+        return cls(document["name"], layers, document["skipped"], effects=document.get("effects"))
+
+    def with_effects(self, answer: str, probability: float, change: Array) -> "Capture":
+        """The capture with what each head does to the model's answer, which its file and the page then have.
+
+        `change`: [layers, heads], the change of the logarithm of the answer's probability without each head, as `Interventions.effects`
+        returns it, of the captured layers in their order. Raises InvalidRequest for another number of layers.
+        """
+        if len(change) != len(self):
+            raise InvalidRequest.where("/change", f"a row for each of the {len(self)} captured layers", str(len(change)))
+        rows = {
+            name: [number for number in row if not np.isnan(number)] for name, row in zip(self, np.asarray(change).tolist(), strict=True)
+        }
+        return replace(self, effects={"answer": answer, "probability": probability, "change": rows})
 
     def put(self, client: Client) -> "Capture":
         """Add its layers to a service, compute each once and compare; layers whose call the service refuses are skipped.

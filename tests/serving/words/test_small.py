@@ -14,11 +14,12 @@ from attend.serving.words.sentence import InvalidText
 from attend.serving.words.small import FILE, SmallModel
 
 SENTENCE = "The cat saw Zoltan, and Zoltan saw the cat"
+TOKENS = ["<s>", "the", "cat", "saw", "zoltan", ",", "and", "zoltan", "saw", "the", "cat"]
 MODEL = SmallModel()
 
 
-def torch_layers(ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(input, attention weights) of each layer, by torch."""
+def torch_layers(ids: list[int], without: tuple[int, int] | None = None) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """(input, attention weights) of each layer, and the log-probabilities of the next token, by torch; without a head of a layer."""
     from safetensors.torch import load_file
 
     tensors = load_file(str(FILE))
@@ -39,9 +40,13 @@ def torch_layers(ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         query, key, value = rotated(heads(part, "query")), rotated(heads(part, "key")), heads(part, "value")
         blocked = torch.ones(len(ids), len(ids)).triu(1).bool()
         weights = (query @ key.transpose(1, 2) / query.shape[-1] ** 0.5).masked_fill(blocked, -torch.inf).softmax(-1)
-        x = x + F.linear((weights @ value).transpose(0, 1).flatten(1), part["output.weight"], part["output.bias"])
+        outputs = weights @ value
+        if without is not None and without[0] == i:
+            outputs[without[1]] = 0
+        x = x + F.linear(outputs.transpose(0, 1).flatten(1), part["output.weight"], part["output.bias"])
         found.append((inputs, weights))
-    return found
+    x = F.layer_norm(x, x.shape[-1:], tensors["norm.weight"], tensors["norm.bias"])
+    return found, (x[-1] @ tensors["unembed.weight"].T).log_softmax(-1)
 
 
 def known_words() -> list[str]:
@@ -54,17 +59,33 @@ def known_words() -> list[str]:
         return words
 
 
+def ids_of(words: list[str]) -> list[int]:
+    """Of TOKENS, by hand."""
+    stand_in = len(words) + hash_of("zoltan") % 128
+    return [words.index(token) if token in words else stand_in for token in TOKENS]
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_inputs_and_weights_are_those_of_the_trained_model(layer: int) -> None:
     read = MODEL.read(SENTENCE, layer)
     words = known_words()
-    tokens = ["<s>", "the", "cat", "saw", "zoltan", ",", "and", "zoltan", "saw", "the", "cat"]
-    stand_in = len(words) + hash_of("zoltan") % 128
-    expected, weights = torch_layers([words.index(token) if token in words else stand_in for token in tokens])[layer]
-    assert [token.lower() for token in read.tokens] == tokens and '"Zoltan"' in read.note
+    assert [token.lower() for token in read.tokens] == TOKENS
+    expected, weights = torch_layers(ids_of(words))[0][layer]
+    assert '"Zoltan"' in read.note
     np.testing.assert_allclose(read.vectors, expected.numpy(), rtol=0, atol=1e-5)
     ours = attend(read.spec, read.weights, query=read.vectors, **read.options).attention_weights
     np.testing.assert_allclose(ours, weights.numpy(), rtol=0, atol=1e-5)
+
+
+def test_effects_are_the_changes_of_the_answer_without_each_head() -> None:
+    words = known_words()
+    _, plain = torch_layers(ids_of(words))
+    answer = int(plain.argmax())
+    expected = [[float(torch_layers(ids_of(words), (layer, head))[1][answer] - plain[answer]) for head in range(4)] for layer in range(2)]
+    found = MODEL.effects(SENTENCE)
+    assert found.answer == words[answer] and found.probability == pytest.approx(plain[answer].exp().item(), rel=1e-4)
+    np.testing.assert_allclose(found.change, expected, rtol=0, atol=1e-4)
+    assert found.change.std() > 0.1  # so that another head's change would show
 
 
 def test_its_heads_are_told_by_the_metrics_of_the_service(client: Client) -> None:

@@ -144,8 +144,8 @@ def captured(name: str) -> Capture:
         real = np.array([[True] * 5, [True] * 3 + [False] * 2])
         request = {"query": rng.standard_normal((2, 5, 12)).astype(np.float32), "attend_keys": real, "causal": number == 0}
         own = f"{name}-{number}"
-        layers[own] = CapturedLayer(own, "", number, spec, weights, request | {"tokens": {"query": [list("abcde"), list("fghij")]}})
-    return Capture(name, layers)
+        layers[own] = CapturedLayer(own, "", number, spec, weights, request | {"tokens": {"query": [["[UNK]", *"bcde"], list("fghij")]}})
+    return Capture(name, layers).with_effects("yes", 0.625, np.array([[0.25, -3.5, 0], [-0.75, 1, np.nan]]))
 
 
 def test_a_captured_model_is_shown_with_the_inputs_that_it_gave_its_layers(
@@ -154,11 +154,17 @@ def test_a_captured_model_is_shown_with_the_inputs_that_it_gave_its_layers(
     """Each layer has its own, also in the view of all layers, and the weights are those of the Python client for the same capture."""
     capture = captured("taken")
     file = capture.save(tmp_path / "taken.safetensors")
+    assert Capture.load(file).effects == {
+        "answer": "yes",
+        "probability": 0.625,
+        "change": {"taken-0": [0.25, -3.5, 0], "taken-1": [-0.75, 1]},
+    }
     visit = begin_visit()
     first = visit.request_sent_by(lambda: drop(visit, file))
     requests = [first, visit.request_sent_by(lambda: visit.page.select_option("#layer", "taken-1"))]
     assert visit.page.inner_text("#upload-status") == "Added 2 layers of taken with their inputs"
     assert "the model itself gave" in visit.page.inner_text("#note") and visit.page.locator("#note.warn").count() == 0
+    assert "The token [UNK] stands for a word that the model does not know." in visit.page.inner_text("#note")
     with Client(str(http.base_url)) as client:
         for request, layer in zip(requests, capture.values(), strict=True):
             assert request["layer"] == layer.name
@@ -168,6 +174,10 @@ def test_a_captured_model_is_shown_with_the_inputs_that_it_gave_its_layers(
         with visit.page.expect_request(lambda sent: sent.url.endswith("/attend") and sent.post_data_json["layer"] == "taken-0") as other:
             visit.page.locator("#model summary").click()
         assert other.value.post_data_json["query"] == requests[0]["query"] and other.value.post_data_json["causal"] is True
+        visit.page.locator("#effects tbody tr").nth(1).wait_for()
+        rows = [row.locator("th, td").all_inner_texts() for row in visit.page.locator("#effects tbody tr").all()]
+        assert rows == [["taken-0", "0.25", "\u22123.50", "0.00"], ["taken-1", "\u22120.75", "1.00"]]
+        assert "“yes”, with probability 0.6" in visit.page.inner_text("#effects .hint")
         for name in capture:
             client.delete_layer(name)
 

@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
+from attend.serving.words.small import SmallModel
 from attend.wire.schemas.attend import is_special
 from support.browser import Visit
 from support.page import WORDS, BeginVisit, Grid, numbers_beside, side, tip, weights_of
@@ -245,6 +246,25 @@ def test_all_layers_of_a_model_are_shown_in_one_view(begin_visit: BeginVisit, ht
     for square, tile in zip(weights_of(http, requested), (heads[:, :96], heads[:, 100:]), strict=True):
         q, k = np.unravel_index(square.argmax(), square.shape)
         assert tile[int((q + 0.5) * 9.6), int((k + 0.5) * 9.6)] == tile.max()
+
+
+def test_the_map_of_effects_is_that_of_the_small_model(begin_visit: BeginVisit) -> None:
+    """A click on a cell opens its head. There is none between two sentences, and of layers that are no model's."""
+    visit = begin_visit("small-layer-1")
+    text = "Anna gave the book to Ben and Anna gave the book to"
+    visit.request_sent_by(lambda: visit.page.fill("#text", text))
+    visit.page.locator("#model summary").click()
+    visit.page.locator("#effects tbody tr").nth(1).wait_for()
+    expected = SmallModel().effects(text)
+    rows = [row.locator("td").all_inner_texts() for row in visit.page.locator("#effects tbody tr").all()]
+    assert [[only(numbers_in(cell)) for cell in row] for row in rows] == pytest.approx(expected.change.round(2), abs=0.0051)
+    assert f"“{expected.answer}”, with probability {expected.probability:.2f}" in visit.page.inner_text("#effects .hint")
+    requested = visit.request_sent_by(lambda: visit.page.click("#effects [aria-label^='Head 3 of small-layer-0']"))
+    assert requested["layer"] == "small-layer-0" and visit.page.inner_text("#matrix-title").startswith("Head 3")
+    visit.request_sent_by(lambda: visit.page.fill("#offset", "0"))
+    visit.request_sent_by(lambda: visit.page.check("#cross"))
+    visit.page.locator("#result[aria-busy=false]").wait_for()
+    assert visit.page.locator("#effects").is_hidden()
 
 
 def test_the_table_has_the_statistics_of_the_service(begin_visit: BeginVisit, http: httpx.Client) -> None:

@@ -13,12 +13,12 @@ from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.serving.words.hashed import hash_words
 from attend.serving.words.models import MODELS
-from attend.serving.words.sentence import InvalidText, ModelNotInstalled, Sentence
+from attend.serving.words.sentence import HeadEffects, InvalidText, ModelNotInstalled, Sentence, TextModel
 from attend.spec import fingerprint
 from attend.wire.problems import describe_value
 from attend.wire.schemas.schema import LayerReference
 from attend.wire.schemas.tensors import Base64Tensor
-from attend.wire.schemas.words import ModelLayers, Vocabulary, Words, WordsRequest
+from attend.wire.schemas.words import Effects, ModelLayers, Vocabulary, Words, WordsRequest
 
 MAX_NUMBERS = 1 << 21  # of one reply
 ONE_WORKER_NOTE = "Only a server with one worker offers the layers of trained models."
@@ -41,10 +41,13 @@ class TextEncoder:
         """POST /words. Raises LayerNotFound, or InvalidRequest for text without words or with too many."""
         request = await read_body(self.service, raw, WordsRequest)
         try:
-            if (sentence := await self._read_of_model(request)) is not None:
+            if (found := await self._model_of(request.layer)) is not None:
+                model, number = found
+                sentence = await asyncio.to_thread(model.read, request.text, number)
                 layer = await self._layer_of(sentence)
                 if layer.fingerprint == await asyncio.to_thread(fingerprint, sentence.spec, sentence.weights):
-                    return await asyncio.to_thread(_words_of, layer, sentence)
+                    effects = await asyncio.to_thread(model.effects, request.text) if request.effects else None
+                    return await asyncio.to_thread(_words_of, layer, sentence, effects)
             layer = self.service.registry.find(request.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
             sentence = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
@@ -52,12 +55,11 @@ class TextEncoder:
             raise InvalidRequest.where("/text", error.expected, error.got or describe_value(request.text)) from None
         return await asyncio.to_thread(_words_of, layer, sentence)
 
-    async def _read_of_model(self, request: WordsRequest) -> Sentence | None:
-        """The input of a model's layer; None for other layers. Raises InvalidText."""
+    async def _model_of(self, name: str) -> tuple[TextModel, int] | None:
+        """The model that has a layer, and the layer's number in it; None for other layers."""
         for listed in (await self.vocabulary()).models:
-            if request.layer in listed.layers:
-                model = next(model for model in MODELS.values() if model.title == listed.title)
-                return await asyncio.to_thread(model.read, request.text, listed.layers.index(request.layer))
+            if name in listed.layers:
+                return next(model for model in MODELS.values() if model.title == listed.title), listed.layers.index(name)
         return None
 
     async def _layer_of(self, sentence: Sentence) -> LoadedLayer:
@@ -80,7 +82,7 @@ def installed_vocabulary() -> Vocabulary:
     return Vocabulary(models=models, note=" ".join(notes))
 
 
-def _words_of(layer: LoadedLayer, sentence: Sentence) -> Words:
+def _words_of(layer: LoadedLayer, sentence: Sentence, effects: HeadEffects | None = None) -> Words:
     """The reply of POST /words for a sentence. Only the layers of models have weights of their own."""
     return Words(
         layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint),
@@ -90,4 +92,7 @@ def _words_of(layer: LoadedLayer, sentence: Sentence) -> Words:
         note=sentence.note,
         options=dict(sentence.options),
         heads=list(sentence.heads),
+        effects=None
+        if effects is None
+        else Effects(answer=effects.answer, probability=effects.probability, change=effects.change.tolist()),
     )

@@ -56,6 +56,9 @@ class MiniLM:
             vectors = bert.hidden_states(encoding.ids, layer).astype(np.float32)
             return Sentence(list(encoding.tokens), vectors, spec, note, bert.attention_weights(layer), name, ORIGIN.format(layer))
 
+    def effects(self, text: str) -> None:
+        """None: the checkpoint has no output embeddings."""
+
 
 def _open_minilm() -> tuple[Path, dict[str, Any], Any]:
     """The folder of the checkpoint, its config and its tokenizer. Raises ModelNotInstalled."""

@@ -36,6 +36,15 @@ class Sentence:
     heads: tuple[str, ...] = ()  # what each head of the layer has learned, where that is known
 
 
+@dataclass(frozen=True, slots=True)
+class HeadEffects:
+    """The most likely next token, its probability, and the change of the logarithm of that without each head, [layers, heads]."""
+
+    answer: str
+    probability: float
+    change: Array
+
+
 class TextModel(Protocol):
     """A model whose attention layers are served with the inputs that they get in it."""
 
@@ -52,6 +61,10 @@ class TextModel(Protocol):
 
         Raises ModelNotInstalled, InvalidText for no words or too many, and ValueError for a layer that the model does not have.
         """
+        ...
+
+    def effects(self, text: str) -> HeadEffects | None:
+        """What each head does to the model's answer to a text; None for a model that predicts no tokens. Raises InvalidText."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The small model that comes with attend: a decoder of two layers whose heads can be told, trained by docs/train_small_model.py.
 
-It has no feed-forward parts: x = E[token], then twice x + attention(norm(x)), causal, with RoPE. A word that it does not know gets one of
-its stand-ins, which it has seen in place of any word, so that it sees the word's repetition.
+It has no feed-forward parts: x = E[token], then twice x + attention(norm(x)), causal, with RoPE; the next token's logits are U norm(x).
+A word that it does not know gets one of its stand-ins, which it has seen in place of any word, so that it sees the word's repetition.
 """
 
 import json
@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from attend.attention.reference.forward import attend
 from attend.serving.words.hashed import hash_of
-from attend.serving.words.sentence import InvalidText, Sentence, quoted, require_layer, split_words
+from attend.serving.words.sentence import HeadEffects, InvalidText, Sentence, quoted, require_layer, split_words
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
@@ -24,6 +24,7 @@ from attend.tensors import Array
 FILE = Path(__file__).with_name("small.safetensors")
 START = "<s>"
 EPSILON = 1e-5  # of the norms
+STAND_IN = "a stand-in for a word that it does not know"  # as an answer
 MAX_WORDS = 63  # as in training, with the start
 ORIGIN = "attention layer {} of the small model of attend"
 NOTE = (
@@ -58,15 +59,31 @@ class SmallModel:
 
     def read(self, text: str, layer: int) -> Sentence:
         name = require_layer(self, layer)
-        trained, words = _trained(), split_words(text)
-        if len(words) > MAX_WORDS:
-            raise InvalidText(f"at most {MAX_WORDS} words", str(len(words)))
+        trained, words = _trained(), _words_in(text)
         unknown = tuple(dict.fromkeys(word for word in words if word.lower() not in trained.tokens))
         note = " ".join([NOTE.format(layer), *([UNKNOWN.format(quoted(unknown))] if unknown else [])])
-        vectors = _inputs(trained, [_token(trained, START), *(_token(trained, word) for word in words)], layer).astype(np.float32)
+        vectors = _norm(trained, _inputs(trained, _tokens(trained, words), layer), f"layers.{layer}.norm").astype(np.float32)
         weights = _attention_weights(trained, layer)
         heads = tuple(trained.heads[layer])
         return Sentence([START, *words], vectors, trained.spec, note, weights, name, ORIGIN.format(layer), self.options, heads)
+
+    def effects(self, text: str) -> HeadEffects:
+        trained = _trained()
+        tokens = _tokens(trained, _words_in(text))
+        inputs = [_inputs(trained, tokens, layer) for layer in range(len(trained.heads))]
+        plain = _log_probabilities(trained, _inputs(trained, tokens, len(inputs)))
+        answer = int(plain.argmax())
+
+        def without(layer: int, head: int) -> float:
+            scale = [float(other != head) for other in range(len(trained.heads[layer]))]
+            x = inputs[layer] + _attention(trained, inputs[layer], layer, scale)
+            for later in range(layer + 1, len(inputs)):
+                x = x + _attention(trained, x, later)
+            return float(_log_probabilities(trained, x)[answer] - plain[answer])
+
+        change = np.array([[without(layer, head) for head in range(len(names))] for layer, names in enumerate(trained.heads)])
+        known = list(trained.tokens)
+        return HeadEffects(known[answer] if answer < len(known) else STAND_IN, float(np.exp(plain[answer])), change)
 
 
 @cache
@@ -77,6 +94,18 @@ def _trained() -> Trained:
     return Trained(tensors, {word: i for i, word in enumerate(json.loads(metadata["words"]))}, json.loads(metadata["heads"]))
 
 
+def _words_in(text: str) -> list[str]:
+    """Raises InvalidText for no words or too many."""
+    words = split_words(text)
+    if len(words) > MAX_WORDS:
+        raise InvalidText(f"at most {MAX_WORDS} words", str(len(words)))
+    return words
+
+
+def _tokens(trained: Trained, words: list[str]) -> list[int]:
+    return [_token(trained, word) for word in (START, *words)]
+
+
 def _token(trained: Trained, word: str) -> int:
     known = len(trained.tokens)
     stand_ins = len(trained.tensors["tokens.weight"]) - known
@@ -84,11 +113,25 @@ def _token(trained: Trained, word: str) -> int:
 
 
 def _inputs(trained: Trained, tokens: list[int], layer: int) -> Array:
-    """The input [n, d_model] of attention layer `layer`, in float64."""
+    """The rows [n, d_model] before the norm of layer `layer`, in float64; after the last layer, those before the last norm."""
     x = trained.tensors["tokens.weight"][tokens].astype(np.float64)
     for i in range(layer):
-        x = x + attend(trained.spec, _attention_weights(trained, i), query=_norm(trained, x, i), causal=True).output
-    return _norm(trained, x, layer)
+        x = x + _attention(trained, x, i)
+    return x
+
+
+def _attention(trained: Trained, x: Array, layer: int, head_scale: list[float] | None = None) -> Array:
+    """The output of an attention layer, with factors on its heads."""
+    query = _norm(trained, x, f"layers.{layer}.norm")
+    output = attend(trained.spec, _attention_weights(trained, layer), query=query, causal=True, head_scale=head_scale).output
+    return np.asarray(output)
+
+
+def _log_probabilities(trained: Trained, x: Array) -> Array:
+    """Of each token after the last row of [n, d_model]."""
+    logits = _norm(trained, x[-1:], "norm")[0] @ trained.tensors["unembed.weight"].T.astype(np.float64)
+    shifted = logits - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
 def _attention_weights(trained: Trained, layer: int) -> dict[str, Array]:
@@ -97,8 +140,8 @@ def _attention_weights(trained: Trained, layer: int) -> dict[str, Array]:
     return {name: trained.tensors[f"layers.{layer}.{name}"] for name in names}
 
 
-def _norm(trained: Trained, x: Array, layer: int) -> Array:
+def _norm(trained: Trained, x: Array, name: str) -> Array:
     centred = x - x.mean(-1, keepdims=True)
     normal = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + EPSILON)
-    scaled: Array = normal * trained.tensors[f"layers.{layer}.norm.weight"] + trained.tensors[f"layers.{layer}.norm.bias"]
+    scaled: Array = normal * trained.tensors[f"{name}.weight"] + trained.tensors[f"{name}.bias"]
     return scaled

@@ -22,6 +22,7 @@ const LONGEST = 16384; // characters; a longer request is left out
 const STORED_KEY = "key"; // its name in the storage of the browser
 
 const captured = new Map(); // layer -> text of the request with the inputs that its model gave it
+const effects = new Map(); // layer -> what each head of its model does to the answer, if the capture has it
 const own = []; // models whose folders were dropped on the page, as in GET /words
 let models = []; // of GET /words, and these
 let usual = {}; // fields of a request, as the model of the chosen layer has them in its own calls
@@ -106,9 +107,15 @@ export function writeAddress(rest) {
   history.replaceState(null, "", `#${state}`);
 }
 
-/** Keeps the request with the inputs that its model gave a layer. */
-export function keepCaptured(request) {
+/** Keeps the request with the inputs that its model gave a layer, and what each head of the model does to its answer, or null. */
+export function keepCaptured(request, ofHeads) {
   captured.set(request.layer, JSON.stringify(request));
+  effects.set(request.layer, ofHeads);
+}
+
+/** What each head of the model of a captured layer does to its answer; null if that is not known. */
+export function effectsOf(layer) {
+  return effects.get(layer) ?? null;
 }
 
 /** Shows the inputs that its model gave a layer, if they are known. */

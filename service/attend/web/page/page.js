@@ -3,7 +3,8 @@
 //   form.js        the controls, the address, refusals beside the controls, the API key
 //   request.js     the body of POST /attend from the controls
 //   wire.js        HTTP: requests, replies, refusals
-//   views.js       connects the views of one reply: heads.js, matrix.js and words.js (with pointing.js), statistics.js, steps.js, decoding.js;
+//   views.js       connects the views of one reply: heads.js, effects.js, matrix.js and words.js (with pointing.js), statistics.js, steps.js,
+//                  decoding.js;
 //                  weights.js has what they draw, colours.js the colours
 //   export.js      copies the request, downloads figures
 //   upload.js      adds layers from files; embeddings.js makes the inputs of a model's first layer from its folder, with tokenizers.js
@@ -12,7 +13,7 @@ import { followTheme } from "./colours.js";
 import { $ } from "./dom.js";
 import { copyRequest, downloadFigure, figureOf } from "./export.js";
 import * as form from "./form.js";
-import { compose, specOf, specs, withoutHeads } from "./request.js";
+import { compose, effectsOf, specOf, specs, withoutHeads } from "./request.js";
 import { LINKS } from "./statistics.js";
 import { followFiles } from "./upload.js";
 import { Views } from "./views.js";
@@ -38,7 +39,7 @@ async function run() {
     showReply(composed, reply);
     requestAnimationFrame(() => setTimeout(() => performance.measure("attend:paint", "attend:reply")));
     await analyse(composed.request, signal);
-    await showModel(reply, signal);
+    await showModel(composed, reply, signal);
   } catch (error) {
     if (error.name !== "AbortError") showRefusal(error);
   } finally {
@@ -100,8 +101,8 @@ async function analyse(request, signal) {
   if (!(await form.attempt("numbers", compute))) views.showMetrics(null);
 }
 
-/** Shows all layers of the model, if the user has opened that view: each gets the same sentence or request. */
-async function showModel(reply, signal) {
+/** Shows all layers of the model, if the user has opened that view: each gets the same sentence or request. Then the effects of their heads. */
+async function showModel(composed, reply, signal) {
   for (const name of views.model.isOpen ? views.model.rows.keys() : []) {
     try {
       const { request, note } = await compose(name, blocked, signal);
@@ -112,6 +113,7 @@ async function showModel(reply, signal) {
       views.model.show(name, null, $("scale").value, error.message);
     }
   }
+  if (views.model.isOpen) views.effects.show(await effectsOf(composed, [...views.model.rows.keys()], signal));
 }
 
 function openHead(layer, head = views.shown) {

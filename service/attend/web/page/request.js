@@ -98,6 +98,17 @@ async function wordsOf(text, signal) {
   return cache.get(body);
 }
 
+/**
+ * What each head of the layers of a model does to its answer: {answer, probability, change}, with a list of `change` for each layer by name; null
+ * where that is not known.
+ */
+export async function effectsOf({ request, texts, note, cross }, names, signal) {
+  if (form.mode() === "request") return note ? form.effectsOf(request.layer) : null;
+  if (!texts || cross || !note.meaningful) return null;
+  const { effects } = await wordsOf({ ...texts.query, effects: true }, signal);
+  return effects && { ...effects, change: Object.fromEntries(effects.change.map((numbers, i) => [names[i], numbers])) };
+}
+
 /** The spec of a layer. */
 export async function specOf(name, signal) {
   if (!specs.has(name)) specs.set(name, (await get(`layers/${encodeURIComponent(name)}`, signal)).spec);

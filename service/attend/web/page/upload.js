@@ -102,7 +102,7 @@ async function add(added) {
 }
 
 /** Adds the layers of a file of attend capture, and keeps the requests with their inputs. */
-async function addCapture(tensors, { name, layers }, added) {
+async function addCapture(tensors, { name, layers, effects = null }, added) {
   $("upload-parts").hidden = true;
   $("upload").querySelector("details").open = true;
   for (const { name: layer, spec, request } of layers) {
@@ -112,7 +112,7 @@ async function addCapture(tensors, { name, layers }, added) {
     if (weights.size) await putTensors(`layers/${encodeURIComponent(layer)}`, fileOf(weights, { spec: JSON.stringify(spec) }));
     const inputs = [...own].filter(([tensor]) => !tensor.startsWith(WEIGHT));
     const fields = await Promise.all(inputs.map(async ([field, tensor]) => [field, await inBase64(tensor)]));
-    keepCaptured({ layer, ...Object.fromEntries(fields), ...request });
+    keepCaptured({ layer, ...Object.fromEntries(fields), ...request }, effects);
   }
   $("upload-status").textContent = `Added ${layers.length} ${layers.length === 1 ? "layer" : "layers"} of ${name} with their inputs`;
   added(layers[0].name);

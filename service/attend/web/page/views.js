@@ -3,6 +3,7 @@
 import { paint } from "./colours.js";
 import { Decoding } from "./decoding.js";
 import { $ } from "./dom.js";
+import { Effects } from "./effects.js";
 import { layerNames } from "./form.js";
 import { Heads, layersOfModel, Model } from "./heads.js";
 import { NOTHING } from "./heatmap.js";
@@ -35,6 +36,7 @@ export class Views {
     this.change = new OutputChange($("change"));
     this.decoding = new Decoding($("decoding"));
     this.model = new Model($("model"), (reply) => this.patternOf(reply), open);
+    this.effects = new Effects($("effects"), open);
   }
 
   /** The head that is enlarged: its number, or "mean". */
@@ -60,6 +62,7 @@ export class Views {
     this.statistics.wait();
     this.decoding.offer(composed);
     this.model.offer(layersOfModel(reply.layer.name, layerNames()), reply.layer.name);
+    this.effects.show(null);
     this.heads.build(reply.shape[1]);
     if (wanted.off) this.heads.switchOff(wanted.off.split(" ").map(Number));
     if (wanted.head) this.choice = wanted.head === "mean" ? "mean" : Number(wanted.head);

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from attend.wire.schemas.schema import LAYER_NAME, LayerReference, Schema
+from attend.wire.schemas.schema import LAYER_NAME, LayerReference, Schema, StrictBool
 from attend.wire.schemas.tensors import Base64Tensor
 
 MAX_TEXT_CHARACTERS = 65536
@@ -23,6 +23,15 @@ class WordsRequest(Schema):
     )
     layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer that the vectors are for.")
     part: Part = Field(default="query", description="The input of the layer that the vectors are for; they have its width.")
+    effects: StrictBool = Field(default=False, description="Whether to compute what each head of the model does to its answer to the text.")
+
+
+class Effects(Schema):
+    """What each head of a model does to its answer to a text."""
+
+    answer: str = Field(description="The most likely next token.")
+    probability: float = Field(description="Its probability.")
+    change: list[list[float]] = Field(description="[layers, heads]: the change of the logarithm of that probability without each head.")
 
 
 class Words(Schema):
@@ -35,6 +44,7 @@ class Words(Schema):
     note: str = Field(description="Where vectors and weights come from.")
     options: dict[str, Any] = Field(description="Fields of a request, as in the model's own calls of the layer, such as `causal`.")
     heads: list[str] = Field(description="What each head of the layer has learned; empty where that is not known.")
+    effects: Effects | None = Field(default=None, description="If they were requested, and the model predicts tokens.")
 
 
 class ModelLayers(Schema):
