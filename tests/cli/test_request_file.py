@@ -227,7 +227,7 @@ def test_flags_of_figure_override_the_file(server, tmp_path):
 
 
 def test_each_field_of_a_figure_has_a_flag_that_reaches_it(server, tmp_path):
-    """A request with all flags gives the same figure as the same fields in the body."""
+    """A request with all flags gives the same figure as the same fields in the body. A scale for each head has no maximum beside it."""
     out = tmp_path / "head.png"
     flags = {
         "kind": "head",
@@ -243,12 +243,15 @@ def test_each_field_of_a_figure_has_a_flag_that_reaches_it(server, tmp_path):
     given = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     body = {"query": [[[0.5] * 64] * 3] * 2}
     fields = {**flags, "heads": [2], "values": True, "scale": "log", "format": "png"}
-    assert {*fields} == {*Figure.model_fields}
+    assert {*fields, "scale_per_head"} == {*Figure.model_fields}
 
     drawn = run_attend("figure", "-", "-o", str(out), *given, "--head", "2", "--values", "--log", stdin=json.dumps(body).encode())
 
     assert drawn.returncode == 0, drawn.stderr
     assert out.read_bytes() == httpx.post(f"{server.url}/attend/figure", json={**body, "figure": fields}).content
+    drawn = run_attend("figure", "-", "-o", str(out), "--dpi", "96", "--scale-per-head", stdin=json.dumps(body).encode())
+    fields = {"dpi": 96, "scale_per_head": True, "format": "png"}
+    assert out.read_bytes() == httpx.post(f"{server.url}/attend/figure", json={**body, "figure": fields}).content, drawn.stderr
 
 
 def test_without_output_the_figure_is_written_beside_the_request(figure_file):

@@ -82,6 +82,7 @@ Output = Annotated[
 Head = Annotated[list[int] | None, typer.Option("--head", help="A head to show. Repeatable.", show_default=False)]
 Values = Annotated[bool | None, typer.Option("--values/--no-values", help="Write numbers in the cells.", show_default=False)]
 Logarithmic = Annotated[bool | None, typer.Option("--log/--linear", help="Scale of the colours.", show_default=False)]
+PerHead = Annotated[bool | None, typer.Option("--scale-per-head", help="Each head has a colour scale of its own.", show_default=False)]
 NoSpecial = Annotated[bool, typer.Option("--no-special", help="Leave out special tokens ([CLS], [SEP], <s>, …).")]
 
 FIGURE_FLAGS = ("kind", "theme", "colours", "title", "item", "pool", "maximum", "width", "dpi")  # named after fields of a figure
@@ -195,6 +196,7 @@ def figure(
     head: Head = None,
     values: Values = None,
     log: Logarithmic = None,
+    per_head: PerHead = None,
     no_special: NoSpecial = False,
     url: Url = None,
     ca: Ca = None,
@@ -212,6 +214,7 @@ def figure(
         raise typer.BadParameter(f"expected a name that ends in {', '.join(FORMATS)}, got {output.name}", param_hint="--output")
     scale = None if log is None else "log" if log else "linear"
     given = {name: flags.pop(name, None) for name in FIGURE_FLAGS} | {"heads": head or None, "values": values, "scale": scale}
+    given["scale_per_head"] = per_head
     options = {name: value for name, value in given.items() if value is not None} | {"format": FORMATS[output.suffix.lower()]}
     with report_errors("figure"):
         request = read_request("figure", file)

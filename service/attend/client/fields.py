@@ -21,6 +21,7 @@ class FigureOptions(TypedDict, total=False):
     pool: Literal["mean", "max"] | None
     values: bool | None
     scale: Literal["linear", "log"]
+    scale_per_head: bool
     maximum: float | None
     width: int | None
     dpi: int

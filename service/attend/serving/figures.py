@@ -117,6 +117,7 @@ def figure_spec(request: FigureRequest, layer: LayerSpec) -> FigureSpec:
         title=options.title,
         maximum=options.maximum,
         logarithmic=options.scale == "log",
+        scale_per_head=options.scale_per_head,
         theme=options.theme,
         colours=options.colours,
         width=options.width,

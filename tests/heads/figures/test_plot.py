@@ -366,6 +366,25 @@ def test_a_logarithmic_scale_shows_small_weights_in_different_colours():
     assert cells[3] == "#440154"  # the first colour: below the scale
 
 
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_each_head_may_have_a_scale_of_its_own(logarithmic):
+    """Heads that differ by a factor have the same colours; their titles and numbers have the factor."""
+    weights = np.array([[0.9, 0.02, np.nan], [0.3, 0.0, 0.6]])
+    tensors = {"pooled": torch.from_numpy(np.stack([weights, weights / 7]))}
+    spec = FigureSpec(heads=(3, 5), queries=2, keys=3, scale_per_head=True, logarithmic=logarithmic, format="svg", width=900)
+
+    picture = compose(spec, tensors, {})
+    root = ET.fromstring(draw(picture, spec))
+    one, other = ([element.get("style") for element in root.find(f".//*[@id='cells-{i}']")] for i in (1, 2))
+    shared = ET.fromstring(draw(compose(replace(spec, scale_per_head=False), tensors, {}), spec))
+
+    assert one == other and len(set(one)) > 3
+    assert [panel.title for panel in picture.panels] == ["head 3, up to 0.9", "head 5, up to 0.13"]
+    assert (picture.scale.high, picture.scale.name) == (1.0, "share of the head's largest weight")
+    np.testing.assert_array_equal(picture.panels[1].values, weights / 7)
+    assert [element.get("style") for element in shared.find(".//*[@id='cells-2']")] != one
+
+
 def test_numbers_that_do_not_fit_into_cells_are_refused():
     with pytest.raises(InvalidRequest, match="cells that numbers fit into"):
         draw(picture_of(1, 40, 40), FigureSpec(width=400, values=True))

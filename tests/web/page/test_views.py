@@ -248,6 +248,47 @@ def test_all_layers_of_a_model_are_shown_in_one_view(begin_visit: BeginVisit, ht
         assert tile[int((q + 0.5) * 9.6), int((k + 0.5) * 9.6)] == tile.max()
 
 
+def test_colours_are_those_of_the_chosen_scale(begin_visit: BeginVisit, http: httpx.Client) -> None:
+    """The strengths of each scale, computed here; thumbnails and the numbers of the legend follow the choice, and so do pictures."""
+    visit = begin_visit()
+    weights = weights_of(http, visit.request_sent_by(lambda: visit.page.fill("#left", "3")))[5]
+    largest, smallest = weights.max(), weights[weights > 0].min()
+    least = min(max(smallest, largest * 1e-5), largest / 10)
+    logarithms = np.log(np.maximum(weights, least) / least) / np.log(largest / least)
+    expected = {
+        "head": weights / largest,
+        "all": weights / 0.875,
+        "row": weights / weights.max(1, keepdims=True),
+        "one": weights,
+        "log": np.where(weights > 0, np.maximum(logarithms, 1 / 512), 0),
+    }
+    strengths = """async ([data, scale]) => { const { Weights } = await import('/page/weights.js');
+        const weights = new Weights(Float32Array.from(data), 10, 10, 0.875);
+        return Array.from(data, (_, i) => weights.strengths(scale)(i)); }"""
+    figures = {
+        "head": {"scale_per_head": True},
+        "all": {},
+        "row": {"scale_per_head": True},
+        "one": {"maximum": 1},
+        "log": {"scale_per_head": True, "scale": "log"},
+    }
+    visit.page.locator("#heads [data-head='5']").click()
+    pictures = set()
+    for scale, figure in figures.items():
+        visit.page.select_option("#scale", scale)
+        found = visit.page.evaluate(strengths, [weights.ravel().tolist(), scale])
+        np.testing.assert_allclose(np.reshape(found, (10, 10)), expected[scale], rtol=0, atol=1e-5)
+        pictures.add(visit.page.locator("#heads [data-head='5'] canvas").evaluate("canvas => canvas.toDataURL()"))
+        assert float(visit.page.inner_text("#least")) == pytest.approx(least if scale == "log" else 0, rel=0.05)
+        with visit.page.expect_download(), visit.page.expect_request("**/attend/figure") as request:
+            visit.page.click("[data-figure=svg]")
+        sent = request.value.post_data_json["figure"]
+        assert {name: sent[name] for name in sent if "scale" in name or name == "maximum"} == figure
+        visit.page.locator("#export-status", has_text="Downloaded").wait_for()
+        assert ("pictures have none for rows" in visit.page.inner_text("#export-status")) == (scale == "row")
+    assert len(pictures) == 5
+
+
 def test_the_map_of_effects_is_that_of_the_small_model(begin_visit: BeginVisit) -> None:
     """A click on a cell opens its head. There is none between two sentences, and of layers that are no model's."""
     visit = begin_visit("small-layer-1")

@@ -152,6 +152,7 @@ def test_an_accept_without_a_picture_type_is_406(http, layers):
         ({"dpi": 10000}, "/figure/dpi", "at most 384", "10000"),
         ({"width": 12}, "/figure/width", "at least 200", "12"),
         ({"maximum": 0}, "/figure/maximum", "more than 0", "0"),
+        ({"scale_per_head": True, "maximum": 0.5}, "/figure/maximum", "null, since each head has a scale of its own", "0.5"),
         ({"width": 200, "values": True}, "/figure/values", None, None),
     ],
 )

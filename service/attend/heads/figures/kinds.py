@@ -4,7 +4,7 @@ Weights are reduced block by block, so those of a long sequence are never stored
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -185,6 +185,9 @@ def compose(spec: FigureSpec, tensors: Mapping[str, Tensor], about: Mapping[str,
     default_title, name, long_name = TEXTS[spec.kind]
     source = f", {about['Source']}" if "Source" in about else ""
     title = default_title.format(first=spec.heads[0], count=len(spec.heads)) + source if spec.title is None else spec.title
+    if spec.scale_per_head and spec.kind == "heads":
+        panels = [_with_own_scale(panel) for panel in panels]
+        name, long_name = "share of the head's largest weight", "attention weight, as a share of the head's largest"
     scale = _scale(spec, name, panels)
     notes = [f"Colour: {long_name}, {scale.low:.3g} to {scale.high:.3g}.", *_pooling_note(spec, steps)]
     notes += [f"Left out: {', '.join(spec.omitted)}."] * bool(spec.omitted)
@@ -205,6 +208,16 @@ def _weight_panels(spec: FigureSpec, steps: tuple[int, int], pooled: Array) -> l
         empty = tuple(np.flatnonzero(np.isnan(values).all(1)).tolist())
         panels.append(Panel(f"head {spec.heads[i]}" if spec.kind == "heads" else "", rows, columns, values, empty))
     return panels
+
+
+def _with_own_scale(panel: Panel) -> Panel:
+    """The panel with colours up to its largest value, which its title says."""
+    largest = float(np.nanmax(np.abs(panel.values), initial=0.0))
+    return (
+        replace(panel, title=f"{panel.title}, up to {largest:.2g}", unit=min(max(largest, SMALLEST_END), 1 / SMALLEST_END))
+        if largest
+        else panel
+    )
 
 
 def _output_panels(spec: FigureSpec, tensors: Mapping[str, Tensor]) -> tuple[list[Panel], tuple[int, int]]:
@@ -229,14 +242,14 @@ def _output_panels(spec: FigureSpec, tensors: Mapping[str, Tensor]) -> tuple[lis
 
 
 def _scale(spec: FigureSpec, name: str, panels: Sequence[Panel]) -> Scale:
-    largest = max(float(np.nanmax(np.abs(panel.values), initial=0.0)) for panel in panels)
+    largest = max(float(np.nanmax(np.abs(panel.shares), initial=0.0)) for panel in panels)
     if spec.kind == "similarity":
         largest = 1.0  # cosines
     high = min(max(spec.maximum or largest or 1.0, SMALLEST_END), 1 / SMALLEST_END)
     if spec.kind == "concatenation" or (spec.signed and spec.kind != "std"):
         return Scale(name, -high, high, diverging=True)
     if spec.logarithmic:
-        smallest = min(float(np.min(panel.values, where=panel.values > 0, initial=high)) for panel in panels)
+        smallest = min(float(np.min(panel.shares, where=panel.shares > 0, initial=high)) for panel in panels)
         return Scale(name, min(max(smallest, high * DARKEST_SHARE), high / 10), high, logarithmic=True)
     return Scale(name, 0.0, high)
 

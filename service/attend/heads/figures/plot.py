@@ -137,7 +137,7 @@ class Plot:
     def _panel(self, panel: Panel, area: PlotArea) -> None:
         axes, rows, columns = self._axes(area), panel.rows.cells, panel.columns.cells
         cell = area.width / columns, area.height / rows
-        values = np.clip(panel.values, self.picture.scale.low, self.picture.scale.high)
+        values = np.clip(panel.shares, self.picture.scale.low, self.picture.scale.high)
         if self.cells <= MAX_SHAPES:
             mesh = axes.pcolormesh(values, cmap=self.map, norm=self.norm, snap=True, gid=f"cells-{len(self.figure.axes)}")
             if min(cell) >= GRIDDED:
@@ -192,7 +192,7 @@ class Plot:
                 wanted = f"cells that numbers fit into, at most {MAX_VALUES} in all; a larger width, fewer heads or words, or null"
                 raise InvalidRequest.where("/figure/values", wanted, f"{self.cells} cells of {cell[0]:.0f} x {cell[1]:.0f} pixels")
             return
-        inks = ink_on(self.map(self.norm(np.clip(panel.values, self.picture.scale.low, self.picture.scale.high))))
+        inks = ink_on(self.map(self.norm(np.clip(panel.shares, self.picture.scale.low, self.picture.scale.high))))
         for i, row in enumerate(texts):
             for j, text in enumerate(row):
                 if text:

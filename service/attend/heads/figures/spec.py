@@ -36,6 +36,7 @@ class FigureSpec:
     title: str | None = None
     maximum: float | None = None
     logarithmic: bool = False
+    scale_per_head: bool = False  # of the kind `heads`
     theme: Theme = "light"
     colours: Colours = "viridis"
     width: int | None = None
@@ -64,13 +65,22 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One heat map: float64 [rows, columns], NaN where attention is blocked. `empty` lists the fully masked rows."""
+    """One heat map: float64 [rows, columns], NaN where attention is blocked. `empty` lists the fully masked rows.
+
+    Colours show the values divided by `unit`.
+    """
 
     title: str
     rows: Axis
     columns: Axis
     values: Array
     empty: tuple[int, ...] = ()
+    unit: float = 1.0
+
+    @property
+    def shares(self) -> Array:
+        """What the colours show."""
+        return self.values / self.unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,10 @@ export function inkOn(value) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 120 ? "#0b1017" : "#ffffff";
 }
 
-/** Draws each weight as one pixel, coloured by the `scale` (see Weights.factors); sets the size of the canvas. */
+/** Draws each weight as one pixel, coloured by the `scale` (see Weights.strengths); sets the size of the canvas. */
 export function paint(canvas, weights, scale) {
   const { data, queries, keys } = weights;
-  const factor = weights.factors(scale);
+  const strength = weights.strengths(scale);
   [canvas.width, canvas.height] = [keys, queries];
   const context = canvas.getContext("2d");
   const pixels = context.createImageData(keys, queries);
@@ -58,7 +58,7 @@ export function paint(canvas, weights, scale) {
   const colours = Uint32Array.from(table, bytes);
   const zero = bytes(ZERO[theme]);
   for (let i = 0; i < data.length; i++) {
-    packed[i] = data[i] === 0 ? zero : colours[Math.max(0, Math.min(STEPS - 1, (data[i] * factor(i) * STEPS) | 0))];
+    packed[i] = data[i] === 0 ? zero : colours[Math.max(0, Math.min(STEPS - 1, (strength(i) * STEPS) | 0))];
   }
   context.putImageData(pixels, 0, 0);
 }

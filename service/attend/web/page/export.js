@@ -31,6 +31,13 @@ export function figureOf(kind, shown, chosen) {
   return named === "concatenation" || !chosen.length ? { kind: named } : { kind: named, heads: chosen };
 }
 
+/** The fields of a figure of a kind for a scale of the page. Pictures have no scale for each row: each head has its own then. */
+export function scaleOf(scale, kind) {
+  if (!["heads", "head", "mean", "std"].includes(kind) || scale === "all") return {};
+  if (scale === "one") return { maximum: 1 };
+  return { scale_per_head: kind === "heads", ...(scale === "log" && { scale: "log" }) };
+}
+
 /** Downloads a figure from the service. Throws Refusal. */
 export async function downloadFigure(request, figure, name) {
   const response = await post("attend/figure", { ...request, figure }, { accept: "*/*" });

@@ -26,7 +26,7 @@ export class Matrix {
   show(weights, labels, scale) {
     const isOther = !this.weights || this.weights.queries !== weights.queries || this.weights.keys !== weights.keys || this.labels !== labels;
     Object.assign(this, { weights, labels });
-    this.factors = weights.factors(scale);
+    this.strengths = weights.strengths(scale);
     paint(this.bitmap, weights, scale);
     if (isOther) this.zoom = 1;
     this.layOut();
@@ -147,7 +147,7 @@ export class Matrix {
     for (let q = rows[0]; cell >= 8 && q < rows[1]; q++) {
       for (let k = columns[0]; k < columns[1]; k++) {
         const weight = this.weights.at(q, k);
-        const strength = weight * this.factors(q * this.weights.keys + k);
+        const strength = this.strengths(q * this.weights.keys + k);
         const isBlocked = this.isBlocked({ q, k });
         const text = isBlocked ? "×" : hasNumbers && weight >= LEAST ? weight.toFixed(2).replace(/^0/, "") : "";
         context.fillStyle = inkOn(strength);

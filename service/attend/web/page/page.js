@@ -11,7 +11,7 @@
 
 import { followTheme } from "./colours.js";
 import { $ } from "./dom.js";
-import { copyRequest, downloadFigure, figureOf } from "./export.js";
+import { copyRequest, downloadFigure, figureOf, scaleOf } from "./export.js";
 import * as form from "./form.js";
 import { compose, effectsOf, specOf, specs, withoutHeads } from "./request.js";
 import { LINKS } from "./statistics.js";
@@ -177,10 +177,11 @@ async function attemptExport(act) {
 
 async function exportFigure(format) {
   $("export-status").textContent = "Drawing…";
-  const figure = figureOf($("kind").value, views.shown, views.heads.chosen);
+  const named = figureOf($("kind").value, views.shown, views.heads.chosen);
+  const figure = { ...named, ...scaleOf($("scale").value, named.kind) };
   const name = `attention-${figure.kind}.${format}`;
   await downloadFigure(views.composed.request, { ...figure, format, theme: document.documentElement.dataset.theme, item: views.item }, name);
-  return `Downloaded ${name}`;
+  return `Downloaded ${name}${$("scale").value === "row" && figure.kind === "heads" ? ", with a scale for each head: pictures have none for rows" : ""}`;
 }
 
 function runSoon() {

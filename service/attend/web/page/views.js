@@ -161,7 +161,8 @@ export class Views {
     const learned = this.composed.note?.heads?.[shown];
     $("matrix-title").textContent = learned ? `${name}: ${learned}` : name;
     $("matrix").setAttribute("aria-label", `Attention weights, ${name}, ${pattern.queries} queries by ${pattern.keys} keys`);
-    $("most").textContent = scale === "one" ? "1" : scale === "row" ? "row's largest" : weights.largest().toFixed(3);
+    $("least").textContent = scale === "log" ? String(Number(weights.ends()[0].toPrecision(2))) : "0";
+    $("most").textContent = { one: "1", row: "row's largest", all: weights.peak.toFixed(3) }[scale] ?? weights.largest().toFixed(3);
     this.statistics.mark(shown);
     this.showSteps();
   }

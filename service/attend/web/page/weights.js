@@ -1,9 +1,12 @@
 // The attention weights of one batch item: a matrix for each head, their mean, the strongest links.
 
-/** Weights [queries, keys] of one head, or the mean of several. Rows are queries. */
+const FEWEST = 1e-5; // as a share of the largest weight: the end of a logarithmic scale, as in pictures of the service
+const FAINTEST = 1 / 512; // the strength of smaller weights, which are not exactly 0
+
+/** Weights [queries, keys] of one head, or the mean of several. Rows are queries. `peak` is the largest weight of all heads. */
 export class Weights {
-  constructor(data, queries, keys) {
-    Object.assign(this, { data, queries, keys });
+  constructor(data, queries, keys, peak = 1) {
+    Object.assign(this, { data, queries, keys, peak });
   }
 
   at(q, k) {
@@ -16,16 +19,30 @@ export class Weights {
     return Float32Array.from({ length: this.queries }, (_, q) => this.at(q, index));
   }
 
-  /** A function from the index of a weight to its factor: weight times factor is the strength, 0..1, that colours show. The `scale` is "head"
-   * (1 / largest weight), "row" (1 / largest of the row) or "one" (1). */
-  factors(scale) {
-    if (scale === "one") return () => 1;
-    if (scale === "head") {
-      const factor = 1 / (this.largest() || 1);
-      return () => factor;
+  /**
+   * A function from the index of a weight to its strength, 0..1, which colours show. The `scale` is "head" (the weight divided by the largest),
+   * "all" (by that of all heads), "row" (by that of its row), "one" (by 1) or "log" (its place between the ends of the logarithmic scale).
+   */
+  strengths(scale) {
+    const { data } = this;
+    if (scale === "row") {
+      const factors = Array.from({ length: this.queries }, (_, q) => 1 / (this.largest(q * this.keys, (q + 1) * this.keys) || 1));
+      return (i) => data[i] * factors[Math.floor(i / this.keys)];
     }
-    const factors = Array.from({ length: this.queries }, (_, q) => 1 / (this.largest(q * this.keys, (q + 1) * this.keys) || 1));
-    return (i) => factors[Math.floor(i / this.keys)];
+    if (scale === "log") {
+      const [least, most] = this.ends();
+      const factor = 1 / Math.log(most / least);
+      return (i) => (data[i] > 0 ? Math.max(FAINTEST, Math.log(data[i] / least) * factor) : data[i]);
+    }
+    const factor = 1 / ({ one: 1, all: this.peak }[scale] ?? (this.largest() || 1));
+    return (i) => data[i] * factor;
+  }
+
+  /** The ends of the logarithmic scale: the smallest weight above 0, within limits, and the largest. */
+  ends() {
+    const most = this.largest() || 1;
+    const least = this.data.reduce((all, weight) => (weight > 0 && weight < all ? weight : all), most);
+    return [Math.min(Math.max(least, most * FEWEST), most / 10), most];
   }
 
   /** Standard deviation over rows of their entropy, as a share of the largest that so many keys allow. */
@@ -60,7 +77,7 @@ export class Weights {
   part(rows, columns) {
     if (rows.length === this.queries && columns.length === this.keys) return this;
     const data = Float32Array.from(rows.flatMap((q) => columns.map((k) => this.at(q, k))));
-    return new Weights(data, rows.length, columns.length);
+    return new Weights(data, rows.length, columns.length, this.peak);
   }
 
   /** The largest weight of each block, with at most `size` blocks per side, for thumbnails. */
@@ -76,7 +93,7 @@ export class Weights {
         if (this.data[i] > pooled[at]) pooled[at] = this.data[i];
       }
     }
-    return new Weights(pooled, rows, columns);
+    return new Weights(pooled, rows, columns, this.peak);
   }
 }
 
@@ -89,6 +106,8 @@ export class Pattern {
       const from = (item * count + h) * size;
       return new Weights(data.subarray(from, from + size), queries, keys).part(rows, columns);
     });
+    this.peak = this.heads.reduce((most, head) => Math.max(most, head.largest()), 0) || 1;
+    for (const head of this.heads) head.peak = this.peak;
   }
 
   /** The mean of these heads; zeros for none. */
@@ -99,6 +118,6 @@ export class Pattern {
       for (let i = 0; i < sum.length; i++) sum[i] += data[i];
     }
     if (chosen.length) for (let i = 0; i < sum.length; i++) sum[i] /= chosen.length;
-    return new Weights(sum, this.queries, this.keys);
+    return new Weights(sum, this.queries, this.keys, this.peak);
   }
 }

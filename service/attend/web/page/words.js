@@ -37,7 +37,7 @@ export class Words {
 
   /** Shows a matrix of weights with the labels of its axes. */
   show(weights, labels, scale) {
-    Object.assign(this, { weights, factors: weights.factors(scale), strongest: null });
+    Object.assign(this, { weights, strengths: weights.strengths(scale), strongest: null });
     this.fill(this.sides.q, labels.query);
     this.fill(this.sides.k, labels.key);
     this.draw();
@@ -67,7 +67,7 @@ export class Words {
     const links = this.lines(q, k);
     const most = links[0]?.[2] || 1;
     const isAlone = q !== null || k !== null; // lines of one word are scaled to its strongest
-    this.drawLines(links, isAlone ? ([, , weight]) => weight / most : ([query, key, weight]) => weight * this.factors(query * this.weights.keys + key));
+    this.drawLines(links, isAlone ? ([, , weight]) => weight / most : ([query, key]) => this.strengths(query * this.weights.keys + key));
   }
 
   /** Colours the words of one side by their weight, and shows weights of 0.005 and more. Only visible words are updated, for speed. */
@@ -77,7 +77,7 @@ export class Words {
     side.touched = side.buttons.slice(from, to);
     side.touched.forEach((button, at) => {
       const i = from + at;
-      const strength = weights ? weights[i] * this.factors(index(i)) : 0;
+      const strength = weights ? this.strengths(index(i)) : 0;
       this.style(button, strength, weights && weights[i] >= 0.005 ? weights[i].toFixed(2) : "", i === chosen, i === locked);
     });
   }

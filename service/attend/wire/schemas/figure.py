@@ -43,6 +43,10 @@ class Figure(Schema):
     pool: Literal["mean", "max"] | None = Field(default=None, description="How pairs that share a cell are pooled; the mean if null.")
     values: StrictBool | None = Field(default=None, description="Whether to write numbers in the cells; if null, where they fit.")
     scale: Literal["linear", "log"] = Field(default="linear", description="Colour scale. `log` needs values of one sign.")
+    scale_per_head: StrictBool = Field(
+        default=False,
+        description="Whether each head of the kind `heads` has a scale of its own, up to its largest weight; without `maximum`.",
+    )
     maximum: PositiveFinite | None = Field(default=None, description="Value of the last colour; the largest if null (1 for `similarity`).")
     width: Annotated[int, Field(ge=200, le=4096, strict=True), WHOLE] | None = Field(
         default=None, description="Width in CSS pixels; as needed if null."
@@ -57,6 +61,8 @@ class Figure(Schema):
             raise field_error("/heads", "one head for a picture of kind head", str(len(self.heads)))
         if self.kind == "concatenation" and self.scale == "log":
             raise field_error("/scale", "linear for numbers of either sign", '"log"')
+        if self.scale_per_head and self.maximum is not None:
+            raise field_error("/maximum", "null, since each head has a scale of its own", f"{self.maximum:g}")
         if self.kind == "concatenation" and self.heads is not None:
             raise field_error("/heads", "null, since the concatenation is of all heads", f"a list of {len(self.heads)}")
         return self
