@@ -16,7 +16,9 @@ export class HeatMapViewer {
   constructor(element, tip, map) {
     Object.assign(this, { element, tip, map, pointed: NOTHING, cursor: null });
     element.addEventListener("pointermove", (event) => this.point(map.hit(event), event));
-    element.addEventListener("pointerleave", () => this.leave());
+    element.addEventListener("pointerdown", (event) => event.pointerType !== "mouse" && this.point(map.hit(event), event));
+    element.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && this.leave()); // a lifted finger leaves the tip
+    element.addEventListener("pointercancel", () => this.leave()); // a finger that scrolls
     element.addEventListener("keydown", (event) => this.press(event));
     element.addEventListener("focus", () => element.matches(":focus-visible") && this.move(0, 0));
     element.addEventListener("blur", () => this.release());

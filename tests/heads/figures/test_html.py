@@ -106,6 +106,22 @@ def test_every_cell_is_reachable_by_keyboard(page, weights):
     assert page.locator("#cursor").is_hidden()
 
 
+def test_a_tap_shows_the_value(browser, http: httpx.Client, tmp_path, weights):
+    """Until another tap, also with the finger lifted; the help speaks of taps."""
+    file = tmp_path / "heads.html"
+    file.write_bytes(http.post("/attend/figure", json={**BODY, "figure": {"format": "html", "heads": HEADS}}).content)
+    context = browser.new_context(viewport={"width": 700, "height": 900}, is_mobile=True, has_touch=True)
+    phone = context.new_page()
+    phone.goto(file.as_uri())
+    assert phone.inner_text("#help") == "Tap a cell for its value."
+    for panel, row, column in ((0, 0, 0), (1, 5, 2)):
+        phone.touchscreen.tap(*cell_centre(phone, panel, row, column))
+        start, _, number = tooltip(phone).rpartition(" ")
+        assert start == sentence(HEADS[panel], row, column, "").rstrip()
+        assert float(number) == pytest.approx(weights[HEADS[panel], row, column], rel=1e-3)
+    context.close()
+
+
 def test_on_a_phone_the_page_is_no_wider_than_the_screen(page):
     page.set_viewport_size({"width": 360, "height": 640})
 
