@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from attend.client.captures import Capture
 from support.command import run_attend
 
 pytestmark = pytest.mark.slow  # the extra `test` does not install transformers
@@ -61,6 +62,20 @@ def test_the_map_is_the_change_of_the_log_probability_without_each_head(folder: 
             handle = projection.register_forward_pre_hook(lambda _, values, off=off: (values[0] * off.flatten(),))
             assert document["effects"][layer][head] == pytest.approx(log_probability() - plain, abs=1e-4)
             handle.remove()
+
+
+def test_a_capture_has_the_map_and_the_layers(folder: tuple[Path, Any, str], tmp_path: Path) -> None:
+    path, _, text = folder
+    file = tmp_path / "own.safetensors"
+    done = run_attend("heads", str(path), "--text", text, "--token", "tom", "--json", "--capture", str(file))
+    assert done.returncode == 0, done.stderr
+    document, captured = json.loads(done.stdout), Capture.load(file)
+    assert captured.effects == {
+        "answer": "tom",
+        "probability": document["probability"],
+        "change": dict(zip(captured, document["effects"], strict=True)),
+    }
+    assert len(captured) == 2 and all(layer.agrees and layer.request["tokens"]["query"] == text.split() for layer in captured.values())
 
 
 def test_the_table_is_of_the_most_likely_token(folder: tuple[Path, Any, str]) -> None:

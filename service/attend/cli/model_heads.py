@@ -15,6 +15,7 @@ from rich.table import Table
 from attend.cli.clients import open_client
 from attend.cli.terminal import fail, progress_line, report_errors
 from attend.client import Run, interventions
+from attend.client.captures import Capture, capture
 from attend.tensors import Array
 
 ANSWERS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")  # ends of the names of the classes that predict a token
@@ -25,13 +26,14 @@ def show_effects(
     folder: Path,
     text: str,
     token: str | None,
+    file: Path | None,
     url: str | None,
     ca: Path | None,
     as_json: bool,
     config: Path | None,
     flags: Mapping[str, Any],
 ) -> None:
-    """Prints the change of the token's log-probability without each head, [layers, heads]."""
+    """Prints the change of the token's log-probability without each head, [layers, heads]; writes it and the layers to `file`."""
     model, tokenizer = _model_in(folder)
     inputs = tokenizer(text, return_tensors="pt")
     ids = inputs["input_ids"][0].tolist()
@@ -43,21 +45,21 @@ def show_effects(
     else:
         fail("heads", f"expected one token in --token, got {tokenizer.convert_ids_to_tokens(found)}", code=2)
     console = Console(highlight=False, markup=False)
-    with (
-        report_errors("heads"),
-        open_client(url, ca, config, flags) as client,
-        interventions(model, client) as study,
-        progress_line("switching off one head at a time", Console(stderr=True)),
-    ):
-        plain = study.run(inputs)
-        chosen = int(plain.logits[0, position].argmax()) if chosen is None else chosen
+    with report_errors("heads"), open_client(url, ca, config, flags) as client:
+        progress = progress_line("switching off one head at a time", Console(stderr=True))
+        with interventions(model, client) as study, progress:
+            plain = study.run(inputs)
+            chosen = int(plain.logits[0, position].argmax()) if chosen is None else chosen
 
-        def log_probability(run: Run) -> float:
-            return math.log(max(run.probability(chosen, position), np.finfo(float).tiny))
+            def log_probability(run: Run) -> float:
+                return math.log(max(run.probability(chosen, position), np.finfo(float).tiny))
 
-        effects = study.effects(inputs, log_probability)
-        layers = study.layers
-    word, probability = tokenizer.decode([chosen]), plain.probability(chosen, position)
+            effects = study.effects(inputs, log_probability)
+            layers = study.layers
+        word, probability = tokenizer.decode([chosen]), plain.probability(chosen, position)
+        if file is not None:
+            captured = capture(model, dict(inputs), client, tokenizer=tokenizer, name=folder.resolve().name)
+            _save(captured.with_effects(word, probability, effects), file)
     if as_json:
         numbers = [[None if np.isnan(number) else number for number in row] for row in effects.tolist()]
         typer.echo(json.dumps({"token": word, "position": position, "probability": probability, "layers": layers, "effects": numbers}))
@@ -65,6 +67,14 @@ def show_effects(
     console.print(f"probability of {word!r} at token {position}: {probability:.3f}")
     console.print("change of its logarithm without each head; the less, the more the head adds to it:")
     console.print(_table(layers, effects))
+
+
+def _save(captured: Capture, file: Path) -> None:
+    """Raises typer.Exit if it cannot be written."""
+    try:
+        captured.save(file)
+    except OSError as error:
+        fail("heads", f"cannot write {file}: {error.strerror}", "Give another file with --capture.")
 
 
 def _model_in(folder: Path) -> tuple[Any, Any]:

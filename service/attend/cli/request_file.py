@@ -73,6 +73,15 @@ ModelText = Annotated[
 Token = Annotated[
     str | None, typer.Option("--token", help="With a model: the predicted token; the most likely one if not set.", show_default=False)
 ]
+CaptureFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--capture",
+        metavar="FILE",
+        help="With a model: also write its layers, their inputs and the map to a file for the page.",
+        show_default=False,
+    ),
+]
 Names = Annotated[str | None, typer.Option("--metrics", help="Names of metrics, separated by commas; or all.", show_default=False)]
 Special = Annotated[bool, typer.Option("--special", help="Count special tokens ([CLS], [SEP], <s>, …) in the tables too.")]
 Output = Annotated[
@@ -134,6 +143,7 @@ def heads(
     special: Special = False,
     text: ModelText = None,
     token: Token = None,
+    capture: CaptureFile = None,
     url: Url = None,
     ca: Ca = None,
     as_json: AsJson = False,
@@ -154,10 +164,10 @@ def heads(
             fail("heads", f"expected --text, since {file} is a folder", code=2)
         from attend.cli.model_heads import show_effects
 
-        show_effects(Path(file), text, token, url, ca, as_json, config, flags)
+        show_effects(Path(file), text, token, capture, url, ca, as_json, config, flags)
         return
-    if text is not None or token is not None:
-        fail("heads", f"expected the folder of a model beside --text and --token, got {file}", code=2)
+    if text is not None or token is not None or capture is not None:
+        fail("heads", f"expected the folder of a model beside --text, --token and --capture, got {file}", code=2)
     wanted = None if metrics is None else _metrics(metrics)
     with report_errors("heads"):
         request = read_request("heads", file)
