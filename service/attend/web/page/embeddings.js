@@ -4,7 +4,6 @@
 import { Refusal } from "./wire.js";
 
 const CAPTURE = "run attend capture with the folder and a text, and drop the file that it writes here";
-const HASHED = "Until then each word’s vector is drawn from a hash, so this pattern means nothing.";
 
 /**
  * How families make the input of their first layer: the names of tables and norms, as the ends of names in the file; `eps` is the name of
@@ -58,11 +57,11 @@ export async function keepInputs(model, names, numbers, part, tensors, config, t
   try {
     first = { read: await reader(model, family, part, tensors, own, tokenizer) };
   } catch (error) {
-    first = { needs: `The inputs of layer 0 of ${model} cannot be made here, since ${error.message}: ${CAPTURE}. ${HASHED}` };
+    first = { needs: `The inputs of layer 0 of ${model} cannot be made here, since ${error.message}: ${CAPTURE}.` };
   }
   names.forEach((name, i) => {
     const before = numbers[i] === 1 ? "layer 0 makes" : `layers 0 to ${numbers[i] - 1} make`;
-    const needs = `Layer ${numbers[i]} of ${model} needs what ${before} of the text, which this page does not compute: ${CAPTURE}. ${HASHED}`;
+    const needs = `Layer ${numbers[i]} of ${model} needs what ${before} of the text, which this page does not compute: ${CAPTURE}.`;
     layers.set(name, numbers[i] === 0 ? first : { needs });
   });
   return family?.options ?? {};

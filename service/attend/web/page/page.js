@@ -106,7 +106,7 @@ async function showModel(composed, reply, signal) {
   for (const name of views.model.isOpen ? views.model.rows.keys() : []) {
     try {
       const { request, note } = await compose(name, blocked, signal);
-      if (note?.needs) views.model.show(name, null, $("scale").value, note.note);
+      if (note?.needs) views.model.show(name, null, $("scale").value, note.needs);
       else views.model.show(name, name === reply.layer.name ? reply : await weightsOf(request, signal), $("scale").value);
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;

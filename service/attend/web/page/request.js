@@ -9,6 +9,7 @@ const SPECIAL = /^(\[(CLS|SEP|PAD|BOS|EOS)\]|<\/?s>|<(pad|bos|eos|cls|sep|start_
 const UNKNOWN = /^(\[UNK\]|<unk>|<\|unk\|>)$/i;
 const READABLE = 1024; // cells of a mask that is written as rows of 0 and 1
 const MAX_CACHED = 32; // replies of /words
+const HASHED = "Until then each word’s vector is drawn from a hash, so this pattern means nothing.";
 const CAPTURED = "These are the inputs that the model itself gave this layer.";
 
 const cache = new Map(); // body of a request to /words -> its reply
@@ -86,7 +87,7 @@ async function readWords(text, signal) {
   const own = inputsOf(text.layer);
   if (own?.read) return await own.read(text.text);
   const words = await wordsOf(text, signal);
-  return own ? { ...words, note: own.needs, needs: true } : words;
+  return own ? { ...words, note: `${own.needs} ${HASHED}`, needs: own.needs } : words;
 }
 
 async function wordsOf(text, signal) {
