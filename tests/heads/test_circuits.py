@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from attend import Client
-from attend.errors import TooLarge
-from attend.heads.circuits import require_circuits
+from attend.serving.admission import ServingLimits
+from attend.serving.cost import predict_circuits
 from attend.spec import LayerSpec
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -79,6 +79,24 @@ def test_layers_without_these_matrices_are_refused(http: httpx.Client, fields: d
     assert http.get("/layers/circuitless/circuits").status_code == 404
 
 
-def test_heads_whose_eigenvalues_take_too_long_are_refused() -> None:
-    with pytest.raises(TooLarge, match=str(4096**3)):
-        require_circuits(LayerSpec(d_model=4096, num_heads=1))
+def test_circuits_are_admitted_and_wait_like_calls(start_here: Any) -> None:
+    """A head of 4096 numbers takes minutes; a layer of 40 heads of 64 takes less than a call of 64 rows to a layer of that size."""
+    wide, usual = LayerSpec(d_model=4096, num_heads=1), LayerSpec(d_model=2560, num_heads=40)
+    assert predict_circuits(wide).operations > ServingLimits().max_operations > 100 * predict_circuits(usual).operations
+    url = start_here(max_operations=10**6, layers={"wide": {"d_model": 32, "num_heads": 1}, "small": {"d_model": 32, "num_heads": 8}})
+    with httpx.Client(base_url=url) as http:
+        refused = http.get("/layers/wide/circuits")
+        assert (refused.status_code, refused.json()["errors"][0]["expected"]) == (
+            413,
+            "at most 1000000 predicted operations (max_operations)",
+        )
+        before = batches(http)
+        assert http.get("/layers/small/circuits").status_code == 200
+        assert batches(http) == before + 1  # of the device, not of the threads that decode bodies
+        late = http.get("/layers/small/circuits", headers={"X-Request-Timeout": "1e-9"})
+        assert late.status_code == 504
+
+
+def batches(http: httpx.Client) -> float:
+    (line,) = (line for line in http.get("/metrics").text.splitlines() if line.startswith("attend_batch_calls_count"))
+    return float(line.split()[1])

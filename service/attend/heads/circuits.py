@@ -8,29 +8,38 @@ mixes heads are left out: with RoPE, the QK circuit is that of rows at the same 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from attend.attention.call import Call, Result
+from attend.attention.layer import MultiHeadAttention
+from attend.attention.operations import Operation
 from attend.attention.operators.stages import stages_of
-from attend.errors import InvalidRequest, TooLarge
+from attend.errors import InvalidRequest
 from attend.spec import LayerSpec
 
 MATRICES = ("query.weight", "key.weight", "value.weight", "output.weight")
-MAX_WORK = 1 << 34  # heads * width of a head^3: about half a minute for the eigenvalues
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitsOperation(Operation):
+    """The operation that computes the circuits of the layer, on the CPU. The call has no part in it."""
+
+    @torch.inference_mode()
+    def run(self, layer: MultiHeadAttention, call: Call) -> Result:
+        return Result(circuits(layer.spec, {name: layer.weights[name].cpu() for name in MATRICES}))
 
 
 def require_circuits(spec: LayerSpec) -> None:
-    """Raises InvalidRequest if the scores or the outputs of a head are no product of two matrices, TooLarge if heads are too wide."""
+    """Raises InvalidRequest if the scores or the outputs of a head are no product of two matrices."""
     expected = "a layer whose heads each have one matrix for queries, keys, values and outputs"
     if not spec.projections:
         raise InvalidRequest.where("", expected, "a layer without projections")
     for operator in spec.operators:
         if operator.num_softmaxes > 1 or "project" in stages_of(operator):
             raise InvalidRequest.where("", expected, f"a layer with {operator.field}")
-    work = spec.num_heads * max(spec.head_dim, spec.value_head_dim) ** 3
-    if work > MAX_WORK:
-        raise TooLarge.where("", f"num_heads * head_dim^3 of at most {MAX_WORK}", str(work))
 
 
 def circuits(spec: LayerSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from attend.wire.schemas.attend import AttendRequest
 
 QUERY_MATRICES = ("query", "output", *(name for operator in OPERATORS for name in operator.query_matrices))  # applied to each query
 KEY_MATRICES = ("key", "value", *(name for operator in OPERATORS for name in operator.key_matrices))
+EIGENVALUE_OPERATIONS = 150  # of a product that take as long as the eigenvalues of a matrix [1, 1], times width^3
 OPERATIONS_PER_SEQUENCE = 1 << 16  # that take as long as the overhead of a sequence among several in one query
 SUMMED_FIELDS = (
     "operations",
@@ -110,6 +111,17 @@ def predict_call(options: CallOptions, reply: ReplyContents, spec: LayerSpec, ca
     datatypes = {name: wire_datatype(name, reply.datatype, spec) for name in outputs}
     reply_bytes, tensor_bytes = reply_sizes(reply.form, reply.decimals, outputs, datatypes)
     return Cost(outputs, operations, scores, memory, reply_bytes, b, pairs, tensor_bytes)
+
+
+def predict_circuits(spec: LayerSpec) -> Cost:
+    """The cost of the circuits of a layer: QR decompositions of each head's matrices in float64, and eigenvalues of products of two."""
+    h, circuits = spec.num_heads, {"qk": (spec.head_dim, spec.query_dim, spec.key_dim)}
+    circuits["ov"] = spec.value_head_dim, spec.output_dim, spec.value_dim
+    operations = sum(h * (4 * d * d * (m + n) + EIGENVALUE_OPERATIONS * d**3) for d, m, n in circuits.values())
+    memory = 8 * sum(4 * h * d * (m + n + d) for d, m, n in circuits.values())
+    outputs: dict[str, tuple[int, ...]] = {f"{name}_singular_values": (h, min(sizes)) for name, sizes in circuits.items()}
+    reply_bytes, tensor_bytes = reply_sizes("nested", None, {**outputs, "scores": (2, h)}, dict.fromkeys((*outputs, "scores"), "FP64"))
+    return Cost(outputs, operations, 0, memory, reply_bytes, tensor_bytes=tensor_bytes)
 
 
 _predict_recurring = lru_cache(1024)(predict_call)  # shapes recur, and without a cache this would be a tenth of a small request's time

@@ -1,7 +1,7 @@
-"""Reads the bodies of requests about layers (PUT /layers, the model repository), of POST /words and /sessions; exports layers, and computes
-their circuits.
+"""Reads the bodies of requests about layers (PUT /layers, the model repository), of POST /words and /sessions; exports layers, and their
+circuits.
 
-Bodies are decoded, layers exported and circuits computed in threads of the codec pool. The functions raise subclasses of RequestError.
+Bodies are decoded and layers exported in threads of the codec pool. The functions raise subclasses of RequestError.
 """
 
 from functools import partial
@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from attend.attention.call import Result
 from attend.checkpoints.detection import complementary_match, find_matches
 from attend.errors import InvalidRequest
-from attend.heads.circuits import MATRICES, circuits, require_circuits
+from attend.heads.circuits import CircuitsOperation, require_circuits
+from attend.serving.binding import ATTEND, BoundCall
+from attend.serving.calls import make_call
+from attend.serving.cost import predict_circuits
 from attend.serving.layers.files import (
     CheckpointQuery,
     ParsedLayer,
@@ -22,6 +26,7 @@ from attend.serving.layers.files import (
 )
 from attend.serving.layers.loader import AddedLayer
 from attend.serving.layers.registry import LoadedLayer
+from attend.serving.probe import zeros
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.tensors import BY_TORCH
@@ -68,15 +73,24 @@ async def export_layer(service: Service, name: str, raw: RawRequest) -> list[Buf
 
 
 async def layer_circuits(service: Service, name: str, raw: RawRequest) -> str:
-    """GET /layers/{name}/circuits: the circuits of the layer, as JSON. Raises InvalidRequest or TooLarge for a layer without them."""
-    layer = service.registry.find(name)
+    """GET /layers/{name}/circuits: the circuits of the layer, as JSON. They are computed in their turn among the calls to layers.
+
+    Raises InvalidRequest for a layer without them, TooLarge for a cost beyond the limits, and what `Scheduler.submit` raises.
+    """
+    layer, engine = service.registry.find(name), service.engine
     require_circuits(layer.spec)
-    return await service.engine.run(raw, layer.spec.num_parameters * BY_TORCH[layer.spec.dtype].size, _compute_circuits, layer)
+    cost = predict_circuits(layer.spec)
+    engine.admission.require(cost)
+    if raw.lease is not None:
+        raw.lease.add(cost.reply_bytes)
+    request = zeros(layer, 1)
+    bound = BoundCall(ATTEND, request, layer, make_call(request, layer.spec), cost, CircuitsOperation())
+    outcome = await engine.scheduler.submit(bound, raw)
+    return await engine.run_by_size(raw, cost.reply_bytes, _circuits_text, layer, outcome.result)
 
 
-def _compute_circuits(layer: LoadedLayer) -> str:
-    weights = {name: layer.attention.weights[name].cpu() for name in MATRICES}
-    numbers = {name: tensor.tolist() for name, tensor in circuits(layer.spec, weights).items()}
+def _circuits_text(layer: LoadedLayer, result: Result) -> str:
+    numbers: dict[str, Any] = {name: tensor.tolist() for name, tensor in result.tensors.items()}
     return Circuits(layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint), **numbers).model_dump_json()
 
 

@@ -34,15 +34,16 @@ class Probe:
 
         Raises TooLarge if even a call of one query and one key exceeds the limits.
         """
-        Admission(limits).require(predict(_zeros(layer, 1), layer.spec))
+        request = zeros(layer, 1)
+        Admission(limits).require(predict(request, layer.spec))
         await self._submit_zeros(layer, 1)
 
     async def measure(self, layer: LoadedLayer) -> None:
         """Measure the device's speed with one call large enough to be reliable: the first Retry-After values depend on it."""
         length = MIN_QUERIES
-        while length < MAX_QUERIES and predict(_zeros(layer, length), layer.spec).operations < MEASURED_OPERATIONS:
+        while length < MAX_QUERIES and predict(zeros(layer, length), layer.spec).operations < MEASURED_OPERATIONS:
             length *= 2
-        operations = predict(_zeros(layer, length), layer.spec).operations
+        operations = predict(zeros(layer, length), layer.spec).operations
         self.scheduler.calibrate(operations, (await self._submit_zeros(layer, length)).compute)
 
     async def responds(self, layer: LoadedLayer) -> bool:
@@ -75,12 +76,12 @@ class Probe:
         return True
 
     async def _submit_zeros(self, layer: LoadedLayer, length: int) -> Outcome:
-        request = _zeros(layer, length)
+        request = zeros(layer, length)
         bound = BoundCall(ATTEND, request, layer, make_call(request, layer.spec), predict(request, layer.spec))
         return await self.scheduler.submit(bound, RawRequest(b""))
 
 
-def _zeros(layer: LoadedLayer, length: int) -> AttendRequest:
+def zeros(layer: LoadedLayer, length: int) -> AttendRequest:
     """A request of zeros with `length` queries and keys, or as many as the layer has positions."""
     length = min([length, *(extent.stop for extent in layer.spec.extents)])
     widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
