@@ -47,6 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {  # layers whose weights or outputs of heads
     "sinks": {"sinks": True},
     "talking heads": {"talking_heads": True, "num_kv_heads": H},
     "sigmoid": {"normalizer": "sigmoid"},
+    "differential": {"differential": {"lambda_init": 0.7}},
     "gate": {"output_gate": {"activation": "sigmoid"}},
     "half": {"dtype": "bfloat16"},
 }
@@ -65,8 +66,11 @@ def layer(request: pytest.FixtureRequest, client: Client) -> Any:
 def test_replaced_rows_are_those_of_the_reference(client: Client, layer: tuple[str, LayerSpec, Any], name: str) -> None:
     at, spec, weights = layer
     fields = {**REQUEST, **CASES[name]}
+    if spec.differential is not None:  # dropout of a difference is not defined
+        fields.pop("dropout", None)
     expected = attend(spec, weights, **fields)
-    for outputs in (OUTPUTS, ["output"]):
+    names = [output for output in OUTPUTS if spec.differential is None or output != "scores"]
+    for outputs in (names, ["output"]):
         result = client.attend(**fields, layer=at, outputs=outputs)
         tolerance = 1e-12 if spec.dtype == "float64" else 0.2
         for output in outputs:
@@ -156,6 +160,19 @@ def test_metrics_are_of_the_replaced_heads(client: Client) -> None:
     uniform = client.analysis(RNG.standard_normal((7, 64)), pattern=np.full((7, 7), 1 / 7), pattern_rows=[1] + 7 * [0])
     assert uniform["normalised_entropy"][0] == pytest.approx(1)
     assert uniform["normalised_entropy"][1:].max() < 1
+
+
+def test_negative_weights_are_no_shares(client: Client) -> None:
+    """Metrics of weights are refused, by default those of outputs are computed; pictures have colours for negative weights."""
+    query, pattern = RNG.standard_normal((3, 64)), np.array([[1.0, -0.5, 0.5]] * 3)
+    given: dict[str, Any] = {"pattern": pattern, "pattern_rows": [1] + 7 * [0]}
+    assert set(client.analysis(query, **given)) == {"output_disagreement", "contribution", "zero_ablation"}
+    with pytest.raises(errors.InvalidRequest, match="no negative weights, with entropy among the metrics, got some, at /pattern"):
+        client.analysis(query, **given, metrics=["contribution", "entropy"])
+    with pytest.raises(errors.InvalidRequest, match="where weights may be negative, got log, at /figure/scale"):
+        client.figure(query, **given, figure={"scale": "log"})
+    signed, positive = (client.figure(query, pattern=x, kind="head", format="svg") for x in (pattern, abs(pattern)))
+    assert b"Colour: attention weight, -1 to 1." in signed and b"Colour: attention weight, -1" not in positive
 
 
 @pytest.mark.parametrize(

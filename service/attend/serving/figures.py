@@ -70,10 +70,10 @@ class FigureBinding(Binding[FigureRequest]):
         for i, head in enumerate(options.heads or ()):
             if head >= num_heads:
                 raise InvalidRequest.where(f"/figure/heads/{i}", f'a head below {num_heads} for layer "{request.layer}"', str(head))
-        if spec.signed_weights:
+        if request.has_signed_weights(spec):
             for field, value, other in (("pool", options.pool, "max"), ("scale", options.scale, "log")):
                 if value == other:
-                    expected = f'another for layer "{request.layer}", whose weights may be negative'
+                    expected = f'another for layer "{request.layer}", where weights may be negative'
                     raise InvalidRequest.where(f"/figure/{field}", expected, other)
         num_drawn = len(options.heads or range(num_heads))
         if num_drawn > MAX_HEADS and options.kind in ("heads", "similarity"):
@@ -113,7 +113,7 @@ def figure_spec(request: FigureRequest, layer: LayerSpec) -> FigureSpec:
         key_positions=kept["key"],
         omitted=tuple(sorted({*tokens["query"], *tokens["key"]} - {*labels["query"], *labels["key"]})),
         pool=options.pool or "mean",
-        signed=layer.signed_weights,
+        signed=request.has_signed_weights(layer),
         title=options.title,
         maximum=options.maximum,
         logarithmic=options.scale == "log",

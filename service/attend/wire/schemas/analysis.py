@@ -172,7 +172,8 @@ class AnalysisRequest(AttendRequest):
         """The metrics to compute: those of the request, or the default ones that the layer has and for which it has what they need."""
         if self.metrics is not None:
             return tuple(self.metrics)
-        defaults = {name: row for name, row in METRICS.items() if row.is_default and (row.of == "outputs") == spec.signed_weights}
+        is_signed = self.has_signed_weights(spec)
+        defaults = {name: row for name, row in METRICS.items() if row.is_default and (row.of == "outputs") == is_signed}
         has_positions = self.has_positions(bool(spec.positional))
         return tuple(name for name, row in defaults.items() if has_positions or not row.needs_positions)
 

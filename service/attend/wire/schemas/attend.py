@@ -276,6 +276,10 @@ class AttendRequest(Schema):
         shapes.check_fields_together(self)
         return self
 
+    def has_signed_weights(self, spec: LayerSpec) -> bool:
+        """Whether attention weights of the call may be negative: those of the layer, or those of `pattern`."""
+        return spec.signed_weights or (self.pattern is not None and bool((self.pattern < 0).any()))
+
     @property
     def batched(self) -> bool:
         return self.query.ndim == 3
