@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from attend.client import Client
 from attend.client.captures import Capture
@@ -70,7 +72,27 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ("bert", ["--target", "das"], "--target has no use"),
         ("empty", [], "it has no config.json"),
         ("bert", ["--layers", "one"], "expected numbers separated by commas, got 'one'"),
+        ("bert", ["--layers", "1,2"], "numbers of its layers, of [0, 1], got [1, 2]"),
         ("bert", ["-o", str(tmp_path / "absent" / "x.safetensors")], "cannot write"),
     ):
         done = run_attend("capture", str(tmp_path / folder), "anna", *more)
         assert done.returncode in (1, 2) and expected in " ".join(done.stderr.decode().split()), done.stderr
+
+
+def test_what_a_reader_should_know_is_said(tmp_path: Path) -> None:
+    """Texts that the model cannot read, unknown words, weights that the folder does not have, and layers that differ."""
+    save_model(tmp_path / "bert", "bert")
+    long = "the " * 600
+    for text, expected in (("", "expected a text with tokens, got none, at /inputs"), (long, "the model cannot be run on this text")):
+        done = run_attend("capture", str(tmp_path / "bert"), text)
+        assert done.returncode == 1 and expected in done.stderr.decode() and "Traceback" not in done.stderr.decode()
+
+    file = tmp_path / "bert" / "model.safetensors"
+    tensors = load_file(file)
+    dropped = tensors.pop("encoder.layer.1.attention.self.query.weight")
+    save_file({name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()}, file, {"format": "pt"})
+    done = run_attend("capture", str(tmp_path / "bert"), "anna gave tom the book", "-o", str(tmp_path / "out.safetensors"))
+    assert done.returncode == 0 and dropped.any()
+    assert "drawn at random: encoder.layer.1.attention.self.query.weight" in " ".join(done.stderr.decode().split())
+    assert "1 of the tokens are unknown" in done.stdout.decode() and "differs from the model" not in done.stdout.decode()
+    assert Capture.load(tmp_path / "out.safetensors").difference < 1e-5  # the model computes in float32, whatever its file has

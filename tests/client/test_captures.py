@@ -16,6 +16,16 @@ from attend.errors import InvalidRequest
 TOKENS = torch.tensor([[5, 7, 11, 13, 2, 3, 29], [17, 19, 23, 4, 6, 0, 0]])
 PADDED = {"input_ids": TOKENS, "attention_mask": (TOKENS > 0).long()}
 SIZES = {"hidden_size": 24, "intermediate_size": 17, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 31}
+INDEXED = {"q_lora_rank": 6, "kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5, "index_topk": 3}
+INDEXED |= {"index_n_heads": 2, "index_head_dim": 8, "first_k_dense_replace": 2, "num_key_value_heads": 3}
+BLOCKS = {"num_key_value_heads": 3, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "dense_intermediate_size": 17}
+BLOCKS |= {
+    "mlp_layer_types": ["dense", "dense"],
+    "shared_intermediate_size": 17,
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "rotary_dim": 4,
+}
+BLOCKS |= {"index_n_heads": 3, "index_head_dim": 8, "index_block_size": 2, "index_topk_blocks": 2}
 FAMILIES = ["bert", "llama", "gemma2", "t5", "whisper"]
 KINDS = {"encoder_attentions": "encoder", "decoder_attentions": "decoder", "cross_attentions": "cross"}
 
@@ -82,6 +92,82 @@ def test_the_service_repeats_the_weights_of_every_layer_of_a_model(server: Any, 
             assert layer.difference < 1e-5
             client.delete_layer(layer.name)
     assert list(captured) == [layer.name for layer in captured.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["vit", "gte", "swin"])
+def test_models_whose_files_have_other_names_are_captured(server: Any, family: str) -> None:
+    """In memory ViT has other names than in its file, and GTE three matrices where its file has one; Swin hides shifted windows by -100."""
+    import transformers as hf
+
+    pixels = torch.from_numpy(np.random.default_rng(5).standard_normal((2, 2, 9, 9)).astype(np.float32))
+    if family == "vit":
+        model = filled(hf.ViTForImageClassification(hf.ViTConfig(**SIZES, image_size=9, patch_size=3, num_channels=2)))
+        inputs = {"pixel_values": pixels}
+    elif family == "swin":
+        sizes = {"image_size": 9, "patch_size": 1, "num_channels": 2, "embed_dim": 6, "depths": [2], "num_heads": [3], "window_size": 4}
+        model, inputs = filled(hf.SwinForImageClassification(hf.SwinConfig(**sizes))), {"pixel_values": pixels}
+    else:
+        model, inputs = filled(hf.GteForMaskedLM(hf.GteConfig(**SIZES))), PADDED
+    with Client(server.url) as client:
+        captured, expected = attend.capture(model, inputs, client, name="renamed"), own_attention(model, inputs)
+        assert len(captured) == 2 and not captured.skipped
+        for layer in captured.values():
+            client.delete_layer(layer.name)
+            assert layer.difference < 1e-5
+            if family == "swin" and layer.number == 0:  # its model returns the weights of the last layer, the one with shifted windows
+                continue
+            theirs = expected["", 0 if family == "swin" else layer.number]
+            np.testing.assert_allclose(layer.attention_weights, theirs, atol=1e-5)
+            assert theirs.std() > 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["keys", "blocks"])
+def test_keys_that_an_indexer_selects(server: Any, family: str) -> None:
+    """DeepSeek 3.2 and MiniMax M3 leave the selection to their kernels, unless their attention is eager."""
+    import transformers as hf
+
+    inputs = {"input_ids": TOKENS}
+    if family == "keys":
+        model = filled(hf.DeepseekV32ForCausalLM(hf.DeepseekV32Config(**SIZES, **INDEXED)))
+    else:
+        model = filled(hf.MiniMaxM3VLForCausalLM(hf.MiniMaxM3VLTextConfig(**SIZES, **BLOCKS)))
+    expected = own_attention(model, inputs)
+    assert (expected["", 1][:, :, -1] > 0).sum(-1).max() < 7
+    with Client(server.url) as client:
+        captured = attend.capture(model, inputs, client, name="indexed")
+        for layer in captured.values():
+            np.testing.assert_allclose(layer.attention_weights, expected["", layer.number], atol=1e-5)
+            assert layer.difference < 1e-5
+            client.delete_layer(layer.name)
+        with attend.interventions(model, client) as study:
+            run = study.run(inputs)
+    for number, weights in enumerate(run.attention_weights):
+        np.testing.assert_allclose(weights, expected["", number], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["differential", "sinks"])
+def test_outputs_are_compared_where_a_model_returns_other_weights(server: Any, family: str) -> None:
+    """DiffLlama returns the weights of one softmax, Granite those before its sinks; values are multiplied with others."""
+    import transformers as hf
+
+    if family == "differential":
+        model = filled(hf.DiffLlamaModel(hf.DiffLlamaConfig(**SIZES | {"num_attention_heads": 4}, num_key_value_heads=2)))
+    else:
+        model = filled(hf.GraniteSWAModel(hf.GraniteSWAConfig(**SIZES, num_key_value_heads=3, sliding_window=3)))
+    with Client(server.url) as client:
+        captured, own = attend.capture(model, PADDED, client, name="other"), own_attention(model, PADDED)
+        for layer in captured.values():
+            assert layer.difference < 1e-5
+            mine = client.attend(**layer.request, layer=layer.name)
+            theirs = layer.output
+            np.testing.assert_allclose(mine.output, theirs, atol=1e-5 * np.abs(theirs).max())
+            np.testing.assert_array_equal(layer.attention_weights, mine.attention_weights)
+            weights = own["", layer.number]
+            assert weights.shape != mine.attention_weights.shape or np.abs(weights - mine.attention_weights).max() > 0.01
+            client.delete_layer(layer.name)
 
 
 @pytest.mark.slow

@@ -223,11 +223,74 @@ def test_direct_attribution_is_the_logit_without_the_output_of_a_head_in_the_res
             assert found[layer, head] == pytest.approx(float(logits[7] - logits[3]), abs=1e-4)
 
 
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # families that differ in window, caps, norms, biases, or in what is beside attention
+    "gemma2": ("Gemma2ForCausalLM", {"head_dim": 10, "num_key_value_heads": 1, "sliding_window": 3, "attn_logit_softcapping": 2.0}),
+    "mistral": ("MistralForCausalLM", {"num_key_value_heads": 1, "sliding_window": 3}),
+    "qwen3": ("Qwen3ForCausalLM", {"num_key_value_heads": 1, "head_dim": 10}),
+    "phi": ("PhiForCausalLM", {}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 17, "word_embed_proj_dim": 24, "max_position_embeddings": 11}),
+    "bart": ("BartForConditionalGeneration", {"d_model": 24, "layers": 2}),
+    "modernbert": ("ModernBertForMaskedLM", {"local_attention": 4}),
+    "vit": ("ViTForImageClassification", {"image_size": 9, "patch_size": 3, "num_channels": 2}),
+    "afmoe": ("AfmoeForCausalLM", {"num_key_value_heads": 1, "head_dim": 10, "num_experts": 2, "num_experts_per_tok": 1}),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_head_without_output_in_other_families(server: Any, family: str) -> None:
+    """Against the family's own eager function, from whose output the head is taken."""
+    import transformers as hf
+
+    name, options = OTHERS[family]
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if family == "bart":
+        sides = {f"{side}_{n}": x for side in ("encoder", "decoder") for n, x in {"layers": 2, "attention_heads": 3, "ffn_dim": 17}.items()}
+        config: Any = hf.BartConfig(d_model=24, vocab_size=31, max_position_embeddings=11, **sides)
+    else:
+        config = hf.CONFIG_MAPPING[family](**SIZES, num_attention_heads=3, **ends, **options)
+    model = getattr(hf, name)(config)
+    rng = np.random.default_rng(3)
+    for parameter in model.parameters():
+        parameter.data = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32) * 0.5)
+    model.eval().requires_grad_(False)
+    inputs: dict[str, Any] = {"input_ids": TOKENS}
+    if family == "vit":
+        inputs = {"pixel_values": torch.from_numpy(rng.standard_normal((2, 2, 9, 9)).astype(np.float32))}
+    with Client(server.url) as client, attend.interventions(model, client) as study:
+        plain = study.run(inputs)
+        runs = [study.run(inputs, Change(layer, [1], scale=0)) for layer in range(len(study.layers))]
+        names = study.layers
+    model.set_attn_implementation("eager")
+    modules = [model.get_submodule(name) for name in names]
+    code = sys.modules[type(modules[0]).__module__]
+    original, chosen = code.eager_attention_forward, None
+
+    def eager(module: Any, *tensors: Any, **more: Any) -> Any:
+        output, weights = original(module, *tensors, **more)
+        if module is chosen:
+            output = output.clone()
+            output[:, :, 1] = 0
+        return output, weights
+
+    code.eager_attention_forward = eager
+    try:
+        with torch.no_grad():
+            own = model(**inputs).logits.numpy()
+            np.testing.assert_allclose(plain.logits, own, atol=1e-5 * np.abs(own).max())
+            for chosen, run in zip(modules, runs, strict=True):  # noqa: B007  # read by `eager`
+                theirs = model(**inputs).logits.numpy()
+                assert np.abs(theirs - own).max() > 1e-4 * np.abs(own).max()
+                np.testing.assert_allclose(run.logits, theirs, atol=1e-5 * np.abs(theirs).max())
+    finally:
+        code.eager_attention_forward = original
+
+
 def test_what_does_not_fit_is_refused(server: Any) -> None:
     model, (inputs, _) = tiny("bert")
     with Client(server.url) as client:
         study = attend.interventions(model, client)
-        with pytest.raises(InvalidRequest, match="with` block"):
+        with pytest.raises(InvalidRequest, match="in the `with` block, got one outside"):
             study.run(inputs)
         with study:
             one = {name: x[:1] for name, x in inputs.items()}
@@ -244,6 +307,12 @@ def test_what_does_not_fit_is_refused(server: Any) -> None:
                 study.attribution(inputs, 3)
             with pytest.raises(InvalidRequest, match="tokenizer"):
                 study.run("a text")
+    import transformers as hf
+
+    own = hf.BloomForCausalLM(hf.BloomConfig(hidden_size=24, n_layer=1, n_head=3, vocab_size=31))
+    refused = pytest.raises(InvalidRequest, match="got BloomForCausalLM, whose attention is code of its own")
+    with Client(server.url) as client, attend.interventions(own, client) as study, refused:
+        study.run({"input_ids": TOKENS})
     with pytest.raises(InvalidRequest, match="scale, pattern or outputs"):
         Change(0)
     with pytest.raises(InvalidRequest, match="scale"):

@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from attend.cli.clients import open_client
+from attend.cli.model_folder import load_model, report_model_errors
 from attend.cli.terminal import AsJson, Ca, Url, fail, progress_line, report_errors
-from attend.client.captures import Capture
+from attend.client.captures import Capture, model_arguments
 from attend.client.captures import capture as capture_model
+from attend.client.model_calls import count_unknown
 
 EPILOG = """\b
 Examples:
@@ -55,8 +57,13 @@ def capture(
     name = name or model.resolve().name
     file = output or Path(f"{name}{SUFFIX}")
     console = Console(highlight=False, markup=False)
-    with report_errors("capture"), open_client(url, ca) as client, progress_line(f"running {name}", Console(stderr=True)):
-        loaded, tokenizer = _load(model)
+    loaded, tokenizer = load_model("capture", model)
+    with (
+        report_model_errors("capture"),
+        report_errors("capture"),
+        open_client(url, ca) as client,
+        progress_line(f"running {name}", Console(stderr=True)),
+    ):
         arguments = _arguments(loaded, tokenizer, text, target)
         captured = capture_model(loaded, arguments, client, tokenizer=tokenizer, name=name, layers=numbers)
     try:
@@ -69,6 +76,10 @@ def capture(
     console.print(_table(captured))
     for layer, why in captured.skipped.items():
         console.print(f"{layer} is not in the file: {why}", soft_wrap=True)
+    for layer in (name for name, own in captured.items() if not own.agrees):
+        console.print(f"{layer} differs from the model: what the page shows of it is not what the model computes.", soft_wrap=True)
+    if unknown := count_unknown(arguments, tokenizer):
+        console.print(f"{unknown} of the tokens are unknown to the tokenizer.", soft_wrap=True)
     page = f"at {url}" if url else "that `attend serve` starts"
     console.print(f"Wrote {file}: drop it on the page of the server {page}.", soft_wrap=True)
 
@@ -80,26 +91,9 @@ def _numbers(text: str) -> list[int]:
         raise typer.BadParameter(f"expected numbers separated by commas, got {text!r}", param_hint="--layers") from None
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
-    """The model of a folder and its tokenizer."""
-    try:
-        from transformers import AutoModel, AutoTokenizer
-        from transformers.utils import logging
-    except ModuleNotFoundError:
-        fail("capture", "the package transformers is not installed", "pip install transformers")
-    if not (folder / "config.json").is_file():
-        fail("capture", f"{folder} is not the folder of a model: it has no config.json", "Give a folder that save_pretrained has written.")
-    untyped: Any = logging
-    untyped.disable_progress_bar()
-    try:
-        return AutoModel.from_pretrained(folder, local_files_only=True).eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        fail("capture", f"transformers cannot load {folder}: {error}")
-
-
 def _arguments(model: Any, tokenizer: Any, text: str, target: str | None) -> dict[str, Any]:
     """The arguments of the model for a text, and of its decoder for another."""
-    arguments = dict(tokenizer(text, return_tensors="pt"))
+    arguments = model_arguments(text, tokenizer)
     if bool(model.config.is_encoder_decoder) != (target is not None):
         needs = "needs --target, the text that its decoder reads" if target is None else "has no decoder of its own, so --target has no use"
         fail("capture", f"the model {needs}")

@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from attend.cli.clients import open_client
+from attend.cli.model_folder import load_model, report_model_errors
 from attend.cli.terminal import fail, progress_line, report_errors
 from attend.client import Run, interventions
-from attend.client.captures import Capture, capture
+from attend.client.captures import Capture, capture, model_arguments
+from attend.client.model_calls import count_unknown
 from attend.tensors import Array
 
 ANSWERS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")  # ends of the names of the classes that predict a token
-MISSING = "pip install transformers  # and torch, which it needs"
 
 
 def show_effects(
@@ -34,18 +35,20 @@ def show_effects(
     flags: Mapping[str, Any],
 ) -> None:
     """Prints the change of the token's log-probability without each head, [layers, heads]; writes it and the layers to `file`."""
-    model, tokenizer = _model_in(folder)
-    inputs = tokenizer(text, return_tensors="pt")
+    model, tokenizer = load_model("heads", folder, ANSWERS)
+    with report_errors("heads"):
+        inputs = model_arguments(text, tokenizer)
     ids = inputs["input_ids"][0].tolist()
     position = ids.index(tokenizer.mask_token_id) if tokenizer.mask_token_id in ids else len(ids) - 1
     if token is None:
         chosen = None
-    elif len(found := tokenizer(token, add_special_tokens=False).input_ids) == 1:
-        chosen = found[0]
     else:
-        fail("heads", f"expected one token in --token, got {tokenizer.convert_ids_to_tokens(found)}", code=2)
+        found = tokenizer(token, add_special_tokens=False).input_ids
+        if len(found) != 1 or found[0] == tokenizer.unk_token_id:
+            fail("heads", f"expected one token in --token, got {tokenizer.convert_ids_to_tokens(found)}", code=2)
+        chosen = found[0]
     console = Console(highlight=False, markup=False)
-    with report_errors("heads"), open_client(url, ca, config, flags) as client:
+    with report_model_errors("heads"), report_errors("heads"), open_client(url, ca, config, flags) as client:
         progress = progress_line("switching off one head at a time", Console(stderr=True))
         with interventions(model, client) as study, progress:
             plain = study.run(inputs)
@@ -65,8 +68,10 @@ def show_effects(
         typer.echo(json.dumps({"token": word, "position": position, "probability": probability, "layers": layers, "effects": numbers}))
         return
     console.print(f"probability of {word!r} at token {position}: {probability:.3f}")
-    console.print("change of its logarithm without each head; the less, the more the head adds to it:")
+    console.print("change of its logarithm without each head; the less, the more the head adds to it:", soft_wrap=True)
     console.print(_table(layers, effects))
+    if unknown := count_unknown(inputs, tokenizer):
+        console.print(f"{unknown} of the tokens are unknown to the tokenizer.", soft_wrap=True)
 
 
 def _save(captured: Capture, file: Path) -> None:
@@ -75,23 +80,6 @@ def _save(captured: Capture, file: Path) -> None:
         captured.save(file)
     except OSError as error:
         fail("heads", f"cannot write {file}: {error.strerror}", "Give another file with --capture.")
-
-
-def _model_in(folder: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer in a folder. Raises typer.Exit if there are none that predict a token."""
-    try:
-        import transformers as hf
-    except ImportError:
-        fail("heads", f"{folder} is a folder of a model, which needs transformers", MISSING, code=2)
-    try:
-        config, tokenizer = hf.AutoConfig.from_pretrained(folder), hf.AutoTokenizer.from_pretrained(folder)
-        kinds = [kind for kind in config.architectures or () if kind.endswith(ANSWERS)]
-        if not kinds:
-            expected = "expected a model that predicts tokens (…ForCausalLM, …ForMaskedLM)"
-            fail("heads", f"{expected}, got {', '.join(config.architectures or ['none'])} in {folder}", code=2)
-        return getattr(hf, kinds[0]).from_pretrained(folder), tokenizer
-    except (OSError, ValueError) as error:
-        fail("heads", f"cannot read the model in {folder}: {str(error).splitlines()[0]}", code=2)
 
 
 def _table(layers: list[str], effects: Array) -> Table:

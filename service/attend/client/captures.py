@@ -40,8 +40,8 @@ WEIGHT = "weights/"  # before the name of a weight in a file
 class CapturedLayer:
     """One call of an attention layer: its spec and weights, its inputs in the model, and what the model computed.
 
-    `difference`: the largest, between the service's attention weights and the model's own, or where these are not known, between the
-    outputs, relative to the largest output.
+    `difference`: the largest, between the service's attention weights and the model's own. Where these are not known, or are not what the
+    model multiplies values with (weights without sinks, or of each softmax), between the outputs, relative to the largest output.
     """
 
     name: str  # in the service
@@ -209,7 +209,10 @@ def capture(
 
     arguments = model_arguments(inputs, tokenizer)
     found, skipped = attention_layers(model, layout, spec)
-    wanted = [layer for layer in found if layers is None or layer.number in set(layers)]
+    chosen, numbers = None if layers is None else set(layers), {layer.number for layer in found}
+    if chosen is not None and not (chosen and chosen <= numbers):
+        raise InvalidRequest.where("/layers", f"numbers of its layers, of {sorted(numbers)}", str(sorted(chosen)))
+    wanted = [layer for layer in found if chosen is None or layer.number in chosen]
     with Recorder(model, wanted) as recorder:
         recorder.run(arguments)
     arrays, name = as_arrays(arguments), name or _name_of(model)
@@ -246,25 +249,26 @@ def _computed(layer: CapturedLayer, client: Client) -> CapturedLayer:
     for request in (layer.request, *layer.others):
         reply = client.attend(**request, layer=layer.name, outputs=["output", "attention_weights"])
         weights: Array = reply.attention_weights
-        if layer.attention_weights is not None:
-            difference = float(np.abs(weights - layer.attention_weights).max())
-        elif layer.output is not None:
-            difference = float(np.abs(reply.output - layer.output).max() / np.abs(layer.output).max())
-        else:
-            difference = np.nan
-        compared.append((difference, request, weights))
-    difference, request, weights = min(compared, key=itemgetter(0))
-    own = weights if layer.attention_weights is None else layer.attention_weights
+        own, output = layer.attention_weights, layer.output
+        difference = np.nan if own is None or own.shape != weights.shape else float(np.abs(weights - own).max())
+        of_outputs = np.nan if output is None else float(np.abs(reply.output - output).max() / np.abs(output).max())
+        if np.isnan(difference) or of_outputs <= CLOSE < difference:
+            own, difference = weights, of_outputs
+        compared.append((difference, request, own))
+    difference, request, own = min(compared, key=itemgetter(0))
     return replace(layer, request=request, others=(), difference=difference, attention_weights=own)
 
 
-def model_arguments(inputs: Mapping[str, Any] | str, tokenizer: Any) -> Mapping[str, Any]:
-    """The arguments of a model: the inputs, or those of a text. Raises InvalidRequest for a text without a tokenizer."""
+def model_arguments(inputs: Mapping[str, Any] | str, tokenizer: Any) -> dict[str, Any]:
+    """The arguments of a model: the inputs, or those of a text. Raises InvalidRequest for a text without a tokenizer, or without tokens."""
     if not isinstance(inputs, str):
-        return inputs
+        return dict(inputs)
     if tokenizer is None:
         raise InvalidRequest.where("/inputs", "the model's arguments, or a tokenizer with a text", "a text")
-    return dict(tokenizer(inputs, return_tensors="pt"))
+    arguments = dict(tokenizer(inputs, return_tensors="pt"))
+    if not arguments["input_ids"].numel():
+        raise InvalidRequest.where("/inputs", "a text with tokens", "none")
+    return arguments
 
 
 def _name_of(model: Any) -> str:

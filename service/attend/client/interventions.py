@@ -83,7 +83,7 @@ class Interventions:
         self.model, self.client, self.tokenizer = model, client, tokenizer
         self.layers: list[str] = []
         self._names = {module: name for name, module in model.named_modules()}
-        self._stack = ExitStack()
+        self._stack, self._is_entered = ExitStack(), False
         self._changes: Sequence[Change] = ()
         self._calls: list[tuple[Any, AttendResult]] = []  # module and reply of each, in the current run
 
@@ -91,9 +91,11 @@ class Interventions:
         from attend.client.transformers import Attention, replaced_attention
 
         self._stack.enter_context(replaced_attention(self.model, Attention(self.client, compute=self._compute)))
+        self._is_entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_entered = False
         self._stack.close()
 
     def run(self, inputs: Mapping[str, Any] | str, *changes: Change) -> Run:
@@ -107,9 +109,9 @@ class Interventions:
         self._changes, self._calls = changes, []
         outputs = one_pass(self.model, model_arguments(inputs, self.tokenizer))
         if not self._calls:
-            raise InvalidRequest.where(
-                "", "a model that takes attention functions of transformers, in the `with` block", "none of its calls"
-            )
+            where, own = "a run in the `with` block", f"{type(self.model).__name__}, whose attention is code of its own"
+            expected = "a model that takes attention functions of transformers"
+            raise InvalidRequest.where("", *((expected, own) if self._is_entered else (where, "one outside")))
         if getattr(outputs, "logits", None) is None:
             raise InvalidRequest.where("", "a model with logits, such as one of AutoModelForCausalLM", type(self.model).__name__)
         self.layers = [self._names[module] for module, _ in self._calls]

@@ -10,6 +10,7 @@ from attend.spec import LayerSpec
 from attend.tensors import Array
 
 HIDDEN = -9000.0  # numbers in a mask that are lower hide a key: models add -10000, or the lowest number of their dtype
+SWIN_HIDDEN = -50.0  # Swin adds -100 to biases that are much smaller
 SEQUENCES = {"encoder": ("input_ids",) * 2, "decoder": ("decoder_input_ids",) * 2, "cross": ("decoder_input_ids", "input_ids")}
 MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}  # sequence -> which of its tokens are real
 WORDS = ("input_ids", "decoder_input_ids")
@@ -39,7 +40,8 @@ def requests_of(call: Call, spec: LayerSpec, causal: bool | None, real: Array | 
         fields |= {"key": key} | ({} if _same(key, value) else {"value": value})
     fields |= {"positions": call.inputs["positions"]} if "positions" in call.inputs else {}
     if call.has_mask:
-        masks = [_mask_fields(call.mask, spec, (len(query), query.shape[1], key.shape[1])) | call.fields]
+        shape = len(query), query.shape[1], key.shape[1]
+        masks = [_mask_fields(visible, spec, shape) | call.fields for visible in _visible(call.mask)]
     else:
         keys = {} if real is None or real.all() else {"attend_keys": real}
         masks = [keys | ({"causal": True} if one else {}) for one in ((causal,) if causal is not None else (False, True))]
@@ -50,14 +52,20 @@ def _same(one: Array, other: Array) -> bool:
     return one.shape == other.shape and np.array_equal(one, other)
 
 
-def _mask_fields(mask: Array | None, spec: LayerSpec, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """`causal` and `attend_keys` if they say the same as the mask, with the layer's own window and chunks; else the mask of each pair.
+def _visible(mask: Array | None) -> list[Array | None]:
+    """Which keys a mask may mean, bool: those without a very low number, and if it has numbers as Swin's, those without one of them."""
+    if mask is None or mask.dtype == bool:
+        return [mask]
+    return [mask > HIDDEN, *([mask > SWIN_HIDDEN] if ((mask > HIDDEN) & (mask <= SWIN_HIDDEN)).any() else [])]
 
-    `shape`: batch, queries, keys.
+
+def _mask_fields(visible: Array | None, spec: LayerSpec, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """`causal` and `attend_keys` if they say the same as a mask, with the layer's own window and chunks; else the mask of each pair.
+
+    `visible`: the mask, bool; None: all keys. `shape`: batch, queries, keys.
     """
-    if mask is None:
+    if visible is None:
         return {}
-    visible: Array = np.asarray(mask if mask.dtype == bool else mask > HIDDEN)
     visible = np.broadcast_to(visible, (shape[0], visible.shape[1], *shape[1:]))
     keys: Array = np.asarray(visible.any((1, 2)))
     fields: dict[str, Any] = {} if visible.any(-1).all() else {"fully_masked": "uniform"}  # as the lowest number, added to all scores

@@ -76,22 +76,48 @@ def attention_layers(
 
 
 def _by_config(model: Any, tensors: Mapping[str, Tensor]) -> list[tuple[str, AttentionLayer | InvalidRequest]]:
-    """The layers that the config describes, by part and number."""
+    """The layers that the config describes, by part and number. The table of families has the names of saved models."""
     config = json.loads(model.config.to_json_string())
     found: list[tuple[str, AttentionLayer | InvalidRequest]] = []
+    as_saved: dict[str, Tensor] | None = None
     for part, (section, row) in parts_of(config).items():
         for number in range(number_of_layers(row, section)):
             try:
                 described = describe(config, number, part)
-                own = {name: _array(tensors[name]) for name in described.tensors(tensors)}
+                try:
+                    names = described.tensors(tensors)
+                except InvalidRequest:  # the model has other names than its file
+                    as_saved = _as_saved(model, tensors) if as_saved is None else as_saved
+                    names = described.tensors(as_saved)
+                stored = tensors if as_saved is None else {**tensors, **as_saved}
+                own = {name: _array(stored[name]) for name in names}
                 fields, weights = read_model_layer(own, config, number, part)
-                modules = _modules(model, described.find(own).names)
+                parameters = {role: _parameter(name, stored[name], tensors) for role, name in described.find(own).names.items()}
+                modules = _modules(model, parameters)
             except InvalidRequest as refusal:
                 found.append((f"{part} {number}", refusal))
                 continue
             causal = row.causal or (part == "encoder" and bool(config.get("is_decoder")))  # BERT's layers may be those of a decoder
             found.append((f"{part} {number}", AttentionLayer(part, number, LayerSpec.model_validate(fields), weights, modules, causal)))
     return found
+
+
+def _as_saved(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with the names that `save_pretrained` would write; {} for a version of transformers in which all are the same."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return {}
+    return dict(revert_weight_conversion(model, dict(tensors)))
+
+
+def _parameter(name: str, saved: Tensor, tensors: Mapping[str, Tensor]) -> str:
+    """The name in the model of a tensor of its file; of one that is several in the model, side by side, the first of them."""
+    if name in tensors:
+        return name
+    candidates = [own for own, tensor in tensors.items() if tensor.shape[1:] == saved.shape[1:] and len(tensor) <= len(saved)]
+    same = next((own for own in candidates if tensors[own].data_ptr() == saved.data_ptr()), None)
+    return same or next((own for own in candidates if torch.equal(tensors[own], saved[: len(tensors[own])])), name)
 
 
 def _by_names(
@@ -120,7 +146,10 @@ def _heads(module: nn.Module) -> Fields:
 def _modules(model: nn.Module, names: Mapping[str, str]) -> dict[str, nn.Module]:
     """The module of each input's projection and of the output's. `names`: role -> name of the parameter."""
     roles = {name: next(role for role in choices if role in names) for name, choices in PROJECTED.items()}
-    return {name: model.get_submodule(names[role].rpartition(".")[0]) for name, role in roles.items()}
+    try:
+        return {name: model.get_submodule(names[role].rpartition(".")[0]) for name, role in roles.items()}
+    except AttributeError as missing:
+        raise InvalidRequest.where("", "a model with the modules that its file describes", str(missing)) from None
 
 
 class Recorder:

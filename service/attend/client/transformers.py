@@ -28,7 +28,12 @@ from attend.tensors import Array
 from attend.wire.client_codec import from_torch
 
 NAME, REPLACED = "attend", "attend-replaced"  # of implementations of attention
-REFUSED = ("s_aux", "head_mask", "cache")  # arguments of transformers that change attention and have no counterpart here
+REFUSED = {  # arguments of transformers that change attention and have no counterpart here
+    "s_aux": "attention sinks (s_aux)",
+    "sinks": "attention sinks",
+    "head_mask": "head masks",
+    "cache": "paged caches",
+}
 
 
 # Computes a call: the module, the fields of the request, and the shapes that `pattern` and `head_outputs` of it may have
@@ -58,11 +63,13 @@ class Attention:
         dropout: float = 0.0,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """`query` [b, h, q, d], `key` [b, kv heads, k, d], `value` [b, kv heads, k, dv], `attention_mask` added to the scores, or bool.
+        """`query` [b, h, q, d], `key` [b, kv heads, k, d], `value` [b, kv heads, k, dv], `attention_mask` added to the scores, or bool;
+        `more` may have the keys that an indexer selects.
 
         Returns the output [b, q, h, dv] and the weights [b, h, q, k]. Raises ValueError for what the service does not compute (sinks,
         head masks, paged caches, dropout, gradients), and what `Client` raises.
         """
+        attention_mask = _with_selected_keys(module, query, key, attention_mask, more)
         index = getattr(module, "layer_idx", None)
         if self.layers is not None and index not in self.layers:
             attend_here = _local_attention(module)
@@ -70,7 +77,7 @@ class Attention:
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **{**more, "is_causal": False}
             )
             return local
-        if refused := [name for name in REFUSED if more.get(name) is not None]:
+        if refused := [what for name, what in REFUSED.items() if more.get(name) is not None]:
             raise ValueError(f'attn_implementation="{NAME}" does not compute {", ".join(refused)}')
         if dropout or (torch.is_grad_enabled() and query.requires_grad):
             raise ValueError(f'attn_implementation="{NAME}" has no dropout and no gradients: use model.eval() and torch.no_grad()')
@@ -88,7 +95,7 @@ class Attention:
         rows = tuple(query.shape[:3])
         reply = self.compute(module, fields, {"pattern": (*rows, key.shape[2]), "head_outputs": (*rows, value.shape[3])})
         output, weights = (torch.from_numpy(array).to(query) for array in (reply.head_outputs, reply.attention_weights))
-        return output.transpose(1, 2), weights
+        return output.transpose(1, 2).contiguous(), weights
 
     def _keep(self, module: nn.Module, fields: Mapping[str, Any], _: object) -> AttendResult:
         """The reply of the service, whose weights are kept."""
@@ -140,6 +147,7 @@ class EagerAttention:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
     ) -> tuple[Tensor, Tensor | None]:
         """As `Attention`."""
+        attention_mask = _with_selected_keys(module, query, key, attention_mask, more)
         output, weights = _local_attention(module)(module, query, key, value, attention_mask, **{**more, "is_causal": False})
         self.calls.setdefault(module, []).append(AttentionCall(_array(attention_mask), _array(weights)))
         return output, weights
@@ -168,6 +176,22 @@ def _local_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | 
     """The eager attention of the module's own model, which has all that the model needs, such as soft caps; else torch's fused kernels."""
     model = sys.modules[type(module).__module__]
     return getattr(model, "eager_attention_forward", sdpa_attention_forward)
+
+
+def _with_selected_keys(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, more: Mapping[str, Any]) -> Tensor | None:
+    """The mask without the keys that the module's indexer did not select, which models leave to fused kernels: `indices` [b, q, n] of keys,
+    or `block_indices` of blocks of keys."""
+    (b, _, queries, _), keys, indices, blocks = query.shape, key.shape[2], more.get("indices"), more.get("block_indices")
+    if blocks is not None:
+        positions = torch.arange(keys - queries, keys, device=key.device) if more.get("position_ids") is None else more["position_ids"]
+        own: Tensor = module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, positions.expand(b, queries))
+        return own
+    if indices is None:
+        return mask
+    hidden = torch.ones((b, queries, keys), dtype=torch.bool, device=key.device).scatter(-1, indices.long(), False)[:, None]
+    if mask is None or mask.dtype == torch.bool:
+        return ~hidden if mask is None else mask & ~hidden
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 def _array(tensor: Tensor | None) -> Array | None:
