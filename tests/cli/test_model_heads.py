@@ -20,7 +20,6 @@ TEXTS = {"gpt2": "anna gave the book to", "bert": "anna gave the [MASK] to ben"}
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model as `save_pretrained` writes it, with a tokenizer of whole words, and its text."""
     import transformers as hf
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
     torch.manual_seed(1)
     if request.param == "gpt2":
@@ -28,14 +27,22 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     else:
         sizes = {"hidden_size": 24, "intermediate_size": 17, "num_hidden_layers": 2, "num_attention_heads": 3}
         model = hf.BertForMaskedLM(hf.BertConfig(**sizes, vocab_size=len(WORDS)))
+    path = tmp_path_factory.mktemp(request.param)
+    return path, save_model(path, model), TEXTS[request.param]
+
+
+def save_model(path: Path, model: Any) -> Any:
+    """The model with drawn parameters, which is saved with a tokenizer of whole words."""
+    import transformers as hf
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
     hf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", mask_token="[MASK]").save_pretrained(path)
-    return path, model.eval(), TEXTS[request.param]
+    return model.eval()
 
 
 def test_the_map_is_the_change_of_the_log_probability_without_each_head(folder: tuple[Path, Any, str]) -> None:
@@ -92,8 +99,9 @@ def test_refusals_of_folders(folder: tuple[Path, Any, str], tmp_path: Path) -> N
     for arguments, message in (
         ([str(path)], "--text"),
         ([str(path), "--text", text, "--token", "tom and"], "one token"),
+        ([str(path), "--text", text, "--target", "ben"], "--target has no use"),
         ([str(path), "--text", text, "--token", "pear"], "expected one token in --token, got ['[UNK]']"),
-        ([str(path), "--text", "the " * 600], "cannot be run on this text"),
+        ([str(path), "--text", text + " the" * 600], "cannot be run on this text"),
         ([str(path), "--text", ""], "a text with tokens"),
         ([str(tmp_path), "--text", text], "it has no config.json"),
         (["-", "--text", text], "folder of a model"),
@@ -101,3 +109,42 @@ def test_refusals_of_folders(folder: tuple[Path, Any, str], tmp_path: Path) -> N
         done = run_attend("heads", *arguments, stdin=b"{}")
         assert done.returncode in (1, 2) and "Traceback" not in done.stderr.decode(), done.stdout
         assert message in done.stderr.decode()
+
+
+def test_masked_models_need_a_mask(folder: tuple[Path, Any, str]) -> None:
+    path, model, _ = folder
+    done = run_attend("heads", str(path), "--text", "anna gave the book")
+    is_masked = model.config.model_type == "bert"
+    assert done.returncode == (2 if is_masked else 0)
+    assert ("expected [MASK] in --text" in done.stderr.decode()) == is_masked
+
+
+def test_the_map_of_an_encoder_decoder_is_of_the_last_token_of_its_target(tmp_path: Path) -> None:
+    import transformers as hf
+
+    model = save_model(
+        tmp_path, hf.T5ForConditionalGeneration(hf.T5Config(d_model=24, d_kv=5, d_ff=17, num_layers=1, num_heads=3, vocab_size=11))
+    )
+    done = run_attend("heads", str(tmp_path), "--text", "anna gave ben the book", "--target", "tom went", "--token", "ben", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert len(document["layers"]) == len(document["effects"]) == 3 and document["position"] == 1
+    inputs = {"input_ids": torch.tensor([[2, 4, 3, 5, 6]]), "decoder_input_ids": torch.tensor([[0, 8]])}
+
+    def log_probability() -> float:
+        with torch.no_grad():
+            return float(torch.log_softmax(model(**inputs).logits[0, 1].double(), -1)[WORDS.index("ben")])
+
+    plain = log_probability()
+    own, cross, _ = model.decoder.block[0].layer
+    blocks = model.encoder.block[0].layer[0].SelfAttention, own.SelfAttention, cross.EncDecAttention
+    for effects, attention in zip(document["effects"], blocks, strict=True):
+        for head in range(3):
+            off = torch.ones(3, 5)
+            off[head] = 0
+            handle = attention.o.register_forward_pre_hook(lambda _, values, off=off: (values[0] * off.flatten(),))
+            assert effects[head] == pytest.approx(log_probability() - plain, abs=1e-4)
+            handle.remove()
+    table = run_attend("heads", str(tmp_path), "--text", "anna gave ben the book", "--target", "tom went").stdout.decode()
+    assert all(name in table for name in document["layers"])
+    assert "needs --target" in run_attend("heads", str(tmp_path), "--text", "anna").stderr.decode()

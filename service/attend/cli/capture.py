@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from attend.cli.clients import open_client
-from attend.cli.model_folder import load_model, report_model_errors
+from attend.cli.model_folder import Target, arguments_of, load_model, report_model_errors
 from attend.cli.terminal import AsJson, Ca, Url, fail, progress_line, report_errors
-from attend.client.captures import Capture, model_arguments
+from attend.client.captures import Capture
 from attend.client.captures import capture as capture_model
 from attend.client.model_calls import count_unknown
 
@@ -24,12 +24,6 @@ Examples:
 SUFFIX = ".capture.safetensors"
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a model of transformers, with its tokenizer.", show_default=False)]
 Text = Annotated[str, typer.Argument(metavar="TEXT", help="What the model reads.", show_default=False)]
-Target = Annotated[
-    str | None,
-    typer.Option(
-        help="What an encoder-decoder answers: its decoder reads the start token and then this, without its last token.", show_default=False
-    ),
-]
 Numbers = Annotated[str | None, typer.Option("--layers", help="Numbers of layers, separated by commas; default: all.", show_default=False)]
 Name = Annotated[str | None, typer.Option(help="Of the model: its layers are NAME-NUMBER; default: the folder's.", show_default=False)]
 Output = Annotated[
@@ -64,7 +58,7 @@ def capture(
         open_client(url, ca) as client,
         progress_line(f"running {name}", Console(stderr=True)),
     ):
-        arguments = _arguments(loaded, tokenizer, text, target)
+        arguments = arguments_of("capture", loaded, tokenizer, text, target)
         captured = capture_model(loaded, arguments, client, tokenizer=tokenizer, name=name, layers=numbers)
     try:
         captured.save(file)
@@ -89,23 +83,6 @@ def _numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"expected numbers separated by commas, got {text!r}", param_hint="--layers") from None
-
-
-def _arguments(model: Any, tokenizer: Any, text: str, target: str | None) -> dict[str, Any]:
-    """The arguments of the model for a text, and of its decoder for another."""
-    arguments = model_arguments(text, tokenizer)
-    if bool(model.config.is_encoder_decoder) != (target is not None):
-        needs = "needs --target, the text that its decoder reads" if target is None else "has no decoder of its own, so --target has no use"
-        fail("capture", f"the model {needs}")
-    if target is not None:
-        ids = tokenizer(text_target=target, return_tensors="pt").input_ids
-        configs = model.config, getattr(model, "generation_config", None)
-        starts = [getattr(config, "decoder_start_token_id", None) for config in configs] + [model.config.pad_token_id]  # as T5 begins
-        start = next((token for token in starts if token is not None), None)
-        if start is None:
-            fail("capture", "the config of the model has no decoder_start_token_id, with which its decoder begins")
-        arguments["decoder_input_ids"] = ids.roll(1, 1).index_fill(1, ids.new_zeros(1), start)  # each token is predicted from those before
-    return arguments
 
 
 def _table(captured: Capture) -> Table:

@@ -1,17 +1,24 @@
-"""A model of transformers and its tokenizer, from a folder; and its pass on a text, whose failures are messages. For `attend capture` and
+"""A model of transformers and its tokenizer, from a folder; and its arguments for a text. Failures are messages. For `attend capture` and
 `attend heads`.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from attend.checkpoints.detection import listed
 from attend.cli.terminal import fail
+from attend.client.captures import model_arguments
 
+Target = Annotated[
+    str | None,
+    typer.Option(
+        help="What an encoder-decoder answers: its decoder reads the start token and then this, without its last token.", show_default=False
+    ),
+]
 MISSING = "pip install transformers"
 
 
@@ -50,6 +57,23 @@ def load_model(command: str, folder: Path, ends: tuple[str, ...] = ()) -> tuple[
     if missing := sorted(report["missing_keys"]):
         typer.echo(f"attend {command}: not in the files of {folder}, so drawn at random: {listed(missing)}", err=True)
     return model.float().eval(), tokenizer
+
+
+def arguments_of(command: str, model: Any, tokenizer: Any, text: str, target: str | None) -> dict[str, Any]:
+    """The arguments of the model for a text, and of its decoder for another. Raises InvalidRequest, or typer.Exit."""
+    arguments = model_arguments(text, tokenizer)
+    if bool(model.config.is_encoder_decoder) != (target is not None):
+        needs = "needs --target, the text that its decoder reads" if target is None else "has no decoder of its own, so --target has no use"
+        fail(command, f"the model {needs}")
+    if target is not None:
+        ids = tokenizer(text_target=target, return_tensors="pt").input_ids
+        configs = model.config, getattr(model, "generation_config", None)
+        starts = [getattr(config, "decoder_start_token_id", None) for config in configs] + [model.config.pad_token_id]  # as T5 begins
+        start = next((token for token in starts if token is not None), None)
+        if start is None:
+            fail(command, "the config of the model has no decoder_start_token_id, with which its decoder begins")
+        arguments["decoder_input_ids"] = ids.roll(1, 1).index_fill(1, ids.new_zeros(1), start)  # each token is predicted from those before
+    return arguments
 
 
 @contextmanager

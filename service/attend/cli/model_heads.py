@@ -13,20 +13,21 @@ from rich.console import Console
 from rich.table import Table
 
 from attend.cli.clients import open_client
-from attend.cli.model_folder import load_model, report_model_errors
+from attend.cli.model_folder import arguments_of, load_model, report_model_errors
 from attend.cli.terminal import fail, progress_line, report_errors
 from attend.client import Run, interventions
-from attend.client.captures import Capture, capture, model_arguments
+from attend.client.captures import Capture, capture
 from attend.client.model_calls import count_unknown
 from attend.tensors import Array
 
-ANSWERS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")  # ends of the names of the classes that predict a token
+ANSWERS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # ends of the names of the classes that predict a token
 
 
 def show_effects(
     folder: Path,
     text: str,
     token: str | None,
+    target: str | None,
     file: Path | None,
     url: str | None,
     ca: Path | None,
@@ -37,9 +38,13 @@ def show_effects(
     """Prints the change of the token's log-probability without each head, [layers, heads]; writes it and the layers to `file`."""
     model, tokenizer = load_model("heads", folder, ANSWERS)
     with report_errors("heads"):
-        inputs = model_arguments(text, tokenizer)
-    ids = inputs["input_ids"][0].tolist()
-    position = ids.index(tokenizer.mask_token_id) if tokenizer.mask_token_id in ids else len(ids) - 1
+        inputs = arguments_of("heads", model, tokenizer, text, target)
+    ids = inputs.get("decoder_input_ids", inputs["input_ids"])[0].tolist()
+    position = len(ids) - 1
+    if type(model).__name__.endswith("ForMaskedLM"):
+        if tokenizer.mask_token_id not in ids:
+            fail("heads", f"expected {tokenizer.mask_token or 'a mask token'} in --text, the token that the model predicts", code=2)
+        position = ids.index(tokenizer.mask_token_id)
     if token is None:
         chosen = None
     else:
@@ -69,7 +74,7 @@ def show_effects(
         return
     console.print(f"probability of {word!r} at token {position}: {probability:.3f}")
     console.print("change of its logarithm without each head; the less, the more the head adds to it:", soft_wrap=True)
-    console.print(_table(layers, effects))
+    console.print(_table(layers if target is not None else [str(layer) for layer in range(len(layers))], effects))
     if unknown := count_unknown(inputs, tokenizer):
         console.print(f"{unknown} of the tokens are unknown to the tokenizer.", soft_wrap=True)
 
@@ -86,6 +91,6 @@ def _table(layers: list[str], effects: Array) -> Table:
     table = Table(box=SIMPLE)
     for title in ("layer", *(f"head {head}" for head in range(effects.shape[1]))):
         table.add_column(title, justify="right")
-    for layer in range(len(layers)):
-        table.add_row(str(layer), *("" if np.isnan(number) else f"{number:.3f}" for number in effects[layer]))
+    for layer, numbers in zip(layers, effects, strict=True):
+        table.add_row(layer, *("" if np.isnan(number) else f"{number:.3f}" for number in numbers))
     return table

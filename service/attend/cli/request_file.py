@@ -17,6 +17,7 @@ from rich.text import Text
 
 from attend.cli.clients import open_client
 from attend.cli.metric_tables import metric_tables
+from attend.cli.model_folder import Target
 from attend.cli.terminal import (
     ENGINE_FIELDS,
     AsJson,
@@ -143,6 +144,7 @@ def heads(
     special: Special = False,
     text: ModelText = None,
     token: Token = None,
+    target: Target = None,
     capture: CaptureFile = None,
     url: Url = None,
     ca: Ca = None,
@@ -164,10 +166,10 @@ def heads(
             fail("heads", f"expected --text, since {file} is a folder", code=2)
         from attend.cli.model_heads import show_effects
 
-        show_effects(Path(file), text, token, capture, url, ca, as_json, config, flags)
+        show_effects(Path(file), text, token, target, capture, url, ca, as_json, config, flags)
         return
-    if text is not None or token is not None or capture is not None:
-        fail("heads", f"expected the folder of a model beside --text, --token and --capture, got {file}", code=2)
+    if not text is token is target is capture is None:
+        fail("heads", f"expected the folder of a model beside --text, --token, --target and --capture, got {file}", code=2)
     wanted = None if metrics is None else _metrics(metrics)
     with report_errors("heads"):
         request = read_request("heads", file)
