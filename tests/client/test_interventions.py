@@ -197,6 +197,20 @@ def test_effects_of_all_heads_losses_and_probabilities(server: Any) -> None:
         np.testing.assert_allclose(both.logits, expected, atol=1e-5 * np.abs(expected).max())
 
 
+def test_what_else_runs_the_model_in_the_block_gets_no_changes(server: Any) -> None:
+    """A call of the model itself after a run with a change, or a capture; heads are given as an array."""
+    model, (inputs, _) = tiny("llama")
+    with Client(server.url) as client, attend.interventions(model, client) as study, torch.no_grad():
+        plain, off = study.run(inputs), study.run(inputs, Change(0, np.array([0, 2]), scale=0))
+        captured = attend.capture(model, inputs, client, name="within")
+        assert captured.difference < 1e-5
+        np.testing.assert_array_equal(model(**inputs).logits, plain.logits)
+        np.testing.assert_array_equal(study.run(inputs, Change(0, [-2, 0], scale=0)).logits, off.logits)
+        assert np.abs(off.logits - plain.logits).max() > 1e-3
+        for name in captured:
+            client.delete_layer(name)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_direct_attribution_is_the_logit_without_the_output_of_a_head_in_the_residual_stream(server: Any, family: str) -> None:
     """By hand: the final norm of the stream without what the projection made of one head, with the statistics of the whole stream."""
@@ -315,5 +329,18 @@ def test_what_does_not_fit_is_refused(server: Any) -> None:
         study.run({"input_ids": TOKENS})
     with pytest.raises(InvalidRequest, match="scale, pattern or outputs"):
         Change(0)
+    for fields, text in (
+        ({"layer": "attn.0"}, "the number of a layer, got 'attn.0', at /layer"),
+        ({"heads": 2}, "a list of integers, or None for all, got 2, at /heads"),
+        ({"heads": [True, False, True]}, "a list of integers"),
+        ({"queries": [1.5]}, r"got \[1.5\], at /queries"),
+    ):
+        with pytest.raises(InvalidRequest, match=text):
+            Change(**{"layer": 0, "pattern": "uniform", **fields})
+    with Client(server.url) as client:
+        with attend.interventions(model, client) as study, pytest.raises(InvalidRequest, match=r"type attend\.Change, got \{'layer': 0\}"):
+            study.run(one, {"layer": 0})
+        with pytest.raises(InvalidRequest, match="a model of transformers, got Linear"):
+            attend.interventions(torch.nn.Linear(2, 3), client)
     with pytest.raises(InvalidRequest, match="scale"):
         Change(0, scale=0, queries=[1])

@@ -67,6 +67,13 @@ class Change:
     queries: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        """Raises InvalidRequest for fields that no model has."""
+        for name, given, rank in (("layer", self.layer, 0), ("heads", self.heads, 1), ("queries", self.queries, 1)):
+            array = np.asarray(given if given is not None and np.size(given) else np.zeros((0,) * rank, int))
+            if array.dtype.kind not in "iu" or array.ndim != rank:
+                raise InvalidRequest.where(
+                    f"/{name}", "a list of integers, or None for all" if rank else "the number of a layer", repr(given)
+                )
         if self.scale is None and self.pattern is None and self.outputs is None:
             raise InvalidRequest.where("", "scale, pattern or outputs", "a change without them")
         if self.queries is not None and self.scale is not None:
@@ -84,8 +91,10 @@ class Interventions:
         self.layers: list[str] = []
         self._names = {module: name for name, module in model.named_modules()}
         self._stack, self._is_entered = ExitStack(), False
+        if not hasattr(model, "set_attn_implementation"):
+            raise InvalidRequest.where("", "a model of transformers", type(model).__name__)
         self._changes: Sequence[Change] = ()
-        self._calls: list[tuple[Any, AttendResult]] = []  # module and reply of each, in the current run
+        self._calls: list[tuple[Any, AttendResult]] | None = None  # module and reply of each, in the current run
 
     def __enter__(self) -> Self:
         from attend.client.transformers import Attention, replaced_attention
@@ -106,20 +115,27 @@ class Interventions:
         """
         from attend.client.recording import one_pass
 
-        self._changes, self._calls = changes, []
-        outputs = one_pass(self.model, model_arguments(inputs, self.tokenizer))
-        if not self._calls:
+        if wrong := [change for change in changes if not isinstance(change, Change)]:
+            raise InvalidRequest.where("", "changes of the type attend.Change", repr(wrong[0]))
+        arguments = model_arguments(inputs, self.tokenizer)
+        calls: list[tuple[Any, AttendResult]] = []
+        self._changes, self._calls = changes, calls
+        try:
+            outputs = one_pass(self.model, arguments)
+        finally:
+            self._changes, self._calls = (), None  # what else calls the model in the block gets no changes
+        if not calls:
             where, own = "a run in the `with` block", f"{type(self.model).__name__}, whose attention is code of its own"
             expected = "a model that takes attention functions of transformers"
             raise InvalidRequest.where("", *((expected, own) if self._is_entered else (where, "one outside")))
         if getattr(outputs, "logits", None) is None:
             raise InvalidRequest.where("", "a model with logits, such as one of AutoModelForCausalLM", type(self.model).__name__)
-        self.layers = [self._names[module] for module, _ in self._calls]
+        self.layers = [self._names[module] for module, _ in calls]
         for change in changes:
             if not 0 <= change.layer < len(self.layers):
                 raise InvalidRequest.where("/layer", f"a layer below {len(self.layers)}", str(change.layer))
         loss = getattr(outputs, "loss", None)
-        replies = [reply for _, reply in self._calls]
+        replies = [reply for _, reply in calls]
         return Run(
             outputs.logits.float().cpu().numpy(),
             None if loss is None else float(loss),
@@ -167,14 +183,17 @@ class Interventions:
         direction = _through_norm(norm, before, after, direction)
         weights = {layer.modules["query"]: layer.weights["output.weight"] for layer in attention_layers(self.model)[0]}
         added = []
-        for (module, _), outputs in zip(self._calls, run.head_outputs, strict=True):
-            matrix = next(weights[part] for part in module.modules() if part in weights)  # [d_model, h * d]
+        for name, outputs in zip(self.layers, run.head_outputs, strict=True):
+            modules = self.model.get_submodule(name).modules()
+            matrix = next(weights[part] for part in modules if part in weights)  # [d_model, h * d]
             heads = outputs[item, :, position].astype(np.float64)  # [h, d]
             added.append(((direction @ matrix).reshape(heads.shape) * heads).sum(-1))
         return np.stack(added)
 
     def _compute(self, module: Any, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> AttendResult:
         """The reply to a call of the attention function, with the changes of its layer."""
+        if self._calls is None:
+            return self.client.attend(**fields)
         number = len(self._calls)
         changes = [change for change in self._changes if change.layer == number]
         reply = self.client.attend(**fields, **self._changed(changes, fields, shapes)) if changes else self.client.attend(**fields)
@@ -215,7 +234,7 @@ def _rows(change: Change, shape: tuple[int, ...]) -> Array:
     """bool [b, h, q]: the rows that are changed. Raises InvalidRequest for heads and queries that there are not."""
     _, heads, queries = shape
     for name, chosen, count in (("heads", change.heads, heads), ("queries", change.queries, queries)):
-        for i, index in enumerate(chosen or ()):
+        for i, index in enumerate(() if chosen is None else chosen):
             if not -count <= index < count:
                 raise InvalidRequest.where(f"/{name}/{i}", f"an index below {count}, in layer {change.layer}", str(index))
     rows = np.zeros(shape, bool)

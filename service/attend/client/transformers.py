@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attend.client.client import Client
 from attend.client.responses import AttendResult
@@ -159,7 +160,7 @@ def replaced_attention(model: PreTrainedModel, attention: Callable[..., tuple[Te
 
     The model then has the implementation that it had before.
     """
-    before = model.config._attn_implementation
+    before, outer = model.config._attn_implementation, ALL_ATTENTION_FUNCTIONS.get(REPLACED, sdpa_attention_forward)
     AttentionInterface.register(REPLACED, attention)
     AttentionMaskInterface.register(REPLACED, eager_mask)
     try:
@@ -170,6 +171,7 @@ def replaced_attention(model: PreTrainedModel, attention: Callable[..., tuple[Te
         yield
     finally:
         model.set_attn_implementation(before)
+        AttentionInterface.register(REPLACED, outer)  # of a block around this one
 
 
 def _local_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
