@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from attend.attention import decoding
 from attend.attention.call import Call, Result
+from attend.attention.operations import FORWARD
+from attend.attention.reference.forward import attend
 from attend.attention.stacking import stack
 from attend.check.random_cases import FEATURES, Case, random_case
 from attend.serving.admission import ServingLimits
@@ -333,6 +335,12 @@ UNLIKE_REQUESTS: dict[str, dict[str, Any]] = {
     "window both": {"window": {"left": 1, "right": 1}},
     "offset": {"causal": True, "query_offset": 1},
     "pairs and keys": {"attend_mask": BITS[0, 0], "attend_keys": BITS[:, 0, 0]},
+    "pattern [q,k]": {"pattern": np.eye(Q)},
+    "pattern [b,h,q,k]": {"pattern": np.ones((1, H, Q, K))},
+    "pattern of heads": {"pattern": np.eye(Q), "pattern_rows": [0, 1, 1]},
+    "pattern of rows": {"pattern": np.eye(Q), "pattern_rows": BITS[..., 0]},
+    "head_outputs": {"head_outputs": np.ones((1, H, Q, 2))},
+    "head_outputs of heads": {"head_outputs": np.ones((1, H, Q, 2)), "head_output_rows": [0, 1, 1]},
     "everything": {"attend_mask": BITS, "bias": numbers(1, H, Q, K), "valid_lens": [2], "causal": True, "head_scale": [1.0, 2.0, 3.0]},
 }
 
@@ -441,6 +449,24 @@ def test_masks_that_are_equal_in_all_calls_are_stacked_once() -> None:
     differing = stack([*calls, bound(LAYER, query=numbers(2, Q, 6), attend_mask=other)[0]])
     assert differing.masks.attend_mask is not None
     assert differing.masks.attend_mask[:, 0].sum((1, 2)).tolist() == [10] * 4 + [16] * 2
+
+
+def test_stacked_calls_keep_their_own_replaced_heads() -> None:
+    """The same pattern for all items, others for each; rows of all items and of each. The float64 reference computes each call alone."""
+    spec, weights = LAYER.spec, {name: array.astype(np.float64) for name, array in LAYER.arrays().items()}
+    rows = RNG.integers(0, 2, (3, H, Q))
+    replaced: list[dict[str, Any]] = [
+        {"pattern": numbers(Q, K), "pattern_rows": [1, 0, 1], "head_outputs": numbers(1, H, Q, 2), "head_output_rows": [0, 1, 0]},
+        {"pattern": numbers(3, 1, Q, K), "pattern_rows": [0, 1, 0], "head_outputs": numbers(3, H, Q, 2), "head_output_rows": rows[:, :, 0]},
+    ]
+    requests = [{"query": numbers(b, Q, 6), **fields} for b, fields in zip((1, 3), replaced, strict=True)]
+    calls = [bound(LAYER, **fields)[0] for fields in requests]
+    key, other = (batch_key(LAYER, call) for call in calls)
+    assert key == other is not None
+    for result, fields in zip(FORWARD.run_batch(LAYER.attention, [(FORWARD, call) for call in calls]), requests, strict=True):
+        expected = attend(spec, weights, **fields)
+        np.testing.assert_allclose(result.tensors["output"], expected.output, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result.tensors["attention_weights"], expected.attention_weights, rtol=1e-5, atol=1e-6)
 
 
 # Results of batches

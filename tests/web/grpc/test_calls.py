@@ -71,6 +71,21 @@ def test_outputs_equal_those_over_http(client: Any, want: dict[str, Array], comp
         np.testing.assert_allclose(reply.as_numpy(name), array, rtol=0, atol=1e-6)
 
 
+def test_replaced_heads_equal_those_over_http(client: Any, v2: httpx.Client) -> None:
+    """`pattern` and `head_outputs` with their rows, as binary tensors."""
+    given = {"pattern": RNG.random((1, 3, 3, 5)), "head_outputs": RNG.random((2, 3, 1, 2))}
+    rows = {"pattern_rows": np.array([True, False, False]), "head_output_rows": np.array([[False, True, False], [False, False, True]])}
+    inputs = [tensor("query", QUERY), tensor("key", KEY), *(tensor(name, x, "FP64") for name, x in given.items())]
+    reply = client.infer("tiny", inputs + [tensor(name, x, "BOOL") for name, x in rows.items()])
+    fields = {name: x.tolist() for name, x in {"query": QUERY, "key": KEY, **given, **rows}.items()}
+    over_http = v2.post("/attend", json={"layer": "tiny", **fields}).json()
+    for name in ("output", "attention_weights"):
+        np.testing.assert_allclose(reply.as_numpy(name), over_http[name], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(reply.as_numpy("attention_weights")[:, 0], np.broadcast_to(given["pattern"][:, 0], (2, 3, 5)), atol=1e-6)
+    with pytest.raises(InferenceServerException, match=r"expected shape .*, got shape \[1, 3, 3, 4\].*pattern"):
+        client.infer("tiny", [*inputs[:2], tensor("pattern", given["pattern"][..., :4], "FP64")])
+
+
 def field(number: int, kind: int, payload: bytes) -> bytes:
     """A field in the wire format, with a field number below 16 and a length below 16,384."""
     length = bytes([len(payload) & 127 | 128, len(payload) >> 7]) if kind == 2 else b""
