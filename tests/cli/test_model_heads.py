@@ -148,3 +148,10 @@ def test_the_map_of_an_encoder_decoder_is_of_the_last_token_of_its_target(tmp_pa
     table = run_attend("heads", str(tmp_path), "--text", "anna gave ben the book", "--target", "tom went").stdout.decode()
     assert all(name in table for name in document["layers"])
     assert "needs --target" in run_attend("heads", str(tmp_path), "--text", "anna").stderr.decode()
+
+
+def test_a_capture_of_an_encoder_decoder_has_no_map(tmp_path: Path) -> None:
+    """Its layers are in another order than their effects, so the map would show a head's effect at another head."""
+    done = run_attend("heads", str(tmp_path), "--text", "anna", "--target", "anna", "--capture", str(tmp_path / "file"))
+    assert done.returncode == 2
+    assert "expected --capture without --target" in done.stderr.decode()

@@ -36,6 +36,8 @@ def show_effects(
     flags: Mapping[str, Any],
 ) -> None:
     """Prints the change of the token's log-probability without each head, [layers, heads]; writes it and the layers to `file`."""
+    if target is not None and file is not None:  # a capture has the layers of an encoder-decoder in another order than its effects
+        fail("heads", "expected --capture without --target: captures of encoder-decoders have no map of effects", code=2)
     model, tokenizer = load_model("heads", folder, ANSWERS)
     with report_errors("heads"):
         inputs = arguments_of("heads", model, tokenizer, text, target)

@@ -168,7 +168,7 @@ def heads(
 
         show_effects(Path(file), text, token, target, capture, url, ca, as_json, config, flags)
         return
-    if not text is token is target is capture is None:
+    if any(given is not None for given in (text, token, target, capture)):
         fail("heads", f"expected the folder of a model beside --text, --token, --target and --capture, got {file}", code=2)
     wanted = None if metrics is None else _metrics(metrics)
     with report_errors("heads"):
