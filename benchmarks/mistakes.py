@@ -12,6 +12,8 @@ changing two, and each mutant is checked as its author would check it. The verdi
     wrong     with another seed it names another mistake, or none
     unnamed   it is found wrong without a name
 
+Without the package jax, `jax_function.py` is left out.
+
 A third of the mutants, drawn by the seed, is held out: no mistake was added to the check because of them. With --record, verdicts are kept
 in a file, and a run that was stopped goes on where it was.
 """
@@ -29,6 +31,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,7 @@ class Implementation:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] | None = None
+    needs: str = "attend"  # the package without which it is left out
 
 
 IMPLEMENTATIONS = (
@@ -71,6 +75,7 @@ IMPLEMENTATIONS = (
     Implementation("packed.py", "PackedAttention", {"fused": "q,k,v"}),
     Implementation("half.py", "HalfAttention", {"causal": True, "dtype": "bfloat16"}),
     Implementation("cached.py", "CachedAttention", {"causal": True}),
+    Implementation("jax_function.py", "attention", {"framework": "jax"}, needs="jax"),
 )
 
 
@@ -147,7 +152,8 @@ def mutants(only: str, share: str, seed: int, pairs: int) -> Iterator[tuple[int,
     drawn = random.Random(seed)
     singles = []
     for index, implementation in enumerate(IMPLEMENTATIONS):
-        for mutation in mutations((FOLDER / implementation.file).read_text()) if only in implementation.file else ():
+        chosen = only in implementation.file and find_spec(implementation.needs) is not None
+        for mutation in mutations((FOLDER / implementation.file).read_text()) if chosen else ():
             if (drawn.random() < 1 / 3) == (share == "held-out"):
                 singles.append((index, (str(mutation),), mutation.source))
     if not pairs:

@@ -20,8 +20,9 @@ from rich.console import Console
 from attend.attention.reference.forward import attend
 from attend.attention.reference.request import Request
 from attend.check.convention import option_table
+from attend.check.low_precision import HALF
 from attend.check.random_cases import random_case
-from attend.check.rounding import HALF, RoundedLayer
+from attend.check.rounding import RoundedLayer
 from attend.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case, outputs_of, with_roundings
 from attend.cli.terminal import progress_line
 from attend.spec import DType, LayerSpec
@@ -279,6 +280,14 @@ def test_the_first_disagreement_of_a_wrong_module_is_shown(package):
     assert shown.count(" agrees with the reference") == 1
     assert shown.count("largest error") == 1  # the cases of the one that is wrong
     assert b"largest error" in check_module(package, "--module", "theirs:Right", "--verbose").stdout
+
+
+def test_cases_that_are_not_tried_are_in_one_sentence_and_each_in_the_table_if_verbose(package):
+    given = ["--module", "theirs:Unscaled"]
+    shown, verbose = (check_module(package, *given, *more).stdout.decode() for more in ([], ["--verbose"]))
+    sentence = "not tried: mask, causal mask, padded keys, packed sequences, since no parameter is known for them"
+    assert sentence in shown and "not run" not in shown
+    assert sentence in verbose and "not run: no parameter is known as" in verbose
 
 
 def test_the_report_fits_80_columns_and_begins_with_the_verdict(package):

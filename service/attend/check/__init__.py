@@ -21,6 +21,7 @@ In the order in which to read it:
     mistakes/, changes.py    the known mistakes with their arithmetic, and the changes that they are made of
     cases.py                 the inputs
     computation.py           what the reference computes for them, with mistakes too, and the largest error that rounding explains
+    rounded_steps.py         which steps a candidate in half precision rounds
     chunks.py                the same in several calls, as a candidate with a cache computes
     low_precision.py         the same with some steps in fewer digits
     convention.py            what parameters and weights mean: by their usual names, or by the options

@@ -37,8 +37,8 @@ class Candidate:
     weights: Mapping[str, Array]  # canonical names
     module: Any  # the torch module, or None
 
-    def draw_cases(self, seed: int, *, partial: bool = False) -> Iterator[CheckCase]:
-        """The cases for this candidate; the adapter cannot call it on those with a `skip_reason`. See `draw_check_cases` for `partial`."""
+    def draw_cases(self, seed: int, *, partial: bool = False, larger: bool = False) -> Iterator[CheckCase]:
+        """The cases for this candidate, as `draw_check_cases` draws them; the adapter cannot call it on those with a `skip_reason`."""
         roles, convention = self.adapter.roles.keys(), self.adapter.convention
         per_item = convention.mask_shape.startswith("b")
         masks: dict[CaseKind, bool] = {
@@ -58,6 +58,7 @@ class Candidate:
             inputs=[name for name in ("query", "key", "value") if name in roles],
             masks_per_item=[kind for kind, differs in masks.items() if differs],
             partial=partial,
+            larger=larger,
         )
 
     def evaluating(self) -> AbstractContextManager[None]:

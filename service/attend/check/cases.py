@@ -83,17 +83,19 @@ def draw_check_cases(
     inputs: Collection[str] = ("query", "key", "value"),
     masks_per_item: Collection[CaseKind] = ("mask", "padding", "segments"),
     partial: bool = False,
+    larger: bool = False,
 ) -> Iterator[CheckCase]:
     """The cases in order of difficulty, for a candidate of this dtype that is always `causal`, or takes only some of the inputs.
 
     `decodes`: it has a cache. `at_end`: the last query of a causal candidate is at the last key, and not the first at the first.
-    `partial`: other cases, on which most mistakes change nothing, and which so tell what a wrong candidate does right.
+    `partial`: other cases, on which most mistakes change nothing, and which so tell what a wrong candidate does right. `larger`: one item
+    and one query more, which tells a size from a constant.
 
     Inputs are values of the dtype, stored as float64. `masks_per_item`: the kinds of cases whose masks may differ among items.
     """
     rng = np.random.default_rng(seed)
-    batch = BATCH if batched else 1
-    queries = POSITIONAL_QUERIES if spec.positional else QUERIES
+    batch = BATCH + larger if batched else 1
+    queries = (POSITIONAL_QUERIES if spec.positional else QUERIES) + larger
     queries = next((extent.stop for extent in spec.extents if not extent.negative), queries)
     same_widths = spec.query_dim == spec.key_dim == spec.value_dim
 
@@ -130,7 +132,7 @@ def draw_check_cases(
             rows = np.repeat(case.query[:, :1], queries, axis=1)
             yield replace(case, query=rows, key=rows, value=rows)
         return
-    lengths = np.array([queries - 2, queries - 1][: batch if "padding" in masks_per_item else 1])
+    lengths = queries - 2 + np.arange(batch if "padding" in masks_per_item else 1) % 2
     yield draw("no mask", "plain", queries, everything)
     if decodes:
         whole = draw("decoding row by row", "plain", queries, everything)
@@ -151,7 +153,7 @@ def draw_check_cases(
         yield draw("large logits", "plain", queries, everything, largest=1500.0)
     if spec.normalizer != "sigmoid":  # sigmoid weights depend on the length of a segment, but not on a mask
         segments = np.stack([1 + np.arange(queries) * parts // queries for parts in (3, 2)])
-        segments = segments[np.arange(batch) if "segments" in masks_per_item else np.zeros(batch, int)]
+        segments = segments[np.arange(batch) % 2 if "segments" in masks_per_item else np.zeros(batch, int)]
         packed = draw("packed sequences", "segments", queries, segments[:, :, None] == segments[:, None, :])
         yield replace(packed, segments=segments)
 

@@ -1,9 +1,11 @@
 """Compares a candidate with the reference: the largest error of every case, and the first disagreement with its explanation."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from html import escape
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from attend.check.cases import CheckCase
 from attend.check.computation import RELATIVE, Computation
 from attend.check.convention import make_convention
 from attend.check.explanation import Explanation, Observation, explain
+from attend.check.low_precision import HALF
+from attend.check.rounded_steps import rounded_steps
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -51,6 +55,7 @@ class CaseResult:
         return f"{self.case:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {self.verdict}"
 
 
+NOT_FINITE = "no number is finite: a row may have no key that is not blocked, exp may overflow, or a number is divided by 0"
 UNEXPLAINED = "no known mistake gives these numbers, nor do any two together"
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
 AXES = {"output": ("item", "query", "number"), "attention_weights": ("item", "head", "query", "key")}
@@ -90,11 +95,13 @@ class Disagreement:
 class Comparison:
     """The results of `compare`; its string is the report, which a notebook shows too.
 
-    `disagreements`: the first, and later ones that show other mistakes.
+    `disagreements`: the first, and later ones that show other mistakes. `rounding`: which steps a half-precision candidate that agrees
+    rounds, if its numbers show it.
     """
 
     results: tuple[CaseResult, ...]
     disagreements: tuple[Disagreement, ...]
+    rounding: str = ""
 
     @property
     def first(self) -> Disagreement | None:
@@ -115,9 +122,9 @@ class Comparison:
         return tuple(result.case for result in self.results if result.vague and result.agrees is None)
 
     def __str__(self) -> str:
-        if self.agrees:
-            return "\n".join([self.conclusion, *map(str, self.results)])
-        return "\n".join([self.verdict, self.conclusion, *map(str, self.results)])
+        about = [] if self.agrees else [self.verdict, self.omissions]
+        cases = [str(result) for result in self.results if not result.untried]
+        return "\n".join(_wrapped(line) for line in (*about[:1], *self.conclusion.splitlines(), *about[1:], *cases) if line)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -130,23 +137,33 @@ class Comparison:
 
     @property
     def conclusion(self) -> str:
-        """The disagreements; or in how many cases it agrees, which were not tried, and which say nothing."""
+        """The disagreements; or in how many cases it agrees, which were not tried, and which say nothing.
+
+        After it, on a line of its own, which steps a half-precision candidate rounds.
+        """
         if not self.agrees:
             shown = [str(x) for x in self.disagreements]
             return "\n".join(x.replace("disagreement: ", f"{'also' if i else 'first'} disagreement: ", 1) for i, x in enumerate(shown))
         agreeing = sum(result.agrees is True for result in self.results)
-        about_vague = (
-            f"; nothing is shown by {', '.join(self.vague)}, whose numbers rounding alone may change as much" if self.vague else ""
-        )
-        if not self.untried and not self.vague:
-            return "agrees with the reference"
-        if not self.untried:
-            return f"agrees with the reference in {agreeing} of {len(self.results)} cases{about_vague}"
+        about_vague = f"nothing is shown by {', '.join(self.vague)}, whose numbers rounding alone may change as much" if self.vague else ""
+        which = f" in {agreeing} of {len(self.results)} cases" if self.untried or self.vague else ""
+        agreement = "; ".join(x for x in (f"agrees with the reference{which}", self.omissions, about_vague) if x)
+        return f"{agreement}\nrounding: {self.rounding}" if self.rounding else agreement
+
+    @property
+    def omissions(self) -> str:
+        """Which cases were not tried that would show more, and why; empty if there are none."""
         unknown = [result.case for result in self.results if result.untried and (result.skipped or "").startswith(NO_PARAMETER)]
         reasons = [f"{', '.join(unknown)}, since no parameter is known for them"] if unknown else []
         if positions := [name for name in self.untried if name not in unknown]:
             reasons.append(f"{', '.join(positions)}, since query_offset is not given")
-        return f"agrees with the reference in {agreeing} of {len(self.results)} cases; not tried: {'; '.join(reasons)}{about_vague}"
+        return f"not tried: {'; '.join(reasons)}" if reasons else ""
+
+
+def _wrapped(text: str) -> str:
+    """The text in lines of at most 80 columns, with the indentation of the first."""
+    indent = " " * (len(text) - len(text.lstrip()))
+    return fill(text, 80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **options: Any) -> Comparison:
@@ -178,8 +195,14 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **o
         parts = _observe(prepared, prepared.draw_cases(seed, partial=True))
         if (changing := _changing(prepared, comparable)) is not None:
             return Comparison(tuple(results), (changing, *failures[:1]))
-        disagreements = _explained(comparable, _observe_further(prepared, seed), parts)
-    return Comparison(tuple(results), (*disagreements, *failures[:1]))
+        disagreements = (*_explained(comparable, _observe_further(prepared, seed), parts), *failures[:1])
+    return Comparison(tuple(results), disagreements, "" if disagreements else _rounding(comparable))
+
+
+def _rounding(compared: Sequence["_ComparedCase"]) -> str:
+    """Which steps a half-precision candidate rounds; empty if its numbers do not show it, or in a higher precision."""
+    clear = [(x.right, x.outputs[0].got) for x in compared if x.right.dtype in HALF and not x.outputs[0].vague]
+    return rounded_steps(clear)
 
 
 def _changing(prepared: Candidate, compared: Sequence["_ComparedCase"]) -> Disagreement | None:
@@ -212,7 +235,7 @@ def _explained(compared: Sequence["_ComparedCase"], further: Iterator[Observatio
 def _observe_further(prepared: Candidate, seed: int) -> Iterator[Observation]:
     """More cases that the candidate can be called on, which tell explanations apart that agree in all earlier ones."""
     for other in range(seed + 1, seed + 1 + FURTHER_SEEDS):
-        yield from _observe(prepared, prepared.draw_cases(other * 1_000_003))
+        yield from _observe(prepared, prepared.draw_cases(other * 1_000_003, larger=other % 2 != seed % 2))
 
 
 def _observe(prepared: Candidate, cases: Iterable[CheckCase]) -> Iterator[Observation]:
@@ -223,11 +246,16 @@ def _observe(prepared: Candidate, cases: Iterable[CheckCase]) -> Iterator[Observ
                 yield _call(prepared, case).observation
 
 
-def assert_agrees(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **options: Any) -> None:
-    """`compare` for tests: AssertionError with the report if the candidate disagrees."""
+def assert_agrees(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, allow_skipped: bool = False, **options: Any) -> None:
+    """`compare` for tests: AssertionError with the report if the candidate disagrees.
+
+    A warning names the cases that were not tried, since no parameter is known for them, unless `allow_skipped`.
+    """
     comparison = compare(candidate, spec=spec, seed=seed, **options)
     if not comparison.agrees:
         raise AssertionError(str(comparison))
+    if comparison.untried and not allow_skipped:
+        warnings.warn(comparison.conclusion, stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +317,8 @@ class _ComparedCase:
             return Disagreement(case, wrong.name, *shapes, hint=hint, explanation=explanation)
         index = tuple(np.argwhere(~(np.abs(wrong.got - wrong.expected) <= wrong.tolerance))[0].tolist())
         expected, got = (f"{x[index]:.{17 if self.right.dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
-        return Disagreement(case, wrong.name, expected, got, index, str(explanation) or UNEXPLAINED, explanation)
+        unexplained = UNEXPLAINED if np.isfinite(wrong.got).any() else NOT_FINITE
+        return Disagreement(case, wrong.name, expected, got, index, str(explanation) or unexplained, explanation)
 
 
 def _call(candidate: Candidate, case: CheckCase) -> _ComparedCase:

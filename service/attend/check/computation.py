@@ -11,7 +11,7 @@ from attend.attention.reference.forward import Layer, Outputs
 from attend.attention.reference.request import Request
 from attend.check.cases import CheckCase
 from attend.check.chunks import in_chunks
-from attend.check.low_precision import NUDGE, in_low_precision
+from attend.check.low_precision import EVERY_STEP, NUDGE, in_low_precision
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -41,6 +41,11 @@ class Expected:
             tolerance = np.take(tolerance, rows, axis) if isinstance(tolerance, np.ndarray) else tolerance
         return got.shape == expected.shape and bool(_near(got, expected, tolerance).all())
 
+    def typical_error(self, name: str, got: Array) -> float:
+        """The root mean square of the errors of an output that `agrees`."""
+        rows = [slice(0, n) for n in got.shape]  # it may have fewer queries
+        return root_mean_square(got - self.outputs[name][tuple(rows)])
+
     def right_rows(self, name: str, got: Array) -> Array:
         """The rows of queries in which an output of this shape has these numbers: bool [q]."""
         near = _near(got, self.outputs[name], self.tolerances[name])
@@ -61,7 +66,8 @@ class Expected:
         if self.is_vague:
             return False
         same_shape = [(x, results[name], name) for name, x in self.outputs.items() if name in results and results[name].shape == x.shape]
-        return any((np.isfinite(x) & ~(np.abs(x - got) <= 1e-2 * self.largest[name])).any() for x, got, name in same_shape)
+        near = {name: 1e-2 * max(self.largest[name], _largest(got)) for _, got, name in same_shape}
+        return any((np.isfinite(x) & ~(np.abs(x - got) <= near[name])).any() for x, got, name in same_shape)
 
     def largest_tolerance(self, name: str) -> float:
         return float(np.max(self.tolerances[name]))
@@ -99,6 +105,10 @@ class Computation:
         """The scores [b, h, q, k], -inf where a key is blocked."""
         return self._attend().scores
 
+    def output(self) -> Array:
+        """The output alone."""
+        return self._outputs(self._attend())["output"]
+
     def run(self) -> Expected:
         """What it returns, with weights 0 in rows without a key. ValueError: shapes for which a change is impossible."""
         return self._expected(self._attend())
@@ -131,6 +141,12 @@ class Computation:
         moved = {name: x * (1 + unit * draw(-1, 1, x.shape)) for name in ("query", "key", "value") for x in [getattr(self.case, name)]}
         one, two = self.run(), replace(self, case=replace(self.case, **moved)).run()
         return {name: 16 * _largest(two.outputs[name] - x) for name, x in one.outputs.items()}
+
+    def noise(self) -> dict[str, float]:
+        """The root mean square of what the outputs change if every step is rounded to the candidate's half precision."""
+        rounded = replace(self, rounded=(self.dtype, EVERY_STEP))
+        exact, moved = self._outputs(self._attend()), rounded._outputs(rounded._attend())
+        return {name: root_mean_square(moved[name] - x) for name, x in exact.items()}
 
     def _with_finite_scores(self, fill: float) -> "Computation":
         """The computation with a large negative number, -fill, in place of every score of -inf."""
@@ -194,6 +210,12 @@ def tolerance(
     by_dtype = MAGNIFIED if norm or logarithmic else RELATIVE
     unit = by_dtype.get(dtype, RELATIVE["float64"]) if relative is None else relative
     return max(unit * max(1.0, _largest(scores)) * (1.0 if logarithmic else _largest(expected)), 1e-30)
+
+
+def root_mean_square(x: Array) -> float:
+    """That of the finite numbers, 0 if there are none."""
+    finite = x[np.isfinite(x)]
+    return float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
 
 
 def _near(x: Array, y: Array, tolerance: float | Array) -> Array:

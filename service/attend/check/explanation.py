@@ -19,6 +19,7 @@ import numpy as np
 from attend.check.changes import Impossible
 from attend.check.computation import Computation, Expected
 from attend.check.fitting import fitted_factors, fitted_scale, scale_fitted_to_few
+from attend.check.low_precision import HALF
 from attend.check.mistakes import MISTAKES, Mistake
 from attend.tensors import Array
 
@@ -29,6 +30,10 @@ FORMULAS = frozenset(  # too many to combine if no part separates them
     ("rope formula", "rope frequencies", "norm formula", "products", "precision")
 )
 COMBINED = frozenset(("rope formula", "norm formula"))  # of these, all
+TYPICAL = 2  # times the root mean square of the changes by rounding is that of a half-precision candidate's errors at most
+MOST_NOISE = (
+    0.02  # of the largest number: the root mean square of changes by rounding with which a half-precision case tells mistakes apart
+)
 NEAR = 1e4  # tolerances within which the effect of rounding on a mistake is computed
 MOST_EQUALS = 2  # other mistakes with the same numbers that are named
 DOUBLED: Named = ("", Mistake(lambda c: c.with_scale(2 * c.spec.scale), "", ""))  # shows which parts depend on the factor on the scores
@@ -54,6 +59,7 @@ class Explanation:
     mistakes: tuple[str, ...] = ()
     equals: tuple[tuple[str, ...], ...] = ()
     arithmetic: tuple[tuple[str, str], ...] = ()  # of each of the mistakes: what the candidate computes, and what is expected
+    half: str = ""  # the candidate's dtype, if it is half precision
 
     def __bool__(self) -> bool:
         return bool(self.mistakes)
@@ -62,7 +68,8 @@ class Explanation:
         if not self.mistakes:
             return ""
         same = "".join(f"; the same numbers come out when {_joined(other)}" for other in self.equals)
-        return f"this is what comes out when {_joined(self.mistakes)}{same}"
+        shown = f", as far as {self.half} shows," if self.half else ""
+        return f"this is what comes out{shown} when {_joined(self.mistakes)}{same}"
 
 
 def _joined(mistakes: Sequence[str]) -> str:
@@ -86,7 +93,8 @@ def explain(observed: Sequence[Observation], further: Iterator[Observation], par
             if found := _told_apart(found, iter(more)):
                 first, *equals = (tuple(name for name, _ in mistakes) for mistakes in found)
                 arithmetic = tuple(mistake.arithmetic(probe.right) for _, mistake in found[0])
-                return Explanation(first, tuple(equals[:MOST_EQUALS]), arithmetic)
+                half = probe.right.dtype if probe.right.dtype in HALF else ""
+                return Explanation(first, tuple(equals[:MOST_EQUALS]), arithmetic, half)
     return Explanation()
 
 
@@ -160,11 +168,10 @@ class _Search:
 
     def factors(self) -> Iterator[Mistakes]:
         """Another factor on the scores or after them."""
-        if not any("scale" in x.subjects for x in self.here if x.gives) and self.fitted:
+        if self.fitted:
             yield (self.fitted,)
-        if not any(x.gives for x in self.here):
-            fitted = fitted_factors(self.probe.right, self.probe.results)
-            yield from ((factor,) for factor in fitted if _gives((factor,), self.probe))
+        fitted = fitted_factors(self.probe.right, self.probe.results)
+        yield from ((factor,) for factor in fitted if _gives((factor,), self.probe))
 
     def _gives_a_part(self, mistake: Named) -> bool:
         """Whether a mistake gives a wrong part for certain, and may give all others."""
@@ -295,16 +302,30 @@ def _results_agree(changed: Computation, observed: Observation, vague: bool = Fa
 
 def _agrees(changed: Computation, expected: Expected, results: Mapping[str, Array]) -> bool:
     """Whether a computation has these results. Roundings may change it by more than the tolerance."""
-    if expected.is_vague:
+    if expected.is_vague and changed.dtype not in HALF:
         return False
     wrong = next((name for name, got in results.items() if not expected.agrees(name, got)), None)
     if wrong is None:
-        return True
+        return changed.dtype not in HALF or _errors_are_typical(changed, expected, results)
     near = expected.widened({name: NEAR * expected.largest_tolerance(name) for name in expected.tolerances})
     if near is expected or not near.agrees(wrong, results[wrong]) or not all(near.agrees(name, got) for name, got in results.items()):
         return False
     wider = expected.widened(changed.effect_of_rounding())
     return all(wider.agrees(name, got) for name, got in results.items())
+
+
+def _errors_are_typical(changed: Computation, expected: Expected, results: Mapping[str, Array]) -> bool:
+    """Whether the errors of a half-precision candidate are on average as small as those that rounding makes.
+
+    The largest of them may be far larger, so that two mistakes may both give the numbers within the tolerance. Where rounding changes too
+    much, they are not.
+    """
+    noise = changed.noise()
+    return all(
+        noise[name] <= MOST_NOISE * expected.largest[name]
+        and expected.typical_error(name, got) <= TYPICAL * noise[name] + 1e-6 * expected.largest[name]
+        for name, got in results.items()
+    )
 
 
 def _equal(x: Array, y: Array) -> bool:

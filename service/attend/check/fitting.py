@@ -10,10 +10,12 @@ import numpy as np
 from attend.attention.reference.forward import Layer
 from attend.check.changes import Change, change_scale, replace_steps
 from attend.check.computation import Computation
+from attend.check.low_precision import HALF
 from attend.check.mistakes.mistake import Mistake, attention
 from attend.tensors import Array
 
 ENOUGH = {2: 0.2, 4: 0.02}  # step -> the largest error, as a part of the largest number, with which a search goes on
+IN_HALF = 5e-3  # how near a factor that is fitted to numbers in half precision is to the candidate's
 SMALLEST = 1e-6  # factor that is fitted; below it, all visible keys have the same weight
 
 
@@ -23,7 +25,7 @@ def fitted_scale(right: Computation, results: Mapping[str, Array]) -> tuple[str,
     with suppress(ValueError, IndexError):
         from_weights = weights is not None and weights.ndim == 4 and right.returned == "attention_weights"
         factor = _factor_of_weights(right, weights) if from_weights and weights is not None else _factor_of_output(right, results["output"])
-        return None if factor is None else _other_scale(factor, expected)
+        return None if factor is None else _other_scale(factor, expected, right.dtype)
     return None
 
 
@@ -36,7 +38,7 @@ def scale_fitted_to_few(parts: Iterator[tuple[Computation, Array]]) -> tuple[str
         error, expected = _error_of_scale(near, output), near.spec.scale
         if abs(expected) > SMALLEST and np.abs(error(expected) - error(2 * expected)).max() > 1e-3 * np.abs(output).max():
             factor = _zero_of(error, abs(expected), float(np.abs(output).max()))
-            return None if factor is None else _other_scale(factor, expected)
+            return None if factor is None else _other_scale(factor, expected, near.dtype)
     return None
 
 
@@ -64,16 +66,23 @@ def _zero_of(error: Callable[[float], Array], near: float, largest: float) -> fl
     return _with_fewest_digits(factor, lambda factor: float(np.abs(error(factor)).max()))
 
 
-def _other_scale(factor: float, expected: float) -> tuple[str, Mistake] | None:
+def _other_scale(factor: float, expected: float, dtype: str) -> tuple[str, Mistake] | None:
     """The mistake of this factor on the scores; None if it is the expected one, or hardly any."""
-    if abs(factor) < SMALLEST or math.isclose(factor, expected, rel_tol=1e-4):
+    if dtype in HALF and math.isfinite(factor):
+        factor = _short(factor, IN_HALF)
+    if abs(factor) < SMALLEST or math.isclose(factor, expected, rel_tol=IN_HALF if dtype in HALF else 1e-4):
         return None
-    change = change_scale(lambda c: factor)
+    change, about = change_scale(lambda c: factor), _about(dtype)
     if abs(factor) < 1 and abs(expected) < 1:
-        name = f"the scores are divided by {1 / factor:.4g} and not by {1 / expected:.4g}"
+        name = f"the scores are divided by {about}{1 / factor:.4g} and not by {1 / expected:.4g}"
         return name, Mistake(change, attention(f"Q Kᵀ / {1 / factor:.4g}"), attention())
-    name = f"the scores are multiplied by {factor:.4g} and not by {expected:.4g}"
+    name = f"the scores are multiplied by {about}{factor:.4g} and not by {expected:.4g}"
     return name, Mistake(change, attention(f"Q Kᵀ · {factor:.4g}"), attention())
+
+
+def _about(dtype: str) -> str:
+    """What is said before a factor that is fitted to numbers in half precision."""
+    return "about " if dtype in HALF else ""
 
 
 def fitted_factors(right: Computation, results: Mapping[str, Array]) -> Iterator[tuple[str, Mistake]]:
@@ -88,25 +97,27 @@ def fitted_factors(right: Computation, results: Mapping[str, Array]) -> Iterator
         ("the output", _times_output, "{factor} · (concat(o) W_o + b_o)", np.zeros(1)),
     ):
         one, other = expected - shift, results["output"] - shift
-        factor = _short(float(np.sum(one * other) / np.sum(one * one)))
-        if math.isfinite(factor) and abs(factor) > SMALLEST and not math.isclose(factor, 1, rel_tol=1e-4):
+        near = IN_HALF if right.dtype in HALF else 1e-5
+        factor = _short(float(np.sum(one * other) / np.sum(one * one)), near)
+        if math.isfinite(factor) and abs(factor) > SMALLEST and not math.isclose(factor, 1, rel_tol=10 * near):
             verb = "is" if place == "the output" else "are"
             right_sum = "concat(o) W_o + b_o" if place == "the output" else "softmax(S) V"
-            yield f"{place} {verb} multiplied by {factor:.4g}", Mistake(change(factor), wrong.format(factor=f"{factor:.4g}"), right_sum)
+            name = f"{place} {verb} multiplied by {_about(right.dtype)}{factor:.4g}"
+            yield name, Mistake(change(factor), wrong.format(factor=f"{factor:.4g}"), right_sum)
 
 
-def _short(factor: float) -> float:
-    """The shortest decimal number near a factor, or the reciprocal of a shorter one."""
+def _short(factor: float, near: float) -> float:
+    """The shortest decimal number whose relative distance from a factor is at most `near`, or the reciprocal of a shorter one."""
     if not math.isfinite(factor) or not factor:
         return factor
-    near = [
+    found = [
         (digits + (value != made), made)
         for digits in range(1, 7)
         for value in (float(f"{factor:.{digits}g}"), float(f"{1 / factor:.{digits}g}"))
         for made in (value, 1 / value)
-        if math.isclose(made, factor, rel_tol=1e-5)
+        if math.isclose(made, factor, rel_tol=near)
     ]
-    return min(near)[1] if near else factor
+    return min(found, key=lambda x: (x[0], abs(x[1] - factor)))[1] if found else factor
 
 
 def _times_weights(factor: float) -> Change:

@@ -9,10 +9,13 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from attend.attention.reference.forward import Layer
+from attend.attention.reference.forward import Layer, Positions
 from attend.tensors import BY_TORCH, Array
 
+HALF = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # the distance of 1 to the next number
+EVERY_STEP = frozenset({"projections", "queries", "keys", "products", "scores", "weights", "applied", "values", "heads"})
 NUDGE = {"float32": 2.0**-22, "float64": 2.0**-50}  # of the largest number: errors of a sum of products in the candidate's dtype
 
 
@@ -23,15 +26,24 @@ def to_precision(x: Array, dtype: str, nudge: float = 0.0) -> Array:
 
 
 def in_low_precision(layer: type[Layer], dtype: str, rounded: Collection[str], nudge: float = 0.0) -> type[Layer]:
-    """The layer with these of its numbers rounded: queries, keys, products, scores, weights (`applied`: as they are multiplied by
-    values), values, heads."""
+    """The layer with these of its numbers rounded: projections (before and after RoPE), queries, keys (`scaled queries`: times the
+    scale, before they are multiplied by the keys), products, scores, weights (`applied`: as they are multiplied by values), values,
+    heads."""
 
     def to(name: str, x: Array) -> Array:
         return to_precision(x, dtype, nudge) if name in rounded else x
 
     class Rounding(layer):  # type: ignore[misc, valid-type]  # the layer is a variable
+        def project(self, x: ArrayLike, name: str) -> Array:
+            return to("projections", super().project(x, name))
+
+        def at_positions(self, q: Array, k: Array, positions: Positions) -> tuple[Array, Array]:
+            q, k = super().at_positions(q, k, positions)
+            return to("projections", q), to("projections", k)
+
         def raw_scores(self, q: Array, k: Array, ahead: Array) -> Array:
-            return to("products", super().raw_scores(to("queries", q), to("keys", k), ahead))
+            q = to("scaled queries", q * self.spec.scale) / self.spec.scale if "scaled queries" in rounded else to("queries", q)
+            return to("products", super().raw_scores(q, to("keys", k), ahead))
 
         def softmax(self, scores: Array, sinks: Array | None) -> Any:
             weights, log_sum_exp = super().softmax(to("scores", scores), sinks)

@@ -12,9 +12,8 @@ from attend.attention.operators.qk_norm import QKNorm
 from attend.attention.reference.forward import Layer, Positions
 from attend.attention.reference.request import Request
 from attend.check.computation import tolerance
+from attend.check.low_precision import HALF
 from attend.tensors import BY_TORCH, Array
-
-HALF = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # the distance of 1 to the next number
 
 
 class RoundedLayer(Layer):

@@ -61,7 +61,7 @@ Options = Annotated[
 ]
 
 AllowSkipped = Annotated[bool, typer.Option("--allow-skipped", help="Exit code 0 also if cases of a --module were not tried.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show the cases of a --module also if it agrees.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show all cases of a --module, also if it agrees.")]
 
 
 @with_settings("device", "threads")
@@ -181,20 +181,26 @@ class ModuleReport:
     def show(self, console: Console, verbose: bool) -> None:
         """The verdict, the mistake and the first wrong number, the cases if it disagrees or is `verbose`, and the command to repeat it."""
         if self.agrees:
+            line = self.comparison.conclusion
+            if not self.comparison.untried and not self.comparison.vague:
+                line = line.replace("agrees with the reference", f"agrees with the reference in {self.calls} calls", 1)
+            console.print(f"{self.name} {line}", highlight=False, markup=False)
             if verbose:
-                console.print(self._table())
-            partly = self.comparison.untried or self.comparison.vague
-            line = self.comparison.conclusion if partly else f"agrees with the reference in {self.calls} calls"
-            console.print(f"{self.name} {line}", soft_wrap=True, highlight=False, markup=False)
+                console.print(self._table(verbose))
             return
         console.print(f"{self.name} {self.comparison.verdict}", highlight=False, markup=False)
         console.print(self.comparison.conclusion, highlight=False, markup=False)
-        console.print(self._table())
+        console.print(self._table(verbose))
+        if self.comparison.omissions:
+            console.print(self.comparison.omissions, highlight=False, markup=False)
         console.print(f"again: {self._command()}", soft_wrap=True, highlight=False, markup=False)
 
-    def _table(self) -> Table:
+    def _table(self, verbose: bool) -> Table:
+        """The cases; those that were not run only if `verbose`."""
         table = Table("case", "largest error", "tolerance", "")
         for result in self.comparison.results:
+            if result.skipped and not verbose:
+                continue
             if result.skipped or result.raised:
                 table.add_row(result.case, "", "", f"not run: {result.skipped}" if result.skipped else "[bold red]RAISED")
             else:

@@ -16,8 +16,9 @@ from attend.attention.reference.forward import Outputs, attend
 from attend.attention.reference.request import Request
 from attend.axes import outputs_from
 from attend.check import tolerance
+from attend.check.low_precision import HALF
 from attend.check.random_cases import Case, random_case
-from attend.check.rounding import HALF, RoundedLayer, half_tolerance
+from attend.check.rounding import RoundedLayer, half_tolerance
 from attend.client import BadReply, Client, operations
 from attend.errors import InvalidRequest, LayerNotFound, MalformedBody, ServiceFault
 from attend.spec import DType, LayerSpec, fingerprint

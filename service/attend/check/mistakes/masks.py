@@ -19,7 +19,7 @@ from attend.check.changes import (
     only_if,
 )
 from attend.check.computation import LARGE, Computation
-from attend.check.mistakes.mistake import Mistake, attention, computing
+from attend.check.mistakes.mistake import Mistake, attention, computing, seeing
 from attend.spec_parts import Window
 from attend.tensors import Array
 
@@ -152,60 +152,65 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         },
     ),
     "causality": computing(
-        "softmax(S + M) V, query i sees the keys j ≤ i",
+        seeing("j ≤ i"),
         {
             "causality is forgotten: queries attend to keys after their own": ("softmax(S) V", change_causality(np.ones_like)),
-            "its causal mask is aligned at the first key: query i sees the keys up to i, and not up to i + k - q": (
-                "query i sees the keys j ≤ i, and not j ≤ i + k - q",
-                change_causality(np.tril),
-            ),
             "its causal mask is aligned at the last key: query i sees the keys up to i + k - q, and not up to i": (
-                "query i sees the keys j ≤ i + k - q",
+                seeing("j ≤ i + k - q"),
                 change_causality(lambda own: np.tril(np.ones_like(own), own.shape[2] - own.shape[1])),
             ),
-            "its causal mask blocks each query's own key (off by one)": ("query i sees the keys j < i", change_causality(_keys_up_to(-1))),
+            "its causal mask blocks each query's own key (off by one)": (seeing("j < i"), change_causality(_keys_up_to(-1))),
             "its causal mask lets each query see the next key (off by one)": (
-                "query i sees the keys j ≤ i + 1",
+                seeing("j ≤ i + 1"),
                 change_causality(_keys_up_to(1)),
             ),
             "its causal mask is transposed: queries attend to their own key and later ones": (
-                "query i sees the keys j ≥ i",
+                seeing("j ≥ i"),
                 change_causality(_keys_from(0)),
             ),
             **{
                 f"its causal mask lets query i see keys up to {words} (off by {abs(by)})": (
-                    f"query i sees the keys j ≤ {words}",
+                    seeing(f"j ≤ {words}"),
                     change_causality(_keys_up_to(by)),
                 )
                 for words, by in (("i + 2", 2), ("i - 2", -2), ("i + 3", 3))
             },
             **{
                 f"its causal mask lets query i see keys from {words} on": (
-                    f"query i sees the keys j ≥ {words}",
+                    seeing(f"j ≥ {words}"),
                     change_causality(_keys_from(by)),
                 )
                 for words, by in (("i - 1", -1), ("i + 2", 2), ("i - 2", -2), ("i + 3", 3))
             },
-            "its causal mask blocks every key": ("query i sees no key", change_causality(np.zeros_like)),
+            "its causal mask blocks every key": ("softmax(S + M) V, query i sees no key", change_causality(np.zeros_like)),
             "its causal mask is inverted: queries attend to later keys alone": (
-                "query i sees the keys j > i",
+                seeing("j > i"),
                 change_causality(np.logical_not),
             ),
             "its causal mask leaves each query its own key alone": (
-                "query i sees the key j = i",
+                seeing("j = i"),
                 change_causality(lambda own: own & _keys_from(0)(own)),
             ),
         },
     )
     | computing(
-        "query i sees all keys that no mask blocks",
+        seeing("j ≤ i + k - q"),
+        {
+            "its causal mask is aligned at the first key: query i sees the keys up to i, and not up to i + k - q": (
+                seeing("j ≤ i"),
+                change_causality(np.tril),
+            ),
+        },
+    )
+    | computing(
+        "softmax(S + M) V, query i sees all keys that no mask blocks",
         {
             "it is causal without being asked (see causal)": (
-                "query i sees the keys j ≤ i",
+                seeing("j ≤ i"),
                 only_if(lambda c: not c.case.causal, mask_everywhere(np.tril)),
             ),
             "it is causal without being asked, and each query sees the next key too": (
-                "query i sees the keys j ≤ i + 1",
+                seeing("j ≤ i + 1"),
                 only_if(lambda c: not c.case.causal, mask_everywhere(lambda visible: np.tril(visible, 1))),
             ),
         },

@@ -36,6 +36,11 @@ def computing(expected: str, rows: Mapping[str, tuple[str, Change]]) -> dict[str
     return {name: Mistake(change, computed, expected) for name, (computed, change) in rows.items()}
 
 
+def seeing(keys: str) -> str:
+    """Attention in which query i sees these keys alone."""
+    return f"softmax(S + M) V, query i sees the keys {keys}"
+
+
 def attention(scores: str = "Q Kᵀ{scale}") -> str:
     """Attention with these scores before the mask."""
     return f"softmax({scores}{{mask}}) V"

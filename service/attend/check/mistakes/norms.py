@@ -6,7 +6,8 @@ import numpy as np
 
 from attend.attention.operators.qk_norm import QKNorm
 from attend.attention.reference.forward import Layer
-from attend.check.changes import Change, change_part, map_weights, only_if, replace_steps
+from attend.check.changes import Change, Impossible, change_part, map_weights, only_if, replace_steps
+from attend.check.computation import Computation
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import Array
 
@@ -63,6 +64,29 @@ def leave_out(name: str) -> Change:
     )
 
 
+def cross_rope(name: str) -> Change:
+    """Applies the norm of the queries or keys (`name`) on the other side of RoPE, and that of the others where it should be."""
+
+    def change(c: Computation) -> Computation:
+        norm, steps = c.spec.qk_norm, c.layer
+        if norm is None or c.spec.rope is None or c.spec.latent:
+            raise Impossible
+
+        def normed(layer: Layer, x: Array, other: str, norm: QKNorm) -> Array:
+            return x if other == name else steps.norm(layer, x, other, norm)
+
+        def rotate(layer: Layer, x: Array, other: str, positions: Array) -> Array:
+            if other != name:
+                return steps.rotate(layer, x, other, positions)
+            if norm.after_rope:
+                return steps.rotate(layer, steps.norm(layer, x, other, norm), other, positions)
+            return steps.norm(layer, steps.rotate(layer, x, other, positions), other, norm)
+
+        return replace_steps(norm=normed, rotate=rotate)(c)
+
+    return change
+
+
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "norm order": {
         "the norm of queries and keys is applied after RoPE and not before": Mistake(
@@ -71,6 +95,12 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         "the norm of queries and keys is applied before RoPE and not after": Mistake(
             change_part("qk_norm", after_rope=False), "rope(norm(x))", "norm(rope(x))"
         ),
+    }
+    | {
+        f"the norm of the {words} is on the other side of RoPE, and that of the {others} where it should be": Mistake(
+            cross_rope(name), f"norm and RoPE of the {words} in the other order", f"norm and RoPE of the {words} in that of the layer"
+        )
+        for name, words, others in (("query", "queries", "keys"), ("key", "keys", "queries"))
     },
     "norm width": {
         "the norm is taken per head and not over the full width of all heads": Mistake(
