@@ -882,6 +882,16 @@ def test_weights_far_below_those_of_blocked_keys_are_no_reason_to_exclude_a_mist
     assert compare(attend, framework="numpy").first.mistakes == (named,)
 
 
+def test_a_blocking_number_that_float16_cannot_hold_has_a_hint():
+    def attend(query, key, value, attend_mask=None):
+        scores = query @ key.mT / 2
+        return (scores if attend_mask is None else scores.masked_fill(~attend_mask, -1e9)).softmax(-1) @ value
+
+    first = compare(attend, framework="torch", dtype="float16").first
+    assert "larger than float16 can hold" in first.hint and "RuntimeError" in first.got
+    assert compare(attend, framework="torch", dtype="bfloat16").agrees
+
+
 def test_numbers_that_are_all_nan_have_a_hint_of_their_own():
     def attend(query, key, value):
         return (query @ key.mT).masked_fill(torch.ones(query.shape[2], key.shape[2]) == 1, -math.inf).softmax(-1) @ value

@@ -186,9 +186,8 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **o
             try:
                 compared = _call(prepared, case)
             except CallFailed as failure:
-                hint = "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype" if case.kind != "plain" else None
                 results.append(CaseResult(case.name, np.inf, raised=str(failure)))
-                failures.append(Disagreement(case.name, "output", "a result", str(failure), hint=hint))
+                failures.append(Disagreement(case.name, "output", "a result", str(failure), hint=_hint_of_exception(str(failure), case)))
                 continue
             results.append(compared.result)
             comparable.append(compared)
@@ -197,6 +196,13 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **o
             return Comparison(tuple(results), (changing, *failures[:1]))
         disagreements = (*_explained(comparable, _observe_further(prepared, seed), parts), *failures[:1])
     return Comparison(tuple(results), disagreements, "" if disagreements else _rounding(comparable))
+
+
+def _hint_of_exception(message: str, case: CheckCase) -> str | None:
+    """What may have caused the exception that a candidate raised; None if nothing is known."""
+    if "Half without overflow" in message:  # torch's words
+        return "a number such as -1e9, in place of -inf, is larger than float16 can hold: use -inf, or torch.finfo(x.dtype).min"
+    return None if case.kind == "plain" else "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype"
 
 
 def _rounding(compared: Sequence["_ComparedCase"]) -> str:
