@@ -26,6 +26,7 @@ WEIGHTS = {
     "are rounded to {dtype} before they are multiplied by the values": frozenset({"applied"}),
 }
 ALWAYS = frozenset({"projections", "queries", "keys", "values", "heads"})
+SMALLEST = 1e-30  # change by rounding
 CLEAR = 0.25  # of the changes by rounding: the largest error of a description
 
 
@@ -38,7 +39,7 @@ def rounded_steps(observed: Sequence[tuple[Computation, Array]]) -> str:
     for (scores, rounded_scores), (weights, rounded_weights) in product(SCORES.items(), WEIGHTS.items()):
         rounded = ALWAYS | rounded_scores | rounded_weights
         outputs = np.concatenate([replace(c, rounded=(c.dtype, rounded)).output().ravel() for c, _ in observed])
-        errors[scores, weights] = root_mean_square(outputs - got) / root_mean_square(outputs - exact)
+        errors[scores, weights] = root_mean_square(outputs - got) / max(root_mean_square(outputs - exact), SMALLEST)
     least = min(errors.values())
     if not least <= CLEAR:
         return ""
