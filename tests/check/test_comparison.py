@@ -556,6 +556,13 @@ def test_two_mistakes_that_show_in_different_cases_are_both_named():
     assert len(first.mistakes) == 2
 
 
+def test_a_scale_is_named_beside_keys_that_are_no_longer_equal():
+    """The scale alone changes nothing where all keys are equal; with other rows in their place it does."""
+    first = compare(lambda query, key, value: (query @ value.mT / 4).softmax(-1) @ value, framework="torch").first
+    assert "the scores are divided by head_dim" in first.mistakes[0]
+    assert first.mistakes[1] == "the projected value is used in place of the projected key"
+
+
 def test_the_report_shows_a_mistake_and_a_later_exception():
     def forward(self, query, key, value, mask=None):
         return Wrong.forward(self, query, key, value, None if mask is None else mask.view(7, 7))

@@ -77,6 +77,15 @@ class QueriesAlone(Rotary):
     def prepare(self, x, w):
         return super().prepare(x, w) if w is self.q_norm else self.norm(x, w)
 
+class CosinesOfQueriesAlone(QueriesAlone):
+    def prepare(self, x, w):
+        if w is not self.q_norm:
+            return self.norm(x, w)
+        x = self.norm(x, w)
+        angles = torch.arange(x.shape[2])[:, None] * 500.0 ** (-torch.arange(0, 10, 2) / 10) / 4
+        a, b = x[..., :10].chunk(2, -1)
+        return torch.cat(((a - b) * angles.cos(), (a + b) * angles.cos(), x[..., 10:]), -1)
+
 class Interleaved(Rotary):
     def prepare(self, x, w):
         x = self.norm(x, w)
@@ -364,6 +373,7 @@ PAIRS = [  # of mistakes; they take seconds
     ("UnscaledWithoutOne", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored", "1 + w is forgotten"]),
     ("NormLast", PAIRED, CAUSAL, ["RoPE rotates halves of each head", "the norm of queries and keys is applied after RoPE"]),
     ("FirstHeadWithoutMscale", LATENT, CAUSAL[:1], ["mscale is forgotten", "the rotary part of the keys is not shared across heads"]),
+    ("CosinesOfQueriesAlone", ROTARY, CAUSAL, ["x * cos(a) + rotate_half(x) * cos(a)", "RoPE rotates the queries and not the keys"]),
     ("LeakingAndUnscaled", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored", "sequences leak across segments"]),
 ]  # fmt: skip
 

@@ -29,10 +29,13 @@ CONFIRMATIONS = 6  # further cases that an explanation must give, too
 FORMULAS = frozenset(  # too many to combine if no part separates them
     ("rope formula", "rope frequencies", "norm formula", "products", "precision")
 )
-COMBINED = frozenset(("rope formula", "norm formula"))  # of these, all
+COMBINED = frozenset(("rope formula", "rope turn", "norm formula"))  # of these, all
 TYPICAL = 2  # times the root mean square of the changes by rounding is that of a half-precision candidate's errors at most
 MOST_NOISE = (
     0.02  # of the largest number: the root mean square of changes by rounding with which a half-precision case tells mistakes apart
+)
+UNEQUAL = frozenset(  # what mistakes are about after which equal keys are not equal, so that others change their weights
+    ("projected", "inputs", "attended", "products", "split", "split of one", "cached rows")
 )
 NEAR = 1e4  # tolerances within which the effect of rounding on a mistake is computed
 MOST_EQUALS = 2  # other mistakes with the same numbers that are named
@@ -202,15 +205,19 @@ class _Search:
 
     @cached_property
     def _on_parts(self) -> list[tuple[_Tried, list[_OnPart]]]:
-        """Each mistake that changes the first wrong case, and what it does to each part."""
+        """Each mistake that changes the first wrong case, and what it does to each part.
+
+        Other positions of RoPE are last: with a wrong rotation they are rotated by that.
+        """
+        here = sorted(self.here, key=lambda x: "rope turn" in x.subjects)
         parts = [(part, part.right.run()) for part in self.parts]
-        return [(x, [_on_part(x.mistake, *part) for part in parts]) for x in self.here]
+        return [(x, [_on_part(x.mistake, *part) for part in parts]) for x in here]
 
     def _may_give(self, one: _Tried, two: _Tried, of_one: Sequence[_OnPart], of_two: Sequence[_OnPart]) -> bool:
         """Whether both may give what was observed: a mistake that keeps a part leaves it to the other to give it.
 
-        That is not so of equal keys if the softmax runs over something else than the keys, nor of a row of zeros if a norm changes places
-        with RoPE.
+        That is not so of equal keys if the softmax runs over something else than the keys or other rows take their place, nor of a row of
+        zeros if a norm changes places with RoPE.
         """
         subjects = one.subjects | two.subjects
         both = [(x, y) for part, x, y in zip(self.parts, of_one, of_two, strict=True) if not subjects & _mixing(part)]
@@ -238,7 +245,9 @@ class _Search:
 def _mixing(part: Observation) -> frozenset[str]:
     """What mistakes are about that make others change a part which they keep alone."""
     name = part.right.case.name
-    if name.startswith("equal") or (name == "one row" and not part.agrees):
+    if name.startswith("equal"):
+        return frozenset({"axis"}) | UNEQUAL
+    if name == "one row" and not part.agrees:
         return frozenset({"axis"})
     return frozenset({"norm order"} if name == "a row of zeros" else ())
 

@@ -1,5 +1,6 @@
 """Mistakes in RoPE and in relative biases."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,6 @@ from attend.attention.operators.rope import Rope
 from attend.attention.reference.forward import Layer
 from attend.check.changes import (
     Change,
-    Function,
     change_part,
     change_spec,
     map_weights,
@@ -18,16 +18,36 @@ from attend.check.changes import (
     replace_steps,
     rotate_with_angles_of_other_pairs,
 )
+from attend.check.computation import Computation
 from attend.check.mistakes.mistake import Mistake, computing
+from attend.tensors import Array
 
 
 def _with_linear_scaling(rope: Rope | None) -> Rope | None:
     return rope and rope.model_copy(update={"scaling": rope.scaling and rope.scaling.model_copy(update={"type": "linear"})})
 
 
-def rotate_alone(name: str) -> Function:
+def rotate_at(places: Callable[[str, Array], Array | None]) -> Change:
+    """RoPE at other positions, a function of "query" or "key" and the right ones; None: these are not rotated.
+
+    The rotation itself may be wrong, too: its mistakes are made first.
+    """
+
+    def change(c: Computation) -> Computation:
+        steps = c.layer
+
+        def rotate(layer: Layer, x: Array, name: str, positions: Array) -> Array:
+            other = places(name, positions)
+            return x if other is None else steps.rotate(layer, x, name, other)
+
+        return replace_steps(rotate=rotate)(c)
+
+    return change
+
+
+def rotate_alone(rotated: str) -> Change:
     """RoPE of the queries or keys alone."""
-    return lambda layer, x, other, positions: Layer.rotate(layer, x, other, positions) if other == name else x
+    return rotate_at(lambda name, positions: positions if name == rotated else None)
 
 
 def shift_keys(by: int) -> Change:
@@ -39,15 +59,15 @@ def shift_keys(by: int) -> Change:
     return only_if(lambda c: c.spec.relative_bias, replace_steps(position_bias=position_bias))
 
 
-def shift_positions(name: str, by: int) -> Function:
-    """RoPE of the queries or keys (`name`) at other positions."""
-    return lambda layer, x, other, positions: Layer.rotate(layer, x, other, positions + by if other == name else positions)
+def shift_positions(shifted: str, by: int) -> Change:
+    """RoPE of the queries or keys (`shifted`) at other positions."""
+    return rotate_at(lambda name, positions: positions + by if name == shifted else positions)
 
 
-def turn(queries: int, keys: int) -> Function:
+def turn(queries: int, keys: int) -> Change:
     """RoPE of queries and keys at these multiples of their positions."""
     times = {"query": queries, "key": keys}
-    return lambda layer, x, name, positions: Layer.rotate(layer, x, name, times[name] * positions)
+    return rotate_at(lambda name, positions: times[name] * positions)
 
 
 MISTAKES: dict[str, dict[str, Mistake]] = {
@@ -98,10 +118,10 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "rope turn": computing(
         "R(i) q_i · R(j) k_j",
         {
-            "RoPE turns the other way: its sines have the opposite sign": ("R(-i) q_i · R(-j) k_j", replace_steps(rotate=turn(-1, -1))),
-            "RoPE rotates the queries and not the keys": ("R(i) q_i · k_j", replace_steps(rotate=rotate_alone("query"))),
-            "RoPE rotates the keys and not the queries": ("q_i · R(j) k_j", replace_steps(rotate=rotate_alone("key"))),
-            "RoPE turns the queries the other way, and the keys as it should": ("R(-i) q_i · R(j) k_j", replace_steps(rotate=turn(-1, 1))),
+            "RoPE turns the other way: its sines have the opposite sign": ("R(-i) q_i · R(-j) k_j", turn(-1, -1)),
+            "RoPE rotates the queries and not the keys": ("R(i) q_i · k_j", rotate_alone("query")),
+            "RoPE rotates the keys and not the queries": ("q_i · R(j) k_j", rotate_alone("key")),
+            "RoPE turns the queries the other way, and the keys as it should": ("R(-i) q_i · R(j) k_j", turn(-1, 1)),
             "RoPE's angles are repeated as for neighbours and applied to halves (repeat_interleave for cat), or the reverse": (
                 "cos and sin of f0 f0 f1 f1 … where f0 f1 … f0 f1 … fit",
                 replace_steps(rotate=rotate_with_angles_of_other_pairs),
@@ -109,11 +129,11 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             **{
                 f"RoPE's positions of the keys are one too {words}": (
                     f"R(i) q_i · R(j {sign} 1) k_j",
-                    replace_steps(rotate=shift_positions("key", by)),
+                    shift_positions("key", by),
                 )
                 for words, sign, by in (("high", "+", 1), ("low", "-", -1))
             },
-            "RoPE's positions are doubled": ("R(2i) q_i · R(2j) k_j", replace_steps(rotate=turn(2, 2))),
+            "RoPE's positions are doubled": ("R(2i) q_i · R(2j) k_j", turn(2, 2)),
         },
     ),
 }
