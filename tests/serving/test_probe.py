@@ -95,6 +95,33 @@ def test_a_busy_device_is_ready_if_it_finishes_anything() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("iterations", range(4))
+def test_a_cancelled_check_ends_although_the_device_answers_at_that_moment(iterations: int) -> None:
+    """Otherwise a cancelled stream of health goes on for ever."""
+
+    async def test() -> None:
+        service, _ = await opened(Attention())
+        answered = asyncio.Event()
+
+        async def submit(*_: Any) -> None:
+            await answered.wait()
+
+        service.scheduler.submit = submit  # type: ignore[assignment]
+        checks = service.scheduler.wait_for_progress(EVER), service.probe._computes(service.registry.all()[0])
+        for check, event in zip(checks, (service.scheduler._finished, answered), strict=True):
+            task = asyncio.create_task(check)
+            await loop_iterations()
+            event.set()
+            for _ in range(iterations):
+                await asyncio.sleep(0)
+            if task.cancel():
+                await asyncio.wait([task])
+                assert task.cancelled(), f"after {iterations} iterations"
+        service.close()
+
+    run(test())
+
+
 def test_a_long_call_is_overdue_only_after_ten_times_its_predicted_time() -> None:
     """A call predicted to take ten seconds has taken twenty: ready, without a wait. After 200 it is not."""
 

@@ -70,7 +70,8 @@ class Probe:
     async def _computes(self, layer: LoadedLayer) -> bool:
         """Whether a tiny call is answered within `timeout`. Success makes the scheduler healthy."""
         try:
-            await asyncio.wait_for(self._submit_zeros(layer, 1), self.timeout)
+            async with asyncio.timeout(self.timeout):  # asyncio.wait_for of Python 3.11 may ignore that its caller is cancelled
+                await self._submit_zeros(layer, 1)
         except (AttendError, TimeoutError):
             return False
         return True

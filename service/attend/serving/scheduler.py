@@ -144,7 +144,8 @@ class Scheduler:
         """Wait until the device finishes something, at most `seconds`. Returns whether it did."""
         self._finished.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._finished.wait(), seconds)
+            async with asyncio.timeout(seconds):  # asyncio.wait_for of Python 3.11 may ignore that its caller is cancelled
+                await self._finished.wait()
             return True
         return False
 
