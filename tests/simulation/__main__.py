@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -25,4 +26,6 @@ def main(arguments: list[str]) -> str | None:
     return None
 
 
+if os.environ.get("PYTHONHASHSEED") != "0":  # else the order of a set of texts would differ between two runs of a seed
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
 sys.exit(main(sys.argv[1:]))

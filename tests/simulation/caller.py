@@ -1,17 +1,26 @@
 """A caller: sends HTTP requests over simulated connections, and judges whether each is answered, once, and in time."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import httptools
 
-from simulation.network import Peer
+from simulation.network import Peer, Received
 from simulation.process import Process
 from simulation.world import Failure, Resume, World, sleep, suspended
 
 PATIENCE = 200.0  # seconds; every reply must have come by then
 REFUSED = "refused"  # the process does not listen
+CLOSED, LATE, LEFT = "closed", "late", "left"  # why there is no reply
+
+
+class Request(NamedTuple):
+    method: str
+    target: str
+    body: bytes = b""
+    headers: Mapping[str, str] = {}
 
 
 class Reply(NamedTuple):
@@ -34,11 +43,11 @@ class Lost(NamedTuple):
 
 @dataclass
 class Manner:
-    """How a client behaves during one request."""
+    """How a client behaves during a request, or several that it sends at once."""
 
     leaves_after: float | None = None  # seconds until it disconnects
     by_reset: bool = False
-    sends: float = 1.0  # the part of the request that it sends
+    sends: float = 1.0  # the part of what it wants to send that it sends
     reads_late: float = 0.0  # seconds in which it does not read the reply
 
 
@@ -46,49 +55,59 @@ class Manner:
 class _Exchange:
     """One request on a connection, and what has come back."""
 
-    resume: Resume
+    request: Request
+    start: int  # its first byte among all of the connection
+    received: Received
     headers: dict[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
+    answer: Any = None  # a reply, or why there is none
 
 
 class _Connection:
-    """The state of one connection: the exchange that is under way."""
+    """The state of one connection: the exchanges that are under way, in their order."""
 
     def __init__(self, world: World, peer: Peer) -> None:
         self.world, self.peer = world, peer
-        self.exchange: _Exchange | None = None
+        self.exchanges: deque[_Exchange] = deque()
+        self.resume: Resume = lambda value: None  # once none is under way
         self.parser = httptools.HttpResponseParser(self)
         self.sent = 0
         self.usable = True
         peer.on_data, peer.on_end = self._received, self._ended
 
     def _received(self, data: bytes) -> None:
-        if self.exchange is None:
+        if not self.exchanges:
             self.world.fail(Failure("answered exactly once", f"bytes that nobody asked for: {data[:200]!r}"))
             return
-        self.parser.feed_data(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.world.fail(Failure("answered exactly once", f"{error} in {data[:200]!r}"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        assert self.exchange is not None
-        self.exchange.headers[name.decode().lower()] = value.decode("latin-1")
+        self.exchanges[0].headers[name.decode().lower()] = value.decode("latin-1")
 
     def on_body(self, data: bytes) -> None:
-        assert self.exchange is not None
-        self.exchange.body += data
+        self.exchanges[0].body += data
 
     def on_message_complete(self) -> None:
-        exchange, self.exchange = self.exchange, None
-        assert exchange is not None
-        keep_alive = self.parser.should_keep_alive()
-        status, self.parser = self.parser.get_status_code(), httptools.HttpResponseParser(self)
-        self.usable = keep_alive and not self.peer.ended
-        exchange.resume(Reply(status, exchange.headers, bytes(exchange.body)))
+        exchange = self.exchanges.popleft()
+        self.usable = self.parser.should_keep_alive() and not self.peer.ended
+        exchange.answer = Reply(self.parser.get_status_code(), exchange.headers, bytes(exchange.body))
+        if not self.exchanges:
+            self.resume(None)
 
     def _ended(self) -> None:
         self.usable = False
-        if self.exchange is not None:
-            exchange, self.exchange = self.exchange, None
-            exchange.resume(None)
+        self.give_up(CLOSED)
+
+    def give_up(self, why: str) -> None:
+        """The exchanges that are under way get no reply."""
+        if self.exchanges:
+            for exchange in self.exchanges:
+                exchange.answer = why
+            self.exchanges.clear()
+            self.resume(None)
 
 
 class Caller:
@@ -108,66 +127,80 @@ class Caller:
         manner: Manner | None = None,
     ) -> Reply | Lost:
         """Send one request and wait for its reply. Fails the run if the service owes one and does not send it."""
+        (outcome,) = await self.call_all([Request(method, target, body, headers or {})], manner)
+        return outcome
+
+    async def call_all(self, requests: Sequence[Request], manner: Manner | None = None) -> list[Reply | Lost]:
+        """Send requests at once on one connection (HTTP pipelining), and wait for all replies, which come in their order."""
         manner = manner or Manner()
         connection = self._connect()
         if connection is None:
             self._require_refusal()
-            return Lost(REFUSED, begun=False)
-        peer = connection.peer
-        given = {"Host": "localhost", "Content-Length": str(len(body)), **(headers or {})}
-        if self.secret is not None:
-            given["Authorization"] = f"Bearer {self.secret}"
-        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items() if value)]
-        request = ("\r\n".join(lines) + "\r\n\r\n").encode() + body
-        request = request[: max(1, int(len(request) * manner.sends))]
-        connection.sent += len(request)
-        began = self.world.now
+            return [Lost(REFUSED, begun=False) for _ in requests]
+        peer, start, whole = connection.peer, connection.sent, b""
+        exchanges = []
+        for request in requests:
+            begins = start + len(whole)
+            whole += self._written(request)
+            exchanges.append(_Exchange(request, begins, peer.watch(start + len(whole))))
+        sent = whole[: max(1, int(len(whole) * manner.sends))]
+        connection.sent += len(sent)
 
-        def exchange(resume: Resume) -> None:
-            connection.exchange = mine = _Exchange(resume)
-            peer.watch(connection.sent)
-            peer.send(request)
+        def send(resume: Resume) -> None:
+            connection.exchanges, connection.resume = deque(exchanges), resume
+            peer.send(sent)
             if manner.reads_late:
                 peer.pause()
                 self.world.at(manner.reads_late, peer.resume)
             if manner.leaves_after is not None:
-                self.world.at(manner.leaves_after, lambda: self._leave(connection, mine, manner.by_reset))
-            self.world.at(PATIENCE, lambda: resume("late"))
+                self.world.at(manner.leaves_after, lambda: self._leave(connection, exchanges[-1], manner.by_reset))
+            self.world.at(PATIENCE, lambda: connection.give_up(LATE) if exchanges[-1].answer is None else None)
 
-        before = peer.delivered
-        answer = await suspended(exchange)
-        connection.exchange = None
-        outcome = self._judge(answer, manner, peer, before, f"{method} {target}")
-        if not isinstance(outcome, Reply) or not connection.usable or manner.sends < 1:
+        await suspended(send)
+        outcomes: list[Reply | Lost] = []
+        for exchange in exchanges:
+            outcomes.append(self._judge(exchange, manner, connection, outcomes))
+            outcome = outcomes[-1]
+            words = exchange.request.method, exchange.request.target, manner
+            self.world.note(self.name, *words, "->", outcome.status if isinstance(outcome, Reply) else outcome.why)
+        if not isinstance(outcomes[-1], Reply) or not connection.usable or manner.sends < 1:
             self._drop(connection)
-        self.world.note(self.name, method, target, manner, "->", outcome.status if isinstance(outcome, Reply) else outcome.why)
-        if isinstance(outcome, Reply):
-            self.last_seconds = self.world.now - began
-        return outcome
+        return outcomes
 
-    def _judge(self, answer: Any, manner: Manner, peer: Peer, before: int, what: str) -> Reply | Lost:
-        """What the client makes of the end of an exchange."""
+    def _written(self, request: Request) -> bytes:
+        """The request as bytes."""
+        given = {"Host": "localhost", "Content-Length": str(len(request.body)), **request.headers}
+        if self.secret is not None:
+            given["Authorization"] = f"Bearer {self.secret}"
+        lines = [f"{request.method} {request.target} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items() if value)]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode() + request.body
+
+    def _judge(self, exchange: _Exchange, manner: Manner, connection: _Connection, earlier: Sequence[Reply | Lost]) -> Reply | Lost:
+        """What the client makes of the end of an exchange. `earlier`: the outcomes of those before it on the connection."""
+        answer, peer = exchange.answer, connection.peer
         if isinstance(answer, Reply):
             return answer
-        if answer == "left":
+        if answer == LEFT:
             return Lost("the client leaves", begun=True)  # what is under way may still arrive
-        process = peer.process
+        process, what = peer.process, f"{exchange.request.method} {exchange.request.target} of {self.name}"
         if process is not None and (peer.life != process.lives or process.killed):
             return Lost("the process died", begun=True)
-        if answer == "late":
-            raise Failure(
-                "rule 4: every call is computed or refused", f"{what} of {self.name} ({manner}) has no reply after {PATIENCE:g} s"
-            )
-        if peer.delivered == before:
+        if answer == LATE:
+            raise Failure("rule 4: every call is computed or refused", f"{what} ({manner}) has no reply after {PATIENCE:g} s")
+        if peer.delivered <= exchange.start:
             return Lost("closed before the request", begun=False)
+        if earlier and isinstance(earlier[-1], Reply) and earlier[-1].headers.get("connection") == "close":
+            return Lost("closed after an earlier reply", begun=False)
         settings = process.chosen.settings
-        if manner.sends < 1 or manner.reads_late > settings.client_timeout / 2:
+        if exchange.received.stop > connection.sent or manner.reads_late > settings.client_timeout / 2:
             return Lost("cut off", begun=True)
         if process.stopping_at is not None:
-            closing = process.stopping_at + settings.drain_seconds
-            if peer.complete_at is None or peer.complete_at > closing or self.world.now > closing + settings.shutdown_seconds:
+            closing, received = process.stopping_at + settings.drain_seconds, exchange.received.at
+            if received is None or received > closing or self.world.now > closing + settings.shutdown_seconds:
                 return Lost("the process stops", begun=True)
-        raise Failure("answered exactly once", f"{what} of {self.name} was received and its connection closed without a reply")
+        if earlier and not isinstance(earlier[-1], Reply):
+            return earlier[-1]
+        raise Failure("answered exactly once", f"{what} was received and its connection closed without a reply")
 
     async def settle(self) -> None:
         """Wait until processes have finished all requests of connections that this client has left."""
@@ -196,19 +229,18 @@ class Caller:
             self._connection = None if peer is None else _Connection(self.world, peer)
         return self._connection
 
-    def _leave(self, connection: _Connection, exchange: _Exchange, by_reset: bool) -> None:
-        if connection.exchange is not exchange:  # it was answered before
+    def _leave(self, connection: _Connection, last: _Exchange, by_reset: bool) -> None:
+        if last.answer is not None:  # all were answered before
             return
-        connection.exchange = None
         if by_reset:
             connection.peer.reset()
         else:
             connection.peer.close()
-        exchange.resume("left")
+        connection.give_up(LEFT)
 
     def _drop(self, connection: _Connection) -> None:
         connection.usable = False
-        connection.exchange = None
+        connection.exchanges.clear()
         self._left.append(connection.peer)
         if not connection.peer.left:
             connection.peer.close()

@@ -5,15 +5,15 @@ values, so an answer tells which rows it is of.
 """
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from simulation.caller import Caller, Lost, Manner, Reply
-from simulation.configuration import WIDTH, Configuration
+from simulation.caller import Caller, Lost, Manner, Reply, Request
+from simulation.configuration import HEADS, WIDTH, Configuration
 from simulation.layer_client import LayerActions
 from simulation.process import Process
 from simulation.rpc_client import RpcActions
@@ -38,7 +38,7 @@ class Client(SessionActions, LayerActions, RpcActions):
         self.preference = self.chosen.theme or own
         address = f"10.0.0.{number % 3}" if number % 2 else f"2001:db8::{number}"
         self.caller = make_caller(process, self.name, address, secret)
-        self.other_hand = make_caller(process, f"{self.name}'s other connection", address, secret)
+        self.hands = [self.caller, *(make_caller(process, f"{self.name}'s connection {i}", address, secret) for i in (2, 3, 4))]
         self.begin_sessions()
         self.begin_layers()
         self.begin_rpc()
@@ -49,25 +49,30 @@ class Client(SessionActions, LayerActions, RpcActions):
         for _ in range(self.draw.randint(1, chosen.actions)):
             await self.draw.choices(*zip(*self._actions(), strict=True))[0]()
             if self.draw.random() < 0.4:
-                await sleep(self.world, self.draw.choice((0.001, 0.05, 1.0)))
-        self.caller.close()
-        self.other_hand.close()
+                await sleep(self.world, self.draw.choice(chosen.waits))
+        for hand in self.hands:
+            hand.close()
 
     def _actions(self) -> list[tuple[Callable[[], Awaitable[None]], int]]:
         """What it may do next, with weights."""
         everywhere: list[tuple[Callable[[], Awaitable[None]], int]] = [
             (self.attend_in_json, 4),
+            (self.several_at_once, 1),
             (self.attend_in_safetensors, 2),
             (self.infer, 3),
             (self.analyse, 1),
             (self.picture, 1),
+            (self.plan, 1),
+            (self.words, 1),
             (self.wrong_request, 1),
             (self.read_something, 1),
         ]
         preferred = {"calls": everywhere, "sessions": self.session_actions(), "layers": self.layer_actions(), "rpc": self.rpc_actions()}
         wanted = preferred.get(self.preference, []) if self.preference in ("calls", *self.chosen.uses) else []
         more = [(action, 6 * weight) for action, weight in wanted]
-        return [*everywhere, *chain.from_iterable(preferred[use] for use in self.chosen.uses), *more]
+        actions = [*everywhere, *chain.from_iterable(preferred[use] for use in self.chosen.uses), *more]
+        factor = self.chosen.preferences.factor
+        return [(action, weight * factor(action.__name__)) for action, weight in actions if factor(action.__name__)] or actions
 
     # How a request is sent, and what may come back
 
@@ -112,7 +117,21 @@ class Client(SessionActions, LayerActions, RpcActions):
             await caller.settle()
         if isinstance(outcome, Reply) and outcome.status >= 300:
             self._require_reason(outcome, f"{method} {target}", headers, manner, also)
+            if outcome.status == 503 and self.draw.random() < 0.7:  # it starts, or finds no memory
+                await sleep(self.world, self.draw.choice((0.05, 1.0)))
         return outcome
+
+    async def ask_all(self, requests: Sequence[Request], also: tuple[int, ...] = ()) -> list[Outcome]:
+        """Send requests at once on one connection. `also`: as in `ask`."""
+        requests = [request._replace(headers={"Content-Type": JSON_TYPE, **request.headers, **self.deadline()}) for request in requests]
+        manner = self.manner()
+        outcomes = await self.caller.call_all(requests, manner)
+        if any(isinstance(outcome, Lost) for outcome in outcomes):
+            await self.caller.settle()
+        for request, outcome in zip(requests, outcomes, strict=True):
+            if isinstance(outcome, Reply) and outcome.status >= 300:
+                self._require_reason(outcome, f"{request.method} {request.target}", request.headers, manner, also)
+        return outcomes
 
     def _require_reason(self, reply: Reply, what: str, headers: Mapping[str, str], manner: Manner, also: tuple[int, ...]) -> None:
         """Fail if nothing in this run explains the refusal."""
@@ -146,13 +165,60 @@ class Client(SessionActions, LayerActions, RpcActions):
         expected = np.broadcast_to(tensors["value"].mean(-2, keepdims=True), tensors["query"].shape)
         require_equal(np.asarray(output), expected, f"{what} of {self.name}")
 
-    async def attend_in_json(self) -> None:
-        tensors = self.tensors()
-        members = {name: array.tolist() for name, array in tensors.items()}
-        members |= {"layer": "plain", "outputs": ["output"], "reproducible": self.draw.random() < 0.2}
-        reply = await self.ask("POST", "/attend", json.dumps(members).encode())
+    def some_call(self) -> tuple[bytes, Any]:
+        """A call in JSON, and the output that it must have: that of the mean of the values, or of what the call has in its place."""
+        tensors, draw = self.tensors(), self.draw
+        members: dict[str, Any] = {name: array.tolist() for name, array in tensors.items()}
+        members |= {"layer": "plain", "outputs": ["output"], "reproducible": draw.random() < 0.2}
+        expected = np.broadcast_to(tensors["value"].mean(-2, keepdims=True), tensors["query"].shape)
+        (b, q, _), k = tensors["query"].shape, tensors["key"].shape[1]
+        replaced = draw.choice((None, None, None, "pattern", "head_outputs", "head_scale", "valid_lens"))
+        if replaced == "pattern":  # each query sees one key alone
+            seen = [draw.randrange(k) for _ in range(q)]
+            members["pattern"], expected = np.eye(k)[seen].tolist(), tensors["value"][:, seen]
+        elif replaced == "head_outputs":
+            outputs = np.stack([np.stack([self.rows(q)[:, : WIDTH // HEADS] for _ in range(HEADS)]) for _ in range(b)])
+            members["head_outputs"], expected = outputs.tolist(), outputs.transpose(0, 2, 1, 3).reshape(b, q, WIDTH)
+        elif replaced == "head_scale":
+            factors = [draw.choice((0, 1, 2)) for _ in range(HEADS)]
+            members["head_scale"], expected = factors, expected * np.repeat(factors, WIDTH // HEADS)
+        elif replaced == "valid_lens":
+            lengths = [draw.randint(1, k) for _ in range(b)]
+            means = np.stack([values[:length].mean(0) for values, length in zip(tensors["value"], lengths, strict=True)])
+            members["valid_lens"], expected = lengths, np.broadcast_to(means[:, None], expected.shape)
+        return json.dumps(members).encode(), expected
+
+    def require_output(self, reply: Outcome, expected: Any) -> None:
+        """Fail if the reply of a call has another output."""
         if isinstance(reply, Reply) and reply.status == 200:
-            self.require_mean(json.loads(reply.body)["output"], tensors, "attend")
+            require_equal(np.array(json.loads(reply.body)["output"]), expected, f"attend of {self.name}")
+
+    async def attend_in_json(self) -> None:
+        body, expected = self.some_call()
+        self.require_output(await self.ask("POST", "/attend", body), expected)
+
+    async def several_at_once(self) -> None:
+        """Calls that the client sends at once on one connection, without waiting for the replies, which come in the order of the calls."""
+        calls = [self.some_call() for _ in range(self.draw.choice((2, 3, 8)))]
+        replies = await self.ask_all([Request("POST", "/attend", body) for body, _ in calls])
+        for reply, (_, expected) in zip(replies, calls, strict=True):
+            self.require_output(reply, expected)
+
+    async def plan(self) -> None:
+        """The plan of a call, which has the shape of its output."""
+        body, expected = self.some_call()
+        reply = await self.ask("POST", "/attend/plan", body)
+        if isinstance(reply, Reply) and reply.status == 200:
+            shape = json.loads(reply.body)["outputs"]["output"]["shape"]
+            if shape == list(expected.shape):
+                return
+            raise Failure("the answer belongs to the request", f"the plan of an output {expected.shape} is {reply.body[:300]!r}")
+
+    async def words(self) -> None:
+        text = " ".join(self.draw.choice(("the", "cat", "sat", "on", "a", "mat")) for _ in range(self.draw.randint(1, 8)))
+        reply = await self.ask("POST", "/words", json.dumps({"text": text, "layer": "plain"}).encode())
+        if isinstance(reply, Reply) and reply.status == 200 and "".join(json.loads(reply.body)["tokens"]).lower() != text.replace(" ", ""):
+            raise Failure("the answer belongs to the request", f"the words of {text} are {reply.body[:300]!r}")
 
     async def attend_in_safetensors(self) -> None:
         tensors = self.tensors()
@@ -212,6 +278,8 @@ class Client(SessionActions, LayerActions, RpcActions):
             ("GET", "/absent", b"", {}, 404),
             ("DELETE", "/attend", b"", {}, 405),
             ("POST", "/attend", b"{}", {"Content-Type": "text/plain"}, 415),
+            ("POST", "/absent", bytes(1000), {}, 404),  # which is answered before its body has arrived
+            ("PATCH", "/attend", bytes(300), {}, 405),
         ]
         method, target, body, headers, status = self.draw.choice(wrong)
         reply = await self.ask(method, target, body, headers, also=(status,))
@@ -219,9 +287,11 @@ class Client(SessionActions, LayerActions, RpcActions):
             raise Failure("rule 1: validate first", f"{method} {target} with {body!r} got {reply.status} instead of {status}")
 
     async def read_something(self) -> None:
-        targets = ("/layers", "/layers/plain", "/health/live", "/health/ready", "/health/startup", "/v2", "/v2/models/plain", "/metrics")
+        targets = ("/", "/words", "/v2/models/stats", "/v2/models/plain/versions/1/stats", "/v2/models/plain/config")
+        targets += ("/layers", "/layers/plain", "/health/live", "/health/ready", "/health/startup", "/v2", "/v2/models/plain", "/metrics")
         target = self.draw.choice(targets)
-        reply = await self.ask("GET", target, also=(403,) if target == "/metrics" else ())
+        several = target.endswith("stats") and self.chosen.settings.workers > 1  # there are no statistics
+        reply = await self.ask("GET", target, also=(403,) if target == "/metrics" else (409,) if several else ())
         if isinstance(reply, Reply) and target == "/layers/plain" and reply.status == 200 and json.loads(reply.body)["name"] != "plain":
             raise Failure("the answer belongs to the request", f"the description of the layer plain is {reply.body[:200]!r}")
 

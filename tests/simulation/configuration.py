@@ -3,7 +3,7 @@
 Sizes that decide which path a request takes are drawn small, so that a body of some hundred bytes takes the path of one of megabytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from attend.settings import Settings
@@ -60,6 +60,24 @@ class Faults:
 
 
 @dataclass
+class Preferences:
+    """How much rather clients of the run do one thing than another. Each run leaves out some things and does others often, so what needs
+    two rare things together happens in some runs (Groce et al., "Swarm testing", 2012)."""
+
+    world: World
+    equal: bool  # whether all things are as frequent as they are in other runs
+    factors: dict[str, int] = field(default_factory=dict)
+
+    def factor(self, name: str) -> int:
+        """The factor on the weight of what has that name."""
+        if self.equal:
+            return 1
+        if name not in self.factors:
+            self.factors[name] = self.world.random(f"preference {name}").choice((0, 0, 1, 1, 1, 8))
+        return self.factors[name]
+
+
+@dataclass
 class Configuration:
     """The choices of one seed."""
 
@@ -69,6 +87,8 @@ class Configuration:
     clients: int
     actions: int  # of each client, at most
     theme: str | None  # what all clients prefer to do; None: each something else
+    preferences: Preferences
+    waits: tuple[float, ...]  # seconds between two actions of a client, if it waits
     compute_seconds: float  # mean, of a batch
     pauses: float
     kernel: int  # bytes that the operating systems buffer for a connection
@@ -119,13 +139,15 @@ def draw_configuration(world: World, keys_file: Any) -> Configuration:
         sizes,
         faults,
         clients=one("clients", *range(1, 9)),
-        actions=one("actions", 3, 10, 30),
+        actions=one("actions", 3, 20, 60),
         theme=one("theme", None, None, "calls", "sessions", "layers", "rpc"),
+        preferences=Preferences(world, one("preferences", False, False, True)),
+        waits=one("waits", (0.001, 0.05, 1.0), (0.001, 0.05, 1.0), (0.0,), (0.05, 3.0, 30.0)),
         compute_seconds=one("compute_seconds", 0.0, 1e-4, 1e-2, 0.3),
         pauses=one("pauses", 0.0, 0.0, 0.001),
         kernel=one("kernel", 150, 2000, 1 << 18),
         files=files,
         uses=("sessions", "layers", "rpc"),
-        kill_after=one("kill_after", None, None, 0.3, 2.0, 30.0),
-        stop_after=one("stop_after", None, None, 0.1, 1.0, 1.3, 2.0, 4.0),
+        kill_after=one("kill_after", None, None, None, 0.3, 2.0, 30.0),
+        stop_after=one("stop_after", None, None, None, None, None, 0.1, 1.0, 1.3, 2.0, 4.0),
     )

@@ -3,10 +3,13 @@
 The service has no hooks for this: clocks are arguments of it, and the names of everything else are replaced where it looks them up.
 """
 
+import asyncio
 import fcntl
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from random import Random
@@ -14,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fastapi.routing import APIRoute, request_response
 
 from attend.serving import executor, figures
 from attend.serving.sessions import transfer
@@ -35,7 +39,9 @@ def interposed(world: World, chosen: Configuration) -> Iterator[None]:
     secrets = world.random("secrets")
     replaced = {f"attend.serving.{module}.ThreadPoolExecutor": partial(SimulatedExecutor, world) for module in POOLS}
     replaced |= chosen.sizes
+    replaced |= {f"attend.web.{module}.run_in_threadpool": asyncio.to_thread for module in ("openapi", "routes.words", "v2.routes")}
     replaced |= {
+        "attend.web.endpoints.APIRoute": _route,
         "attend.serving.executor.one_core": InlineExecutor,
         "attend.serving.service.one_core": InlineExecutor,
         "attend.serving.service.gc": SimpleNamespace(collect=lambda: None, freeze=lambda: None),
@@ -87,6 +93,21 @@ def _replace(name: str, value: Any) -> Any:
     before = getattr(owner, attribute)
     setattr(owner, attribute, value)
     return before
+
+
+_routes: dict[tuple[str, ...], Any] = {}
+
+
+def _route(path: str, function: Callable[..., Any], *, methods: list[str], **options: Any) -> Any:
+    """The route of a function. What FastAPI derives from its annotations is derived once: that takes most of the time of a start."""
+    key = (path, *methods, function.__qualname__)
+    if key not in _routes:
+        _routes[key] = APIRoute(path, function, methods=methods, **options)
+    route = copy(_routes[key])
+    route.endpoint, route.dependant = function, replace(route.dependant, call=function)
+    route.app = request_response(route.get_route_handler())
+    _routes[key].app = _routes[key].endpoint = _routes[key].dependant.call = None  # so that the process is not kept
+    return route
 
 
 def _grpc_server(world: World, options: Any) -> GrpcServer:

@@ -41,10 +41,12 @@ class LayerActions:
     def begin_layers(self: Any) -> None:
         self.layers: dict[str, set[str]] = {f"own-{self.number}-{letter}": {ABSENT} for letter in "ab"}  # possible fingerprints
         self.life = self.process.lives  # in which they are so
+        self.changed: set[str] = set()  # layers that it has tried to change
         self.loose: set[str] = set()  # layers whose last change failed when it may have been in the folder: it may still take effect
 
     def layer_actions(self: Any) -> list[tuple[Callable[[], Awaitable[None]], int]]:
-        return [(self.put_layer, 1), (self.copy_layer, 1), (self.delete_layer, 1), (self.read_layer, 1), (self.call_layer, 1)]
+        changes = [(self.put_layer, 1), (self.copy_layer, 1), (self.delete_layer, 1)]
+        return [*changes, (self.read_layer, 1), (self.call_layer, 1), (self.read_circuits, 1)]
 
     def one_layer(self: Any) -> str:
         """The name of a layer. Without a folder they end with their process."""
@@ -68,6 +70,7 @@ class LayerActions:
 
     def _after_change(self: Any, name: str, reply: Outcome, expected: set[str]) -> None:
         """What the layer may be after a change to one of the `expected`."""
+        self.changed.add(name)
         if isinstance(reply, Lost):
             self.layers[name] |= expected if reply.begun else set()
         elif reply.status == 404 and name in self.loose and self.chosen.settings.workers > 1:
@@ -116,6 +119,15 @@ class LayerActions:
         if isinstance(reply, Reply) and reply.status in (200, 404):
             self._require_state(name, json.loads(reply.body)["layer"]["fingerprint"] if reply.status == 200 else ABSENT)
 
+    async def read_circuits(self: Any) -> None:
+        name = self.one_layer()
+        reply = await self.ask("GET", f"/layers/{name}/circuits", also=(404,))
+        if isinstance(reply, Reply) and reply.status in (200, 404):
+            document = json.loads(reply.body)
+            self._require_state(name, document["layer"]["fingerprint"] if reply.status == 200 else ABSENT)
+            if reply.status == 200 and len(document["copying_score"]) != HEADS:
+                raise Failure("the answer belongs to the request", f"the circuits of {name} are {document}")
+
     async def require_change(self: Any) -> None:
         """A layer can be changed at once where every process is well."""
         name = self.one_layer()
@@ -126,8 +138,8 @@ class LayerActions:
         self.caller.close()
 
     async def require_layers(self: Any) -> None:
-        """Each layer is as the model has it."""
+        """Each layer that it has tried to change is as the model has it."""
         self.one_layer()
-        for name in self.layers:
+        for name in filter(self.changed.__contains__, self.layers):
             await self.read_layer(name, plainly=True)
         self.caller.close()

@@ -50,6 +50,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.world, self._serve = world, serve
         self._selector = Selector(world, self.stop) if alone else NO_EVENTS
         self._threads = SimulatedExecutor(world, 5, "default")
+        self._ties = world.random("timers")
         self.set_exception_handler(self._unhandled)
 
     def time(self) -> float:
@@ -60,6 +61,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         pass  # nothing sleeps that would have to be woken
+
+    def call_soon(self, *args: Any, **context: Any) -> asyncio.Handle:
+        self.world.let_threads_run()
+        return super().call_soon(*args, **context)
+
+    def call_at(self, when: float, *args: Any, **context: Any) -> asyncio.TimerHandle:
+        """As asyncio does, timers of the same time run in an undefined order."""
+        return super().call_at(when + self._ties.random() * 1e-9, *args, **context)
 
     def _unhandled(self, loop: Any, context: dict[str, Any]) -> None:
         self.world.fail(context.get("exception") or AssertionError(context["message"]))

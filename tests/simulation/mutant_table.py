@@ -42,6 +42,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else 0",
         "self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else self.out_of_memory",
     ),
+    # past: a check of the device that ended at the moment at which its caller was cancelled went on, and so did its stream of health
+    # (found by the simulation)
+    "cancellation that is ignored": (
+        "attend.serving.probe",
+        "            async with asyncio.timeout(self.timeout):  # asyncio.wait_for of Python 3.11 may ignore that its caller is cancelled\n"
+        "                await self._submit_zeros(layer, 1)\n",
+        "            await asyncio.wait_for(self._submit_zeros(layer, 1), self.timeout)\n",
+    ),
     "double settle": (BATCHING, "if self.future is None or self.future.done():", "if self.future is None:"),
     "lease released twice": (
         REPLIES,

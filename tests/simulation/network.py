@@ -3,13 +3,24 @@
 `Transport` is the server's end, with the behaviour of asyncio's transport of a TCP socket; `Peer` is the client's end.
 """
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from simulation.world import World
 
 DELAYS = (0.0, 0.0, 5e-5, 2e-4, 1e-3, 2e-2)  # seconds that bytes travel
 HIGH_WATER = 64 * 1024  # asyncio's default
+PIECES = 0.5  # probability that bytes that are sent at once arrive in pieces
+
+
+@dataclass
+class Received:
+    """Whether the server's protocol has received the bytes of a connection up to `stop`."""
+
+    stop: int
+    at: float | None = None
 
 
 class Peer:
@@ -28,26 +39,26 @@ class Peer:
         self.ended = False  # the server's end has closed, and the client knows
         self.left = False  # this end has closed
         self.delivered = 0  # bytes that the server's protocol has received
-        self.complete_at: float | None = None  # when it had received those of the last request
-        self._watched = 0
+        self._awaited: list[Received] = []
 
     def send(self, data: bytes) -> None:
         """Send bytes, in drawn pieces."""
         start = 0
         while start < len(data):
-            size = len(data) - start if self.draw.random() < 0.5 else self.draw.randint(1, len(data) - start)
+            size = len(data) - start if self.draw.random() >= PIECES else self.draw.randint(1, len(data) - start)
             self.transport.arrive(data[start : start + size], self.draw.choice(DELAYS))
             start += size
 
-    def watch(self, total: int) -> None:
-        """Note when the server has received so many bytes."""
-        self._watched, self.complete_at = total, None
+    def watch(self, stop: int) -> Received:
+        """Note when the server has received the bytes up to `stop`."""
+        self._awaited.append(Received(stop))
+        return self._awaited[-1]
 
     def deliver(self, size: int) -> None:
         """The server's protocol has received so many more bytes."""
         self.delivered += size
-        if self.delivered >= self._watched and self.complete_at is None:
-            self.complete_at = self.world.now
+        while self._awaited and self.delivered >= self._awaited[0].stop:
+            self._awaited.pop(0).at = self.world.now
 
     def finish(self) -> None:
         """Close the sending half."""
@@ -79,6 +90,7 @@ class Transport:
         self.loop: Any = None
         self.protocol: Any = None
         self._incoming: list[bytes] = []  # that have arrived and are not read yet; b"" is the end
+        self._travelling: deque[bytes] = deque()  # that have not arrived
         self._arriving = 0.0  # time at which the last piece arrives
         self._reading = self._delivering = True
         self._buffer = bytearray()  # that the operating system has not taken
@@ -101,9 +113,10 @@ class Transport:
     def arrive(self, data: bytes, delay: float) -> None:
         """Bytes arrive after those that were sent before."""
         self._arriving = max(self._arriving, self.world.now + delay)
+        self._travelling.append(data)
 
         def arrived() -> None:
-            self._incoming.append(data)
+            self._incoming.append(self._travelling.popleft())
             self._deliver()
 
         self.world.at(self._arriving - self.world.now, arrived)
@@ -162,7 +175,7 @@ class Transport:
         peer = self.peer
         if peer.left or not peer.reading:
             return
-        size = len(self._sent) if peer.draw.random() < 0.6 else peer.draw.randint(0, len(self._sent))
+        size = len(self._sent) if peer.draw.random() >= PIECES else peer.draw.randint(0, len(self._sent))
         data = bytes(self._sent[:size])
         del self._sent[:size]
         if data:

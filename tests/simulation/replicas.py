@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from attend.deploy.routing import replica_of
-from simulation.caller import REFUSED, Caller, Lost, Manner, Reply
+from simulation.caller import REFUSED, Caller, Lost, Manner, Reply, Request
 from simulation.clients import Client
 from simulation.configuration import Configuration
 from simulation.side_by_side import SETTLE_SECONDS, Member
@@ -139,6 +139,10 @@ class GatewayCaller(Caller):
         if isinstance(outcome, Lost) and not (gateway.loses or session or manner != Manner()):
             raise Failure("no request is lost while replicas roll", f"{method} {target} of {self.name}: {outcome.why} of {tried}")
         return outcome
+
+    async def call_all(self, requests: Sequence[Request], manner: Manner | None = None) -> list[Reply | Lost]:
+        """One after the other: the gateway sends no two requests at once on a connection."""
+        return [await self.call(*request, manner) for request in requests]
 
     def _require_refusal_of_stranger(self, outcome: Reply | Lost, what: str) -> None:
         if isinstance(outcome, Reply) and outcome.status < 300:

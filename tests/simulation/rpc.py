@@ -121,10 +121,10 @@ class Call:
 
     def arrive(self, messages: Sequence[bytes], whole: bool) -> None:
         """Let the messages arrive one after the other, and then the end, unless the client stops in the middle."""
-        delay = 0.0
-        for message in [*messages, grpc.aio.EOF] if whole else messages[:-1]:
+        delay, travelling = 0.0, deque([*messages, grpc.aio.EOF] if whole else messages[:-1])
+        for _ in list(travelling):
             delay += self.draw.choice(DELAYS)
-            self.world.at(delay, lambda message=message: self._arrive(message))  # type: ignore[misc]
+            self.world.at(delay, lambda: self._arrive(travelling.popleft()))
 
     def _arrive(self, message: Any) -> None:
         self.arrived.append(message)

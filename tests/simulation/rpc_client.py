@@ -116,29 +116,41 @@ class RpcActions:
     # Sequences
 
     async def sequence(self: Any) -> None:
-        """A sequence from its start to its end: each part sees the rows of all before. After a refusal it is begun anew, once."""
+        """A sequence from its start to its end: each part sees the rows of all before. After a refusal it is begun anew, once. Parts may
+        come over HTTP and gRPC in turn."""
         self.sequences += 1
         number, rows = self.number * 1000 + self.sequences, np.empty((0, WIDTH))
         parts = self.draw.randint(1, 4)
         for i in range(parts):
             new = self.rows(self.draw.choice((1, 2)))
-            reply = await self._part(number, new, start=i == 0, end=i == parts - 1)
-            if not isinstance(reply, Reply) or reply.status != 200:
+            output = await self._part(number, new, start=i == 0, end=i == parts - 1)
+            if output is None:
                 await self._part(number, new, start=True, end=True)  # it may have begun
                 return
             rows = np.concatenate((rows, new))
-            output = json.loads(reply.body)["outputs"][0]
             expected = [rows.mean(0)] * len(new)
-            if not np.allclose(np.reshape(output["data"], (-1, WIDTH)), expected, rtol=1e-4):
+            if not np.allclose(output.reshape(-1, WIDTH), expected, rtol=1e-4):
                 raise Failure("sessions equal a list of rows", f"sequence {number} of {self.name} got {output}, expected {expected}")
 
-    async def _part(self: Any, number: int, rows: Any, start: bool, end: bool) -> Reply | Lost:
+    async def _part(self: Any, number: int, rows: Any, start: bool, end: bool) -> Any:
+        """The output of a part of a sequence; None if it is refused or lost."""
         zeros = np.zeros_like(rows)
+        tensors = {name: array[None] for name, array in {"query": zeros, "key": zeros, "value": rows}.items()}
+        if self.chosen.settings.grpc_port is not None and self.draw.random() < 0.5:
+            flags = {"sequence_start": start, "sequence_end": end}
+            parameters = {"sequence_id": {"int64_param": number}, **{name: {"bool_param": flag} for name, flag in flags.items()}}
+            request = self._infer_request(tensors, f"part of {number}", parameters=parameters)
+            ended = await self.grpc(SERVICE + "ModelInfer", [request], ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"))
+            if ended.code != "OK":
+                return None
+            return np.frombuffer(messages.ModelInferResponse.FromString(ended.replies[0]).raw_output_contents[0], np.float32)
         inputs = [
-            {"name": name, "shape": [1, *array.shape], "datatype": "FP32", "data": array.ravel().tolist()}
-            for name, array in {"query": zeros, "key": zeros, "value": rows}.items()
+            {"name": name, "shape": list(array.shape), "datatype": "FP32", "data": array.ravel().tolist()}
+            for name, array in tensors.items()
         ]
-        parameters = {"sequence_id": number, "sequence_start": start, "sequence_end": end}
-        body = json.dumps({"inputs": inputs, "outputs": [{"name": "output"}], "parameters": parameters}).encode()
+        sequence = {"sequence_id": number, "sequence_start": start, "sequence_end": end}
+        body = json.dumps({"inputs": inputs, "outputs": [{"name": "output"}], "parameters": sequence}).encode()
         reply: Reply | Lost = await self.ask("POST", "/v2/models/plain/infer", body, also=(400, 404, 410, 507))
-        return reply
+        if not isinstance(reply, Reply) or reply.status != 200:
+            return None
+        return np.array(json.loads(reply.body)["outputs"][0]["data"])

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from attend.serving import executor
+from attend.serving import byte_budget, executor
 from attend.serving.sessions import transfer
 from simulation.process import Process
 from simulation.threads import SimulatedExecutor
@@ -27,14 +27,14 @@ class Rules:
         codecs = process.service.engine.codecs
         self._pools = [(pool, pool.free) for pool in (codecs._small_bodies, codecs._large_bodies)]
         self._tensors: list[weakref.ref[Any]] = []  # of calls that were computed
-        self._watched = executor._results, transfer._file_of
+        self._watched = executor._results, transfer._file_of, byte_budget.Lease.add
         if alone:
             self._watch_computing()
             self._watch_work()
 
     def close(self) -> None:
         """Watch no more, since the process has died."""
-        executor._results, transfer._file_of = self._watched
+        executor._results, transfer._file_of, byte_budget.Lease.add = self._watched  # type: ignore[method-assign]
 
     def _watch_computing(self) -> None:
         """Remember the tensors of each call that is computed."""
@@ -51,6 +51,7 @@ class Rules:
         """Nothing is done for callers who have left, and nothing large is made before its bytes are counted."""
         engine, scheduler, budget = self.service.engine, self.service.scheduler, self.service.budget
         check_and_run, start, file_of = engine.check_and_run, scheduler._start, transfer._file_of
+        add = byte_budget.Lease.add
 
         def watched_run(raw: Any, function: Any, *args: Any) -> Any:
             gone = raw.gone()
@@ -68,6 +69,14 @@ class Rules:
             )
             return file_of(session)
 
+        def watched_add(lease: Any, size: int) -> None:
+            before = lease.used
+            add(lease, size)
+            own, free = budget.taken(lease.caller), budget.capacity - budget.used
+            bounded = lease.used == before or (free >= 0 and own <= budget.times * free)
+            self._require(bounded, "rule 13", f"a caller takes {lease.used - before} bytes, has {own}, and {free} are free")
+
+        byte_budget.Lease.add = watched_add  # type: ignore[method-assign]
         engine.check_and_run = watched_run  # type: ignore[method-assign]
         scheduler._start = watched_start  # type: ignore[method-assign]
         transfer._file_of = watched_export

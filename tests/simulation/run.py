@@ -133,14 +133,19 @@ class Director:
         self.requests = 0
         self.rules: Rules | None = None
         self.watch()
-        draw = self.world.random("director")
+        self.draw = self.world.random("director")
         self.actors = [Actor(self.world, client.act()) for client in self.clients]
-        for actor in self.actors:
-            actor.start(draw.choice((0.0, 1.0, 1.0, 1.0, draw.uniform(0, 3))))
+        self.early = self.draw.random() < 0.2  # whether the clients do not wait until the process has started
+        if self.early:
+            self._start_clients()
         self.script = Actor(self.world, self._direct())
         self.script.start(0.0)
         if process.chosen.stop_after is not None:
             self.world.at(process.chosen.stop_after, self._terminate)
+
+    def _start_clients(self) -> None:
+        for actor in self.actors:
+            actor.start(self.draw.choice((0.0, 0.0, 1.0, self.draw.uniform(0, 3))))
 
     def watch(self) -> None:
         """Check the rules of the process that has begun."""
@@ -153,6 +158,8 @@ class Director:
         self.process.chosen.faults.begun = self.process.service.started
 
     def _terminate(self) -> None:
+        if self.process.spared:  # the script sends it
+            return
         if self.process.signals is None:  # it has not started
             self.world.at(0.1, self._terminate)
         else:
@@ -161,6 +168,8 @@ class Director:
     async def _direct(self) -> None:
         while self.process.stopping_at is None and not self.process.service.started:
             await sleep(self.world, 0.01)
+        if not self.early:
+            self._start_clients()
         while not all(actor.done for actor in self.actors):
             await sleep(self.world, 0.1)
         self.world.note("the clients have finished")

@@ -1,7 +1,8 @@
 """Threads as events: a job begins when a thread of its pool is free, computes at once, and ends after a drawn time.
 
 While a job computes, the world's clock shows the time that it says to have taken (`World.elapsed`). The moments at which it begins, and at
-which the event loop learns its result, fall between any two iterations of the loop, and jobs of different threads end in any order.
+which the event loop learns its result, fall between any two iterations of the loop, or before any `call_soon` within one, and jobs of
+different threads end in any order.
 """
 
 from collections import deque
@@ -40,7 +41,7 @@ class SimulatedExecutor:
         """Give a free thread the next job."""
         if self.free and self.queue:
             self.free -= 1
-            self.world.at(self._draw.choice(DELAYS), self._run)
+            self.world.at_in_thread(self._draw.choice(DELAYS), self._run)
 
     def _run(self) -> None:
         if self.dead or not self.queue:  # `shutdown` has run it
@@ -61,7 +62,7 @@ class SimulatedExecutor:
         except BaseException as raised:
             error = raised
         seconds, self.world.elapsed, self.world.in_thread = self.world.elapsed, 0.0, False
-        self.world.at(seconds + self._draw.choice(DELAYS), partial(self._end, future, result, error))
+        self.world.at_in_thread(seconds + self._draw.choice(DELAYS), partial(self._end, future, result, error))
         del (
             function,
             args,

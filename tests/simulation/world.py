@@ -2,7 +2,7 @@
 
 The event loop of the process asks the world once per iteration what happens next. Whatever is not the event loop happens there, as an event
 with a time: a thread finishes, bytes arrive, a client decides, a signal is delivered. So an event falls between any two iterations, as it
-does for a real process, and callbacks of the loop itself run in the order that asyncio promises.
+does for a real process. Events of the same time happen in any order. What threads do falls within an iteration too: before any `call_soon`.
 
 No wall clock is read, and every random number comes from the seed.
 """
@@ -51,7 +51,8 @@ class World:
         self.lacks_memory: Callable[[], bool] = lambda: False  # whether a job that reads, writes or draws finds no memory
         self.running = ""  # the name of the process that runs, if there are several
         self.elapsed = 0.0  # seconds that the job of a thread has taken so far, while it runs
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, float, int, Callable[[], None]]] = []
+        self._threads: deque[Callable[[], None]] = deque()  # what threads do during this iteration
         self._numbers = count()
         self._schedule = self.random("schedule")
 
@@ -72,7 +73,17 @@ class World:
 
     def at(self, seconds: float, action: Callable[[], None]) -> None:
         """Let this happen in so many seconds."""
-        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), action))
+        heapq.heappush(self._events, (self.now + seconds, self._schedule.random(), next(self._numbers), action))
+
+    def at_in_thread(self, seconds: float, action: Callable[[], None]) -> None:
+        """Let a thread do this in so many seconds: between two iterations of the event loop, or while a callback runs."""
+        put_off = self._schedule.random() < 0.5
+        self.at(seconds, (lambda: self._threads.append(action)) if put_off else action)
+
+    def let_threads_run(self) -> None:
+        """A thread may do something now."""
+        if self._threads and self._schedule.random() < 0.3:
+            self._threads.popleft()()
 
     def note(self, *words: object) -> None:
         """Add a line to the history."""
@@ -96,6 +107,7 @@ class World:
     def end(self) -> None:
         """Forget everything that would still happen."""
         self._events.clear()
+        self._threads.clear()
         self.checks.clear()
         self.pauses, self.most_steps = 0.0, math.inf
 
@@ -107,6 +119,9 @@ class World:
             self.fail(Failure("liveness", f"the run has not settled after {self.steps} iterations"))
         for check in self.checks:
             check()
+        while self._threads:
+            self._threads.popleft()()
+            timeout = 0  # it wakes the loop
         self.now += self._schedule.expovariate(1 / TICK)
         if self.pauses and self._schedule.random() < self.pauses:
             seconds = self._schedule.choice((0.05, 1.0, 30.0))
@@ -119,7 +134,7 @@ class World:
             if math.isinf(self.now):
                 return False
         while events and events[0][0] <= self.now and self.failure is None and not self.interrupted:
-            heapq.heappop(events)[2]()
+            heapq.heappop(events)[3]()
         return self.failure is None and not self.interrupted
 
 
