@@ -1,12 +1,14 @@
 """Counts the work of an operation on the event loop beside n things, and beside 10 n: `python -m tests.simulation growth`.
 
-Work is the number of Python instructions that the event loop executes; no clock is read. Jobs of threads and the clients do not count. What
-one instruction does in C, such as copying a list, counts as one.
+Work is the number of Python instructions that the event loop executes, and the bytes that it allocates: an instruction that copies or
+sorts a list, joins texts or writes JSON counts as one, but allocates in proportion. No clock is read. Jobs of threads and the clients do
+not count.
 """
 
 import io
 import json
 import sys
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,8 +23,9 @@ from simulation.process import Process
 from simulation.run import end, keys_file, quiet
 from simulation.world import Actor, World, sleep
 
-FEW, MANY = 20, 200
-GROWS = 30  # instructions: an operation grows if its work is that much more for each thing more beside it
+FEW, MANY = 30, 300  # between which dictionaries of so many keys do not grow
+GROWS, GROWS_BYTES = 4, 16  # an operation grows if it has so many more instructions, or bytes at a time, for each thing
+# more beside it. A copy of a list of references has 8 bytes for each, and takes nanoseconds.
 ROW = [[1.0] * WIDTH]
 CALL = json.dumps({"layer": "plain", "query": ROW}).encode()
 STEP = json.dumps({"query": ROW, "outputs": ["output"]}).encode()
@@ -31,10 +34,10 @@ PUT = json.dumps({"spec": {"d_model": WIDTH, "num_heads": 2}}).encode()
 
 
 class Counter:
-    """Counts the instructions of the event loop while `counting`."""
+    """Counts the instructions of the event loop, and the bytes that it allocates at a time, while `counting`."""
 
     def __init__(self, loop: Any) -> None:
-        self.total = self.iteration = self.largest = 0
+        self.total = self.iteration = self.largest = self.bytes = 0
         self.counting = False
         self._select = loop._selector.select
         loop._selector.select = self._between
@@ -43,8 +46,12 @@ class Counter:
         """What happens outside the loop does not count."""
         sys.settrace(None)
         self.largest, self.iteration = max(self.largest, self.iteration), 0
+        if tracemalloc.is_tracing():
+            self.bytes = max(self.bytes, tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
         self._select(timeout)
         if self.counting:
+            tracemalloc.start()
             sys.settrace(self._trace)
         return []
 
@@ -176,6 +183,18 @@ async def _index_models(beside: Beside) -> None:
     await beside.ask("POST", "/v2/repository/index")
 
 
+async def _index(beside: Beside) -> None:
+    await beside.ask("GET", "/")
+
+
+async def _statistics(beside: Beside) -> None:
+    await beside.ask("GET", "/v2/models/stats")
+
+
+async def _export(beside: Beside) -> None:
+    await beside.ask("GET", f"/sessions/{beside.sessions[0]}/cache")
+
+
 async def _list_sessions(beside: Beside) -> None:
     await beside.ask("GET", "/sessions")
 
@@ -206,19 +225,28 @@ OPERATIONS: dict[str, Operation] = {
     "a second without calls": _second,
     "list layers": _list_layers,
     "index of models": _index_models,
+    "index": _index,
+    "statistics of models": _statistics,
+    "export a session": _export,
     "list sessions": _list_sessions,
     "read metrics": _metrics,
 }
-SPREAD = ("a second without calls",)  # operations whose work may grow if it is spread over iterations
-IMPOSSIBLE = {(name, "waiting calls") for name in ("step of a session", "a step that ends another session", "put a layer", "ready")}
+# Operations whose work may grow if it is spread over iterations: the check of all connections may fall into them.
+SPREAD = ("a second without calls", "connect and leave")
+LISTS = ("list layers", "index of models", "index", "statistics of models", "list sessions")
+# Their replies have an entry for each, which threads write; the event loop sorts the names of the layers and sends the bytes.
+GROWS_IN_LISTS = 10  # instructions
+COMPUTING = ("step of a session", "a step that ends another session", "put a layer", "ready", "export a session")
+IMPOSSIBLE = {(name, "waiting calls") for name in COMPUTING}
 
 
 @dataclass(frozen=True)
 class Work:
-    """Instructions of an operation in all, and in the iteration of the loop that has most of them."""
+    """Instructions of an operation in all, and in the iteration of the loop that has most of them; most bytes that it allocates in one."""
 
     total: int
     largest: int
+    bytes: int
 
 
 def work(operation: Operation, fill: Fill, n: int) -> Work:
@@ -232,10 +260,11 @@ def work(operation: Operation, fill: Fill, n: int) -> Work:
         with suppress(RuntimeError):  # it is stopped
             process.loop.run_until_complete(process.serve())
         sys.settrace(None)
+        tracemalloc.stop()
         end(process)
     if not isinstance(world.failure, _Done):
         raise world.failure or AssertionError("the operation did not end")
-    return Work(counter.total, counter.largest)
+    return Work(counter.total, counter.largest, counter.bytes)
 
 
 class _Done(Exception):
@@ -248,7 +277,7 @@ async def _measure(process: Process, counter: Counter, operation: Operation, fil
     await beside.ask("PUT", "/layers/first", PUT)
     await fill(beside, n)
     await sleep(process.world, 0.01)
-    counter.counting, counter.largest = True, 0
+    counter.counting, counter.largest, counter.bytes = True, 0, 0
     await operation(beside)
     counter.counting = False
     process.world.fail(_Done())
@@ -259,24 +288,27 @@ def _plain(chosen: Configuration) -> Configuration:
     changes = {"keys_file": None, "request_timeout": None, "client_timeout": 20.0, "keepalive_timeout": 1e6, "compress_replies": False}
     changes |= {"session_memory": 1 << 30, "max_queue_bytes": 1 << 31, "layers_dir": None, "grpc_port": None}
     settings = chosen.settings.model_copy(update=changes)
-    sizes = dict.fromkeys(AT_ONCE, 10) | {"attend.attention.cache.PAGE_BYTES": 1 << 10}
+    sizes = dict.fromkeys(AT_ONCE, 10) | {"simulation.network.PIECES": 0.0} | {"attend.attention.cache.PAGE_BYTES": 1 << 10}
     return replace(chosen, settings=settings, sizes=sizes, compute_seconds=0.0, pauses=0.0, kernel=1 << 20, files=None, kill_after=None)
 
 
 def grows(operation: str, beside: str) -> tuple[bool, Work, Work]:
     """Whether the work of an operation grows with what is beside it; a second without calls may, if no iteration of it does."""
-    few, many = (work(OPERATIONS[operation], FILLS[beside], n) for n in (FEW, MANY))
+    _, few, many = (work(OPERATIONS[operation], FILLS[beside], n) for n in (1, FEW, MANY))  # the first one imports and fills caches
     more = many.largest - few.largest if operation in SPREAD else many.total - few.total
-    return more > GROWS * (MANY - FEW), few, many
+    most, more_bytes = (GROWS_IN_LISTS, 0) if operation in LISTS else (GROWS, many.bytes - few.bytes)
+    return more > most * (MANY - FEW) or more_bytes > GROWS_BYTES * (MANY - FEW), few, many
 
 
 def main(only: list[str]) -> str | None:
     """Print the table, or the row of `only`, an operation and what is beside it; returns what grows."""
-    print(f"| operation | beside | work at {FEW} | at {MANY} | most in one iteration, at {FEW} | at {MANY} |\n|---|---|--:|--:|--:|--:|")
+    print(f"| operation | beside | work at {FEW} | at {MANY} | most in one iteration, at {FEW} | at {MANY} | bytes at {FEW} | at {MANY} |")
+    print("|---|---|--:|--:|--:|--:|--:|--:|")
     found = []
     for name, beside in [tuple(only)] if only else product(OPERATIONS, FILLS):
         if (name, beside) not in IMPOSSIBLE:
             more, few, many = grows(name, beside)
             found += [f"{name} beside {beside} grows"] if more else []
-            print(f"| {name} | {beside} | {few.total} | {many.total} | {few.largest} | {many.largest} |", flush=True)
+            numbers = few.total, many.total, few.largest, many.largest, few.bytes, many.bytes
+            print(f"| {name} | {beside} | {' | '.join(map(str, numbers))} |", flush=True)
     return "\n".join(found) or None

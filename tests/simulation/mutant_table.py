@@ -239,6 +239,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "*(session.cache for session in owned.in_use.values())",
         "*(session.cache for session in owned.sessions.values() if session.calls)",
     ),
+    "ids of all sessions for each call": (
+        SESSIONS,
+        """        if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
+            self._follow_layer(session)""",
+        """        ",".join(self._sessions)
+        if (session := self._sessions.get(session_id)) is not None and session.owner == owner:
+            self._follow_layer(session)""",
+    ),
     "queue that is swept for each call": (
         SCHEDULER,
         "        if self._occupancy.refusal(entry.flow, entry.bound.cost) is None:\n            return\n",
@@ -248,6 +256,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "attend.serving.layers.registry",
         "        others = self._all_parameters - self._parameters.get(name, 0)\n",
         "        others = sum(layer.spec.num_parameters for layer in self._layers.values() if layer.name != name)\n",
+    ),
+    # past: a check of readiness sorted all layers (found by the count of work)
+    "layers that each check of readiness sorts": (
+        "attend.serving.layers.registry",
+        "return next(iter(self._layers.values()), None)",
+        "return next(iter(self.all()), None)",
     ),
     # past: the index of models was made on the event loop
     "index of models on the loop": (
@@ -267,6 +281,8 @@ RUN = {  # those that the seeds of one process do not show, with what does
     "router that forgets replicas": ("--of", "replicas"),
     "restart that is taken for an invented id": ("--of", "replicas"),
     "eviction that looks at all sessions": ("growth", "a step that ends another session", "sessions"),
+    "ids of all sessions for each call": ("growth", "step of a session", "sessions"),
+    "layers that each check of readiness sorts": ("growth", "ready", "layers"),
     "queue that is swept for each call": ("growth", "a call that waits", "waiting calls"),
     "layer that is compared with all others": ("growth", "put a layer", "layers"),
     "index of models on the loop": ("growth", "index of models", "layers"),

@@ -9,6 +9,8 @@ SLOW = [
     ("a call that waits", "waiting calls"),
     ("step of a session", "sessions"),
     ("a step that ends another session", "sessions"),
+    ("index", "layers"),
+    ("ready", "layers"),
     ("list layers", "layers"),
     ("index of models", "layers"),
     ("connect and leave", "connections"),

@@ -86,11 +86,11 @@ class Service:
             raise NotReady("the layers are still being loaded; see /health/ready")
 
     async def is_answering(self) -> bool:
-        """Whether calls are answered and the device responds to a probe of the first layer; without layers, the same as `ready`."""
-        layers = self.registry.all()
-        if not self.started or self.draining or not layers:
+        """Whether calls are answered and the device responds to a probe of a layer; without layers, the same as `ready`."""
+        layer = self.registry.one()
+        if not self.started or self.draining or layer is None:
             return self.ready
-        return await self.probe.responds(layers[0]) and self.ready
+        return await self.probe.responds(layer) and self.ready
 
     async def is_serving_layers(self) -> bool:
         """Whether calls are answered and there is a layer: the Open Inference Protocol's definition of a ready server."""

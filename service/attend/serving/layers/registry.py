@@ -115,6 +115,10 @@ class LayerRegistry:
     def all(self) -> list[LoadedLayer]:
         return [self._layers[name] for name in sorted(self._layers)]
 
+    def one(self) -> LoadedLayer | None:
+        """A layer, for checks of the device; None if there is none."""
+        return next(iter(self._layers.values()), None)
+
     def check_size(self, name: str, spec: LayerSpec) -> None:
         """Raises TooLarge if the layer exceeds a limit, alone or with the others. Allocates nothing."""
         limits, count = self.limits, spec.num_parameters

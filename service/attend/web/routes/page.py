@@ -14,9 +14,11 @@ from starlette.staticfiles import StaticFiles
 from attend.serving.service import Service
 from attend.version import __version__
 from attend.web.endpoints import PUBLIC, READ, EndpointTable
+from attend.web.records import CurrentRecord
 from attend.wire.negotiation import HTML, JSON, accepted_type
 
 CONTRACT = "1"  # version of the wire contract; a new version requires changes in clients
+NAME_BYTES = 20  # of the name of a layer in the index, roughly
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; frame-ancestors 'none'; form-action 'none'",
@@ -47,14 +49,18 @@ def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any
         response_model=dict[str, Any],
         responses={200: {"description": "The index, or the page for callers that prefer text/html.", "content": {HTML: {}}}},
     )
-    async def index(request: Request) -> Response:
+    async def index(request: Request, record: CurrentRecord) -> Response:
         """Version, threads, limits and layers; in a browser, a page that shows heads."""
         if accepted_type(request.headers.get("accept", ""), (JSON, HTML)) == HTML:
             response = await files.get_response("index.html", request.scope)
         else:
-            layers = [layer.name for layer in service.registry.all()]
-            about = {"name": "attend", "version": __version__, "contract": CONTRACT}
-            response = JSONResponse({**about, **members, "layers": layers, "documentation": "/docs"})
+            layers = service.registry.all()
+
+            def reply() -> Response:
+                about = {"name": "attend", "version": __version__, "contract": CONTRACT}
+                return JSONResponse({**about, **members, "layers": [layer.name for layer in layers], "documentation": "/docs"})
+
+            response = await service.engine.codecs.run(reply, NAME_BYTES * len(layers), record.api_key)  # in a thread, as GET /layers
         response.headers["Vary"] = "Accept"
         return response
 
