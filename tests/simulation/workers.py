@@ -299,7 +299,9 @@ class WorkersDirector:
     def __init__(self, workers: Workers, clients: Sequence[Client]) -> None:
         self.workers, self.world, self.clients = workers, workers.world, clients
         self.draw = self.world.random("director")
-        self.world.checks[:] = [workers.serve_backlog, self._allow_faults]
+        self.world.checks[:] = [workers.serve_backlog, self._allow_faults, self._require_workers]
+        self.have_served = False  # whether all workers have served
+        self.undisturbed = True  # whether workers were only replaced so far
         self.actors = [Actor(self.world, client.act()) for client in clients]
         for actor in self.actors:
             actor.start(self.draw.choice((0.0, 1.0, 10.0, self.draw.uniform(0, 20))))
@@ -310,6 +312,14 @@ class WorkersDirector:
     def _allow_faults(self) -> None:
         """Before any worker has served, one that cannot start ends the server."""
         self.workers.chosen.faults.begun = self.workers.supervisor is not None and self.workers.supervisor._serves
+
+    def _require_workers(self) -> None:
+        """While workers are replaced, no fewer of them accept connections than the settings say."""
+        workers, wanted = self.workers, self.workers.chosen.settings.workers
+        accepting = sum(not worker.imports and worker.accepts for worker in workers.living())
+        self.have_served |= accepting == len(workers.all) == wanted  # before the first signal
+        if self.have_served and self.undisturbed and workers.stopping_at is None and accepting < wanted:
+            self.world.fail(Failure("workers", f"{accepting} of {wanted} workers accept connections while others are replaced"))
 
     def finished(self) -> bool:
         return all(actor.done for actor in self.scripts) and not any(True for _ in self.workers.living())
@@ -323,6 +333,7 @@ class WorkersDirector:
             if workers.stopping_at is not None or workers.supervisor is None or self._clients_are_done():
                 return
             what = draw.choice(("kill a worker", "kill a worker", "hang", "replace", "replace", "kill the supervisor", "stop"))
+            self.undisturbed &= what == "replace"
             if what == "kill a worker" and living:
                 draw.choice(living).get(signal.SIGKILL)
             elif what == "hang" and living:
@@ -370,6 +381,9 @@ class WorkersDirector:
                 client.caller.process = workers
                 if "layers" in workers.chosen.uses:
                     await client.require_change()
+            if self.draw.random() < 0.3:
+                self.world.note("a worker hangs from now on")
+                self.draw.choice(list(workers.living())).hangs_until = math.inf
             workers.get(signal.SIGTERM)
         allowed = exit_timeout_of(settings) + FIRST_REQUEST + 2
         await self._until(lambda: workers.ended_at is not None, allowed, lambda: "the drain has not ended")
