@@ -10,7 +10,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from attend import errors
-from attend.web.errors import grpc_code_of, status_of
+from attend.web.errors import row_of
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -41,13 +41,13 @@ def test_the_rules_match_faults_of_both_protocols() -> None:
     statuses, reasons = matched(alert("AttendFaults"), "status"), matched(alert("AttendFaults"), "reason")
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AttendError)]
     for kind in kinds:
-        error = kind(1) if kind is errors.Overloaded else kind()
-        status, code = str(status_of(error)), grpc_code_of(error)
+        status, code = str(row_of(kind).status), row_of(kind).code
         ours = status in ("500", "507")
         assert (status in statuses or kind.__name__ in reasons) == ours, kind
         if not issubclass(kind, errors.CallerGone):
             assert (code in statuses or kind.__name__ in reasons) == ours, kind
-    assert matched(alert("AttendOverloaded"), "status") == {str(status_of(errors.Overloaded(1))), grpc_code_of(errors.Overloaded(1))}
+    row = row_of(errors.Overloaded)
+    assert matched(alert("AttendOverloaded"), "status") == {str(row.status), row.code}
 
 
 @pytest.mark.parametrize("expressions", [rules(), panels()], ids=["rules", "panels"])

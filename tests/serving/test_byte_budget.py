@@ -16,6 +16,7 @@ from attend.serving.binding import ATTEND
 from attend.serving.byte_budget import MAX_RETRY_AFTER, RATE_TIME_CONSTANT, SHARE_OF_FREE, ByteBudget
 from attend.serving.figures import FIGURE
 from attend.serving.layer_requests import put_layer
+from attend.serving.layers.files import CheckpointQuery
 from attend.serving.plan import plan_call
 from attend.serving.requests import RawRequest
 from attend.settings import Settings
@@ -329,7 +330,7 @@ def test_a_deadline_that_passes_while_the_body_is_read_is_504() -> None:
     [
         *(lambda service, raw, kind=kind: service.engine.answer(raw, kind) for kind in (ATTEND, ANALYSIS, FIGURE)),
         lambda service, raw: plan_call(service.engine, raw),
-        lambda service, raw: put_layer(service, "new", raw),
+        lambda service, raw: put_layer(service, "new", raw, CheckpointQuery()),
     ],
     ids=["attend", "analysis", "figure", "plan", "put_layer"],
 )
@@ -359,9 +360,17 @@ def test_a_large_reply_is_not_encoded_after_its_caller_left() -> None:
         async with serving() as app:
             service = app.state.service
             body = json.dumps({"query": [[0.5] * 4] * 300, "outputs": ["attention_weights"]}).encode()
-            assert (await service.engine.answer(RawRequest(body, reply_codec=Watched(JSON, parse, encode_json)), ATTEND)).pieces
+            assert (
+                await service.engine.answer(
+                    RawRequest(body, reply_codec=Watched(JSON, parse, encode_json, writes_text=True, is_file=False)), ATTEND
+                )
+            ).pieces
             computed = service.scheduler.finished_at
-            raw = RawRequest(body, reply_codec=Watched(JSON, parse, encode_json), gone=lambda: service.scheduler.finished_at > computed)
+            raw = RawRequest(
+                body,
+                reply_codec=Watched(JSON, parse, encode_json, writes_text=True, is_file=False),
+                gone=lambda: service.scheduler.finished_at > computed,
+            )
             with pytest.raises(CallerGone):
                 await service.engine.answer(raw, ATTEND)
             assert len(encoded) == 1

@@ -726,7 +726,9 @@ def test_rule_12_a_compressed_body_is_decoded_in_a_thread() -> None:
             body = b'{"layer": "layer", "outputs": ["log_sum_exp"], "key": [[0,0,0,0,0,0]], "query": [' + (row * rows)[:-1] + b"]}"
             packed = gzip.compress(body)
             assert len(packed) < 64 * 1024
-            await service.engine.answer(RawRequest(packed, codec=Watched(JSON, parse, encode_json), coding="gzip"), ATTEND)
+            await service.engine.answer(
+                RawRequest(packed, codec=Watched(JSON, parse, encode_json, writes_text=True, is_file=False), coding="gzip"), ATTEND
+            )
         service.close()
         assert len(threads) == 2
         assert threads[1] != threading.get_ident()

@@ -118,8 +118,8 @@ def test_all_workers_list_the_same_models(tmp_path: Path) -> None:
 
 def test_workers_without_a_shared_folder_have_no_statistics() -> None:
     """Under another process manager there is no folder: statistics are refused instead of wrong."""
-    several = TestClient(create_app(Settings(workers=2)), base_url="http://127.0.0.1")
-
-    assert "statistics" not in several.get("/v2").json()["extensions"]
-    for path in ("/v2/models/stats", "/v2/models/default/stats"):
-        assert "shared folder" in refused(several.get(path), 409)
+    with TestClient(create_app(Settings(workers=2)), base_url="http://127.0.0.1") as several:
+        until(lambda: several.get("/health/ready").status_code == 200, "ready")
+        assert "statistics" not in several.get("/v2").json()["extensions"]
+        for path in ("/v2/models/stats", "/v2/models/default/stats"):
+            assert "shared folder" in refused(several.get(path), 409)
