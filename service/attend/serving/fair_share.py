@@ -81,8 +81,9 @@ class FairShare(Generic[C]):
     def slot(self, caller: C, what: str, retry_after: int = 1) -> Iterator[None]:
         """Take 1 during the `with` block. Raises Overloaded if there is none; `what` is the noun of the refusal."""
         if (lacking := self.shortage(caller, 1)) is not None:
-            half = f", at most {self.times} times the free ones of one caller" if lacking.of_caller else ""
-            raise Overloaded(retry_after, problems=[Problem("", f"at most {self.capacity} {what} at once{half}", "one more")])
+            times = "" if self.times == 1 else f"{self.times} times "
+            of_caller = f", and of one caller at most {times}as many as are free" if lacking.of_caller else ""
+            raise Overloaded(retry_after, problems=[Problem("", f"at most {self.capacity} {what} at once{of_caller}", "one more")])
         self.take(caller, 1)
         try:
             yield

@@ -71,9 +71,9 @@ class FigureBinding(Binding[FigureRequest]):
             if head >= num_heads:
                 raise InvalidRequest.where(f"/figure/heads/{i}", f'a head below {num_heads} for layer "{request.layer}"', str(head))
         if request.has_signed_weights(spec):
-            for field, value, other in (("pool", options.pool, "max"), ("scale", options.scale, "log")):
+            for field, value, other, allowed in (("pool", options.pool, "max", "mean"), ("scale", options.scale, "log", "linear")):
                 if value == other:
-                    expected = f'another for layer "{request.layer}", where weights may be negative'
+                    expected = f'{allowed} for layer "{request.layer}", where weights may be negative'
                     raise InvalidRequest.where(f"/figure/{field}", expected, other)
         num_drawn = len(options.heads or range(num_heads))
         if num_drawn > MAX_HEADS and options.kind in ("heads", "similarity"):

@@ -156,7 +156,8 @@ def _check_tokens(request: Any, b: int | None, q: int, k: int) -> None:
     for name, tokens, n in (("query", request.tokens.query, q), ("key", request.tokens.key, k)):
         rows = [[]] if tokens == [] else _rows(tokens)
         if rows and rows is tokens and (b is None or len(rows) != b):
-            raise field_error(f"/tokens/{name}", "one list, or one per batch item", f"{len(rows)} lists")
+            reason = ", since the query has no batch axis" if b is None else f", or {b}, one per batch item"
+            raise field_error(f"/tokens/{name}", f"one list of tokens{reason}", f"{len(rows)} in a list")
         for row in rows:
             if len(row) != n:
                 raise field_error(f"/tokens/{name}", f"{n} tokens, one per row of the {name}", str(len(row)))

@@ -69,6 +69,7 @@ def test_put_is_201_then_200_and_delete_is_204_then_404(http: httpx.Client, laye
     gone = http.delete("/layers/coming")
 
     assert [answer.status_code for answer in (new, same, other, got, gone)] == [201, 200, 200, 200, 204]
+    assert "content-type" not in gone.headers
     assert new.json() == same.json() != other.json() == got.json() == listed["coming"]
     assert gone.content == b""
     assert http.get("/layers/coming").status_code == http.delete("/layers/coming").status_code == 404

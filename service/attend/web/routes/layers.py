@@ -135,6 +135,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         needs_layers=True,
         tags=["layers"],
         status_code=204,
+        response_class=Response,  # without a body and its type
         refusals=(LayerNotFound, LayerConflict, *TIMED, ServiceFault),
     )
     async def delete_layer(name: str, record: CurrentRecord) -> None:

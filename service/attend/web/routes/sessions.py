@@ -89,6 +89,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         INFER,
         tags=["sessions"],
         status_code=204,
+        response_class=Response,  # without a body and its type
         refusals=(*SESSION, *TIMED),
     )
     async def delete_session(id: SessionIdPath, record: CurrentRecord) -> None:

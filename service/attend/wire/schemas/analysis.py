@@ -154,7 +154,7 @@ class AnalysisRequest(AttendRequest):
         if lens is None:
             return
         if isinstance(lens, list) != self.batched or (isinstance(lens, list) and len(lens) != b):
-            raise field_error("/analysis/query_lens", f"{b} lengths" if self.batched else "a single number", "another number of them")
+            raise field_error("/analysis/query_lens", f"{b} lengths" if self.batched else "a single number", describe_value(lens))
         for n in lens if isinstance(lens, list) else [lens]:
             if n > q:
                 raise field_error("/analysis/query_lens", f"at most {q}, the number of queries", str(n))

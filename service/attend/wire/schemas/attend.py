@@ -107,18 +107,18 @@ def _default_outputs() -> list[Output]:
 
 
 def _valid_offset(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+    if isinstance(value, np.ndarray):
         value = value.tolist()
     value = [whole(number) for number in value] if isinstance(value, list) else whole(value)
     for number in value if isinstance(value, list) else [value]:
-        if number != "end" and (type(number) is not int or abs(number) >= 2**31):
+        if number != "end" and (type(number) is not int or not -(2**31) <= number < 2**31):
             raise field_error("", 'an integer of 32 bits, a list of them, or "end"', describe_value(number))
         if number == "end" and value != "end":
             raise field_error("", "a list of integers", '"end" in a list')
     return value
 
 
-Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
+Position = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Offset = Annotated[Position | list[Position] | Literal["end"], BeforeValidator(_valid_offset)]
 
 
@@ -162,9 +162,11 @@ class ReplyOptions(Schema):
 def _valid_tokens(value: Any) -> Any:
     nested = isinstance(value, list) and value and all(isinstance(row, list) for row in value)
     for i, row in enumerate(value if nested else [value]):
-        if not isinstance(row, list) or not all(isinstance(word, str) for word in row):
-            raise field_error("", "a list of tokens, or one such list per batch item", "something else")
+        if not isinstance(row, list):
+            raise field_error("", "a list of tokens, or one such list per batch item", describe_value(row))
         for j, word in enumerate(row):
+            if not isinstance(word, str):
+                raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token, which is a string", describe_value(word))
             if not is_unicode(word):  # replies and pictures cannot hold it
                 raise field_error(f"/{i}/{j}" if nested else f"/{j}", "a token of Unicode text", HALF_SURROGATE)
     return value
