@@ -83,6 +83,7 @@ REASONS = {
         r"a factor whose weights are finite in \w+",
     ],
     "what a word is, no schema says": [r"a sentence with at least one word"],
+    "what a tokenizer is, neither": [r"the text of a tokenizer\.json|a server with the package tokenizers: .*"],
     "limits of this server": [r"at most \d+ .*(\(max_\w+\)|words|word pieces)"],
     "under /v2: what the path, another member or a text inside says": [
         r'"[^"]*", as in the path',

@@ -112,7 +112,7 @@ def test_the_lists_of_a_caller_wait_for_threads_as_its_requests_do(monkeypatch: 
 WITHOUT_LAYERS = {  # what answers before the layers are loaded
     *("GET /", "GET /page/{file}", "GET /metrics", "GET /health/live", "GET /openapi.json", "GET /docs", "GET /docs/{file}"),
     *("GET /layers", "GET /words", "GET /sessions", "GET /sessions/{id}", "DELETE /sessions/{id}", "PATCH /sessions/{id}"),
-    *("POST /sessions/{id}/fork", "GET /sessions/{id}/cache"),
+    *("POST /words/tokens", "POST /sessions/{id}/fork", "GET /sessions/{id}/cache"),
     *("GET /v2", "GET /v2/health/live", "GET /v2/models/stats", "POST /v2/repository/index"),
 }
 

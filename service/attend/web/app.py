@@ -68,7 +68,8 @@ def create_app(settings: Settings, pages: Mapping[str, str] = NO_PAGES, clock: C
     attend.add_endpoints(table, service)
     layers.add_endpoints(table, service, extensions.require_writable)
     sessions.add_endpoints(table, service)
-    words.add_endpoints(table, service, models=settings.workers == 1)  # a layer loaded on demand would exist in one worker only
+    models = settings.workers == 1  # a layer loaded on demand would exist in one worker only
+    words.add_endpoints(table, service, models, extensions.require_writable)
     v2.add_endpoints(table, service, extensions)
     page.add_endpoints(table, service, _index_members(settings, service))
     health.add_endpoints(table, service)

@@ -19,7 +19,7 @@ from support.processes import several_workers
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 FILES = sorted(path.name for folder in ("web/page", "assets") for path in (Path(__file__).parents[3] / "service/attend" / folder).iterdir())
-TYPES = {".txt": "text/plain", ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 SENTENCE = "The cat sat on the mat"
 
 

@@ -1,9 +1,11 @@
-// The inputs of the first attention layer of a model whose folder was dropped on the page: its tokenizer, its embeddings, and the norm before the
-// layer. Rows of embeddings are read from the file as they are needed. Deeper layers need the layers before them, which the page does not compute.
+// The inputs of the first attention layer of a model whose folder was dropped on the page: its tokenizer, which the service applies, its embeddings,
+// and the norm before the layer. Rows of embeddings are read from the file as they are needed. Deeper layers need the layers before them, which the
+// page does not compute.
 
-import { Refusal } from "./wire.js";
+import { post, Refusal } from "./wire.js";
 
 const CAPTURE = "run attend capture with the folder and a text, and drop the file that it writes here";
+const MAX_CACHED = 16; // texts of each model
 
 /**
  * How families make the input of their first layer: the names of tables and norms, as the ends of names in the file; `eps` is the name of
@@ -47,8 +49,7 @@ export function inputsOf(layer) {
 
 /**
  * Keeps the inputs of layers that were added from a folder. `names` and `numbers` are theirs, `part` that of the model, `tensors` and `config`
- * of its files, `tokenizer` the texts of tokenizer.json and tokenizer_config.json, if they are there. Returns the fields of a request in the
- * model's own calls.
+ * of its files, `tokenizer` the text of tokenizer.json, if it is there. Returns the fields of a request in the model's own calls.
  */
 export async function keepInputs(model, names, numbers, part, tensors, config, tokenizer) {
   const { text_config: own = config } = config;
@@ -67,28 +68,40 @@ export async function keepInputs(model, names, numbers, part, tensors, config, t
   return family?.options ?? {};
 }
 
-/** A function from a text to {tokens, vectors, note, meaningful}. Throws Error with a reason. */
+/** A function from a text and a signal to {tokens, vectors, note, meaningful}. Throws Error with a reason. */
 async function reader(model, family, part, tensors, config, tokenizer) {
   const known = Object.keys(FAMILIES).join(", ");
   if (!family) throw new Error(`the page knows these families: ${known}`);
   if (part && part !== family.part) throw new Error("the page knows them for the encoder alone");
-  if (!tokenizer.json) throw new Error("the folder has no tokenizer.json");
-  const { Tokenizer } = await import("./tokenizers.js");
-  const encoder = new Tokenizer(JSON.parse(tokenizer.json), JSON.parse(tokenizer.config ?? "{}"));
+  if (!tokenizer) throw new Error("the folder has no tokenizer.json");
+  const tokensOf = cachedTokens(tokenizer);
+  await tokensOf(""); // says now whether the service can apply the tokenizer
   const tables = family.tables.map((name) => find(tensors, `${name}.weight`));
   const norm = await openNorm(tensors, family.norm, config);
   const factor = family.factor?.(config) ?? 1;
   const firstPosition = family.firstPosition?.(config) ?? 0;
   const note = `The weights are those of layer 0 of ${model}, and the vectors are its input for this text, made of the tokenizer and the embeddings in its folder.`;
-  return async (text) => {
-    const { ids, tokens } = encoder.encode(text);
+  return async (text, signal) => {
+    const { ids, tokens } = await tokensOf(text, signal);
     const most = tables.length > 1 ? tables[1].shape[0] - firstPosition : Infinity;
     if (!ids.length || ids.length > most) throw refused(ids.length ? `Expected at most ${most} tokens, got ${ids.length}` : "Expected at least one word");
     const rows = [ids, ids.map((_, i) => firstPosition + i), ids.map(() => 0)]; // of each table
     const read = await Promise.all(tables.map((table, i) => Promise.all(rows[i].map((row) => numbersOf(table, row)))));
     const sums = ids.map((_, i) => read[0][i].map((number, j) => read.reduce((sum, table) => sum + table[i][j], 0) * factor));
-    const words = ids.map((id, i) => wordOf(encoder, id, tokens[i]));
-    return { tokens: words, vectors: inBase64(sums.map(norm)), note, meaningful: true };
+    return { tokens, vectors: inBase64(sums.map(norm)), note, meaningful: true };
+  };
+}
+
+/** A function from a text and a signal to the reply of the service, {ids, tokens}, which keeps the last replies. */
+function cachedTokens(tokenizer) {
+  const cache = new Map();
+  return async (text, signal) => {
+    if (!cache.has(text)) {
+      const reply = await (await post("words/tokens", { tokenizer, text }, { signal })).json();
+      if (cache.size >= MAX_CACHED) cache.clear();
+      cache.set(text, reply);
+    }
+    return cache.get(text);
   };
 }
 
@@ -135,12 +148,6 @@ function bfloat(at, view) {
   const wide = new DataView(new ArrayBuffer(4));
   wide.setUint16(2, view.getUint16(at, true), true);
   return wide.getFloat32(0, true);
-}
-
-/** A token as people read it; as the vocabulary has it, if it is a part of a character or a space. */
-function wordOf(encoder, id, token) {
-  const text = encoder.decode([id], { skip_special_tokens: false, clean_up_tokenization_spaces: false }).trim();
-  return text && !text.includes("\ufffd") ? text : token;
 }
 
 /** Rows of numbers as a member of a request. */

@@ -7,7 +7,7 @@
 //                  decoding.js;
 //                  weights.js has what they draw, colours.js the colours
 //   export.js      copies the request, downloads figures
-//   upload.js      adds layers from files; embeddings.js makes the inputs of a model's first layer from its folder, with tokenizers.js
+//   upload.js      adds layers from files; embeddings.js makes the inputs of a model's first layer from its folder
 
 import { followTheme } from "./colours.js";
 import { $ } from "./dom.js";

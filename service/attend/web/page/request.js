@@ -85,7 +85,7 @@ function unknownNote({ tokens }) {
 /** Tokens and vectors of a text, by the page for the first layer of a model that was dropped here, else by the service. */
 async function readWords(text, signal) {
   const own = inputsOf(text.layer);
-  if (own?.read) return await own.read(text.text);
+  if (own?.read) return await own.read(text.text, signal);
   const words = await wordsOf(text, signal);
   return own ? { ...words, note: `${own.needs} ${HASHED}`, needs: own.needs } : words;
 }

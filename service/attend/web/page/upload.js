@@ -12,7 +12,7 @@ const SHARED = /relative_attention_bias|(?:^|\.)(?:rel_embeddings|encoder\.Layer
 const EXPECTED = "Expected a safetensors file, or a model's folder with config.json and model.safetensors";
 const WEIGHT = "weights/"; // before the name of a weight in a file of attend capture
 const DATATYPES = { BOOL: "BOOL", U8: "UINT8", I32: "INT32", I64: "INT64", F16: "FP16", BF16: "BF16", F32: "FP32", F64: "FP64" };
-let source = null; // {file}, or {config, fields, tensors, tokenizer} of a folder; `config` and what `tokenizer` has are texts of files
+let source = null; // {file}, or {config, fields, tensors, tokenizer} of a folder; `config` and `tokenizer` are texts of files
 
 /** Listens for files; calls `added(name)` with the first layer that was added. */
 export function followFiles(added) {
@@ -75,8 +75,7 @@ async function offerModel(file, weights, files) {
   const tensors = await openTensors(weights);
   const fields = JSON.parse(config);
   const count = countLayers(fields, tensors);
-  const textOf = (name) => files.find((one) => one.name === name)?.text();
-  source = { config, fields, tensors, tokenizer: { json: await textOf("tokenizer.json"), config: await textOf("tokenizer_config.json") } };
+  source = { config, fields, tensors, tokenizer: await files.find((one) => one.name === "tokenizer.json")?.text() };
   const each = Array.from({ length: count }, (_, i) => new Option(`Layer ${i}`, String(i)));
   $("upload-layers").replaceChildren(new Option(`All ${count} layers`, Array.from({ length: count }, (_, i) => i).join(" ")), ...each);
 }

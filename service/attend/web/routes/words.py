@@ -1,22 +1,31 @@
-"""/words: vectors of a text, for the page at GET / and for examples."""
+"""/words: vectors of a text, and tokens by the caller's tokenizer, for the page at GET / and for examples."""
+
+import json
+from collections.abc import Callable
 
 from fastapi import Response
 from starlette.concurrency import run_in_threadpool
 
+from attend.errors import LayerConflict
 from attend.serving.service import Service
 from attend.serving.words.encoder import TextEncoder
-from attend.web.endpoints import INFER, LAYER, READ, EndpointTable
+from attend.serving.words.tokens import read_tokens
+from attend.web.endpoints import ADMIN, INFER, LAYER, READ, EndpointTable
 from attend.web.records import Body, CurrentRecord
 from attend.web.request_reader import read_request
 from attend.wire.negotiation import JSON
-from attend.wire.schemas.words import Vocabulary, Words, WordsRequest
+from attend.wire.schemas.words import Tokens, TokensRequest, Vocabulary, Words, WordsRequest
 
 WORDS_EXAMPLE = {"text": "The cat sat on the mat", "layer": "default"}
+MODEL = {"type": "WordLevel", "vocab": {"[UNK]": 0, "cat": 1, "sat": 2}, "unk_token": "[UNK]"}
+TOKENS_EXAMPLE = {"tokenizer": json.dumps({"pre_tokenizer": {"type": "Whitespace"}, "model": MODEL}), "text": "cat sat"}
 MAX_TEXT_BODY_BYTES = 1 << 20  # bytes; the longest text with every character escaped
+MAX_TOKENIZER_BODY_BYTES = 64 << 20  # bytes; the largest vocabularies have 260,000 tokens and take half of it
 
 
-def add_endpoints(table: EndpointTable, service: Service, models: bool) -> None:
-    """Adds the endpoints. `models`: whether layers of trained models may be loaded on demand."""
+def add_endpoints(table: EndpointTable, service: Service, models: bool, require_writable: Callable[[], None]) -> None:
+    """Adds the endpoints. `models`: whether layers of trained models may be loaded on demand. `require_writable` raises an error if layers
+    cannot be changed over HTTP."""
     encoder = TextEncoder(service, models)
 
     @table.add("GET", "/words", READ, tags=["words"], response_model=Vocabulary)
@@ -38,3 +47,21 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool) -> None:
         """Tokens and vectors of a sentence for a layer: of a trained model for its own layers, from hashes of the words for others."""
         words = await encoder.read(await read_request(record, service, largest=MAX_TEXT_BODY_BYTES))
         return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer
+
+    @table.add(
+        "POST",
+        "/words/tokens",
+        ADMIN,
+        tags=["words"],
+        response_model=Tokens,
+        body=Body(TokensRequest, ((TOKENS_EXAMPLE, "A tokenizer that knows two words."),)),
+        refusals=(LayerConflict,),
+    )
+    async def post_words_tokens(record: CurrentRecord) -> Response:
+        """Tokens of a text by the tokenizer in the request, such as that of a model whose layers were added. The server keeps neither.
+
+        It is allowed where layers may be changed: a tokenizer has regular expressions, which can take long. The server needs the package
+        `tokenizers`.
+        """
+        require_writable()
+        return Response(await read_tokens(service, await read_request(record, service, largest=MAX_TOKENIZER_BODY_BYTES)), media_type=JSON)

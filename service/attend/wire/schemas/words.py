@@ -1,6 +1,6 @@
-"""The documents of /words: a text -> tokens and a vector for each, which POST /attend takes as query, key or value.
+"""The documents of /words: a text -> tokens and a vector for each, which POST /attend takes as query, key or value; or tokens alone.
 
-`serving/words/` computes the vectors and chooses the layer.
+`serving/words/` computes them and chooses the layer.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,17 +13,30 @@ from attend.wire.schemas.tensors import Base64Tensor
 MAX_TEXT_CHARACTERS = 65536
 
 Part = Literal["query", "key", "value"]
+Text = Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)]
 
 
 class WordsRequest(Schema):
     """A text, and the layer and input that its vectors are for."""
 
-    text: Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)] = Field(
-        description="At least one word.", json_schema_extra={"pattern": r"\S"}
-    )
+    text: Text = Field(description="At least one word.", json_schema_extra={"pattern": r"\S"})
     layer: str = Field(default="default", pattern=LAYER_NAME, description="Name of the layer that the vectors are for.")
     part: Part = Field(default="query", description="The input of the layer that the vectors are for; they have its width.")
     effects: StrictBool = Field(default=False, description="Whether to compute what each head of the model does to its answer to the text.")
+
+
+class TokensRequest(Schema):
+    """A text, and the tokenizer of a model."""
+
+    tokenizer: str = Field(description="The text of the model's tokenizer.json.")
+    text: Text
+
+
+class Tokens(Schema):
+    """The tokens of a text, with the special tokens that the tokenizer adds, without padding and truncation."""
+
+    ids: list[int] = Field(description="Their rows in the model's table of embeddings.")
+    tokens: list[str] = Field(description="As people read them; as the vocabulary has them, for parts of characters and for spaces.")
 
 
 class Effects(Schema):

@@ -1,0 +1,118 @@
+"""POST /words/tokens: tokens of a text by the caller's tokenizer."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from attend.serving.words import tokens
+from attend.settings import Settings
+from attend.wire.schemas.words import MAX_TEXT_CHARACTERS
+from support.app import application
+from support.tokenizers import tokenizer
+
+URL = "/words/tokens"
+TEXT = "Anna saw the ☂, again"  # with a sign that no tokenizer knows
+
+
+def refusal(reply: httpx.Response) -> dict[str, str]:
+    assert reply.status_code == 422, reply.text
+    (error,) = reply.json()["errors"]
+    return dict(error)
+
+
+@pytest.mark.slow  # the extra `test` does not install tokenizers
+@pytest.mark.parametrize("kind", ["pieces of words", "bytes", "spaces"])
+def test_tokens_are_those_of_the_package(http: httpx.Client, kind: str) -> None:
+    """Also without the tokenizer's padding and truncation."""
+    made = tokenizer(kind)
+    plain = made.encode(TEXT)
+    made.enable_truncation(5)
+    made.enable_padding(length=97)
+
+    reply = http.post(URL, json={"tokenizer": made.to_str(), "text": TEXT})
+
+    assert reply.status_code == 200, reply.text
+    found = reply.json()
+    assert found["ids"] == plain.ids and (found["ids"][0], found["ids"][-1]) == (1, 2)
+    decoded = [made.decode([number], skip_special_tokens=False).strip() for number in plain.ids]
+    parts = [not word or "\ufffd" in word for word in decoded]
+    assert found["tokens"] == [token if part else word for token, word, part in zip(plain.tokens, decoded, parts, strict=True)]
+    assert any(parts) == (kind != "pieces of words")  # a byte of the sign, or a space
+    empty = http.post(URL, json={"tokenizer": made.to_str(), "text": ""}).json()
+    assert empty == {"ids": [1, 2], "tokens": ["[CLS]", "[SEP]"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "7", '{"model": {"type": "WordLevel"}}'])
+def test_what_is_no_tokenizer_is_refused(http: httpx.Client, text: str) -> None:
+    error = refusal(http.post(URL, json={"tokenizer": text, "text": TEXT}))
+    assert (error["at"], error["expected"]) == ("/tokenizer", "the text of a tokenizer.json")
+
+
+@pytest.mark.slow
+def test_a_tokenizer_without_its_own_unknown_token_is_refused(http: httpx.Client) -> None:
+    """Which the package says only for a text."""
+    model = {"type": "WordLevel", "vocab": {"cat": 0}, "unk_token": "[UNK]"}
+    error = refusal(http.post(URL, json={"tokenizer": json.dumps({"model": model}), "text": "dog"}))
+    assert error["at"] == "/tokenizer" and "Missing [UNK] token" in error["got"]
+
+
+@pytest.mark.parametrize(
+    ("body", "at", "expected"),
+    [
+        ({"text": TEXT}, "/tokenizer", "this required field"),
+        ({"tokenizer": "{}"}, "/text", "this required field"),
+        ({"tokenizer": {}, "text": TEXT}, "/tokenizer", "a string"),
+        ({"tokenizer": "{}", "text": "a" * (MAX_TEXT_CHARACTERS + 1)}, "/text", f"at most {MAX_TEXT_CHARACTERS} characters"),
+    ],
+)
+def test_other_bodies_are_refused(http: httpx.Client, body: dict[str, Any], at: str, expected: str) -> None:
+    error = refusal(http.post(URL, json=body))
+    assert error["at"] == at and expected in error["expected"]
+
+
+def test_a_body_has_at_most_64_mebibytes() -> None:
+    async def test() -> None:
+        async with application(Settings(access_log=False)) as client:
+            headers = {"Content-Type": "application/json", "Content-Length": str((64 << 20) + 1)}
+            reply = await client.post(URL, headers=headers, content=b"")
+            assert reply.status_code == 413 and f"at most {64 << 20} bytes" in reply.text
+
+    asyncio.run(test())
+
+
+def test_without_the_package_the_refusal_says_what_to_install(start_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
+    server = start_here()
+    error = refusal(httpx.post(f"{server}{URL}", json={"tokenizer": "{}", "text": TEXT}))
+    assert error["at"] == "/tokenizer" and error["expected"].endswith("pip install tokenizers")
+
+
+def test_a_panic_of_rust_is_a_refusal_and_an_interrupt_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    other = type("PanicException", (BaseException,), {})
+    request = tokens.TokensRequest(tokenizer="{}", text=TEXT)
+    for error, raised in ((panic("a bound"), tokens.InvalidRequest), (KeyboardInterrupt(), KeyboardInterrupt), (other(), other)):
+
+        def fail(text: str, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(tokens, "open_tokenizer", fail)
+        with pytest.raises(raised):
+            tokens._reply_text(request)
+
+
+def test_it_is_refused_where_layers_cannot_be_changed() -> None:
+    """As PUT /layers is: on an address that other machines can reach, without keys."""
+
+    async def test() -> None:
+        async with application(Settings(host="0.0.0.0", access_log=False)) as client:
+            reply = await client.post(URL, json={"tokenizer": "{}", "text": TEXT})
+            assert reply.status_code == 403 and "layers cannot be changed" in reply.json()["detail"]
+
+    asyncio.run(test())
