@@ -55,6 +55,16 @@ def test_what_is_no_tokenizer_is_refused(http: httpx.Client, text: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_tokenizer_at_which_the_package_panics_is_refused(http: httpx.Client) -> None:
+    """Its post-processor names a special token that it does not have."""
+    made = json.loads(tokenizer("bytes").to_str())
+    made["post_processor"]["special_tokens"] = {}
+    error = refusal(http.post(URL, json={"tokenizer": json.dumps(made), "text": TEXT}))
+    assert (error["at"], error["expected"]) == ("/tokenizer", "the text of a tokenizer.json")
+    assert http.get("/health/live").status_code == 200
+
+
+@pytest.mark.slow
 def test_a_tokenizer_without_its_own_unknown_token_is_refused(http: httpx.Client) -> None:
     """Which the package says only for a text."""
     model = {"type": "WordLevel", "vocab": {"cat": 0}, "unk_token": "[UNK]"}
