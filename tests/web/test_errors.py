@@ -21,7 +21,7 @@ PLACES: list[tuple[str, str, Any, Any, str]] = [  # of each a request, and what 
     ("POST", "/attend/plan", QUERY, Engine, "decode"),
     ("POST", "/attend/figure", {**QUERY, "figure": {}}, Engine, "decode"),
     ("POST", "/words", {"text": "a cat"}, layer_requests, "_decode_members"),
-    ("POST", "/words/tokens", {"tokenizer": "{}", "text": "a cat"}, layer_requests, "_decode_members"),
+    ("POST", "/words/tokens", {"tokenizer": "{}", "text": "a cat"}, layer_requests, "_decode_object"),
     ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, LayerRegistry, "make"),
     ("GET", "/layers/default/weights", None, layer_requests, "write_layer_file"),
     ("POST", "/v2/models/default/infer", V2, Engine, "decode"),

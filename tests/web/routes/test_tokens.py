@@ -96,6 +96,16 @@ def test_a_body_has_at_most_64_mebibytes() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.slow
+def test_a_vocabulary_may_have_many_tokens(start_here: Callable[..., str]) -> None:
+    """More bytes of text than other bodies may have."""
+    vocabulary = {f"word number {i}": i for i in range(200_003)}
+    made = json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "word number 0"}})
+    assert len(made) > 4 << 20
+    reply = httpx.post(f"{start_here()}{URL}", json={"tokenizer": made, "text": "word number 7"}, timeout=60)
+    assert reply.status_code == 200 and reply.json() == {"ids": [7], "tokens": ["word number 7"]}
+
+
 def test_without_the_package_the_refusal_says_what_to_install(start_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     server = start_here()
@@ -106,7 +116,7 @@ def test_without_the_package_the_refusal_says_what_to_install(start_here: Callab
 def test_a_panic_of_rust_is_a_refusal_and_an_interrupt_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
     other = type("PanicException", (BaseException,), {})
-    request = tokens.TokensRequest(tokenizer="{}", text=TEXT)
+    request = {"tokenizer": "{}", "text": TEXT}
     for error, raised in ((panic("a bound"), tokens.InvalidRequest), (KeyboardInterrupt(), KeyboardInterrupt), (other(), other)):
 
         def fail(text: str, error: BaseException = error) -> None:

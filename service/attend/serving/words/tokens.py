@@ -7,13 +7,14 @@ from importlib import import_module
 from typing import Any
 
 from attend.errors import InvalidRequest
-from attend.serving.layer_requests import read_body
+from attend.serving.layer_requests import read_object
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.serving.words.sentence import ModelNotInstalled
-from attend.wire.problems import describe_value
+from attend.wire.problems import describe_value, validate
 from attend.wire.schemas.words import Tokens, TokensRequest
 
+MAX_BODY_BYTES = 64 << 20  # the largest vocabularies have 260,000 tokens and take half of it
 MISSING = "its tokenizer needs the package tokenizers: pip install tokenizers"
 REPLACEMENT = "\ufffd"  # what bytes become that are a part of a character
 
@@ -21,8 +22,8 @@ REPLACEMENT = "\ufffd"  # what bytes become that are a part of a character
 async def read_tokens(service: Service, raw: RawRequest) -> str:
     """POST /words/tokens: the reply as JSON. Raises InvalidRequest, also if the package is not installed."""
     size = raw.size  # decoding takes the body out of `raw`
-    request = await read_body(service, raw, TokensRequest)
-    return await service.engine.run(raw, size, _reply_text, request)
+    document = await read_object(service, raw, MAX_BODY_BYTES)  # other bodies have at most 4 MiB besides numbers
+    return await service.engine.run(raw, size, _reply_text, document)
 
 
 def open_tokenizer(text: str) -> Any:
@@ -36,7 +37,8 @@ def open_tokenizer(text: str) -> Any:
     return tokenizer
 
 
-def _reply_text(request: TokensRequest) -> str:
+def _reply_text(document: dict[str, Any]) -> str:
+    request = validate(TokensRequest, document)
     try:
         tokens = tokens_of(request.tokenizer, request.text)
     except ModelNotInstalled:

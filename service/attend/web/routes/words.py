@@ -9,7 +9,7 @@ from starlette.concurrency import run_in_threadpool
 from attend.errors import LayerConflict
 from attend.serving.service import Service
 from attend.serving.words.encoder import TextEncoder
-from attend.serving.words.tokens import read_tokens
+from attend.serving.words.tokens import MAX_BODY_BYTES, read_tokens
 from attend.web.endpoints import ADMIN, INFER, LAYER, READ, EndpointTable
 from attend.web.records import Body, CurrentRecord
 from attend.web.request_reader import read_request
@@ -20,7 +20,6 @@ WORDS_EXAMPLE = {"text": "The cat sat on the mat", "layer": "default"}
 MODEL = {"type": "WordLevel", "vocab": {"[UNK]": 0, "cat": 1, "sat": 2}, "unk_token": "[UNK]"}
 TOKENS_EXAMPLE = {"tokenizer": json.dumps({"pre_tokenizer": {"type": "Whitespace"}, "model": MODEL}), "text": "cat sat"}
 MAX_TEXT_BODY_BYTES = 1 << 20  # bytes; the longest text with every character escaped
-MAX_TOKENIZER_BODY_BYTES = 64 << 20  # bytes; the largest vocabularies have 260,000 tokens and take half of it
 
 
 def add_endpoints(table: EndpointTable, service: Service, models: bool, require_writable: Callable[[], None]) -> None:
@@ -64,4 +63,4 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool, require_
         `tokenizers`.
         """
         require_writable()
-        return Response(await read_tokens(service, await read_request(record, service, largest=MAX_TOKENIZER_BODY_BYTES)), media_type=JSON)
+        return Response(await read_tokens(service, await read_request(record, service, largest=MAX_BODY_BYTES)), media_type=JSON)
