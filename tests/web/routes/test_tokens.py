@@ -19,6 +19,16 @@ URL = "/words/tokens"
 TEXT = "Anna saw the ☂, again"  # with a sign that no tokenizer knows
 
 
+def refusal_of(body: dict[str, str]) -> dict[str, str]:
+    """The refusal of a server in this process."""
+
+    async def test() -> dict[str, str]:
+        async with application(Settings(access_log=False)) as client:
+            return refusal(await client.post(URL, json=body))
+
+    return asyncio.run(test())
+
+
 def refusal(reply: httpx.Response) -> dict[str, str]:
     assert reply.status_code == 422, reply.text
     (error,) = reply.json()["errors"]
@@ -106,25 +116,23 @@ def test_a_vocabulary_may_have_many_tokens(start_here: Callable[..., str]) -> No
     assert reply.status_code == 200 and reply.json() == {"ids": [7], "tokens": ["word number 7"]}
 
 
-def test_without_the_package_the_refusal_says_what_to_install(start_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
-    server = start_here()
-    error = refusal(httpx.post(f"{server}{URL}", json={"tokenizer": "{}", "text": TEXT}))
+def test_without_the_package_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    executable, *options = tokens.COMMAND
+    monkeypatch.setattr(tokens, "COMMAND", [executable, "-S", *options])  # -S: no installed packages
+    error = refusal_of({"tokenizer": "{}", "text": TEXT})
     assert error["at"] == "/tokenizer" and error["expected"].endswith("pip install tokenizers")
 
 
-def test_a_panic_of_rust_is_a_refusal_and_an_interrupt_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
-    other = type("PanicException", (BaseException,), {})
-    request = {"tokenizer": "{}", "text": TEXT}
-    for error, raised in ((panic("a bound"), tokens.InvalidRequest), (KeyboardInterrupt(), KeyboardInterrupt), (other(), other)):
-
-        def fail(text: str, error: BaseException = error) -> None:
-            raise error
-
-        monkeypatch.setattr(tokens, "open_tokenizer", fail)
-        with pytest.raises(raised):
-            tokens._reply_text(request)
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [("import threading; threading.Event().wait()", "at most 0.5 seconds"), ("import os; os.abort()", "the text of a tokenizer.json")],
+    ids=["endless", "crash"],
+)
+def test_a_tokenizer_cannot_hold_or_end_the_server(monkeypatch: pytest.MonkeyPatch, program: str, expected: str) -> None:
+    monkeypatch.setattr(tokens, "COMMAND", [sys.executable, "-c", program])
+    monkeypatch.setattr(tokens, "MAX_SECONDS", 0.5)
+    error = refusal_of({"tokenizer": "{}", "text": TEXT})
+    assert error["at"] == "/tokenizer" and expected in error["expected"]
 
 
 def test_it_is_refused_where_layers_cannot_be_changed() -> None:

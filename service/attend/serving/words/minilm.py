@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,6 @@ import numpy as np
 
 from attend.attention.reference.forward import attend
 from attend.serving.words.sentence import InvalidText, ModelNotInstalled, Sentence, quoted, require_layer
-from attend.serving.words.tokens import open_tokenizer
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -64,7 +63,12 @@ class MiniLM:
 def _open_minilm() -> tuple[Path, dict[str, Any], Any]:
     """The folder of the checkpoint, its config and its tokenizer. Raises ModelNotInstalled."""
     folder = _folder()
-    tokenizer = open_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    try:
+        tokenizer = import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except ModuleNotFoundError:
+        raise ModelNotInstalled("its tokenizer needs the package tokenizers: pip install tokenizers") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
     return folder, json.loads((folder / "config.json").read_text()), tokenizer
 
 

@@ -1,22 +1,26 @@
 """POST /words/tokens: the tokens of a text, by a tokenizer that the caller sends as the text of a tokenizer.json.
 
-Needs the package tokenizers, which is written in Rust.
+Needs the package tokenizers, which another process uses (`tokenizing.py`).
 """
 
-from importlib import import_module
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from attend.errors import InvalidRequest
 from attend.serving.layer_requests import read_object
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service
-from attend.serving.words.sentence import ModelNotInstalled
 from attend.wire.problems import describe_value, validate
 from attend.wire.schemas.words import Tokens, TokensRequest
 
 MAX_BODY_BYTES = 64 << 20  # the largest vocabularies have 260,000 tokens and take half of it
-MISSING = "its tokenizer needs the package tokenizers: pip install tokenizers"
-REPLACEMENT = "\ufffd"  # what bytes become that are a part of a character
+MAX_SECONDS = 20.0  # the largest vocabularies take a few
+COMMAND = [sys.executable, "-I", str(Path(__file__).with_name("tokenizing.py"))]
+ENVIRONMENT = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
 
 
 async def read_tokens(service: Service, raw: RawRequest) -> str:
@@ -26,44 +30,19 @@ async def read_tokens(service: Service, raw: RawRequest) -> str:
     return await service.engine.run(raw, size, _reply_text, document)
 
 
-def open_tokenizer(text: str) -> Any:
-    """The tokenizer of a tokenizer.json, without padding and truncation. Raises ModelNotInstalled, and what the package raises."""
-    try:
-        tokenizer = import_module("tokenizers").Tokenizer.from_str(text)
-    except ModuleNotFoundError:
-        raise ModelNotInstalled(MISSING) from None
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
 def _reply_text(document: dict[str, Any]) -> str:
     request = validate(TokensRequest, document)
+    message, found = json.dumps({"tokenizer": request.tokenizer, "text": request.text}).encode(), {}
     try:
-        tokens = tokens_of(request.tokenizer, request.text)
-    except ModelNotInstalled:
-        raise InvalidRequest.where("/tokenizer", "a server with the package tokenizers: pip install tokenizers", "one without it") from None
-    except BaseException as error:
-        if isinstance(error, MemoryError) or not (isinstance(error, Exception) or _is_panic(error)):
-            raise
-        raise InvalidRequest.where("/tokenizer", "the text of a tokenizer.json", describe_value(str(error))) from None
-    return tokens.model_dump_json()
-
-
-def tokens_of(tokenizer: str, text: str) -> Tokens:
-    """Ids and words of the tokens, with the special tokens of the tokenizer's post-processor. Raises as `open_tokenizer`."""
-    opened = open_tokenizer(tokenizer)
-    encoding = opened.encode(text)
-    words = [_word(opened, number, token) for number, token in zip(encoding.ids, encoding.tokens, strict=True)]
-    return Tokens(ids=encoding.ids, tokens=words)
-
-
-def _word(tokenizer: Any, number: int, token: str) -> str:
-    """A token as people read it; as the vocabulary has it, if it is a part of a character or a space."""
-    text: str = tokenizer.decode([number], skip_special_tokens=False).strip()
-    return text if text and REPLACEMENT not in text else token
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Whether Rust code panicked. The class cannot be imported: each package in Rust has its own of this name."""
-    return (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")
+        done = subprocess.run(COMMAND, input=message, capture_output=True, timeout=MAX_SECONDS, env=ENVIRONMENT, check=True)
+        found = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        expected = f"a tokenizer that takes at most {MAX_SECONDS:g} seconds for the text"
+        raise InvalidRequest.where("/tokenizer", expected, "one that takes longer") from None
+    except subprocess.CalledProcessError as failure:  # it was ended by a signal, or had no memory
+        found = {"error": f"status {failure.returncode}"}
+    if "error" in found:
+        raise InvalidRequest.where("/tokenizer", "the text of a tokenizer.json", describe_value(found["error"]))
+    if not found:
+        raise InvalidRequest.where("/tokenizer", "a server with the package tokenizers: pip install tokenizers", "one without it")
+    return Tokens(**found).model_dump_json()
