@@ -1138,6 +1138,41 @@ def test_results_that_change_from_call_to_call_are_not_explained_but_said_to_cha
     assert first.hint.startswith("a second call with the same inputs returns other numbers: dropout is active") and not first.mistakes
 
 
+class DropsOut(FromScratch):
+    """Dropout of the outputs that knows of no evaluation mode."""
+
+    def __init__(self, d_model, num_heads, dropout=0.2):
+        super().__init__(d_model, num_heads, dropout)
+        self.rate = dropout
+
+    def forward(self, query, key, value, mask=None):
+        return functional.dropout(super().forward(query, key, value, mask)[0], self.rate)
+
+
+class DropsOutAsRequired(DropsOut):
+    def __init__(self, d_model, num_heads, dropout):
+        super().__init__(d_model, num_heads, dropout)
+
+
+@pytest.mark.parametrize("candidate", [DropsOut, DropsOutAsRequired])
+def test_a_class_is_constructed_with_dropout_so_that_it_shows_if_it_acts_in_evaluation_mode(candidate):
+    assert "dropout is active" in compare(candidate, mask_means="attend").first.hint
+    assert_agrees(candidate, mask_means="attend", construct={"dropout": 0})
+
+
+def test_a_class_without_an_evaluation_mode_is_constructed_without_dropout():
+    class Dropped(NumPyAttention):
+        def __init__(self, d_model, num_heads, dropout=0.2):
+            super().__init__(d_model, num_heads)
+            self.dropout = dropout
+
+        def forward(self, query, key, value, mask=None):
+            output, _ = super().forward(query, key, value, mask)
+            return output * (np.random.default_rng().random(output.shape) >= self.dropout)
+
+    assert_agrees(Dropped, mask_means="block")
+
+
 def test_nan_is_a_disagreement():
     nan = type("NaN", (Wrong,), {"scale": lambda self, s: s * torch.nan})
     assert compare(nan, mask_means="attend").results[0].error == np.inf

@@ -162,10 +162,11 @@ def _add_weights(
 def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: int) -> tuple[Any, int | None]:
     """An instance, and the number of heads it was constructed with."""
     spec = spec or multi_head(convention.d_model, convention.num_heads or 3)
-    arguments = constructor_arguments(inspect.signature(cls), convention, spec)
-    heads = next((n for name, n in arguments.items() if name.lower() in HEADS.split()), None)
     torch = sys.modules.get("torch")
-    if torch is None or not issubclass(cls, torch.nn.Module):
+    makes_modules = torch is not None and issubclass(cls, torch.nn.Module)
+    arguments = constructor_arguments(inspect.signature(cls), convention, spec, evaluates=makes_modules)
+    heads = next((n for name, n in arguments.items() if name.lower() in HEADS.split()), None)
+    if torch is None or not makes_modules:
         return cls(**arguments), heads
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

@@ -240,13 +240,14 @@ def mask_polarity(convention: Convention, name: str, padding: bool = False) -> P
     return means or named[name]
 
 
-def constructor_arguments(signature: inspect.Signature, convention: Convention, spec: LayerSpec) -> dict[str, Any]:
-    """Arguments for a class: the sizes of the spec under its names for them, no dropout, batch first.
+def constructor_arguments(signature: inspect.Signature, convention: Convention, spec: LayerSpec, *, evaluates: bool) -> dict[str, Any]:
+    """Arguments for a class: the sizes of the spec under its names for them, and batch first.
 
-    ValueError: a required parameter of unknown name.
+    `evaluates`: it has an evaluation mode, in which dropout must not act. It then keeps its own default of dropout, or gets 0.1 if there
+    is none, so that dropout that acts shows; other classes get 0. ValueError: a required parameter of unknown name.
     """
     sizes: dict[str, Any] = {name: getattr(spec, name) for name in ("d_model", "num_heads", "num_kv_heads", "head_dim", "value_head_dim")}
-    sizes |= {"length": POSITIONS, "dropout": 0.0, "batch_first": convention.batch_first is not False}
+    sizes |= {"length": POSITIONS, "dropout": 0.1 if evaluates else 0.0, "batch_first": convention.batch_first is not False}
     if spec.rope:
         sizes["theta"] = spec.rope.theta
     if spec.latent:
@@ -256,8 +257,11 @@ def constructor_arguments(signature: inspect.Signature, convention: Convention, 
     for name, parameter in signature.parameters.items():
         if name in convention.construct or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if (meaning := _CONSTRUCTOR.get(name.lower())) in sizes and parameter.default is not None:
+        meaning, is_required = _CONSTRUCTOR.get(name.lower()), parameter.default is parameter.empty
+        if meaning == "dropout" and evaluates and not is_required:
+            continue
+        if meaning in sizes and parameter.default is not None:
             given[name] = sizes[meaning]
-        elif parameter.default is parameter.empty:
+        elif is_required:
             raise ValueError(f"ambiguous: the value of constructor parameter {name!r}; pass construct={{{name!r}: …}}, or an instance")
     return given | dict(convention.construct)
