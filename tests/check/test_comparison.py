@@ -618,6 +618,41 @@ def test_a_wrong_causal_mask_has_one_name(blocked, named):
     assert (explanation.mistakes, explanation.equals) == ((named,), ())
 
 
+def alibi_slopes(heads, first=1):
+    return [2 ** (-8 * (first + i) / heads) for i in range(heads)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "slopes", "is_scaled", "named"),
+    [
+        (4, alibi_slopes(4), False, ()),
+        (3, [2**-4, 2**-8, 2**-2], False, ()),
+        (4, alibi_slopes(4, first=0), False, ("ALiBi's slopes begin at 1",)),
+        (3, alibi_slopes(3), False, ("ALiBi's slopes for a number of heads that is not a power of 2",)),
+        (4, alibi_slopes(4), True, ("the biases of positions are added before the scores are scaled",)),
+        (4, [-slope for slope in alibi_slopes(4)], False, ("ALiBi's biases have the opposite sign",)),
+        (
+            4,
+            alibi_slopes(4, first=0),
+            True,
+            ("ALiBi's slopes begin at 1", "the biases of positions are added before the scores are scaled"),
+        ),
+    ],
+)
+def test_wrong_slopes_and_places_of_alibi_are_named(heads, slopes, is_scaled, named):
+    def attend(query, key, value):
+        scale, distance = query.shape[-1] ** -0.5, torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])
+        bias = -torch.tensor(slopes, dtype=query.dtype)[:, None, None] * distance.abs()
+        scores = query @ key.mT * scale + bias * (scale if is_scaled else 1)
+        return scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ value
+
+    spec = LayerSpec(d_model=5 * heads, num_heads=heads, projections=False, alibi=True)
+    comparison = compare(attend, spec=spec, causal=True, framework="torch")
+    mistakes = () if comparison.agrees else comparison.first.mistakes
+    assert len(mistakes) == len(named), f"\n{comparison}"
+    assert all(words in " and ".join(mistakes) for words in named)
+
+
 @pytest.mark.parametrize(("offset", "named"), [("end", None), ("start", "its causal mask is aligned at the last key")])
 def test_a_causal_mask_for_fewer_queries_than_keys_is_aligned_as_the_option_says(offset, named):
     def attend(query, key, value):
@@ -1015,6 +1050,7 @@ LAYERS = [
     LayerSpec(d_model=12, num_heads=2, rope={}, talking_heads=True),
     LayerSpec(d_model=12, num_heads=2, forget_gate=True),
     LayerSpec(**SIZES, scale=0.9, rope={"dims": 2}, latent={"query_rank": 7, "key_value_rank": 5, "rope_key_dim": 2}),
+    LayerSpec(d_model=12, num_heads=3, alibi=True),
 ]
 
 

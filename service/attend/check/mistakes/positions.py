@@ -9,8 +9,11 @@ import numpy as np
 
 from attend.attention.operators.rope import Rope
 from attend.attention.reference.forward import Layer
+from attend.attention.reference.operators import steps as steps_of
+from attend.attention.reference.operators.alibi import alibi_slopes
 from attend.check.changes import (
     Change,
+    Impossible,
     change_part,
     change_spec,
     map_weights,
@@ -59,6 +62,41 @@ def shift_keys(by: int) -> Change:
     return only_if(lambda c: c.spec.relative_bias, replace_steps(position_bias=position_bias))
 
 
+def change_slopes(slopes: Callable[[int], Array]) -> Change:
+    """Replaces ALiBi's slopes by others of this number of heads: [h]. Impossible if they are the same."""
+
+    def change(c: Computation) -> Computation:
+        difference = slopes(c.spec.num_heads) - alibi_slopes(c.spec.num_heads)
+        if not c.spec.alibi or not difference.any():
+            raise Impossible
+        steps = c.layer
+
+        def position_bias(layer: Layer, request: Any, q: Any, at: Any) -> Any:
+            return steps.position_bias(layer, request, q, at) - difference[:, None, None] * np.abs(at.ahead)
+
+        return replace_steps(position_bias=position_bias)(c)
+
+    return change
+
+
+def _powers(heads: int, first: int) -> Array:
+    """2^(-8i/n) for n heads, i from `first` on: [h]."""
+    return np.asarray(2.0 ** (-8 * (first + np.arange(heads)) / heads))
+
+
+def _scale_biases(c: Computation) -> Computation:
+    """Multiplies the biases of positions by the scale of the scores."""
+    steps = c.layer
+
+    def position_bias(layer: Layer, request: Any, q: Any, at: Any) -> Any:
+        return c.spec.scale * steps.position_bias(layer, request, q, at)
+
+    return replace_steps(position_bias=position_bias)(c)
+
+
+SCALE_BIASES = only_if(lambda c: c.spec.scale != 1 and steps_of(c.spec, "bias"), _scale_biases)
+
+
 def shift_positions(shifted: str, by: int) -> Change:
     """RoPE of the queries or keys (`shifted`) at other positions."""
     return rotate_at(lambda name, positions: positions + by if name == shifted else positions)
@@ -86,6 +124,42 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 shift_keys(by),
             )
             for words, sign, by in (("after", "+", 1), ("before", "-", -1))
+        },
+    ),
+    "alibi + slopes": computing(  # not combined with "alibi", which leaves it out
+        "slopes 2^(-8i/n), i from 1, of n heads (ALiBi)",
+        {
+            "ALiBi's slopes begin at 1, that of i = 0": (
+                "slopes 2^(-8i/n), i from 0, of n heads (ALiBi)",
+                change_slopes(lambda heads: _powers(heads, 0)),
+            ),
+        },
+    )
+    | computing(
+        "slopes of 2^m heads, then every other of 2^(m+1) heads (ALiBi)",
+        {
+            "ALiBi's slopes for a number of heads that is not a power of 2 are powers of 2^(-8/n)": (
+                "slopes 2^(-8i/n), i from 1, of n heads (ALiBi)",
+                change_slopes(lambda heads: _powers(heads, 1)),
+            ),
+        },
+    )
+    | computing(
+        "S_ij - slope · |j - i|",
+        {
+            "ALiBi's biases have the opposite sign: farther keys get higher scores": (
+                "S_ij + slope · |j - i|",
+                change_slopes(lambda heads: -alibi_slopes(heads)),
+            ),
+        },
+    ),
+    "bias scale": computing(
+        "softmax(Q Kᵀ{scale} + B), B: biases of positions",
+        {
+            "the biases of positions are added before the scores are scaled": (
+                "softmax((Q Kᵀ + B){scale}), B: biases of positions",
+                SCALE_BIASES,
+            ),
         },
     ),
     "rope scaling": computing(
