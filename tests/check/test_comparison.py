@@ -548,6 +548,31 @@ def test_mistakes_of_candidates_are_named(name):
     assert (hint or "no known mistake gives these numbers, nor do any two together") in comparison.first.hint, f"\n{comparison}"
 
 
+@pytest.mark.parametrize(
+    ("biases", "named"),
+    [
+        ((0, 1, 1, 3), "the bias of the key projection is added to the projected value"),
+        ((2, 1, 2, 3), "the bias of the value projection is added to the projected query"),
+        ((0, 1, 2, 0), "the bias of the query projection is added to the projected heads"),
+    ],
+)
+def test_a_bias_of_another_projection_is_named(biases, named):
+    class OtherBiases(NumPyAttention):
+        def __init__(self, d_model, num_heads):
+            super().__init__(d_model, num_heads)
+            self.b_q, self.b_k, self.b_v, self.b_o = np.random.default_rng(7).standard_normal((4, d_model))
+
+        def forward(self, query, key, value):
+            given = (self.b_q, self.b_k, self.b_v, self.b_o)
+            q, k, v, o = (given[i] for i in biases)
+            inputs = ((query, self.W_q, q), (key, self.W_k, k), (value, self.W_v, v))
+            heads = numpy_function(*(self.split(x @ W + b) for x, W, b in inputs))
+            return heads.transpose(0, 2, 1, 3).reshape(query.shape) @ self.W_o + o
+
+    explanation = compare(OtherBiases).first.explanation
+    assert (explanation.mistakes, explanation.equals) == ((named,), ())
+
+
 def test_two_mistakes_that_show_in_different_cases_are_both_named():
     changed = {"scale": lambda self, s: s, "fill": lambda self, s, m: s.masked_fill(m, -torch.inf)}
     first = compare(type("Wrong", (Wrong,), changed), mask_means="attend").first

@@ -48,6 +48,16 @@ def use_input_of(role: str, source: str) -> Change:
     return change
 
 
+def use_bias_of(role: str, source: str) -> Change:
+    """Adds the bias of the projection `source` in place of that of the `role`. Impossible if one has none, or another width."""
+
+    def changed(c: Computation) -> Mapping[str, Array]:
+        right, other = c.weights.get(f"{role}.bias"), c.weights.get(f"{source}.bias")
+        return {} if right is None or other is None or right.shape != other.shape else {f"{role}.bias": other}
+
+    return replace_weights(changed)
+
+
 def reorder_rows(names: Sequence[str], order: Callable[[Array], Array]) -> Change:
     """Puts the rows of these projections into another order within each head: `order` of 0, 1, …, d - 1."""
 
@@ -118,6 +128,12 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             map_weights(f"{role}.bias", np.negative), _of(role).replace(" + ", " - "), _of(role)
         )
         for role in PROJECTIONS
+    }
+    | {
+        f"the bias of the {source} projection is added to the projected {'heads' if role == 'output' else role}": Mistake(
+            use_bias_of(role, source), _of(role).replace(f"b_{role[0]}", f"b_{source[0]}"), _of(role)
+        )
+        for role, source in permutations(PROJECTIONS, 2)
     },
     "rows": {
         f"the rows of the matrix of {' and '.join(names)} are in the order {words} within each head": Mistake(
