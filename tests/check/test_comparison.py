@@ -678,6 +678,24 @@ def test_wrong_slopes_and_places_of_alibi_are_named(heads, slopes, is_scaled, na
     assert all(words in " and ".join(mistakes) for words in named)
 
 
+@pytest.mark.parametrize(
+    ("at_end", "named"),
+    [
+        (False, "it is causal without being asked (see causal)"),
+        (True, "it is causal without being asked, aligned at the last key (see causal and query_offset)"),
+    ],
+)
+def test_a_causal_function_is_named_wherever_its_mask_is_aligned(at_end, named):
+    def attend(query, key, value):
+        queries, keys = query.shape[2], key.shape[2]
+        blocked = torch.ones(queries, keys).triu(1 + at_end * (keys - queries)).bool()
+        scores = query @ key.mT * query.shape[-1] ** -0.5
+        return scores.masked_fill(blocked, -torch.inf).softmax(-1) @ value
+
+    explanation = compare(attend, framework="torch").first.explanation
+    assert (explanation.mistakes, explanation.equals) == ((named,), ())
+
+
 @pytest.mark.parametrize(("offset", "named"), [("end", None), ("start", "its causal mask is aligned at the last key")])
 def test_a_causal_mask_for_fewer_queries_than_keys_is_aligned_as_the_option_says(offset, named):
     def attend(query, key, value):

@@ -69,6 +69,11 @@ def _keys_from(by: int) -> Callable[[Array], Array]:
     return lambda own: np.triu(np.ones_like(own), _offset(own) + by)
 
 
+def _may_be_aligned_elsewhere(c: Computation) -> bool:
+    """Whether some cases have more keys than queries: not with one input, nor where results depend on positions."""
+    return not (c.case.causal or c.spec.positional or np.array_equal(c.case.query, c.case.key))
+
+
 def _fill_blocked(fill: float) -> Change:
     return change_softmax(lambda c, softmax, scores, sinks: softmax(np.where(np.isneginf(scores), fill, scores), sinks))
 
@@ -208,6 +213,13 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             "it is causal without being asked (see causal)": (
                 seeing("j ≤ i"),
                 only_if(lambda c: not c.case.causal, mask_everywhere(np.tril)),
+            ),
+            "it is causal without being asked, aligned at the last key (see causal and query_offset)": (
+                seeing("j ≤ i + k - q"),
+                only_if(
+                    _may_be_aligned_elsewhere,
+                    mask_everywhere(lambda visible: np.tril(visible, visible.shape[2] - visible.shape[1])),
+                ),
             ),
             "it is causal without being asked, and each query sees the next key too": (
                 seeing("j ≤ i + 1"),
