@@ -17,6 +17,7 @@ from torch.nn import functional
 from attend.check import assert_agrees, compare, tolerance
 from attend.check.cases import draw_check_cases
 from attend.check.changes import Impossible
+from attend.check.comparison import Comparison
 from attend.check.computation import Computation
 from attend.check.explanation import Observation, explain
 from attend.check.mistakes import MISTAKES
@@ -843,13 +844,21 @@ def test_cases_without_a_known_parameter_are_reported_as_not_tried():
         "not tried: mask, padded keys, packed sequences, since no parameter is known for them; "
         "cross-attention, cross-attention with a mask, since query_offset is not given"
     )
-    assert comparison.conclusion == f"agrees with the reference in 2 of 8 cases; {not_tried}"
+    assert comparison.conclusion == f"agrees with the reference in all 2 cases that were tried; 5 were {not_tried}"
     wrong = compare(causal_scores(lambda n: torch.ones(n, n).triu(2) == 1), framework="torch", causal=True)
     assert not_tried in str(wrong).replace("\n", " ")
 
 
+def test_the_only_case_that_was_tried_is_one():
+    results = compare(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True).results
+    one = Comparison(tuple(result for result in results if result.untried or result.case == "no mask"), ())
+    assert one.conclusion.startswith("agrees with the reference in the only case that was tried; 5 were not tried: mask, ")
+    none = Comparison(tuple(result for result in results if result.untried), ())
+    assert none.conclusion.startswith("neither agrees nor disagrees with the reference; 5 were not tried: mask, ")
+
+
 def test_the_assertion_warns_of_cases_that_are_not_tried():
-    with pytest.warns(UserWarning, match="in 2 of 8 cases; not tried: mask, padded keys"):
+    with pytest.warns(UserWarning, match="in all 2 cases that were tried; 5 were not tried: mask, padded keys"):
         assert_agrees(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True)
     assert_agrees(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True, allow_skipped=True)
 
@@ -1384,6 +1393,7 @@ def test_a_case_that_rounding_may_change_as_much_shows_nothing(factor):
     assert found["large logits"].agrees is None and "shows nothing" in str(found["large logits"])
     assert found["no mask"].agrees is (factor == 1.0)
     if factor == 1.0:
+        assert "agrees with the reference in all 2 cases that show anything; " in comparison.conclusion
         assert "nothing is shown by large logits" in comparison.conclusion
     else:
         assert comparison.verdict == "disagrees with the reference in 2 of 2 cases"

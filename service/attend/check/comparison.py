@@ -144,11 +144,22 @@ class Comparison:
         if not self.agrees:
             shown = [str(x) for x in self.disagreements]
             return "\n".join(x.replace("disagreement: ", f"{'also' if i else 'first'} disagreement: ", 1) for i, x in enumerate(shown))
-        agreeing = sum(result.agrees is True for result in self.results)
         about_vague = f"nothing is shown by {', '.join(self.vague)}, whose numbers rounding alone may change as much" if self.vague else ""
-        which = f" in {agreeing} of {len(self.results)} cases" if self.untried or self.vague else ""
-        agreement = "; ".join(x for x in (f"agrees with the reference{which}", self.omissions, about_vague) if x)
+        about_untried = f"{len(self.untried)} {'was' if len(self.untried) == 1 else 'were'} {self.omissions}" if self.untried else ""
+        agreement = "; ".join(x for x in (self._agreement, about_untried, about_vague) if x)
         return f"{agreement}\nrounding: {self.rounding}" if self.rounding else agreement
+
+    @property
+    def _agreement(self) -> str:
+        """That it agrees, and in how many cases if not all were tried or some show nothing."""
+        if not (self.untried or self.vague):
+            return "agrees with the reference"
+        if (agreeing := sum(result.agrees is True for result in self.results)) == 0:
+            return "neither agrees nor disagrees with the reference"
+        is_one = agreeing == 1
+        cases = "the only case" if is_one else f"all {agreeing} cases"
+        verb = f"{'shows' if is_one else 'show'} anything" if self.vague else f"{'was' if is_one else 'were'} tried"
+        return f"agrees with the reference in {cases} that {verb}"
 
     @property
     def omissions(self) -> str:
