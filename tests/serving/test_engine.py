@@ -3,6 +3,7 @@
 import gc
 import json
 import threading
+import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.numpy import save
 from attend.attention.call import Call
 from attend.attention.layer import MultiHeadAttention
 from attend.errors import AttendError
-from attend.serving import batching
+from attend.serving import batching, executor
 from attend.serving.batching import BatchLimits, Entry
 from attend.serving.binding import ATTEND
 from attend.serving.codec_pool import LARGE_BYTES, Job
@@ -67,6 +68,38 @@ def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
         left = [found for found in requests_in_memory() if all(found is not x for x in earlier)]
     finally:
         gc.enable()
+    assert not left
+
+
+def test_a_failed_batch_leaves_no_reference_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames of its error refer to the batch, and so do those of the thread that called them. The log still has its traceback."""
+
+    logged: list[str] = []
+
+    def fails(batch: Any) -> Any:
+        raise RuntimeError("a fault of the device")
+
+    monkeypatch.setattr(executor, "_results", fails)
+    body = save({"query": np.zeros((5, 509, 6), "f4")}, {"request": json.dumps({"layer": "layer"})})
+
+    async def test() -> None:
+        service = open_service("cpu")
+        service.registry.put(replace(REAL, name="layer"))
+        try:
+            await service.engine.answer(RawRequest(body, codec=CODECS[SAFETENSORS], reply_codec=CODECS[SAFETENSORS]), ATTEND)
+        except AttendError as error:
+            logged.extend(traceback.format_exception(error.__cause__))
+        service.close()
+
+    gc.collect()
+    gc.disable()
+    try:
+        earlier = requests_in_memory()  # of other tests
+        run(test())
+        left = [found for found in requests_in_memory() if all(found is not x for x in earlier)]
+    finally:
+        gc.enable()
+    assert "in fails" in "".join(logged)
     assert not left
 
 

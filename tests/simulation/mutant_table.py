@@ -20,7 +20,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "cycle of an inline call": (SCHEDULER, "            del settled, outcome  # as in `submit`\n", "            pass\n"),
     # past: the frame of a cancelled stream kept its last call (found by the simulation)
     "cycle of a stream that is cancelled": ("attend.serving.streams", "        del previous, message  # else", "        pass  # else"),
-    "cycle of a failed batch": (SCHEDULER, "traceback.clear_frames(outcome.__cause__.__traceback__)", "pass"),
+    "cycle of a failed batch": ("attend.serving.faults", "error.with_traceback(None)", "error"),
     # past: an entry in a frame of its own exception's traceback
     "cycle of a waiting call": (SCHEDULER, "            del entry, future  # as in `submit`\n", "            pass\n"),
     # past: exports were computed before their bytes were admitted, and for callers who had left

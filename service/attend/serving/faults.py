@@ -1,6 +1,7 @@
 """The error of a call whose computation failed, by the exception: no memory, or a fault of the service."""
 
 import errno
+import traceback
 
 import torch
 
@@ -17,9 +18,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def error_of_batch(error: BaseException) -> AttendError:
-    """The error for every call of a batch that failed with `error`: OutOfMemory or ServiceFault."""
+    """The error for every call of a batch that failed with `error`: OutOfMemory or ServiceFault.
+
+    The cause of the latter has its traceback as a note, since frames, and those that called them, refer to the batch, which refers to this
+    error. Such a cycle would keep the tensors.
+    """
     if is_out_of_memory(error):
         return OutOfMemory("the call passed admission, but the memory for it was not there")
+    if error.__traceback__ is not None:
+        error.add_note("".join(traceback.format_exception(error)).rstrip())
+        error.__cause__ = error.__context__ = None
     fault = ServiceFault("computing failed")
-    fault.__cause__ = error  # OutOfMemory gets no cause: the traceback would keep the tensors alive
+    fault.__cause__ = error.with_traceback(None)
     return fault

@@ -19,7 +19,6 @@ are not affected.
 import asyncio
 import math
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -28,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from attend.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded, ServiceFault
+from attend.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from attend.serving.batching import BatchLimits, Entry, form_batch
 from attend.serving.binding import BoundCall
 from attend.serving.executor import Outcome, Outcomes, compute
@@ -276,8 +275,6 @@ class Scheduler:
         """
         measured = None
         for entry, outcome in settled:
-            if isinstance(outcome, ServiceFault) and outcome.__cause__ is not None:  # its frames refer to the batch, and so to this error
-                traceback.clear_frames(outcome.__cause__.__traceback__)
             self.out_of_memory = self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else 0
             if isinstance(outcome, Outcome) and outcome.execution is not measured:
                 measured = outcome.execution
