@@ -234,8 +234,7 @@ OPERATIONS: dict[str, Operation] = {
 # Operations whose work may grow if it is spread over iterations: the check of all connections may fall into them.
 SPREAD = ("a second without calls", "connect and leave")
 LISTS = ("list layers", "index of models", "index", "statistics of models", "list sessions")
-# Their replies have an entry for each, which threads write; the event loop sorts the names of the layers and sends the bytes.
-GROWS_IN_LISTS = 10  # instructions
+# Their replies have an entry for each, which threads write; the event loop sends the bytes.
 COMPUTING = ("step of a session", "a step that ends another session", "put a layer", "ready", "export a session")
 IMPOSSIBLE = {(name, "waiting calls") for name in COMPUTING}
 
@@ -296,8 +295,8 @@ def grows(operation: str, beside: str) -> tuple[bool, Work, Work]:
     """Whether the work of an operation grows with what is beside it; a second without calls may, if no iteration of it does."""
     _, few, many = (work(OPERATIONS[operation], FILLS[beside], n) for n in (1, FEW, MANY))  # the first one imports and fills caches
     more = many.largest - few.largest if operation in SPREAD else many.total - few.total
-    most, more_bytes = (GROWS_IN_LISTS, 0) if operation in LISTS else (GROWS, many.bytes - few.bytes)
-    return more > most * (MANY - FEW) or more_bytes > GROWS_BYTES * (MANY - FEW), few, many
+    more_bytes = 0 if operation in LISTS else many.bytes - few.bytes
+    return more > GROWS * (MANY - FEW) or more_bytes > GROWS_BYTES * (MANY - FEW), few, many
 
 
 def main(only: list[str]) -> str | None:

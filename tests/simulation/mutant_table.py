@@ -261,7 +261,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "layers that each check of readiness sorts": (
         "attend.serving.layers.registry",
         "return next(iter(self._layers.values()), None)",
-        "return next(iter(self.all()), None)",
+        "return next(iter(by_name(self._layers.values())), None)",
     ),
     # past: the index of models was made on the event loop
     "index of models on the loop": (

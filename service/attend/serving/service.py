@@ -117,7 +117,7 @@ class Service:
             self.failed = True
             log.error("not ready", error=str(error))
         else:
-            layers = [layer.name for layer in self.registry.all()]
+            layers = sorted(layer.name for layer in self.registry.all())
             log.info("ready", layers=layers, device=self.device, threads=self.threads, **pages)
 
     async def start(self, specs: dict[str, LayerSpec]) -> None:

@@ -1,7 +1,9 @@
 """The registry of the layers of a process. Layers are immutable: a call keeps the layer it was bound to, even if that is replaced."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TypeVar
 
 import torch
 
@@ -49,6 +51,9 @@ class UnloadedLayer:
     origin: str | None = None
 
 
+L = TypeVar("L", LoadedLayer, UnloadedLayer, LoadedLayer | UnloadedLayer)
+
+
 class LayerRegistry:
     """Name -> layer. Only one thread may change it; `make` is slow, uses no shared state, and may run in any thread."""
 
@@ -87,9 +92,8 @@ class LayerRegistry:
         return self._unloaded.get(name)
 
     def with_unloaded(self) -> list[LoadedLayer | UnloadedLayer]:
-        """All layers, including the unloaded ones, by name."""
-        layers: dict[str, LoadedLayer | UnloadedLayer] = {**self._unloaded, **self._layers}
-        return [layers[name] for name in sorted(layers)]
+        """All layers, including the unloaded ones, in any order."""
+        return [*self._layers.values(), *self._unloaded.values()]
 
     def layer_info(self, name: str) -> LayerInfo:
         """Description of one layer, unloaded or not. Raises LayerNotFound."""
@@ -113,7 +117,8 @@ class LayerRegistry:
         return ", ".join((*names[:MAX_NAMES_IN_ERROR], *more)) or "none"
 
     def all(self) -> list[LoadedLayer]:
-        return [self._layers[name] for name in sorted(self._layers)]
+        """The loaded layers, in any order."""
+        return list(self._layers.values())
 
     def one(self) -> LoadedLayer | None:
         """A layer, for checks of the device; None if there is none."""
@@ -170,6 +175,11 @@ class LayerRegistry:
         self._all_parameters += parameters - self._parameters.pop(name, 0)
         if parameters:
             self._parameters[name] = parameters
+
+
+def by_name(layers: Iterable[L]) -> list[L]:
+    """The layers, sorted by their names. To be called in a thread: the work grows with the number of layers."""
+    return sorted(layers, key=attrgetter("name"))
 
 
 def _cast_weights(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from attend.errors import (
 )
 from attend.serving import layer_requests
 from attend.serving.layers.files import CheckpointQuery
+from attend.serving.layers.registry import by_name
 from attend.serving.service import Service
 from attend.web.endpoints import ADMIN, LAYER, READ, TIMED, EndpointTable
 from attend.web.openapi import BINARY
@@ -48,7 +49,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         layers = registry.with_unloaded()
 
         def text() -> str:
-            return Layers(layers=list(map(registry.info_of, layers))).model_dump_json()
+            return Layers(layers=list(map(registry.info_of, by_name(layers)))).model_dump_json()
 
         raw = request_without_body(record, service)
         # in a thread: a thousand layers take tenths of a second

@@ -58,7 +58,7 @@ def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any
 
             def reply() -> Response:
                 about = {"name": "attend", "version": __version__, "contract": CONTRACT}
-                return JSONResponse({**about, **members, "layers": [layer.name for layer in layers], "documentation": "/docs"})
+                return JSONResponse({**about, **members, "layers": sorted(layer.name for layer in layers), "documentation": "/docs"})
 
             response = await service.engine.codecs.run(reply, NAME_BYTES * len(layers), record.api_key)  # in a thread, as GET /layers
         response.headers["Vary"] = "Accept"

@@ -14,7 +14,7 @@ from typing import Any
 from attend.axes import OUTPUTS, TENSOR_FIELDS, Kind
 from attend.serving.admission import largest_batch
 from attend.serving.cost import output_shapes, wire_datatype
-from attend.serving.layers.registry import LoadedLayer, UnloadedLayer
+from attend.serving.layers.registry import LoadedLayer, UnloadedLayer, by_name
 from attend.serving.service import Service
 from attend.serving.sessions.registry import MAX_SESSIONS
 from attend.serving.statistics import LayerTotals, Totals
@@ -80,7 +80,7 @@ class ProtocolExtensions:
 def index_of(layers: Sequence[LoadedLayer | UnloadedLayer], ready: bool) -> list[RepositoryModel]:
     """The model repository: loaded layers are READY, unloaded ones UNAVAILABLE. With `ready`, only the loaded ones. To be called in a
     thread, since a thousand layers take milliseconds."""
-    wanted = [layer for layer in layers if isinstance(layer, LoadedLayer) or not ready]
+    wanted = [layer for layer in by_name(layers) if isinstance(layer, LoadedLayer) or not ready]
     states = [("READY", "") if isinstance(layer, LoadedLayer) else ("UNAVAILABLE", "unloaded") for layer in wanted]
     return [
         RepositoryModel(name=layer.name, version=VERSION, state=state, reason=reason)
@@ -124,9 +124,9 @@ def _scheduling(service: Service) -> dict[str, Any]:
 
 
 def statistics_of(service: Service, layers: Sequence[LoadedLayer], workers: int) -> Statistics:
-    """Statistics of these models since the server started, over all workers."""
+    """Statistics of these models since the server started, over all workers, by name. To be called in a thread, as `index_of`."""
     counted = service.statistics.all()
-    return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, LayerTotals()), workers) for layer in layers])
+    return Statistics(model_stats=[_statistics(layer, counted.get(layer.name, LayerTotals()), workers) for layer in by_name(layers)])
 
 
 def _statistics(layer: LoadedLayer, counted: LayerTotals, workers: int) -> ModelStatistics:
