@@ -48,6 +48,7 @@ class Manner:
     leaves_after: float | None = None  # seconds until it disconnects
     by_reset: bool = False
     sends: float = 1.0  # the part of what it wants to send that it sends
+    hesitates: tuple[float, float] | None = None  # a part of what it sends, and seconds between that and the rest
     reads_late: float = 0.0  # seconds in which it does not read the reply
 
 
@@ -71,8 +72,9 @@ class _Connection:
         self.exchanges: deque[_Exchange] = deque()
         self.resume: Resume = lambda value: None  # once none is under way
         self.parser = httptools.HttpResponseParser(self)
-        self.sent = 0
+        self.sent, self.sent_at = 0, world.now  # bytes, and when the last request was sent
         self.usable = True
+        self.idle = False  # whether a reply was the last thing that happened, and it allows another request
         peer.on_data, peer.on_end = self._received, self._ended
 
     def _received(self, data: bytes) -> None:
@@ -93,13 +95,24 @@ class _Connection:
     def on_message_complete(self) -> None:
         exchange = self.exchanges.popleft()
         self.usable = self.parser.should_keep_alive() and not self.peer.ended
+        self.idle = self.usable and not self.exchanges
         exchange.answer = Reply(self.parser.get_status_code(), exchange.headers, bytes(exchange.body))
         if not self.exchanges:
             self.resume(None)
 
     def _ended(self) -> None:
-        self.usable = False
+        if self.idle and not self._may_close():
+            self.world.fail(Failure("answered", "a connection is closed after a reply without `Connection: close`"))
+        self.usable = self.idle = False
         self.give_up(CLOSED)
+
+    def _may_close(self) -> bool:
+        """Whether the server may close the connection after a reply that allows another request."""
+        process = self.peer.process
+        if self.peer.left or process is None or not process.alone or process.killed or self.peer.life != process.lives:
+            return True
+        keepalive = process.chosen.settings.keepalive_timeout
+        return process.stopping_at is not None or process.chosen.pauses > 0 or self.world.now - self.sent_at > keepalive / 2
 
     def give_up(self, why: str) -> None:
         """The exchanges that are under way get no reply."""
@@ -145,10 +158,14 @@ class Caller:
             exchanges.append(_Exchange(request, begins, peer.watch(start + len(whole))))
         sent = whole[: max(1, int(len(whole) * manner.sends))]
         connection.sent += len(sent)
+        connection.sent_at, connection.idle = self.world.now, False
+        part, seconds = manner.hesitates or (1.0, 0.0)
+        size = int(len(sent) * part)
 
         def send(resume: Resume) -> None:
             connection.exchanges, connection.resume = deque(exchanges), resume
-            peer.send(sent)
+            peer.send(sent[:size])
+            self.world.at(seconds, lambda: None if peer.left or peer.ended else peer.send(sent[size:]))
             if manner.reads_late:
                 peer.pause()
                 self.world.at(manner.reads_late, peer.resume)
@@ -156,7 +173,10 @@ class Caller:
                 self.world.at(manner.leaves_after, lambda: self._leave(connection, exchanges[-1], manner.by_reset))
             self.world.at(PATIENCE, lambda: connection.give_up(LATE) if exchanges[-1].answer is None else None)
 
+        began = self.world.now
         await suspended(send)
+        if self.world.now <= began + seconds and connection.usable:  # the reply came first: the rest is sent before the next request
+            await sleep(self.world, began + seconds - self.world.now + 1e-6)
         outcomes: list[Reply | Lost] = []
         for exchange in exchanges:
             outcomes.append(self._judge(exchange, manner, connection, outcomes))

@@ -23,6 +23,7 @@ from support.safetensors_bodies import read_safetensors, safetensors
 
 JSON_TYPE, SAFETENSORS_TYPE = "application/json", "application/vnd.safetensors"
 ANSWERED = "rule 7: the answer is that of the call alone"
+HESITATIONS = (1e-3, 0.02, 0.2)  # seconds within a request, far less than the least `client_timeout`
 Outcome = Reply | Lost
 
 
@@ -87,11 +88,14 @@ class Client(SessionActions, LayerActions, RpcActions):
                 manner.sends = draw.random()
             else:
                 manner.reads_late = draw.choice((0.01, 1.0, 100.0))
+        if draw.random() < 0.1 * self.chosen.preferences.factor("hesitate"):
+            manner.hesitates = draw.random(), draw.choice(HESITATIONS)
         return manner
 
     def deadline(self) -> dict[str, str]:
         """The header of a deadline, or none."""
-        return {"X-Request-Timeout": self.draw.choice(("0.0001", "0.01", "1"))} if self.draw.random() < 0.15 else {}
+        often = min(0.5, 0.15 * self.chosen.preferences.factor("deadline"))
+        return {"X-Request-Timeout": self.draw.choice(("0.0001", "0.01", "1"))} if self.draw.random() < often else {}
 
     async def ask(
         self,
@@ -119,6 +123,8 @@ class Client(SessionActions, LayerActions, RpcActions):
             self._require_reason(outcome, f"{method} {target}", headers, manner, also)
             if outcome.status == 503 and self.draw.random() < 0.7:  # it starts, or finds no memory
                 await sleep(self.world, self.draw.choice((0.05, 1.0)))
+            elif outcome.status == 504 and self.draw.random() < 0.5:  # it gives the service time, and keeps its connection
+                await sleep(self.world, self.draw.choice((1.0, 30.0)))
         return outcome
 
     async def ask_all(self, requests: Sequence[Request], also: tuple[int, ...] = ()) -> list[Outcome]:
@@ -157,6 +163,8 @@ class Client(SessionActions, LayerActions, RpcActions):
     def tensors(self) -> dict[str, Any]:
         """Query, key and value of a call, as [b, n, WIDTH]."""
         b, q, k = self.draw.randint(1, 3), self.draw.randint(1, 5), self.draw.choice((1, 3, 7, 30))
+        if self.chosen.alike:
+            q, k = 2, 3
         values = np.stack([self.rows(k) for _ in range(b)])
         return {"query": np.ones((b, q, WIDTH)), "key": np.zeros((b, k, WIDTH)), "value": values}
 

@@ -6,6 +6,7 @@ Sizes that decide which path a request takes are drawn small, so that a body of 
 from dataclasses import dataclass, field
 from typing import Any
 
+from attend.serving.batching import BatchLimits, limits_on
 from attend.settings import Settings
 from attend.spec import LayerSpec
 from simulation.files import SimulatedFiles
@@ -15,12 +16,14 @@ KEYS = ("ada", "grace", "emmy")  # callers with keys of their own
 WIDTH, HEADS = 4, 2
 # Without projections, keys of zeros make every visible row count equally: an output is the mean of the rows of values, which tells them.
 PLAIN = LayerSpec(d_model=WIDTH, num_heads=HEADS, projections=False)
+BATCHES_OF_A_GPU = BatchLimits(calls=4)
 WINDOWED = LayerSpec(d_model=WIDTH, num_heads=HEADS, projections=False, window={"left": 5, "right": 0})
 SIZES: dict[str, tuple[Any, ...]] = {  # module.NAME -> values; the last one is the real one
     "attend.serving.engine.INLINE_BYTES": (0, 300, 64 << 10),
     "attend.serving.scheduler.INLINE_OPERATIONS": (0, 2000, 1 << 24),
     "attend.serving.queueing.SIZE_CLASS_BOUNDS": ((0, 500, 2000, 8000), (1 << 24, 1 << 28, 1 << 32, 1 << 36)),
     "attend.serving.batching.MAX_EXAMINED": (1, 4096),
+    "attend.serving.service.limits_on": (lambda device, calls: BATCHES_OF_A_GPU, limits_on),
     "attend.serving.scheduler.SWEEP_SHARE": (1, 16),
     "attend.serving.codec_pool.LARGE_BYTES": (500, 2000, 1 << 20),
     "attend.serving.figures.MAX_WAITING": (1, 32),
@@ -96,6 +99,18 @@ class Configuration:
     uses: tuple[str, ...]  # what clients do besides calls: sessions, layers, rpc
     kill_after: float | None  # mean seconds, or tenths of changes of files, after which the process is killed: each of its first lives
     stop_after: float | None  # seconds after which SIGTERM arrives while clients call; None: once they have finished
+    alike: bool = False  # whether calls have equal numbers of queries and keys, and so may be computed together
+
+    def prefer(self, situation: str | None) -> None:
+        """Draw a part of the run again, so that a situation that needs several of its choices together is frequent."""
+        if situation == "batches without memory":  # clients whose calls wait for a slow device, which computes them together
+            self.sizes["attend.serving.scheduler.INLINE_OPERATIONS"] = 0
+            self.sizes["attend.serving.service.limits_on"] = SIZES["attend.serving.service.limits_on"][0]
+            self.compute_seconds, self.faults.compute = 0.3, 0.2
+            self.clients, self.actions, self.uses, self.waits, self.alike = 8, 20, ("sessions",), (0.0,), True
+            self.settings = self.settings.model_copy(update={"max_queue_bytes": 1 << 31, "session_memory": 1 << 20})
+        elif situation == "crashes between changes" and self.files is not None:
+            self.theme, self.uses, self.kill_after, self.actions = "layers", ("layers",), 6.0, 60
 
 
 def draw_configuration(world: World, keys_file: Any) -> Configuration:
@@ -134,7 +149,7 @@ def draw_configuration(world: World, keys_file: Any) -> Configuration:
         block = sizes["attend.serving.layers.store.BLOCK_BYTES"]
         files = SimulatedFiles(world, block, faults)
         settings = settings.model_copy(update={"layers_dir": files.path})
-    return Configuration(
+    chosen = Configuration(
         settings,
         sizes,
         faults,
@@ -151,3 +166,5 @@ def draw_configuration(world: World, keys_file: Any) -> Configuration:
         kill_after=one("kill_after", None, None, None, 0.3, 2.0, 30.0),
         stop_after=one("stop_after", None, None, None, None, None, 0.1, 1.0, 1.3, 2.0, 4.0),
     )
+    chosen.prefer(one("situation", None, None, None, None, "batches without memory", "crashes between changes"))
+    return chosen

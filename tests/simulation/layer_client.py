@@ -13,7 +13,7 @@ import torch
 from attend.serving.admission import ServingLimits
 from attend.serving.layers.registry import LayerRegistry
 from attend.spec import LayerSpec
-from simulation.caller import Lost, Reply
+from simulation.caller import Caller, Lost, Reply
 from simulation.configuration import HEADS, WIDTH
 from simulation.world import Failure
 
@@ -39,13 +39,15 @@ class LayerActions:
     """The part of a client that changes layers. Each client has names of its own, so that it alone changes them."""
 
     def begin_layers(self: Any) -> None:
-        self.layers: dict[str, set[str]] = {f"own-{self.number}-{letter}": {ABSENT} for letter in "ab"}  # possible fingerprints
+        self.layers: dict[str, set[str]] = {
+            f"own-{self.number}-{letter}": {ABSENT} for letter in self.draw.choice(("a", "ab"))
+        }  # possible fingerprints
         self.life = self.process.lives  # in which they are so
         self.changed: set[str] = set()  # layers that it has tried to change
         self.loose: set[str] = set()  # layers whose last change failed when it may have been in the folder: it may still take effect
 
     def layer_actions(self: Any) -> list[tuple[Callable[[], Awaitable[None]], int]]:
-        changes = [(self.put_layer, 1), (self.copy_layer, 1), (self.delete_layer, 1)]
+        changes = [(self.put_layer, 2), (self.copy_layer, 1), (self.delete_layer, 1)]
         return [*changes, (self.read_layer, 1), (self.call_layer, 1), (self.read_circuits, 1)]
 
     def one_layer(self: Any) -> str:
@@ -59,6 +61,13 @@ class LayerActions:
         name, seed = self.one_layer(), self.draw.choice(SEEDS)
         reply = await self.ask("PUT", f"/layers/{name}", json.dumps({"spec": _fields(seed)}).encode())
         self._after_put(name, reply, {fingerprint_of(seed)})
+        await self._read_elsewhere(name, reply)
+
+    async def _read_elsewhere(self: Any, name: str, reply: Outcome) -> None:
+        """After a change that was acknowledged, each process has the layer: read it from those that take the client's other connections."""
+        if self.chosen.settings.workers > 1 and isinstance(reply, Reply) and reply.status < 300 and self.draw.random() < 0.5:
+            for hand in self.hands[1:]:
+                await self.read_layer(name, plainly=True, caller=hand)
 
     def _after_put(self: Any, name: str, reply: Outcome, expected: set[str]) -> None:
         before = self.layers[name]
@@ -90,6 +99,7 @@ class LayerActions:
             kind = {"Content-Type": "application/vnd.safetensors"}
             copied = await self.ask("PUT", f"/layers/{target}", reply.body, kind)
             self._after_put(target, copied, self.layers[source] - {ABSENT})
+            await self._read_elsewhere(target, copied)
 
     async def delete_layer(self: Any) -> None:
         name = self.one_layer()
@@ -98,10 +108,11 @@ class LayerActions:
         self._after_change(name, reply, {ABSENT})
         if isinstance(reply, Reply) and reply.status == 404 and ABSENT not in before:
             raise Failure(MODEL, f"{name} is missing, expected {before}")
+        await self._read_elsewhere(name, reply)
 
-    async def read_layer(self: Any, name: str = "", plainly: bool = False) -> None:
+    async def read_layer(self: Any, name: str = "", plainly: bool = False, caller: Caller | None = None) -> None:
         name = name or self.one_layer()
-        reply = await self.ask("GET", f"/layers/{name}", also=(404,), plainly=plainly)
+        reply = await self.ask("GET", f"/layers/{name}", also=(404,), plainly=plainly, caller=caller)
         if isinstance(reply, Reply) and reply.status in (200, 404):
             self._require_state(name, json.loads(reply.body)["fingerprint"] if reply.status == 200 else ABSENT)
 

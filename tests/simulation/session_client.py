@@ -138,8 +138,8 @@ class SessionActions:
         zeros = np.zeros((len(rows), WIDTH)).tolist()
         return json.dumps({"query": zeros, "key": zeros, "value": rows, "outputs": ["output"], **more}).encode()
 
-    def _some_rows(self: Any) -> Rows:
-        return tuple(map(tuple, self.rows(self.draw.choice((1, 1, 1, 2, MOST_ROWS))).tolist()))
+    def _some_rows(self: Any, count: int | None = None) -> Rows:
+        return tuple(map(tuple, self.rows(count or self.draw.choice((1, 1, 1, 2, MOST_ROWS))).tolist()))
 
     async def step(self: Any) -> None:
         """Append rows; after an unknown end, sometimes again at once. With the length that the session must have, that doubles nothing."""
@@ -222,7 +222,8 @@ class SessionActions:
         explain their replies."""
         callers = self.hands[: self.draw.randint(2, len(self.hands))]
         among = self.sessions if self.draw.random() < 0.6 else [self.draw.choice(self.sessions)]
-        several = [(among[i % len(among)], Part(self._some_rows())) for i in range(len(callers))]
+        same = self.draw.choice((None, 1, 2))  # rows of each: steps with equal numbers of rows are computed together
+        several = [(among[i % len(among)], Part(self._some_rows(same))) for i in range(len(callers))]
 
         async def send(known: Known, part: Part, caller: Any) -> None:
             part.outcome = await self.session(known, "POST", "/attend", self._step(part.rows), caller=caller)
