@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def test_the_server_accepts_every_example(http: httpx.Client) -> None:
     for method, path, body in sorted(examples(), key=lambda example: example[0] == "patch"):  # PATCH drops rows that POST has appended
         renamed = json.loads(json.dumps(body).replace('"tiny"', '"example"').replace('"length": 3', '"length": 1'))
         reply = http.request(method, path.replace("{name}", "example").replace("{id}", session), json=renamed)
-        assert reply.is_success, reply.text
+        lacks_package = path == "/words/tokens" and find_spec("tokenizers") is None  # the extra `test` does not install it
+        assert reply.is_success or (lacks_package and "pip install tokenizers" in reply.text), reply.text
     http.delete("/layers/example")
     http.delete(f"/sessions/{session}")
 
