@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from attend.wire.schemas.schema import Schema
+
 COMMITTED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "openapi" / "openapi.json").read_text())
 
 
@@ -101,3 +103,13 @@ def test_the_server_serves_the_docs_page_and_its_assets(http: httpx.Client, path
     assert reply.status_code == 200
     if path == "/docs":
         assert "https://" not in reply.text.replace("https://github.com", "")
+
+
+def test_no_two_schemas_have_one_name() -> None:
+    """The document has a definition by name: the second would stand in place of the first."""
+    found, kinds = [Schema], set[type]()
+    while found:
+        kinds.add(kind := found.pop())
+        found += kind.__subclasses__()
+    names = [kind.__name__ for kind in kinds if kind.__module__.startswith("attend.wire")]
+    assert len(names) > 30 and {name for name in names if names.count(name) > 1} == set()

@@ -59,7 +59,7 @@ REASONS = {
         r"data or base64 in addition to the shape",  # only the plan accepts a shape without data
         r"attention_weights among the outputs",
         r"a gradient of the output, since \w+_gradient is among the outputs",
-        r"query_gradient, key_gradient or value_gradient among the outputs",
+        r"query_gradient or key_gradient or value_gradient among the outputs",
         r"tokens of queries and keys, since \w+ is among the metrics",
         r"one head for a picture of kind head|linear for numbers of either sign|null, since the concatenation is of all heads",
         r"(mean|linear) for layer .*, where weights may be negative",

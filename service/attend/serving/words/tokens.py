@@ -15,7 +15,7 @@ from attend.serving.layer_requests import read_object
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.wire.problems import describe_value, validate
-from attend.wire.schemas.words import Tokens, TokensRequest
+from attend.wire.schemas.words import TokenizedText, TokensRequest
 
 MAX_BODY_BYTES = 64 << 20  # the largest vocabularies have 260,000 tokens and take half of it
 MAX_SECONDS = 20.0  # the largest vocabularies take a few
@@ -45,4 +45,4 @@ def _reply_text(document: dict[str, Any]) -> str:
         raise InvalidRequest.where("/tokenizer", "the text of a tokenizer.json", describe_value(found["error"]))
     if not found:
         raise InvalidRequest.where("/tokenizer", "a server with the package tokenizers: pip install tokenizers", "one without it")
-    return Tokens(**found).model_dump_json()
+    return TokenizedText(**found).model_dump_json()

@@ -14,7 +14,7 @@ from attend.web.endpoints import ADMIN, INFER, LAYER, READ, EndpointTable
 from attend.web.records import Body, CurrentRecord
 from attend.web.request_reader import read_request
 from attend.wire.negotiation import JSON
-from attend.wire.schemas.words import Tokens, TokensRequest, Vocabulary, Words, WordsRequest
+from attend.wire.schemas.words import TokenizedText, TokensRequest, Vocabulary, Words, WordsRequest
 
 WORDS_EXAMPLE = {"text": "The cat sat on the mat", "layer": "default"}
 MODEL = {"type": "WordLevel", "vocab": {"[UNK]": 0, "cat": 1, "sat": 2}, "unk_token": "[UNK]"}
@@ -52,7 +52,7 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool, require_
         "/words/tokens",
         ADMIN,
         tags=["words"],
-        response_model=Tokens,
+        response_model=TokenizedText,
         body=Body(TokensRequest, ((TOKENS_EXAMPLE, "A tokenizer that knows two words."),)),
         refusals=(LayerConflict,),
     )

@@ -32,7 +32,7 @@ class TokensRequest(Schema):
     text: Text
 
 
-class Tokens(Schema):
+class TokenizedText(Schema):
     """The tokens of a text, with the special tokens that the tokenizer adds, without padding and truncation."""
 
     ids: list[int] = Field(description="Their rows in the model's table of embeddings.")
