@@ -228,8 +228,8 @@ class Caller:
         while not all(peer.transport.lost for peer in self._left):
             await self._tick(began)
         processes = {id(peer.process): peer.process for peer in self._left if peer.process is not None}.values()
-        tasks = [task for process in processes for task in process.server.server_state.tasks]
-        while any(not task.done() for task in tasks):
+        tasks = [(process, process.lives, task) for process in processes for task in process.server.server_state.tasks]
+        while any(process.lives == life and not task.done() for process, life, task in tasks):  # a dead process does nothing more
             await self._tick(began)
         self._left.clear()
 

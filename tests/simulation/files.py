@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from types import SimpleNamespace
 from typing import Any
 
+from attend.serving.layers.store import TEMPORARY
 from simulation.world import Failure, World
 
 DELAYS = (0.0, 0.0, 1e-4, 1e-2, 0.5)  # seconds of a call
@@ -80,8 +81,16 @@ class SimulatedFiles:
 
     def close_all(self, process: str) -> None:
         """Close what the process of that name has open, since it has died."""
-        for descriptor in [descriptor for descriptor in self._open if self._opened_by[descriptor] == process]:
+        for descriptor in self.opened_by(process):
             self._forget(descriptor)
+
+    def opened_by(self, process: str) -> list[int]:
+        """The descriptors that the process of that name has open."""
+        return [descriptor for descriptor in self._open if self._opened_by[descriptor] == process]
+
+    def unfinished(self) -> frozenset[str]:
+        """The names of layers' files that are not complete."""
+        return frozenset(name for name in self.names if name.endswith(TEMPORARY))
 
     def _after_loss(self, file: File) -> bytearray:
         whole = bytes(file.data)

@@ -27,6 +27,7 @@ from simulation.threads import InlineExecutor, SimulatedExecutor
 from simulation.world import World
 
 POOLS = ("scheduler", "codec_pool", "figures", "layers.loader")  # modules of `serving` that start threads
+SLOWEST_BATCH = 1.5  # seconds; a device is broken that takes READY_SECONDS for a check
 MEMORY_ERRORS = (lambda: MemoryError(), lambda: RuntimeError("can't allocate memory"), lambda: OSError(12, "Cannot allocate memory"))
 
 
@@ -134,7 +135,7 @@ def _lacks_memory(world: World, chosen: Configuration, draw: Random) -> bool:
 def _compute(world: World, chosen: Configuration, draw: Random, results: Callable[[Any], Any], batch: Any) -> Any:
     """The real arithmetic, which takes a drawn time, and fails before or after it with a drawn probability."""
     if chosen.compute_seconds:
-        world.spend(draw.expovariate(1 / chosen.compute_seconds))
+        world.spend(min(draw.expovariate(1 / chosen.compute_seconds), SLOWEST_BATCH))
     fault = draw.random() if chosen.faults.compute and chosen.faults.begun else 1.0
     computed = results(batch) if fault >= chosen.faults.compute / 2 else None
     if fault < chosen.faults.compute:

@@ -206,7 +206,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "acknowledged before it is stored": (
         LOADER,
         "                change = await self._run_on_folder(self.store.remove, name)\n",
-        "                _submit(self._folder_thread, lambda: self.store.remove(name))\n",
+        "                _submit(self._thread, lambda: self.store.remove(name))\n",
     ),
     # past: a process could not start on a full disk (found by the simulation)
     "start on a full disk": (

@@ -77,6 +77,7 @@ class Process:
         world, settings = self.world, self.chosen.settings
         self.lives += 1
         self.killed = world.interrupted = False
+        self.unfinished_before = files.unfinished() if (files := self.chosen.files) is not None and self.alone else frozenset()
         self.transports: list[Transport] = []
         self.listening = Listening()
         world.grpc = None

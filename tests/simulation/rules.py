@@ -163,6 +163,7 @@ class Rules:
             "busy threads of the codec pool": self._busy_codec_threads(),
             "pictures": service.engine.renderer.waiting.used,
             "jobs of threads": sum(len(pool.queue) for pool in SimulatedExecutor.all if pool.process == self.process.name),
+            **self._counts_of_files(),
             "connections": len(server.server_state.connections),
             "requests": len(server.server_state.tasks),
             "gRPC calls": len(self.process.grpc.calls) if self.process.grpc is not None else 0,
@@ -174,6 +175,13 @@ class Rules:
 
     def _busy_codec_threads(self) -> int:
         return sum(most - pool.free + len(pool.queue) for pool, most in self._pools)
+
+    def _counts_of_files(self) -> dict[str, int]:
+        """Of the folder of layers: a process has only the file open that tells the others that it lives."""
+        if (files := self.process.chosen.files) is None:
+            return {}
+        left = self.process.unfinished_before & files.names.keys()
+        return {"open files": len(files.opened_by(self.process.name)) - 1, "unfinished files of an earlier life": len(left)}
 
     def _counts_of_sessions(self) -> dict[str, int]:
         if (sessions := self.service.engine.sessions) is None:

@@ -534,6 +534,28 @@ def test_a_client_is_not_slow_while_reading_is_paused() -> None:
     asyncio.run(test())
 
 
+def test_a_request_is_answered_although_the_next_one_of_its_connection_is_slow() -> None:
+    """However long it is computed. The refusal of the slow one follows."""
+
+    async def test() -> None:
+        connection, transport, loop = connection_without_socket()
+        connection.data_received(HEAD % 2 + b"{}")
+        first = connection.cycle
+        connection.data_received(HEAD % 10**6)
+        connection.flow.resume_reading()  # as after the reply to an earlier request
+        for _ in range(100):
+            loop.pass_time(1.0)
+        assert not transport.closed
+        assert transport.written == b""
+
+        first.response_started = first.response_complete = True
+        connection.on_response_complete()
+        assert transport.closed
+        assert transport.written.startswith(b"HTTP/1.1 408 ")
+
+    asyncio.run(test())
+
+
 def test_trailers_do_not_change_the_headers() -> None:
     async def test() -> None:
         connection, _, _ = connection_without_socket()

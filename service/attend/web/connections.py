@@ -138,7 +138,7 @@ class Connection(HttpToolsProtocol):
         self._in_body = False  # whether the headers of the current request are complete
         self._boundary = False  # whether the last bytes received contained the end of a head or of a request
         self._refusal: Refused | None = None  # once set, the connection closes, after the replies to earlier requests
-        self._refusal_reply = b""
+        self._refusal_reply = b""  # that waits for the replies to earlier requests
         self._received = self._sent = 0  # bytes from the peer; bytes of long replies passed to the transport
         self._state: tuple[PeerState, Any] = (PeerState.NOTHING, None)
         self._since, self._progress = self.timer.now, 0
@@ -263,6 +263,7 @@ class Connection(HttpToolsProtocol):
         elif self._refusal is not None and not self.transport.is_closing():
             self._count_refusal(self._refusal.status)
             self.transport.write(self._refusal_reply)
+            self._refusal_reply = b""
             if self.cycle is not None and not self.cycle.response_complete:  # the application must not reply, too, when its deadline passes
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
@@ -329,6 +330,8 @@ class Connection(HttpToolsProtocol):
             return (PeerState.REPLY, cycle), self._sent - unsent
         if self.transport.is_closing():
             return (PeerState.TLS_CLOSE, cycle), 0
+        if self._refusal_reply:
+            return (PeerState.NOTHING, cycle), 0
         if cycle is None or cycle.response_complete:
             idle = self.timeout_keep_alive_task is not None
             return (PeerState.NOTHING if idle else PeerState.HEADERS, cycle), 0

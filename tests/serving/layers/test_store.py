@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from attend.errors import OutOfMemory
 from attend.serving.layers import loader
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
-from attend.serving.layers.store import Claim, LayerStore
+from attend.serving.layers.store import Claim, Coordinator, LayerStore
 from attend.settings import Settings
 from support.app import serve_here
 from support.processes import several_workers
@@ -501,6 +501,40 @@ def test_servers_that_share_a_folder_apply_each_others_changes(start: Start, tmp
         os.kill(second.process.pid, signal.SIGKILL)
         second.process.wait(20)
     put(first, "mine", OTHER, 200)
+
+
+def test_a_change_that_is_stored_says_so_when_the_other_processes_cannot_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(self: Coordinator, change: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with serve_layers(tmp_path) as server:
+        monkeypatch.setattr(Coordinator, "behind", unreadable)
+        answer = put(server, "mine", TINY, 500)
+        assert "the change is stored, but it cannot be seen whether the other processes have applied it" in answer["detail"]
+        assert names(server) == ["default", "mine"]
+        assert files(tmp_path) == ["mine.safetensors"]
+
+
+def test_a_file_that_can_neither_be_written_nor_removed_says_that_nothing_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays until the next process begins."""
+    unlink = Path.unlink
+
+    def fails(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".part":
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path, missing_ok)
+
+    with serve_layers(tmp_path) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", fails)
+            patched.setattr(Coordinator, "reserve", lambda self: fails(Path(".part")))
+            assert "the layers are as they were" in put(server, "mine", TINY, 500)["detail"]
+        assert names(server) == ["default"]
+        assert len(files(tmp_path)) == 1
+    with serve_layers(tmp_path) as server:
+        assert files(tmp_path) == []
 
 
 def test_a_layer_is_removed_while_another_process_makes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

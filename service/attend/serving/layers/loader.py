@@ -187,10 +187,11 @@ class LayerLoader:
         await self._run_on_folder(claim.release)
 
     async def _wait_for_others(self, change: int, deadline: float | None) -> None:
-        """Wait until all processes have applied the change. Raises DeadlinePassed, or NotReady after CHANGE_TIMEOUT."""
+        """Wait until all processes have applied the change. Raises DeadlinePassed, NotReady after CHANGE_TIMEOUT, or ServiceFault."""
         if (store := self.store) is not None:
             behind = "the change is stored, but {} of the processes that share the folder have not applied it yet"
-            await self._wait(lambda: behind.format(count) if (count := store.coordinator.behind(change)) else "", deadline)
+            with storage_faults("the change is stored, but it cannot be seen whether the other processes have applied it"):
+                await self._wait(lambda: behind.format(count) if (count := store.coordinator.behind(change)) else "", deadline)
 
     async def _wait(self, obstacle: Callable[[], str], deadline: float | None) -> None:
         """Wait until `obstacle` returns "". Raises DeadlinePassed, or NotReady after CHANGE_TIMEOUT, with the obstacle as the detail."""

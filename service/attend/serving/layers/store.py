@@ -109,7 +109,8 @@ class LayerStore:
             with storage_faults():
                 stamp = _write(temporary, target, layer, self.coordinator.reserve)
         except (StorageFull, LayerConflict, ServiceFault):
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # then the next process that begins removes it
+                temporary.unlink(missing_ok=True)
             raise
         return self._announce(layer.name), LayerFile(SUFFIX, stamp)
 
@@ -188,7 +189,7 @@ def storage_faults(state: str = "the layers are as they were") -> Iterator[None]
     except OSError as error:
         if error.errno in DISK_FULL_ERRORS:
             raise StorageFull(f"there is no room to store the layer (layers_dir); {state}") from error
-        raise ServiceFault(f"the folder of layers (layers_dir) cannot be written to; {state}") from error
+        raise ServiceFault(f"the folder of layers (layers_dir) cannot be used; {state}") from error
 
 
 class Coordinator:
