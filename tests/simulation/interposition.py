@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fastapi.dependencies import models
 from fastapi.routing import APIRoute, request_response
 
 from attend.serving import executor, figures
@@ -79,6 +80,9 @@ def interposed(world: World, chosen: Configuration) -> Iterator[None]:
         for name, value in before.items():
             _replace(name, value)
         torch.set_num_threads(threads)
+        for function in vars(models).values():
+            if hasattr(function, "cache_clear"):  # FastAPI remembers the last 4096 functions that it has called, and with them the process
+                function.cache_clear()
         if collects:
             gc.enable()
 

@@ -94,9 +94,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Run one iteration, as `run_forever` does again and again."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(self._asyncgen_firstiter_hook, self._asyncgen_finalizer_hook)
-        with self.running():
-            self._run_once()
-        sys.set_asyncgen_hooks(*hooks)
+        try:
+            with self.running():
+                self._run_once()
+        finally:
+            sys.set_asyncgen_hooks(*hooks)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -219,9 +219,11 @@ class Director:
             await sleep(self.world, 0.1)
 
     def close(self) -> None:
-        """End the clients."""
+        """End the clients, and watch no more."""
         for actor in (*self.actors, self.script):
             actor.script.close()
+        if self.rules is not None:
+            self.rules.close()
 
     def require_end(self) -> None:
         """The server has ended: nothing waits for it any more."""

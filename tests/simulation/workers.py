@@ -172,6 +172,7 @@ class Workers:
         self.session_owners: dict[str, str] = {}
         self.ended_at: float | None = None
         self.stopping_at: float | None = None
+        self.could_drain = False  # whether a worker served when the supervisor got SIGTERM: one that imports ends at once
         self.open = False  # whether the supervisor has its copy of the socket open
         self.supervisors: list[Blocking] = []  # of all lives
         self.begin()
@@ -215,7 +216,7 @@ class Workers:
 
     def connect(self, address: str) -> Peer | None:
         """A connection to any worker that accepts, or into the backlog; None if no process has the socket open."""
-        accepting = [worker for worker in self.living() if not worker.imports and worker.accepts]
+        accepting = self.accepting()
         if not accepting and not self.open:
             return None
         self.connections += 1
@@ -226,9 +227,12 @@ class Workers:
             self.backlog.append(peer)
         return peer
 
+    def accepting(self) -> list[Worker]:
+        return [worker for worker in self.living() if not worker.imports and worker.accepts]
+
     def serve_backlog(self) -> None:
         """Let a worker accept the connections that wait. If none can any more, they are reset."""
-        accepting = [worker for worker in self.living() if not worker.imports and worker.accepts]
+        accepting = self.accepting()
         while self.backlog and accepting:
             peer = self.backlog.pop(0)
             if not peer.transport.lost:
@@ -238,7 +242,8 @@ class Workers:
                 self.backlog.pop().transport.die()
 
     def must_accept(self) -> bool:
-        draining = self.stopping_at is not None and self.world.now < self.stopping_at + self.chosen.settings.drain_seconds
+        stopping_at, drain_seconds = self.stopping_at, self.chosen.settings.drain_seconds
+        draining = self.could_drain and stopping_at is not None and self.world.now < stopping_at + drain_seconds
         return self.supervisor is not None and self.supervisor._serves and (self.stopping_at is None or draining)
 
     def keeps(self, session_id: str) -> bool:
@@ -258,8 +263,8 @@ class Workers:
             for worker in list(self.living()):
                 self._orphan(worker)
             return
-        if number == signal.SIGTERM:
-            self.stopping_at = self.stopping_at or self.world.now
+        if number == signal.SIGTERM and self.stopping_at is None:
+            self.stopping_at, self.could_drain = self.world.now, bool(self.accepting())
         self.supervisor.signal_queue.append(number)
 
     def _orphan(self, worker: Worker) -> None:
@@ -316,7 +321,7 @@ class WorkersDirector:
     def _require_workers(self) -> None:
         """While workers are replaced, no fewer of them accept connections than the settings say."""
         workers, wanted = self.workers, self.workers.chosen.settings.workers
-        accepting = sum(not worker.imports and worker.accepts for worker in workers.living())
+        accepting = len(workers.accepting())
         self.have_served |= accepting == len(workers.all) == wanted  # before the first signal
         if self.have_served and self.undisturbed and workers.stopping_at is None and accepting < wanted:
             self.world.fail(Failure("workers", f"{accepting} of {wanted} workers accept connections while others are replaced"))
