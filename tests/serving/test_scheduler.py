@@ -4,6 +4,7 @@ A device is busy until the test sets an event; nothing is timed. A clock is a nu
 """
 
 import asyncio
+import gc
 import gzip
 import socket
 import threading
@@ -18,6 +19,7 @@ import torch
 import uvicorn
 
 from attend.attention.call import Call, Result
+from attend.attention.operations import ForwardPass
 from attend.errors import AttendError, DeadlinePassed, InvalidRequest, Overloaded, ServiceFault
 from attend.serving import scheduler
 from attend.serving.batching import Entry, batch_key
@@ -221,6 +223,36 @@ def test_rule_2_a_disconnect_during_computation_does_not_affect_the_batch(hung_u
 
         assert_answers(outcomes[1:], calls[1:])
         assert harness.attention.sizes == [5]
+        assert not harness.unhandled
+        harness.scheduler.close()
+
+    run(test())
+
+
+def test_the_failure_of_a_call_that_must_be_finished_is_no_error_of_the_event_loop() -> None:
+    """Its caller has left while it was computed, so nobody else looks at the failure."""
+
+    class Changing(ForwardPass):
+        changes_state = True
+
+    def failing(call: Call) -> None:
+        raise MemoryError
+
+    async def test() -> None:
+        harness = Harness()
+        harness.attention.gate.clear()
+        harness.attention.fault = failing
+        task = harness.start(operation=Changing())
+        await harness.until_entered()
+        task.cancel()
+        await loop_iterations()
+        assert not task.done()
+        harness.attention.gate.set()
+        await asyncio.wait([task])
+
+        assert task.cancelled()
+        del task
+        gc.collect()
         assert not harness.unhandled
         harness.scheduler.close()
 

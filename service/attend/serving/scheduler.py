@@ -188,6 +188,7 @@ class Scheduler:
             outcome: Outcome = await (asyncio.shield(future) if entry.bound.operation.changes_state else future)
             return outcome
         except asyncio.CancelledError:
+            future.add_done_callback(_retrieve)
             if entry.is_computing:  # its session is in use until it is computed
                 await asyncio.wait([future])
             else:
@@ -305,3 +306,9 @@ class Scheduler:
             entry.settle(CallerGone())
         if abandoned:
             self.metrics.count_abandoned(len(abandoned))
+
+
+def _retrieve(future: asyncio.Future[Outcome]) -> None:
+    """Look at the error of a call whose caller has left, which asyncio would otherwise log as never retrieved."""
+    if not future.cancelled():
+        future.exception()
