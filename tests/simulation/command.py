@@ -1,14 +1,16 @@
 """`python -m tests.simulation`: runs seeds, and tells of the first that fails how to run it again and what happened."""
 
 import argparse
+import hashlib
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from random import SystemRandom
+from random import Random, SystemRandom
 
+import attend
 from simulation.run import RUNS, Kept, Outcome, run
 
 FAILED = Path(__file__).with_name("seeds.txt")  # seeds that once failed
@@ -25,7 +27,8 @@ def main(arguments: list[str]) -> None:
         outcome = run(seed, clients, options.actions, options.of)
         tried += 1
         if options.verbose:
-            print(f"seed {seed}: {outcome.steps} iterations, digest {outcome.digest:016x}, {outcome.failure or 'passes'}", flush=True)
+            load = f", requests by replica {outcome.load}" if outcome.load else ""
+            print(f"seed {seed}: {outcome.steps} iterations, digest {outcome.digest:016x}{load}, {outcome.failure or 'passes'}", flush=True)
         if outcome.failure is not None:
             print(report(outcome, clients, options.actions, options.of) if not options.brief else f"{tried} seeds: {outcome.failure}")
             sys.exit(1)
@@ -38,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--seed", type=int, help="run this seed")
     which.add_argument("--seconds", type=float, help="run the seeds that once failed, then new ones for so many seconds")
     which.add_argument("--seeds", type=int, help="run seeds 0, 1, …")
+    which.add_argument("--new", type=int, help="run the seeds that once failed, then so many that no other version of the code has run")
     parser.add_argument("--of", choices=RUNS, default="process", help="what runs, by default one process")
     parser.add_argument("--clients", help="keep only these clients of the run: numbers with commas")
     parser.add_argument("--actions", type=int, help="most actions of a client")
@@ -52,9 +56,22 @@ def failed_seeds(of: str = "process") -> list[int]:
     return [int(seed) for seed, run, *_ in lines if run == of]
 
 
+def digest_of_code() -> str:
+    """A digest of the service and of the simulation. Seeds drawn from it are new for each change, and the same whenever it is tested."""
+    digest = hashlib.sha256()
+    for folder in (Path(attend.__file__).parent, FAILED.parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def _seeds(options: argparse.Namespace, began: float) -> Iterator[int]:
     if options.seed is not None:
         yield options.seed
+    elif options.new is not None:
+        yield from failed_seeds(options.of)
+        draw = Random(digest_of_code())
+        yield from (draw.getrandbits(32) for _ in range(options.new))
     elif options.seconds is None:
         yield from range(options.seeds or 100)
     else:

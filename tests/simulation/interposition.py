@@ -41,7 +41,7 @@ def interposed(world: World, chosen: Configuration) -> Iterator[None]:
     secrets = world.random("secrets")
     replaced = {f"attend.serving.{module}.ThreadPoolExecutor": partial(SimulatedExecutor, world) for module in POOLS}
     replaced |= chosen.sizes
-    replaced |= {f"attend.web.{module}.run_in_threadpool": asyncio.to_thread for module in ("openapi", "routes.words", "v2.routes")}
+    replaced |= {f"attend.web.{module}.run_in_threadpool": asyncio.to_thread for module in ("openapi", "v2.routes")}
     replaced |= {
         "attend.web.endpoints.APIRoute": _route,
         "attend.serving.executor.one_core": InlineExecutor,

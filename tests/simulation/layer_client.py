@@ -46,9 +46,7 @@ class LayerActions:
         }  # possible states
         self.life = self.process.lives  # in which they are so
         self.changed: set[str] = set()  # layers that it has tried to change
-        self.loose: set[str] = (
-            set()
-        )  # layers whose last change failed, or died, when it may have been in the folder: it may still take effect
+        self.loose: set[str] = set()  # layers whose last change failed when it may have been in the folder: it may still take effect
 
     def layer_actions(self: Any) -> list[tuple[Callable[[], Awaitable[None]], int]]:
         changes = [(self.put_layer, 3), (self.copy_layer, 1), (self.delete_layer, 2), (self.unload_layer, 1), (self.load_layer, 1)]

@@ -227,7 +227,6 @@ class ReplicasDirector:
             if self.world.now - began > SETTLE_SECONDS:
                 raise Failure("all returns to 0 when quiet", f"after {SETTLE_SECONDS:g} s there are {unsettled}")
             await sleep(self.world, 0.5)
-        self.world.note("requests by replica:", sorted(replicas.load.values(), reverse=True))
         for replica in replicas.living():
             replica.get_sigterm()
 

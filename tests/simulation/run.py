@@ -23,7 +23,7 @@ from simulation.replicas import GatewayCaller, Replicas, ReplicasDirector, repli
 from simulation.rules import Rules, kept_by
 from simulation.side_by_side import SETTLE_SECONDS, run_side_by_side
 from simulation.workers import Workers, WorkersDirector, supervised, workers_configuration
-from simulation.world import Actor, Failure, World, sleep
+from simulation.world import START, Actor, Failure, World, sleep
 
 MOST_STEPS = 400_000  # iterations of the event loop of one run
 LINE, LOG_LINES = 250, 20  # characters of a line, and lines, of the log in the history
@@ -40,7 +40,7 @@ class Outcome:
     digest: int
     steps: int
     seconds: float  # on the world's clock
-    requests: int
+    load: list[int]  # requests without a session that each replica got, from the most to the least; empty without replicas
 
 
 def run(seed: int, clients: Kept = None, actions: int | None = None, of: str = "process") -> Outcome:
@@ -51,12 +51,12 @@ def run(seed: int, clients: Kept = None, actions: int | None = None, of: str = "
     chosen.actions = min(chosen.actions, actions or chosen.actions)
     log = io.StringIO()
     with quiet(log):
-        failure, requests = RUNS[of](world, chosen, clients)
+        failure, load = RUNS[of](world, chosen, clients)
     history = [*world.history, *[line[:LINE] for line in log.getvalue().splitlines() if "event=" in line][-LOG_LINES:]]
-    return Outcome(seed, failure, history, world.digest, world.steps, world.now - 1000, requests)
+    return Outcome(seed, failure, history, world.digest, world.steps, world.now - START, load)
 
 
-def run_process(world: World, chosen: Configuration, clients: Kept) -> tuple[BaseException | None, int]:
+def run_process(world: World, chosen: Configuration, clients: Kept) -> tuple[BaseException | None, list[int]]:
     """One process, which may be killed and begin again."""
     with interposed(world, chosen):
         process = Process(world, chosen)
@@ -75,25 +75,26 @@ def run_process(world: World, chosen: Configuration, clients: Kept) -> tuple[Bas
         director.close()
         if failure is None and process.service.started and (kept := rules.kept_tensors()):
             failure = Failure("memory", f"the tensors of {kept} answered calls are kept by {kept_by(rules._tensors)}")
-    return failure, director.requests
+    return failure, []
 
 
-def run_workers(world: World, chosen: Configuration, clients: Kept) -> tuple[BaseException | None, int]:
+def run_workers(world: World, chosen: Configuration, clients: Kept) -> tuple[BaseException | None, list[int]]:
     """A supervisor and its workers."""
     chosen, world.pauses = workers_configuration(world, chosen), 0.0
     with interposed(world, chosen), supervised(world):
         workers = Workers(world, chosen)
         director = WorkersDirector(workers, draw_clients(workers, secrets(), clients))
-        return run_to_the_end(world, workers, director), workers.connections
+        return run_to_the_end(world, workers, director), []
 
 
-def run_replicas(world: World, chosen: Configuration, clients: Kept) -> tuple[BaseException | None, int]:
+def run_replicas(world: World, chosen: Configuration, clients: Kept) -> tuple[BaseException | None, list[int]]:
     """Replicas behind a gateway."""
     chosen, world.pauses = replicas_configuration(world, chosen), 0.0
     with interposed(world, chosen):
         replicas = Replicas(world, chosen)
         director = ReplicasDirector(replicas, draw_clients(replicas, secrets(), clients, GatewayCaller))
-        return run_to_the_end(world, replicas, director), replicas.load.total()
+        failure = run_to_the_end(world, replicas, director)
+        return failure, sorted((replicas.load[name] for name in replicas.all), reverse=True)
 
 
 def run_to_the_end(world: World, several: Workers | Replicas, director: WorkersDirector | ReplicasDirector) -> BaseException | None:
@@ -130,7 +131,6 @@ class Director:
     def __init__(self, process: Process, clients: Kept) -> None:
         self.process, self.world = process, process.world
         self.clients = draw_clients(process, secrets(), clients)
-        self.requests = 0
         self.rules: Rules | None = None
         self.watch()
         self.draw = self.world.random("director")

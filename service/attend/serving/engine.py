@@ -130,7 +130,7 @@ class Engine:
             if bound.session is not None:
                 await self.require_sessions().reserve(bound.session.cache, bound.call.masks.num_keys)
             if self.shards is not None and bound.in_parts:
-                outcome = await compute_in_shards(self.shards, bound, raw.deadline, self.clock, self.codecs)
+                outcome = await compute_in_shards(self.shards, bound, raw, self.clock, self.codecs)
             else:
                 outcome = await self.scheduler.submit(bound, raw)
             if bound.session is not None:

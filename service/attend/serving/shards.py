@@ -26,7 +26,7 @@ from attend.serving.codec_pool import CodecPool
 from attend.serving.cost import Cost
 from attend.serving.executor import Execution, Outcome
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
-from attend.serving.requests import TOO_LATE
+from attend.serving.requests import TOO_LATE, RawRequest
 
 
 class Shards(Protocol):
@@ -39,17 +39,15 @@ class Shards(Protocol):
         ...
 
 
-async def compute_in_shards(
-    shards: Shards, bound: BoundCall, deadline: float | None, clock: Callable[[], float], codecs: CodecPool
-) -> Outcome:
+async def compute_in_shards(shards: Shards, bound: BoundCall, raw: RawRequest, clock: Callable[[], float], codecs: CodecPool) -> Outcome:
     """Compute a call in parts on all shards. Raises DeadlinePassed, and what `Shards.compute` raises."""
     started, parts = clock(), split_call(bound.call, shards.count)
     try:
-        async with asyncio.timeout(None if deadline is None else deadline - started):
+        async with asyncio.timeout(None if raw.deadline is None else raw.deadline - started):
             results = await shards.compute(bound.layer, parts, cost_of_part(bound.cost, len(parts)))
     except TimeoutError:
         raise DeadlinePassed(TOO_LATE) from None
-    result = await codecs.run(lambda: merge_results(bound.layer.attention, bound.call, results), 0, "")
+    result = await codecs.run(lambda: merge_results(bound.layer.attention, bound.call, results), 0, raw.caller)
     return Outcome(result, 0.0, clock() - started, 1, Execution(bound.call.options.items))
 
 

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 
 from fastapi import Response
-from starlette.concurrency import run_in_threadpool
 
 from attend.errors import LayerConflict
 from attend.serving.service import Service
@@ -44,8 +43,9 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool, require_
     )
     async def post_words(record: CurrentRecord) -> Response:
         """Tokens and vectors of a sentence for a layer: of a trained model for its own layers, from hashes of the words for others."""
-        words = await encoder.read(await read_request(record, service, largest=MAX_TEXT_BODY_BYTES))
-        return Response(await run_in_threadpool(words.model_dump_json), media_type=JSON)  # megabytes for a wide layer
+        raw = await read_request(record, service, largest=MAX_TEXT_BODY_BYTES)
+        words = await encoder.read(raw)
+        return Response(await service.engine.run(raw, len(words.vectors.base64), words.model_dump_json), media_type=JSON)
 
     @table.add(
         "POST",
