@@ -23,6 +23,7 @@ from fastapi.routing import APIRoute, request_response
 from attend.serving import executor, figures
 from attend.serving.sessions import transfer
 from simulation.configuration import Configuration
+from simulation.loop import SimulatedLoop
 from simulation.rpc import GrpcServer
 from simulation.threads import InlineExecutor, SimulatedExecutor
 from simulation.world import World
@@ -80,11 +81,19 @@ def interposed(world: World, chosen: Configuration) -> Iterator[None]:
         for name, value in before.items():
             _replace(name, value)
         torch.set_num_threads(threads)
-        for function in vars(models).values():
-            if hasattr(function, "cache_clear"):  # FastAPI remembers the last 4096 functions that it has called, and with them the process
-                function.cache_clear()
+        _forget()
         if collects:
             gc.enable()
+
+
+def _forget() -> None:
+    """Let the processes of the run be garbage."""
+    for function in vars(models).values():
+        if hasattr(function, "cache_clear"):  # FastAPI remembers the last 4096 functions that it has called, and with them the process
+            function.cache_clear()
+    for task in list(getattr(asyncio.tasks, "_all_tasks", ())):
+        if isinstance(task.get_loop(), SimulatedLoop) and task.cancelled():
+            task._make_cancelled_error()  # forgets the exception: Python 3.11 does not find its cycle with the task
 
 
 def _replace(name: str, value: Any) -> Any:

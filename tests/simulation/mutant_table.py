@@ -184,6 +184,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "                self.cycle.disconnected = True\n                self.cycle.message_event.set()\n",
         "                pass\n",
     ),
+    # past: a request that was computed was cut off with a later one of its connection that stopped in its body (found by the simulation)
+    "cut off with a slow request behind it": (CONNECTIONS, "        if self._refusal_reply:\n", "        if False:\n"),
+    # past: nobody looked at the error of a step whose caller had left, so asyncio logged it (found by the simulation)
+    "error that nobody looks at": (SCHEDULER, "            future.add_done_callback(_retrieve)\n", ""),
     "file of a layer not flushed": (STORE, "        os.fsync(file)\n        stamp", "        stamp"),
     "folder not flushed after a change": (STORE, "unlink(missing_ok=True)\n            _flush(self.path)\n", "unlink(missing_ok=True)\n"),
     "part of a file written": (

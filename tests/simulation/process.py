@@ -221,6 +221,3 @@ def discard(loop: SimulatedLoop) -> None:
         loop.call_soon(loop.stop)
         loop.run_forever()
     loop.close()
-    for task in list(getattr(asyncio.tasks, "_all_tasks", ())):
-        if task.get_loop() is loop and task.cancelled():
-            task._make_cancelled_error()  # forgets the exception: Python 3.11 does not find its cycle with the task
