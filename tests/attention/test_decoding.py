@@ -28,13 +28,14 @@ from support.decoding import Sequence, random_sequence, random_step, small_pages
 
 SEEDS = st.integers(0, 2**32 - 1)
 RNG = np.random.default_rng(0)
+PAGE_BYTES = 600
 ROUNDED_AGAIN = {"qk_norm", "query_scale", "grid_bias", "relative_scores"}  # round queries or keys to half precision more often than others
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_pages() -> Iterator[None]:
     """Pages of few rows, so that short sequences have several."""
-    with small_pages_of(600):
+    with small_pages_of(PAGE_BYTES):
         yield
 
 
@@ -170,7 +171,7 @@ def test_keys_of_latent_layers_and_latents_of_normed_layers_are_refused() -> Non
 def test_a_window_frees_pages_and_bounds_what_is_possible() -> None:
     """The refusals name the lowest length, and nothing is appended."""
     sequence = sequence_of(window={"left": 3})
-    rows = sequence.cache._page_rows
+    rows = PAGE_BYTES // sequence.cache.row_bytes
     sequence.step(sequence.draw(RNG, 1, 1))
     sequence.step(sequence.draw(RNG, 3 * rows, 3 * rows))
     freed = sequence.cache.first

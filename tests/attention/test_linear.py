@@ -1,4 +1,5 @@
-"""Products of projections are exact with torch's product and with oneDNN's. The tests choose which one is used."""
+"""Products of projections are exact with torch's product and with oneDNN's. The tests choose which one is used, and replace its two
+operations of torch where they watch them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +10,23 @@ import torch
 from attend.attention import linear
 from attend.attention.linear import MIN_INPUTS, Linear, has_onednn, suits_onednn
 
+REORDER, PRODUCT = "_reorder_linear_weight", "_linear_pointwise"  # oneDNN's operations, of torch.ops.mkldnn
+
+
+def replace_onednn(
+    patch: pytest.MonkeyPatch, reorder: Callable[..., Any] = torch.clone, product: Callable[..., Any] = torch.nn.functional.linear
+) -> None:
+    """Replace oneDNN's operations by functions of a weight, and of x, weight and bias."""
+    patch.setattr(torch.ops.mkldnn, REORDER, lambda weight, rows: reorder(weight), raising=False)
+    patch.setattr(torch.ops.mkldnn, PRODUCT, lambda x, weight, bias, *_: product(x, weight, bias), raising=False)
+
 
 @pytest.fixture(params=["F.linear", "oneDNN"])
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """torch's product and oneDNN's, for every weight; a substitute for oneDNN's if this torch has none."""
     name: str = request.param
     if name == "oneDNN" and not has_onednn():
-        monkeypatch.setattr(linear, "_reorder", lambda weight: weight if weight.numel() > linear.MAX_REORDERED else weight.clone())
-        monkeypatch.setattr(linear, "_onednn", torch.nn.functional.linear)
+        replace_onednn(monkeypatch)
     monkeypatch.setattr(linear, "has_onednn", lambda: name == "oneDNN")
     return name
 
@@ -51,8 +61,7 @@ def onednn_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return torch.nn.functional.linear(x, weight, bias)
 
     monkeypatch.setattr(linear, "has_onednn", lambda: True)
-    monkeypatch.setattr(linear, "_reorder", lambda weight: weight)
-    monkeypatch.setattr(linear, "_onednn", product)
+    replace_onednn(monkeypatch, product=product)
     return rows
 
 
@@ -89,16 +98,18 @@ def test_torch_computes_other_datatypes_and_narrow_inputs(dtype: torch.dtype, in
 
 @torch.inference_mode()
 def test_large_weights_are_not_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[torch.Tensor] = []
+    replace_onednn(monkeypatch, product=lambda x, weight, _: passed.append(weight) or x @ weight.T)
     monkeypatch.setattr(linear, "has_onednn", lambda: True)
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: weight.clone(), raising=False)
     monkeypatch.setattr(linear, "MAX_REORDERED", 300 * 769)
-    for outputs, is_light in ((300, True), (301, False)):
+    for outputs, is_stored_twice in ((300, True), (301, False)):
         weight = weight_of(outputs, 769)
-        assert (Linear(weight, None)._reordered is weight) is not is_light
+        Linear(weight, None)(torch.ones(8, 769))
+        assert (passed.pop() is not weight) is is_stored_twice
 
 
 def lacking(*_: Any) -> Any:
-    raise AttributeError("_linear_pointwise")
+    raise AttributeError(PRODUCT)
 
 
 def refusing(*_: Any) -> Any:
@@ -106,11 +117,12 @@ def refusing(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("operation", [lacking, refusing])
-@pytest.mark.parametrize("name", ["_reorder", "_onednn"])
+@pytest.mark.parametrize("name", [REORDER, PRODUCT])
 def test_without_the_onednn_operation_torch_computes_the_product(
     name: str, operation: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, name, operation)
+    replace_onednn(monkeypatch)
+    monkeypatch.setattr(torch.ops.mkldnn, name, operation)
     assert not has_onednn.__wrapped__()
     monkeypatch.setattr(linear, "has_onednn", has_onednn.__wrapped__)
     weight, x = weight_of(200, 200), weight_of(3, 200)
@@ -119,7 +131,6 @@ def test_without_the_onednn_operation_torch_computes_the_product(
 
 @pytest.mark.parametrize(("capability", "fast"), [("DEFAULT", False), ("AVX2", True), ("AVX512", True), ("SVE256", False)])
 def test_onednn_is_used_on_processors_with_avx2_or_avx512(capability: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_reorder", lambda weight: weight)
-    monkeypatch.setattr(linear, "_onednn", torch.nn.functional.linear)
+    replace_onednn(monkeypatch)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert has_onednn.__wrapped__() is fast

@@ -2,13 +2,14 @@
 
 import io
 import re
+from base64 import b64decode
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from attend.client.notebook import MAX_CELLS, MAX_MAPS, MAX_ROWS, _png
+from attend.client.notebook import COLOURS, MAX_CELLS, MAX_MAPS, MAX_ROWS, heat_maps
 
 RNG = np.random.default_rng(0)
 QUERY = RNG.standard_normal((2, 5, 64)).astype(np.float32)
@@ -110,8 +111,9 @@ def test_the_html_of_a_large_result_is_bounded(client):
 
 
 def test_a_picture_has_the_colours_of_its_weights():
-    pixels = RNG.integers(0, 256, (3, 4, 3)).astype(np.uint8)
-    np.testing.assert_array_equal((imread(io.BytesIO(_png(pixels))) * 255).round(), pixels)
+    quarters = np.array([[0, 1, 2, 3], [4, 3, 0, 1], [2, 2, 4, 0]])  # of the largest weight
+    [picture] = Elements(heat_maps(quarters[None] / 4, {}, {}, "")).loads
+    np.testing.assert_array_equal((imread(io.BytesIO(b64decode(picture.partition(",")[2]))) * 255).round(), COLOURS[quarters])
 
 
 def test_metrics_of_heads_are_a_table(client):

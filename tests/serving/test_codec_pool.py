@@ -19,7 +19,7 @@ from attend.serving.scheduler import Scheduler
 from attend.serving.service import open_service
 from attend.serving.threads import NICE
 from attend.wire.codec import Decoded
-from support.scheduler import REAL, loop_iterations, run
+from support.scheduler import REAL, Attention, heavy_call, loop_iterations, run
 from support.waiting import PATIENCE
 
 
@@ -99,9 +99,12 @@ def test_threads_of_heavy_work_have_a_lower_priority() -> None:
         return os.getpriority(os.PRIO_PROCESS, 0)  # of the calling thread
 
     async def test(pool: CodecPool, _: Work) -> None:
-        scheduler = Scheduler(torch.device("cpu"), Metrics())
+        scheduler, computing = Scheduler(torch.device("cpu"), Metrics()), list[int]()
+        attention = Attention()
+        attention.fault = lambda call: computing.append(priority())
+        await scheduler.submit(heavy_call(attention), RawRequest(b""))
         lower = min(19, priority() + NICE)
-        assert await pool.run(priority, LARGE_BYTES, "") == await asyncio.wrap_future(scheduler._thread.submit(priority)) == lower
+        assert await pool.run(priority, LARGE_BYTES, "") == computing.pop() == lower
         assert await pool.run(priority, 1, "") == priority() != lower
         scheduler.close()
 
@@ -186,20 +189,14 @@ def test_a_medium_body_is_decoded_while_large_ones_wait(monkeypatch: pytest.Monk
 def test_a_thread_that_cannot_start_fails_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool runs the next job."""
 
-    async def scenario() -> None:
-        pool, refused = CodecPool(1), []
-        submit = pool._large_bodies.threads.submit
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
-        def refuse_once(function: Callable[[], Any]) -> Any:
-            if refused:
-                return submit(function)
-            refused.append(function)
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setattr(pool._large_bodies.threads, "submit", refuse_once)
-        with pytest.raises(RuntimeError, match="can't start"):
-            await pool.run(lambda: 1, LARGE_BYTES, "caller")
+    async def test(pool: CodecPool, _: Work) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                await pool.run(lambda: 1, LARGE_BYTES, "caller")
         assert await pool.run(lambda: 2, LARGE_BYTES, "caller") == 2
-        pool.close()
 
-    run(scenario())
+    pooled(test)

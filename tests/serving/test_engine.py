@@ -14,7 +14,7 @@ from safetensors.numpy import save
 from attend.attention.call import Call
 from attend.attention.layer import MultiHeadAttention
 from attend.errors import AttendError
-from attend.serving import batching, executor
+from attend.serving import batching
 from attend.serving.batching import BatchLimits, Entry
 from attend.serving.binding import ATTEND
 from attend.serving.codec_pool import LARGE_BYTES, Job
@@ -76,10 +76,10 @@ def test_a_failed_batch_leaves_no_reference_cycle(monkeypatch: pytest.MonkeyPatc
 
     logged: list[str] = []
 
-    def fails(batch: Any) -> Any:
+    def fails(*_: Any) -> Any:
         raise RuntimeError("a fault of the device")
 
-    monkeypatch.setattr(executor, "_results", fails)
+    monkeypatch.setattr(MultiHeadAttention, "forward", fails)
     body = save({"query": np.zeros((5, 509, 6), "f4")}, {"request": json.dumps({"layer": "layer"})})
 
     async def test() -> None:

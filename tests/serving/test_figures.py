@@ -114,11 +114,21 @@ def test_at_the_deadline_the_caller_gets_an_error_and_the_thread_stops_drawing()
 def test_matplotlib_is_imported_without_a_full_garbage_collection() -> None:
     """A full collection among matplotlib's objects would pause every thread, including the event loop's."""
     script = """
-import gc, sys
-from attend.serving.figures import _load_matplotlib
-full = []
-gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
-_load_matplotlib()
-assert "matplotlib" in sys.modules and gc.isenabled() and not full, full
+import asyncio, gc, sys
+from attend.serving.figures import FigureRenderer
+from attend.serving.requests import RawRequest
+
+async def draw():
+    renderer, full = FigureRenderer(), []
+    gc.freeze()
+    gc.collect()
+    gc.set_threshold(700, 1, 1)  # a few thousand objects from here on cause a full collection
+    gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
+    await renderer.draw(lambda check: b"", RawRequest(b""))
+    assert "matplotlib" in sys.modules and gc.isenabled() and not full, full
+    renderer.close()
+
+assert "matplotlib" not in sys.modules
+asyncio.run(draw())
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -100,18 +100,25 @@ def test_a_cancelled_check_ends_although_the_device_answers_at_that_moment(itera
     """Otherwise a cancelled stream of health goes on for ever."""
 
     async def test() -> None:
-        service, _ = await opened(Attention())
-        answered = asyncio.Event()
+        attention, answered = Attention(), asyncio.Event()
+        service, _ = await opened(attention)
+        compute = service.scheduler.submit
 
         async def submit(*_: Any) -> None:
             await answered.wait()
 
+        async def answer() -> None:
+            answered.set()
+
+        async def finish() -> None:
+            await compute(heavy_call(attention, 1), RawRequest(b""))  # on the event loop, in this iteration
+
         service.scheduler.submit = submit  # type: ignore[assignment]
-        checks = service.scheduler.wait_for_progress(EVER), service.probe._computes(service.registry.all()[0])
-        for check, event in zip(checks, (service.scheduler._finished, answered), strict=True):
+        for check, end in (service.probe.responds(service.registry.all()[0]), answer), (service.scheduler.wait_for_progress(EVER), finish):
             task = asyncio.create_task(check)
             await loop_iterations()
-            event.set()
+            assert not task.done()
+            await end()
             for _ in range(iterations):
                 await asyncio.sleep(0)
             if task.cancel():

@@ -277,7 +277,7 @@ def test_layer_names_that_look_like_paths_write_nothing(tmp_path: Path) -> None:
 
 
 WRITER = """
-import os, signal, sys
+import os, signal, stat, sys
 from pathlib import Path
 import torch
 from attend.serving.layers import store
@@ -300,7 +300,8 @@ for name in ("write", "rename", "flush"):
             elif victim == "rename":
                 Path.rename = die
             elif victim == "flush":
-                store._flush = die
+                flush = os.fsync
+                os.fsync = lambda file: die() if stat.S_ISDIR(os.fstat(file).st_mode) else flush(file)
             kept.write(layer)
             os._exit(0)
         print(name, victim, os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]), any(sorted(Path(sys.argv[1]).glob(".*.part"))))

@@ -44,14 +44,14 @@ def crowded_lease(size: int) -> Lease:
 
 
 class Transfers:
-    """A service with a session, and the names of the functions that its exports and imports have run in threads."""
+    """A service with a session, and the names of the functions of safetensors that its exports and imports have called."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.service = open_service("cpu")
         self.service.registry.put(self.service.registry.make("default", SPEC))
         self.sessions = SessionRegistry(self.service.registry, self.service.metrics, MEMORY, new_process("one"), shared=False)
         self.session, self.ran = self.sessions.create(PostSession(), ""), list[str]()
-        for name in ("_file_of", "_announced_by", "_write_rows"):
+        for name in ("write_tensors", "read_header", "read_tensors"):
             patch.setattr(transfer, name, self._recorded(name, getattr(transfer, name)))
 
     def _recorded(self, name: str, function: Any) -> Any:
@@ -109,7 +109,7 @@ def test_a_compressed_import_that_is_not_admitted_stays_compressed(monkeypatch: 
         fields: Any = {"gone": lambda: next(departed, True)} if error is CallerGone else {"lease": lease}
         with pytest.raises(error):
             await transfers.put(packed, "gzip", **fields)
-        assert transfers.ran == ["_announced_by"]
+        assert transfers.ran == ["read_header"]
         assert transfers.session.length == 0 and transfers.sessions.pool.used == 0
         await transfers.put(gzip.compress(body_of(transfers.session.layer.fingerprint, 7)), "gzip")
         assert transfers.session.length == 7
