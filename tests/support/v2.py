@@ -52,13 +52,22 @@ def in_bytes(members: dict[str, Any] | None = None, **tensors: Array) -> tuple[b
     return head + b"".join(array.tobytes() for array in tensors.values()), {"Inference-Header-Content-Length": str(len(head))}
 
 
+def loads_strictly(text: bytes) -> Any:
+    """The document of a JSON text. Fails if it has a bare NaN or infinity, which are not JSON."""
+
+    def fail(word: str) -> Any:
+        raise AssertionError(f"a bare {word}")
+
+    return json.loads(text, parse_constant=fail)
+
+
 def read(answer: httpx.Response) -> Reply:
     """A reply, after checking that every byte belongs to an output."""
     assert answer.status_code == 200, answer.text
     length = answer.headers.get("inference-header-content-length")
     assert answer.headers["content-type"] == ("application/json" if length is None else "application/octet-stream")
     head = answer.content if length is None else answer.content[: int(length)]
-    document, rest = json.loads(head), b"" if length is None else answer.content[int(length) :]
+    document, rest = loads_strictly(head), b"" if length is None else answer.content[int(length) :]
     arrays, binary = {}, set()
     for output in document["outputs"]:
         dtype = np.dtype(DTYPES[output["datatype"]])

@@ -23,8 +23,6 @@ from support.grpc_calls import GOOD, INVALID, KEY, NOT_FOUND, QUERY, SERVICE, Ar
 from support.server import Server
 from support.v2 import in_json, read
 
-RNG = np.random.default_rng(31)
-
 
 @pytest.fixture
 def client(v2_server: Server) -> Iterator[Any]:
@@ -56,34 +54,6 @@ def test_metadata_and_config_equal_those_over_http(client: Any, v2: httpx.Client
     assert [tensor.optional for tensor in config.input] == [tensor["optional"] for tensor in want["input"]]
     assert [list(tensor.dims) for tensor in config.output] == [tensor["dims"] for tensor in want["output"]]
     assert not config.model_transaction_policy.decoupled
-
-
-@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
-def test_outputs_equal_those_over_http(client: Any, want: dict[str, Array], compression: str | None) -> None:
-    outputs = [triton.InferRequestedOutput(name) for name in want]
-    inputs = [tensor("query", QUERY), tensor("key", KEY)]
-
-    reply = client.infer("tiny", inputs, outputs=outputs, request_id="x", compression_algorithm=compression)
-
-    assert (reply.get_response().id, reply.get_response().model_version) == ("x", "1")
-    assert reply.get_response().parameters["fully_masked_rows"].int64_param == 0
-    for name, array in want.items():
-        np.testing.assert_allclose(reply.as_numpy(name), array, rtol=0, atol=1e-6)
-
-
-def test_replaced_heads_equal_those_over_http(client: Any, v2: httpx.Client) -> None:
-    """`pattern` and `head_outputs` with their rows, as binary tensors."""
-    given = {"pattern": RNG.random((1, 3, 3, 5)), "head_outputs": RNG.random((2, 3, 1, 2))}
-    rows = {"pattern_rows": np.array([True, False, False]), "head_output_rows": np.array([[False, True, False], [False, False, True]])}
-    inputs = [tensor("query", QUERY), tensor("key", KEY), *(tensor(name, x, "FP64") for name, x in given.items())]
-    reply = client.infer("tiny", inputs + [tensor(name, x, "BOOL") for name, x in rows.items()])
-    fields = {name: x.tolist() for name, x in {"query": QUERY, "key": KEY, **given, **rows}.items()}
-    over_http = v2.post("/attend", json={"layer": "tiny", **fields}).json()
-    for name in ("output", "attention_weights"):
-        np.testing.assert_allclose(reply.as_numpy(name), over_http[name], rtol=0, atol=1e-6)
-    np.testing.assert_allclose(reply.as_numpy("attention_weights")[:, 0], np.broadcast_to(given["pattern"][:, 0], (2, 3, 5)), atol=1e-6)
-    with pytest.raises(InferenceServerException, match=r"expected shape .*, got shape \[1, 3, 3, 4\].*pattern"):
-        client.infer("tiny", [*inputs[:2], tensor("pattern", given["pattern"][..., :4], "FP64")])
 
 
 def field(number: int, kind: int, payload: bytes) -> bytes:

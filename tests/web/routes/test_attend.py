@@ -1,7 +1,9 @@
-"""POST /attend over HTTP: shapes, forms and numbers of the reply for every field of a request."""
+"""POST /attend in JSON: shapes and numbers of the reply for every field of a request.
+
+`tests/web/test_numbers.py` compares the numbers of all forms with the reference, and `tests/attention/test_layer.py` those of random calls.
+"""
 
 import base64
-import json
 import math
 import re
 from collections.abc import Callable
@@ -9,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -33,7 +34,6 @@ OUTPUTS = {
     "head_outputs": (B, H, Q, D),
     "concatenated": (B, Q, 4),
 }
-DTYPES = {"FP16": np.float16, "BF16": ml_dtypes.bfloat16, "FP32": np.float32, "FP64": np.float64, "INT64": np.int64}
 
 
 @pytest.fixture
@@ -56,11 +56,9 @@ def cross(reply_to: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, An
 
 
 def unpack(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """A tensor in form `flat` or `base64` as an array."""
-    dtype = np.dtype(DTYPES[tensor["datatype"]])
-    data = (
-        np.frombuffer(base64.b64decode(tensor["base64"], validate=True), dtype) if "base64" in tensor else np.array(tensor["data"], dtype)
-    )
+    """A tensor of float32 in form `flat` or `base64` as an array."""
+    assert tensor["datatype"] == "FP32"
+    data = np.frombuffer(base64.b64decode(tensor["base64"], validate=True), "<f4") if "base64" in tensor else np.float32(tensor["data"])
     return data.reshape(tensor["shape"])
 
 
@@ -205,47 +203,7 @@ def test_a_key_is_visible_only_if_all_masks_allow_it(cross: Callable[..., dict[s
     np.testing.assert_array_equal(weights[:, 1] > 0, [first, second])
 
 
-# Selection
-
-
-def test_a_selection_of_heads_and_queries_keeps_the_callers_order(cross: Callable[..., dict[str, Any]]) -> None:
-    """It applies to the weights only."""
-    everything = cross(outputs=["output", "attention_weights", "scores"])
-    weights = np.array(everything["attention_weights"])
-
-    chosen = cross(outputs=["output", "attention_weights", "scores"], select={"heads": [1, 0], "queries": [2, 0]})
-
-    np.testing.assert_allclose(chosen["attention_weights"], weights[:, [1, 0]][:, :, [2, 0]], rtol=0, atol=1e-7)
-    np.testing.assert_allclose(chosen["scores"], everything["scores"], rtol=0, atol=1e-6)
-    np.testing.assert_allclose(chosen["output"], everything["output"], rtol=0, atol=1e-6)
-
-
-def test_average_is_over_the_selected_heads(cross: Callable[..., dict[str, Any]]) -> None:
-    """Without the axis of heads."""
-    weights = np.array(cross(reproducible=True)["attention_weights"])
-
-    np.testing.assert_allclose(cross(select={"average": True}, reproducible=True)["attention_weights"], weights.mean(1), rtol=0, atol=1e-7)
-    one = cross(select={"average": True, "heads": [1], "queries": [1]}, reproducible=True)["attention_weights"]
-    np.testing.assert_allclose(one, weights[:, 1, [1]], rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "select", [{}, {"heads": [1]}, {"queries": [2, 1]}, {"average": True}, {"heads": [1, 0], "queries": [0], "average": True}]
-)
-@pytest.mark.parametrize("n", [1, 3, K, K + 4])
-def test_top_k_gives_the_largest_weights_first(cross: Callable[..., dict[str, Any]], n: int, select: dict[str, Any]) -> None:
-    """min(n, k) keys and values per row."""
-    weights = np.array(cross(select=select, reproducible=True)["attention_weights"], np.float32)
-
-    top = cross(select={**select, "top_k": n}, reproducible=True)["attention_weights"]
-
-    assert list(top) == ["keys", "values"]
-    keys, values = np.array(top["keys"]), np.array(top["values"], np.float32)
-    assert keys.dtype == np.int64
-    assert keys.shape == values.shape == (*weights.shape[:-1], min(n, K))
-    order = np.argsort(-weights, axis=-1, kind="stable")[..., :n]
-    np.testing.assert_array_equal(keys, order)
-    np.testing.assert_array_equal(values, np.take_along_axis(weights, order, -1))
+# Selection and forms of the reply
 
 
 def test_top_k_ties_go_to_the_lower_key(reply_to: Callable[..., dict[str, Any]]) -> None:
@@ -257,40 +215,6 @@ def test_top_k_ties_go_to_the_lower_key(reply_to: Callable[..., dict[str, Any]])
 
     expected = [j for j in range(20) if j % 3] + [j for j in range(20) if not j % 3]
     assert top["keys"] == [[expected]] * H
-
-
-# Forms of the reply
-
-
-@pytest.mark.parametrize("datatype", [None, "FP16", "BF16", "FP32", "FP64"])
-def test_all_reply_forms_have_the_same_numbers(cross: Callable[..., dict[str, Any]], datatype: str | None) -> None:
-    """Nested, flat and base64 in every datatype: bit for bit equal, and as close to float32 as the datatype allows."""
-    fields: dict[str, Any] = {"outputs": list(OUTPUTS), "reproducible": True}
-    plain = cross(**fields, reply={"form": "base64"})
-    nested = cross(**fields, reply={"datatype": datatype})
-    flat = cross(**fields, reply={"form": "flat", "datatype": datatype})
-    packed = cross(**fields, reply={"form": "base64", "datatype": datatype})
-
-    for name, shape in OUTPUTS.items():
-        assert list(flat[name]) == ["shape", "datatype", "data"]
-        assert list(packed[name]) == ["shape", "datatype", "base64"]
-        assert flat[name]["datatype"] == packed[name]["datatype"] == (datatype or "FP32")
-        assert tuple(flat[name]["shape"]) == tuple(packed[name]["shape"]) == shape
-        array = unpack(packed[name])
-        np.testing.assert_array_equal(unpack(flat[name]), array)
-        np.testing.assert_array_equal(np.array(nested[name], np.float64).astype(array.dtype), array)
-        np.testing.assert_array_equal(unpack(plain[name]).astype(array.dtype), array)
-
-
-def test_top_k_keys_are_int64_in_flat_and_base64_forms(cross: Callable[..., dict[str, Any]]) -> None:
-    """Whatever the datatype of the values."""
-    nested = cross(select={"top_k": 2}, reproducible=True)["attention_weights"]
-
-    for form in ("flat", "base64"):
-        top = cross(select={"top_k": 2}, reproducible=True, reply={"form": form, "datatype": "FP64"})["attention_weights"]
-        assert (top["keys"]["datatype"], top["values"]["datatype"]) == ("INT64", "FP64")
-        np.testing.assert_array_equal(unpack(top["keys"]), nested["keys"])
-        np.testing.assert_array_equal(unpack(top["values"]).astype(np.float32), np.array(nested["values"], np.float32))
 
 
 @pytest.mark.parametrize("decimals", [0, 3, 17])
@@ -315,87 +239,11 @@ def test_decimals_round_datatypes_of_two_bytes(cross: Callable[..., dict[str, An
     assert max(len(str(number).partition(".")[2]) for number in data) <= 2
 
 
-@pytest.mark.parametrize("form", ["nested", "flat"])
-def test_decimals_leave_huge_numbers_finite(reply_to: Callable[..., dict[str, Any]], form: str) -> None:
-    """1e300 rounded to 17 decimals is 1e300."""
-    query = [[1e300, 1, -1e300, 1e-300]]
-
-    reply = reply_to(layer="exact", query=query, outputs=["value_projection"], reply={"decimals": 17, "form": form})["value_projection"]
-
-    assert np.ravel(reply if form == "nested" else reply["data"]).tolist() == [1e300, 1.0, -1e300, 0.0]
-
-
-def test_minus_infinity_is_allowed_in_scores(cross: Callable[..., dict[str, Any]]) -> None:
-    """ "-inf" in JSON, -inf in base64, for any `nonfinite`; the weight is 0."""
-    fields: dict[str, Any] = {"valid_lens": [0, 3], "reproducible": True}
-    for nonfinite in ("error", "null", "string"):
-        reply = cross(outputs=["scores", "log_sum_exp", "attention_weights"], **fields, reply={"nonfinite": nonfinite})
-        assert reply["scores"][0] == [[["-inf"] * K] * Q] * H
-        assert reply["log_sum_exp"][0] == [["-inf"] * Q] * H
-        assert all(row[3:] == ["-inf", "-inf"] and "-inf" not in row[:3] for head in reply["scores"][1] for row in head)
-        assert np.all(np.array(reply["attention_weights"])[0] == 0)
-    for form in ("flat", "base64"):
-        scores = cross(outputs=["scores"], **fields, reply={"form": form})["scores"]
-        np.testing.assert_array_equal(unpack(scores), words(reply["scores"]).astype(np.float32))
-
-
-def test_overflow_becomes_null_or_a_string_if_requested(reply_to: Callable[..., dict[str, Any]]) -> None:
-    fields = {"layer": "same", "query": [[1e6, 2, -1e6, 3]], "outputs": ["query_projection", "output"]}
-
-    null = reply_to(**fields, reply={"nonfinite": "null", "datatype": "FP16"})
-    string = reply_to(**fields, reply={"nonfinite": "string", "datatype": "FP16"})
-    flat = reply_to(**fields, reply={"nonfinite": "string", "datatype": "FP16", "form": "flat"})
-    packed = reply_to(**fields, reply={"nonfinite": "string", "datatype": "FP16", "form": "base64"})
-    rounded = reply_to(**fields, reply={"nonfinite": "string", "datatype": "FP16", "decimals": 1})
-
-    assert null["query_projection"] == [[[None, 2.0]], [[None, 3.0]]]
-    assert string["query_projection"] == rounded["query_projection"] == [[["inf", 2.0]], [["-inf", 3.0]]]
-    assert flat["output"]["data"] == ["inf", 2.0, "-inf", 3.0]
-    np.testing.assert_array_equal(unpack(packed["output"]), [[np.inf, 2, -np.inf, 3]])
-
-
-def test_nan_is_never_written_as_a_json_token(http: httpx.Client, layers: dict[str, Any]) -> None:
-    body = {"layer": "same", "query": [[1e30, 1, 1, 1]], "reply": {"nonfinite": "string"}}
-
-    answer = http.post("/attend", json=body)
-
-    assert answer.status_code == 200
-    assert b'"nan"' in answer.content
-    json.loads(answer.content, parse_constant=lambda word: pytest.fail(f"a bare {word}"))
-
-
 # Axes of length zero
 
 
 def empty(*shape: int) -> dict[str, Any]:
     return {"shape": shape, "data": []}
-
-
-@pytest.mark.parametrize("form", ["nested", "flat", "base64"])
-@pytest.mark.parametrize(("b", "q", "k"), [(0, Q, K), (B, 0, K), (B, Q, 0), (0, 0, 0)])
-def test_zero_length_axes_are_answered_with_a_shape(reply_to: Callable[..., dict[str, Any]], b: int, q: int, k: int, form: str) -> None:
-    """Without keys every row is fully masked."""
-    fields = {
-        name: empty(*array.shape) if 0 in array.shape else array
-        for name, array in (("query", QUERY[:b, :q]), ("key", KEY[:b, :k]), ("value", VALUE[:b, :k]))
-    }
-    sizes = {B: b, Q: q, K: k}
-    shapes = {
-        name: tuple(sizes[n] if i == 0 or (n in (Q, K) and n != 4) else n for i, n in enumerate(shape)) for name, shape in OUTPUTS.items()
-    }
-
-    reply = reply_to(layer="cross", **fields, outputs=list(OUTPUTS), reply={"form": form})
-
-    assert reply["fully_masked_rows"] == (b * H * q if k == 0 else 0)
-    for name, shape in shapes.items():
-        if 0 in shape or form != "nested":
-            assert tuple(reply[name]["shape"]) == shape, name
-            assert unpack(reply[name]).shape == shape
-        else:
-            assert np.shape(reply[name]) == shape, name
-    if form == "flat" and k == 0:
-        assert set(unpack(reply["log_sum_exp"]).ravel().tolist()) <= {-np.inf}
-        assert not unpack(reply["concatenated"]).any()
 
 
 def test_zero_length_axes_with_masks_dropout_and_selections(reply_to: Callable[..., dict[str, Any]]) -> None:
@@ -655,27 +503,6 @@ def test_scores_that_overflow_are_refused_whatever_is_requested(http: httpx.Clie
     answer = http.post("/attend", json={**fields, "query": [[1e-3]], "value": [[0], [0]], "outputs": ["output"]})
     assert answer.json()["output"] == [[0.0]], answer.text
     assert http.delete("/layers/large").status_code == 204
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_replies_have_the_dtype_of_the_layer(http: httpx.Client, layers: dict[str, Any], dtype: str) -> None:
-    """The wider the dtype, the closer to float64."""
-    tolerance, name = {"float64": (1e-12, "FP64"), "float32": (1e-5, "FP32"), "bfloat16": (0.15, "BF16"), "float16": (0.02, "FP16")}[dtype]
-    query = RNG.standard_normal((5, 8)).round(1)
-    replies = []
-    for kind in (dtype, "float64"):
-        assert http.put("/layers/dtype", json={"spec": {"d_model": 8, "num_heads": 2, "dtype": kind}}).is_success
-        answer = http.post(
-            "/attend", json={"layer": "dtype", "query": query.tolist(), "outputs": list(OUTPUTS), "reply": {"form": "base64"}}
-        )
-        assert answer.status_code == 200, answer.text
-        replies.append(answer.json())
-    assert http.delete("/layers/dtype").status_code == 204
-
-    for output in OUTPUTS:
-        assert replies[0][output]["datatype"] == name, output
-        ours, exact = (unpack(reply[output]).astype(np.float64) for reply in replies)
-        np.testing.assert_allclose(ours, exact, rtol=0, atol=tolerance, err_msg=output)
 
 
 # torch as an oracle

@@ -1,8 +1,10 @@
-"""The Open Inference Protocol over HTTP: every path, every datatype in JSON and as bytes, parameters and refusals."""
+"""The Open Inference Protocol over HTTP: every path, parameters, headers and refusals.
+
+`tests/web/test_numbers.py` compares the numbers of all forms with the reference.
+"""
 
 import gzip
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,26 +19,10 @@ from attend.web.app import create_app
 from support.app import collecting_server
 from support.v2 import LAYERS, in_bytes, in_json, read, refused
 
-B, Q, K = 2, 3, 5
+B, Q = 2, 3
 RNG = np.random.default_rng(17)
 QUERY = RNG.standard_normal((B, Q, 6)).astype(np.float32)
-KEY = RNG.standard_normal((B, K, 6)).astype(np.float32)
 INFER = "/v2/models/tiny/infer"
-Array = np.ndarray[Any, Any]
-
-
-def native(v2: httpx.Client, **members: Any) -> dict[str, Any]:
-    """The reply of /attend to the same request."""
-    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in members.items()}
-    answer = v2.post(
-        "/attend", json={"layer": "tiny", "reply": {"nonfinite": "string"}, **plain}, headers={"Content-Type": "application/json"}
-    )
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
-
-
-def close(got: Array, want: Any) -> None:
-    np.testing.assert_allclose(np.asarray(got, np.float64), np.array(want, np.float64), rtol=0, atol=2e-6)
 
 
 # Metadata and health
@@ -90,20 +76,6 @@ def test_a_server_without_models_is_not_ready(start_here: Callable[..., str]) ->
         assert client.get("/v2/health/ready").status_code == 200
 
 
-def test_metadata_and_replies_agree(v2: httpx.Client) -> None:
-    """Every announced output can be requested and has the announced datatype and shape."""
-    metadata = v2.get("/v2/models/tiny").json()
-    names = [output["name"] for output in metadata["outputs"]]
-
-    reply = read(v2.post(INFER, json={"inputs": in_json(query=QUERY, key=KEY), "outputs": [{"name": name} for name in names]}))
-
-    assert list(reply.arrays) == names
-    for announced, output in zip(metadata["outputs"], reply.document["outputs"], strict=True):
-        assert output["datatype"] == announced["datatype"]
-        assert len(output["shape"]) == len(announced["shape"])
-        assert all(want in (-1, got) for want, got in zip(announced["shape"], output["shape"], strict=True))
-
-
 def test_announced_inputs_are_accepted_and_optional_ones_may_be_left_out(v2: httpx.Client) -> None:
     metadata, config = v2.get("/v2/models/tiny").json(), v2.get("/v2/models/tiny/config").json()
 
@@ -115,19 +87,7 @@ def test_announced_inputs_are_accepted_and_optional_ones_may_be_left_out(v2: htt
         assert of_config["data_type"] == f"TYPE_{tensor['datatype']}"
 
 
-# Tensors in and out
-
-
-def test_inputs_may_be_mixed_and_lists_nested(v2: httpx.Client) -> None:
-    want = read(v2.post(INFER, json={"inputs": in_json(query=QUERY, key=KEY)})).arrays
-    inputs = [
-        {"name": "query", "shape": [B, Q, 6], "datatype": "FP32", "data": QUERY.tolist()},
-        {"name": "key", "shape": [B, K, 6], "datatype": "FP32", "parameters": {"binary_data_size": KEY.nbytes}},
-    ]
-    for order in (inputs, inputs[::-1]):
-        head = json.dumps({"inputs": order}).encode()
-        answer = v2.post(INFER, content=head + KEY.tobytes(), headers={"Inference-Header-Content-Length": str(len(head))})
-        close(read(answer).arrays["output"], want["output"])
+# Outputs
 
 
 @pytest.mark.parametrize("overall", [None, False, True])
@@ -147,54 +107,7 @@ def test_binary_data_of_an_output_overrides_binary_data_output(v2: httpx.Client,
     assert list(reply.arrays) == ["log_sum_exp", "output"]
 
 
-@pytest.mark.parametrize("binary", [False, True])
-def test_a_request_without_queries_is_answered(v2: httpx.Client, binary: bool) -> None:
-    """A tensor without elements has a shape and no bytes."""
-    empty = np.zeros((B, 0, 6), np.float32)
-    members = {"parameters": {"binary_data_output": binary}}
-    body, headers = in_bytes(members, query=empty, key=KEY)
-    answer = v2.post(INFER, content=body, headers=headers) if binary else v2.post(INFER, json={"inputs": in_json(query=empty, key=KEY)})
-
-    arrays = read(answer).arrays
-
-    assert arrays["output"].shape == (B, 0, 6)
-    assert arrays["attention_weights"].shape == (B, 3, 0, K)
-
-
-def test_reply_shapes_follow_the_request_shapes(v2: httpx.Client) -> None:
-    """Without a batch axis in the request there is none in the reply; an axis of 1 stays."""
-    reply = read(v2.post(INFER, json={"inputs": in_json(query=QUERY[0, :1]), "outputs": [{"name": "log_sum_exp"}, {"name": "output"}]}))
-
-    assert {name: array.shape for name, array in reply.arrays.items()} == {"log_sum_exp": (3, 1), "output": (1, 6)}
-
-
-def test_minus_infinity_and_the_policy_for_nonfinite_numbers(v2: httpx.Client) -> None:
-    """Scores of blocked keys are "-inf" in JSON and -inf in bytes, never a bare token."""
-    inputs, parameters = in_json(query=QUERY, block_keys=np.array([[0, 1, 1], [0, 0, 0]])), {"reproducible": True}
-    members = {"inputs": inputs, "outputs": [{"name": "scores"}], "parameters": parameters}
-
-    answer = v2.post(INFER, json=members)
-    json.loads(answer.content, parse_constant=lambda word: pytest.fail(f"a bare {word}"))
-    binary = read(v2.post(INFER, json={**members, "parameters": {**parameters, "binary_data_output": True}})).arrays["scores"]
-
-    assert np.isneginf(binary).sum() == 3 * Q * 2
-    np.testing.assert_array_equal(read(answer).arrays["scores"], binary)
-
-
 # Parameters
-
-
-def test_fields_that_are_not_tensors_are_parameters(v2: httpx.Client) -> None:
-    """Plain ones as they are, nested ones as JSON text."""
-    options: dict[str, Any] = {"scale": 0.7, "softcap": 3, "fully_masked": "uniform", "query_offset": "end", "reproducible": True}
-    nested: dict[str, Any] = {"window": {"left": 1, "right": 0}, "dropout": {"p": 0.3, "seed": 5}, "select": {"heads": [2, 0]}}
-    parameters = {**options, **{name: json.dumps(value) for name, value in nested.items()}}
-
-    reply = read(v2.post(INFER, json={"inputs": in_json(query=QUERY, key=KEY), "parameters": parameters}))
-
-    want = native(v2, query=QUERY, key=KEY, **options, **nested)
-    close(reply.arrays["output"], want["output"])
-    close(reply.arrays["attention_weights"], want["attention_weights"])
 
 
 def test_a_reproducible_reply_does_not_depend_on_alignment(v2: httpx.Client) -> None:
@@ -217,18 +130,6 @@ def test_a_reproducible_reply_does_not_depend_on_alignment(v2: httpx.Client) -> 
     )
 
     assert len(answers) == 1
-
-
-def test_top_k_is_two_outputs(v2: httpx.Client) -> None:
-    parameters = {"select": '{"top_k": 2}', "reply": '{"datatype": "FP64"}', "reproducible": True}
-    outputs = [{"name": "attention_weights", "parameters": {"binary_data": True}}]
-
-    reply = read(v2.post(INFER, json={"inputs": in_json(query=QUERY), "parameters": parameters, "outputs": outputs}))
-
-    want = native(v2, query=QUERY, select={"top_k": 2}, reproducible=True)["attention_weights"]
-    assert reply.binary == {"attention_weights.keys", "attention_weights.values"}
-    np.testing.assert_array_equal(reply.arrays["attention_weights.keys"], want["keys"])
-    assert reply.arrays["attention_weights.values"].dtype == np.float64
 
 
 def test_parameters_that_client_libraries_add_are_ignored(v2: httpx.Client) -> None:
@@ -256,7 +157,7 @@ def test_a_null_field_equals_an_omitted_one(v2: httpx.Client, binary: bool) -> N
     reply = read(v2.post(INFER, content=body, headers={"Inference-Header-Content-Length": str(len(head))}))
 
     assert "id" not in reply.document
-    close(reply.arrays["output"], read(v2.post(INFER, json=one())).arrays["output"])
+    np.testing.assert_allclose(reply.arrays["output"], read(v2.post(INFER, json=one())).arrays["output"], rtol=0, atol=2e-6)
     plain = {**one(), "parameters": {"reproducible": True}}
     assert v2.post(INFER, json={**plain, "outputs": None}).json() == v2.post(INFER, json=plain).json()
 
@@ -288,21 +189,7 @@ def test_the_parameter_timeout_is_a_deadline(v2: httpx.Client) -> None:
     )
 
 
-# Headers and compression
-
-
-@pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_bodies_and_replies_may_be_compressed(v2: httpx.Client, coding: str) -> None:
-    """Inference-Header-Content-Length is the length before compression."""
-    body, headers = in_bytes({"parameters": {"binary_data_output": True, "reproducible": True}}, query=QUERY)
-    want = read(v2.post(INFER, content=body, headers=headers)).arrays
-    packed = gzip.compress(body) if coding == "gzip" else zlib.compress(body)
-
-    answer = v2.post(INFER, content=packed, headers={**headers, "Content-Encoding": coding, "Accept-Encoding": coding})
-
-    assert answer.headers["content-encoding"] == coding
-    for name, array in read(answer).arrays.items():
-        np.testing.assert_array_equal(array, want[name])
+# Limits of bodies
 
 
 def test_the_size_of_a_decompressed_body_is_limited(v2: httpx.Client) -> None:
@@ -345,9 +232,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a null among numbers": (one(data=[1] * 11 + [None]), "/inputs/0/data/11"),
     "a boolean among numbers": (one(data=[1] * 11 + [True]), "/inputs/0/data/11"),
     "a list among flat numbers": (one(data=[1] * 11 + [[1]]), "/inputs/0/data"),
-    "an integer out of range": (one(datatype="UINT8", data=[256] * 12), "UINT8"),
-    "a fraction in an integer type": (one(datatype="INT32", data=[0.5] * 12), "INT32"),
-    "a number too large for FP16": (one(datatype="FP16", data=[1e6] * 12), "finite"),
     "BYTES": (one(datatype="BYTES", data=["a"] * 12), "BYTES"),
     "a datatype that does not exist": (one(datatype="FP8"), "/inputs/0/datatype"),
     "no datatype": (one(datatype=...), "/inputs/0/datatype"),
@@ -377,7 +261,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another layer as a parameter": ({**one(), "parameters": {"layer": "exact"}}, "/parameters/layer"),
     "parameters that are no object": ({**one(), "parameters": [1]}, "/parameters"),
     "an object as a parameter": ({**one(), "parameters": {"window": {"left": 1}}}, "/parameters/window"),
-    "a nested option that is no JSON": ({**one(), "parameters": {"window": "{"}}, "JSON"),
     "a form of ours": ({**one(), "parameters": {"reply": '{"form": "base64"}'}}, "/parameters/reply/form"),
     "a wrong option": ({**one(), "parameters": {"causal": "yes"}}, "at /parameters/causal"),
     "an option as an input": ({"inputs": [*one()["inputs"], one(name="causal")["inputs"][0]]}, "expected causal among the parameters"),
@@ -385,7 +268,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an input named mask, which is ambiguous": ({"inputs": [*one()["inputs"], one(name="mask")["inputs"][0]]}, "attend_mask"),
     "an input twice": ({"inputs": one()["inputs"] * 2}, "twice"),
     "an input that does not exist": ({"inputs": [*one()["inputs"], one(name="input__0")["inputs"][0]]}, "at /inputs/1/name"),
-    "an output that does not exist": ({**one(), "outputs": [{"name": "logits"}]}, "/outputs/0"),
     "an output twice": ({**one(), "outputs": [{"name": "output"}] * 2}, "twice"),
     "an output without a name": ({**one(), "outputs": [{}]}, "/outputs/0/name"),
     "classification": ({**one(), "outputs": [{"name": "output", "parameters": {"classification": 3}}]}, "classification"),
@@ -398,13 +280,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"inputs": [*one()["inputs"], {"name": "query_offset", "shape": [1], "datatype": "FP32", "data": [0.5]}]},
         "at /inputs/1",
     ),
-    "an offset of another rank": (
-        {"inputs": [*one()["inputs"], {"name": "query_offset", "shape": [1, 2], "datatype": "INT32", "data": [1, 1]}]},
-        "at /inputs/1",
-    ),
     "an id that is no string": ({**one(), "id": 7}, "/id"),
-    "an id that is half a pair": ({**one(), "id": "\ud800"}, "/id"),
-    "a timeout that is no number": ({**one(), "parameters": {"timeout": "1s"}}, "/parameters/timeout"),
     "a priority below 0": ({**one(), "parameters": {"priority": -1}}, "/parameters/priority"),
     "a width that does not fit": (one(shape=[1, 3, 4]), "expected 6 values per query"),
 }
@@ -425,8 +301,6 @@ def test_invalid_requests_are_400_with_the_reason(v2: httpx.Client, case: str) -
     [
         (b"", "JSON"),
         (b"{", "JSON"),
-        (b'{"inputs": [], "inputs": []}', "twice"),
-        (b'{"inputs": [{"name": "query", "name": "key", "data": []}]}', "twice"),
         (b'{"inputs": [{"name": "query", "shape": [1, 1, 6], "datatype": "FP32", "data": [NaN,1,1,1,1,1]}]}', "NaN"),
         (b'{"inputs": [{"name": "query", "shape": [1, 1, 6], "datatype": "FP32", "data": [1e999,1,1,1,1,1]}]}', "finite"),
         (b'{"inputs": [{"name": "query\\u0000", "shape": [1], "datatype": "FP32", "data": [1]}]}', "query"),
@@ -505,7 +379,7 @@ def test_statistics_count_answered_items_and_failed_calls(v2: httpx.Client, new_
     before = v2.get(f"/v2/models/{new_model}/stats").json()["model_stats"][0]
     for _ in range(3):
         read(v2.post(f"/v2/models/{new_model}/infer", json={"inputs": in_json(query=query)}))
-    native(v2, layer=new_model, query=query[0])
+    assert v2.post("/attend", json={"layer": new_model, "query": query[0].tolist()}).status_code == 200
     refused(v2.post(f"/v2/models/{new_model}/infer", json={"inputs": in_json(query=query[..., :3])}))
     refused(
         v2.post(

@@ -72,8 +72,7 @@ def test_inputs_and_outputs_in_bytes_and_json_can_be_mixed(
         assert ("data" in reply.get_output(name)) is (outputs is not None and not outputs[i])
 
 
-@pytest.mark.parametrize("request_coding", [None, "gzip", "deflate"])
-@pytest.mark.parametrize("response_coding", [None, "gzip", "deflate"])
+@pytest.mark.parametrize(("request_coding", "response_coding"), [("gzip", "deflate"), ("deflate", "gzip"), (None, "gzip")])
 def test_compression(client: Any, want: dict[str, Array], request_coding: str | None, response_coding: str | None) -> None:
     codings = {"request_compression_algorithm": request_coding, "response_compression_algorithm": response_coding}
 
@@ -92,17 +91,6 @@ def test_bfloat16(client: Any, v2: httpx.Client) -> None:
     by_hand = read(v2.post("/v2/models/brain/infer", json=body)).arrays
     assert reply.get_output("output")["datatype"] == "BF16"
     np.testing.assert_array_equal(reply.as_numpy("output"), by_hand["output"])
-
-
-@pytest.mark.parametrize(("layer", "dtype", "datatype"), [("half", np.float16, "FP16"), ("exact", np.float64, "FP64")])
-def test_other_datatypes(client: Any, layer: str, dtype: Any, datatype: str) -> None:
-    masks = [tensor("block_keys", np.eye(2, 3, dtype=np.bool_), "BOOL"), tensor("bias", np.zeros((3, 3), np.int8), "INT8")]
-
-    reply = client.infer(layer, [tensor("query", QUERY.astype(dtype), datatype), *masks])
-
-    weights = reply.as_numpy("attention_weights")
-    assert weights.dtype == dtype
-    assert not weights[0, :, :, 0].any() and not weights[1, :, :, 1].any()
 
 
 def test_tensors_without_elements(client: Any) -> None:

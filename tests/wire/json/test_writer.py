@@ -223,7 +223,7 @@ def test_strided_and_big_endian_arrays_are_written_row_major_and_little_endian(f
 
 
 @pytest.mark.parametrize(
-    ("number", "decimals"), [(123456789012345.0, 4), (2.0**53 - 1, 4), (1e300, 5), (2.675, 2), (-0.248361622095248, 17)]
+    ("number", "decimals"), [(123456789012345.0, 4), (2.0**53 - 1, 4), (1e300, 17), (1e-300, 17), (2.675, 2), (-0.248361622095248, 17)]
 )
 def test_decimals_of_float64_are_the_nearest(number: float, decimals: int) -> None:
     assert write({"output": np.array([number])}, "FP64", decimals=decimals)["output"] == [round(number, decimals)]

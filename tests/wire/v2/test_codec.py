@@ -195,39 +195,6 @@ def test_shapes_that_overflow_or_do_not_fit_the_data_are_refused(v2: httpx.Clien
     refused(answer, 413 if shape in TOO_LARGE else 400)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"name": "query", "name": "query", "shape": [1], "datatype": "FP32", "data": [1]}',
-        '{"name": "query", "shape": [1], "shape": [2], "datatype": "FP32", "parameters": {"binary_data_size": 4}}',
-        '{"name": "query", "shape": [1], "datatype": "FP32", "parameters": {"binary_data_size": 4, "binary_data_size": 4}}',
-        '{"name": "query", "shape": [1], "datatype": "FP32", "data": [1], "da\\u0074a": [1]}',
-    ],
-)
-def test_repeated_names_are_refused(v2: httpx.Client, text: str) -> None:
-    head = f'{{"inputs": [{text}]}}'.encode()
-
-    assert "twice" in refused(v2.post(INFER, content=head + bytes(4), headers={"Inference-Header-Content-Length": str(len(head))}))
-
-
-def test_bytes_tensors_are_refused_by_name(v2: httpx.Client) -> None:
-    head = json.dumps({"inputs": [{"name": "query", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": 5}}]}).encode()
-
-    answer = v2.post(INFER, content=head + b"\1\0\0\0a", headers={"Inference-Header-Content-Length": str(len(head))})
-
-    assert "BYTES" in refused(answer)
-
-
-@pytest.mark.parametrize("lies", [0, 1])
-def test_bytes_of_bool_that_are_neither_0_nor_1_are_refused(v2: httpx.Client, lies: int) -> None:
-    body, headers = in_bytes(None, query=QUERY, attend_keys=np.ones((2, 3), np.bool_))
-    body = body[:-1] + bytes([1 + lies])
-
-    answer = v2.post(INFER, content=body, headers=headers)
-
-    assert "BOOL" in refused(answer) if lies else read(answer)
-
-
 def test_malformed_bodies_over_http_and_grpc_do_not_leak_memory(v2: httpx.Client, v2_server: Server) -> None:
     """After the first hundred, memory does not grow, and the server answers as before."""
     address = next(str(event["address"]) for event in v2_server.events if event["event"] == "listening for gRPC")
