@@ -50,10 +50,9 @@ class Sender:
 
     def __call__(self, layer: str, tensors: Mapping[str, Array], outputs: list[str], **members: Any) -> Reply:
         """The reply to a request with these tensors and other fields. Raises Refused."""
-        if self.form.startswith("v2"):
-            return self._v2(layer, tensors, outputs, members)
-        if self.form.startswith("grpc"):
-            return self._grpc(layer, tensors, outputs, members)
+        if self.form.startswith(("v2", "grpc")):  # offsets as the column that the metadata announces, lengths as [b]
+            columns = {name: array[:, None] if name == "query_offset" else array for name, array in tensors.items()}
+            return (self._v2 if self.form.startswith("v2") else self._grpc)(layer, columns, outputs, members)
         common = {"layer": layer, "outputs": outputs, **members}
         if self.form == "safetensors":
             body = save({name: np.ascontiguousarray(array) for name, array in tensors.items()}, {"request": json.dumps(common)})
