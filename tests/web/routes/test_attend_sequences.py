@@ -188,13 +188,6 @@ def test_sequences_that_do_not_fit_are_refused(client: Client, case: str) -> Non
     assert expected in f"{problem.at}: expected {problem.expected}, got {problem.got}"
 
 
-def test_a_refused_number_of_rows_is_shown_as_it_was_sent(http: httpx.Client) -> None:
-    answer = http.post("/attend", json={"query": np.zeros((3, 64)).tolist(), "query_lengths": [4, -1]})
-    assert answer.json()["errors"] == [
-        {"at": "/query_lengths/1", "expected": "a number of rows: a whole number of at least 0", "got": "-1"}
-    ]
-
-
 def test_analysis_and_figures_take_segments_only(client: Client) -> None:
     query = np.zeros((8, 10))
     for refused in (client.analysis, client.figure):

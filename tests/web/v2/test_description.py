@@ -39,19 +39,14 @@ def test_metadata_lists_exactly_these_inputs(v2: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in LENGTHS if name not in ("query", "value")])
-@pytest.mark.parametrize("binary", [False, True], ids=["json", "bytes"])
-def test_an_input_of_the_announced_shape_has_the_meaning_of_the_field(v2: httpx.Client, name: str, binary: bool) -> None:
+def test_an_input_of_the_announced_shape_has_the_meaning_of_the_field(v2: httpx.Client, name: str) -> None:
     """The result equals POST /attend; causal is set if an offset is given."""
     every = inputs_of(v2)
     names = {"segments": ("query", name), "query_segments": (*CROSS, *PAIR), "key_segments": (*CROSS, *PAIR)}.get(name, (*CROSS, name))
     names += {"pattern_rows": ("pattern",), "head_output_rows": ("head_outputs",)}.get(name, ())
     tensors = {one: every[one] for one in dict.fromkeys(names)}
     parameters = {"causal": name == "query_offset"}
-    if binary:
-        body, headers = in_bytes({"parameters": parameters}, **tensors)
-        reply = read(v2.post(INFER, content=body, headers=headers))
-    else:
-        reply = read(v2.post(INFER, json={"inputs": in_json(**tensors), "parameters": parameters}))
+    reply = read(v2.post(INFER, json={"inputs": in_json(**tensors), "parameters": parameters}))
 
     plain = {one: array[:, 0].tolist() if one in PER_ITEM else array.tolist() for one, array in tensors.items()}
     want = v2.post("/attend", json={"layer": "tiny", **plain, **parameters}, headers={"Content-Type": "application/json"}).json()

@@ -127,6 +127,10 @@ ROW = "[1,2,3,4,5,6,7,8,9,10]"
         f'{{"query":[{ROW},[1,2,3,4,5,6,7,8,9,NaN]]}}',
         f'{{"query":[{ROW},[1,2,3,4,5,6,7,8,9,1e999]]}}',
         f'{{"query":[{ROW},[1,2,3,4,5,6,7,8,9,null]]}}',
+        f'{{"query":[{ROW},[1,2,3,4,5,6,7,8,9,-]]}}',
+        f'{{"query":[{ROW},[1,2,3,4,5,6,7 8,9,10]]}}',
+        f'{{"query":{{"shape":[2,10],"data":[{ROW},[[1],2,3,4,5,6,7,8,9,10]]}}}}',
+        '{"query":{"shape":[10],"data":[1,2,3,4,5,6,7,8,9,[2,3]]}}',
         f'{{"bias":[{ROW},[1,2,3,4,5,6,7,8,9,"-inf"]]}}',
         f'{{"attend_mask":[{ROW},[1,2,3,4,5,6,7,8,9,true]]}}',
         f'{{"que\\u0072y":[{ROW},{ROW}]}}',
@@ -227,10 +231,24 @@ def test_the_place_of_a_fault_in_a_large_body(body: str, refusal: Any) -> None:
     assert found[1] == [refusal]
 
 
-def test_integers_beyond_float64_precision_are_read_exactly_in_pieces() -> None:
-    numbers = [2**53 + 1 + i for i in range(40)]
-    body = {"query": {"shape": [40], "datatype": "INT64", "data": numbers}}
-    assert assert_same(json.dumps(body).encode())["query"].tolist() == numbers
+@pytest.mark.parametrize("datatype", ["INT64", "UINT64"])
+def test_integers_of_64_bits_are_read_exactly_in_pieces(datatype: str) -> None:
+    """Also those that no float64 is; others are refused."""
+    bounds = np.iinfo(datatype.lower())
+    for field in ("query", "valid_lens"):
+        for last in (2**53 + 1, -(2**53) - 1, 2**63 - 1, 2**63, 2**64, 10**400, 1.5, -1):
+            numbers = [*range(2**53 + 1, 2**53 + 40), last]
+            found = assert_same(json.dumps({field: {"shape": [40], "datatype": datatype, "data": numbers}}).encode())
+            if isinstance(last, int) and bounds.min <= last <= bounds.max:
+                assert found[field].tolist() == numbers
+            else:
+                assert found[0] is InvalidRequest and found[1][0][0] == f"/{field}/data/39"
+
+
+def test_an_extra_comma_is_refused_wherever_pieces_end() -> None:
+    for commas in ("{},", ",{}", "{},,1", "{} ,"):
+        for digits in range(1, 70):
+            assert assert_same(f'{{"query":[{commas.format("1" * digits)}]}}'.encode())[0] is MalformedBody
 
 
 @pytest.mark.parametrize("field", ["query", "bias"])

@@ -1,9 +1,13 @@
-"""V2 requests with numbers in the JSON: the codec that cuts out lists against a parser of the whole text."""
+"""V2 requests with numbers in the JSON: the codec that cuts out lists against a parser of the whole text.
+
+The lists themselves are read as those of `/attend`, in `tests/wire/json/test_lists.py`.
+"""
 
 import json
 import math
 import re
 from contextlib import nullcontext
+from itertools import product
 from secrets import token_hex
 from typing import Any
 from unittest.mock import MagicMock
@@ -153,14 +157,6 @@ def test_both_parsers_agree_on_changed_requests(changes: list[tuple[int, int, st
     agree(text.encode())
 
 
-@pytest.mark.parametrize("commas", ["{},", ",{}", "{},,1", "{} ,"])
-def test_an_extra_comma_is_refused_wherever_pieces_end(commas: str) -> None:
-    for digits in range(1, 40):
-        numbers = "1" * digits
-        body = f'{{"inputs":[{{"name":"query","shape":[1,1],"datatype":"FP64","data":[{commas.format(numbers)}]}}]}}'
-        assert agree(body.encode())[0] is MalformedBody
-
-
 @given(
     st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
     st.sampled_from(["FP64", "FP32", "FP16", "BF16", "INT8"]),
@@ -178,55 +174,21 @@ def test_numbers_are_read_exactly(numbers: list[float], datatype: str, more: int
         assert got["query"] == ("<f8", (len(numbers),), np.array(numbers).tobytes())
 
 
-@pytest.mark.parametrize("odd", ["[2]", "[2, 3]", "[[2]]", "null", "true", "-", "1e400", "2 3"])
-@pytest.mark.parametrize("place", [0, 4, 8])
-def test_other_values_among_numbers_are_refused_wherever_pieces_end(odd: str, place: int) -> None:
-    numbers = ["1.5"] * 9
-    numbers[place] = odd
-    body = f'{{"inputs":[{{"name":"query","shape":[9],"datatype":"FP64","data":[{", ".join(numbers)}]}}]}}'
-    assert isinstance(agree(body.encode()), tuple)
-
-
-@pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 2**63 - 1, 2**63, 2**64, 10**400, 1.5, -1])
-@pytest.mark.parametrize("datatype", ["INT64", "UINT64"])
-def test_integers_of_64_bits_are_read_exactly(number: Any, datatype: str) -> None:
-    entry = {"name": "valid_lens", "shape": [9], "datatype": datatype, "data": [*range(8), number]}
-    got = agree(json.dumps({"inputs": [{**entry, "name": "query"}, entry]}).encode())
-    if isinstance(got, dict):
-        assert np.frombuffer(got["query"][2], datatype.lower()).tolist() == [*range(8), number]
-
-
 EMPTY = ["[]", "[ ]", "[[]]", "[[], []]", f"[{' ' * 40}]", f"[{' ' * 20},{' ' * 20}]", "null", "{}", '""', "7"]
 
 
-@pytest.mark.parametrize("place", [0, 4, 8])
-@pytest.mark.parametrize("nested", [False, True])
-def test_integers_of_more_than_64_bits_are_read_in_bodies_of_any_size(place: int, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled reader refuses them; the strict parser reads the piece."""
-    monkeypatch.setattr(json_lists, "PIECE_BYTES", 40)
-    monkeypatch.setattr(codec, "MAX_STRICT_BYTES", 0)
-    numbers: list[float] = [1.5] * 9
-    numbers[place] = 2**80
-    data = [[numbers]] if nested else numbers
-    entry = {"name": "query", "shape": [1, 1, 9], "datatype": "FP64", "data": data}
-    body = json.dumps({"inputs": [entry, {**entry, "name": "key", "data": [0.125] * 9}]}).encode()
-    members = parsed(body)
-    assert members["query"].tolist() == [[numbers]]
-    assert len(body) > 200
+def test_empty_lists_and_lists_of_a_wrong_length() -> None:
+    for shape, data in product([[0], [0, 5], [1], [1, 1], [2, 0], [2**20, 2**20], [2**31 - 1]], EMPTY):
+        got = agree(f'{{"inputs":[{{"name":"query","shape":{shape},"datatype":"FP32","data":{data}}}]}}'.encode())
+        assert isinstance(got, dict) == (math.prod(shape) == 0 and bool(re.fullmatch(r"\[ *\]", data))) or "[[" in data, (shape, data)
 
 
-@pytest.mark.parametrize("data", EMPTY)
-@pytest.mark.parametrize("shape", [[0], [0, 5], [1], [1, 1], [2, 0], [2**20, 2**20], [2**31 - 1]])
-def test_empty_lists_and_lists_of_a_wrong_length(data: str, shape: list[int]) -> None:
-    got = agree(f'{{"inputs":[{{"name":"query","shape":{shape},"datatype":"FP32","data":{data}}}]}}'.encode())
-    assert isinstance(got, dict) == (math.prod(shape) == 0 and bool(re.fullmatch(r"\[ *\]", data))) or "[[" in data
-
-
-@pytest.mark.parametrize("scale", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" + "0" * 400, "1e-400", "0.1"])
-@pytest.mark.parametrize("inside", ["{}", '{{"x": {}}}', "[{}]"])
-def test_both_parsers_agree_on_numbers_outside_of_data(scale: str, inside: str) -> None:
+def test_both_parsers_agree_on_numbers_outside_of_data() -> None:
     numbers = '{"name":"query","shape":[1,1],"datatype":"FP64","data":[1]}'
-    agree(f'{{"inputs":[{numbers}],"parameters":{{"scale":{inside.format(scale)}}}}}'.encode())
+    scales = ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" + "0" * 400, "1e-400", "0.1"]
+    for inside, scale in product(["{}", '{{"x": {}}}', "[{}]"], scales):
+        found = agree(f'{{"inputs":[{numbers}],"parameters":{{"scale":{inside.format(scale)}}}}}'.encode())
+        assert isinstance(found, dict) == (inside == "{}" and scale in ("1e-400", "0.1")), (inside, scale)
 
 
 def test_inputs_in_json_and_in_bytes_can_be_mixed() -> None:
