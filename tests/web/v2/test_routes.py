@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from attend.settings import Settings
 from attend.web.app import create_app
 from support.app import collecting_server
-from support.v2 import LAYERS, in_bytes, in_json, read, refused
+from support.v2 import LAYERS, in_json, read, refused
 
 B, Q = 2, 3
 RNG = np.random.default_rng(17)
@@ -108,28 +108,6 @@ def test_binary_data_of_an_output_overrides_binary_data_output(v2: httpx.Client,
 
 
 # Parameters
-
-
-def test_a_reproducible_reply_does_not_depend_on_alignment(v2: httpx.Client) -> None:
-    """A header of another length moves the tensors in memory."""
-    query = RNG.standard_normal((1, 7, 64)).astype(np.float32)
-    answers = set()
-    for i in range(16):
-        members = {"id": "x" * (i + 1), "parameters": {"reproducible": True, "binary_data_output": True}}
-        body, headers = in_bytes(members, query=query)
-        answers.add(read(v2.post("/v2/models/default/infer", content=body, headers=headers)).arrays["output"].tobytes())
-    answers.add(
-        read(
-            v2.post(
-                "/v2/models/default/infer",
-                json={"inputs": in_json(query=query), "parameters": {"reproducible": True, "binary_data_output": True}},
-            )
-        )
-        .arrays["output"]
-        .tobytes()
-    )
-
-    assert len(answers) == 1
 
 
 def test_parameters_that_client_libraries_add_are_ignored(v2: httpx.Client) -> None:
