@@ -753,27 +753,246 @@ def test_a_candidate_with_a_cache_is_decoded_and_compared_with_one_causal_call(r
     assert comparison.agrees if named is None else comparison.first.mistakes[0].startswith(named)
 
 
-def packed_attention(keys):
-    """Packed sequences, each attending to those of its keys that `keys` selects."""
+class LengthOfAnotherAxis(Cached):
+    """Reads the length of the cache from one of its axes, 2 if it is right; `alone`: calls of one row have a mask too."""
+
+    axis, alone = 2, True
+
+    def used(self, cache):
+        self.length = 0 if cache is None else len(cache) if self.axis is None else cache[0].shape[self.axis]
+        return cache
+
+    def first_position(self, queries, keys):
+        return self.length if self.alone or queries > 1 else keys - 1
+
+
+class KeysOfAnotherAxis(LengthOfAnotherAxis):
+    """Reads the number of all keys from one of their axes."""
+
+    def first_position(self, queries, keys):
+        sizes = {0: self.batch, 1: self.num_heads, 2: keys, 3: self.q_proj.out_features // self.num_heads}
+        return sizes[self.axis] - queries if self.alone or queries > 1 else keys - 1
+
+    def forward(self, x, kv_cache=None):
+        self.batch = len(x)
+        return super().forward(x, kv_cache)
+
+
+AXES = {0: "the size of the batch", 1: "the number of key heads", 3: "head_dim", None: "len((K, V))"}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("axis", AXES)
+def test_a_length_that_is_read_from_another_axis_of_the_cache_is_named(axis, alone):
+    assert_agrees(type("Right", (LengthOfAnotherAxis,), {"alone": alone}), causal=True, allow_skipped=True)
+    explanation = compare(type("Wrong", (LengthOfAnotherAxis,), {"axis": axis, "alone": alone}), causal=True).first.explanation
+    call = "a call" if alone else "a call of several rows"
+    assert explanation.mistakes == (f"in {call} with a cache, {AXES[axis]} is taken for the length of the cache in the causal mask",)
+    assert not explanation.equals
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("axis", [0, 1, 3])
+def test_a_number_of_keys_that_is_read_from_another_axis_is_named(axis, alone):
+    assert_agrees(type("Right", (KeysOfAnotherAxis,), {"alone": alone}), causal=True, allow_skipped=True)
+    explanation = compare(type("Wrong", (KeysOfAnotherAxis,), {"axis": axis, "alone": alone}), causal=True).first.explanation
+    call = "" if alone else "in a call of several rows, "
+    assert explanation.mistakes == (f"{call}{AXES[axis]} is taken for the number of keys in the causal mask",)
+    assert not explanation.equals
+
+
+class RotatedCache(nn.Module):
+    """Grouped heads with RoPE, whose positions begin at the length of the cache [b, n, h, d]: that is axis 1."""
+
+    query_axis = key_axis = 1
+
+    def __init__(self, d_model, num_heads, num_kv_heads, head_dim):
+        super().__init__()
+        self.head_dim = head_dim
+        heads = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+        for name, number in heads.items():
+            setattr(self, name, nn.Linear(d_model, number * head_dim, bias=False))
+        self.o_proj = nn.Linear(num_heads * head_dim, d_model, bias=False)
+
+    def rotate(self, x, role, past):
+        start = 0 if past is None else past[0].shape[getattr(self, f"{role}_axis")]
+        frequencies = 10000.0 ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
+        angles = ((start + torch.arange(x.shape[1]))[:, None] * frequencies)[:, None]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), dim=-1)
+
+    def forward(self, x, past=None):
+        q, k, v = (layer(x).unflatten(2, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.rotate(q, "query", past), self.rotate(k, "key", past)
+        k, v = (k, v) if past is None else (torch.cat(pair, dim=1) for pair in zip(past, (k, v), strict=True))
+        keys, values = (rows.transpose(1, 2).repeat_interleave(q.shape[2] // rows.shape[2], dim=1) for rows in (k, v))
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        output, _ = scaled_dot_product(q.transpose(1, 2), keys, values, visible)
+        return self.o_proj(merge(output)), (k, v)
+
+
+@pytest.mark.parametrize(("axis", "size"), [(0, "the size of the batch"), (2, "the number of key heads"), (3, "head_dim")])
+@pytest.mark.parametrize(("roles", "of"), [(("query", "key"), ""), (("query",), " of queries"), (("key",), " of keys")])
+def test_positions_of_rope_that_begin_at_another_axis_of_the_cache_are_named(axis, size, roles, of):
+    rope = {"theta": 10000.0, "interleaved": False}
+    spec = LayerSpec(d_model=26, num_heads=6, num_kv_heads=3, head_dim=10, bias=False, rope=rope)
+    wrong = type("Wrong", (RotatedCache,), {f"{role}_axis": axis for role in roles})
+    assert compare(RotatedCache, spec=spec, causal=True).agrees
+    explanation = compare(wrong, spec=spec, causal=True).first.explanation
+    assert explanation.mistakes == (f"in a call with a cache, {size} is taken for the length of the cache in RoPE's positions{of}",)
+    assert not explanation.equals
+
+
+def attention_of(query, key, value):
+    scores = query @ key.swapaxes(-1, -2) / query.shape[-1] ** 0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e9))
+    return weights / weights.sum(-1, keepdims=True) @ value
+
+
+def rows_of_sequence(start, end, keys):
+    return slice(start, end), slice(start, end)
+
+
+def packed_attention(sequences=itertools.pairwise, empty=np.zeros_like, seen=rows_of_sequence, is_joined=False):
+    """A function of packed sequences: `seen` has the rows of the keys and of the values of each; `is_joined`: it appends their outputs."""
 
     def attend(query, key, value, cu_seqlens):
-        output = np.zeros_like(query)
-        is_cross = query.shape[-2] != key.shape[-2]
-        for start, end in itertools.pairwise(cu_seqlens):
-            seen = np.arange(start, key.shape[-2] if is_cross else end)[keys]
-            scores = query[:, start:end] @ key[:, seen].swapaxes(-1, -2) / query.shape[-1] ** 0.5
-            weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e9))
-            output[:, start:end] = weights / weights.sum(-1, keepdims=True) @ value[:, seen]
-        return output
+        output, parts = empty(query), []
+        for start, end in sequences(list(cu_seqlens)):
+            keys, values = seen(start, end, key.shape[-2])
+            parts.append(attention_of(query[:, start:end], key[:, keys], value[:, values]))
+            output[:, start:end] = parts[-1]
+        return np.concatenate(parts, axis=-2) if is_joined else output
 
     return attend
 
 
-@pytest.mark.parametrize(("keys", "named"), [(slice(-1), "the last key is left out"), (slice(1, None), "the first key is left out")])
-def test_a_key_left_out_at_the_end_of_each_packed_sequence_is_named(keys, named):
-    assert compare(packed_attention(slice(None)), batched=False, framework="numpy").agrees
-    explanation = compare(packed_attention(keys), batched=False, framework="numpy").first.explanation
-    assert explanation.mistakes[0].startswith(named) and not explanation.equals
+def packed_or_alone(**wrong):
+    """A function of packed sequences, or of one without cu_seqlens."""
+    packed = packed_attention(**wrong)
+
+    def attend(query, key, value, cu_seqlens=None):
+        return attention_of(query, key, value) if cu_seqlens is None else packed(query, key, value, cu_seqlens)
+
+    return attend
+
+
+def compare_packed(candidate):
+    return compare(candidate, batched=False, framework="numpy")
+
+
+@pytest.mark.parametrize("make", [packed_attention, packed_or_alone])
+def test_packed_sequences_that_are_right_agree(make):
+    assert compare_packed(make()).agrees and compare_packed(make(is_joined=True)).agrees
+
+
+def without_last(boundaries):
+    return itertools.pairwise(boundaries[:-1])
+
+
+def without_first(boundaries):
+    return itertools.pairwise(boundaries[1:])
+
+
+LAST, FIRST = "the last of the packed sequences is not computed", "the first of the packed sequences is not computed"
+QUERIES_STAY = "its queries stay in place of the outputs of its heads"
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "named"),
+    [
+        (packed_attention, {"seen": lambda s, e, n: [np.arange(s, e)[:-1]] * 2}, "the last key is left out"),
+        (packed_attention, {"seen": lambda s, e, n: [np.arange(s, e)[1:]] * 2}, "the first key is left out"),
+        (packed_attention, {"sequences": without_last}, f"{LAST}, nor is one alone: the outputs of its heads stay 0"),
+        (packed_or_alone, {"sequences": without_last}, f"{LAST}: the outputs of its heads stay 0"),
+        (packed_attention, {"sequences": without_last, "empty": np.copy}, f"{LAST}, nor is one alone: {QUERIES_STAY}"),
+        (packed_or_alone, {"sequences": without_last, "empty": np.copy}, f"{LAST}: {QUERIES_STAY}"),
+        (packed_attention, {"sequences": without_last, "is_joined": True}, f"{LAST}: its rows are missing"),
+        (packed_or_alone, {"sequences": without_last, "is_joined": True}, f"{LAST}: its rows are missing"),
+        (packed_attention, {"sequences": without_first}, f"{FIRST}, nor is one alone: the outputs of its heads stay 0"),
+        (packed_or_alone, {"sequences": without_first, "is_joined": True}, f"{FIRST}: its rows are missing"),
+        (packed_attention, {"seen": lambda s, e, n: [slice(0, e)] * 2}, "the keys of each packed sequence begin at row 0, and not at"),
+        (packed_or_alone, {"seen": lambda s, e, n: [slice(0, e)] * 2}, "the keys of each packed sequence begin at row 0, and not at"),
+        (packed_attention, {"seen": lambda s, e, n: [slice(s, n)] * 2}, "the keys of each packed sequence go on to the last row"),
+        (packed_attention, {"seen": lambda s, e, n: [slice(e - s)] * 2}, "the keys and values of each packed sequence are rows 0 to"),
+        (packed_or_alone, {"seen": lambda s, e, n: (slice(e - s), slice(s, e))}, "the keys of each packed sequence are rows 0 to"),
+        (packed_attention, {"seen": lambda s, e, n: (slice(s, e), slice(e - s))}, "the values of each packed sequence are rows 0 to"),
+    ],
+)
+def test_mistakes_in_the_loop_over_packed_sequences_are_named(make, wrong, named):
+    explanation = compare_packed(make(**wrong)).first.explanation
+    assert len(explanation.mistakes) == 1 and explanation.mistakes[0].startswith(named) and not explanation.equals
+
+
+class PackedModule(nn.Module):
+    """Packed sequences, one after the other; `projects_each`: the output of each is projected, and not that of all."""
+
+    sequences, empty, projects_each = staticmethod(itertools.pairwise), staticmethod(torch.zeros_like), False
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, x, cu_seqlens=None):
+        q, k, v = (split(layer(x)[None], self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        heads, output = self.empty(q), self.empty(x)
+        for start, end in self.sequences([0, len(x)] if cu_seqlens is None else cu_seqlens.tolist()):
+            heads[:, :, start:end], _ = scaled_dot_product(*(rows[:, :, start:end] for rows in (q, k, v)))
+            output[start:end] = self.o_proj(merge(heads[:, :, start:end])[0])
+        return output if self.projects_each else self.o_proj(merge(heads)[0])
+
+
+@pytest.mark.parametrize(
+    ("empty", "projects_each", "named"),
+    [
+        (torch.zeros_like, False, "the outputs of its heads stay 0"),
+        (torch.clone, False, QUERIES_STAY),
+        (torch.zeros_like, True, "its output stays 0"),
+        (torch.clone, True, "its input stays in place of its output"),
+    ],
+)
+def test_what_stays_in_the_rows_of_a_packed_sequence_that_is_left_out_is_named(empty, projects_each, named):
+    changed = {"empty": staticmethod(empty), "projects_each": projects_each}
+    assert compare(type("Right", (PackedModule,), changed), batched=False).agrees
+    wrong = type("Wrong", (PackedModule,), changed | {"sequences": staticmethod(without_last)})
+    explanation = compare(wrong, batched=False).first.explanation
+    assert explanation.mistakes == (f"{LAST}, nor is one alone: {named}",) and not explanation.equals
+
+
+def test_rows_that_are_right_exclude_mistakes_that_change_them():
+    """All rows but those of the second sequence are the bias of the output; without packed sequences, all are."""
+    second = type("Second", (PackedModule,), {"sequences": staticmethod(lambda ends: list(itertools.pairwise(ends))[1:2])})
+    assert not compare(second, batched=False).first.mistakes
+
+
+def test_missing_rows_are_explained_by_no_mistake_that_returns_all():
+    def forward(self, x, cu_seqlens=None):
+        return PackedModule.forward(self, x, cu_seqlens)[: len(x) if cu_seqlens is None else 1]
+
+    assert not compare(type("Short", (PackedModule,), {"forward": forward}), batched=False).first.mistakes
+
+
+@pytest.mark.parametrize(
+    ("numbers", "named"),
+    [
+        (lambda ids, item: range(1, ids.max() + 1), None),
+        (lambda ids, item: range(ids.max()), "the packed sequence with the highest number in the batch is not computed: "),
+        (lambda ids, item: range(ids[item].max()), f"{LAST}: "),
+    ],
+)
+def test_a_number_of_packed_sequences_that_is_left_out_is_named(numbers, named):
+    def attend(query, key, value, segment_ids=None):
+        output = np.zeros_like(query)
+        for item in range(len(query)):
+            ids = np.ones(query.shape[2]) if segment_ids is None else segment_ids[item]
+            for number in [1] if segment_ids is None else numbers(segment_ids, item):
+                rows, keys = ids == number, slice(None) if segment_ids is None else ids == number
+                output[item, :, rows] = attention_of(query[item][:, rows], key[item][:, keys], value[item][:, keys]).swapaxes(0, 1)
+        return output
+
+    comparison = compare(attend, framework="numpy")
+    assert (None if comparison.agrees else comparison.first.mistakes) == (named and (f"{named}the outputs of its heads stay 0",))
 
 
 def online_softmax(keys, rescales_sum, rescales_output):
@@ -1106,7 +1325,7 @@ LAYERS = [
 ]
 
 
-CANDIDATES = [{}, {"causal": True, "decodes": True}, {"causal": True, "at_end": True}]
+CANDIDATES = [{}, {"causal": True, "decodes": True}, {"causal": True, "at_end": True}, {"batched": False}]
 
 
 @functools.cache
@@ -1128,7 +1347,7 @@ def observations(layer, candidate, seed, change):
             pass
         except ValueError:
             continue
-        agrees = all(expected.agrees(name, x) for name, x in got.outputs.items())
+        agrees = all(x.shape == expected.outputs[name].shape and expected.agrees(name, x) for name, x in got.outputs.items())
         yield Observation(right, got.outputs, agrees)
 
 

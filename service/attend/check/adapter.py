@@ -67,10 +67,17 @@ class Adapter:
     matrices: Mapping[str, Array] = field(default_factory=dict)  # canonical weights, for a function that takes them as arguments
     new_cache: Callable[[], Any] | None = None  # makes the cache of the first call, which calls change in place
 
+    @property
+    def required(self) -> set[str]:
+        """The roles of the parameters that every call has to pass."""
+        return {role for role, name in self.roles.items() if self.signature.parameters[name].default is inspect.Parameter.empty}
+
     def skip_reason(self, case: CheckCase) -> str | None:
         """Why the candidate cannot be called on this case; None if it can."""
         if case.is_cross and "key" not in self.roles:
             return "it takes one input"
+        if case.is_cross and self.required & {"segments", "boundaries"}:
+            return "the sequences that it takes have as many keys as queries"
         if case.is_cross and self.convention.causal and self.convention.query_offset is None:
             return NO_POSITIONS
         if case.chunks and not self.convention.causal:
@@ -149,8 +156,7 @@ class Adapter:
     def _arguments(self, case: CheckCase) -> dict[str, Any]:
         """Parameter -> argument. A mask that the case does not have is passed only if it is required, and blocks nothing."""
         mask_role = self._mask_role(case)
-        required = {role for role, name in self.roles.items() if self.signature.parameters[name].default is inspect.Parameter.empty}
-        optional = {"mask", "padding", "lengths", "segments", "boundaries", "cache", "use_cache"} - required - {mask_role}
+        optional = {"mask", "padding", "lengths", "segments", "boundaries", "cache", "use_cache"} - self.required - {mask_role}
         return {name: self._argument(role, case, role == mask_role) for role, name in self.roles.items() if role not in optional}
 
     def _argument(self, role: str, case: CheckCase, takes_mask: bool) -> Any:

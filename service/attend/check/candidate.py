@@ -46,7 +46,7 @@ class Candidate:
             "padding": per_item or bool(roles & {"padding", "lengths"}),
             "segments": per_item or "segments" in roles,
         }
-        return draw_check_cases(
+        drawn = draw_check_cases(
             self.spec,
             self.weights,
             seed,
@@ -60,6 +60,9 @@ class Candidate:
             partial=partial,
             larger=larger,
         )
+        for case in drawn:
+            one = np.ones(case.query.shape[:2], int) if case.segments is None else case.segments
+            yield replace(case, segments=one if roles & {"segments", "boundaries"} else None)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients during the `with` block; no effect unless the candidate is a module."""

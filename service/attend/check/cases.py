@@ -31,7 +31,7 @@ class CheckCase:
     value: Array  # [b, k, value_dim]
     mask: Array  # [b, q, k], true = may attend
     visible: Array
-    segments: Array | None = None  # [b, n], of packed sequences: the mask is between rows of equal numbers
+    segments: Array | None = None  # [b, q], the sequence of each query, if the candidate may get it
     causal: bool = False  # whether the candidate is causal without a mask
     query_offset: int = 0  # the key at which its first query is
     chunks: tuple[int, ...] = ()  # rows of each call, if the sequence is decoded with a cache
@@ -48,7 +48,8 @@ class CheckCase:
         ends = np.cumsum(self.chunks)
         for start, stop in zip(ends - self.chunks, ends, strict=True):
             rows: dict[str, Any] = {name: getattr(self, name)[:, start:stop] for name in ("query", "key", "value")}
-            yield replace(self, mask=self.mask[:, start:stop, start:stop], chunks=(), first_row=int(start), rolled_back=None, **rows)
+            rows["mask"] = self.mask[:, start:stop, start:stop]
+            yield replace(self, chunks=(), first_row=int(start), rolled_back=None, segments=None, **rows)
 
     @property
     def exists(self) -> Array:
@@ -137,10 +138,10 @@ def draw_check_cases(
     if decodes:
         whole = draw("decoding row by row", "plain", queries, everything)
         yield replace(whole, chunks=(1,) * queries)
-        chunks = replace(whole, name="decoding in chunks", chunks=(2, 1, queries - 3))
-        yield chunks
-        taken_back = replace(draw("rows that are rolled back", "plain", 2, everything, queries=2), first_row=chunks.chunks[0])
-        yield replace(chunks, name="decoding with roll-back", rolled_back=taken_back)
+        yield replace(whole, name="decoding in chunks", chunks=(2, 1, queries - 3))
+        taken_back = replace(draw("rows that are rolled back", "plain", 2, everything, queries=2), first_row=1)
+        # Chunks of several rows after 1 and after 3 show a length of the cache that is always the same.
+        yield replace(whole, name="decoding with roll-back", chunks=(1, 2, queries - 3), rolled_back=taken_back)
     yield draw("mask", "mask", queries, draw_mask(queries))
     yield draw("causal mask", "causal", queries, np.tri(queries, dtype=bool))
     if not spec.positional:  # the positions of queries are open if q != k

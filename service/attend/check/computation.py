@@ -20,6 +20,7 @@ RELATIVE = {"float64": 16 * 2.0**-52, "float32": 16 * 2.0**-23, "float16": 5 * 2
 VAGUE = {"float16": 0.05, "bfloat16": 0.15}  # tolerances above this part of the largest number exclude hardly any; otherwise 0.01
 LARGE = (1e9, 1e4, 1e5, 1e6, 1e10, 1e20, 1e30, 3.4028234663852886e38)  # what many use in place of infinity
 MIXING = ("split_heads", "softmax", "mixed_weights", "apply_weights", "merge_heads", "project")  # steps that may mix rows of queries
+QUERIES_OF = {"output": 1, "attention_weights": -2}  # the axis of the queries
 MAGNIFIED = RELATIVE | {"float64": 80 * 2.0**-52, "float32": 80 * 2.0**-23}
 
 
@@ -34,7 +35,7 @@ class Expected:
 
     def agrees(self, name: str, got: Array) -> bool:
         """Whether an output of a candidate has these numbers. It may have fewer queries: rows do not depend on each other."""
-        expected, tolerance, axis = self.outputs[name], self.tolerances[name], {"output": 1}.get(name, -2)
+        expected, tolerance, axis = self.outputs[name], self.tolerances[name], QUERIES_OF[name]
         if got.ndim == expected.ndim and got.shape[axis] < expected.shape[axis]:
             rows = range(got.shape[axis])
             expected = np.take(expected, rows, axis)
@@ -133,7 +134,7 @@ class Computation:
         if outcome.excludes(results) and (not empty.any() or all(getattr(self.layer, x) is getattr(Layer, x) for x in MIXING)):
             return
         fills = LARGE[:1] if finite else LARGE  # a row without a key is uniform, whatever it is
-        yield from (self._expected(self._with_finite_scores(fill)._attend()) for fill in fills)
+        yield from (self._expected(self._with_finite_scores(fill)._attend(), fill) for fill in fills)
 
     def effect_of_rounding(self) -> dict[str, float]:
         """How far the outputs move, times 16, if the inputs are moved by their rounding: a mistake may enlarge that."""
@@ -171,9 +172,11 @@ class Computation:
         return layer(self.spec, self.weights).attend(request)
 
     @np.errstate(all="ignore")
-    def _expected(self, result: Outputs) -> Expected:
+    def _expected(self, result: Outputs, fill: float = LARGE[0]) -> Expected:
+        """`fill`: the large number in the scores, if any. Their other numbers lose no more by it than the distance of two numbers there."""
         outputs, norm, relative = self._outputs(result), self.spec.normalises_heads, self.tolerance
-        scores = _largest(np.where(np.abs(result.scores) < LARGE[0] / 2, result.scores, 0.0))
+        scores = _largest(np.where(np.abs(result.scores) < fill / 2, result.scores, 0.0))
+        scores = max(scores, fill / 16 if fill < LARGE[0] else 0.0)  # 16: of RELATIVE
         largest = {name: _largest(x) for name, x in outputs.items()}
         tolerances: dict[str, float | Array] = {
             name: tolerance(x, self.dtype, scores, norm=norm, relative=relative) for name, x in largest.items()

@@ -17,7 +17,7 @@ from itertools import combinations, product
 import numpy as np
 
 from attend.check.changes import Impossible
-from attend.check.computation import Computation, Expected
+from attend.check.computation import QUERIES_OF, Computation, Expected
 from attend.check.fitting import fitted_factors, fitted_scale, scale_fitted_to_few
 from attend.check.low_precision import HALF
 from attend.check.mistakes import MISTAKES, Mistake
@@ -49,6 +49,11 @@ class Observation:
     right: Computation
     results: Mapping[str, Array]
     agrees: bool
+
+    @property
+    def lacks_queries(self) -> bool:
+        """Whether an output has fewer rows than there are queries."""
+        return any(got.shape[QUERIES_OF[name]] < self.right.case.query.shape[1] for name, got in self.results.items())
 
     def part(self, name: str) -> "Observation":
         """One of the results alone."""
@@ -304,16 +309,24 @@ def _spoil_alike(one: _OnPart, two: _OnPart) -> bool:
 
 def _results_agree(changed: Computation, observed: Observation, vague: bool = False) -> bool | None:
     """Whether a computation gives what was observed; None for shapes for which it cannot be computed."""
+    results = observed.results
     with suppress(ValueError, IndexError):
-        return any((vague and x.is_vague) or _agrees(changed, x, observed.results) for x in changed.outcomes(observed.results))
+        return any(
+            _agrees(changed, x, results, vague)
+            for x in changed.outcomes(results)
+            if not observed.lacks_queries or all(x.outputs[name].shape == got.shape for name, got in results.items())
+        )
     return None
 
 
-def _agrees(changed: Computation, expected: Expected, results: Mapping[str, Array]) -> bool:
-    """Whether a computation has these results. Roundings may change it by more than the tolerance."""
-    if expected.is_vague and changed.dtype not in HALF:
-        return False
+def _agrees(changed: Computation, expected: Expected, results: Mapping[str, Array], vague: bool = False) -> bool:
+    """Whether a computation has these results. Roundings may change it by more than the tolerance.
+
+    `vague`: also if that excludes hardly any results.
+    """
     wrong = next((name for name, got in results.items() if not expected.agrees(name, got)), None)
+    if expected.is_vague and (vague or changed.dtype not in HALF):
+        return vague and wrong is None
     if wrong is None:
         return changed.dtype not in HALF or _errors_are_typical(changed, expected, results)
     near = expected.widened({name: NEAR * expected.largest_tolerance(name) for name in expected.tolerances})

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -13,15 +14,19 @@ from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import Array
 
 
+def _rows_of_calls(case: CheckCase) -> Array:
+    """How many rows each call has: those of the chunks, or all."""
+    return np.asarray(case.chunks or case.query.shape[1:2])
+
+
 def _starts(case: CheckCase) -> Array:
-    """The first row of the chunk of each row: [n]."""
-    ends = np.cumsum(case.chunks)
-    return np.repeat(ends - case.chunks, case.chunks)
+    """The first row of the call of each row: [n]."""
+    return np.asarray(_ends(case) - np.repeat(_rows_of_calls(case), _rows_of_calls(case)))
 
 
 def _ends(case: CheckCase) -> Array:
-    """The row after the chunk of each row: [n]."""
-    return np.repeat(np.cumsum(case.chunks), case.chunks)
+    """The row after the call of each row: [n]."""
+    return np.repeat(np.cumsum(_rows_of_calls(case)), _rows_of_calls(case))
 
 
 def _starts_before(case: CheckCase) -> Array:
@@ -39,6 +44,18 @@ def _aligned_at_first_key_in_chunks(case: CheckCase, i: Array, j: Array) -> Arra
     """Whether row j is visible to query i, if calls of one row have no mask, and the mask of others is aligned at the first key."""
     alone = _ends(case) - _starts(case) == 1
     return np.asarray(j <= i - np.where(alone, 0, _starts(case))[:, None])
+
+
+def _after_length(length: int, case: CheckCase, i: Array, j: Array) -> Array:
+    """Whether row j is visible to query i, if the causal mask of calls with a cache begins after so many keys."""
+    starts = _starts(case)[:, None]
+    return np.asarray(j <= np.where(starts > 0, i - starts + length, i))
+
+
+def _after_length_in_chunks(length: int, case: CheckCase, i: Array, j: Array) -> Array:
+    """As `_after_length`, if calls of one row have no mask."""
+    alone = (_ends(case) - _starts(case) == 1)[:, None]
+    return np.asarray(np.where(alone, j <= i, _after_length(length, case, i, j)))
 
 
 def _rows_of_places(case: CheckCase) -> Array:
@@ -138,12 +155,37 @@ def see(visible: Callable[[CheckCase, Array, Array], Array]) -> Change:
     return change
 
 
-def restart_positions(names: tuple[str, ...]) -> Change:
-    """RoPE counts positions from the beginning of each chunk."""
+def see_with_length(length: Callable[[Computation], int], visible: Callable[[int, CheckCase, Array, Array], Array]) -> Change:
+    """As `see`, by a function whose first argument is a wrong length of the cache."""
+    return lambda c: see(partial(visible, length(c)))(c)
+
+
+def align_by(keys: Callable[[Computation], int], *, alone: bool) -> Change:
+    """Aligns the causal mask at the last key by a wrong number of keys; not `alone`: a call of one row has no mask."""
 
     def change(c: Computation) -> Computation:
+        if not c.case.causal:
+            raise Impossible
+        i, j = (np.arange(n) for n in c.case.visible.shape[1:])
+        ends = _ends(c.case)
+        last = np.where(alone | (ends - _starts(c.case) > 1), i + keys(c) - ends, i)
+        visible = c.case.mask & (j <= last[:, None])
+        if np.array_equal(visible, c.case.visible):
+            raise Impossible
+        return replace(c, case=replace(c.case, visible=visible))
+
+    return change
+
+
+def restart_positions(names: tuple[str, ...], length: Callable[[Computation], int] = lambda c: 0) -> Change:
+    """RoPE counts the positions of each chunk from a wrong length of the cache, which is empty in the first."""
+
+    def change(c: Computation) -> Computation:
+        starts = _starts(c.case)
+        shift = np.where(starts > 0, length(c), 0) - starts
+
         def rotate(layer: Layer, x: Array, name: str, positions: Array) -> Array:
-            return c.layer.rotate(layer, x, name, positions - _starts(c.case) if name in names else positions)
+            return c.layer.rotate(layer, x, name, positions + shift if name in names else positions)
 
         return replace_steps(rotate=rotate)(c)
 
@@ -165,6 +207,12 @@ def keep_rolled_back(c: Computation) -> Computation:
     return replace(c, case=replace(c.case, key=key, value=value, visible=visible))
 
 
+SIZES: dict[str, tuple[str, Callable[[Computation], int]]] = {  # of the other axes of the keys, with a symbol
+    "the number of key heads": ("h", lambda c: c.spec.num_kv_heads),
+    "the size of the batch": ("b", lambda c: len(c.case.query)),
+    "head_dim": ("d", lambda c: c.spec.head_dim),
+}
+LENGTHS = SIZES | {"len((K, V))": ("2", lambda c: 2)}  # what is read in place of the length of the cache
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "cache": computing(
         "query i sees the keys j ≤ i, cached or of its call",
@@ -195,6 +243,25 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                     see(_last_rows(rows)),
                 )
                 for rows in (1, 2, 3, 4, 8, 16)
+            },
+            **{
+                f"in {call} with a cache, {size} is taken for the length of the cache in the causal mask": (
+                    f"query i of the call sees j ≤ i + {symbol}{others}",
+                    see_with_length(length, visible),
+                )
+                for size, (symbol, length) in LENGTHS.items()
+                for call, others, visible in (
+                    ("a call", "", _after_length),
+                    ("a call of several rows", "; a single row all keys", _after_length_in_chunks),
+                )
+            },
+            **{
+                f"{call}{size} is taken for the number of keys in the causal mask": (
+                    f"query i of q sees the keys j ≤ i + {symbol} - q{others}",
+                    align_by(number, alone=not call),
+                )
+                for size, (symbol, number) in SIZES.items()
+                for call, others in (("", ""), ("in a call of several rows, ", "; a single row all keys"))
             },
             "the cache has the rows of the call before alone": (
                 "query i sees the keys j ≤ i of its call and of the one before",
@@ -241,14 +308,25 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 "R(i) q_i · R(j) k_j, i and j from the beginning of the call",
                 restart_positions(("query", "key")),
             ),
-            "RoPE counts the positions of queries from 0 in each call": (
-                "R(i) q_i · R(j) k_j, i from the beginning of the call",
-                restart_positions(("query",)),
-            ),
-            "RoPE counts the positions of keys from 0 in each call": (
-                "R(i) q_i · R(j) k_j, j from the beginning of the call",
-                restart_positions(("key",)),
-            ),
+            **{
+                f"RoPE counts the positions of {words} from 0 in each call": (
+                    f"R(i) q_i · R(j) k_j, {index} from the beginning of the call",
+                    restart_positions((role,)),
+                )
+                for words, index, role in (("queries", "i", "query"), ("keys", "j", "key"))
+            },
+            **{
+                f"in a call with a cache, {size} is taken for the length of the cache in RoPE's positions{of}": (
+                    f"R(i) q_i · R(j) k_j, {indices} from {symbol}",
+                    restart_positions(roles, length),
+                )
+                for size, (symbol, length) in LENGTHS.items()
+                for of, indices, roles in (
+                    ("", "i and j", ("query", "key")),
+                    (" of queries", "i", ("query",)),
+                    (" of keys", "j", ("key",)),
+                )
+            },
         },
     ),
 }

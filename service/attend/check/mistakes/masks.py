@@ -42,7 +42,7 @@ def _leave_out(edge: int) -> Change:
     def change(c: Computation) -> Computation:
         left_out = np.zeros((c.case.visible.shape[0], c.case.visible.shape[2]), bool)
         left_out[:, edge] = True
-        if c.case.segments is not None:
+        if c.case.segments is not None and not c.case.is_cross:
             begins = np.diff(c.case.segments, axis=1) != 0
             left_out[:, 1:] |= begins if edge == 0 else False
             left_out[:, :-1] |= begins if edge == -1 else False
@@ -106,7 +106,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             ),
             "sequences leak across segments: queries attend to keys of other sequences in their row": (
                 "softmax(S) V over all sequences of the row",
-                only_if(lambda c: c.case.segments is not None, change_mask(np.ones_like)),
+                only_if(lambda c: c.case.kind == "segments", change_mask(np.ones_like)),
             ),
             "the mask is ignored": ("softmax(S) V", change_mask(np.ones_like)),
             "the mask is transposed": ("softmax(S + Mᵀ) V", change_mask(_transposed)),
