@@ -84,9 +84,10 @@ class Client(SessionActions, LayerActions, RpcActions):
         if draw.random() < faults.leaves:
             manner.leaves_after, manner.by_reset = draw.choice((0.0, 1e-4, 1e-3, 0.01, 0.1)), draw.random() < 0.5
         if draw.random() < faults.stalls:
-            if draw.random() < 0.5:
+            stalled = draw.choice(("sending", "reading", "both"))
+            if stalled != "reading":
                 manner.sends = draw.random()
-            else:
+            if stalled != "sending":
                 manner.reads_late = draw.choice((0.01, 1.0, 100.0))
         if draw.random() < 0.1 * self.chosen.preferences.factor("hesitate"):
             manner.hesitates = draw.random(), draw.choice(HESITATIONS)

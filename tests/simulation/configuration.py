@@ -111,6 +111,17 @@ class Configuration:
             self.settings = self.settings.model_copy(update={"max_queue_bytes": 1 << 31, "session_memory": 1 << 20})
         elif situation == "crashes between changes" and self.files is not None:
             self.theme, self.uses, self.kill_after, self.actions = "layers", ("layers",), 6.0, 60
+        elif situation == "pipelines that stop":  # requests that are computed while a later one of their connection does not arrive
+            self.sizes["attend.serving.scheduler.INLINE_OPERATIONS"] = 0
+            self.compute_seconds, self.faults.stalls, self.waits = 0.3, 0.2, (0.0,)
+            self.settings = self.settings.model_copy(update={"client_timeout": 1.0, "request_timeout": None, "max_queue_bytes": 1 << 31})
+            self.theme, self.preferences.equal = "calls", False
+            self.preferences.factors["several_at_once"] = 8
+        elif situation == "steps whose callers leave":  # and which then fail
+            self.sizes["attend.serving.scheduler.INLINE_OPERATIONS"] = 0
+            self.compute_seconds, self.faults.compute, self.faults.leaves = 0.3, 0.2, 0.2
+            self.settings = self.settings.model_copy(update={"grpc_port": 9000, "session_memory": 1 << 20, "max_queue_bytes": 1 << 31})
+            self.theme, self.uses = "rpc", ("rpc",)
 
 
 def draw_configuration(world: World, keys_file: Any) -> Configuration:
@@ -167,4 +178,5 @@ def draw_configuration(world: World, keys_file: Any) -> Configuration:
         stop_after=one("stop_after", None, None, None, None, None, 0.1, 1.0, 1.3, 2.0, 4.0),
     )
     chosen.prefer(one("situation", None, None, None, None, "batches without memory", "crashes between changes"))
+    chosen.prefer(one("another situation", *[None] * 6, "pipelines that stop", "steps whose callers leave"))
     return chosen

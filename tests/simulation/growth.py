@@ -232,7 +232,7 @@ OPERATIONS: dict[str, Operation] = {
     "read metrics": _metrics,
 }
 # Operations whose work may grow if it is spread over iterations: the check of all connections may fall into them.
-SPREAD = ("a second without calls", "connect and leave")
+SPREAD = ("a second without calls", "connect and leave", "a call that waits")
 LISTS = ("list layers", "index of models", "index", "statistics of models", "list sessions")
 # Their replies have an entry for each, which threads write; the event loop sends the bytes.
 COMPUTING = ("step of a session", "a step that ends another session", "put a layer", "ready", "export a session")

@@ -215,9 +215,9 @@ def discard(loop: SimulatedLoop) -> None:
     """Throw an event loop away, with its tasks."""
     loop.set_exception_handler(lambda *_: None)
     loop._selector = NO_EVENTS
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
     for _ in range(20):
+        for task in asyncio.all_tasks(loop):  # again and again: some finish what they do first
+            task.cancel()
         loop.call_soon(loop.stop)
         loop.run_forever()
     loop.close()

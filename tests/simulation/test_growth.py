@@ -13,6 +13,7 @@ SLOW = [
     ("ready", "layers"),
     ("list layers", "layers"),
     ("index of models", "layers"),
+    ("read metrics", "layers"),
     ("connect and leave", "connections"),
     ("a second without calls", "connections"),
     ("a second without calls", "sessions"),

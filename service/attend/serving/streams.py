@@ -6,13 +6,14 @@ For protocols that deliver only complete messages: how many bytes of a message h
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from attend.errors import DeadlinePassed, InvalidRequest, Overloaded, Problem
 from attend.serving.byte_budget import ByteBudget, Lease
 from attend.serving.service import ShutdownGate
 
+T = TypeVar("T")
 MAX_READING = 64  # most messages that are read at once
 Receive = Callable[[], Awaitable[Any]]  # returns the next message; a value that is not bytes ends the stream
 PreviousSent = Callable[[], Awaitable[None]]  # waits until the reply to the previous message has been sent
@@ -83,15 +84,23 @@ async def answer_stream(
     """
     in_flight: set[asyncio.Task[None]] = set()
     previous: asyncio.Task[None] | None = None
-    message = b""
+    async with asyncio.TaskGroup() as tasks:
+        async for message in gate.until_closed(_messages(receive, in_flight, max_in_flight)):
+            previous = tasks.create_task(without_frames(answer(message, partial(_wait_for, previous))))
+            in_flight.add(previous)
+            previous.add_done_callback(in_flight.discard)
+
+
+async def without_frames(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine. If it is cancelled, the error forgets the frames that it has passed.
+
+    A cancelled task keeps its error, and with it these frames and their tensors. If one of them refers to the task, as that of a TaskGroup
+    does, they are a cycle, which Python 3.11 does not even collect.
+    """
     try:
-        async with asyncio.TaskGroup() as tasks:
-            async for message in gate.until_closed(_messages(receive, in_flight, max_in_flight)):
-                previous = tasks.create_task(answer(message, partial(_wait_for, previous)))
-                in_flight.add(previous)
-                previous.add_done_callback(in_flight.discard)
-    finally:
-        del previous, message  # else a cancelled TaskGroup, in a cycle with this frame, keeps the call's tensors until a garbage collection
+        return await coroutine
+    except asyncio.CancelledError as error:
+        raise error.with_traceback(None) from None
 
 
 async def _wait_for(task: "asyncio.Task[None] | None") -> None:

@@ -7,7 +7,7 @@ the time limit is for all of it.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 from attend.errors import AttendError, CallerGone, MalformedBody, NotReady, Overloaded, TooLarge
 from attend.serving.fair_share import FairShare
 from attend.serving.service import Service
-from attend.serving.streams import PreviousSent, answer_stream, message_reader
+from attend.serving.streams import PreviousSent, answer_stream, message_reader, without_frames
 from attend.web.access_log import AccessLog, recorded_error
 from attend.web.errors import retry_after, row_of
 from attend.web.grpc.codec import refusal_in_stream
@@ -79,7 +79,8 @@ class CallHandlers:
             if name != STREAM_METHOD:
                 handlers[name] = partial(self._unary, name, self._method(name))
         return grpc.method_handlers_generic_handler(
-            SERVICE.full_name, {name: grpc.stream_stream_rpc_method_handler(handler) for name, handler in handlers.items()}
+            SERVICE.full_name,
+            {name: grpc.stream_stream_rpc_method_handler(partial(_handle, handler)) for name, handler in handlers.items()},
         )
 
     def _method(self, name: str) -> Method:
@@ -171,6 +172,11 @@ class CallHandlers:
             access_log.telemetry.end_call(span, full_name, record.code.name, record, record.code in SERVER_FAULTS, seconds)
         if access_log.log_requests:
             access_log.write(record, seconds, method=full_name, status=record.code.name)
+
+
+async def _handle(handler: Callable[[Any, Any], Coroutine[Any, Any, None]], request: Any, context: Any) -> None:
+    """Let a handler answer a call. The library cancels it if its client leaves."""
+    await without_frames(handler(request, context))
 
 
 def _record_of(context: Any, key: str = "") -> GrpcRecord:

@@ -5,8 +5,11 @@ from typing import Any
 from fastapi import Response
 
 from attend.serving.service import Service
-from attend.web.endpoints import METRICS, PUBLIC, EndpointTable
+from attend.web.endpoints import METRICS, PUBLIC, TIMED, EndpointTable
+from attend.web.records import CurrentRecord
+from attend.web.request_reader import request_without_body
 
+LAYER_BYTES = 200  # of the lines of a layer in the metrics, roughly
 ROUTE_OPTIONS: dict[str, Any] = {"tags": ["operation"], "response_model": dict[str, bool]}
 
 
@@ -33,8 +36,18 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         response.status_code = 200 if service.started else 503
         return {"started": service.started}
 
-    @table.add("GET", "/metrics", METRICS, tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> Response:
+    @table.add(
+        "GET",
+        "/metrics",
+        METRICS,
+        tags=["operation"],
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}}}},
+        refusals=TIMED,
+    )
+    async def metrics(record: CurrentRecord) -> Response:
         """Prometheus metrics."""
         service.sample()
-        return Response(service.metrics.text(), media_type=service.metrics.content_type)
+        raw, size = request_without_body(record, service), LAYER_BYTES * len(service.registry)
+        # in a thread: it has lines for each layer, and several workers read the files of all
+        return Response(await service.engine.run(raw, size, service.metrics.text), media_type=service.metrics.content_type)
