@@ -556,6 +556,25 @@ def test_a_request_is_answered_although_the_next_one_of_its_connection_is_slow()
     asyncio.run(test())
 
 
+def test_a_request_that_is_answered_before_its_body_gets_no_408_too() -> None:
+    """The client would take it for the reply to its next request."""
+
+    async def test() -> None:
+        connection, transport, loop = connection_without_socket()
+        connection.data_received(HEAD % 100 + b"{")
+        check = loop.due
+        connection.cycle.response_started = connection.cycle.response_complete = True
+        connection.on_response_complete()
+        connection.data_received(b" ")  # so the connection is no longer idle
+        loop.due = check
+        for _ in range(12):
+            loop.pass_time(1.0)
+        assert transport.closed
+        assert transport.written == b""
+
+    asyncio.run(test())
+
+
 def test_trailers_do_not_change_the_headers() -> None:
     async def test() -> None:
         connection, _, _ = connection_without_socket()

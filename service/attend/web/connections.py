@@ -8,7 +8,7 @@ Nor does an application see whether the peer reads the reply. One timer per proc
 | state | the peer has to | if it does not do so in time |
 |---|---|---|
 | NOTHING | wait: the server acts, or no request has begun | uvicorn closes an idle connection |
-| HEADERS | send the headers of a request | 408; before the first request, the connection is closed |
+| HEADERS | send the headers of a request, or the rest of one that is answered | 408; for the rest, or before the first request, closed |
 | BODY | send the body of a request | 408 |
 | REPLY | read a reply | aborted |
 | TLS_CLOSE | answer the TLS close | aborted |
@@ -346,7 +346,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         elif state is PeerState.TLS_CLOSE or self._refusal is not None:  # refused, and lingering
             self.transport.abort()
-        elif state is PeerState.HEADERS and not self._received:  # opened in advance, without a request yet
+        elif state is PeerState.HEADERS and (self._in_body or not self._received):  # its request is answered, or there was none yet
             self.transport.close()
         else:
             if state is PeerState.BODY:
