@@ -186,6 +186,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     # past: a request that was answered before its body, and then stopped in it, got a 408 too (found by the simulation)
     "408 for the rest of a body": (CONNECTIONS, "(self._in_body or not self._received)", "(False or not self._received)"),
+    # past: a client that read the replies to several requests was cut off, if some bytes always waited (found by the simulation)
+    "replies that are no progress": (CONNECTIONS, "(PeerState.REPLY, self._replies)", "(PeerState.REPLY, cycle)"),
     # past: a request that was computed was cut off with a later one of its connection that stopped in its body (found by the simulation)
     "cut off with a slow request behind it": (CONNECTIONS, "        if self._refusal_reply:\n", "        if False:\n"),
     # past: nobody looked at the error of a step whose caller had left, so asyncio logged it (found by the simulation)

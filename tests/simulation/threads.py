@@ -97,6 +97,7 @@ class SimulatedExecutor:
                     future.set_result(function(*args))
                 except Exception as error:
                     future.set_exception(error)
+            del future, function, args  # as in `_run`
 
 
 class InlineExecutor:

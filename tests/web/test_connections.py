@@ -449,6 +449,27 @@ def test_a_client_that_reads_slowly_but_steadily_is_not_disconnected() -> None:
     asyncio.run(test())
 
 
+def test_a_client_that_reads_the_replies_to_many_requests_is_not_disconnected() -> None:
+    """Although some of their bytes are in the write buffer at every check."""
+
+    async def test() -> None:
+        connection, transport, loop = connection_without_socket()
+        connection.data_received((HEAD % 2 + b"{}") * 10)
+        check, transport.unsent = loop.due, 1000
+        for _ in range(10):
+            connection.on_response_complete()
+            for _ in range(9):
+                loop.due = check
+                loop.pass_time(1.0)
+                check = loop.due
+        assert not transport.closed
+        for _ in range(12):
+            loop.pass_time(1.0)
+        assert transport.closed
+
+    asyncio.run(test())
+
+
 def test_an_exception_in_one_check_does_not_stop_the_others() -> None:
     async def test() -> None:
         connection, transport, loop = connection_without_socket()

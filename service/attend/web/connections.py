@@ -140,6 +140,7 @@ class Connection(HttpToolsProtocol):
         self._refusal: Refused | None = None  # once set, the connection closes, after the replies to earlier requests
         self._refusal_reply = b""  # that waits for the replies to earlier requests
         self._received = self._sent = 0  # bytes from the peer; bytes of long replies passed to the transport
+        self._replies = 0  # that are complete: each is progress, since the bytes of short ones are not counted
         self._state: tuple[PeerState, Any] = (PeerState.NOTHING, None)
         self._since, self._progress = self.timer.now, 0
         if self.scheme == "https":
@@ -252,6 +253,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         last = not self.pipeline
+        self._replies += 1
         super().on_response_complete()
         if last and self._refusal is not None:
             self._close()
@@ -327,7 +329,7 @@ class Connection(HttpToolsProtocol):
         """((what the peer has to do next, for which request), bytes transferred)."""
         cycle = self.cycle
         if unsent := self.transport.get_write_buffer_size():
-            return (PeerState.REPLY, cycle), self._sent - unsent
+            return (PeerState.REPLY, self._replies), self._sent - unsent
         if self.transport.is_closing():
             return (PeerState.TLS_CLOSE, cycle), 0
         if self._refusal_reply:
