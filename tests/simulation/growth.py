@@ -38,7 +38,7 @@ class Counter:
 
     def __init__(self, loop: Any) -> None:
         self.total = self.iteration = self.largest = self.bytes = 0
-        self.counting = False
+        self.counting, self.world = False, loop.world
         self._select = loop._selector.select
         loop._selector.select = self._between
 
@@ -57,7 +57,7 @@ class Counter:
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
+        if event == "opcode" and not self.world.in_thread:  # a job of a thread may run within an iteration
             self.total += 1
             self.iteration += 1
         return self._trace

@@ -45,6 +45,7 @@ def interposed(world: World, chosen: Configuration) -> Iterator[None]:
     replaced |= {f"attend.web.{module}.run_in_threadpool": asyncio.to_thread for module in ("openapi", "v2.routes")}
     replaced |= {
         "attend.web.endpoints.APIRoute": _route,
+        "fastapi.routing._extract_endpoint_context": lambda function: {},  # reads sources, and remembers them by address
         "attend.serving.executor.one_core": InlineExecutor,
         "attend.serving.service.one_core": InlineExecutor,
         "attend.serving.service.gc": SimpleNamespace(collect=lambda: None, freeze=lambda: None),

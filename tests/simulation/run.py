@@ -92,6 +92,7 @@ def run_replicas(world: World, chosen: Configuration, clients: Kept) -> tuple[Ba
     chosen, world.pauses = replicas_configuration(world, chosen), 0.0
     with interposed(world, chosen):
         replicas = Replicas(world, chosen)
+        world.most_steps *= 1 + len(replicas.all) // 8  # each has timers of its own
         director = ReplicasDirector(replicas, draw_clients(replicas, secrets(), clients, GatewayCaller))
         failure = run_to_the_end(world, replicas, director)
         return failure, sorted((replicas.load[name] for name in replicas.all), reverse=True)
