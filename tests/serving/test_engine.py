@@ -4,6 +4,8 @@ import gc
 import json
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +40,20 @@ def requests_in_memory() -> list[Any]:
     return [found for found in gc.get_objects() if type(found) in (Call, RawRequest, Job, Entry)]
 
 
+@contextmanager
+def no_request_stays_in_memory() -> Iterator[None]:
+    """Fail if a request of this block is still in memory after it. No cycles are collected meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        earlier = requests_in_memory()  # of other tests
+        yield
+        left = [found for found in requests_in_memory() if all(found is not x for x in earlier)]
+    finally:
+        gc.enable()
+    assert not left
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
     """A reference cycle would keep the tensors, megabytes for each request, until the next collection."""
@@ -60,15 +76,8 @@ def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
                 assert is_refused
         service.close()
 
-    gc.collect()
-    gc.disable()
-    try:
-        earlier = requests_in_memory()  # of other tests
+    with no_request_stays_in_memory():
         run(test())
-        left = [found for found in requests_in_memory() if all(found is not x for x in earlier)]
-    finally:
-        gc.enable()
-    assert not left
 
 
 def test_a_failed_batch_leaves_no_reference_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,16 +100,9 @@ def test_a_failed_batch_leaves_no_reference_cycle(monkeypatch: pytest.MonkeyPatc
             logged.extend(traceback.format_exception(error.__cause__))
         service.close()
 
-    gc.collect()
-    gc.disable()
-    try:
-        earlier = requests_in_memory()  # of other tests
+    with no_request_stays_in_memory():
         run(test())
-        left = [found for found in requests_in_memory() if all(found is not x for x in earlier)]
-    finally:
-        gc.enable()
     assert "in fails" in "".join(logged)
-    assert not left
 
 
 def test_a_small_gradient_is_not_computed_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
