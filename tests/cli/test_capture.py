@@ -1,6 +1,7 @@
 """`attend capture`: tiny models made on the spot, against their own eager attention."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from attend.client import Client
 from attend.client.captures import Capture
-from support.command import run_attend
+from support.command import run_attend, spawn_attend
 
 pytestmark = pytest.mark.slow  # the extra `test` does not install transformers
 WORDS = ["[UNK]", "[CLS]", "[SEP]", "anna", "gave", "ben", "the", "book", "das", "buch"]
@@ -63,6 +64,25 @@ def test_the_file_has_each_layer_with_its_inputs_and_words(server: Any, tmp_path
     assert first.request["tokens"]["query"] == ["anna", "gave", "ben", "the", "book"]
 
 
+def test_a_name_is_that_of_a_model_in_the_cache(tmp_path: Path) -> None:
+    """Nothing is downloaded: a model that is not in the cache is refused, with the command that downloads it."""
+    snapshot = tmp_path / "hub" / "models--anna--small" / "snapshots" / "1234"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "hub" / "models--anna--small" / "refs").mkdir()
+    (tmp_path / "hub" / "models--anna--small" / "refs" / "main").write_text("1234")
+    save_model(snapshot, "bert")
+    file, env = tmp_path / "out.safetensors", {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")}
+    done = spawn_attend("capture", "anna/small", "anna gave ben the book", "-o", str(file), env=env)
+    assert done.returncode == 0, done.stderr
+    assert f"Wrote {file}" in done.stdout.decode()
+    assert list(Capture.load(file)) == ["small-0", "small-1"] and Capture.load(file).difference < 1e-5
+    for arguments in (["capture", "ben/absent", "anna"], ["heads", "ben/absent", "--text", "anna"]):
+        done = run_attend(*arguments)
+        assert done.returncode == 2
+        assert "ben/absent is neither a folder nor a model in the cache of Hugging Face" in done.stderr.decode()
+        assert "`hf download ben/absent`" in done.stderr.decode()
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     save_model(tmp_path / "t5", "t5")
     save_model(tmp_path / "bert", "bert")
@@ -71,6 +91,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ("t5", [], "needs --target"),
         ("bert", ["--target", "das"], "--target has no use"),
         ("empty", [], "it has no config.json"),
+        ("absent", [], "there is no such folder"),
         ("bert", ["--layers", "one"], "expected numbers separated by commas, got 'one'"),
         ("bert", ["--layers", "1,2"], "numbers of its layers, of [0, 1], got [1, 2]"),
         ("bert", ["-o", str(tmp_path / "absent" / "x.safetensors")], "cannot write"),

@@ -6,7 +6,7 @@ request_file.py, metric_tables.py   `attend infer`, `heads` and `figure`: one re
 model_heads.py                      `attend heads` of a folder: the effect of each head on the answer of a model
 check.py, server_check.py           `attend check`: an attention implementation, or the service, against the reference
 capture.py                          `attend capture`: a model of transformers, with the inputs of its layers
-model_folder.py                     the model and tokenizer in a folder, for `heads` and `capture`
+model_folder.py                     the model and tokenizer in a folder or in a cache, for `heads` and `capture`
 layers.py, keys.py                  groups of commands
 demo.py, describe.py                `attend demo`; `attend config`, `openapi` and `version`
 terminal.py                         flags, messages and exit codes that commands share

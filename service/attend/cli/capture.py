@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attend.cli.clients import open_client
-from attend.cli.model_folder import Target, arguments_of, load_model, report_model_errors
+from attend.cli.model_folder import Target, arguments_of, load_model, model_name, report_model_errors
 from attend.cli.terminal import AsJson, Ca, Url, fail, progress_line, report_errors
 from attend.client.captures import Capture
 from attend.client.captures import capture as capture_model
@@ -19,13 +19,19 @@ from attend.client.model_calls import count_unknown
 EPILOG = """\b
 Examples:
   attend capture path/to/bert "Anna gave the book to Ben."
+  attend capture openai-community/gpt2 "The cat sat"
   attend capture path/to/t5 "translate English to German: The house is small." --target "Das Haus ist klein."
   attend capture path/to/llama "The cat sat" --layers 0,1 --url http://127.0.0.1:8000"""
 SUFFIX = ".capture.safetensors"
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a model of transformers, with its tokenizer.", show_default=False)]
+Model = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL", help="A model of transformers: its folder, or its name in the cache of Hugging Face.", show_default=False
+    ),
+]
 Text = Annotated[str, typer.Argument(metavar="TEXT", help="What the model reads.", show_default=False)]
 Numbers = Annotated[str | None, typer.Option("--layers", help="Numbers of layers, separated by commas; default: all.", show_default=False)]
-Name = Annotated[str | None, typer.Option(help="Of the model: its layers are NAME-NUMBER; default: the folder's.", show_default=False)]
+Name = Annotated[str | None, typer.Option(help="Of the model: its layers are NAME-NUMBER; default: the model's.", show_default=False)]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help=f"The file to write; default: NAME{SUFFIX}.", show_default=False)
 ]
@@ -48,7 +54,7 @@ def capture(
     see all layers and heads. With --url the layers stay on that server.
     """
     numbers = None if layers is None else _numbers(layers)
-    name = name or model.resolve().name
+    name = name or model_name(model)
     file = output or Path(f"{name}{SUFFIX}")
     console = Console(highlight=False, markup=False)
     loaded, tokenizer = load_model("capture", model)

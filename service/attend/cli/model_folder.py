@@ -1,5 +1,5 @@
-"""A model of transformers and its tokenizer, from a folder; and its arguments for a text. Failures are messages. For `attend capture` and
-`attend heads`.
+"""A model of transformers and its tokenizer, from a folder or from the cache of Hugging Face; and its arguments for a text. Failures are
+messages. For `attend capture` and `attend heads`.
 """
 
 from collections.abc import Iterator
@@ -20,23 +20,25 @@ Target = Annotated[
     ),
 ]
 MISSING = "pip install transformers"
+SAVED = "Give a folder that save_pretrained has written."
 
 
-def load_model(command: str, folder: Path, ends: tuple[str, ...] = ()) -> tuple[Any, Any]:
-    """The model in a folder, in float32, and its tokenizer. Without `ends`, the model has no head for a task; else its class is the one in
-    its config that ends with one of these. Raises typer.Exit if they cannot be loaded.
+def model_name(model: Path) -> str:
+    """What a model is called after: the last part of its folder or of its name."""
+    return model.resolve().name
+
+
+def load_model(command: str, model: Path, ends: tuple[str, ...] = ()) -> tuple[Any, Any]:
+    """A model, in float32, and its tokenizer. `model`: its folder, or the name of one that Hugging Face's cache has.
+
+    Without `ends`, the model has no head for a task; else its class is the one in its config that ends with one of these. Raises typer.Exit
+    if they cannot be loaded.
     """
     try:
         import transformers as hf
     except ImportError:
         fail(command, "the package transformers is not installed", MISSING, code=2)
-    if not (folder / "config.json").is_file():
-        fail(
-            command,
-            f"{folder} is not the folder of a model: it has no config.json",
-            "Give a folder that save_pretrained has written.",
-            code=2,
-        )
+    folder = _folder(command, model)
     untyped: Any = hf.utils.logging
     untyped.set_verbosity_error()  # what matters of its report is printed below
     untyped.disable_progress_bar()
@@ -51,12 +53,36 @@ def load_model(command: str, folder: Path, ends: tuple[str, ...] = ()) -> tuple[
                 fail(command, f"{expected}, got {', '.join(names)} in {folder}", code=2)
             kind = getattr(hf, own[0])
         tokenizer = hf.AutoTokenizer.from_pretrained(folder, **local)
-        model, report = kind.from_pretrained(folder, output_loading_info=True, **local)
+        loaded, report = kind.from_pretrained(folder, output_loading_info=True, **local)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         fail(command, f"cannot read the model in {folder}: {str(error).strip().splitlines()[0]}", code=2)
     if missing := sorted(report["missing_keys"]):
         typer.echo(f"attend {command}: not in the files of {folder}, so drawn at random: {listed(missing)}", err=True)
-    return model.float().eval(), tokenizer
+    return loaded.float().eval(), tokenizer
+
+
+def _folder(command: str, model: Path) -> Path:
+    """The folder itself, or that of the model with this name in Hugging Face's cache. Raises typer.Exit if there is neither."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if (model / "config.json").is_file():
+        return model
+    name = model.as_posix()
+    if model.exists():
+        fail(command, f"{model} is not the folder of a model: it has no config.json", SAVED, code=2)
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # a path
+        fail(command, f"{model} is not the folder of a model: there is no such folder", SAVED, code=2)
+    if not isinstance(config, str):
+        fail(
+            command,
+            f"{name} is neither a folder nor a model in the cache of Hugging Face ({constants.HF_HUB_CACHE})",
+            f"Models are not downloaded here: `hf download {name}` does it, or give a folder that save_pretrained has written.",
+            code=2,
+        )
+    return Path(config).parent
 
 
 def arguments_of(command: str, model: Any, tokenizer: Any, text: str, target: str | None) -> dict[str, Any]:

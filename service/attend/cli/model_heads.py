@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attend.cli.clients import open_client
-from attend.cli.model_folder import arguments_of, load_model, report_model_errors
+from attend.cli.model_folder import arguments_of, load_model, model_name, report_model_errors
 from attend.cli.terminal import fail, progress_line, report_errors
 from attend.client import Run, interventions
 from attend.client.captures import Capture, capture
@@ -68,7 +68,7 @@ def show_effects(
             layers = study.layers
         word, probability = tokenizer.decode([chosen]), plain.probability(chosen, position)
         if file is not None:
-            captured = capture(model, dict(inputs), client, tokenizer=tokenizer, name=folder.resolve().name)
+            captured = capture(model, dict(inputs), client, tokenizer=tokenizer, name=model_name(folder))
             _save(captured.with_effects(word, probability, effects), file)
     if as_json:
         numbers = [[None if np.isnan(number) else number for number in row] for row in effects.tolist()]

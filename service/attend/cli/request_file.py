@@ -64,7 +64,7 @@ FileOrModel = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
-        help="A JSON body of POST /attend, - for standard input; or the folder of a model of transformers.",
+        help="A JSON body of POST /attend, - for standard input; or, with --text, a model: its folder, or its name in the cache of Hugging Face.",
         show_default=False,
     ),
 ]
@@ -158,18 +158,18 @@ def heads(
     `attend serve` would have with the same flags, environment and file, and that in NAME.safetensors beside FILE, if the request is for
     the layer NAME. The tables leave special tokens out, as queries and in links, unless `tokens` in the file has `omit`.
 
-    With the folder of a model, which needs transformers, the table is of layers and heads: the change of the logarithm of the token's
+    With --text and a model, which needs transformers, the table is of layers and heads: the change of the logarithm of the token's
     probability if one head is switched off.
     """
-    if Path(file).is_dir():
-        if text is None:
-            fail("heads", f"expected --text, since {file} is a folder", code=2)
+    if text is None and Path(file).is_dir():
+        fail("heads", f"expected --text, since {file} is a folder", code=2)
+    if text is not None:
         from attend.cli.model_heads import show_effects
 
         show_effects(Path(file), text, token, target, capture, url, ca, as_json, config, flags)
         return
-    if any(given is not None for given in (text, token, target, capture)):
-        fail("heads", f"expected the folder of a model beside --text, --token, --target and --capture, got {file}", code=2)
+    if any(given is not None for given in (token, target, capture)):
+        fail("heads", "expected --text and a model beside --token, --target and --capture", code=2)
     wanted = None if metrics is None else _metrics(metrics)
     with report_errors("heads"):
         request = read_request("heads", file)
