@@ -64,7 +64,7 @@ FileOrModel = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
-        help="A JSON body of POST /attend, - for standard input; or, with --text, a model: its folder, or its name in the cache of Hugging Face.",
+        help="A JSON body of POST /attend, - for standard input; or, with --text, a model: its folder, or its name in the cache.",
         show_default=False,
     ),
 ]
