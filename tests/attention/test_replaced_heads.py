@@ -109,7 +109,7 @@ def test_heads_patched_from_their_own_run_change_nothing(client: Client) -> None
     client.delete_layer("patched")
 
 
-@pytest.mark.parametrize("name", ["pattern of items", "one output", "both"])
+@pytest.mark.parametrize("name", ["pattern of items", "one output", "both", "pattern of all", "outputs of all"])
 def test_gradients_are_those_of_the_changed_call(client: Client, name: str) -> None:
     """Against differences of the reference in float64."""
     client.put_layer("replaced-gradients", SPEC)

@@ -102,7 +102,10 @@ class MultiHeadAttention:
         return {"head_outputs": head_outputs, "concatenated": head_outputs.transpose(1, 2).flatten(2)}
 
     def _gradients(self, call: Call) -> dict[str, Tensor]:
-        """The requested gradients of <output_gradient, output> by query, key and value as three separate inputs, with torch's autograd."""
+        """The requested gradients of <output_gradient, output> by query, key and value as three separate inputs, with torch's autograd.
+
+        The output does not depend on inputs whose weights or heads' outputs are all replaced; their gradients are zeros.
+        """
         assert call.output_gradient is not None
         with torch.inference_mode(False), torch.enable_grad():
             inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
@@ -111,7 +114,10 @@ class MultiHeadAttention:
                 outputs=frozenset({"output"}), self_attention=False, keys_as_values=False
             )
             output = self._forward(separate).tensors["output"]
-            gradients = torch.autograd.grad(output, inputs, call.output_gradient.to(output.dtype))
+            if output.requires_grad:
+                gradients = torch.autograd.grad(output, inputs, call.output_gradient.to(output.dtype), materialize_grads=True)
+            else:
+                gradients = tuple(map(torch.zeros_like, inputs))
         named = zip(("query_gradient", "key_gradient", "value_gradient"), gradients, strict=True)
         return {name: x for name, x in named if name in call.options.outputs}
 
