@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from attend.errors import InvalidRequest, RequestError, SessionNotFound, TooLarge
+from attend.serving import codec_pool
 from attend.serving.admission import Admission, ServingLimits
 from attend.serving.batching import batch_key
 from attend.serving.binding import Binding, BoundCall
@@ -33,7 +34,6 @@ from attend.serving.shards import Shards, compute_in_shards
 from attend.serving.statistics import LayerStatistics
 from attend.serving.threads import usable_cores
 from attend.wire.codec import Decoded
-from attend.wire.compression import unpack
 from attend.wire.limits import WireLimits
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
@@ -67,7 +67,10 @@ class Engine:
 
         Raises AttendError, whose paths point into the body that was sent.
         """
-        started, size = self.clock(), raw.size  # decoding takes the body out of `raw`
+        started = self.clock()
+        if raw.coding:
+            await self.unpack(raw, self.wire_limits.body_bytes)
+        size = raw.size  # decoding takes the body out of `raw`
         decoded, found = await self.run_by_size(raw, size, self.decode_and_bind, raw, binding, session_id)
         if not isinstance(found, SessionReference):
             return await self.complete(raw, decoded, found, started)
@@ -89,14 +92,8 @@ class Engine:
         return decoded, self.bind(raw, decoded, binding) if reference is None else reference
 
     def decode(self, raw: RawRequest, schema: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
-        """Decompress and decode the body; its members are not validated yet.
-
-        Raises MalformedBody, InvalidRequest, TooLarge or UnsupportedMediaType.
-        """
-        body = raw.take_body()
-        if raw.coding:
-            body = unpack(body, raw.coding, self.wire_limits.body_bytes)
-        return raw.codec.decode(body, raw.parameters, schema.tensor_kinds, self.wire_limits, shapes_alone)
+        """Decode the body; its members are not validated yet. Raises MalformedBody, InvalidRequest or TooLarge."""
+        return raw.codec.decode(raw.take_body(), raw.parameters, schema.tensor_kinds, self.wire_limits, shapes_alone)
 
     def bind(self, raw: RawRequest, decoded: Decoded, binding: Binding[Any], session: Session | None = None) -> BoundCall:
         """Bind a call to its layer, or to the rows of its session. Raises RequestError with pointers into the body."""
@@ -164,9 +161,23 @@ class Engine:
                 raw.lease.add(max(0, bytes_in_memory(decoded.members.values(), bound.call.tensors()) - raw.lease.held))
             raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes)
 
+    async def unpack(self, raw: RawRequest, limit: int) -> None:
+        """Decompress the body of a request, if it is compressed, to at most `limit` bytes, which its lease counts from then on.
+
+        Few bytes may unpack to many. So the threads for small bodies stop at the size of a large one, and the thread for large bodies
+        begins anew. Raises what `RawRequest.unpack` and `run` raise, and Overloaded.
+        """
+        if not raw.coding:
+            return
+        received, large = raw.size, codec_pool.LARGE_BYTES
+        if received >= large or not await self.run(raw, received, raw.unpack, limit, large - 1):
+            await self.run(raw, max(received, large), raw.unpack, limit, limit)
+        if raw.lease is not None:
+            raw.lease.add(max(0, raw.size - received))
+
     async def run_by_size(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads a body of `size` bytes: on the event loop if it is small, else in a thread of the codec pool."""
-        if size <= INLINE_BYTES and not raw.coding:
+        if size <= INLINE_BYTES:
             return function(*args)
         return await self.run(raw, size, function, *args)
 

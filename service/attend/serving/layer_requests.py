@@ -44,12 +44,14 @@ D = TypeVar("D", bound=Schema)
 
 async def read_body(service: Service, raw: RawRequest, model: type[D]) -> D:
     """Decode the body and validate it as `model`. An empty body has no fields."""
+    await service.engine.unpack(raw, service.wire_limits.body_bytes)
     return await service.engine.run(raw, raw.size, _decode_body, raw, model, service.wire_limits)
 
 
 async def read_object(service: Service, raw: RawRequest, largest: int) -> dict[str, Any]:
     """The body as a JSON object of at most `largest` bytes after decompression; {} if it is empty."""
-    return await service.engine.run(raw, raw.size, _decode_object, raw, largest)
+    await service.engine.unpack(raw, largest)
+    return await service.engine.run(raw, raw.size, _decode_object, raw, service.wire_limits)
 
 
 async def put_layer(service: Service, name: str, raw: RawRequest, source: CheckpointQuery) -> AddedLayer:
@@ -95,16 +97,15 @@ def _circuits_text(layer: LoadedLayer, result: Result) -> str:
 
 
 def _decode_body(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
-    return validate(model, _decode_members(raw, model, limits) if raw.body else {})
+    return validate(model, _decode_members(raw.take_body(), raw, model, limits) if raw.body else {})
 
 
-def _decode_members(raw: RawRequest, model: type[Schema], limits: WireLimits) -> dict[str, Any]:
-    body = unpack(raw.take_body(), raw.coding, limits.body_bytes)
+def _decode_members(body: bytes, raw: RawRequest, model: type[Schema], limits: WireLimits) -> dict[str, Any]:
     return dict(raw.codec.decode(body, raw.parameters, model.tensor_kinds, limits).members)
 
 
-def _decode_object(raw: RawRequest, largest: int) -> dict[str, Any]:
-    text = unpack(raw.take_body(), raw.coding, largest)
+def _decode_object(raw: RawRequest, limits: WireLimits) -> dict[str, Any]:
+    text = raw.take_body()
     document = parse_strictly(text) if text.strip() else {}
     if not isinstance(document, dict):
         raise InvalidRequest.where("", "a JSON object", describe_value(document))
@@ -112,9 +113,11 @@ def _decode_object(raw: RawRequest, largest: int) -> dict[str, Any]:
 
 
 def _decode_layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
+    """The layer of the body of a PUT. The loader has one thread, and decompresses the body there: few such bodies are in memory at once."""
+    body = unpack(raw.take_body(), raw.coding, limits.layer_bytes if raw.codec.is_file else limits.body_bytes)
     if raw.codec.is_file:
-        return read_layer_file(unpack(raw.take_body(), raw.coding, limits.layer_bytes), source)
-    members = _decode_members(raw, PutLayer, limits)
+        return read_layer_file(body, source)
+    members = _decode_members(body, raw, PutLayer, limits)
     checkpoint = _is_checkpoint(members)
     for name in ("spec",) if checkpoint else ("layout", "prefix", "spec"):
         if getattr(source, name) is not None:

@@ -21,7 +21,8 @@ from attend.wire.schemas.schema import LayerReference, Refusal
 async def plan_call(engine: Engine, raw: RawRequest) -> Plan:
     """The plan of a request to POST /attend, or with `metrics` to POST /attend/analysis. Raises InvalidRequest, and what finding the layer
     or the session raises."""
-    size = raw.size
+    await engine.unpack(raw, engine.wire_limits.body_bytes)
+    size = raw.size  # decoding takes the body out of `raw`
     decoded = await engine.run(raw, size, engine.decode, raw, AnalysisRequest, True)
     reference = reference_of("", decoded, in_body=True)
     session = None if reference is None else reference.find(engine.require_sessions(), raw.api_key)  # on the event loop, as all sessions

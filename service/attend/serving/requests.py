@@ -8,10 +8,10 @@ from attend.errors import CallerGone, DeadlinePassed
 from attend.serving.byte_budget import Lease
 from attend.serving.metrics import Phases
 from attend.wire.codec import Buffer, Codec, Headers
+from attend.wire.compression import unpack, unpack_start
 from attend.wire.negotiation import CODECS, JSON
 
 TOO_LATE = "the caller's deadline (X-Request-Timeout, or the protocol's own) passed before there was an answer"
-ESTIMATED_COMPRESSION_RATIO = 10  # estimated bytes of an unpacked body for each byte of a compressed one
 NO_PARAMETERS: Mapping[str, str] = {}
 
 
@@ -19,13 +19,14 @@ NO_PARAMETERS: Mapping[str, str] = {}
 class RawRequest:
     """A request body as received, the codecs of body and reply, and whether the caller still needs a reply.
 
-    Two fields change after construction: `take_body` empties `body`, and `limit_seconds` may set an earlier `deadline`.
+    Three fields change after construction: `take_body` empties `body`, `unpack` replaces it and its `coding`, and `limit_seconds` may set
+    an earlier `deadline`.
     """
 
     body: bytes | list[bytes]  # the body, or its pieces in the order of their arrival
     _: KW_ONLY
     codec: Codec = CODECS[JSON]
-    coding: str = ""  # Content-Encoding
+    coding: str = ""  # Content-Encoding; "" once the body is decompressed
     reply_codec: Codec = CODECS[JSON]
     reply_coding: str = ""
     parameters: Mapping[str, str] = field(default_factory=lambda: NO_PARAMETERS)  # the codec's parameters, from headers and path
@@ -36,16 +37,9 @@ class RawRequest:
     lease: Lease | None = None  # counts the bytes of the body, and then of the reply
 
     @property
-    def received(self) -> int:
-        """Bytes of the body as received."""
-        return len(self.body) if isinstance(self.body, bytes) else sum(map(len, self.body))
-
-    @property
     def size(self) -> int:
-        """Bytes of the decompressed body; estimated for a compressed one."""
-        if not self.coding and isinstance(self.body, bytes):
-            return len(self.body)
-        return self.received * (ESTIMATED_COMPRESSION_RATIO if self.coding else 1)
+        """Bytes of the body: as received, and after `unpack` those of the decompressed one."""
+        return len(self.body) if isinstance(self.body, bytes) else sum(map(len, self.body))
 
     def limit_seconds(self, seconds: float, now: float) -> None:
         """End the request `seconds` after `now`, unless it ends earlier."""
@@ -57,6 +51,22 @@ class RawRequest:
             raise CallerGone
         if self.deadline is not None and now > self.deadline:
             raise DeadlinePassed(TOO_LATE)
+
+    def unpack(self, limit: int, most: int) -> bool:
+        """Decompress the body, unless it unpacks to more than `most` bytes. Returns whether it is decompressed.
+
+        Raises MalformedBody, UnsupportedMediaType, or TooLarge for more than `limit` bytes.
+        """
+        body = self.take_body()
+        if most >= limit:
+            self.body = unpack(body, self.coding, limit)
+        elif len(start := unpack_start(body, self.coding, most + 1)) <= most:
+            self.body = start
+        else:
+            self.body = body
+            return False
+        self.coding = ""
+        return True
 
     def take_body(self) -> bytes:
         """Return the body and drop the reference to it, so that a large one does not stay in memory next to its decoded arrays.

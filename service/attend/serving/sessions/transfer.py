@@ -46,7 +46,7 @@ async def import_cache(service: Service, sessions: SessionRegistry, session_id: 
     Raises UnsupportedMediaType, MalformedBody, InvalidRequest, SessionConflict, TooLarge, Overloaded or OutOfMemory.
     """
     async with lock_session(sessions, session_id, owner, raw) as session:
-        received = raw.received
+        received = raw.size
         file = await service.engine.run(raw, received, _announced_by, raw, session.layer)
         if session.capacity is not None and file.length > session.capacity:
             raise TooLarge.where("", f"at most {session.capacity} rows (capacity)", str(file.length))
