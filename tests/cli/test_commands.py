@@ -128,7 +128,7 @@ def test_a_flag_without_its_packages_names_the_extra_to_install(flags, missing, 
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"attend serve: {flags[0]} needs more packages: pip install 'attend[serve,{extra}]'\n"
+    assert done.stderr == f"attend serve: {flags[0]} needs more packages: pip install 'attend-service[serve,{extra}]'\n"
 
 
 def test_layers_with_a_url_lists_the_layers_of_the_server(server, http):

@@ -19,7 +19,7 @@ from typing import Annotated
 try:
     import typer
 except ModuleNotFoundError:  # the base install is for clients
-    raise SystemExit("the command line needs the extra: pip install 'attend[serve]'") from None
+    raise SystemExit("the command line needs the extra: pip install 'attend-service[serve]'") from None
 
 from attend.version import __version__
 

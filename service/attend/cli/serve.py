@@ -89,9 +89,9 @@ def _check_files(settings: Settings) -> None:
     except OSError as error:
         fail("serve", f"cannot use {subject}: {error.strerror}", code=2)
     if settings.telemetry and find_spec("opentelemetry") is None:
-        fail("serve", "--telemetry needs more packages: pip install 'attend[serve,otel]'", code=2)
+        fail("serve", "--telemetry needs more packages: pip install 'attend-service[serve,otel]'", code=2)
     if settings.grpc_port is not None and not all(map(find_spec, ("grpc", "grpc_health", "grpc_reflection"))):
-        fail("serve", "--grpc-port needs more packages: pip install 'attend[serve,grpc]'", code=2)
+        fail("serve", "--grpc-port needs more packages: pip install 'attend-service[serve,grpc]'", code=2)
 
 
 def _listen(settings: Settings) -> socket.socket:
