@@ -32,15 +32,28 @@ def test_a_small_request_makes_fewer_than_105_python_calls() -> None:
 
 
 def test_a_record_is_freed_with_its_request(start_here: Callable[..., str]) -> None:
-    """A cycle would keep it, and the body that it leads to, until a garbage collection."""
+    """A cycle would keep it, and the body that it leads to, until a garbage collection; an error that is kept, for ever."""
     body = {"query": [[0.5] * 64] * 3}
-    with httpx.Client(base_url=start_here(), timeout=60, headers={"connection": "close"}) as client:
+    statuses = {
+        ("POST", "/attend"): 200,
+        ("POST", "/attend/plan"): 200,
+        ("POST", "/attend/analysis"): 200,
+        ("POST", "/v2/models/default/infer"): 400,
+        ("POST", "/nowhere"): 404,
+        ("PUT", "/layers/new"): 409,
+        ("DELETE", "/layers/default"): 409,
+        ("POST", "/v2/repository/models/default/unload"): 409,
+        ("GET", "/v2/models/default/stats"): 409,
+        ("GET", "/layers/nope"): 404,
+        ("GET", "/sessions/nope"): 404,
+    }
+    with httpx.Client(base_url=start_here(workers=2), timeout=60, headers={"connection": "close"}) as client:
         client.post("/attend", json=body)
         gc.collect()
         gc.disable()
         try:
-            for path, sent in (("/attend", body), ("/attend", {"query": []}), ("/attend/plan", body), ("/nowhere", {})):
-                client.post(path, json=sent)
+            replies = {(method, path): client.request(method, path, json=body) for method, path in statuses}
+            assert {request: reply.status_code for request, reply in replies.items()} == statuses
             until(lambda: not any(isinstance(each, HttpRecord) for each in gc.get_objects()), "all records are freed")
         finally:
             gc.enable()

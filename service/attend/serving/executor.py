@@ -52,7 +52,7 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
         with matmul_precision(layer.spec.matmul_precision, layer.attention.device):
             results = _results(batch)
     except Exception as error:
-        failed, results = error_of_batch(error), None
+        failed, results = [error_of_batch(error) for _ in batch], None  # one for each caller: a raised error refers to frames
     if results is not None:
         seconds, execution = clock() - started, Execution(0)
         outcomes = []
@@ -61,11 +61,11 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
             execution.operations += entry.bound.cost.operations
             outcomes.append((entry, Outcome(result, started - entry.arrived, seconds, len(batch), execution)))
         return outcomes
-    if isinstance(failed, OutOfMemory) and len(batch) > 1:
+    if isinstance(failed[0], OutOfMemory) and len(batch) > 1:
         on_split()
         middle = len(batch) // 2
         return [pair for half in (batch[:middle], batch[middle:]) for pair in compute(half, clock, on_split)]
-    return [(entry, failed) for entry in batch]
+    return list(zip(batch, failed, strict=True))
 
 
 def _results(batch: Sequence[Entry]) -> list[Result]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -152,22 +153,24 @@ def _grpc(
     return run_grpc_server(service, extensions, address, options)
 
 
-def _why_not_writable(settings: Settings) -> Exception | None:
-    """Why layers cannot be changed over HTTP here, as the error to raise; None if they can."""
+def _why_not_writable(settings: Settings) -> Callable[[], Exception] | None:
+    """Makes the error that says why layers cannot be changed over HTTP here; None if they can."""
     if not is_local(settings) and settings.keys_file is None:
         where = "a Unix socket, which every user can reach" if settings.uds else "an address that is not loopback"
-        return Forbidden(f"layers cannot be changed over HTTP on {where}, unless there are keys (--keys-file)")
+        return partial(Forbidden, f"layers cannot be changed over HTTP on {where}, unless there are keys (--keys-file)")
     if settings.workers > 1 and settings.layers_dir is None:
-        return LayerConflict(
-            "with several workers, layers can be changed over HTTP only with --layers-dir, through which the workers share them"
+        return partial(
+            LayerConflict,
+            "with several workers, layers can be changed over HTTP only with --layers-dir, through which the workers share them",
         )
     return None
 
 
-def _why_no_statistics(settings: Settings, service: Service) -> Exception | None:
-    """Why there are no model statistics here, as the error to raise; None if there are."""
+def _why_no_statistics(settings: Settings, service: Service) -> Callable[[], Exception] | None:
+    """Makes the error that says why there are no model statistics here; None if there are."""
     if settings.workers > 1 and not service.metrics.shared:
-        return LayerConflict("there are no model statistics: with several workers they need a shared folder, and this server has none")
+        reason = "there are no model statistics: with several workers they need a shared folder, and this server has none"
+        return partial(LayerConflict, reason)
     return None
 
 

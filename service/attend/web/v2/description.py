@@ -7,7 +7,7 @@ a parameter or no batch (gradients, the largest weights, several sequences in on
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +51,23 @@ DURATIONS = {"success": "total", "queue": "queue", "compute_input": "decode", "c
 
 @dataclass(frozen=True, slots=True)
 class ProtocolExtensions:
-    """The protocol extensions that the settings allow. `why_…`: the error to raise if an extension does not work, else None."""
+    """The protocol extensions that the settings allow. `why_…`: makes the error to raise if an extension does not work, else None.
 
-    why_not_writable: Exception | None
-    why_no_statistics: Exception | None
+    A new error for each refusal: a kept one would collect, each time that it is raised, the frames that it passes and their requests.
+    """
+
+    why_not_writable: Callable[[], Exception] | None
+    why_no_statistics: Callable[[], Exception] | None
     sessions: bool = False  # whether the server keeps sessions
     workers: int = 1  # processes; each has a copy of every layer
 
     def require_writable(self) -> None:
         if self.why_not_writable is not None:
-            raise self.why_not_writable
+            raise self.why_not_writable()
 
     def require_statistics(self) -> None:
         if self.why_no_statistics is not None:
-            raise self.why_no_statistics
+            raise self.why_no_statistics()
 
     @property
     def extensions(self) -> list[str]:
