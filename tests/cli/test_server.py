@@ -6,9 +6,11 @@ No test waits for time to pass: a drain is so long that it never ends by itself,
 import itertools
 import json
 import signal
+import socket
 import threading
 
 import httpx
+import pytest
 
 from support.processes import (
     LONG,
@@ -19,11 +21,23 @@ from support.processes import (
     ask,
     attend,
     connects,
+    counted,
     events,
     terminate_under_load,
     until,
 )
+from support.server import start_server
 
+# `attend`, whose device computes the calls of callers for ever
+STUCK_DEVICE = """
+from threading import Event
+from attend.cli import main
+from attend.serving import scheduler
+
+compute = scheduler.compute
+scheduler.compute = lambda batch, *options: Event().wait() if batch[0].raw.caller else compute(batch, *options)
+main()
+"""
 LATE = 10  # calls that a client still sends after /health/ready has returned 503
 
 
@@ -89,6 +103,27 @@ def test_rule_10_a_call_that_never_ends_is_abandoned(start: Start) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(PATIENCE) == 0
     half_sent.connection.close()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("leaves", [True, False], ids=["caller left", "caller waits"])
+def test_rule_10_a_computation_that_never_ends_is_left_behind(leaves: bool, number: signal.Signals, status: int) -> None:
+    """No thread can be stopped; the process exits in its time, with its usual status, and says which threads still worked."""
+    server = start_server("--shutdown-seconds", "1", program=["-c", STUCK_DEVICE])
+    host, port = server.url.removeprefix("http://").split(":")
+    batches = counted(server.url, "attend_batch_calls_count")
+    body = json.dumps(QUERY | {"reproducible": True}).encode()  # not computed on the event loop
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        until(lambda: counted(server.url, "attend_batch_calls_count") > batches, "computed")
+        if leaves:
+            connection.close()
+        server.process.send_signal(number)
+        assert server.process.wait(PATIENCE) == status
+    assert [event["threads"] for event in events(server, "threads left behind")] == [["compute-cpu_0"]]
+    assert events(server, "stopped")
+    assert "Traceback" not in "".join(server.log)
 
 
 def test_rule_10_a_draining_server_ends_its_connections(start: Start) -> None:

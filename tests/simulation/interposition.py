@@ -54,6 +54,7 @@ def interposed(world: World, chosen: Configuration) -> Iterator[None]:
         "attend.serving.sessions.registry.time": SimpleNamespace(time=world.clock, monotonic=world.clock),
         "attend.serving.layers.store.token_hex": lambda size: secrets.randbytes(size).hex(),
         "attend.serving.sessions.transfer._file_of": transfer._file_of,  # which the rules replace
+        "attend.cli.server.exit_within": lambda seconds, status: None,  # would end this process
         "attend.serving.figures.compose": lambda spec, tensors, metadata: tensors,
         "attend.serving.figures.draw": partial(_draw_picture, world),
         "attend.serving.executor._results": partial(_compute, world, chosen, world.random("compute"), executor._results),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -58,9 +59,12 @@ class Server:
         return self.process.wait(20)
 
 
-def start_server(*flags: str, env: dict[str, str] | None = None) -> Server:
-    """Starts a server as a user does, in three seconds, and returns once it is ready. Raises AssertionError with its log if it never is."""
-    command = [sys.executable, "-m", "attend", "serve", *FLAGS, *flags]
+def start_server(*flags: str, env: dict[str, str] | None = None, program: Sequence[str] = ("-m", "attend")) -> Server:
+    """Starts a server as a user does, in three seconds, and returns once it is ready. Raises AssertionError with its log if it never is.
+
+    `program`: the arguments of Python that run the command `attend`.
+    """
+    command = [sys.executable, *program, "serve", *FLAGS, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
     assert process.stderr is not None
     return _ready(Server(process), process.stderr)

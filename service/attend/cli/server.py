@@ -2,7 +2,8 @@
 
 SIGTERM starts a drain: /health/ready returns 503, so that load balancers stop sending calls, but calls are still accepted. After the drain
 the port closes, accepted calls are answered, and the process exits. SIGINT, or a second SIGTERM, skips the drain. SIGHUP acts as SIGTERM
-on a server of one process; a supervisor replaces its workers one by one. A worker whose supervisor dies exits as after SIGTERM.
+on a server of one process; a supervisor replaces its workers one by one. A worker whose supervisor dies exits as after SIGTERM. What
+runs in a thread when the time for answers is over is left behind.
 `docs/operations.md` has the table for operators.
 """
 
@@ -36,6 +37,7 @@ log = structlog.get_logger("attend")
 POLL = 0.1  # seconds
 FIRST_REQUEST = 0.5  # seconds for connections to send their first request once the port is closed
 EXIT_SECONDS = 5.0  # for a worker to exit after the time in which its calls should have been answered
+LEAVE_SECONDS = 2.0  # after the time in which calls are answered: for the rest of the shutdown
 SWITCH_SECONDS = 0.0005  # until a thread that decodes a large body releases the GIL; Python's 5 ms would delay small calls
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
@@ -52,6 +54,11 @@ class Server(uvicorn.Server):
         """Whether the configured layers could not be loaded."""
         service = self.lifespan.state.get("service")
         return service is not None and service.failed
+
+    @property
+    def exit_status(self) -> int:
+        """The status with which the process exits once it has stopped serving."""
+        return 1 if self.failed else 128 + signal.SIGINT if signal.SIGINT in self._captured_signals else 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves on these sockets. uvicorn would leave a TLS handshake asyncio's minute."""
@@ -74,6 +81,7 @@ class Server(uvicorn.Server):
         return self.failed or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        exit_within((self.config.timeout_graceful_shutdown or 0) + LEAVE_SECONDS, lambda: self.exit_status)
         waiting = [connection for listening in sockets or () for connection in _accept_waiting(listening)]
         for server in self.servers:
             server.close()
@@ -97,6 +105,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
+        if self.force_exit:
+            exit_within(LEAVE_SECONDS, lambda: self.exit_status)
         self._captured_signals = [captured for captured in self._captured_signals if captured != signal.SIGTERM]
 
 
@@ -176,10 +186,24 @@ def exit_with_supervisor(exit_timeout: float) -> None:
         supervisor.join()
         log.error("supervisor died", pid=os.getpid())
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(exit_timeout)
-        os._exit(1)
+        exit_within(exit_timeout, lambda: 1)
 
     threading.Thread(target=wait, name="supervisor", daemon=True).start()
+
+
+def exit_within(seconds: float, status: Callable[[], int]) -> None:
+    """Makes this process exit after `seconds`, if it still exists then, with `status()`.
+
+    A thread cannot be stopped, and Python waits at its end for all threads of pools: for a computation of minutes, say, that nobody needs.
+    """
+
+    def wait() -> None:
+        time.sleep(seconds)
+        names = sorted(thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread())
+        log.warning("threads left behind", threads=names, pid=os.getpid())
+        os._exit(status())
+
+    threading.Thread(target=wait, name="exit", daemon=True).start()
 
 
 def application(settings: Settings, threads: int, pages: Mapping[str, str]) -> FastAPI:

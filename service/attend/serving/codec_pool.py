@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from attend.serving.queueing import FairQueue
-from attend.serving.threads import lower_priority
+from attend.serving.threads import call_in_loop, lower_priority
 
 T = TypeVar("T")
 LARGE_BYTES = 1 << 20  # of a large body, which takes milliseconds; without the C extension, they hold the interpreter's lock
@@ -48,7 +48,7 @@ class CodecPool:
 
     def close(self) -> None:
         for jobs in (self._small_bodies, self._large_bodies):
-            jobs.threads.shutdown()
+            jobs.threads.shutdown(wait=False)
 
 
 class JobQueue:
@@ -71,7 +71,7 @@ class JobQueue:
                 job.future.set_exception(error)
                 continue
             self.free -= 1
-            running.add_done_callback(lambda ran, job=job: loop.call_soon_threadsafe(self._finish, loop, job, ran))  # type: ignore[misc]
+            running.add_done_callback(lambda ran, job=job: call_in_loop(loop, self._finish, loop, job, ran))  # type: ignore[misc]
 
     def _finish(self, loop: asyncio.AbstractEventLoop, job: Job, ran: Any) -> None:
         self.free += 1

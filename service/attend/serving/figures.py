@@ -171,7 +171,7 @@ class FigureRenderer:
         return drawn
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._thread.shutdown(wait=False)
 
 
 def _reply(bound: BoundCall, result: Result, coding: str, check: Check) -> Encoded:

@@ -35,7 +35,7 @@ from attend.serving.faults import error_of_batch
 from attend.serving.metrics import Metrics
 from attend.serving.queueing import INLINE_OPERATIONS, FairQueue, Flow, Occupancy, Throughput, size_class
 from attend.serving.requests import TOO_LATE, RawRequest
-from attend.serving.threads import lower_priority
+from attend.serving.threads import call_in_loop, lower_priority
 
 OVERHEAD_OPERATIONS = 1 << 20  # operations added to the cost of any call
 OVERDUE_FACTOR = 10  # a batch that takes longer than this many times its predicted seconds is overdue
@@ -153,7 +153,7 @@ class Scheduler:
         self._throughput.calibrate(operations, seconds)
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._thread.shutdown(wait=False)
 
     def _compute_inline(self, entry: Entry) -> Outcome:
         """Compute a call on the event loop, in the order in which calls arrive."""
@@ -260,7 +260,7 @@ class Scheduler:
             self._finish(loop, computed.result() if error is None else [(entry, error_of_batch(error)) for entry in batch])
 
         computed = self._thread.submit(compute, batch, self.clock, self.metrics.count_split)
-        computed.add_done_callback(lambda done: loop.call_soon_threadsafe(finish, done))
+        computed.add_done_callback(lambda done: call_in_loop(loop, finish, done))
 
     def _finish(self, loop: asyncio.AbstractEventLoop, settled: Outcomes) -> None:
         """Settle the calls of a batch that was computed or failed, and schedule the next one."""

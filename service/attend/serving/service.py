@@ -153,6 +153,7 @@ class Service:
         return asyncio.timeout(deadline - self.clock())
 
     def close(self) -> None:
+        """Stop. Does not wait for what threads still compute: nobody needs it, and nobody can stop a thread."""
         for waiting in (self._starting, self._sampling, self._recovering):
             if waiting is not None:
                 waiting.cancel()

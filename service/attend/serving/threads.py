@@ -1,10 +1,13 @@
 """Threads for heavy work: their number, from CPU affinity and cgroup quota before torch starts its pool; priority; the mode of MKL."""
 
+import asyncio
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
@@ -45,6 +48,12 @@ def lower_priority() -> None:
     if sys.platform == "linux":  # elsewhere priorities belong to the process
         with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+
+
+def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+    """Call a function on the event loop, from another thread; do nothing if the loop has ended, and with it whoever waited."""
+    with suppress(RuntimeError):  # a thread may work longer than a process that shuts down waits for it
+        loop.call_soon_threadsafe(function, *args)
 
 
 def _quota(cgroup: Path) -> float | None:

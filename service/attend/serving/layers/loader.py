@@ -154,9 +154,9 @@ class LayerLoader:
     def close(self) -> None:
         if self._polling is not None:
             self._polling.cancel()
-        self._thread.shutdown()
-        self._folder_thread.shutdown()
-        self.stop_following()
+        _submit(self._folder_thread, self.stop_following)  # after its work
+        self._thread.shutdown(wait=False)
+        self._folder_thread.shutdown(wait=False)
 
     def _require_not_configured(self, name: str) -> None:
         """With a store, raises LayerConflict for a configured layer, which a restart would restore."""

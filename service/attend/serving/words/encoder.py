@@ -3,9 +3,10 @@
 The layers of a model are loaded on first use. A layer with such a name but other weights gets hashed vectors, as all other layers do.
 """
 
-import asyncio
+from functools import partial
 
 from attend.errors import InvalidRequest
+from attend.serving.codec_pool import LARGE_BYTES
 from attend.serving.layer_requests import read_body
 from attend.serving.layers.files import ParsedLayer
 from attend.serving.layers.registry import LoadedLayer
@@ -21,6 +22,7 @@ from attend.wire.schemas.tensors import Base64Tensor
 from attend.wire.schemas.words import Effects, ModelLayers, Vocabulary, Words, WordsRequest
 
 MAX_NUMBERS = 1 << 21  # of one reply
+WORK_BYTES = LARGE_BYTES  # reading a model takes as long as a large body, in whose thread it runs
 ONE_WORKER_NOTE = "Only a server with one worker offers the layers of trained models."
 
 
@@ -34,26 +36,29 @@ class TextEncoder:
     async def vocabulary(self) -> Vocabulary:
         """GET /words."""
         if self._vocabulary is None:
-            self._vocabulary = await asyncio.to_thread(installed_vocabulary) if self.models else Vocabulary(models=[], note=ONE_WORKER_NOTE)
+            if not self.models:
+                return Vocabulary(models=[], note=ONE_WORKER_NOTE)
+            self._vocabulary = await self.service.engine.codecs.run(installed_vocabulary, WORK_BYTES, "")
         return self._vocabulary
 
     async def read(self, raw: RawRequest) -> Words:
         """POST /words. Raises LayerNotFound, or InvalidRequest for text without words or with too many."""
         request = await read_body(self.service, raw, WordsRequest)
+        run = partial(self.service.engine.run, raw, WORK_BYTES)
         try:
             if (found := await self._model_of(request.layer)) is not None:
                 model, number = found
-                sentence = await asyncio.to_thread(model.read, request.text, number)
-                layer = await self._layer_of(sentence)
-                if layer.fingerprint == await asyncio.to_thread(fingerprint, sentence.spec, sentence.weights):
-                    effects = await asyncio.to_thread(model.effects, request.text) if request.effects else None
-                    return await asyncio.to_thread(_words_of, layer, sentence, effects)
+                sentence = await run(model.read, request.text, number)
+                layer = await self._layer_of(sentence, raw)
+                if layer.fingerprint == await run(fingerprint, sentence.spec, sentence.weights):
+                    effects = await run(model.effects, request.text) if request.effects else None
+                    return await run(_words_of, layer, sentence, effects)
             layer = self.service.registry.find(request.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
-            sentence = await asyncio.to_thread(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
+            sentence = await run(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
         except InvalidText as error:
             raise InvalidRequest.where("/text", error.expected, error.got or describe_value(request.text)) from None
-        return await asyncio.to_thread(_words_of, layer, sentence)
+        return await run(_words_of, layer, sentence)
 
     async def _model_of(self, name: str) -> tuple[TextModel, int] | None:
         """The model that has a layer, and the layer's number in it; None for other layers."""
@@ -62,12 +67,12 @@ class TextEncoder:
                 return next(model for model in MODELS.values() if model.title == listed.title), listed.layers.index(name)
         return None
 
-    async def _layer_of(self, sentence: Sentence) -> LoadedLayer:
+    async def _layer_of(self, sentence: Sentence, raw: RawRequest) -> LoadedLayer:
         """The layer of that name; loaded with the weights in `sentence` if the registry has none."""
         if (layer := self.service.registry.get(sentence.layer)) is not None:
             return layer
         parsed = ParsedLayer(sentence.spec, sentence.weights, origin=sentence.origin)
-        return (await self.service.loader.put(sentence.layer, lambda: parsed)).layer
+        return (await self.service.loader.put(sentence.layer, lambda: parsed, raw.deadline)).layer
 
 
 def installed_vocabulary() -> Vocabulary:
