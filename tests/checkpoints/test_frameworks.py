@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save
 
 from attend.checkpoints import detect, layers_in
@@ -87,6 +88,29 @@ def test_layers_that_cannot_be_represented_are_refused(layers: httpx.Client, wei
 
     assert refused.status_code == 422, refused.text
     assert refused.json()["errors"][0]["at"] == at
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 11, "vdim": 13}], ids=["one matrix", "three matrices"])
+def test_add_zero_attn_of_torch_is_sinks_of_zeros(layers: httpx.Client, widths: dict[str, int]) -> None:
+    """The state dict does not show it, so the reply says that there are no sinks unless the caller says that there are."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        module = torch.nn.MultiheadAttention(15, 3, batch_first=True, add_zero_attn=True, **widths).double()
+        query, key, value = torch.randn(2, 5, 15).double(), *(torch.randn(2, 7, widths.get(name, 15)).double() for name in ("kdim", "vdim"))
+    with torch.no_grad():
+        output, weights = module(query, key, value, average_attn_weights=False)
+    body = {"layer": "original", "query": query.tolist(), "key": key.tolist(), "value": value.tolist()}
+    state = save({name: tensor.numpy() for name, tensor in module.state_dict().items()})
+    replies = {}
+    for spec in ({"num_heads": 3}, {"num_heads": 3, "sinks": True}):
+        made = layers.put("/layers/original", params={"spec": json.dumps(spec)}, content=state, headers=framework_cases.SAFETENSORS)
+        assert made.json()["assumed"].get("sinks") is (None if "sinks" in spec else False)
+        assert made.json()["spec"]["sinks"] is ("sinks" in spec)
+        replies["sinks" in spec] = layers.post("/attend", json=body).json()
+
+    assert np.abs(np.array(replies[False]["output"]) - output.numpy()).max() > 1e-3
+    assert np.abs(np.array(replies[True]["output"]) - output.numpy()).max() < 1e-12
+    assert np.abs(np.array(replies[True]["attention_weights"]) - weights[..., :-1].numpy()).max() < 1e-12
 
 
 @pytest.mark.checkpoint

@@ -56,7 +56,7 @@ from attend.spec_parts import PROJECTIONS
 
 NAMES: dict[str, str] = {  # of layouts that an explicit `layout` may be -> whose they are
     "attend": "this service's own names",
-    "torch_mha": "torch.nn.MultiheadAttention, in encoder and decoder layers too",
+    "torch_mha": "torch.nn.MultiheadAttention, in encoder and decoder layers too; with add_zero_attn the spec says sinks",
     "bert": "BERT, RoBERTa and similar encoders",
     "distilbert": "DistilBERT",
     "vit": "ViT and similar models, with separate matrices or timm's qkv",

@@ -12,11 +12,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
+
 from attend.attention.operators import OPERATORS, shared_key_dim
 from attend.checkpoints.config import brief
 from attend.checkpoints.conversions import as_configured
 from attend.checkpoints.detection import Match, listed, normalised, refusal_of_weights, select
-from attend.checkpoints.layout import AXES, Converted, Fields, LayerTensors, Weights
+from attend.checkpoints.layout import AXES, Converted, Fields, LayerTensors, Layout, Weights
 from attend.checkpoints.layouts import ROPE
 from attend.errors import InvalidRequest, pointer
 from attend.spec import LayerSpec
@@ -27,6 +29,8 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 # Field of a spec -> a weight that only layers with this field have
 WITH_WEIGHTS = {operator.field: operator.identifying_weight for operator in OPERATORS if operator.identifying_weight}
 FLAGS = [field for field in WITH_WEIGHTS if LayerSpec.model_fields[field].default is False]  # which that weight alone determines
+# Fields of operators that a layer may have although its tensors do not show it -> their weights, which are 0 then
+UNSEEN = {operator.field: operator.axes for operator in OPERATORS if operator.zeros_without_weights}
 WITHOUT_INPUTS = [name for operator in OPERATORS if not operator.needs_projections for name in operator.axes]  # weights beside projections
 
 
@@ -64,8 +68,24 @@ def read_match(match: Match, tensors: Mapping[str, Array], given: Fields, conver
         converted = as_configured(layer, converted)
     else:
         _require_fields(match, converted, given)
-        converted = replace(converted, assumed=overlaid(match.layout.assumed, converted.assumed))
-    return _infer_spec(converted, layer, dtype), converted.weights
+        weights = converted.weights | _unseen_weights(match.layout, layer, converted)
+        converted = replace(converted, weights=weights, assumed=overlaid(match.layout.assumed, converted.assumed))
+    flags = [field for field in FLAGS if _shows(match.layout, field)]
+    return _infer_spec(converted, layer, dtype, flags), converted.weights
+
+
+def _unseen_weights(layout: Layout, tensors: LayerTensors, converted: Converted) -> Weights:
+    """Weights of 0 of the operators in the caller's spec that frameworks compute without a tensor, if the layout has no names for them."""
+    wanted = [axes for field, axes in UNSEEN.items() if tensors.given.get(field) is True and not _shows(layout, field)]
+    if not wanted:
+        return {}
+    heads = _heads(converted.weights, tensors, converted.known, len(converted.weights["query.weight"]))
+    return {name: np.zeros([{"heads": heads}[axis] for axis in own], np.float32) for axes in wanted for name, own in axes.items()}
+
+
+def _shows(layout: Layout, field: str) -> bool:
+    """Whether the tensors of a layer of this layout show that its spec has the field."""
+    return field not in UNSEEN or WITH_WEIGHTS[field] in layout.roles.values()
 
 
 def _require_fields(match: Match, converted: Converted, given: Mapping[str, Any]) -> None:
@@ -136,11 +156,11 @@ def _without_projections(tensors: Mapping[str, Array], prefix: str, given: Field
     return given, weights
 
 
-def _infer_spec(converted: Converted, tensors: LayerTensors, dtype: str) -> Fields:
-    """Fields for LayerSpec. Raises InvalidRequest."""
+def _infer_spec(converted: Converted, tensors: LayerTensors, dtype: str, flags: list[str]) -> Fields:
+    """Fields for LayerSpec. `flags`: those of FLAGS that the tensors determine. Raises InvalidRequest."""
     weights = converted.weights
     known: Fields = _widths(weights, tensors, converted.known) | converted.known
-    known |= {"bias": _biases(weights), "projections": True} | {field: WITH_WEIGHTS[field] in weights for field in FLAGS}
+    known |= {"bias": _biases(weights), "projections": True} | {field: WITH_WEIGHTS[field] in weights for field in flags}
     absent = [field for field, weight in WITH_WEIGHTS.items() if weight not in weights]
     assumed: Fields = {"dtype": dtype} | {field: value for field, value in converted.assumed.items() if field not in absent}
     _check_features(tensors, assumed, absent)

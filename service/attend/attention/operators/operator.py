@@ -64,6 +64,7 @@ class Operator(Stages):
     newer_fields: ClassVar[tuple[str, ...]] = ()  # those newer than its part, which fingerprints omit at their defaults
     axes: ClassVar[Axes] = {}  # canonical name of each weight that it may have -> its axes
     identifying_weight: ClassVar[str] = ""  # one that layers have with it alone; "": no tensor shows that they have it
+    zeros_without_weights: ClassVar[bool] = False  # whether some frameworks compute it with weights of 0, and save no tensor of them
     matrices: ClassVar[tuple[str, ...]] = ()  # projections that `init` draws, in this order
     needs_projections: ClassVar[bool] = False  # whether its weights are applied to inputs, which then must not be projected already
     query_matrices: ClassVar[tuple[str, ...]] = ()  # those of its matrices that are applied to each query

@@ -24,6 +24,7 @@ class SinksOperator(Operator):
     per_head = True
     axes: ClassVar[Axes] = {"sinks": ("heads",)}
     identifying_weight = "sinks"
+    zeros_without_weights = True  # add_zero_attn of torch.nn.MultiheadAttention, softmax1
 
     @classmethod
     def weights(cls, spec: Dimensions) -> Shapes:

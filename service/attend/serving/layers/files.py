@@ -3,14 +3,14 @@
 Arrays are views of the body, so no memory is allocated for weights before the registry has admitted the spec.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from attend.attention.operators import OPERATORS
 from attend.checkpoints import parse_config, read_layer, read_model_layer
-from attend.checkpoints.reader import FLAGS
+from attend.checkpoints.reader import FLAGS, UNSEEN
 from attend.errors import InvalidRequest, TooLarge
 from attend.serving.layers.registry import LoadedLayer
 from attend.spec import LayerSpec
@@ -71,13 +71,17 @@ def read_checkpoint(tensors: Mapping[str, Array], source: CheckpointQuery, given
     """The layer of these tensors by the names of any framework. `given`: fields of its spec. Raises InvalidRequest."""
     fields, weights = read_layer(tensors, layout=source.layout, prefix=source.prefix or "", spec=given)
     spec = spec_of_given_weights(validate(LayerSpec, fields, "/spec"))
-    return ParsedLayer(spec, weights, assumed_fields(spec, given))
+    unseen = [name for name in UNSEEN if spec.projections and name not in fields]
+    return ParsedLayer(spec, weights, assumed_fields(spec, given, unseen))
 
 
-def assumed_fields(spec: LayerSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that change results, no tensor determines and the caller left out: `{"scale": 0.125, "rope.interleaved": false}`."""
+def assumed_fields(spec: LayerSpec, given: Mapping[str, Any], unseen: Iterable[str]) -> dict[str, Any]:
+    """The fields that change results, no tensor determines and the caller left out: `{"scale": 0.125, "rope.interleaved": false}`.
+
+    `unseen`: flags that tensors of this layout do not determine.
+    """
     assumed: dict[str, Any] = {}
-    for name in ASSUMABLE:
+    for name in (*ASSUMABLE, *unseen):
         value, own = getattr(spec, name), given.get(name)
         if isinstance(value, Part):
             inner = value.model_dump(mode="json", exclude={"buckets", "dims"})  # which a table or a tensor's shape determines
