@@ -8,6 +8,7 @@ import pytest
 from attend.serving import layer_requests
 from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry
+from attend.serving.requests import RawRequest
 from attend.settings import Settings
 from support.app import application
 
@@ -20,8 +21,8 @@ PLACES: list[tuple[str, str, Any, Any, str]] = [  # of each a request, and what 
     ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Engine, "decode"),
     ("POST", "/attend/plan", QUERY, Engine, "decode"),
     ("POST", "/attend/figure", {**QUERY, "figure": {}}, Engine, "decode"),
-    ("POST", "/words", {"text": "a cat"}, layer_requests, "unpack"),
-    ("POST", "/words/tokens", {"tokenizer": "{}", "text": "a cat"}, layer_requests, "unpack"),
+    ("POST", "/words", {"text": "a cat"}, RawRequest, "take_body"),
+    ("POST", "/words/tokens", {"tokenizer": "{}", "text": "a cat"}, RawRequest, "take_body"),
     ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, LayerRegistry, "make"),
     ("GET", "/layers/default/weights", None, layer_requests, "write_layer_file"),
     ("POST", "/v2/models/default/infer", V2, Engine, "decode"),

@@ -1,6 +1,7 @@
 """Each limit of a call: a request just beyond it is refused with the setting, one just within it is answered; the plan predicts both."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import save
 
 from attend.settings import BadSettings, Settings, read_settings
+from attend.wire.json import strict
 from support.app import answers
 
 QUERY = {"query": [[[0.5] * 64] * 8] * 3}  # 3 items, 8 queries, 8 heads
@@ -112,6 +114,67 @@ def test_the_number_of_values_outside_of_tensors_is_limited(count: int, status: 
     for answer in found:
         assert answer.status_code == status, answer.text[:300]
         assert ("at most 131072 values outside of tensors in one body" in answer.text) == (status == 413)
+
+
+def _in_header(header: Any) -> bytes:
+    """A safetensors body without tensors."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+V2_INPUT = {"name": "query", "shape": [1, 64], "datatype": "FP32", "data": [0.5] * 64}
+CONFIG = '{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "x": %s}'
+PLACES_OF_JSON: dict[str, Callable[[str], dict[str, Any]]] = {  # where a request has JSON: the request with these lists there
+    "body": lambda lists: {"url": "/attend", "content": f'{{"tokens": {{"query": {lists}}}}}'},
+    "header": lambda lists: {"url": "/attend", "content": _in_header(f'{{"query": {lists}}}'.encode()), "headers": BINARY},
+    "entry of metadata": lambda lists: {
+        "url": "/attend",
+        "content": _in_header({"__metadata__": {"request": f'{{"tokens": {{"query": {lists}}}}}'}}),
+        "headers": BINARY,
+    },
+    "parameter": lambda lists: {"url": "/v2/models/default/infer", "json": {"inputs": [V2_INPUT], "parameters": {"select": lists}}},
+    "tokenizer": lambda lists: {"url": "/words/tokens", "content": f'{{"text": "a", "tokenizer": {lists}}}'},
+    "words": lambda lists: {"url": "/words", "content": f'{{"text": {lists}}}'},
+    "layer": lambda lists: {"method": "PUT", "url": "/layers/new", "content": f'{{"spec": {{"bias": {lists}}}}}'},
+    "checkpoint": lambda lists: {
+        "method": "PUT",
+        "url": "/layers/new",
+        "content": _in_header({"__metadata__": {"spec": f'{{"bias": {lists}}}'}}),
+        "headers": BINARY,
+    },
+    "config": lambda lists: {
+        "method": "PUT",
+        "url": "/layers/new",
+        "content": _in_header({"__metadata__": {"config": CONFIG % lists, "layer": "0"}}),
+        "headers": BINARY,
+    },
+}
+
+
+@pytest.mark.parametrize("place", PLACES_OF_JSON)
+def test_the_values_and_the_depth_of_json_are_limited_wherever_a_request_has_it(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python objects are made of them."""
+    parse, parsed = json.loads, list[int]()
+
+    def lists_in(document: Any) -> int:
+        items = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
+        return isinstance(document, list) + sum(map(lists_in, items))
+
+    def counting(text: str, **options: Any) -> Any:
+        document = parse(text, **options)
+        parsed.append(lists_in(document))
+        return document
+
+    monkeypatch.setattr(strict.json, "loads", counting)
+    within, many, deep, far = answers(
+        Settings(access_log=False),
+        *(PLACES_OF_JSON[place](lists) for lists in (f"[{'[],' * 9}[]]", f"[{'[],' * 131_072}[]]", "[" * 70 + "]" * 70, "[" * 5000)),
+    )
+    assert within.status_code in (400, 422)
+    assert (many.status_code, deep.status_code, far.status_code) == (413, 413, 413)
+    assert "131072 values outside of tensors" in many.text
+    assert "deep" in deep.text and "deep" in far.text
+    assert max(parsed) < 100
 
 
 def test_a_long_string_in_a_list_is_refused() -> None:

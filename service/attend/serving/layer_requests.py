@@ -106,7 +106,7 @@ def _decode_members(body: bytes, raw: RawRequest, model: type[Schema], limits: W
 
 def _decode_object(raw: RawRequest, limits: WireLimits) -> dict[str, Any]:
     text = raw.take_body()
-    document = parse_strictly(text) if text.strip() else {}
+    document = parse_strictly(text, limits=limits) if text.strip() else {}
     if not isinstance(document, dict):
         raise InvalidRequest.where("", "a JSON object", describe_value(document))
     return document

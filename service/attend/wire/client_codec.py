@@ -18,12 +18,15 @@ from pydantic import BaseModel
 from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, pointer
 from attend.tensors import BY_NUMPY, DATATYPES, Array
+from attend.wire.limits import WireLimits
 from attend.wire.problems import validate
-from attend.wire.safetensors import read_tensors, write_tensors
+from attend.wire.safetensors import MAX_HEADER_BYTES, read_tensors, write_tensors
 from attend.wire.schemas.analysis import INDEX_PARTS
 from attend.wire.schemas.schema import LayerReference
 from attend.wire.schemas.sessions import SessionReference
 from attend.wire.schemas.tensors import Base64Tensor
+
+REPLY_LIMITS = WireLimits(values=MAX_HEADER_BYTES)  # a server's reply may have the weights of many sequences, each as a tensor
 
 
 def encode_json_request(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bytes:
@@ -129,7 +132,7 @@ def decode_json_reply(body: bytes) -> tuple[ReplyMetadata, dict[str, Any]]:
 
 def decode_binary_reply(body: bytes) -> tuple[ReplyMetadata, dict[str, Any]]:
     """A safetensors reply to POST /attend. Raises MalformedBody, InvalidRequest or TooLarge."""
-    arrays, metadata = read_tensors(body)
+    arrays, metadata = read_tensors(body, REPLY_LIMITS)
     tensors: dict[str, Any] = {}
     for name, array in arrays.items():
         output, _, part = name.partition(".")

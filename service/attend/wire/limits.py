@@ -14,5 +14,5 @@ class WireLimits:
     layer_bytes: int = 1024 * MIB  # of a safetensors body with a layer's weights
     depth: int = 64
     tensors: int = 1024  # in a safetensors body, and members of one JSON object
-    values: int = 1 << 17  # in one body that are not elements of tensors
+    values: int = 1 << 17  # in one JSON text that are not elements of tensors
     lists: int = 1 << 21  # in one tensor that is written as nested lists

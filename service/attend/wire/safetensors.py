@@ -19,11 +19,11 @@ from attend.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
 from attend.wire.arrays import MAX_RANK, array_of_bytes, wire_array
 from attend.wire.codec import Buffer, Reply
 from attend.wire.json import reader as json_reader
-from attend.wire.json.strict import parse_strictly
+from attend.wire.json.strict import DEFAULT_LIMITS, parse_strictly
 from attend.wire.limits import JSON_TEXT_BYTES, WireLimits
 from attend.wire.schemas.attend import ReplyOptions
 
-MAX_HEADER_BYTES = 4 * 1024 * 1024  # about forty thousand tensors; parsing takes tens of milliseconds
+MAX_HEADER_BYTES = 4 * 1024 * 1024  # of a header; the bound on its values allows about ten thousand tensors
 MAX_CACHED_BYTES = 4096  # bytes of a header whose parsed entries are cached, and of the metadata of one whose text is
 LIST_FIELDS = {"query_offset"}  # fields that are lists in JSON and may be tensors here
 OPENING = ord("{")
@@ -41,13 +41,19 @@ ENTRY_MEMBERS = {"dtype", "shape", "data_offsets"}
 METADATA_ENTRIES = {"request", "spec", "config", "layer", "part"}  # those that the service reads
 
 
-def read_tensors(body: bytes | memoryview) -> tuple[dict[str, Array], dict[str, str]]:
-    """(name -> view of the body, metadata). Raises MalformedBody, InvalidRequest or TooLarge with the name of the tensor."""
+def read_tensors(body: bytes | memoryview, limits: WireLimits = DEFAULT_LIMITS) -> tuple[dict[str, Array], dict[str, str]]:
+    """(name -> view of the body, metadata). Raises MalformedBody, InvalidRequest or TooLarge with the name of the tensor.
+
+    `limits.values` bounds the values of the header: a tensor has 6, and one for each axis.
+    """
     size = int.from_bytes(body[:8], "little")
     _require_header(body, size)
     buffer = memoryview(body)[8 + size :]
-    read = _read_header if size > MAX_CACHED_BYTES else _read_cached_header
-    entries, metadata = read(bytes(body[8 : 8 + size]), len(buffer))
+    text = bytes(body[8 : 8 + size])
+    if size > MAX_CACHED_BYTES:
+        entries, metadata = _read_header(text, len(buffer), limits)
+    else:
+        entries, metadata = _read_cached_header(text, len(buffer))
     arrays = {entry.name: array_of_bytes(buffer[entry.begin : entry.end], entry.datatype, entry.shape, entry.at) for entry in entries}
     return arrays, dict(metadata)
 
@@ -96,10 +102,12 @@ class TensorEntry:
     at: str
 
 
-def _read_header(text: bytes, available: int | None) -> tuple[list[TensorEntry], dict[str, str]]:
+def _read_header(text: bytes, available: int | None, limits: WireLimits = DEFAULT_LIMITS) -> tuple[list[TensorEntry], dict[str, str]]:
     """(entries in header order, metadata), checked against the number of bytes after the header if that is known."""
     try:
-        header = parse_strictly(text, "header")
+        header = parse_strictly(text, "header", limits=limits)
+    except TooLarge:
+        raise
     except RequestError as refusal:
         raise MalformedBody(problems=refusal.problems) from None
     if not isinstance(header, dict):
@@ -152,7 +160,7 @@ def _entry_of(name: str, entry: Any, available: int | None) -> TensorEntry:
 
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
     """The members of a request: tensors under their field names, the others from the metadata entry `request`."""
-    tensors, metadata = read_tensors(body)
+    tensors, metadata = read_tensors(body, limits)
     if len(tensors) > limits.tensors:
         raise TooLarge.where("", f"at most {limits.tensors} tensors (max_tensors)", str(len(tensors)))
     try:

@@ -158,7 +158,7 @@ def test_lists_of_numbers_and_long_base64_strings_are_replaced_by_placeholders()
     )
     assert [text[value.start : value.stop][:9] for value in parts.values] == [f"[{ROW[:8]}", "[2,10]", f"[{ROW[:8]}", "[4]", '"AAAAAAAA']
     with pytest.raises(MalformedBody, match=f"'}}' at line 2 column {len(text) - 1 - text.index(chr(10))} "):
-        parts.document()
+        parts.document(LIMITS)
 
 
 @pytest.mark.parametrize("outside", ['"layer":"\\\\",', '"layer":"\\"[",', '"layer":"\\\\\\"",', ""])

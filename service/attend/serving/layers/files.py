@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from attend.attention.operators import OPERATORS
-from attend.checkpoints import parse_config, read_layer, read_model_layer
+from attend.checkpoints import read_layer, read_model_layer
 from attend.checkpoints.reader import FLAGS, UNSEEN
 from attend.errors import InvalidRequest, TooLarge
 from attend.serving.layers.registry import LoadedLayer
@@ -18,7 +18,6 @@ from attend.spec_parts import Part
 from attend.tensors import BY_TORCH, Array
 from attend.wire.codec import Buffer
 from attend.wire.json.strict import parse_nested
-from attend.wire.limits import JSON_TEXT_BYTES
 from attend.wire.problems import describe_value, validate
 from attend.wire.safetensors import read_tensors, write_tensors
 
@@ -101,9 +100,8 @@ def _read_by_config(
     number = metadata.get(LAYER, "none")
     if not (number.isascii() and number.isdigit() and len(number) < 9):
         raise InvalidRequest.where("/__metadata__/layer", "the number of a layer, which config requires", number[:60])
-    if len(metadata[CONFIG]) > JSON_TEXT_BYTES:
-        raise TooLarge.where("/__metadata__/config", f"JSON text of at most {JSON_TEXT_BYTES} bytes", str(len(metadata[CONFIG])))
-    return read_model_layer(tensors, parse_config(metadata[CONFIG]), int(number), metadata.get(PART), spec)
+    config = _object(metadata[CONFIG], "/__metadata__/config", nonfinite=True)  # some models have Infinity there
+    return read_model_layer(tensors, config, int(number), metadata.get(PART), spec)
 
 
 def read_stored(body: bytes) -> tuple[ParsedLayer, str]:
@@ -158,8 +156,8 @@ def write_layer_file(layer: LoadedLayer, **more: str) -> list[Buffer]:
     return write_tensors(layer.arrays(), {SPEC: layer.spec.model_dump_json(), **known, **more})
 
 
-def _object(text: str, at: str) -> Mapping[str, Any]:
+def _object(text: str, at: str, nonfinite: bool = False) -> Mapping[str, Any]:
     """The JSON object in a text. Raises MalformedBody, InvalidRequest or TooLarge, with pointers below `at`."""
-    if not isinstance(document := parse_nested(text, at), dict):
+    if not isinstance(document := parse_nested(text, at, nonfinite), dict):
         raise InvalidRequest.where(at, "a JSON object", describe_value(document))
     return document

@@ -6,6 +6,7 @@ lists, brackets are added: [[1,2],[3,4]] may be read as [[1,2],[3]] and [[4]].
 """
 
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,11 @@ class RawValue(NamedTuple):
         """The value as Python objects. Raises MalformedBody, InvalidRequest or TooLarge."""
         if self.stop - self.start > MAX_PARSED_BYTES:
             raise TooLarge.where(at, f"a value of at most {MAX_PARSED_BYTES} bytes", str(self.stop - self.start))
-        return parse_strictly(self.text[self.start : self.stop], position_of=lambda offset: line_and_column(self.text, self.start + offset))
+        position_of = lambda offset: line_and_column(self.text, self.start + offset)  # noqa: E731
+        try:
+            return parse_strictly(self.text[self.start : self.stop], position_of=position_of, limits=self.limits)
+        except TooLarge as refusal:
+            raise refusal.with_paths(lambda _: at) from None
 
 
 class NumberList(RawValue):
@@ -102,7 +107,8 @@ class NumberList(RawValue):
         no_item = open_after <= 0 or piece.rstrip()[-1:] in (b"", b",", b"[")
         after = b"" if is_last else b"," if no_item else b"]" * open_after
         position_of = lambda offset: line_and_column(self.text, start + max(0, offset - len(before)))  # noqa: E731
-        return parse_strictly(b"".join((before, piece, after)), position_of=position_of)
+        limits = replace(self.limits, values=2 * PIECE_BYTES)  # numbers of a tensor have no other limit than its bytes
+        return parse_strictly(b"".join((before, piece, after)), position_of=position_of, limits=limits)
 
     def _require_bounded(self, at: str, lists: int, depth: int) -> None:
         if depth > self.limits.depth:

@@ -8,6 +8,7 @@ which finds the place of the fault.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -45,13 +46,21 @@ def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alo
     """
     try:
         parts = split_json(body, limits)
-        return DocumentReader(limits, shapes_alone, parts.values).members(parts.document(), kinds)
+        return DocumentReader(limits, shapes_alone, parts.values).members(parts.document(limits), kinds)
     except TooLarge:
         raise
-    except RequestError:
-        if len(body) > MAX_STRICT_BYTES:
-            raise
-    return DocumentReader(limits, shapes_alone).members(parse_strictly(body), kinds)
+    except RequestError as refusal:
+        document = parse_refused(body, limits, refusal)
+    return DocumentReader(limits, shapes_alone).members(document, kinds)
+
+
+def parse_refused(body: bytes, limits: WireLimits, refusal: RequestError) -> Any:
+    """The whole of a small body that `refusal` refuses, with the numbers of its tensors, to find the place of its fault. Raises `refusal`
+    for a large one."""
+    if len(body) <= MAX_STRICT_BYTES:
+        with suppress(TooLarge):
+            return parse_strictly(body, limits=limits)
+    raise refusal
 
 
 class Base64Text(RawValue):
@@ -74,7 +83,7 @@ class SplitJson(NamedTuple):
     template: bytes
     values: list[RawValue]
 
-    def document(self) -> Any:
+    def document(self, limits: WireLimits) -> Any:
         """The parsed template, which must not be changed, with a value of `values`, or its `Slot`, in place of each placeholder.
 
         Raises MalformedBody, InvalidRequest or TooLarge.
@@ -84,7 +93,7 @@ class SplitJson(NamedTuple):
                 return _parse_template(self.template, len(self.values))
             except (RequestError, RecursionError):
                 pass  # refused below, with the place in the text
-        return parse_strictly(self.template, position_of=self._position_of, replacements=self.values)
+        return parse_strictly(self.template, position_of=self._position_of, replacements=self.values, limits=limits)
 
     def _position_of(self, offset: int) -> str:
         """Line and column in the text of the byte at `offset` in the template."""

@@ -20,7 +20,7 @@ from attend.tensors import Datatype, datatype_of, raw
 from attend.wire.arrays import array_of_bytes, wire_array
 from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
 from attend.wire.json.lists import NumberList
-from attend.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, shape_of, split_json
+from attend.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, parse_refused, shape_of, split_json
 from attend.wire.json.strict import parse_strictly
 from attend.wire.json.writer import json_text_of, write_json
 from attend.wire.limits import WireLimits
@@ -131,11 +131,11 @@ def _decode(text: bytes, binary: memoryview, model: str, limits: WireLimits) -> 
         return _with_arrays(header, lists, binary)
     except TooLarge:
         raise
-    except RequestError:
+    except RequestError as refusal:
         if len(text) > MAX_STRICT_BYTES:
-            split_json(text, limits, BEFORE_DATA).document()  # raises if the JSON is malformed, with the place in the text
-            raise
-    header = _parse_header(DocumentReader(limits).members(parse_strictly(text), {}), len(binary), model)
+            split_json(text, limits, BEFORE_DATA).document(limits)  # raises if the JSON is malformed, with the place in the text
+        document = parse_refused(text, limits, refusal)
+    header = _parse_header(DocumentReader(limits).members(document, {}), len(binary), model)
     return _with_arrays(header, (), binary)
 
 
@@ -144,7 +144,7 @@ def _parse_template(template: bytes, nested: tuple[bool, ...], binary_size: int,
 
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
-    document = parse_strictly(template, replacements=[ListSlot(i, is_nested) for i, is_nested in enumerate(nested)])
+    document = parse_strictly(template, replacements=[ListSlot(i, is_nested) for i, is_nested in enumerate(nested)], limits=limits)
     return _parse_header(DocumentReader(limits).members(document, {}), binary_size, model)
 
 
