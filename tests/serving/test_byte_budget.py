@@ -27,7 +27,7 @@ from attend.web.request_reader import network_of
 from attend.wire.codec import Encoded
 from attend.wire.json.reader import parse
 from attend.wire.json.writer import encode_json
-from attend.wire.negotiation import JSON, AttendCodec
+from attend.wire.negotiation import JSON, SAFETENSORS, AttendCodec
 from support.scheduler import loop_iterations, run
 
 CAPACITY = 1 << 20
@@ -140,11 +140,11 @@ def test_retry_after_is_randomly_increased_by_up_to_half() -> None:
 class Exchange:
     """One request to an ASGI application: `push` sends a part of its body; its reply is read piece by piece once `taking` is set."""
 
-    def __init__(self, app: Any, size: int, address: str, path: str = "/attend", **headers: str) -> None:
+    def __init__(self, app: Any, size: int, address: str, path: str = "/attend", method: str = "POST", **headers: str) -> None:
         self.sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.taking, self.status, self.reply = asyncio.Event(), 0, b""
         self.taking.set()
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": "", "client": (address, 1)}
+        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "root_path": "", "client": (address, 1)}
         given = {"host": "localhost", "content-length": str(size), **headers}
         pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()]
         scope |= {"headers": pairs, "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
@@ -253,6 +253,87 @@ def test_rule_5_replies_count_against_the_budget_until_they_are_sent(path: str) 
             await slow.answered
             assert size == len(slow.reply) or len(slow.reply) < size <= MAX_UNSPLIT_REPLY  # a small request counts as a whole until then
             assert budget.held == 0
+
+    run(test())
+
+
+NAMED_LAYERS = {"words": {"d_model": 2048, "num_heads": 1, "projections": False}}
+LONG_LISTS = {f"{i:060}": {"d_model": 2, "num_heads": 1, "projections": False} for i in range(130)}
+UNPLANNED = {  # of each a request whose reply no call predicts, of at least 64 KiB: its layers and its body
+    ("POST", "/words"): (NAMED_LAYERS, {"layer": "words", "text": "one two three four five six seven eight nine ten"}),
+    ("GET", "/layers"): (LONG_LISTS, None),
+    ("GET", "/v2/models/stats"): (LONG_LISTS, None),
+    ("GET", "/openapi.json"): ({}, None),
+}
+
+
+@pytest.mark.parametrize(("method", "path"), UNPLANNED)
+def test_rule_13_every_reply_is_reserved_at_its_size(method: str, path: str) -> None:
+    """By its caller, until it is sent. If it does not fit, another reply says so."""
+    layers, document = UNPLANNED[method, path]
+    body = b"" if document is None else json.dumps(document).encode()
+
+    async def test() -> None:
+        async with serving(layers=layers, max_queue_bytes=1 << 22) as app:
+
+            def ask() -> Exchange:
+                exchange = Exchange(app, len(body), "192.0.2.1", path, method)
+                exchange.push(body)
+                return exchange
+
+            budget = app.state.service.budget
+            slow = ask()
+            slow.taking.clear()
+            while not slow.status:
+                await asyncio.sleep(0.001)
+            await loop_iterations()
+            size = budget.held
+            with budget.lease("192.0.2.2") as other, budget.lease("192.0.2.3") as third:
+                for lease in (other, third):
+                    lease.resize((budget.capacity - size - 30_000) // 2)  # leaves room for the body
+                refused = ask()
+                await refused.answered
+                assert (refused.status, "max_queue_bytes" in refused.reply.decode()) == (429, True)
+            slow.taking.set()
+            await slow.answered
+            assert slow.status == 200
+            assert size == len(slow.reply) > MAX_UNSPLIT_REPLY
+            again = ask()
+            await again.answered
+            assert (again.status, budget.held) == (200, 0)
+
+    run(test())
+
+
+def test_rule_13_words_of_links_count_against_the_budget() -> None:
+    """As often as they may be repeated, before anything is computed; the plan has them, too."""
+    n, word = 20, '\u00e9"\n' * 2_000
+    query = {"query": [[0.5] * 4] * n, "key": [[0.5] * 4]}
+    tokens = {"query": ["a"] * n, "key": [word]}
+    body = json.dumps({**query, "metrics": ["strongest_links"], "analysis": {"top_links": n}, "tokens": tokens}).encode()
+
+    async def reply(app: Any, path: str, **headers: str) -> Exchange:
+        exchange = Exchange(app, len(body), "192.0.2.1", path, **headers)
+        exchange.push(body)
+        await exchange.answered
+        return exchange
+
+    async def test() -> None:
+        async with serving() as app:
+            planned = json.loads((await reply(app, "/attend/plan")).reply)["reply_bytes"]
+            answer = await reply(app, "/attend/analysis")
+            binary = await reply(app, "/attend/analysis", accept=SAFETENSORS)
+        assert 2 * n * len(json.dumps(word, ensure_ascii=False).encode()) <= len(answer.reply) <= planned < 2 * len(answer.reply)
+        assert json.loads(answer.reply)["metrics"]["strongest_links"]["key_words"] == [[word] * n] * 2
+        assert len(binary.reply) <= planned
+        async with serving(max_reply_bytes=planned - 1) as app:
+            refused = await reply(app, "/attend/analysis")
+            assert (refused.status, "max_reply_bytes" in refused.reply.decode(), bool(_computed(app))) == (413, True, False)
+        async with serving(max_queue_bytes=1 << 20) as app:
+            with app.state.service.budget.lease("192.0.2.2") as other:
+                other.resize(500_000)
+                refused = await reply(app, "/attend/analysis")
+            assert (refused.status, "max_queue_bytes" in refused.reply.decode(), bool(_computed(app))) == (429, True, False)
 
     run(test())
 

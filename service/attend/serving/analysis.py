@@ -21,8 +21,10 @@ from attend.serving.sessions.registry import Session
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, DATATYPES, Array
 from attend.wire.codec import Decoded, Reply
+from attend.wire.json.writer import bytes_of_word
 from attend.wire.schemas.analysis import INDEX_PARTS, METRICS, AnalysisRequest
 
+SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
 BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
 
 
@@ -94,7 +96,9 @@ class AnalysisBinding(Binding[AnalysisRequest]):
         operations = passes * forward.operations + elements + products
         datatypes = {name: self.datatype_of(name, request, spec) for name in shapes}
         reply, tensors = reply_sizes(request.reply.form, request.reply.decimals, shapes, datatypes)
-        return Cost(shapes, operations, scores, forward.memory_bytes + memory, reply, forward.items, forward.pairs, tensors)
+        words = math.prod(lengths[axis] for axis in "bhn") * _longest_words(request) if "strongest_links" in metrics else 0
+        memory += forward.memory_bytes
+        return Cost(shapes, operations, scores, memory, reply + words, forward.items, forward.pairs, tensors, words)
 
     def operation(self, request: AnalysisRequest, layer: LoadedLayer, call: Call) -> MetricsOperation:
         """The operation that computes the request's metrics.
@@ -207,6 +211,16 @@ def _refuse_overflow(arrays: dict[str, Array], overflowed: bool, datatype: str) 
     if overflowed:
         expected = "finite scores, values and outputs to measure, unless reply.nonfinite allows others"
         raise InvalidRequest.where("", expected, "some that overflow")
+
+
+def _longest_words(request: AnalysisRequest) -> int:
+    """The most bytes of a query word and a key word together in the reply."""
+    longest = 0
+    for side in SIDES:
+        words = request.tokens_of(side)
+        rows: list[Any] = [words] if not words or isinstance(words[0], str) else words
+        longest += max((bytes_of_word(word) for row in rows for word in row), default=0)
+    return longest
 
 
 def _link_words(request: AnalysisRequest, parts: dict[str, Array]) -> dict[str, Any]:

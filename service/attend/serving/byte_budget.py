@@ -102,6 +102,13 @@ class Lease:
         self.budget.change(self.caller, size - self.held, used - self.used)
         self.held, self.used = size, used
 
+    def reserve(self, size: int) -> None:
+        """Set the lease to `size` bytes. Raises Overloaded if these are more than before, and there is no room for them."""
+        if size > self.held:
+            self.add(size - self.held)
+        else:
+            self.resize(size)
+
     def release(self) -> None:
         """Release all bytes. Idempotent."""
         if self.held:

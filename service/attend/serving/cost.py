@@ -48,6 +48,7 @@ class Cost:
     items: int = 1
     pairs: int = 0  # heads * queries * keys of one batch item
     tensor_bytes: int = 0  # of the outputs as binary numbers in the reply's datatype
+    word_bytes: int = 0  # of the words in the reply, at most; `reply_bytes` has them, too
 
 
 class ReplyContents(NamedTuple):

@@ -102,6 +102,9 @@ class Engine:
                 bound = binding.bind(decoded, self.find(decoded.members, binding.schema), self.admission)
             else:
                 bound = binding.bind_to_session(session, decoded, self.admission)
+            if bound.cost.word_bytes > raw.reply_codec.largest_text:
+                expected = f"at most {raw.reply_codec.largest_text} bytes of words in a safetensors reply; ask for fewer links, or for JSON"
+                raise TooLarge.where("", expected, f"up to {bound.cost.word_bytes}")
             if raw.reply_codec.largest_reply is not None:
                 _require_small_reply(bound, *raw.reply_codec.largest_reply)
         except RequestError as error:
@@ -159,7 +162,7 @@ class Engine:
         if raw.lease is not None:
             if raw.lease.held > INLINE_BYTES:
                 raw.lease.add(max(0, bytes_in_memory(decoded.members.values(), bound.call.tensors()) - raw.lease.held))
-            raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes)
+            raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes + bound.cost.word_bytes)
 
     async def unpack(self, raw: RawRequest, limit: int) -> None:
         """Decompress the body of a request, if it is compressed, to at most `limit` bytes, which its lease counts from then on.

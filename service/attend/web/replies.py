@@ -6,6 +6,7 @@ from attend.serving.requests import EncodedReply
 from attend.serving.service import Service
 from attend.web.connections import RECORD_KEY
 from attend.web.records import Handler, HttpRecord
+from attend.web.request_reader import lease_of
 
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 MAX_UNSPLIT_REPLY = 64 * 1024  # bytes; larger replies are sent in pieces, and the request ends only when they have left the transport
@@ -48,13 +49,16 @@ class Replies:
                 record.lease.release()
 
     def _begin(self, record: HttpRecord, message: Message) -> None:
-        """Notes the status, adds the headers of every reply, and lets a large lease shrink from the body to the reply."""
-        headers = message["headers"]
-        record.status = message["status"]
-        if record.lease is not None:
-            size = int(dict(headers).get(b"content-length", 0))
-            if size > MAX_UNSPLIT_REPLY or record.lease.held > MAX_UNSPLIT_REPLY:  # a small one stays until the reply is sent
-                record.lease.resize(size)
+        """Sets a large lease to the size of the reply, notes the status, and adds the headers of every reply.
+
+        Raises Overloaded if there is no room for a reply that was not reserved; then another reply says so.
+        """
+        headers, status = message["headers"], message["status"]
+        size = int(dict(headers).get(b"content-length", 0))
+        if size > MAX_UNSPLIT_REPLY or (record.lease is not None and record.lease.held > MAX_UNSPLIT_REPLY):  # a small lease stays as it is
+            lease = lease_of(record, self.service)
+            lease.reserve(size) if status < 400 else lease.resize(size)
+        record.status = status
         if self.service.draining or self.service.retiring:  # so that clients do not reuse a connection that will be closed
             headers.append((b"connection", b"close"))
         if NO_SNIFFING not in headers:
@@ -84,6 +88,8 @@ async def send_reply(reply: EncodedReply, record: HttpRecord, *headers: tuple[by
     """Sends a reply, a large one in pieces. Each piece is freed once it is sent: freeing all at once would block the event loop."""
     record.phases, record.log_fields = reply.phases, reply.log_fields
     size = sum(map(len, reply.pieces))
+    if record.lease is not None and size > record.lease.held:  # than was predicted: what is computed is answered
+        record.lease.resize(size)
     pieces = reply.pieces if size > MAX_JOINED_BYTES else [b"".join(reply.pieces)]
     pieces.reverse()
     timing = (b"server-timing", reply.phases.server_timing().encode())

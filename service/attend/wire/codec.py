@@ -4,6 +4,7 @@ Codecs keep no state between calls. `Decoded.reply_format` passes what the reply
 sent as bytes). The codecs of the service's own endpoints are in `negotiation.py`, the others in `wire/v2/codec.py` and `web/grpc/codec.py`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Codec(ABC):
 
     writes_text: bool = True  # whether replies have numbers as text, which is larger than their bytes
     is_file: bool = False  # whether a body may be a file of tensors: weights of a layer, or rows of a session
+    largest_text: float = math.inf  # bytes of text in a reply, if the format limits it
     largest_reply: tuple[str, int] | None = None  # (setting, largest reply in bytes), if the protocol limits replies
 
     @abstractmethod

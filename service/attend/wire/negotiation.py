@@ -1,5 +1,6 @@
 """The codecs by media type, and content negotiation (RFC 9110, section 12): the media types of body and reply, from request headers."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -31,8 +32,9 @@ class AttendCodec(Codec):
         *,
         writes_text: bool,
         is_file: bool,
+        largest_text: float = math.inf,
     ) -> None:
-        self.parse, self.write, self.writes_text, self.is_file = parse, write, writes_text, is_file
+        self.parse, self.write, self.writes_text, self.is_file, self.largest_text = parse, write, writes_text, is_file, largest_text
         self.headers: Headers = ((b"content-type", media_type.encode()),)
 
     def decode(
@@ -46,7 +48,14 @@ class AttendCodec(Codec):
 
 CODECS: dict[str, Codec] = {  # in order of preference
     JSON: AttendCodec(JSON, json_reader.parse, encode_json, writes_text=True, is_file=False),
-    SAFETENSORS: AttendCodec(SAFETENSORS, safetensors.parse, safetensors.encode, writes_text=False, is_file=True),
+    SAFETENSORS: AttendCodec(
+        SAFETENSORS,
+        safetensors.parse,
+        safetensors.encode,
+        writes_text=False,
+        is_file=True,
+        largest_text=safetensors.MAX_HEADER_BYTES // 2,  # the other half for the tensors' entries
+    ),
 }
 SUPPORTED = tuple(CODECS)
 

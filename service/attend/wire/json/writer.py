@@ -5,6 +5,7 @@ the GIL until it returns, so long arrays are written in pieces. Both write NaN a
 `options.nonfinite` requires.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -20,6 +21,7 @@ from attend.wire.native import numbers
 from attend.wire.schemas.attend import ReplyOptions
 
 NUMBERS_PER_PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
+MAX_JOINED_BYTES = 1 << 16  # bytes of words that are one piece
 PLACEHOLDER = b"\0"  # replaces a `JsonText` in a document; JSON text never contains this byte
 
 
@@ -86,13 +88,47 @@ def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
     if isinstance(value, dict):
         return {part: _metric(inner, datatype, options) for part, inner in value.items()}
     if isinstance(value, list):
-        return value
+        return _words_text(value)
     tensor = _tensor("", value, datatype, options.model_copy(update={"nonfinite": "null"}))
     if value.dtype.kind != "i" or options.form == "base64" or not (value < 0).any():
         return tensor
     data = tensor["data"] if isinstance(tensor, dict) else tensor
     text = JsonText([bytes(piece).replace(b"-1", b"null") for piece in data])
     return {**tensor, "data": text} if isinstance(tensor, dict) else text
+
+
+def bytes_of_word(word: str) -> int:
+    """The bytes of a word in a reply, at most: as JSON text, which safetensors have inside of other JSON text, and the comma before it."""
+    return len(orjson.dumps(orjson.dumps(word).decode())) + 1
+
+
+def _words_text(words: list[Any]) -> JsonText:
+    """Nested lists of words as JSON text. A long word is a piece of its own, which is in memory once, however many links have it."""
+    pieces: list[Buffer] = []
+    some: list[bytes] = []  # what the next piece has so far
+    size = 0
+    for text in _word_texts(words, {}):
+        if some and size + len(text) > MAX_JOINED_BYTES:
+            pieces.append(b"".join(some))  # a single one is not copied
+            some, size = [], 0
+        some.append(text)
+        size += len(text)
+    return JsonText([*pieces, b"".join(some)])
+
+
+def _word_texts(words: list[Any], written: dict[str | None, bytes]) -> Iterator[bytes]:
+    """The words, brackets and commas. `written`: the words that were written before."""
+    yield b"["
+    for i, word in enumerate(words):
+        if i:
+            yield b","
+        if isinstance(word, list):
+            yield from _word_texts(word, written)
+        else:
+            if word not in written:
+                written[word] = orjson.dumps(word)
+            yield written[word]
+    yield b"]"
 
 
 def _base64(array: Array) -> str | JsonText:
