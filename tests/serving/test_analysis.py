@@ -280,13 +280,7 @@ def test_undefined_numbers_are_null(http: httpx.Client) -> None:
     metrics = json.loads(text, parse_constant=lambda word: pytest.fail(word))["metrics"]
     assert metrics["entropy_per_query"] == [[0.0, None, None]] * 8
     assert metrics["normalised_entropy"] == [None] * 8
-    assert metrics["strongest_links"] == {
-        "queries": [[0, None, None, None, None]] * 8,
-        "keys": [[0, None, None, None, None]] * 8,
-        "weights": [[1.0, None, None, None, None]] * 8,
-        "query_words": [["a", None, None, None, None]] * 8,
-        "key_words": [["a", None, None, None, None]] * 8,
-    }
+    assert metrics["strongest_links"] == {part: [[None] * 5] * 8 for part in ("queries", "keys", "weights", "query_words", "key_words")}
 
 
 @pytest.mark.parametrize("omit", ["special", ["[CLS]", "<|end|>"]])
@@ -401,8 +395,8 @@ def test_all_reply_forms_have_the_same_metrics(http: httpx.Client) -> None:
     expected = read_analysis(nested)
     links = expected["strongest_links"]
     assert np.isnan(expected["normalised_entropy"][1]).all() and not np.isnan(expected["normalised_entropy"][0]).any()
-    assert (links["keys"][1, :, :3] == 0).all() and (links["keys"][1, :, 3:] == -1).all()
-    assert links["key_words"][1] == [["i", "i", "i", None, None]] * 8
+    assert (links["keys"][0] >= 0).all() and (links["keys"][1] == -1).all()
+    assert links["key_words"][1] == [[None] * 5] * 8  # the second item sees one key
     assert links["query_words"][0][0] == [tokens["query"][0][i] for i in links["queries"][0, 0]]
     for reply in others:
         same(read_analysis(reply), expected)

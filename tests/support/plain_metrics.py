@@ -181,10 +181,9 @@ def output_metrics(item: Item, weight: Array, bias: Array, head_scale: Array, di
 
 
 def strongest(item: Item, n: int) -> list[list[tuple[float, int, int]]]:
-    """(weight, query, key) of each head's links, largest first."""
-    return [
-        sorted(
-            (-item.weights[h, i, j], i, j) for i in range(item.q) for j in range(item.k) if item.counts[h, i] and item.weights[h, i, j] > 0
-        )[:n]
-        for h in range(item.h)
-    ]
+    """(minus the weight, query, key) of each head's links, largest first, of rows that see more keys than one."""
+    found: list[list[tuple[float, int, int]]] = [[] for _ in range(item.h)]
+    for h, i, j in np.ndindex(item.weights.shape):
+        if item.counts[h, i] and item.visible[h, i].sum() > 1 and item.weights[h, i, j] > 0:
+            found[h].append((-item.weights[h, i, j], i, j))
+    return [sorted(links)[:n] for links in found]

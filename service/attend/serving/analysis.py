@@ -23,6 +23,7 @@ from attend.tensors import BY_TORCH, DATATYPES, Array
 from attend.wire.codec import Decoded, Reply
 from attend.wire.json.writer import bytes_of_word
 from attend.wire.schemas.analysis import INDEX_PARTS, METRICS, AnalysisRequest
+from attend.wire.schemas.attend import AttendRequest
 
 SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
 BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a dozen times their memory
@@ -121,7 +122,7 @@ class AnalysisBinding(Binding[AnalysisRequest]):
                 local_window=options.local_window,
                 top_links=options.top_links,
                 mass=options.mass,
-                queries=_counted_queries(request, call),
+                queries=counted_queries(request, call, options.query_lens),
                 query_tokens=query_ids,
                 key_tokens=key_ids,
                 direction=direction,
@@ -162,13 +163,13 @@ class AnalysisBinding(Binding[AnalysisRequest]):
 ANALYSIS = AnalysisBinding(AnalysisRequest)  # POST /attend/analysis
 
 
-def _counted_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
-    """bool [b|1, q]: the queries that are neither padding nor omitted; None: all."""
-    real, kept = _real_queries(request, call), _kept(request, "query")
+def counted_queries(request: AttendRequest, call: Call, lens: int | list[int] | None = None) -> torch.Tensor | None:
+    """bool [b|1, q]: the queries that are neither padding nor omitted; None: all. `lens`, [b] or for all: how many are no padding."""
+    real, kept = _real_queries(request, call, lens), _kept(request, "query")
     return real if kept is None else kept if real is None else real & kept
 
 
-def _kept(request: AnalysisRequest, side: Literal["query", "key"]) -> torch.Tensor | None:
+def _kept(request: AttendRequest, side: Literal["query", "key"]) -> torch.Tensor | None:
     """bool [b|1, n]: the queries or keys whose tokens are not omitted; None: all."""
     tokens, words = request.tokens, request.tokens_of(side)
     if tokens is None or not tokens.omit or not words:
@@ -177,11 +178,10 @@ def _kept(request: AnalysisRequest, side: Literal["query", "key"]) -> torch.Tens
     return torch.tensor([[not tokens.omits(word) for word in row] for row in rows])
 
 
-def _real_queries(request: AnalysisRequest, call: Call) -> torch.Tensor | None:
+def _real_queries(request: AttendRequest, call: Call, lens: int | list[int] | None) -> torch.Tensor | None:
     """bool [b|1, q]: the queries that are not padding; None: all. In self-attention, padding keys are padding queries too."""
-    lens, q = request.analysis.query_lens, call.query.shape[1]
     if lens is not None:
-        return torch.arange(q) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
+        return torch.arange(call.query.shape[1]) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
     if request.key is not None or all(x is None for x in (call.masks.attend_keys, call.masks.key_segments, call.masks.lengths)):
         return None
     return call.masks.real_keys(call.query.shape[0])

@@ -22,6 +22,7 @@ from attend.attention.call import Call, Result
 from attend.attention.operations import FORWARD, Operation
 from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, TooLarge
 from attend.heads.figures import FigureSpec, compose, draw, operation_for
+from attend.serving.analysis import counted_queries
 from attend.serving.binding import Binding, BoundCall, refuse_fully_masked
 from attend.serving.cost import Cost
 from attend.serving.fair_share import FairShare
@@ -85,7 +86,7 @@ class FigureBinding(Binding[FigureRequest]):
 
     def operation(self, request: FigureRequest, layer: LoadedLayer, call: Call) -> Operation:
         """The reduction of the weights to what is drawn; the forward pass if outputs are drawn."""
-        return operation_for(figure_spec(request, layer.spec)) or FORWARD
+        return operation_for(figure_spec(request, layer.spec), counted_queries(request, call)) or FORWARD
 
     def describe(self, request: FigureRequest, spec: LayerSpec) -> dict[str, Any]:
         return {"figure": request.figure.kind, "format": request.figure.format}

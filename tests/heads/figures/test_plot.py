@@ -18,9 +18,10 @@ from attend.attention.call import WeightBlock
 from attend.errors import DeadlinePassed, InvalidRequest, TooLarge
 from attend.heads.figures import FigureSpec, Picture, compose, draw
 from attend.heads.figures.geometry import column_ticks, cut, printable, row_ticks, width, wrapped
-from attend.heads.figures.kinds import Pooling, Similarity, mean_across, pool_array, std_across
+from attend.heads.figures.kinds import Pooling, mean_across, pool_array, std_across
 from attend.heads.figures.plot import THEMES, Plot, colour_map, ink_on, settings
 from attend.heads.figures.spec import Axis, Panel, Scale
+from attend.heads.metrics.compute import OVERFLOWED
 
 HEADS, QUERIES, KEYS = 3, 23, 17
 HOSTILE = (
@@ -92,19 +93,6 @@ def test_heads_are_reduced_before_pooling(across, by_hand):
 
     expected = pooled_by_hand(by_hand(weights[0] * visible, 0)[None], visible[None], (3, 2), "max")
     np.testing.assert_allclose(made["pooled"].numpy(), expected, rtol=1e-13)
-
-
-def test_similarity_is_the_cosine_over_the_pairs_that_may_attend():
-    weights, visible = RNG.random_sample((2, HEADS, QUERIES, KEYS)), RNG.random_sample((2, HEADS, QUERIES, KEYS)) < 0.5
-    visible[1, 2] = False
-
-    made = Similarity(1)(blocks_of(torch.from_numpy(weights), torch.from_numpy(visible), 5))["similarity"].numpy()
-
-    flat = (weights[1] * visible[1]).reshape(HEADS, -1)
-    lengths = np.linalg.norm(flat, axis=1)
-    with np.errstate(invalid="ignore"):
-        np.testing.assert_allclose(made, flat @ flat.T / np.outer(lengths, lengths), rtol=1e-13)
-    assert np.isnan(made[2]).all()
 
 
 def test_negative_numbers_are_pooled():
@@ -288,9 +276,9 @@ def test_a_title_is_wrapped_between_words_and_within_a_long_word():
 @pytest.mark.parametrize(("maximum", "logarithmic"), [(None, False), (0.5, False), (None, True), (0.5, True), (2.0, False)])
 def test_similarity_has_the_requested_scale(maximum, logarithmic):
     spec = FigureSpec("similarity", 0, 3, 3, (0, 1), maximum=maximum, logarithmic=logarithmic)
-    cosines = torch.tensor([[1.0, 0.25], [0.25, 1.0]], dtype=torch.float64)
+    cosines = torch.tensor([[[1.0, 0.25], [0.25, 1.0]]], dtype=torch.float64)
 
-    scale = compose(spec, {"similarity": cosines}, {}).scale
+    scale = compose(spec, {"cosine_similarity": cosines, OVERFLOWED: torch.tensor(False)}, {}).scale
 
     high = maximum or 1.0
     assert scale == Scale("cosine similarity", min(0.25, high / 10) if logarithmic else 0.0, high, logarithmic=logarithmic)

@@ -106,13 +106,26 @@ def test_similarity_of_equal_and_of_disjoint_heads() -> None:
 def test_ties_go_to_the_lower_index() -> None:
     """Within and across blocks; torch may choose any."""
     values = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 3.0], [0.0] * 7])
-    links = metrics_of(np.stack([UNIFORM, SELF]), "strongest_links", top_links=9)
+    pair = np.where(np.arange(N)[:, None] == 3, (SELF + np.eye(N, k=1)) / 2, SELF)  # row 3 has two equal weights, others see one key
+    links = metrics_of(np.stack([UNIFORM, pair]), "strongest_links", top_links=9)
 
     assert top_k(values, 5)[1].tolist() == [[1, 3, 6, 2, 4], [0, 1, 2, 3, 4]]
     assert top_k(values, 0)[1].shape == (2, 0)
-    assert links["strongest_links.queries"].tolist() == [[[0] * N + [1] * 2, [*range(N), -1, -1]]]
-    assert links["strongest_links.keys"].tolist() == [[[*range(N), 0, 1], [*range(N), -1, -1]]]
+    assert links["strongest_links.queries"].tolist() == [[[0] * N + [1] * 2, [3, 3] + [-1] * N]]
+    assert links["strongest_links.keys"].tolist() == [[[*range(N), 0, 1], [3, 4] + [-1] * N]]
     assert StrongestLinks(3).n == 3
+
+
+def test_rows_that_see_one_key_have_no_links() -> None:
+    """The first row of a causal head has a weight of 1 for any scores; the largest weight of the others is the strongest link."""
+    rows = np.tril(np.random.default_rng(5).random((N, N)))
+    weights = rows / rows.sum(1, keepdims=True)
+    links = metrics_of(np.stack([weights, SELF]), "strongest_links", top_links=1)
+
+    best = np.unravel_index(np.argmax(weights[1:]), (N - 1, N))
+    assert links["strongest_links.queries"].tolist() == [[[best[0] + 1], [-1]]]
+    assert links["strongest_links.keys"].tolist() == [[[best[1]], [-1]]]
+    np.testing.assert_allclose(links["strongest_links.weights"][0, 0], weights[1:].max())
 
 
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 12), levels=st.sampled_from([2, 5, 1000]), nan=st.booleans())

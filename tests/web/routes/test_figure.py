@@ -67,7 +67,7 @@ def test_tokens_can_be_left_out(http, layers, omit, kept):
 
 
 def test_left_out_positions_are_in_no_kind_of_picture(http, layers):
-    """Outputs lose their rows; similarities are of the other pairs."""
+    """Outputs lose their rows; similarities are of the other queries."""
     tokens = {"query": WORDS, "omit": ["cat"]}
     _, texts = parsed(picture(http, {"kind": "concatenation", "format": "svg"}, tokens=tokens))
     assert texts["row"] == ["The", "sat", "on", "mats"] * 2
@@ -248,6 +248,13 @@ MASKS = {
 }
 
 
+def cosine(one, other):
+    """Between the shares of two heads, [q, k] each, in the rows that have a key in both."""
+    rows = (one.sum(1) > 0) & (other.sum(1) > 0)
+    one, other = (head[rows] / head[rows].sum(1, keepdims=True) for head in (one, other))
+    return (one * other).sum() / np.sqrt((one**2).sum() * (other**2).sum())
+
+
 def blocked_in(fields):
     """Which pairs may not attend, bool [2, 2, 5, 7], worked out from the request alone."""
     blocked = np.zeros((2, 2, 5, 7), bool)
@@ -268,14 +275,12 @@ def test_every_kind_shows_the_numbers_of_attend(http, layers, mask):
     body = {**CROSS, **MASKS[mask]}
     weights = np.array(http.post("/attend", json={**body, "outputs": ["attention_weights"]}).json()["attention_weights"])[1]
     blocked = blocked_in(MASKS[mask])[1]
-    flat = weights.reshape(2, -1)
-    lengths = np.linalg.norm(flat, axis=1)
     expected = {
         "heads": np.where(blocked, np.nan, weights),
         "head": np.where(blocked, np.nan, weights)[:1],
         "mean": np.where(blocked.all(0), np.nan, weights.mean(0))[None],
         "std": np.where(blocked.all(0), np.nan, weights.std(0))[None],
-        "similarity": (flat @ flat.T / np.outer(lengths, lengths))[None],
+        "similarity": np.array([[cosine(one, other) for other in weights] for one in weights])[None],
     }
     for kind, values in expected.items():
         panels = shown(picture(http, {"kind": kind, "format": "html", "item": 1}, **body))
@@ -284,6 +289,26 @@ def test_every_kind_shows_the_numbers_of_attend(http, layers, mask):
             assert panels[0]["rows"]["words"] == [*"fghij"]
             assert panels[0]["columns"]["words"] == [*"1234567"]
             assert panels[0]["empty"] == np.flatnonzero(np.isnan(values[0]).all(1)).tolist()
+
+
+def test_the_kind_similarity_shows_the_metric(http):
+    """With sinks, whose rows have unequal sums; with padding, and with omitted words, which do not count as queries."""
+    http.put("/layers/sunk", json={"spec": {"d_model": 6, "num_heads": 3, "sinks": True, "gain": 3.0}})
+    rng = np.random.default_rng(11)
+    query, words = rng.standard_normal((2, 7, 6)).round(3), [*"abcdefg"]
+    fields = {"layer": "sunk", "query": query.tolist(), "tokens": {"query": words, "omit": ["c"]}, "valid_lens": [7, 5]}
+    weights = np.array(http.post("/attend", json={**fields, "outputs": ["attention_weights"]}).json()["attention_weights"])[1]
+    assert np.ptp(weights.sum(-1)[:, :5]) > 0.1
+    rows = [0, 1, 3, 4]
+
+    [panel] = shown(picture(http, {"kind": "similarity", "format": "html", "item": 1, "heads": [2, 0]}, **fields))
+    metric = http.post("/attend/analysis", json={**fields, "metrics": ["cosine_similarity"]}).json()["metrics"]["cosine_similarity"][1]
+
+    expected = np.array([[cosine(one[rows], other[rows]) for other in weights] for one in weights])
+    assert expected.min() < 0.9
+    np.testing.assert_allclose(metric, expected, atol=1e-6)
+    np.testing.assert_allclose(panel["values"], expected[[2, 0]][:, [2, 0]], atol=1e-6)
+    http.delete("/layers/sunk")
 
 
 def test_the_kind_concatenation_shows_head_outputs_and_output(http, layers):

@@ -1,4 +1,4 @@
-"""The kinds of figure: `operation_for` returns the reduction of weights that a kind needs, `compose` turns its result into a picture.
+"""The kinds of figure: `operation_for` returns the operation that a kind needs, `compose` turns its result into a picture.
 
 Weights are reduced block by block, so those of a long sequence are never stored together.
 """
@@ -16,7 +16,8 @@ from attend.attention.operations import Operation
 from attend.errors import InvalidRequest
 from attend.heads.figures.geometry import WIDEST, resolution
 from attend.heads.figures.spec import Axis, FigureSpec, Panel, Picture, Pool, Scale
-from attend.heads.metrics.heads import cosines
+from attend.heads.metrics.compute import OVERFLOWED, MetricsOperation
+from attend.heads.metrics.rows import MetricsOptions
 from attend.tensors import Array
 
 Reduction = Callable[[Iterable[WeightBlock]], dict[str, Tensor]]  # blocks of weights -> tensors by name
@@ -121,20 +122,6 @@ class Pooling:
         return parts.amax(-1) if pool == "max" else parts.sum(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class Similarity:
-    """Cosines between heads, <A_g, A_h> / (|A_g| |A_h|) over all pairs that may attend: `similarity` [h, h], NaN for a head of zeros."""
-
-    item: int
-
-    def __call__(self, blocks: Iterable[WeightBlock]) -> dict[str, Tensor]:
-        products = torch.zeros(())
-        for _, weights, visible in blocks:
-            flat = _of_item(weights, visible, self.item)[0].double().flatten(1)
-            products = products.to(flat.device) + flat @ flat.T
-        return {"similarity": cosines(_nan_to_infinity(products))}
-
-
 def pool_array(values: Tensor, row_step: int, column_step: int, pool: Pool) -> Tensor:
     """[rows, columns] -> cells: the mean or the maximum of each; values may be negative."""
     pooling = Pooling(0, (values.shape[0], values.shape[1]), row_step, column_step, pool)
@@ -157,14 +144,17 @@ def _of_item(weights: Tensor, visible: Tensor | None, item: int) -> tuple[Tensor
     return values.masked_fill(~visible, 0), visible
 
 
-def operation_for(spec: FigureSpec) -> WeightReduction | None:
-    """The reduction of the weights for a figure; None for `concatenation`, which shows outputs of the layer."""
+def operation_for(spec: FigureSpec, counted: Tensor | None = None) -> WeightReduction | MetricsOperation | None:
+    """The reduction of the weights for a figure; None for `concatenation`, which shows outputs of the layer.
+
+    `counted`, bool [b|1, q]: the queries that count in `similarity`, which shows the metric `cosine_similarity`; all if None.
+    """
     if spec.kind == "concatenation":
         return None
-    reduction: Reduction = Similarity(spec.item)
-    if spec.kind != "similarity":
-        across = {"mean": mean_across, "std": std_across}.get(spec.kind)
-        reduction = Pooling(spec.item, (spec.queries, spec.keys), *_steps(spec), spec.pool, across)
+    if spec.kind == "similarity":
+        return MetricsOperation(MetricsOptions(("cosine_similarity",), queries=counted, signed=spec.signed))
+    across = {"mean": mean_across, "std": std_across}.get(spec.kind)
+    reduction = Pooling(spec.item, (spec.queries, spec.keys), *_steps(spec), spec.pool, across)
     return WeightReduction(reduction, spec.heads, spec.query_positions, spec.key_positions)
 
 
@@ -175,7 +165,8 @@ def compose(spec: FigureSpec, tensors: Mapping[str, Tensor], about: Mapping[str,
         panels, steps = _output_panels(spec, tensors)
     elif spec.kind == "similarity":
         heads = Axis("head", len(spec.heads), labels=tuple(map(str, spec.heads)))
-        panels = [Panel("", heads, heads, tensors["similarity"].numpy())]
+        cosines = tensors["cosine_similarity"][spec.item][list(spec.heads)][:, list(spec.heads)]
+        panels = [Panel("", heads, heads, cosines.masked_fill(tensors[OVERFLOWED], torch.inf).numpy())]
     else:
         steps = _steps(spec)
         panels = _weight_panels(spec, steps, tensors["pooled"].numpy())

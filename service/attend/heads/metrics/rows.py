@@ -1,7 +1,8 @@
 """Metrics of rows of attention weights: one number per (batch, head, query), and each head's strongest links.
 
 A row is a distribution over keys. With attention sinks or sigmoid its weights do not sum to 1, so metrics use `shares`, the weights divided
-by their sum. In rows that do not count (fully masked or padding) shares are 0, and the metrics NaN.
+by their sum. In rows that do not count (fully masked or padding) shares are 0, and the metrics NaN. Weights that may be negative have no
+shares: their cosine similarity, the one metric that they have, is of the weights.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class MetricsOptions:
     key_tokens: Tensor | None = None  # ... [b|1, k]
     direction: Tensor | None = None  # [b, q, output_dim]
     link_keys: Tensor | None = None  # bool [b|1, k]: the keys that strongest links may have; all if None
+    signed: bool = False  # whether weights may be negative
 
     def includes(self, *names: str) -> bool:
         """Whether any of these metrics is requested."""
@@ -47,7 +49,7 @@ class MetricsBlock:
     options: MetricsOptions
     rows: slice
     weights: Tensor  # [b, h, rows, k], from the layer
-    shares: Tensor  # [b, h, rows, k]: weights over the row's sum; 0 in rows that do not count
+    shares: Tensor  # [b, h, rows, k]: weights over the row's sum, signed weights as they are; 0 in rows that do not count
     counts: Tensor  # bool [b, h, rows]
     visible: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the pairs that may attend; None: all
     positions: Tensor  # [b|1, rows]: key positions of the queries
@@ -69,13 +71,14 @@ def make_metrics_block(
     """The block of a layer's weights; `positions` [b|1, q] and `fully_masked` [b, h, q] are of all queries."""
     rows, weights, visible = block
     total = weights.sum(-1)
-    counts, overflowed = total > 0, total.isnan()
+    overflowed = total.isnan()
+    counts = ~overflowed if options.signed else total > 0
     if fully_masked is not None:
         counts &= ~fully_masked[:, :, rows]
     if options.queries is not None:
         counts &= options.queries[:, None, rows]
         overflowed &= options.queries[:, None, rows]
-    shares = weights / total.masked_fill(~counts, 1)[..., None]
+    shares = weights if options.signed else weights / total.masked_fill(~counts, 1)[..., None]
     if not counts.all():
         shares = shares.masked_fill(~counts[..., None], 0)
     return MetricsBlock(options, rows, weights, shares, counts, visible, positions[:, rows], first_key, overflowed)
@@ -185,7 +188,8 @@ def _visible_keys(block: MetricsBlock) -> Tensor:
 class StrongestLinks:
     """The n largest weights of each (batch, head), largest first; ties go to the lower query, then to the lower key.
 
-    Keeps only the n best links while blocks are read, so [q, k] is never stored.
+    A row that sees one key gives it all its weight, whatever the head does, so it has no links. Keeps only the n best
+    links while blocks are read, so [q, k] is never stored.
     """
 
     def __init__(self, n: int, keys: Tensor | None = None) -> None:
@@ -198,7 +202,8 @@ class StrongestLinks:
     def add(self, block: MetricsBlock) -> None:
         """Merge the block's links into the best so far."""
         self._num_keys = block.shares.shape[-1]
-        weights = block.weights.masked_fill(~block.counts[..., None], 0)
+        has_choice = block.counts & (_visible_keys(block) > 1)
+        weights = block.weights.masked_fill(~has_choice[..., None], 0)
         weights = (weights if self.keys is None else weights.masked_fill(~self.keys[:, None, None], 0)).flatten(2)
         best, pairs = top_k(weights, min(self.n, weights.shape[-1]))
         here = pairs + block.rows.start * self._num_keys

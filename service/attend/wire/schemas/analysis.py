@@ -51,7 +51,7 @@ METRICS: dict[str, MetricRow] = {
     "confidence": MetricRow("the largest weight of a row; mean over queries", is_default=True),
     "confidence_per_query": MetricRow("the largest weight of each row", {"": "bhq"}),
     "strongest_links": MetricRow(
-        "the largest weights; with tokens `query_words` and `key_words` too",
+        "the largest weights, of rows that see several keys; with tokens `query_words` and `key_words` too",
         {"queries": "bhn", "keys": "bhn", "weights": "bhn"},
         is_default=True,
     ),
@@ -64,7 +64,7 @@ METRICS: dict[str, MetricRow] = {
     "previous_token_score": MetricRow("mass on the position before the query's", is_default=True, needs_positions=True),
     "duplicate_token_score": MetricRow("mass on earlier positions of the same token", needs_positions=True, needs_tokens=True),
     "induction_score": MetricRow("mass on the positions after earlier ones of the same token", needs_positions=True, needs_tokens=True),
-    "cosine_similarity": MetricRow("between the heads' weights", {"": "bhh"}),
+    "cosine_similarity": MetricRow("between the heads' shares of weights, each as one vector", {"": "bhh"}),
     "jensen_shannon": MetricRow("divergence between the heads' weights in nats, mean over queries", {"": "bhh"}, cost_per_head=25),
     "position_disagreement": MetricRow("minus the mean similarity of the heads' weights: higher is more diverse", {"": "b"}),
     "subspace_disagreement": MetricRow("the same of their values", {"": "b"}, of="values"),

@@ -25,8 +25,8 @@ class Figure(Schema):
     kind: Literal["heads", "head", "mean", "std", "similarity", "concatenation"] = Field(
         default="heads",
         examples=["mean"],
-        description="`heads`: the weights of every head, in a grid; `head`: of one; `mean`, `std`: across heads; `similarity`: cosines "
-        "between the heads' weights; `concatenation`: the heads' outputs side by side, and after the output projection.",
+        description="`heads`: the weights of every head, in a grid; `head`: of one; `mean`, `std`: across heads; `similarity`: the "
+        "metric `cosine_similarity`; `concatenation`: the heads' outputs side by side, and after the output projection.",
     )
     format: Annotated[Literal["png", "svg", "html"] | None, BeforeValidator(_require_format)] = Field(
         default=None, description="Format of the picture; by `Accept` if null."
