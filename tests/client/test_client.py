@@ -186,6 +186,7 @@ def test_a_result_lists_its_outputs(client):
     assert len(result.request_id) == 16
     assert {**result}.keys() == {"output", "attention_weights"} and len(result) == 2
     assert repr(result) == "AttendResult(output [2, 3, 6], attention_weights [2, 2, 3, 3]; layer 'float32')"
+    assert {"output", "attention_weights", "timing", "tensors"} <= set(dir(result))  # which a notebook completes
     result.output[0] = 0  # the caller may change it
     with pytest.raises(AttributeError, match=r"no 'scores' among the outputs output, attention_weights"):
         _ = result.scores
@@ -369,7 +370,7 @@ def test_values_that_json_does_not_have_are_refused_before_they_are_sent(fields,
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (lambda c: c.attend(SMALL, key_padding_mask=torch.ones(2, 3)), r"block_keys \(1 = blocked, as True is in torch"),
+        (lambda c: c.attend(SMALL, key_padding_mask=torch.ones(2, 3)), r"block_keys for the booleans of torch"),
         (lambda c: c.figure(SMALL, attn_mask=np.eye(3)), r"block_mask for the booleans of torch"),
         (lambda c: c.analysis(SMALL, is_causal=True), r"causal \(key j is visible to query i"),
         (lambda c: c.plan(SMALL, num_heads=2), r"belongs to the spec of a layer"),

@@ -74,6 +74,9 @@ class AttendResult(Mapping[str, Any]):
             raise KeyError(self._missing(name))
         return self.tensors[name]
 
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *self.tensors})
+
     def _missing(self, name: str) -> str:
         return f"no {name!r} among the outputs {', '.join(self.tensors)}{did_you_mean(name, self.tensors)}; request it in outputs=[…]"
 

@@ -61,9 +61,8 @@ ADVICE = {
     "scores": "attention_mask",
     "block_mask for the booleans of torch's MultiheadAttention (True = blocked), attend_mask for those of scaled_dot_product_attention "
     "(True = may attend), bias for numbers that are added to the scores": "attn_mask memory_mask src_mask tgt_mask",
-    "block_keys (1 = blocked, as True is in torch's key_padding_mask), or attend_keys, which means the opposite": (
-        "key_padding_mask memory_key_padding_mask src_key_padding_mask tgt_key_padding_mask"
-    ),
+    "block_keys for the booleans of torch's key_padding_mask (True = blocked), attend_keys for their opposite, bias [b, 1, k] for floats, "
+    "which torch adds to the scores": ("key_padding_mask memory_key_padding_mask src_key_padding_mask tgt_key_padding_mask"),
     "attend_keys (1 = a real key, as True is in Keras)": "key_mask value_mask",
     "valid_lens (only the first n keys are real)": "lengths valid_len valid_length",
     "bias (added to the scores)": "attn_bias position_bias",
