@@ -1,6 +1,7 @@
 """Captures: the attention layers of a model with the inputs that they got in it, against the model's own attention."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,8 @@ from torch import nn
 import attend
 from attend.client import Client
 from attend.errors import InvalidRequest
+from support.models import PADDED, SIZES, TOKENS, filled, own_attention
 
-TOKENS = torch.tensor([[5, 7, 11, 13, 2, 3, 29], [17, 19, 23, 4, 6, 0, 0]])
-PADDED = {"input_ids": TOKENS, "attention_mask": (TOKENS > 0).long()}
-SIZES = {"hidden_size": 24, "intermediate_size": 17, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 31}
 INDEXED = {"q_lora_rank": 6, "kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5, "index_topk": 3}
 INDEXED |= {"index_n_heads": 2, "index_head_dim": 8, "first_k_dense_replace": 2, "num_key_value_heads": 3}
 BLOCKS = {"num_key_value_heads": 3, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "dense_intermediate_size": 17}
@@ -27,15 +26,6 @@ BLOCKS |= {
 }
 BLOCKS |= {"index_n_heads": 3, "index_head_dim": 8, "index_block_size": 2, "index_topk_blocks": 2}
 FAMILIES = ["bert", "llama", "gemma2", "t5", "whisper"]
-KINDS = {"encoder_attentions": "encoder", "decoder_attentions": "decoder", "cross_attentions": "cross"}
-
-
-def filled(model: nn.Module) -> Any:
-    """The model with parameters so large that its heads attend sharply."""
-    rng = np.random.default_rng(3)
-    for parameter in model.parameters():
-        parameter.data = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32) * 0.5)
-    return model.eval()
 
 
 def tiny(family: str) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -60,18 +50,6 @@ def tiny(family: str) -> tuple[Any, dict[str, torch.Tensor]]:
     sound = torch.from_numpy(np.random.default_rng(4).standard_normal((2, 5, 22)).astype(np.float32))
     inputs = {"input_features": sound, "decoder_input_ids": TOKENS[:, :5]}
     return filled(hf.WhisperModel(hf.WhisperConfig(**sides, **ends, **sizes))), inputs
-
-
-def own_attention(model: Any, inputs: dict[str, torch.Tensor]) -> dict[tuple[str, int], np.ndarray]:
-    """The eager model's own weights of each layer, by part and number."""
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        outputs = model(**inputs, output_attentions=True)
-    found = {}
-    for name, part in {**KINDS, "attentions": ""}.items():
-        for number, weights in enumerate(getattr(outputs, name, None) or ()):
-            found[part, number] = weights.numpy()
-    return found
 
 
 @pytest.mark.slow  # the extra `test` does not install transformers
@@ -277,6 +255,11 @@ def test_a_capture_is_a_file_and_shown_in_a_notebook(client: Client, tmp_path: P
         client.delete_layer(name)
     again = two.put(client)  # on a server without the layers
     assert {name: layer.fingerprint for name, layer in again.items()} == {name: layer.fingerprint for name, layer in one.items()}
+    assert again.difference == one.difference < 1e-5  # the file has what the layers gave in the model
+    changed = two["own-1"].output.copy()
+    changed[4, 13] += np.abs(changed).max()
+    wrong = replace(two, layers={**two.layers, "own-1": replace(two["own-1"], output=changed)}).put(client)
+    assert wrong["own-0"].agrees and wrong["own-1"].difference > 0.1
     html = one._repr_html_()
     assert html.count("<figure") == 2 and "own-0" in html and "largest difference" in html
     plain = tmp_path / "plain.safetensors"
@@ -292,6 +275,30 @@ def captured(client: Client) -> Callable[[], attend.Capture]:
     """Captures a small module with two layers."""
     model = filled(nn.Sequential(Own(2, False), Own(2, False)))
     return lambda: attend.capture(model, {"input": torch.randn(1, 5, 14)}, client, name="own", layout="vit")
+
+
+@pytest.mark.slow
+def test_an_output_of_more_than_the_layer_is_not_kept(server: Any, tmp_path: Path) -> None:
+    """The weights agree, so the layer does. Its file has nothing that another service could be compared with."""
+    import transformers as hf
+
+    model = filled(hf.LlamaModel(hf.LlamaConfig(**SIZES, num_key_value_heads=1)))
+    model.layers[0].self_attn.o_proj.register_forward_hook(lambda _, args, result: result * 2)
+    with Client(server.url) as client:
+        captured = attend.capture(model, PADDED, client, name="more")
+        assert captured.difference < 1e-5 and captured["more-0"].output is None and captured["more-1"].output is not None
+        again = attend.Capture.load(captured.save(tmp_path / "more.safetensors")).put(client)
+        assert np.isnan(again["more-0"].difference) and again["more-1"].difference < 1e-5
+        for name in captured:
+            client.delete_layer(name)
+
+
+def test_what_python_prints_of_a_captured_layer_is_one_line(client: Client, captured: Callable[[], attend.Capture]) -> None:
+    one = captured()
+    assert repr(one["own-1"]).startswith("CapturedLayer('own-1', layer 1, 2 heads, 5 queries, 5 keys, request ['query'], difference ")
+    assert len(repr(one)) < 100 and len(repr(dict(one))) < 400
+    for name in one:
+        client.delete_layer(name)
 
 
 def test_what_differs_from_the_model_is_said(client: Client) -> None:

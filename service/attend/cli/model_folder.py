@@ -11,7 +11,7 @@ import typer
 
 from attend.checkpoints.detection import listed
 from attend.cli.terminal import fail
-from attend.client.captures import model_arguments
+from attend.client.model_inputs import model_arguments
 
 Target = Annotated[
     str | None,

@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attend.client.client import Client
-from attend.client.model_calls import Call, real_keys, requests_of, words_of
+from attend.client.model_calls import VISIBLE, Call, given_mask, requests_of, seen_rows, words_of
+from attend.client.model_inputs import check_cache, model_arguments
 from attend.client.notebook import heat_maps
 from attend.errors import InvalidRequest, RequestError
 from attend.spec import LayerSpec
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from attend.client.recording import AttentionLayer
 
 FORM = "1"  # of the file
-TENSORS = ("query", "key", "value", "positions", "attend_keys", "attend_mask", "bias", "block_keys", "block_mask")  # of a request
+TENSORS = ("query", "key", "value", "positions", "key_positions", *VISIBLE)  # of a request
 CLOSE = 1e-4  # of the largest value: the service and the model agree
 WEIGHT = "weights/"  # before the name of a weight in a file
+OUTPUT = "model/output"  # in a file: what the layer gave in the model
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class CapturedLayer:
     """One call of an attention layer: its spec and weights, its inputs in the model, and what the model computed.
 
     `difference`: the largest, between the service's attention weights and the model's own. Where these are not known, or are not what the
-    model multiplies values with (weights without sinks, or of each softmax), between the outputs, relative to the largest output.
+    model multiplies values with (weights without sinks, or of each softmax), between the outputs, relative to the largest output. Rows
+    that see no key do not count: they are padding, and models and kernels differ in what they give there.
     """
 
     name: str  # in the service
@@ -53,8 +55,13 @@ class CapturedLayer:
     fingerprint: str = ""  # of the layer in the service
     difference: float = np.nan
     attention_weights: Array | None = None  # the model's own, or else the service's, [b, h, q, k]; without b for a batch of one
-    output: Array | None = None  # the model's own
+    output: Array | None = None  # the model's own, if it is that of this layer alone
     others: tuple[Mapping[str, Any], ...] = ()  # requests with other masks, one of which repeats the call, until that is known
+
+    def __repr__(self) -> str:
+        rows, keys = (self.request.get(name, self.request["query"]).shape[-2] for name in ("query", "key"))
+        shape = f"{self.spec.num_heads} heads, {rows} queries, {keys} keys"
+        return f"CapturedLayer({self.name!r}, {self.about}, {shape}, request {list(self.request)}, difference {self.difference:.1e})"
 
     @property
     def agrees(self) -> bool:
@@ -105,6 +112,7 @@ class Capture(Mapping[str, CapturedLayer]):
         for layer in self.values():
             own = {name: np.asarray(value) for name, value in layer.request.items() if name in TENSORS}
             own |= {f"{WEIGHT}{name}": array for name, array in layer.weights.items()} if weights else {}
+            own |= {OUTPUT: layer.output} if layer.output is not None and weights else {}
             tensors |= {f"{layer.name}/{name}": array for name, array in own.items()}
             documents.append(
                 {
@@ -138,7 +146,7 @@ class Capture(Mapping[str, CapturedLayer]):
             fields["difference"] = np.nan if fields["difference"] is None else fields["difference"]
             request = fields.pop("request") | {name: array for name, array in own.items() if name in TENSORS}
             spec = LayerSpec.model_validate(fields.pop("spec"))
-            layers[fields["name"]] = CapturedLayer(**fields, spec=spec, weights=weights, request=request)
+            layers[fields["name"]] = CapturedLayer(**fields, spec=spec, weights=weights, request=request, output=own.get(OUTPUT))
         return cls(document["name"], layers, document["skipped"], effects=document.get("effects"))
 
     def with_effects(self, answer: str, probability: float, change: Array) -> "Capture":
@@ -208,6 +216,7 @@ def capture(
     from attend.client.recording import Recorder, as_arrays, attention_layers
 
     arguments = model_arguments(inputs, tokenizer)
+    check_cache(arguments)
     found, skipped = attention_layers(model, layout, spec)
     chosen, numbers = None if layers is None else set(layers), {layer.number for layer in found}
     if chosen is not None and not (chosen and chosen <= numbers):
@@ -223,10 +232,13 @@ def capture(
         place = layer.modules["query"], layer.modules["key"]  # which layers may share: each call belongs to the next of them
         calls = recorder.calls(layer)[taken[place] :]
         taken[place] += 1
-        if calls:
-            captured[own] = _captured(own, layer, calls[0], arrays, tokenizer)
-        else:
-            skipped[own] = "the model did not call it in this pass"
+        try:
+            if calls:
+                captured[own] = _captured(own, layer, calls[0], arrays, tokenizer)
+            else:
+                skipped[own] = "the model did not call it in this pass"
+        except InvalidRequest as refusal:
+            skipped[own] = str(refusal)
     return Capture(name, captured, skipped).put(client)
 
 
@@ -234,7 +246,7 @@ def _captured(name: str, layer: "AttentionLayer", call: Call, arguments: Mapping
     """The layer with the requests that repeat its call."""
     queries, keys = call.inputs["query"].shape[1], call.inputs["key"].shape[1]
     words = words_of(arguments, layer.part, tokenizer, queries, keys)
-    requests = requests_of(call, layer.spec, layer.causal, real_keys(arguments, layer.part))
+    requests = requests_of(call, layer.spec, layer.causal, given_mask(arguments, layer.part))
     request, *others = [one | ({"tokens": words} if words else {}) for one in requests]
     is_alone = len(call.inputs["query"]) == 1
     weights, output = (None if x is None else x[0] if is_alone else x for x in (call.weights, call.output))
@@ -248,27 +260,29 @@ def _computed(layer: CapturedLayer, client: Client) -> CapturedLayer:
     compared = []
     for request in (layer.request, *layer.others):
         reply = client.attend(**request, layer=layer.name, outputs=["output", "attention_weights"])
-        weights: Array = reply.attention_weights
-        own, output = layer.attention_weights, layer.output
-        difference = np.nan if own is None or own.shape != weights.shape else float(np.abs(weights - own).max())
-        of_outputs = np.nan if output is None else float(np.abs(reply.output - output).max() / np.abs(output).max())
-        if np.isnan(difference) or of_outputs <= CLOSE < difference:
-            own, difference = weights, of_outputs
-        compared.append((difference, request, own))
-    difference, request, own = min(compared, key=itemgetter(0))
-    return replace(layer, request=request, others=(), difference=difference, attention_weights=own)
+        seen = seen_rows(request, layer.spec)  # [b, h, q], without b for a batch of one
+        of_weights = _largest(reply.attention_weights, layer.attention_weights, seen)
+        of_outputs = _largest(reply.output, layer.output, np.asarray(seen.all(-2)), relative=True)
+        if np.isnan(of_weights) or of_outputs <= CLOSE < of_weights:
+            compared.append((of_outputs, request, reply.attention_weights, layer.output))
+        else:  # an output that differs although the weights agree is that of more than this layer
+            output = None if of_weights <= CLOSE < of_outputs else layer.output
+            compared.append((of_weights, request, layer.attention_weights, output))
+    difference, request, weights, output = min(compared, key=lambda one: (np.isnan(one[0]), one[0]))
+    return replace(layer, request=request, others=(), difference=difference, attention_weights=weights, output=output)
 
 
-def model_arguments(inputs: Mapping[str, Any] | str, tokenizer: Any) -> dict[str, Any]:
-    """The arguments of a model: the inputs, or those of a text. Raises InvalidRequest for a text without a tokenizer, or without tokens."""
-    if not isinstance(inputs, str):
-        return dict(inputs)
-    if tokenizer is None:
-        raise InvalidRequest.where("/inputs", "the model's arguments, or a tokenizer with a text", "a text")
-    arguments = dict(tokenizer(inputs, return_tensors="pt"))
-    if not arguments["input_ids"].numel():
-        raise InvalidRequest.where("/inputs", "a text with tokens", "none")
-    return arguments
+def _largest(mine: Array, own: Array | None, seen: Array, relative: bool = False) -> float:
+    """The largest difference in the rows that `seen` selects, [..., rows]; NaN without any, or if the model's own are not known.
+
+    `relative`: to the largest number of the model's own.
+    """
+    if own is None or own.shape != mine.shape:
+        return float("nan")
+    rows = np.broadcast_to(seen, own.shape[:-1])
+    if not rows.any():
+        return float("nan")
+    return float(np.abs(mine[rows] - own[rows]).max() / (np.abs(own[rows]).max() if relative else 1))
 
 
 def _name_of(model: Any) -> str:

@@ -17,8 +17,8 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from attend.client.captures import model_arguments
 from attend.client.client import Client
+from attend.client.model_inputs import model_arguments
 from attend.client.responses import AttendResult
 from attend.errors import InvalidRequest
 from attend.tensors import Array

@@ -1,11 +1,12 @@
 """A call of an attention layer inside a model, as fields of a request that repeats it: inputs, mask in the fewest fields, words."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from attend.client.model_inputs import TOKENS
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -13,7 +14,11 @@ HIDDEN = -9000.0  # numbers in a mask that are lower hide a key: models add -100
 SWIN_HIDDEN = -50.0  # Swin adds -100 to biases that are much smaller
 SEQUENCES = {"encoder": ("input_ids",) * 2, "decoder": ("decoder_input_ids",) * 2, "cross": ("decoder_input_ids", "input_ids")}
 MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}  # sequence -> which of its tokens are real
-WORDS = ("input_ids", "decoder_input_ids")
+VISIBLE: dict[str, Callable[[Array], Array]] = {  # field of a request -> the keys that it leaves visible
+    **dict.fromkeys(("attend_keys", "attend_mask"), lambda mask: mask.astype(bool)),
+    **dict.fromkeys(("block_keys", "block_mask"), lambda mask: ~mask.astype(bool)),
+    "bias": lambda added: added > -np.inf,
+}
 
 
 @dataclass
@@ -28,24 +33,58 @@ class Call:
     fields: dict[str, Any] = field(default_factory=dict)  # fields of a request, where the module was told its masks
 
 
-def requests_of(call: Call, spec: LayerSpec, causal: bool | None, real: Array | None) -> list[dict[str, Any]]:
+def requests_of(call: Call, spec: LayerSpec, causal: bool | None, given: Array | None) -> list[dict[str, Any]]:
     """Fields of POST /attend that repeat the call; several, of which one does, if its mask is not known.
 
-    `causal`: whether the layer is, where no mask says it; None: unknown. `real` [b, k]: which keys are, likewise. A batch of one has no
-    axis.
+    `causal`: whether the layer is, where no mask says it; None: unknown. `given`: what the arguments of the model say, likewise, as
+    `given_mask` returns it. A batch of one has no axis.
     """
     query, key, value = (call.inputs[name] for name in ("query", "key", "value"))
     fields: dict[str, Any] = {"query": query}
     if not (_same(query, key) and _same(key, value)):
         fields |= {"key": key} | ({} if _same(key, value) else {"value": value})
-    fields |= {"positions": call.inputs["positions"]} if "positions" in call.inputs else {}
-    if call.has_mask:
+    if "positions" in call.inputs:
+        fields |= dict.fromkeys(("positions", "key_positions") if "key" in fields else ("positions",), call.inputs["positions"])
+    if call.has_mask or (given is not None and given.ndim == 4):
         shape = len(query), query.shape[1], key.shape[1]
-        masks = [_mask_fields(visible, spec, shape) | call.fields for visible in _visible(call.mask)]
+        masks = [
+            _mask_fields(visible, spec, shape, call.weights) | call.fields for visible in _visible(call.mask if call.has_mask else given)
+        ]
     else:
-        keys = {} if real is None or real.all() else {"attend_keys": real}
+        keys = {} if given is None or given.all() else {"attend_keys": given.astype(bool)}
         masks = [keys | ({"causal": True} if one else {}) for one in ((causal,) if causal is not None else (False, True))]
+        masks = [mask | _fully_masked(seen_rows(fields | mask, spec), call.weights) for mask in masks]
     return [_without_batch(fields | mask) if len(query) == 1 else fields | mask for mask in masks]
+
+
+def seen_rows(fields: Mapping[str, Any], spec: LayerSpec) -> Array:
+    """bool [b or 1, h or 1, q], without b for an unbatched query: the rows of a request that see a key. Rows of padding may see none."""
+    query = fields["query"]
+    is_alone = query.ndim == 2
+    visible = _allowed(spec, fields.get("causal", False), query.shape[-2], fields.get("key", query).shape[-2])[None, None]
+    for name, is_visible in VISIBLE.items():
+        if name in fields:
+            mask = np.asarray(fields[name])
+            mask = mask[None] if is_alone else mask
+            mask = (
+                mask[:, None, None] if name.endswith("_keys") else mask[:, None] if mask.ndim == 3 else mask
+            )  # [b or 1, h or 1, q or 1, k]
+            visible = visible & is_visible(mask)
+    seen: Array = np.asarray(visible.any(-1))
+    return seen[0] if is_alone else seen
+
+
+def _fully_masked(seen: Array, weights: Array | None) -> dict[str, Any]:
+    """`fully_masked` for rows without keys, [b, h, q], as the model's own weights are there, [b, h, q, k]: 0 if a sink takes them, else
+    equal, since models add the lowest number to all scores.
+    """
+    if seen.all():
+        return {}
+    if weights is not None:
+        given: Array = np.asarray(weights.any((1, 3)))  # [b, q]
+        if not given[~np.broadcast_to(seen.any(1), given.shape)].any():
+            return {}
+    return {"fully_masked": "uniform"}
 
 
 def _same(one: Array, other: Array) -> bool:
@@ -59,16 +98,16 @@ def _visible(mask: Array | None) -> list[Array | None]:
     return [mask > HIDDEN, *([mask > SWIN_HIDDEN] if ((mask > HIDDEN) & (mask <= SWIN_HIDDEN)).any() else [])]
 
 
-def _mask_fields(visible: Array | None, spec: LayerSpec, shape: tuple[int, int, int]) -> dict[str, Any]:
+def _mask_fields(visible: Array | None, spec: LayerSpec, shape: tuple[int, int, int], weights: Array | None) -> dict[str, Any]:
     """`causal` and `attend_keys` if they say the same as a mask, with the layer's own window and chunks; else the mask of each pair.
 
-    `visible`: the mask, bool; None: all keys. `shape`: batch, queries, keys.
+    `visible`: the mask, bool; None: all keys. `shape`: batch, queries, keys. `weights`: the model's own.
     """
     if visible is None:
         return {}
     visible = np.broadcast_to(visible, (shape[0], visible.shape[1], *shape[1:]))
     keys: Array = np.asarray(visible.any((1, 2)))
-    fields: dict[str, Any] = {} if visible.any(-1).all() else {"fully_masked": "uniform"}  # as the lowest number, added to all scores
+    fields = _fully_masked(np.asarray(visible.any(-1)), weights)
     fields |= {} if keys.all() else {"attend_keys": keys}
     for causal in (False, True):
         if (visible == keys[:, None, None] & _allowed(spec, causal, *shape[1:])).all():
@@ -95,10 +134,10 @@ def _without_batch(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value[0] if isinstance(value, np.ndarray) else value for name, value in fields.items()}
 
 
-def real_keys(arguments: Mapping[str, Any], part: str) -> Array | None:
-    """bool [b, k]: which tokens of the keys of this part are real, as the model's arguments say; None if they do not."""
+def given_mask(arguments: Mapping[str, Array], part: str) -> Array | None:
+    """The mask of the keys of this part among a model's arguments: which tokens are real [b, k], or as in `Call`; None if there is none."""
     mask = arguments.get(MASKS[_sequences(arguments, part)[1]])
-    return None if mask is None or mask.ndim != 2 else np.asarray(mask).astype(bool)
+    return None if mask is None or mask.ndim not in (2, 4) else mask
 
 
 def _sequences(arguments: Mapping[str, Any], part: str) -> tuple[str, str]:
@@ -130,5 +169,5 @@ def _word(number: int, tokenizer: Any) -> str:
 def count_unknown(arguments: Mapping[str, Any], tokenizer: Any) -> int:
     """How many tokens stand for words that the tokenizer does not know."""
     unknown = getattr(tokenizer, "unk_token_id", None)
-    given: Iterable[Any] = (arguments[name] for name in WORDS if arguments.get(name) is not None)
+    given: Iterable[Any] = (arguments[name] for name in TOKENS if arguments.get(name) is not None)
     return 0 if unknown is None else sum(int((np.asarray(ids) == unknown).sum()) for ids in given)

@@ -16,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from attend.checkpoints.families import number_of_layers
 from attend.checkpoints.layout import Fields, Weights
 from attend.checkpoints.model import describe, parts_of
 from attend.client.model_calls import Call
+from attend.client.model_inputs import check_lengths
 from attend.client.remote import masks
 from attend.errors import InvalidRequest
 from attend.spec import LayerSpec
@@ -53,13 +55,16 @@ class AttentionLayer:
 
 
 def attention_layers(
-    model: nn.Module, layout: str | None = None, given: Mapping[str, Any] | None = None
+    model: Any, layout: str | None = None, given: Mapping[str, Any] | None = None
 ) -> tuple[list[AttentionLayer], dict[str, str]]:
     """The model's attention layers; and of those that the service cannot compute, by name, why.
 
     A model of transformers is read by its config. Of other modules, layers are found by the names of their parameters; `layout` is needed
     where these fit several, and `given` has fields of their specs. Raises InvalidRequest if there is no layer.
     """
+    if not isinstance(model, nn.Module):
+        expected = "a model, as AutoModel.from_pretrained(NAME) returns it, or another torch module"
+        raise InvalidRequest.where("/model", expected, f"the text {model!r}" if isinstance(model, str) else f"a {type(model).__name__}")
     tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_floating_point()}
     by_config = hasattr(model, "set_attn_implementation")
     found = _by_config(model, tensors) if by_config else _by_names(model, tensors, layout, given or {})
@@ -160,7 +165,7 @@ class Recorder:
         self.inputs: dict[nn.Module, list[Array]] = {}  # of each call
         self.outputs: dict[nn.Module, list[Array]] = {}
         self.told: dict[nn.Module, list[Call]] = {}  # calls of nn.MultiheadAttention
-        self.positions: list[Array] = []  # of RoPE on several axes, [b, n, axes]
+        self.positions: list[Array] = []  # ids that RoPE rotates by: [b, n], and of several axes [axes, b, n] or [n, axes]
         self.attention: Any = None  # of a model of transformers: its attention calls
         self._stack = ExitStack()
 
@@ -178,7 +183,7 @@ class Recorder:
         if hasattr(self.model, "set_attn_implementation"):
             from attend.client.transformers import EagerAttention, replaced_attention
 
-            self.attention = EagerAttention()
+            self.attention = EagerAttention(adds_booleans=cast(Any, self.model).config._attn_implementation == "eager")
             self._stack.enter_context(replaced_attention(cast(Any, self.model), self.attention))
         return self
 
@@ -189,11 +194,20 @@ class Recorder:
         self._stack.callback(handle.remove)
 
     def run(self, arguments: Mapping[str, Any]) -> None:
-        """One pass of the model."""
-        one_pass(self.model, arguments)
+        """One pass of the model. The fast path of torch's encoders is off: it packs padded rows into nested tensors."""
+        self._keep_positions(self.model, (), arguments)  # for models that rotate by them without a module of their own
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            one_pass(self.model, arguments)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
 
     def calls(self, layer: AttentionLayer) -> list[Call]:
-        """The calls of a layer, in order. Layers that share their modules share the calls."""
+        """The calls of a layer, in order. Layers that share their modules share the calls.
+
+        Raises InvalidRequest if a call has keys that are not rows of this pass.
+        """
         query = layer.modules["query"]
         if isinstance(query, nn.MultiheadAttention):
             return self.told.get(query, [])
@@ -202,13 +216,16 @@ class Recorder:
         for call, output in zip(calls, self.outputs.get(layer.modules["output"], []), strict=False):
             call.output = output
         for call, seen in zip(calls, self._attention_calls(query), strict=False):
+            rows, keys = call.inputs["key"].shape[1], seen.keys
+            if keys != rows:
+                raise InvalidRequest.where("/inputs", "a pass whose keys are rows of this pass", f"{keys} keys for {rows} rows")
             call.weights, call.mask, call.has_mask = seen.weights, seen.mask, True
-        coordinates = layer.spec.coordinates
-        if coordinates and coordinates.axes > 1:
+        if layer.spec.coordinates:
             for call in calls:
-                shape = (call.inputs["query"].shape[1], coordinates.axes)
-                fitting = [positions for positions in self.positions if positions.shape[1:] == shape]
-                call.inputs |= {"positions": fitting[-1]} if fitting else {}
+                placed = [_coordinates(ids, layer.spec.coordinates.axes, *call.inputs["query"].shape[:2]) for ids in self.positions]
+                fitting = [positions for positions in placed if positions is not None]
+                if fitting and not np.array_equal(fitting[-1], np.arange(fitting[-1].shape[1])[None]):
+                    call.inputs["positions"] = fitting[-1]
         return calls
 
     def _attention_calls(self, query: nn.Module) -> list[Any]:
@@ -234,21 +251,29 @@ class Recorder:
         self.told.setdefault(module, []).append(Call(rows, batch_first(result[0]), fields=fields, has_mask=True))
 
     def _keep_positions(self, _: nn.Module, values: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Keeps position ids of several axes, [axes, b, n] or [n, 2]."""
         ids = named.get("position_ids", values[1] if len(values) > 1 else None)
-        if isinstance(ids, Tensor) and ids.ndim == 3 and ids.shape[0] == 3:
-            self.positions.append(from_torch(ids.movedim(0, -1).double()))
-        elif isinstance(ids, Tensor) and ids.ndim > 1 and ids.shape[-1] == 2:
-            self.positions.append(from_torch(ids.reshape(1, -1, 2).double()))
+        if isinstance(ids, Tensor) and ids.ndim > 1:
+            self.positions.append(from_torch(ids.double()))
+
+
+def _coordinates(ids: Array, axes: int, batch: int, rows: int) -> Array | None:
+    """Position ids as the field `positions` of rows [b, n]: [b or 1, n], or [b or 1, n, axes]; None if they are those of other rows."""
+    if axes > 1:
+        placed = np.moveaxis(ids, 0, -1) if ids.ndim == 3 and len(ids) == 3 else ids.reshape(1, -1, ids.shape[-1])
+        return placed if placed.shape[1:] == (rows, axes) else None
+    return ids if ids.ndim == 2 and len(ids) in (1, batch) and ids.shape[1] == rows else None
 
 
 def one_pass(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """What the model returns as it is used, without gradients and dropout."""
+    """What the model returns as it is used, without gradients and dropout. Raises InvalidRequest for more tokens than it has positions."""
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             return model(**arguments)
+    except (IndexError, RuntimeError, ValueError):  # the embeddings of positions end
+        check_lengths(model, arguments)
+        raise
     finally:
         model.train(training)
 

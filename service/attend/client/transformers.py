@@ -136,12 +136,16 @@ class AttentionCall(NamedTuple):
 
     mask: Array | None
     weights: Array | None
+    keys: int
 
 
 class EagerAttention:
     """The eager attention of each module's own model. `calls`: those of each module, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, adds_booleans: bool = False) -> None:
+        """`adds_booleans`: masks of booleans are added to the scores as numbers, as eager attention does; else True is visible, as to
+        fused kernels."""
+        self.adds_booleans = adds_booleans
         self.calls: dict[nn.Module, list[AttentionCall]] = {}
 
     def __call__(
@@ -149,8 +153,11 @@ class EagerAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """As `Attention`."""
         attention_mask = _with_selected_keys(module, query, key, attention_mask, more)
-        output, weights = _local_attention(module)(module, query, key, value, attention_mask, **{**more, "is_causal": False})
-        self.calls.setdefault(module, []).append(AttentionCall(_array(attention_mask), _array(weights)))
+        added = attention_mask
+        if added is not None and added.dtype == torch.bool and not self.adds_booleans:
+            added = torch.zeros(added.shape, dtype=query.dtype, device=query.device).masked_fill(~added, torch.finfo(query.dtype).min)
+        output, weights = _local_attention(module)(module, query, key, value, added, **{**more, "is_causal": False})
+        self.calls.setdefault(module, []).append(AttentionCall(_array(attention_mask), _array(weights), key.shape[2]))
         return output, weights
 
 

@@ -109,7 +109,7 @@ async function addCapture(tensors, { name, layers, effects = null }, added) {
     const own = startingWith(`${layer}/`, tensors);
     const weights = startingWith(WEIGHT, own);
     if (weights.size) await putTensors(`layers/${encodeURIComponent(layer)}`, fileOf(weights, { spec: JSON.stringify(spec) }));
-    const inputs = [...own].filter(([tensor]) => !tensor.startsWith(WEIGHT));
+    const inputs = [...own].filter(([tensor]) => !tensor.includes("/")); // the others are its weights and what it gave in the model
     const fields = await Promise.all(inputs.map(async ([field, tensor]) => [field, await inBase64(tensor)]));
     keepCaptured({ layer, ...Object.fromEntries(fields), ...request }, effects);
   }

@@ -1,0 +1,166 @@
+"""What is recorded of a pass: padding, masks of booleans, positions, nested tensors; against the model's own attention."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import attend
+from attend.client import Client
+from attend.errors import InvalidRequest
+from support.models import SIZES, TOKENS, filled, own_attention
+
+LEFT = {"input_ids": TOKENS, "attention_mask": torch.tensor([[1] * 7, [0] * 3 + [1] * 4])}  # the first rows of the second item see no key
+SHARED = torch.tensor([[0, 1, 2, 3, 4, 3, 4], [0, 1, 2, 3, 2, 3, 4]])  # positions behind a prefix that two continuations share
+PREFIXES = (3, 2)
+
+
+def padded_model(family: str) -> Any:
+    """A decoder, each of which does something else in the rows of padding."""
+    import transformers as hf
+
+    one = {"vocab_size": 31, "hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2}
+    if family == "bloom":
+        return filled(hf.BloomForCausalLM(hf.BloomConfig(vocab_size=31, hidden_size=24, n_layer=2, n_head=3)))
+    if family == "mpt":
+        return filled(hf.MptForCausalLM(hf.MptConfig(vocab_size=31, d_model=24, n_layers=2, n_heads=3, max_seq_len=13)))
+    if family == "falcon":
+        own = {"multi_query": False, "new_decoder_architecture": False, "attn_implementation": "eager"}  # set later, it would not be taken
+        return filled(hf.FalconForCausalLM(hf.FalconConfig(**one, **own)))
+    sizes = {"head_dim": 10, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 3}
+    return filled(hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES | {"intermediate_size": 20}, **sizes)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "gpt_oss"])
+def test_rows_of_padding_do_not_count_as_differences(server: Any, family: str) -> None:
+    model = padded_model(family)
+    with Client(server.url) as client:
+        captured, own = attend.capture(model, LEFT, client, name="left"), own_attention(model, LEFT)
+        assert len(captured) == 2 and not captured.skipped
+        for layer in captured.values():
+            mine = client.attend(**layer.request, layer=layer.name).attention_weights
+            theirs = own["", layer.number]
+            assert theirs.std() > 0.03
+            np.testing.assert_allclose(mine[0], theirs[0], atol=1e-5)
+            np.testing.assert_allclose(mine[1, :, 3:], theirs[1, :, 3:], atol=1e-5)
+            assert layer.difference < 1e-5
+            assert layer.request.get("fully_masked", "zero") == ("zero" if family == "gpt_oss" else "uniform")
+            client.delete_layer(layer.name)
+
+
+@pytest.mark.slow
+def test_a_difference_in_one_row_of_a_padded_batch_counts(server: Any) -> None:
+    """The row of one token is changed behind the layer, among rows of padding that do not count."""
+    model = padded_model("bloom")
+    model.transformer.h[0].self_attention.dense.register_forward_hook(lambda _, args, result: result + 9 * row)
+    row = torch.zeros(2, 7, 1)
+    row[1, 3] = 1
+    with Client(server.url) as client:
+        captured = attend.capture(model, LEFT, client, name="changed")
+        assert captured["changed-0"].difference > 0.1 and captured["changed-1"].difference < 1e-5
+        for name in captured:
+            client.delete_layer(name)
+
+
+def shared_prefix() -> torch.Tensor:
+    """bool [2, 1, 7, 7]: a causal mask in which the second continuation does not see the first."""
+    visible = torch.ones(7, 7).tril().bool().repeat(2, 1, 1)
+    for item, prefix in enumerate(PREFIXES):
+        second = 5 if item == 0 else 4
+        visible[item, second:, prefix:second] = False
+    return visible[:, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_mask_of_booleans_is_what_the_models_attention_makes_of_it(server: Any, implementation: str) -> None:
+    """Fused kernels hide keys with False. Eager code adds booleans as numbers, which the request does not repeat, and that is said."""
+    import transformers as hf
+
+    model = filled(hf.LlamaModel(hf.LlamaConfig(**SIZES, num_key_value_heads=1)))
+    inputs = {"input_ids": TOKENS, "attention_mask": shared_prefix()}
+    outputs: list[torch.Tensor] = []
+    model.set_attn_implementation(implementation)
+    handle = model.layers[0].self_attn.register_forward_hook(lambda _, args, result: outputs.append(result[0]))
+    with torch.no_grad():
+        model(**inputs)
+    handle.remove()
+    with Client(server.url) as client:
+        layer = attend.capture(model, inputs, client, name="booleans", layers=[0])["booleans-0"]
+        mine = client.attend(**layer.request, layer=layer.name).output
+        client.delete_layer(layer.name)
+    error = np.abs(mine - outputs[0].numpy()).max() / outputs[0].abs().max()
+    assert error < 1e-5 and layer.difference < 1e-5 if implementation == "sdpa" else error > 0.1 and layer.difference > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gptj"])
+def test_positions_that_the_model_got_are_in_the_request(server: Any, family: str) -> None:
+    """GPT-J rotates by them without a module of its own for that."""
+    import transformers as hf
+
+    if family == "llama":
+        model: Any = filled(hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=1)))
+    else:
+        model = filled(hf.GPTJForCausalLM(hf.GPTJConfig(vocab_size=31, n_embd=24, n_layer=2, n_head=3, rotary_dim=4, n_positions=13)))
+    hidden = torch.zeros(2, 1, 7, 7).masked_fill(~shared_prefix(), torch.finfo(torch.float32).min)
+    inputs = {"input_ids": TOKENS, "attention_mask": hidden, "position_ids": SHARED}
+    with Client(server.url) as client:
+        captured, own = attend.capture(model, inputs, client, name="placed"), own_attention(model, inputs)
+        for layer in captured.values():
+            np.testing.assert_array_equal(layer.request["positions"], SHARED)
+            mine = client.attend(**layer.request, layer=layer.name).attention_weights
+            np.testing.assert_allclose(mine, own["", layer.number], atol=1e-5)
+            in_order = {name: value for name, value in layer.request.items() if name != "positions"}
+            moved = client.attend(**in_order, layer=layer.name).attention_weights
+            assert np.abs(moved - mine).max() > 0.1 and layer.difference < 1e-5
+        plain = attend.capture(model, {"input_ids": TOKENS, "position_ids": torch.arange(7)[None]}, client, name="placed")
+        assert all("positions" not in layer.request for layer in plain.values())
+        for name in captured:
+            client.delete_layer(name)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_torchs_encoder_with_padding_is_recorded_beside_its_fast_path(client: Client, nested: bool) -> None:
+    """With this mask it packs the rows into a nested tensor, unless that is switched off."""
+    layer = nn.TransformerEncoderLayer(14, 2, 11, batch_first=True)  # of an even number of heads
+    model = filled(nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested))
+    x, padding = torch.randn(3, 5, 14), torch.arange(5)[None] >= torch.tensor([[5], [3], [4]])
+    captured = attend.capture(model, {"src": x, "src_key_padding_mask": padding}, client, name="packed")
+    assert torch.backends.mha.get_fastpath_enabled()  # as before
+    assert len(captured) == 2 and captured.difference < 1e-4
+    for number, own in enumerate(captured.values()):
+        np.testing.assert_array_equal(np.isinf(own.request["bias"][:, 0, 0]), padding)
+        rows = torch.from_numpy(own.request["query"])
+        _, theirs = model.layers[number].self_attn(rows, rows, rows, key_padding_mask=padding, average_attn_weights=False)
+        np.testing.assert_allclose(own.attention_weights, theirs.detach(), atol=1e-5)
+        client.delete_layer(own.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["past", "fixed"])
+def test_keys_of_a_cache_are_refused(server: Any, kind: str) -> None:
+    import transformers as hf
+
+    model = filled(hf.LlamaModel(hf.LlamaConfig(**SIZES, num_key_value_heads=1)))
+    with torch.no_grad():
+        past = model(input_ids=TOKENS[:, :3], use_cache=True).past_key_values
+    cache, expected = (past, "a cache of 3 rows") if kind == "past" else (hf.StaticCache(model.config, max_cache_len=11), "a fixed length")
+    with Client(server.url) as client:
+        with pytest.raises(InvalidRequest, match=rf"in one pass without past_key_values.*{expected}"):
+            attend.capture(model, {"input_ids": TOKENS[:, 3:], "past_key_values": cache}, client)
+        empty = {"input_ids": TOKENS, "past_key_values": hf.DynamicCache(config=model.config)}
+        captured = attend.capture(model, empty, client, name="cached")
+        assert captured.difference < 1e-5
+        for name in captured:
+            client.delete_layer(name)
+
+
+def test_a_model_that_is_none_is_refused(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match=r"expected a model, as AutoModel.from_pretrained.* got the text .openai"):
+        attend.capture("openai-community/gpt2", {"input_ids": TOKENS}, client)
+    with pytest.raises(InvalidRequest, match="got a dict, at /model"):
+        attend.capture({}, {"input_ids": TOKENS}, client)
