@@ -79,7 +79,7 @@ REASONS = {
         r"nothing, since the weights are given and none is drawn",
         r"the names of one layout: .*",
         r"false, since .*|true or false for all, as torch.nn.MultiheadAttention has",
-        r"a tensor of shape \[.*\]|(one of (key|key_norm|output|relative_bias|sinks)\b.*|none)",
+        r"a tensor of shape \[.*\](, or \"bias\": .* in the spec)?|(one of (key|key_norm|output|relative_bias|sinks)\b.*|none)",
         r"a factor whose weights are finite in \w+",
     ],
     "what a word is, no schema says": [r"a sentence with at least one word"],

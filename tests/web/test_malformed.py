@@ -754,6 +754,22 @@ LAYERS = [
         "nothing",
         b'{"spec": {"d_model": 4, "num_heads": 2}, "weights": {}}',
     ),
+    put(
+        "weights-without-biases",
+        "/weights/query.bias",
+        'a tensor of shape [2], or "bias": false in the spec',
+        "nothing",
+        weights().replace(b'"bias": false', b'"bias": true'),
+    ),
+    put(
+        "weights-with-some-biases",
+        "/weights/key.bias",
+        'a tensor of shape [2], or "bias": {"query": true, "key": false, "value": true, "output": false} in the spec',
+        "nothing",
+        weights()
+        .replace(b'"bias": false', b'"bias": true')
+        .replace(b'{"query.w', b'{"query.bias": [0, 0], "value.bias": [1, 2], "query.w'),
+    ),
     put("weights-missing", "/weights/value.weight", "a tensor of shape [2, 2]", "nothing", weights(value=None)),
     put("weights-surplus", "/weights/extra.weight", "one of key.weight, output.weight", '"extra.weight"', weights(extra=[1])),
     put(

@@ -11,6 +11,7 @@ from typing import Any
 
 from attend.checkpoints.unrelated_fields import is_unrelated
 from attend.errors import InvalidRequest
+from attend.spec_parts import whole
 
 MAX_SHOWN = 100  # characters of a value in a refusal
 LARGEST = 1 << 31  # number in a config
@@ -42,9 +43,16 @@ class Config:
 
     def count(self, *names: str, most: int = LARGEST, default: int | None = None) -> int:
         """A positive integer. Raises InvalidRequest if it is none, or absent without a default."""
-        if type(value := self.get(*names, default=default)) is not int or not 0 < value <= most:
+        value = whole(self.get(*names, default=default))
+        if type(value) is not int or not 0 < value <= most:
             raise self.refusal(names[0], f"an integer from 1 to {most}", value)
         return value
+
+    def integers(self, name: str) -> list[int] | None:
+        """A list of integers; None if it is something else."""
+        items = self.get(name)
+        numbers = [whole(item) for item in items] if isinstance(items, list) else []
+        return numbers if numbers and all(type(number) is int for number in numbers) else None
 
     def number(self, *names: str, default: float | None = None) -> float:
         """A number. Raises InvalidRequest if it is none, or absent without a default."""

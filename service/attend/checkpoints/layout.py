@@ -12,7 +12,7 @@ from typing import Any
 
 from attend.attention.operators import OPERATORS
 from attend.errors import InvalidRequest, pointer
-from attend.spec_parts import PROJECTIONS
+from attend.spec_parts import PROJECTIONS, whole
 from attend.tensors import Array
 
 Weights = dict[str, Array]
@@ -58,7 +58,7 @@ class LayerTensors:
 
     def number(self, name: str) -> int | None:
         """A count in the caller's spec; None if absent. Raises InvalidRequest if it is no positive integer."""
-        value = self.given.get(name)
+        value = whole(self.given.get(name))
         if value is not None and (type(value) is not int or value < 1):
             raise InvalidRequest.where(f"/spec/{name}", "a positive integer", str(value)[:60])
         return value

@@ -160,7 +160,7 @@ def _infer_spec(converted: Converted, tensors: LayerTensors, dtype: str, flags: 
     """Fields for LayerSpec. `flags`: those of FLAGS that the tensors determine. Raises InvalidRequest."""
     weights = converted.weights
     known: Fields = _widths(weights, tensors, converted.known) | converted.known
-    known |= {"bias": _biases(weights), "projections": True} | {field: WITH_WEIGHTS[field] in weights for field in flags}
+    known |= {"bias": biases_of(weights), "projections": True} | {field: WITH_WEIGHTS[field] in weights for field in flags}
     absent = [field for field, weight in WITH_WEIGHTS.items() if weight not in weights]
     assumed: Fields = {"dtype": dtype} | {field: value for field, value in converted.assumed.items() if field not in absent}
     _check_features(tensors, assumed, absent)
@@ -223,7 +223,8 @@ def _heads(weights: Weights, tensors: LayerTensors, known: Mapping[str, Any], ro
     return heads or rows // divisor
 
 
-def _biases(weights: Weights) -> bool | dict[str, bool]:
+def biases_of(weights: Mapping[str, Array]) -> bool | dict[str, bool]:
+    """The field `bias` of the spec that canonical weights have."""
     has = {name: f"{name}.bias" in weights for name in PROJECTIONS}
     return has["query"] if len(set(has.values())) == 1 else has
 

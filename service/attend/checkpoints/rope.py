@@ -91,9 +91,9 @@ def rope_fields(config: Config, rotary: Rotary, layer_type: str, head_dim: int) 
 
 def section_axes(settings: Config, rotary: Rotary, pairs: int) -> list[int]:
     """m-RoPE (Wang et al. 2024, section 2.1): the axis of each pair, time, height or width. Raises InvalidRequest."""
-    sections = settings.get("mrope_section")
-    if not isinstance(sections, list) or len(sections) != 3 or any(type(n) is not int or n < 0 for n in sections) or sum(sections) != pairs:
-        raise settings.refusal("mrope_section", f"three numbers of pairs, {pairs} in all", sections)
+    sections = settings.integers("mrope_section")
+    if sections is None or len(sections) != 3 or min(sections) < 0 or sum(sections) != pairs:
+        raise settings.refusal("mrope_section", f"three numbers of pairs, {pairs} in all", settings.get("mrope_section"))
     if rotary.sections == "blocks":
         return [axis for axis, n in enumerate(sections) for _ in range(n)]
     axes = [0] * pairs

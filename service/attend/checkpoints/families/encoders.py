@@ -31,6 +31,7 @@ from attend.checkpoints.families.traits import (
 )
 from attend.checkpoints.layout import Fields
 from attend.checkpoints.rope import Rotary
+from attend.spec_parts import whole
 
 ABSOLUTE = only("position_embedding_type", "absolute")  # positions that are added to the model's input
 ABSOLUTE_OR_ROTARY = only("position_embedding_type", "absolute", "rotary", "rope")  # families that rotate whichever it is
@@ -98,7 +99,7 @@ def repmixer(config: Config) -> str:
 
 def _bound(config: Config, field: str) -> int | None:
     """A positive integer; None if the field is absent, 0 or negative."""
-    value = config.get(field, default=-1)
+    value = whole(config.get(field, default=-1))
     return None if type(value) is int and value <= 0 else config.count(field)
 
 

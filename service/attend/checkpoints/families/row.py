@@ -59,11 +59,10 @@ def number_of_layers(row: AttentionRow, config: Config) -> int:
 
 def _depths(row: AttentionRow, config: Config) -> list[int]:
     """The number of layers of each stage. Raises InvalidRequest."""
-    depths: Any = config.get(row.stages)
-    is_list = isinstance(depths, list) and 0 < len(depths) <= MOST_STAGES
-    if not is_list or not all(type(depth) is int and 0 < depth <= MOST_LAYERS for depth in depths):
-        raise config.refusal(row.stages, f"the number of layers of each stage, of at most {MOST_STAGES}", depths)
-    return list(depths)
+    depths = config.integers(row.stages)
+    if depths is None or len(depths) > MOST_STAGES or not all(0 < depth <= MOST_LAYERS for depth in depths):
+        raise config.refusal(row.stages, f"the number of layers of each stage, of at most {MOST_STAGES}", config.get(row.stages))
+    return depths
 
 
 def path_numbers(row: AttentionRow, config: Config) -> dict[str, int]:

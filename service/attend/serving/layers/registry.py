@@ -1,5 +1,6 @@
 """The registry of the layers of a process. Layers are immutable: a call keeps the layer it was bound to, even if that is replaced."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -9,16 +10,19 @@ import torch
 
 from attend.attention.initialization import draw_weights
 from attend.attention.layer import MultiHeadAttention
+from attend.checkpoints.reader import biases_of
 from attend.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, did_you_mean, pointer
 from attend.serving.admission import ServingLimits
 from attend.serving.casting import aligned, cast, numpy_of
 from attend.serving.rounding import score_deviation
 from attend.serving.validation_cache import ValidationCache
 from attend.spec import LayerSpec, fingerprint
+from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
 from attend.wire.problems import describe_value, one_of
 from attend.wire.schemas.layers import LayerInfo
 
+BIASES = [f"{name}.bias" for name in PROJECTIONS]
 MAX_NAMES_IN_ERROR = 8  # most layer names in an error
 MAX_UNLOADED_LAYERS = 1000  # bounds the memory that callers can fill by creating and unloading layers
 
@@ -184,8 +188,10 @@ def by_name(layers: Iterable[L]) -> list[L]:
 
 def _cast_weights(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     shapes = spec.weight_shapes()
+    missing = {name: f"a tensor of shape {list(shape)}" for name, shape in shapes.items() if name not in weights}
+    fitting = f', or "bias": {json.dumps(biases_of(weights))} in the spec'
     problems = [
-        Problem(f"/weights/{name}", f"a tensor of shape {list(shape)}", "nothing") for name, shape in shapes.items() if name not in weights
+        Problem(f"/weights/{name}", expected + (fitting if name in BIASES else ""), "nothing") for name, expected in missing.items()
     ]
     problems += [
         Problem("/weights" + pointer([name]), one_of(shapes), describe_value(name) + did_you_mean(name, shapes))
