@@ -16,7 +16,7 @@ from matplotlib.text import Text
 
 from attend.attention.call import WeightBlock
 from attend.errors import DeadlinePassed, InvalidRequest, TooLarge
-from attend.heads.figures import FigureSpec, Picture, compose, draw
+from attend.heads.figures import FigureSpec, Picture, compose, draw, geometry
 from attend.heads.figures.geometry import column_ticks, cut, printable, row_ticks, width, wrapped
 from attend.heads.figures.kinds import Pooling, mean_across, pool_array, std_across
 from attend.heads.figures.plot import THEMES, Plot, colour_map, ink_on, settings
@@ -181,6 +181,20 @@ def test_labels_are_escaped():
 )
 def test_invisible_characters_are_escaped(word, shown):
     assert printable(word) == shown
+
+
+@pytest.mark.parametrize("letter", ["\U000e0001", "m", "i", "\u0301"], ids=["invisible", "wide", "narrow", "without width"])
+def test_no_text_is_longer_than_the_longest_when_it_is_escaped_and_measured(monkeypatch, letter):
+    """An invisible letter is escaped to ten. Of a label, no more letters are measured than may fit in its room."""
+    measured = []
+    monkeypatch.setattr(geometry, "width", lambda text, size, bold=False: measured.append(len(text)) or width(text, size, bold))
+    labels = tuple(f"{i}{letter * 5000}" for i in range(7))
+    assert all(len(printable(label)) == 1001 and printable(label).endswith("…") for label in labels)
+    axis = Axis("query", 7, labels=labels)
+    for ticks in (row_ticks(axis, 500, 130.0), column_ticks(axis, 500, 130.0)):
+        drawn = [cut(text, ticks.size, 130.0) for text in ticks.texts]
+        assert all(text.endswith("…") and width(text, ticks.size) <= 130.0 for text in drawn)
+    assert max(measured) < 70  # letters of 0.25 times a font size of 9 in 130 pixels, with an ellipsis
 
 
 def test_a_png_has_the_colours_of_its_cells(tmp_path):

@@ -23,6 +23,7 @@ from xml.etree import ElementTree as ET
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -103,6 +104,7 @@ class Plot:
         self.picture, self.spec, self.check = picture, spec, check
         self.about = {name: printable(text) for name, text in picture.about.items()}
         self.geometry, self.colours = geometry.Geometry(picture, spec), THEMES[spec.theme]
+        check()
         scale = picture.scale
         self.map, self.norm = colour_map(spec, scale), (LogNorm if scale.logarithmic else Normalize)(scale.low, scale.high)
         self.cells = sum(panel.values.size for panel in picture.panels)
@@ -121,6 +123,7 @@ class Plot:
     def _axes(self, area: PlotArea) -> Axes:
         size = area.width / self.width, area.height / self.height
         axes: Axes = self.figure.add_axes((area.x / self.width, 1 - area.y / self.height - size[1], *size))
+        axes.add_artist(_CheckBetween(self.check))
         return axes
 
     def _register(self, artist: Text, role: str, text: str, uncut: str = "") -> None:
@@ -265,6 +268,18 @@ class Plot:
             element.text = text
             if uncut != text:
                 ET.SubElement(element, f"{{{SVG}}}title").text = printable(uncut)
+
+
+class _CheckBetween(Artist):
+    """Draws nothing, and calls `check` after the cells and before the labels of its axes: each may take a second."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        super().__init__()
+        self.check = check
+        self.set_zorder(1.5)  # above images and meshes, below lines and labels
+
+    def draw(self, renderer: Any) -> None:
+        self.check()
 
 
 def _cell_text(value: float) -> str:
