@@ -39,7 +39,9 @@ MANY = 1000
         b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
         b"GET / HTTP/9\r\n\r\n",
         b"GET http://[ HTTP/1.1\r\n\r\n",
+        b"POST /attend HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"0" * 4300 + b"2\r\n\r\n{}",
     ],
+    ids=["no request", "TLS", "no header", "no version", "no target", "length of 4301 digits"],
 )
 def test_malformed_http_gets_a_problem_document(short_timeout_server: Server, sent: bytes) -> None:
     before, refused = failures(short_timeout_server, "malformed_http"), requests(short_timeout_server, "other", 400)
@@ -52,7 +54,7 @@ def test_malformed_http_gets_a_problem_document(short_timeout_server: Server, se
     assert short_timeout_server.access_line(document["request_id"])["reason"] == "malformed_http"
 
 
-@pytest.mark.parametrize("version", ["0.9", "2.0"])
+@pytest.mark.parametrize("version", ["0.9", "2.0", "3.7"])
 @pytest.mark.parametrize("before", [b"", HEAD % len(BODY) + BODY], ids=["first", "behind another"])
 def test_unsupported_http_versions_are_refused(short_timeout_server: Server, version: str, before: bytes) -> None:
     """In HTTP/1.1."""
@@ -64,6 +66,15 @@ def test_unsupported_http_versions_are_refused(short_timeout_server: Server, ver
     assert document["status"] == 505
     assert f"HTTP/{version}" in document["detail"]
     assert failures(short_timeout_server, "unsupported_version") == counts + 1
+
+
+def test_a_later_minor_version_is_read_as_http_1_1(start: Callable[..., Server]) -> None:
+    """With the rules of HTTP/1.1: the connection stays open, and each request needs a Host."""
+    server = start("--allowed-hosts", "localhost")
+    with connect(server) as connection:
+        connection.sendall(b"GET /health/live HTTP/1.2\r\nHost: localhost\r\n\r\nGET /health/live HTTP/1.2\r\nConnection: close\r\n\r\n")
+        first, _, second = read_to_end(connection).rpartition(b"HTTP/1.1 ")
+    assert first.startswith(b"HTTP/1.1 200 ") and second.startswith(b"400 ")
 
 
 @pytest.mark.parametrize(
@@ -376,6 +387,9 @@ class Loop:
 
     def time(self) -> float:
         return self.now
+
+    def call_soon(self, callback: Any, *arguments: Any) -> None:
+        callback(*arguments)
 
     def call_later(self, _: float, callback: Any, *arguments: Any) -> None:
         self.due = lambda: callback(*arguments)

@@ -1,7 +1,8 @@
 """`Connection`, the class of uvicorn's connections: answers refused HTTP, disconnects slow peers, and sends long replies in pieces.
 
 An ASGI application sees a request only when its headers are complete, so what comes before is checked here, within the bounds of
-`http_parser.py`. A refusal is a problem document; it is sent after the replies to earlier requests of the connection, which is then closed.
+`http_parser.py`; `reading.py` bounds what is parsed at a time. A refusal is a problem document; it is sent after the replies to earlier
+requests of the connection, which is then closed.
 
 Nor does an application see whether the peer reads the reply. One timer per process checks the state of every connection:
 
@@ -41,14 +42,17 @@ from attend.web.http_parser import (
     HEAD_TOO_LARGE,
     HEADER_LINE_BYTES,
     HTTP_VERSIONS,
+    MALFORMED,
     MAX_FRAMING_RATIO,
     MAX_HEAD_BYTES,
+    MAX_LENGTH_DIGITS,
     METHODS,
     REQUEST_LINE_BYTES,
     UNKNOWN_METHOD,
     Parser,
     Refused,
 )
+from attend.web.reading import CALLBACKS_OF_A_TURN, PIECE_BYTES, Flow, Turns
 from attend.wire.negotiation import PROBLEM_JSON
 
 log = structlog.get_logger("attend")
@@ -56,6 +60,7 @@ LINGER_SECONDS = 5.0  # seconds for which bytes after a refused request are read
 CONNECTION_KEY = "attend.connection"  # the key of a connection in `state` of an ASGI scope
 OPTIONS_KEY = "attend.connection_options"  # the key of ConnectionOptions in the state of the application's lifespan
 RECORD_KEY = "attend.record"  # the key of a request's record in its ASGI scope
+STATUS_KEY = "attend.status"  # the key of the status of a refusal that was sent before the application began the request
 SEND_BYTES = 256 * 1024  # bytes of a reply passed to the transport at a time
 TURN_BYTES = 4 * SEND_BYTES  # bytes of a reply sent before other tasks run: 0.2 ms of copying, where a turn itself takes 0.1 ms
 WRITE_BUFFER_BYTES = 64 * 1024  # high-water mark of the transport's write buffer, in bytes; asyncio's default for TLS is 512 KiB
@@ -115,9 +120,11 @@ class ConnectionOptions:
     timer: SlowPeerTimer = field(default_factory=SlowPeerTimer)
     metrics: Metrics | None = None  # count refusals and disconnected peers
     log_refusal: Callable[[str, str, int, str, str], None] | None = None  # takes request id, client, status, reason and detail
+    turns: Turns = field(default_factory=Turns)  # in which they parse what they have received
 
 
 DEFAULT_OPTIONS = ConnectionOptions()
+NOTHING = memoryview(b"")
 
 
 class Connection(HttpToolsProtocol):
@@ -128,17 +135,22 @@ class Connection(HttpToolsProtocol):
         self.parser = Parser(self)
         options: ConnectionOptions = app_state.get(OPTIONS_KEY, DEFAULT_OPTIONS)
         self.timer, self.metrics, self.log_refusal = options.timer, options.metrics, options.log_refusal
+        self._turns = options.turns
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.flow: Flow = Flow(transport)
         self.app_state = {**self.app_state, CONNECTION_KEY: self}  # uvicorn copies this dictionary into each scope
         self.lost = False  # whether the peer has disconnected
         self._body = self._framing = 0  # bytes of the current body; bytes of the current head, or of chunk headers
-        self._data = b""  # that the parser is reading
+        self._length = 0  # of the current body, in bytes, if the head says it
+        self._unparsed = NOTHING  # bytes that were received
+        self._callbacks = 0  # of the parser in this turn
         self._in_body = False  # whether the headers of the current request are complete
         self._boundary = False  # whether the last bytes received contained the end of a head or of a request
         self._refusal: Refused | None = None  # once set, the connection closes, after the replies to earlier requests
         self._refusal_reply = b""  # that waits for the replies to earlier requests
+        self._dropped = False  # whether the application does not get the refused request
         self._received = self._sent = 0  # bytes from the peer; bytes of long replies passed to the transport
         self._replies = 0  # that are complete: each is progress, since the bytes of short ones are not counted
         self._state: tuple[PeerState, Any] = (PeerState.NOTHING, None)
@@ -148,7 +160,7 @@ class Connection(HttpToolsProtocol):
         self.timer.start(self.loop, self.connections)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
+        self.lost, self._unparsed = True, NOTHING
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -163,16 +175,37 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._received += len(data)
-        body, self._boundary, self._data = self._body, False, data
-        super().data_received(data)
-        self._data = b""
-        if not self._boundary:  # `data` belongs entirely to one head or to one body
-            self._framing += len(data) - (self._body - body)
-            too_large = self._framing > MAX_HEAD_BYTES + MAX_FRAMING_RATIO * self._body
-            if too_large and self._refusal is None and not self.transport.is_closing():
-                self.refuse(Refused(*(CHUNK_HEADERS_TOO_LARGE if self._in_body else HEAD_TOO_LARGE)))
+        if self.flow.held:  # TLS may have decrypted more than one read
+            self._unparsed = memoryview(b"".join((self._unparsed, data)))
+        else:
+            self._unparsed = memoryview(data)
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parses what was received until a request waits for an earlier one, or others have their turn."""
+        self._callbacks = 0
+        while self._unparsed and not self.pipeline and self._callbacks < CALLBACKS_OF_A_TURN:
+            size = max(PIECE_BYTES, self._length - self._body)
+            piece, body, self._boundary = self._unparsed[:size], self._body, False
+            super().data_received(piece)  # type: ignore[arg-type]  # the parser reads any buffer
+            self._unparsed = self._unparsed[size:]
+            self._callbacks += len(self.headers or ())
+            if not self._boundary:  # `piece` belongs entirely to one head or to one body
+                self._framing += len(piece) - (self._body - body)
+                too_large = self._framing > MAX_HEAD_BYTES + MAX_FRAMING_RATIO * self._body
+                if too_large and self._refusal is None and not self.transport.is_closing():
+                    self.refuse(Refused(*(CHUNK_HEADERS_TOO_LARGE if self._in_body else HEAD_TOO_LARGE)))
+            if self._refusal is not None or self.transport.is_closing():
+                self._unparsed = NOTHING
+        if self._unparsed:
+            self.flow.hold()
+            if not self.pipeline:
+                self._turns.wait(self.loop, self._parse)
+        elif self.flow.held and not self.transport.is_closing():
+            self.flow.release()
 
     def on_message_begin(self) -> None:
+        self._callbacks += 1
         self._unset_keepalive_if_required()
         super().on_message_begin()
 
@@ -184,34 +217,44 @@ class Connection(HttpToolsProtocol):
             return
         self._body = self._framing = 0
         self._in_body = self._boundary = True
+        fields = dict(headers)
         header_bytes = HEADER_LINE_BYTES * len(headers) + sum(map(len, chain.from_iterable(headers)))
         if REQUEST_LINE_BYTES + len(self.url) + header_bytes > MAX_HEAD_BYTES:
             raise Refused(*HEAD_TOO_LARGE)
-        if (version := parser.get_http_version()) not in HTTP_VERSIONS:
+        if not (version := parser.get_http_version()).startswith("1."):
             expected = "a request in HTTP/1.1 or HTTP/1.0"
             raise Refused("unsupported_version", 505, "HTTP version not supported", expected, f"HTTP/{version}")
-        if b"transfer-encoding" in dict(headers):
+        if (length := fields.get(b"content-length")) is not None:
+            if len(length) > MAX_LENGTH_DIGITS:  # the parser allows any number of zeros, `int` does not
+                raise Refused(
+                    *MALFORMED, f"a request in HTTP/1.1 with a Content-Length of at most {MAX_LENGTH_DIGITS} digits", str(len(length))
+                )
+            self._length = int(length)
+        if b"transfer-encoding" in fields:
             codings = b", ".join([value for name, value in headers if name == b"transfer-encoding"])
             if codings and codings.lower() != b"chunked":
                 expected = "the transfer coding chunked alone"
                 raise Refused("unsupported_message", 501, "not implemented", expected, codings.decode("latin-1"))
         super().on_headers_complete()
+        if version not in HTTP_VERSIONS:  # a later minor version is read as the latest known one (RFC 9110, section 2.5)
+            self.scope["http_version"] = HTTP_VERSIONS[0]
         self.headers = []  # uvicorn appends trailers to this list; the scope keeps the request's headers
 
     def on_body(self, body: bytes) -> None:
         self._body += len(body)
+        self._callbacks += 1
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._body = self._framing = 0
+        self._body = self._framing = self._length = 0
         self._in_body, self._boundary = False, True
         super().on_message_complete()
         if self.cycle.response_complete and not self.transport.is_closing():  # it was answered before its body was complete: idle again
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        if not self.pipeline:  # uvicorn may have paused reading; a disconnect is noticed only while reading
+        if self.flow.read_paused and not self.pipeline:  # uvicorn may have paused reading; a disconnect is noticed only while reading
             self.flow.resume_reading()
 
     def head_without_upgrade(self) -> bytes:
@@ -228,11 +271,11 @@ class Connection(HttpToolsProtocol):
         cause = error and error.__context__
         if isinstance(cause, MemoryError):
             cause = Refused("OutOfMemory", 507, "out of memory", "memory for the body of a request", "none")
-        elif isinstance(error, httptools.HttpParserInvalidMethodError) and (line := UNKNOWN_METHOD.search(self._data)):
+        elif isinstance(error, httptools.HttpParserInvalidMethodError) and (line := UNKNOWN_METHOD.search(self._unparsed)):
             cause = Refused("unsupported_message", 501, "not implemented", f"a method among {', '.join(METHODS)}", line[1].decode())
         if not isinstance(cause, Refused):
             why = "its target is not a path" if cause else str(error or msg)
-            cause = Refused("malformed_http", 400, "malformed request", "a request in HTTP/1.1", f"something else ({why})")
+            cause = Refused(*MALFORMED, "a request in HTTP/1.1", f"something else ({why})")
         self.refuse(cause)
 
     def refuse(self, refusal: Refused) -> None:
@@ -248,6 +291,7 @@ class Connection(HttpToolsProtocol):
         self._refusal_reply = STATUS_LINE[status] + headers.encode() + b"connection: close\r\n\r\n" + body
         if self.pipeline and self.cycle.more_body:  # the incomplete request waits behind others
             self.pipeline.popleft()
+            self._dropped = True
         elif self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
             self._close()
 
@@ -257,6 +301,8 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if last and self._refusal is not None:
             self._close()
+        elif self.flow.held and not self.pipeline:
+            self._turns.wait(self.loop, self._parse)
 
     def _close(self) -> None:
         """Sends the refusal and closes; aborts if a reply is half sent, since the refusal would corrupt it."""
@@ -275,6 +321,8 @@ class Connection(HttpToolsProtocol):
             # Lingers: closing with unread bytes would reset the connection before the peer reads the refusal.
             self.transport.write_eof()
             self.flow.resume_reading()
+            if self.flow.held:
+                self.flow.release()
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _count_failure(self, reason: str) -> None:
@@ -282,12 +330,15 @@ class Connection(HttpToolsProtocol):
             self.metrics.count_failure(reason)
 
     def _count_refusal(self, status: int) -> None:
-        """Counts the refusal: in the request's record if the application has started the request and will count it; otherwise here."""
-        scope: Any = {} if self.cycle is None or self.cycle.response_complete else self.cycle.scope
-        if (record := scope.get(RECORD_KEY)) is not None:
+        """Counts the refusal: in the request's record if the application has the request, or will have it, and counts it; else here."""
+        scope: Any = None if self.cycle is None or self.cycle.response_complete or self._dropped else self.cycle.scope
+        if scope is None:
+            if self.metrics is not None:
+                self.metrics.count_request("other", status)
+        elif (record := scope.get(RECORD_KEY)) is not None:
             record.status = status
-        elif self.metrics is not None:
-            self.metrics.count_request("other", status)
+        else:
+            scope[STATUS_KEY] = status
 
     # Long replies
 
@@ -337,7 +388,8 @@ class Connection(HttpToolsProtocol):
         if cycle is None or cycle.response_complete:
             idle = self.timeout_keep_alive_task is not None
             return (PeerState.NOTHING if idle else PeerState.HEADERS, cycle), 0
-        return (PeerState.BODY if cycle.more_body and not self.flow.read_paused else PeerState.NOTHING, cycle), self._received
+        is_due = cycle.more_body and not (self.flow.read_paused or self.flow.held)
+        return (PeerState.BODY if is_due else PeerState.NOTHING, cycle), self._received
 
     def _cut_off(self, state: PeerState) -> None:
         """Disconnects the peer as the table at the head of this file says."""

@@ -31,7 +31,7 @@ from attend.errors import (
     WrongReplica,
 )
 from attend.serving.service import Service
-from attend.web.connections import CONNECTION_KEY, RECORD_KEY
+from attend.web.connections import CONNECTION_KEY, RECORD_KEY, STATUS_KEY
 from attend.web.error_replies import no_endpoint
 from attend.web.records import OTHER, Body, Endpoint, Handler, HttpRecord, is_v2, valid_request_id
 
@@ -136,6 +136,7 @@ class EndpointTable:
             path_parameters=parameters,
             address=scope["client"][0] if scope.get("client") else "",
             connection=scope["state"].get(CONNECTION_KEY) if "state" in scope else None,
+            status=scope.get(STATUS_KEY, 0),
         )
         return record
 

@@ -13,6 +13,7 @@ UNKNOWN_METHOD = re.compile(  # a request line with another method
 )
 REQUEST_LINE_BYTES = len(b"GET  HTTP/1.1\r\n")  # bytes of a request line without its target
 HEADER_LINE_BYTES = len(b": \r\n")  # bytes of a header without its name and value
+MAX_LENGTH_DIGITS = 20  # of a Content-Length, leading zeros among them; 2^64 has as many
 MAX_FRAMING_RATIO = 8  # bytes of chunk headers and trailers allowed per byte of body, in addition to MAX_HEAD_BYTES
 
 
@@ -24,6 +25,7 @@ class Refused(Exception):
         self.reason, self.status, self.title, self.expected, self.got = reason, status, title, expected, got
 
 
+MALFORMED = "malformed_http", 400, "malformed request"
 HEAD_TOO_LARGE = "long_headers", 431, "headers too large", f"a request line and headers of at most {MAX_HEAD_BYTES} bytes"
 CHUNK_HEADERS_TOO_LARGE = (
     "long_chunk_headers",
@@ -48,7 +50,8 @@ class Parser(httptools.HttpRequestParser):
 
     def __init__(self, connection: Head) -> None:
         super().__init__(connection)
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does: a request may follow `Connection: close`
+        # As uvicorn does: a request may follow `Connection: close`. The connection decides about versions.
+        self.set_dangerous_leniencies(lenient_data_after_close=True, lenient_version=True)
         self._connection = connection
 
     def feed_data(self, data: Any) -> None:
