@@ -654,12 +654,28 @@ def test_the_command_lists_and_loads_layers_of_a_folder(tmp_path: Path) -> None:
     assert lines[number]["spec"]["window"] == {"left": 4} and lines[number]["name"].endswith("self_attn")
     assert lines[number]["spec"]["d_model"] == 32 and lines[number]["spec"]["num_kv_heads"] == 2
     shown = run_attend("layers", "inspect", str(tmp_path)).stdout.decode()
-    assert re.search(rf"decoder +{number} +\S+self_attn +32 +8 +float32 +4/2", shown) and "layer 0 of part decoder is refused: " in shown
+    assert re.search(rf"decoder +{number} +\S+self_attn +32 +8 +float32 +4/2 +window 4 before, rope theta", shown)
+    assert "layer 0 of part decoder is refused: " in shown
     kept = ("--layers-dir", str(tmp_path / "kept"))
     added = run_attend("layers", "add", "one", str(tmp_path), "--layer", str(number), "--json", *kept)
     assert added.returncode == 0 and json.loads(added.stdout)["spec"]["num_kv_heads"] == 2, added.stderr
     for wrong in (("--part", "decoder"), ("--layer", "1", "--prefix", "layers.1")):
         assert run_attend("layers", "add", "one", str(tmp_path), *wrong, *kept).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "index", "operators"),
+    [
+        ("llama", 0, "rope theta 10000 on halves"),
+        ("mistral", 0, "window 4 before, rope theta 10000 on halves"),
+        ("gemma2", 0, "window 4 before, rope theta 10000 on halves, softcap 50"),
+        ("gpt_oss", 0, "window 4 before, rope with frequencies on halves, sinks"),
+    ],
+)
+def test_inspect_tells_models_with_equal_widths_apart(tmp_path: Path, model: str, index: int, operators: str) -> None:
+    number = write_folder(tmp_path, model, index)
+    shown = run_attend("layers", "inspect", str(tmp_path)).stdout.decode().splitlines()
+    assert next(line for line in shown if line.split()[1:2] == [str(number)]).rstrip().endswith(f" {operators}")
 
 
 def test_fields_added_later_do_not_change_fingerprints(layers: httpx.Client) -> None:

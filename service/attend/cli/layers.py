@@ -20,6 +20,7 @@ from attend.checkpoints.families import PARTS
 from attend.cli.clients import open_client
 from attend.cli.terminal import ENGINE_FIELDS, AsJson, Ca, Config, Url, print_result, report_errors, with_settings, write_file
 from attend.client import Client
+from attend.spec import LayerSpec
 from attend.wire.schemas.layers import LayerInfo, Layers
 
 EPILOG = """\b
@@ -169,17 +170,19 @@ def _print_table(layers: Sequence[LayerInfo]) -> None:
 
 
 def _print_inspected(layers: Sequence[Mapping[str, Any]]) -> None:
-    """Prints what `inspect` found: of each layer where it is, and of a spec the widths."""
+    """Prints what `inspect` found: of each layer where it is, and of a spec the widths and operators."""
     if not layers:
         return
     places = [title for title in ("part", "layer", "name", "layout", "prefix") if title in layers[0]]
     fields = [title for title in ("d_model", "head_dim", "dtype") if "spec" in layers[0]]
-    table = Table(*places, *fields, *(["heads"] if fields else []), box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(*places, *fields, *(["heads", "operators"] if fields else []), box=SIMPLE, padding=(0, 1, 0, 0))
     for layer in layers:
-        spec = layer.get("spec", {})
-        table.add_row(
-            *(str(layer[title]) for title in places), *(str(spec[title]) for title in fields), *([_heads(spec)] if fields else [])
-        )
+        row = [str(layer[title]) for title in places]
+        if fields:
+            spec = LayerSpec.model_validate(layer["spec"])
+            operators = ", ".join(operator.summary(spec) for operator in spec.operators)
+            row += [*(str(getattr(spec, title)) for title in fields), _heads(spec.model_dump()), operators]
+        table.add_row(*row)
     _print_whole(table)
 
 

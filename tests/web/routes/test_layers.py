@@ -472,3 +472,18 @@ def test_max_layer_bytes_applies_to_safetensors_of_put_only(start_here: Callable
         assert "max_layer_bytes" in problem(put(http, packed(bert(4)), spec=HEADS), 413)["expected"]
         long = http.put("/layers/x", content=b" " * 2000, headers={"Content-Type": "application/json"})
         assert "max_body_bytes" in problem(long, 413)["expected"]
+
+
+def test_layers_are_listed_in_the_order_of_their_numbers(start_here: Callable[..., str]) -> None:
+    """In `GET /layers`, the index, and the repository of models."""
+    names = [f"ll-{number}" for number in (1, 2, 10, 11, 100)]
+    with httpx.Client(base_url=start_here()) as http:
+        for name in sorted(names):
+            assert http.put(f"/layers/{name}", json={"spec": {"d_model": 2, "num_heads": 1}}).is_success
+        listed = [
+            [layer["name"] for layer in http.get("/layers").json()["layers"]],
+            http.get("/").json()["layers"],
+            [model["name"] for model in http.post("/v2/repository/index", json={}).json()],
+        ]
+    for found in listed:
+        assert [name for name in found if name in names] == names

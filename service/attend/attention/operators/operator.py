@@ -126,6 +126,14 @@ class Operator(Stages):
         return {}
 
     @classmethod
+    def summary(cls, spec: Dimensions) -> str:
+        """Its field in a few words, for tables of layers: `sinks`, `softcap 50`, `sigmoid`."""
+        value = getattr(spec, cls.field)
+        if isinstance(value, str):
+            return value
+        return cls.field if value is True or not isinstance(value, int | float) else f"{cls.field} {value:g}"
+
+    @classmethod
     def is_relative(cls, spec: Dimensions) -> bool:
         """Whether results depend on differences of positions only."""
         return True

@@ -99,6 +99,14 @@ class RopeOperator(Operator):
             raise field_error("/rope/dims", f"an even number of at most {most}", str(dims))
 
     @classmethod
+    def summary(cls, spec: Dimensions) -> str:
+        """`rope theta 10000 on pairs`, `rope of 16 dims with frequencies on halves`"""
+        rope: Rope = getattr(spec, cls.field)
+        dims = f" of {rope.dims} dims" if rope.dims != spec.head_dim // spec.num_softmaxes else ""
+        kind = " with frequencies" if rope.frequencies else f" theta {rope.theta:g}" + (f" {rope.scaling.type}" if rope.scaling else "")
+        return f"{cls.field}{dims}{kind} on {'pairs' if rope.interleaved else 'halves'}"
+
+    @classmethod
     def formula(cls, spec: Dimensions) -> dict[str, str]:
         rope, latent, parts = getattr(spec, cls.field), getattr(spec, "latent", None), spec.num_softmaxes
         where = " of the part of K that heads share"

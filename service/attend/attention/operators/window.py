@@ -29,6 +29,13 @@ class WindowOperator(Operator):
         return {"interval": " and ".join(bounds)} if bounds else {}
 
     @classmethod
+    def summary(cls, spec: Dimensions) -> str:
+        """`window 4095 before, 0 after`"""
+        window = getattr(spec, cls.field)
+        sides = {"before": window.left, "after": window.right}
+        return " ".join([cls.field, ", ".join(f"{bound} {side}" for side, bound in sides.items() if bound is not None)]).rstrip()
+
+    @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """Either side may be unbounded."""
         left, right = (draw.integer(0, 5) if draw.flag(0.7) else None for _ in range(2))

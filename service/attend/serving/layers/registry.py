@@ -3,13 +3,13 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TypeVar
 
 import torch
 
 from attend.attention.initialization import draw_weights
 from attend.attention.layer import MultiHeadAttention
+from attend.checkpoints.detection import natural
 from attend.checkpoints.reader import biases_of
 from attend.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, did_you_mean, pointer
 from attend.serving.admission import ServingLimits
@@ -182,8 +182,8 @@ class LayerRegistry:
 
 
 def by_name(layers: Iterable[L]) -> list[L]:
-    """The layers, sorted by their names. To be called in a thread: the work grows with the number of layers."""
-    return sorted(layers, key=attrgetter("name"))
+    """The layers by their names, layer-2 before layer-10. To be called in a thread: the work grows with the number of layers."""
+    return sorted(layers, key=lambda layer: (natural(layer.name), layer.name))
 
 
 def _cast_weights(spec: LayerSpec, weights: Mapping[str, Array]) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.staticfiles import StaticFiles
 
+from attend.serving.layers.registry import by_name
 from attend.serving.service import Service
 from attend.version import __version__
 from attend.web.endpoints import PUBLIC, READ, EndpointTable
@@ -58,7 +59,7 @@ def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any
 
             def reply() -> Response:
                 about = {"name": "attend", "version": __version__, "contract": CONTRACT}
-                return JSONResponse({**about, **members, "layers": sorted(layer.name for layer in layers), "documentation": "/docs"})
+                return JSONResponse({**about, **members, "layers": [layer.name for layer in by_name(layers)], "documentation": "/docs"})
 
             response = await service.engine.codecs.run(reply, NAME_BYTES * len(layers), record.api_key)  # in a thread, as GET /layers
         response.headers["Vary"] = "Accept"
