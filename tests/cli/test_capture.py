@@ -104,7 +104,10 @@ def test_what_a_reader_should_know_is_said(tmp_path: Path) -> None:
     """Texts that the model cannot read, unknown words, weights that the folder does not have, and layers that differ."""
     save_model(tmp_path / "bert", "bert")
     long = "the " * 600
-    for text, expected in (("", "expected a text with tokens, got none, at /inputs"), (long, "the model cannot be run on this text")):
+    for text, expected in (
+        ("", "expected a text with tokens, got none, at /inputs"),
+        (long, "expected at most 512 tokens, which are the model's positions, got 600"),
+    ):
         done = run_attend("capture", str(tmp_path / "bert"), text)
         assert done.returncode == 1 and expected in done.stderr.decode() and "Traceback" not in done.stderr.decode()
 

@@ -101,7 +101,7 @@ def test_refusals_of_folders(folder: tuple[Path, Any, str], tmp_path: Path) -> N
         ([str(path), "--text", text, "--token", "tom and"], "one token"),
         ([str(path), "--text", text, "--target", "ben"], "--target has no use"),
         ([str(path), "--text", text, "--token", "pear"], "expected one token in --token, got ['[UNK]']"),
-        ([str(path), "--text", text + " the" * 600], "cannot be run on this text"),
+        ([str(path), "--text", text + " the" * 600], "tokens, which are the model's positions, got 60"),
         ([str(path), "--text", ""], "a text with tokens"),
         ([str(tmp_path), "--text", text], "it has no config.json"),
         (["-", "--text", text], "folder of a model"),

@@ -166,6 +166,9 @@ def test_the_words_of_a_tokenizer_and_masks_in_few_fields(server: Any) -> None:
         assert single["words-0"].request.keys() == {"query", "causal", "tokens"} and single["words-0"].request["query"].shape == (7, 24)
         only = attend.capture(model, inputs, client, name="words", layers=[1])
         assert list(only) == ["words-1"] and list(client.layers())  # the others stay as they are
+        for wrong, got in (([0, 2], r"\[0, 2\]"), ([], r"\[\]"), (1, "1")):
+            with pytest.raises(InvalidRequest, match=rf"expected numbers of its layers, of \[0, 1\], got {got}, at /layers"):
+                attend.capture(model, inputs, client, layers=wrong)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="tokenizer"):
             attend.capture(model, "a text", client)
         for name in captured:

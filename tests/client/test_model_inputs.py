@@ -20,15 +20,24 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(5, 3)], layo
         (["a text", "another"], r"expected one text, or .*tokenizer\(texts, padding=True.* got a list of texts, at /inputs$"),
         (TOKENS, "got a Tensor, at /inputs$"),
         ("a text", "or a tokenizer with a text, got a text"),
-        ({"input_ids": "a text"}, 'expected a tensor of token ids.* got "a text", at /inputs/input_ids'),
-        ({"input_ids": ["a", "text"]}, "expected a tensor of token ids.* got a list of 2, at /inputs/input_ids"),
+        ({"input_ids": "a text"}, 'expected a tensor, as tokenizer.* got "a text", at /inputs/input_ids'),
+        ({"input_ids": ["a", "text"]}, "expected a tensor, as tokenizer.* got a list of 2, at /inputs/input_ids"),
         ({"decoder_input_ids": np.zeros((1, 2))}, r"got a tensor of shape \[1, 2\], at /inputs/decoder_input_ids"),
+        (
+            {"input_ids": TOKENS, "attention_mask": [[1, 1], [1, 0]]},
+            "expected a tensor, as tokenizer.* got a list of 2, at /inputs/attention_mask",
+        ),
         ({"src": NESTED}, "expected a padded tensor, .* got a nested tensor, at /inputs/src"),
     ],
 )
 def test_what_is_neither_a_text_nor_arguments_is_refused(inputs: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         model_arguments(inputs, None)
+
+
+def test_a_tokenizer_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match='or a tokenizer with a text, got a text, and "openai-community/gpt2" as the tokenizer'):
+        model_arguments("a text", "openai-community/gpt2")
 
 
 def bounded_model(family: str) -> Any:

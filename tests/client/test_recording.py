@@ -164,3 +164,27 @@ def test_a_model_that_is_none_is_refused(client: Client) -> None:
         attend.capture("openai-community/gpt2", {"input_ids": TOKENS}, client)
     with pytest.raises(InvalidRequest, match="got a dict, at /model"):
         attend.capture({}, {"input_ids": TOKENS}, client)
+
+
+@pytest.mark.slow
+def test_positions_on_several_axes(server: Any) -> None:
+    """Of an image of 2 x 3 patches between tokens: rows and columns in the vision part, with time in the decoder."""
+    import transformers as hf
+
+    text = {**SIZES, "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    image = {"depth": 1, "embed_dim": 24, "num_heads": 3, "hidden_size": 24, "mlp_ratio": 2, "patch_size": 2, "in_channels": 2}
+    image |= {"spatial_merge_size": 1, "temporal_patch_size": 1}
+    marks = {"image_token_id": 5, "vision_start_token_id": 6, "video_token_id": 7, "vision_end_token_id": 8}
+    model = filled(hf.Qwen2VLModel(hf.Qwen2VLConfig(text_config=text, vision_config=image, **marks)))
+    pixels = torch.from_numpy(np.random.default_rng(8).standard_normal((6, 8)).astype(np.float32))
+    inputs = {"input_ids": torch.tensor([[6, *[5] * 6, 8, 11]]), "mm_token_type_ids": torch.tensor([[0, *[1] * 6, 0, 0]])}
+    inputs |= {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 3]])}
+    with Client(server.url) as client:
+        captured = attend.capture(model, inputs, client, name="axes")
+        assert list(captured) == ["axes-vision-0", "axes-decoder-0", "axes-decoder-1"] and captured.difference < 1e-5
+        for name in captured:
+            client.delete_layer(name)
+    grid = [[row, column] for row in range(2) for column in range(3)]
+    np.testing.assert_array_equal(captured["axes-vision-0"].request["positions"], grid)
+    expected = [[0] * 3, *([1, 1 + row, 1 + column] for row, column in grid), [4] * 3, [5] * 3]
+    np.testing.assert_array_equal(captured["axes-decoder-1"].request["positions"], expected)

@@ -218,9 +218,10 @@ def capture(
     arguments = model_arguments(inputs, tokenizer)
     check_cache(arguments)
     found, skipped = attention_layers(model, layout, spec)
-    chosen, numbers = None if layers is None else set(layers), {layer.number for layer in found}
-    if chosen is not None and not (chosen and chosen <= numbers):
-        raise InvalidRequest.where("/layers", f"numbers of its layers, of {sorted(numbers)}", str(sorted(chosen)))
+    chosen, numbers = set(layers) if isinstance(layers, Iterable) else layers, {layer.number for layer in found}
+    if chosen is not None and not (isinstance(chosen, set) and chosen and chosen <= numbers):
+        got = str(sorted(chosen) if isinstance(chosen, set) else chosen)
+        raise InvalidRequest.where("/layers", f"numbers of its layers, of {sorted(numbers)}", got)
     wanted = [layer for layer in found if chosen is None or layer.number in chosen]
     with Recorder(model, wanted) as recorder:
         recorder.run(arguments)

@@ -16,8 +16,9 @@ def model_arguments(inputs: Any, tokenizer: Any) -> dict[str, Any]:
     Raises InvalidRequest for a text without a tokenizer or without tokens, and for what is neither a text nor arguments.
     """
     if isinstance(inputs, str):
-        if tokenizer is None:
-            raise InvalidRequest.where("/inputs", "the model's arguments, or a tokenizer with a text", "a text")
+        if not callable(tokenizer):
+            got = "a text" if tokenizer is None else f"a text, and {describe_value(tokenizer)} as the tokenizer"
+            raise InvalidRequest.where("/inputs", "the model's arguments, or a tokenizer with a text", got)
         arguments = dict(tokenizer(inputs, return_tensors="pt"))
         if not arguments["input_ids"].numel():
             raise InvalidRequest.where("/inputs", "a text with tokens", "none")
@@ -29,8 +30,8 @@ def model_arguments(inputs: Any, tokenizer: Any) -> dict[str, Any]:
     for name, value in inputs.items():
         if getattr(value, "is_nested", False):
             raise InvalidRequest.where(f"/inputs/{name}", "a padded tensor, with a mask of its padding", "a nested tensor")
-        if name in TOKENS and value is not None and not hasattr(value, "is_nested"):  # no tensor
-            expected = "a tensor of token ids, as tokenizer(text, return_tensors='pt') has it"
+        if name.endswith(("_ids", "_mask")) and value is not None and not hasattr(value, "is_nested"):  # no tensor
+            expected = "a tensor, as tokenizer(text, return_tensors='pt') has it"
             raise InvalidRequest.where(f"/inputs/{name}", expected, describe_value(value))
     return dict(inputs)
 
@@ -40,9 +41,9 @@ def check_cache(arguments: Mapping[str, Any]) -> None:
     cache = arguments.get("past_key_values")
     if cache is None:
         return
-    length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else len(cache)
-    if length or getattr(cache, "is_compileable", False):
-        got = f"a cache of {length} rows" if length else "a cache of a fixed length"
+    length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None  # None: a tuple of earlier versions
+    if length != 0 or getattr(cache, "is_compileable", False):
+        got = f"a cache of {length} rows" if length else "a cache of a fixed length" if length == 0 else f"a {type(cache).__name__}"
         expected = "all rows of the sequence in one pass without past_key_values, since the rows behind a cache are not recorded"
         raise InvalidRequest.where("/inputs/past_key_values", expected, got)
 
