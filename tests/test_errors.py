@@ -1,4 +1,7 @@
-"""An exception is made where it is raised: each time that one instance is raised, its traceback gets more frames, with their variables."""
+"""Refusals whose places are translated; and that no raised exception is kept.
+
+Each time that one instance is raised, its traceback gets more frames, with their variables.
+"""
 
 import ast
 import builtins
@@ -7,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from attend.errors import InvalidRequest, LayerConflict, Problem
+
 ROOT = Path(__file__).parent.parent / "service" / "attend"
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def kept(source: str) -> list[str]:
-    """The `raise` statements of a module whose exception is neither made there nor held by a variable that the same function sets."""
+    """The `raise` statements of a module whose exception is neither made there nor held by a variable of the same function."""
     return [
         ast.unparse(statement) for statement, known in _raises(ast.parse(source), _classes(source)) if not _is_new(statement.exc, known)
     ]
@@ -45,8 +50,10 @@ def _classes_of(known: frozenset[str]) -> frozenset[str]:
 
 
 def _set_in(function: ast.AST) -> frozenset[str]:
-    """The variables that a function assigns or catches, not its parameters, nor those of functions inside it."""
-    names: set[str] = set()
+    """The parameters of a function, and the variables that it assigns or catches; not those of functions inside it."""
+    names = (
+        {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)} if isinstance(function, Function) else set()
+    )
     for child in ast.iter_child_nodes(function):
         if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
             names.add(child.id)
@@ -82,11 +89,17 @@ def test_no_raised_exception_is_kept() -> None:
         "class A:\n    def f(self):\n        raise self.error",
         "ERROR = ValueError('x')\ndef f():\n    raise ERROR",
         "from attend.errors import ERROR\ndef f():\n    raise ERROR from None",
-        "def f(error):\n    raise error",
         "def f():\n    error = ValueError()\n    def g():\n        raise error\n    return g",
         "def f(errors, key):\n    raise errors[key]",
     ],
-    ids=["attribute", "constant", "imported constant", "parameter", "closure", "item"],
+    ids=["attribute", "constant", "imported constant", "closure", "item"],
 )
 def test_a_kept_exception_is_found(source: str) -> None:
     assert kept(source)
+
+
+def test_a_refusal_keeps_its_text_when_its_places_are_translated() -> None:
+    """With problems, the text has the new places."""
+    assert LayerConflict("the layer is configured").with_paths("/spec".__add__).detail == "the layer is configured"
+    moved = InvalidRequest(problems=[Problem("/rope", "an object", "5")]).with_paths("/spec".__add__)
+    assert moved.problems[0].at == "/spec/rope" and moved.detail == "expected an object, got 5, at /spec/rope"

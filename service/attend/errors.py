@@ -94,7 +94,7 @@ class RequestError(AttendError):
 
     def with_paths(self, translate: Callable[[str], str]) -> Self:
         """The same error with translated pointers."""
-        return type(self)(problems=[replace(problem, at=translate(problem.at)) for problem in self.problems])
+        return type(self)("" if self.problems else self.detail, [replace(problem, at=translate(problem.at)) for problem in self.problems])
 
 
 class MalformedRequest(RequestError):

@@ -1,15 +1,19 @@
-"""Replies when memory runs out or an unexpected exception is raised."""
+"""Replies when memory runs out, an unexpected exception is raised, or a parameter has a wrong value."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
+import httpx
 import pytest
+from fastapi import Header, Query
 
 from attend.serving import layer_requests
 from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.requests import RawRequest
 from attend.settings import Settings
+from attend.web.app import create_app
+from attend.web.endpoints import PUBLIC
 from support.app import application
 
 QUERY = {"query": [[0.5] * 4]}
@@ -54,3 +58,27 @@ def test_unexpected_errors_are_500_and_out_of_memory_507_in_the_endpoints_format
             assert (await client.post("/attend", json=QUERY)).status_code == 200
 
     asyncio.run(test())
+
+
+def test_a_parameter_with_a_wrong_value_is_422_and_named() -> None:
+    """Parameters of the path, the query and headers, of any endpoint. They have no pointer, since they are not in the body."""
+    app = create_app(Settings(access_log=False))
+
+    @app.table.add("GET", "/rows/{row}", PUBLIC)  # type: ignore[attr-defined]
+    async def get_row(row: int, head: int, scale: Annotated[float, Header()], causal: bool, count: Annotated[int, Query(ge=2)]) -> None: ...
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.get("/rows/first?causal=maybe&count=1", headers={"scale": "wide"})
+
+    reply = asyncio.run(ask())
+    assert reply.status_code == 422 and reply.headers["content-type"] == "application/problem+json"
+    problems = reply.json()["errors"]
+    assert {problem["at"] for problem in problems} == {""}
+    assert {problem["expected"]: problem["got"] for problem in problems} == {
+        "an integer as the path parameter row": '"first"',
+        "the query parameter head": "nothing",
+        "a number as the header scale": '"wide"',
+        "true or false as the query parameter causal": '"maybe"',
+        "at least 2 as the query parameter count": '"1"',
+    }

@@ -818,8 +818,11 @@ LAYERS = [
     ),
     put("parameters", "/spec", "at most 268435456 parameters", "268468224", spec(d_model=8192), status=413),
     put("parameters-2^62", "/spec", "at most 268435456 parameters", "", spec(d_model=2**31 - 2), status=413),
-    Bad("delete-unknown", 404, "/layer", "a loaded layer", '"nobody"', method="DELETE", path="/layers/nobody"),
-    Bad("get-unknown", 404, "/layer", "a loaded layer", '"nobody"', method="GET", path="/layers/nobody"),
+    Bad("delete-unknown", 404, "", "a loaded layer", '"nobody"', method="DELETE", path="/layers/nobody"),
+    *(
+        Bad(f"get-unknown{part}", 404, "", "a loaded layer", '"nobody"', method="GET", path=f"/layers/nobody{part}")
+        for part in ("", "/weights", "/circuits")
+    ),
 ]
 
 HTTP = [

@@ -31,6 +31,18 @@ def test_a_body_is_decompressed(coding: str, level: int) -> None:
     assert unpack(packed, coding, LIMIT) == TEXT
 
 
+@pytest.mark.parametrize("level", [0, 1, 6, 9])
+@pytest.mark.parametrize("strategy", [zlib.Z_DEFAULT_STRATEGY, zlib.Z_FIXED])
+@pytest.mark.parametrize("body", [b"", b"a", TEXT, bytes(9_973)], ids=["nothing", "one byte", "text", "zeros"])
+def test_deflate_without_the_header_of_zlib_is_decompressed(level: int, strategy: int, body: bytes) -> None:
+    """RFC 9110 (8.4.1.2) notes that some send it so."""
+    compressor = zlib.compressobj(level, wbits=-zlib.MAX_WBITS, strategy=strategy)
+    packed = compressor.compress(body) + compressor.flush()
+    assert unpack(packed, "deflate", LIMIT) == body
+    with pytest.raises(MalformedBody, match="deflate to its end"):
+        unpack(packed[:-1], "deflate", LIMIT)
+
+
 @pytest.mark.parametrize("coding", ["gzip", "GZIP", " gzip ", "x-gzip", "X-GZip"])
 def test_names_of_gzip(coding: str) -> None:
     """Codings are case-insensitive (RFC 9110, 8.4.1), and x-gzip is gzip."""

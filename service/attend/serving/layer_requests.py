@@ -67,7 +67,7 @@ async def make_layer(service: Service, name: str, spec: Any, deadline: float | N
 
 async def export_layer(service: Service, name: str, raw: RawRequest) -> list[Buffer]:
     """GET /layers/{name}/weights: the layer as safetensors, which PUT accepts. Raises Overloaded before anything is copied."""
-    layer = service.registry.find(name)
+    layer = service.registry.find(name, at="")
     size = layer.spec.num_parameters * BY_TORCH[layer.spec.dtype].size
     if raw.lease is not None:
         raw.lease.add(size)
@@ -79,7 +79,7 @@ async def layer_circuits(service: Service, name: str, raw: RawRequest) -> str:
 
     Raises InvalidRequest for a layer without them, TooLarge for a cost beyond the limits, and what `Scheduler.submit` raises.
     """
-    layer, engine = service.registry.find(name), service.engine
+    layer, engine = service.registry.find(name, at=""), service.engine
     require_circuits(layer.spec)
     cost = predict_circuits(layer.spec)
     engine.admission.require(cost)

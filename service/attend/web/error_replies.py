@@ -4,6 +4,7 @@ import json
 from collections.abc import Awaitable, Mapping, Sequence
 
 from fastapi import Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from attend import errors
@@ -12,6 +13,7 @@ from attend.web.errors import problem_document, retry_after, row_of, status_in
 from attend.web.http_parser import METHODS
 from attend.web.records import Handler, HttpRecord, is_v2
 from attend.wire.negotiation import JSON, PROBLEM_JSON
+from attend.wire.problems import MAX_PROBLEMS, problem_of_parameter
 
 TITLES = {404: "no such page", 405: "method not allowed", 501: "not implemented"}
 MAX_COMPARED = 128  # characters of an unknown path that are compared with the known paths
@@ -38,6 +40,8 @@ class ErrorReplies:
 def _response_to(error: Exception, record: HttpRecord) -> Response:
     if isinstance(error, HTTPException):  # of a static file
         return _without_endpoint(record, error.status_code, f"nothing is served at {record.path}; see /docs")
+    if isinstance(error, RequestValidationError):  # of a parameter of an endpoint that FastAPI calls
+        error = errors.InvalidRequest(problems=list(map(problem_of_parameter, error.errors()[:MAX_PROBLEMS])))
     error = recorded_error(error, record, path=record.scope["path"])
     headers = {}
     if isinstance(error, errors.Overloaded | errors.NotReady):

@@ -8,6 +8,7 @@ from attend.wire.codec import Buffer
 from attend.wire.negotiation import name_and_quality
 
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+FORMATS = {"deflate": "deflate, in the format zlib (RFC 1950) or without its header (RFC 1951)"}  # coding -> formats; others have one
 UNPACKED = ("", "identity")
 FIRST_PIECE, LARGEST_PIECE = 1 << 10, 1 << 16  # bytes of a body that a stream gets at once
 MAX_MEMBERS = 4096  # in one gzip body
@@ -51,7 +52,8 @@ def _unpack_member(body: bytes, position: int, left: int, coding: str, pieces: l
 
     The input is passed in growing pieces, since zlib copies the input that a stream does not use.
     """
-    stream, size = zlib.decompressobj(WINDOWS[coding]), FIRST_PIECE
+    is_raw = coding == "deflate" and not _has_zlib_header(body[position : position + 2])  # as many clients send it
+    stream, size = zlib.decompressobj(-zlib.MAX_WBITS if is_raw else WINDOWS[coding]), FIRST_PIECE
     while not stream.eof:
         if position >= len(body) and not stream.unconsumed_tail:
             raise MalformedBody.where("", f"{coding} to its end", "a body that ends before")
@@ -62,12 +64,18 @@ def _unpack_member(body: bytes, position: int, left: int, coding: str, pieces: l
         try:
             piece = stream.decompress(chunk, left + 1)
         except zlib.error as error:
-            raise MalformedBody.where("", coding, f"something else ({error})") from None
+            raise MalformedBody.where("", FORMATS.get(coding, coding), f"something else ({error})") from None
         pieces.append(piece)
         left -= len(piece)
         if left < 0:
             break
     return position - len(stream.unused_data), left
+
+
+def _has_zlib_header(start: bytes) -> bool:
+    """Whether a body starts with the header of zlib (RFC 1950, section 2.2). Compressors do not start a stream without a header like this:
+    its first block would be a stored one, whose padding they fill with zeros."""
+    return len(start) == 2 and start[0] & 0x0F == zlib.DEFLATED and int.from_bytes(start) % 31 == 0
 
 
 def pack(pieces: Sequence[Buffer], coding: str) -> list[Buffer]:

@@ -27,6 +27,9 @@ EXPECTED = {
     "float_type": "a number",
     "bool_type": "true or false",
     "finite_number": "a finite number",
+    "int_parsing": "an integer",
+    "float_parsing": "a number",
+    "bool_parsing": "true or false",
 }
 EXPECTED_BOUND = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than", "less_than_equal": "at most"}
 EXPECTED_WITH_LIMIT = {
@@ -46,6 +49,17 @@ def validate(model: type[Model], document: Any, at: str = "") -> Model:
     except ValidationError as refusal:
         problems = [_problem_of(error, at, model) for error in refusal.errors(include_url=False)[:MAX_PROBLEMS]]
     raise InvalidRequest(problems=problems)
+
+
+def problem_of_parameter(error: Any) -> Problem:
+    """The problem of one of pydantic's errors in a parameter of the path or the query, or in a header. Its text names the parameter: it has
+    no pointer, which would be into the body."""
+    source, name = error["loc"][:2]
+    parameter = f"the header {name}" if source == "header" else f"the {source} parameter {name}"
+    if error["type"] == "missing":
+        return Problem("", parameter, "nothing")
+    problem = _problem_of(error, "", BaseModel)
+    return Problem("", f"{problem.expected} as {parameter}", problem.got)
 
 
 def _problem_of(error: Any, at: str, model: type[BaseModel]) -> Problem:

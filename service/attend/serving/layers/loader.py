@@ -119,7 +119,7 @@ class LayerLoader:
         async with self._changing:
             if self.registry.unloaded(name) is not None:
                 return
-            layer, weights = self.registry.find(name), None
+            layer, weights = self.registry.find(name, at=""), None
             self.registry.require_room_for_unloaded()
             if self.store is not None:
                 change, self._files[name] = await self._run_on_folder(self.store.unload, name)

@@ -101,7 +101,7 @@ class LayerRegistry:
 
     def layer_info(self, name: str) -> LayerInfo:
         """Description of one layer, unloaded or not. Raises LayerNotFound."""
-        return self.info_of(self._unloaded.get(name) or self.find(name))
+        return self.info_of(self._unloaded.get(name) or self.find(name, at=""))
 
     def info_of(self, layer: LoadedLayer | UnloadedLayer) -> LayerInfo:
         return LayerInfo(

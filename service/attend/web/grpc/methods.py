@@ -20,7 +20,7 @@ from attend.web.grpc import messages
 from attend.web.grpc.codec import GrpcCodec, values_of
 from attend.web.records import Record
 from attend.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
-from attend.web.v2.routes import MODEL_BYTES, STATISTICS_BYTES, load_layer, unload_layer
+from attend.web.v2.routes import MODEL_BYTES, STATISTICS_BYTES, load_layer
 from attend.wire.codec import Codec
 from attend.wire.negotiation import CODECS, JSON
 from attend.wire.problems import validate
@@ -107,7 +107,7 @@ class Methods:
         self.service.require_started()
         self.extensions.require_writable()
         validate(UnloadParameters, values_of(request.parameters), "/parameters")
-        await unload_layer(self.service, request.model_name, self._deadline(record))
+        await self.service.loader.unload(request.model_name, self._deadline(record))
         return messages.RepositoryModelUnloadResponse()
 
     async def model_infer(self, body: bytes, record: GrpcRecord, codec: Codec | None = None) -> bytes:

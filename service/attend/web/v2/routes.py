@@ -262,7 +262,7 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         """Unloads a layer: it answers no new calls until it is loaded again. DELETE /layers/{name} removes it."""
         extensions.require_writable()
         _, raw = await _read(record, service, UnloadRequest)
-        await unload_layer(service, name, raw.deadline)
+        await service.loader.unload(name, raw.deadline)
         return Response()
 
 
@@ -278,17 +278,7 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters, de
     try:
         await make_layer(service, name, spec, deadline)
     except RequestError as refusal:
-        if not refusal.problems:
-            raise
         raise refusal.with_paths(lambda at: CONFIG_PATH + at.removeprefix("/spec")) from None
-
-
-async def unload_layer(service: Service, name: str, deadline: float | None) -> None:
-    """Makes the layer unavailable until it is loaded again. Raises DeadlinePassed if workers have not followed at the deadline."""
-    try:
-        await service.loader.unload(name, deadline)
-    except RequestError as refusal:
-        raise refusal.with_paths(lambda _: "") from None  # the name is in the path
 
 
 async def _read(record: HttpRecord, service: Service, model: type[D]) -> tuple[D, RawRequest]:
