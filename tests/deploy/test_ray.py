@@ -107,7 +107,7 @@ def test_replies_errors_ids_and_metrics_equal_those_of_one_process(client, embed
     # Each replica counts what it answered, and Ray chooses which one is asked: one of them has not answered anything, perhaps.
     until(lambda: "attend_requests_total{" in httpx.get(f"{url}/metrics").text, "the metrics of a replica that answered a request")
     assert client.ready() and client.layers() == embedded.layers()
-    with pytest.raises(errors.RequestError):
+    with pytest.raises(errors.LayerConflict, match=r"under Ray Serve, .*ATTEND_LAYERS"):
         client.put_layer("mine", {"d_model": 4, "num_heads": 2})
 
 

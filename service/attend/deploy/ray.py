@@ -31,6 +31,7 @@ from attend.settings import Settings, read_settings
 from attend.web.app import create_app, create_service
 
 ATTEMPTS = 5  # to compute one part, if actors fail
+WHY_FIXED = "layers cannot be changed over HTTP under Ray Serve, whose replicas share none; set them with ATTEND_LAYERS"
 PAUSE = 0.2  # seconds of pause after the first failed attempt; n times as many after the nth
 
 
@@ -41,7 +42,7 @@ class Attend:
 
     def __init__(self, settings: Settings, shards: DeploymentHandle | None = None) -> None:
         _prepare(settings)
-        self._app = create_app(_behind_proxy(settings))
+        self._app = create_app(_behind_proxy(settings), why_fixed=WHY_FIXED)
         self._service = self._app.state.service
         if shards is not None:
             self._service.engine.use_shards(RayShards(shards, settings.shards))

@@ -38,13 +38,16 @@ from attend.wire.limits import WireLimits
 from attend.wire.native import numbers
 
 
-def create_app(settings: Settings, pages: Mapping[str, str] = NO_PAGES, clock: Callable[[], float] = time.monotonic) -> FastAPI:
+def create_app(
+    settings: Settings, pages: Mapping[str, str] = NO_PAGES, clock: Callable[[], float] = time.monotonic, why_fixed: str = ""
+) -> FastAPI:
     """The application. Once it runs, it loads its layers in the background; /health/ready reports when they are ready, and the log, with
-    `pages`. `clock` returns monotonic seconds, as that of its event loop does."""
+    `pages`. `clock` returns monotonic seconds, as that of its event loop does. `why_fixed`: why layers cannot be changed over HTTP,
+    whatever the settings say; "": they can."""
     keyring = Keyring(settings.keys_file) if settings.keys_file else None
     service = create_service(settings, clock)
     extensions = ProtocolExtensions(
-        why_not_writable=_why_not_writable(settings),
+        why_not_writable=_why_not_writable(settings, why_fixed),
         why_no_statistics=_why_no_statistics(settings, service),
         sessions=settings.session_memory > 0,
         workers=settings.workers,
@@ -153,8 +156,10 @@ def _grpc(
     return run_grpc_server(service, extensions, address, options)
 
 
-def _why_not_writable(settings: Settings) -> Callable[[], Exception] | None:
+def _why_not_writable(settings: Settings, why_fixed: str) -> Callable[[], Exception] | None:
     """Makes the error that says why layers cannot be changed over HTTP here; None if they can."""
+    if why_fixed:
+        return partial(LayerConflict, why_fixed)
     if not is_local(settings) and settings.keys_file is None:
         where = "a Unix socket, which every user can reach" if settings.uds else "an address that is not loopback"
         return partial(Forbidden, f"layers cannot be changed over HTTP on {where}, unless there are keys (--keys-file)")
