@@ -16,7 +16,7 @@ from attend.settings import Settings
 PICTURES = {
     "heads.png": {
         "kind": "heads",
-        "heads": [0, 2, 3],
+        "heads": [1, 2, 3],
         "width": 1000,
         "values": False,
         "title": f"Three heads of the first layer of a small model: “{SENTENCE}”",
@@ -37,7 +37,7 @@ def draw_pictures(folder: Path) -> None:
 
 
 def photograph_page(file: Path) -> None:
-    """Writes a picture of the page in a browser as it opens, with the second "to" locked."""
+    """Writes a picture of the page in a browser as it opens, with the last word locked."""
     from playwright.sync_api import sync_playwright
 
     with child_server() as url, sync_playwright() as driver:

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from attend.cli.clients import in_process
+from attend.cli.head_roles import ROLES, SEVERAL
 from attend.settings import Settings
 
 SEED = 5
@@ -35,13 +36,6 @@ STAND_INS = 128  # tokens for words that the model does not know
 EPSILON = 1e-5  # of the norms
 THETA = 10000.0  # of the rotary embedding
 FILE = Path(__file__).parent.parent / "service" / "attend" / "serving" / "words" / "small.safetensors"
-ROLES = {  # metric of a head -> what it says of it
-    "previous_token_score": "attends to the token before",
-    "duplicate_token_score": "attends to the same token earlier (a duplicate-token head)",
-    "induction_score": "attends to what followed the same token earlier (an induction head)",
-    "first_key_mass": "rests on the first token",
-}
-MIXED = "does several things"
 LEAST_SHARE = 0.4  # of a head's weight, for a role
 
 
@@ -239,7 +233,7 @@ def roles(model: Model) -> list[list[str]]:
             shares = {name: np.nanmean(metrics[name], axis=0) for name in ROLES}
             print(f"layer {i}:", {name: share.round(2).tolist() for name, share in shares.items()})
             best = [max(ROLES, key=lambda name: float(shares[name][head])) for head in range(HEADS)]
-            found.append([ROLES[name] if shares[name][head] >= LEAST_SHARE else MIXED for head, name in enumerate(best)])
+            found.append([ROLES[name] if shares[name][head] >= LEAST_SHARE else SEVERAL for head, name in enumerate(best)])
             x = layer(x)
     return found
 

@@ -74,20 +74,32 @@ def test_the_demo_shows_links_of_hash_vectors(server, tmp_path):
         assert row[0][:2] == (f"{words[q]}({q})", f"{words[k]}({k})")
 
 
-def test_the_demo_begins_with_heads_that_have_learned_something(start, tmp_path):
-    """Those of the small model; the induction head links a word to what followed it before. No package is needed."""
-    shown = show("--save", str(tmp_path))
-    (head, learned), *_ = re.findall(r"^head (\d): (.*induction.*)$", shown, re.MULTILINE)
+def induction_shares(tokens, weights):
+    """Of each head: the mean share of a repeated token's weight on what followed it earlier."""
+    repeated = [q for q, token in enumerate(tokens) if token in tokens[:q]]
+    assert len(repeated) >= 3
+    return [np.mean([sum(head[q, k + 1] for k in range(q) if tokens[k] == tokens[q]) for q in repeated]) for head in weights]
+
+
+@pytest.mark.parametrize("text", [None, "Anna gave the book to Ben and Anna gave the book to Tom"])
+def test_the_demo_says_what_each_head_does_in_the_sentence(start, tmp_path, text):
+    """By its weights there: the demo's own sentence has two induction heads, of which one rests on the first token of another sentence."""
+    shown = show("--save", str(tmp_path), *([] if text is None else ["--sentence", text]))
+    said = re.findall(r"^head (\d) (.*?)(?:: (\d\.\d\d))?$", shown, re.MULTILINE)
+    assert [int(head) for head, _, _ in said] == [0, 1, 2, 3]
     assert "means nothing" not in shown and "layer small-layer-1, fingerprint" in shown
 
     reply = repeat(start(), by_hand(shown))
 
     tokens = json.loads((tmp_path / "request.json").read_text())["tokens"]["query"]
-    weights = np.array(reply["attention_weights"])[int(head)]
-    lower = [token.lower() for token in tokens]
-    repeated = [q for q, token in enumerate(lower) if token in lower[:q]]
-    shares = [sum(weights[q, k + 1] for k in range(q) if lower[k] == lower[q]) for q in repeated]
-    assert len(repeated) >= 3 and np.mean(shares) > 0.4, learned
+    weights = np.array(reply["attention_weights"])
+    shares = induction_shares(tokens, weights)
+    assert ["induction" in what for _, what, _ in said] == [share >= 0.5 for share in shares] == [True, not text, False, False]
+    for (_, what, number), share, head in zip(said, shares, weights, strict=True):
+        expected = share if "induction" in what else head[1:, 0].mean()
+        assert (number == "") == (what == "does several things")
+        if number:
+            assert float(number) == pytest.approx(expected, abs=0.0051)
 
 
 def test_the_demo_prints_json(server, tmp_path, monkeypatch):
@@ -95,6 +107,7 @@ def test_the_demo_prints_json(server, tmp_path, monkeypatch):
     printed = json.loads(show(*HASH, "--save", str(tmp_path), "--json"))
     assert printed["sentence"] == SENTENCE and printed["tokens"] == SENTENCE.split()
     assert printed["outputs"] == {"output": [10, 64], "attention_weights": [8, 10, 10]} and printed["seconds"] > 0
+    assert printed["heads"] == []  # those of a layer that has learned nothing
     reply = repeat(server, printed["again"])
     assert reply["layer"] == printed["layer"]
     for head, links in zip(reply["attention_weights"], printed["links"], strict=True):

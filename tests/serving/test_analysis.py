@@ -350,6 +350,15 @@ def test_query_lens_excludes_padded_queries_in_cross_attention(client: Client) -
     assert "mean_distance" in client.analysis(query, key, query_offset="end")
 
 
+def test_the_default_metrics_with_tokens_have_those_of_repeated_tokens(client: Client) -> None:
+    query, key = np.random.default_rng(4).standard_normal((2, 5, 64))
+    tokens = {"query": list("abacb")}
+    of_repeated = ["duplicate_token_score", "induction_score"]
+    for rows, expected in (((query,), of_repeated), ((query, key), [])):  # the tokens of other keys are not known
+        assert [name for name in client.analysis(*rows, tokens=tokens, causal=True) if name in of_repeated] == expected
+    assert not set(of_repeated) & set(client.analysis(query))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_metrics_of_half_precision_layers_are_float32(client: Client, dtype: str) -> None:
     client.put_layer("analysed", {"d_model": 8, "num_heads": 2, "dtype": dtype})

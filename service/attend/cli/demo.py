@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from attend.cli.clients import NotStarted, child_server
+from attend.cli.head_roles import ROLES, measured_roles
 from attend.cli.metric_tables import metric_tables
 from attend.cli.request_file import headline, without_special
 from attend.cli.terminal import AsJson, fail, report_errors
@@ -32,7 +33,7 @@ EPILOG = """\b
 Examples:
   attend demo --sentence "The trophy does not fit into the suitcase because it is too big"
   attend demo --vectors hash --save . --json"""
-SENTENCE = "Anna gave the book to Ben and Anna gave the book to Tom"
+SENTENCE = "Anna sold a book to Tom and Anna sold a book to"
 PORT = 8000  # in the printed commands
 LINKS = 3  # shown per head
 
@@ -73,7 +74,7 @@ def demo(
             metrics = client.analysis(
                 embedded.vectors,
                 layer=embedded.layer,
-                metrics=["strongest_links"],
+                metrics=["strongest_links", *ROLES],
                 analysis={"top_links": LINKS},
                 **without_special({"tokens": {"query": embedded.tokens}}),
                 **embedded.options,
@@ -82,13 +83,15 @@ def demo(
         fail("demo", str(error))
     except OSError as error:
         fail("demo", f"cannot write to {save or 'a temporary folder'}: {error.strerror}", "Give another folder with --save.")
+    links = metrics["strongest_links"]
+    roles = [] if vectors is Vectors.HASH else measured_roles(metrics)
     if as_json:
-        links = metrics["strongest_links"]
         document = {
             "sentence": sentence,
             "tokens": embedded.tokens,
             "layer": result.layer.model_dump(),
             "outputs": {name: list(array.shape) for name, array in result.items()},
+            "heads": roles,
             "links": [_links_of_head(*head) for head in zip(links["queries"], links["keys"], links["weights"], strict=True)],
             "seconds": seconds,
             "timing": result.timing,
@@ -98,10 +101,11 @@ def demo(
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"\n[bold]{escape(sentence)}[/bold]\n\n{escape(textwrap.fill(embedded.note, 100))}\n")
-    for head, learned in enumerate(embedded.heads):
-        console.print(f"head {head}: {learned}")
+    if roles:
+        lines = [f"head {head} {role}" for head, role in enumerate(roles)]
+        console.print("\n".join(["What each head does here, with the share of its weight that does it:", *lines, ""]), markup=False)
     _show_request_and_reply(console, embedded, result, seconds)
-    for table in metric_tables(metrics, console.width):
+    for table in metric_tables({"strongest_links": links}, console.width):
         console.print(table, soft_wrap=False)
     size = sum(file.stat().st_size for file in (request, layer_file) if file)
     console.print(f"\nThe files in {folder} ({size / 1e3:,.0f} kB) are not removed.", markup=False)

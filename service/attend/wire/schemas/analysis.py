@@ -62,8 +62,12 @@ METRICS: dict[str, MetricRow] = {
     "mean_distance": MetricRow("mean distance from query to key, weighted by attention", is_default=True, needs_positions=True),
     "keys_for_mass": MetricRow("number of keys that have `mass` (0.9) of a row's weight", cost=92),  # sorts each row
     "previous_token_score": MetricRow("mass on the position before the query's", is_default=True, needs_positions=True),
-    "duplicate_token_score": MetricRow("mass on earlier positions of the same token", needs_positions=True, needs_tokens=True),
-    "induction_score": MetricRow("mass on the positions after earlier ones of the same token", needs_positions=True, needs_tokens=True),
+    "duplicate_token_score": MetricRow(
+        "mass on earlier positions of the same token", is_default=True, needs_positions=True, needs_tokens=True
+    ),
+    "induction_score": MetricRow(
+        "mass on the positions after earlier ones of the same token", is_default=True, needs_positions=True, needs_tokens=True
+    ),
     "cosine_similarity": MetricRow("between the heads' shares of weights, each as one vector", {"": "bhh"}),
     "jensen_shannon": MetricRow("divergence between the heads' weights in nats, mean over queries", {"": "bhh"}, cost_per_head=25),
     "position_disagreement": MetricRow("minus the mean similarity of the heads' weights: higher is more diverse", {"": "b"}),
@@ -175,7 +179,8 @@ class AnalysisRequest(AttendRequest):
         is_signed = self.has_signed_weights(spec)
         defaults = {name: row for name, row in METRICS.items() if row.is_default and (row.of == "outputs") == is_signed}
         has_positions = self.has_positions(bool(spec.positional))
-        return tuple(name for name, row in defaults.items() if has_positions or not row.needs_positions)
+        defined = {name: row for name, row in defaults.items() if has_positions or not row.needs_positions}
+        return tuple(name for name, row in defined.items() if self.has_tokens or not row.needs_tokens)
 
 
 def _table_of_metrics() -> str:
