@@ -138,6 +138,22 @@ def test_a_refusal_is_shown_at_its_field(begin_visit: BeginVisit) -> None:
     assert "at least one word" in visit.page.inner_text("#text-error")
 
 
+def test_a_text_that_is_too_long_can_be_cut_to_what_fits(begin_visit: BeginVisit) -> None:
+    """In either field. Punctuation marks count as words."""
+    visit = begin_visit("small-layer-1")
+    text = "Anna saw the cat, " * 14
+    visit.refusal(lambda: visit.page.fill("#text", text), "**/words")
+    assert "at most 63 words" in visit.page.inner_text("#text-error")
+    requested = visit.request_sent_by(lambda: visit.page.get_by_role("button", name="Keep the first 63 words").click())
+    assert len(requested["tokens"]["query"]) == 64 and requested["tokens"]["query"][-1] == "the"
+    assert text.startswith(visit.page.input_value("#text")) and visit.page.inner_text("#text-error") == ""
+    visit.request_sent_by(lambda: visit.page.fill("#offset", "0"))
+    visit.request_sent_by(lambda: visit.page.check("#cross"))
+    visit.refusal(lambda: visit.page.fill("#keys", text), "**/words")
+    requested = visit.request_sent_by(lambda: visit.page.click("#keys-error button"))
+    assert len(requested["tokens"]["key"]) == 64
+
+
 def test_after_a_refusal_the_earlier_result_is_inert(begin_visit: BeginVisit) -> None:
     """It is greyed and inert without its summary, and the page says that there is a refusal, until the next reply."""
     visit = begin_visit()
@@ -394,18 +410,40 @@ def test_the_page_fits_a_phone(begin_visit: BeginVisit) -> None:
 
 
 def test_the_page_opens_with_a_telling_head_of_a_trained_model(browser: Any, server: Server, http: httpx.Client) -> None:
-    """Causal as that model is, and the title says what the head has learned. Another layer gets back the page's own defaults."""
+    """Causal as that model is. What it says of a head is measured on the words that are shown: an induction head of its own sentence rests
+    on the first word of another one. Another layer gets back the page's own defaults."""
     visit = Visit(browser.new_page(), server.url)
     with visit.page.expect_response("**/attend") as caught:
         visit.open()
     visit.page.locator("#result[aria-busy=false] #heads button").first.wait_for()
     sent = caught.value.request.post_data_json
     assert sent["layer"] == "small-layer-1" and sent["causal"] is True and visit.page.is_checked("#causal")
-    heads = weights_of(http, sent)[:, 1:, 1:]  # without <s>
+    heads = (weights := weights_of(http, sent))[:, 1:, 1:]  # without <s>
     rows = [[head[i, : i + 1] / head[i, : i + 1].sum() for i in range(1, len(head))] for head in heads]
     telling = int(np.argmax([np.std([-row @ np.log(row) / np.log(len(row)) for row in of_head]) for of_head in rows]))
-    title = visit.page.inner_text("#matrix-title")
-    assert title.startswith(f"Head {telling}: ") and "means nothing" not in visit.page.inner_text("#note")
+    assert visit.page.inner_text("#matrix-title") == f"Head {telling}" and "means nothing" not in visit.page.inner_text("#note")
+    words = [word.lower() for word in sent["tokens"]["query"]]
+    share = induction_share(words, weights[telling])
+    visit.page.locator("#role", has_text=f"gives {share:.2f} of its weight to what followed it then").wait_for()
+    assert share > 0.8
+
     body = visit.request_sent_by(lambda: visit.page.select_option("#layer", "default"))
     assert "causal" not in body and visit.page.inner_text("#matrix-title") == "Mean of 8 heads"
+    visit.page.locator("#heads [data-head='1']").click()
+    assert visit.page.inner_text("#role") == ""  # the vectors of that layer mean nothing
+
+    visit.request_sent_by(lambda: visit.page.select_option("#layer", "small-layer-1"))
+    other = visit.request_sent_by(lambda: visit.page.fill("#text", "Anna gave the book to Ben and Anna gave the book to Tom"))
+    words, weights = [word.lower() for word in other["tokens"]["query"]], weights_of(http, other)
+    assert 0.3 < induction_share(words, weights[1]) < 0.5 < weights[1, :, 0].mean()
+    visit.page.locator("#role", has_text=f"Here a word gives the first word {weights[1, :, 0].mean():.2f} of its weight").wait_for()
+    rows = [line.locator("td").all_inner_texts() for line in visit.page.locator("#numbers tbody tr").all()]
+    shown = visit.page.locator("#numbers thead th").all_inner_texts().index("Next") - 1
+    assert [float(row[shown]) for row in rows] == pytest.approx([induction_share(words, head) for head in weights], abs=0.0051)
     visit.end()
+
+
+def induction_share(words: list[str], weights: Any) -> float:
+    """The mean share of the weight [q, k] of a repeated word on what followed it earlier."""
+    repeated = [q for q, word in enumerate(words) if word in words[:q]]
+    return float(np.mean([sum(weights[q, k + 1] for k in range(q) if words[k] == words[q]) for q in repeated]))

@@ -1,8 +1,11 @@
 """The views of the page in a real browser: heads, heat map, words, statistics, steps, output and model."""
 
+import itertools
 import json
 import math
 import re
+from base64 import b64decode, b64encode
+from typing import Any
 
 import httpx
 import numpy as np
@@ -155,6 +158,12 @@ def test_a_locked_cell_shows_how_its_weight_is_computed(begin_visit: BeginVisit,
     visit.request_sent_by(lambda: Grid(visit, 10, 10).click(8, 7))
     steps = steps_of(visit)
 
+    rows = np.frombuffer(b64decode(requested["query"]["base64"]), np.float32).reshape(10, -1)
+    inputs, of_key = [rows[8], rows[7]], (3 * len(key) // len(query), 7)
+    assert columns_of(visit, "Inputs")[1:] == [pytest.approx(row, rel=1e-3, abs=1e-6) for row in inputs]
+    assert columns_of(visit, "Projections")[1:] == [
+        pytest.approx(row, rel=1e-3, abs=1e-6) for row in (query[3, 8], key[of_key], value[of_key])
+    ]
     dot = query[3, 8] @ key[3 * len(key) // len(query), 7]
     assert visit.page.inner_text("#steps h2") == f"Step by step: {WORDS[8]} → {WORDS[7]}"
     assert numbers_in(steps["Query · key"]) == pytest.approx([dot], rel=1e-3)
@@ -185,6 +194,41 @@ def test_a_locked_cell_shows_how_its_weight_is_computed(begin_visit: BeginVisit,
     assert numbers_in(steps_of(visit)["Softmax"])[-1] == 0
     visit.page.keyboard.press("Escape")
     assert visit.page.locator("#steps").is_hidden()
+
+
+@pytest.mark.parametrize("form", ["lists", "flat", "FP32", "FP64", "FP16", "BF16"])
+def test_steps_begin_with_the_rows_of_the_inputs_in_each_form(begin_visit: BeginVisit, layers: None, form: str) -> None:
+    """Of the shown item of a batch; queries, keys and values of different widths."""
+    widths = {"query": (3, 6), "key": (4, 5), "value": (4, 7)}
+    inputs = {name: np.random.default_rng(i).standard_normal((2, *shape)) for i, (name, shape) in enumerate(widths.items())}
+    if form == "BF16":
+        inputs = {name: (rows.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32) for name, rows in inputs.items()}
+    if form == "FP16":
+        inputs = {name: rows.astype(np.float16) for name, rows in inputs.items()}
+
+    def sent(rows: np.ndarray[Any, Any]) -> Any:
+        if form == "lists":
+            return rows.tolist()
+        if form == "flat":
+            return {"shape": rows.shape, "datatype": "FP64", "data": rows.ravel().tolist()}
+        stored = {"FP32": rows.astype(np.float32), "FP64": rows, "FP16": rows, "BF16": rows.astype(np.float32).view(np.uint16)[..., 1::2]}[
+            form
+        ]
+        return {"shape": rows.shape, "datatype": form, "base64": b64encode(stored.tobytes()).decode()}
+
+    visit = begin_visit("odd")
+    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
+    body = {"layer": "odd", **{name: sent(rows) for name, rows in inputs.items()}}
+    visit.request_sent_by(lambda: visit.page.fill("#request", json.dumps(body)))
+    visit.page.select_option("#item", "1")
+    visit.page.locator("#heads [data-head='1']").click()
+    Grid(visit, 3, 4).click(2, 1)
+    visit.page.locator("#steps li", has_text="Softmax").wait_for()
+    assert list(steps_of(visit))[:3] == ["Inputs", "Projections", "Query · key"]
+    columns = list(itertools.zip_longest(*[row[1:] for row in table_of(visit, "Inputs")]))
+    expected = [inputs["query"][1, 2], inputs["key"][1, 1], inputs["value"][1, 1]]
+    for column, row in zip(columns, expected, strict=True):
+        assert [numbers_in(text)[0] for text in column if text] == pytest.approx(row, rel=1e-3)
 
 
 def test_shown_results_follow_from_the_shown_numbers(begin_visit: BeginVisit) -> None:
@@ -301,7 +345,7 @@ def test_the_map_of_effects_is_that_of_the_small_model(begin_visit: BeginVisit) 
     assert [[only(numbers_in(cell)) for cell in row] for row in rows] == pytest.approx(expected.change.round(2), abs=0.0051)
     assert f"“{expected.answer}”, with probability {expected.probability:.2f}" in visit.page.inner_text("#effects .hint")
     requested = visit.request_sent_by(lambda: visit.page.click("#effects [aria-label^='Head 3 of small-layer-0']"))
-    assert requested["layer"] == "small-layer-0" and visit.page.inner_text("#matrix-title").startswith("Head 3")
+    assert requested["layer"] == "small-layer-0" and visit.page.inner_text("#matrix-title") == "Head 3"
     visit.request_sent_by(lambda: visit.page.fill("#offset", "0"))
     visit.request_sent_by(lambda: visit.page.check("#cross"))
     visit.page.locator("#result[aria-busy=false]").wait_for()
@@ -363,7 +407,7 @@ def test_the_page_and_the_service_agree_on_special_tokens(begin_visit: BeginVisi
     assert begin_visit().page.evaluate(known, tokens) == [is_special(token) for token in tokens]
 
 
-def test_three_rows_of_32_heads_and_whole_rows_of_tables_are_visible(begin_visit: BeginVisit, http: httpx.Client) -> None:
+def test_three_rows_of_32_heads_are_visible(begin_visit: BeginVisit, http: httpx.Client) -> None:
     """On a screen of 1280 pixels."""
     assert http.put("/layers/many", json={"spec": {"d_model": 64, "num_heads": 32, "seed": 6}}).is_success
     visit = begin_visit("many", viewport={"width": 1280, "height": 900})
@@ -371,14 +415,40 @@ def test_three_rows_of_32_heads_and_whole_rows_of_tables_are_visible(begin_visit
     heads = visit.page.locator("#heads").evaluate(sizes)
     assert heads[0] == heads[1] and heads[2] == 3
     assert all(label.evaluate("one => one.scrollWidth <= one.clientWidth") for label in visit.page.locator("#heads button").all())
+    http.delete("/layers/many")
+
+
+def test_all_rows_of_the_output_are_visible_or_the_page_says_that_there_are_more(begin_visit: BeginVisit) -> None:
+    """Of twenty words all; of more, one is cut in the middle, until the end is scrolled to."""
+    visit = begin_visit(viewport={"width": 1280, "height": 900})
     visit.request_sent_by(lambda: visit.page.fill("#text", " ".join(WORDS * 2)))
     visit.page.uncheck("#heads input[aria-label='Head 2 on']")
     visit.page.locator("#change tbody tr").nth(19).wait_for()
     ends = """scroller => { const end = scroller.getBoundingClientRect().bottom;
         return Array.from(scroller.querySelectorAll('tr'), (line) => end - line.getBoundingClientRect().bottom); }"""
-    below = visit.page.locator("#change .tall").evaluate(ends)
-    assert min(abs(distance) for distance in below) <= 1.5 < max(below) and min(below) < 0
-    http.delete("/layers/many")
+    table, more = visit.page.locator("#change .tall"), visit.page.locator("#change .more")
+    assert min(table.evaluate(ends)) >= -1 and more.is_hidden()
+    visit.request_sent_by(lambda: visit.page.fill("#text", " ".join(WORDS * 3)))
+    visit.page.locator("#change tbody tr").nth(29).wait_for()
+    more.wait_for()
+    height = table.locator("tr").first.evaluate("row => row.offsetHeight")
+    assert any(-0.75 * height < distance < -0.25 * height for distance in table.evaluate(ends))
+    table.evaluate("scroller => scroller.scrollTo(0, 1e6)")
+    more.wait_for(state="hidden")
+
+
+def test_long_texts_have_a_logarithmic_scale_unless_another_is_chosen(begin_visit: BeginVisit) -> None:
+    """On a linear one, each of many weights is as pale as none. The address keeps a choice alone."""
+    visit = begin_visit()
+    scale = visit.page.locator("#scale")
+    for count, expected in ((64, "head"), (65, "log"), (10, "head")):
+        visit.request_sent_by(lambda count=count: visit.page.fill("#text", " ".join(WORDS[i % 10] for i in range(count))))
+        assert scale.input_value() == expected and "scale=" not in visit.page.url
+    scale.select_option("row")
+    visit.request_sent_by(lambda: visit.page.fill("#text", " ".join(WORDS * 7)))
+    assert scale.input_value() == "row" and "scale=row" in visit.page.url
+    visit.request_sent_by(lambda: visit.page.reload())
+    assert scale.input_value() == "row"
 
 
 def test_the_view_of_all_layers_uses_the_width(begin_visit: BeginVisit, http: httpx.Client) -> None:

@@ -2,9 +2,12 @@
 
 export const $ = (id) => document.getElementById(id);
 
-/** Marks a scroller with the class `cut` while part of it is hidden to the right. */
+/** Marks a scroller with the class `cut` while part of it is hidden to the right, and with `below` while part is hidden below. */
 export function markCut(scroller) {
-  const mark = () => scroller.classList.toggle("cut", scroller.scrollLeft + scroller.clientWidth < scroller.scrollWidth - 1);
+  const mark = () => {
+    scroller.classList.toggle("cut", scroller.scrollLeft + scroller.clientWidth < scroller.scrollWidth - 1);
+    scroller.classList.toggle("below", scroller.scrollTop + scroller.clientHeight < scroller.scrollHeight - 1);
+  };
   const resized = new ResizeObserver(mark);
   for (const element of [scroller, ...scroller.children]) resized.observe(element);
   scroller.addEventListener("scroll", mark);

@@ -2,6 +2,7 @@
 // and the norm before the layer. Rows of embeddings are read from the file as they are needed. Deeper layers need the layers before them, which the
 // page does not compute.
 
+import { rowOfFile } from "./tensors.js";
 import { post, Refusal } from "./wire.js";
 
 const CAPTURE = "run attend capture with the folder and a text, and drop the file that it writes here";
@@ -72,7 +73,8 @@ export async function keepInputs(model, names, numbers, part, tensors, config, t
 async function reader(model, family, part, tensors, config, tokenizer) {
   const known = Object.keys(FAMILIES).join(", ");
   if (!family) throw new Error(`the page knows these families: ${known}`);
-  if (part && part !== family.part) throw new Error("the page knows them for the encoder alone");
+  const own = family.part ?? (family.options?.causal ? "decoder" : "encoder");
+  if (part && part !== own) throw new Error(`the page knows them for the ${own} alone`);
   if (!tokenizer) throw new Error("the folder has no tokenizer.json");
   const tokensOf = cachedTokens(tokenizer);
   await tokensOf(""); // says now whether the service can apply the tokenizer
@@ -86,7 +88,7 @@ async function reader(model, family, part, tensors, config, tokenizer) {
     const most = tables.length > 1 ? tables[1].shape[0] - firstPosition : Infinity;
     if (!ids.length || ids.length > most) throw refused(ids.length ? `Expected at most ${most} tokens, got ${ids.length}` : "Expected at least one word");
     const rows = [ids, ids.map((_, i) => firstPosition + i), ids.map(() => 0)]; // of each table
-    const read = await Promise.all(tables.map((table, i) => Promise.all(rows[i].map((row) => numbersOf(table, row)))));
+    const read = await Promise.all(tables.map((table, i) => Promise.all(rows[i].map((row) => rowOfFile(table, row)))));
     const sums = ids.map((_, i) => read[0][i].map((number, j) => read.reduce((sum, table) => sum + table[i][j], 0) * factor));
     return { tokens, vectors: inBase64(sums.map(norm)), note, meaningful: true };
   };
@@ -116,8 +118,8 @@ function find(tensors, end) {
 
 /** A function that normalises a row. */
 async function openNorm(tensors, { name, eps, rms = false, plus = 0 }, config) {
-  const weight = await numbersOf(find(tensors, `${name}.weight`), 0);
-  const bias = rms ? null : await numbersOf(find(tensors, `${name}.bias`), 0);
+  const weight = await rowOfFile(find(tensors, `${name}.weight`), 0);
+  const bias = rms ? null : await rowOfFile(find(tensors, `${name}.bias`), 0);
   const epsilon = typeof eps === "number" ? eps : (config[eps] ?? EPSILONS[eps]);
   const mean = (numbers) => numbers.reduce((a, b) => a + b, 0) / numbers.length;
   return (row) => {
@@ -125,29 +127,6 @@ async function openNorm(tensors, { name, eps, rms = false, plus = 0 }, config) {
     const size = Math.sqrt(mean(row.map((number) => (number - centre) ** 2)) + epsilon);
     return row.map((number, i) => ((number - centre) / size) * (weight[i] + plus) + (bias?.[i] ?? 0));
   };
-}
-
-/** The numbers of a row of a tensor, or of a vector. Throws Error for numbers that are no floats. */
-async function numbersOf({ dtype, shape, data }, row) {
-  const width = shape.at(-1);
-  const size = { F16: 2, BF16: 2, F32: 4, F64: 8 }[dtype];
-  if (!size) throw new Error(`its embeddings are ${dtype}, and no floats`);
-  const view = new DataView(await data.slice(row * width * size, (row + 1) * width * size).arrayBuffer());
-  const read = { F16: half, BF16: bfloat, F32: (at) => view.getFloat32(at, true), F64: (at) => view.getFloat64(at, true) }[dtype];
-  return Array.from({ length: width }, (_, i) => read(i * size, view));
-}
-
-function half(at, view) {
-  const bits = view.getUint16(at, true);
-  const [exponent, fraction] = [(bits >> 10) & 31, bits & 1023];
-  const size = exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024);
-  return bits >> 15 ? -size : size;
-}
-
-function bfloat(at, view) {
-  const wide = new DataView(new ArrayBuffer(4));
-  wide.setUint16(2, view.getUint16(at, true), true);
-  return wide.getFloat32(0, true);
 }
 
 /** Rows of numbers as a member of a request. */

@@ -18,7 +18,10 @@ const IN_FORM = [ // of a refusal of the service, and of the form
   [/a tensor(?=, got)/, "a whole number of real keys"],
   [/at most (\d+), the number of keys/, "at most $1 real keys, since there are no more keys"],
 ];
+const TOO_LONG = /at most (\d+) (words|tokens|word pieces).* got (\d+)/s; // of a text
+const WORDS = /[\p{L}\p{N}_]+|[^\p{L}\p{N}_\s]/gu; // and punctuation marks, as the service counts them
 const LONGEST = 16384; // characters; a longer request is left out
+const LONG = 64; // keys; each has few hundredths of a row of a longer text
 const STORED_KEY = "key"; // its name in the storage of the browser
 
 const captured = new Map(); // layer -> text of the request with the inputs that its model gave it
@@ -84,6 +87,7 @@ export function readAddress() {
   for (const id of TEXTS) $(id).value = state[id] ?? $(id).defaultValue;
   $("cross").checked = "cross" in state;
   $("scale").value = state.scale ?? "head";
+  $("scale").dataset.chosen = state.scale ? "1" : "";
   $("special").checked = false;
   if (mode() === "request") showPasted();
   else showMasks({});
@@ -101,7 +105,7 @@ export function writeAddress(rest) {
   if ($("cross").checked) state.set("cross", "1");
   for (const id of MASKS) if ($(id).value || (pasted && !$(id).disabled)) state.set(id, $(id).value);
   for (const id of SWITCHES) if ($(id).checked !== Boolean(usual[id]) || pasted) state.set(id, $(id).checked ? "1" : "0");
-  if ($("scale").value !== "head") state.set("scale", $("scale").value);
+  if ($("scale").dataset.chosen) state.set("scale", $("scale").value);
   for (const [name, value] of Object.entries(rest)) if (value) state.set(name, value);
   if (String(state).length > LONGEST) state.delete("request");
   history.replaceState(null, "", `#${state}`);
@@ -135,6 +139,16 @@ export function pasted(layer) {
 /** Whether a text is the request with the inputs that its model gave a layer. */
 export function isCaptured(layer, text) {
   return captured.get(layer) === text;
+}
+
+/** The colour scale. Unless the user has chosen one, it is logarithmic for texts whose single weights would be too pale on a linear one. */
+export function showScale(keys) {
+  if (!$("scale").dataset.chosen) $("scale").value = keys > LONG ? "log" : "head";
+}
+
+/** Keeps the scale that the user has chosen, also for other texts. */
+export function keepScale() {
+  $("scale").dataset.chosen = "1";
 }
 
 /** Selects a layer, and adds it if it is not in the list: the service may have it. */
@@ -233,7 +247,18 @@ function showAt(field, { at, text }, always) {
   const single = (CONTROLS[field] ?? []).includes(part) && !deeper.length; // the control itself shows the place
   const shown = `${problemText({ at: always || (part && !single) ? at : "", text: MASKS.includes(field) ? inFormWords(text) : text })}.`;
   place.textContent = [place.textContent, shown].filter(Boolean).join(" ");
+  const [, most, units, got] = field === "text" || field === "keys" ? (TOO_LONG.exec(text) ?? []) : [];
+  const way = units === "words" ? `Keep the first ${most} words` : "Cut the text to fit";
+  if (most) place.append(" ", make("button", { type: "button", className: "small", textContent: way, onclick: () => shorten(field, most / got) }));
   for (const id of single ? [part] : (CONTROLS[field] ?? [field])) $(id).setAttribute("aria-invalid", "true");
+}
+
+/** Keeps the first words of a text, so large a share of them, at least one. Of a text that has other tokens than words it may have to be done again. */
+function shorten(field, share) {
+  const words = [...$(field).value.matchAll(WORDS)];
+  const last = words[Math.max(0, Math.floor(words.length * share) - 1)];
+  $(field).value = $(field).value.slice(0, last.index + last[0].length);
+  $(field).dispatchEvent(new Event("input"));
 }
 
 /**

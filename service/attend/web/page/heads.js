@@ -2,7 +2,7 @@
 // heads of all layers of the same model, a row for each layer.
 
 import { paint } from "./colours.js";
-import { make } from "./dom.js";
+import { make, markCut } from "./dom.js";
 
 const [SMALLEST, LARGEST] = [24, 96]; // pixels of a head's picture per side, in a row of `Model`: as large as the width allows
 const GAP = 4;
@@ -14,6 +14,7 @@ export class Heads {
   /** Calls `enlarge(name)` and `toggle()` on clicks; a name is "mean" or a head's number. */
   constructor(element, enlarge, toggle) {
     Object.assign(this, { element, enlarge, toggle, boxes: new Map(), checks: [] });
+    markCut(element);
   }
 
   get count() {

@@ -5,6 +5,7 @@ import { inkOn, paint } from "./colours.js";
 
 const LABEL = 12; // pixels of a label's line
 const FONT = `${LABEL}px system-ui, sans-serif`;
+const STRONG = `600 ${FONT}`; // of a chosen label, which is wider
 const GUTTER = 130; // pixels at most for labels
 const LARGEST = 46; // pixels of a cell unless zoomed
 const READABLE = 34; // pixels of a cell from which its number fits
@@ -58,7 +59,7 @@ export class Matrix {
   layOut() {
     const { queries, keys } = this.weights;
     const measure = this.canvas.getContext("2d");
-    measure.font = FONT;
+    measure.font = STRONG;
     const widest = (words) => Math.min(GUTTER, Math.ceil(words.reduce((most, word) => Math.max(most, measure.measureText(word).width), 0)) + 10);
     [this.left, this.longest] = [widest(this.labels.query), widest(this.labels.key)];
     const fitting = this.fitting();
@@ -202,7 +203,7 @@ export class Matrix {
   }
 
   label(context, word, strong, x, y, room) {
-    context.font = strong ? `600 ${FONT}` : FONT;
+    context.font = strong ? STRONG : FONT;
     context.fillStyle = strong ? this.colours.accent : this.colours.ink;
     context.fillText(shortened(context, word, room), x, y);
   }

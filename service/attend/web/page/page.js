@@ -7,7 +7,7 @@
 //                  decoding.js;
 //                  weights.js has what they draw, colours.js the colours
 //   export.js      copies the request, downloads figures
-//   upload.js      adds layers from files; embeddings.js makes the inputs of a model's first layer from its folder
+//   upload.js      adds layers from files; embeddings.js makes the inputs of a model's first layer from its folder; tensors.js reads numbers
 
 import { followTheme } from "./colours.js";
 import { $ } from "./dom.js";
@@ -23,7 +23,7 @@ const PAUSE = 300; // ms after the last key until the request is sent
 
 const blocked = new Set(); // "q,k", counted with special tokens
 const views = new Views(blocked, block, saveState, openHead); // has the last request and its reply
-let [running, waiting] = [null, 0]; // AbortController of the running request, timer of the next
+let [running, waiting] = [null, 0]; // AbortController of what runs, or null; timer of the next request
 let advice = null; // which trained layer to choose or install; null until the layers are loaded
 let savedState = {}; // state from the address, for the next reply
 
@@ -43,7 +43,7 @@ async function run() {
   } catch (error) {
     if (error.name !== "AbortError") showRefusal(error);
   } finally {
-    if (running?.signal === signal) $("result").setAttribute("aria-busy", "false");
+    if (running?.signal === signal) end();
   }
 }
 
@@ -53,6 +53,11 @@ function restart() {
   running?.abort();
   running = new AbortController();
   return running.signal;
+}
+
+function end() {
+  running = null;
+  $("result").setAttribute("aria-busy", "false");
 }
 
 /** {weights, shape, layer, spec, timing} of a request; shape is [b, h, q, k]. */
@@ -202,7 +207,7 @@ function listen() {
   on("cross", "change", () => (unblock(), form.showMode(), form.showUsual(), run()));
   on("item", "change", () => (views.show(), saveState()));
   on("unblock", "click", () => (unblock(), run()));
-  on("scale", "change", () => (views.redraw(), saveState()));
+  on("scale", "change", () => (form.keepScale(), views.redraw(), saveState()));
   on("all", "click", () => views.switchAllOn());
   on("larger", "click", () => views.reply && views.matrix.magnify(1.5));
   on("smaller", "click", () => views.reply && views.matrix.magnify(1 / 1.5));
@@ -210,7 +215,7 @@ function listen() {
   onEach("input[name=input]", "change", switchMode);
   onEach("[data-copy]", "click", ({ dataset }) => attemptExport(() => copyRequest(dataset.copy, requestOfHeads(), views.composed.texts, $("code"))));
   onEach("[data-figure]", "click", ({ dataset }) => attemptExport(() => exportFigure(dataset.figure)));
-  views.model.details.addEventListener("toggle", () => views.reply && run());
+  views.model.details.addEventListener("toggle", () => views.reply && !running && run()); // what runs shows the view at its end
   window.addEventListener("hashchange", () => (restoreState(), run()));
 }
 
@@ -241,7 +246,9 @@ async function load() {
     form.showLayers(names, vocabulary.models, $("layer").value || model?.first || (names.includes("default") ? "default" : names[0]));
     if (!("causal" in savedState)) form.showUsual();
   } catch (error) {
-    if (error.name !== "AbortError") showRefusal(error);
+    if (error.name === "AbortError") return;
+    running = null;
+    showRefusal(error);
     return;
   }
   await run();
@@ -251,5 +258,10 @@ followTheme($("theme"), () => views.redraw());
 restoreState();
 listen();
 form.followApiKey(load);
-followFiles((name) => (form.showLayer(name), form.showCaptured(name), load()));
+followFiles((name) => {
+  form.showLayer(name);
+  form.showCaptured(name);
+  if (form.effectsOf(name)) views.model.details.open = true; // with the map of the effects of heads
+  load();
+});
 load();

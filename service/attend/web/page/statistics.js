@@ -13,14 +13,24 @@ const COLUMNS = [ // name, title, digits, what it is
   ["self_share", "Self", 2, "share of attention that a word gives to itself"],
   ["previous_token_score", "Previous", 2, "share given to the word before"],
   ["first_key_mass", "First", 2, "share given to the first word"],
+  ["duplicate_token_score", "Same", 2, "share that a word which came before gives to where it came"],
+  ["induction_score", "Next", 2, "share that a word which came before gives to what followed it then"],
   ["zero_ablation", "Ablation", 2, "relative change of the output without the head, where weights may be negative and have no such shares"],
 ];
+const ROLES = { // metric -> what a head does that gives so much of its weight to it
+  self_share: (share) => `Here a word gives itself ${share} of its weight.`,
+  previous_token_score: (share) => `Here a word gives the word before ${share} of its weight.`,
+  first_key_mass: (share) => `Here a word gives the first word ${share} of its weight.`,
+  duplicate_token_score: (share) => `Here a word that came before gives ${share} of its weight to where it came: a duplicate-token head.`,
+  induction_score: (share) => `Here a word that came before gives ${share} of its weight to what followed it then: an induction head.`,
+};
+const LEAST_SHARE = 0.5; // of a head's weight, for a role
 export const LINKS = 30; // requested, so that some are between words after those with [CLS] and [SEP]
 
 export class HeadStatistics {
   /** Calls `enlarge(head)` on clicks on a head. */
   constructor(section, enlarge) {
-    Object.assign(this, { section, enlarge, table: section.querySelector("table"), rows: [], shown: "mean" });
+    Object.assign(this, { section, enlarge, table: section.querySelector("table"), rows: [], shares: [], shown: "mean" });
     markCut(section.querySelector(".wide"));
     section.querySelector("dl").append(...COLUMNS.flatMap(([, title, , about]) => [cell("dt", title), cell("dd", about)]));
   }
@@ -29,27 +39,38 @@ export class HeadStatistics {
   show(metrics, item, batched) {
     const ofItem = (numbers) => (batched ? numbers?.[item] : numbers);
     const numbers = (name) => ofItem(metrics[name]?.relative_change ?? metrics[name]);
-    const known = COLUMNS.filter(([name]) => Array.isArray(numbers(name)));
+    const known = COLUMNS.filter(([name]) => numbers(name)?.some((number) => number !== null)); // no word need come twice
+    this.shares = Object.keys(ROLES).map((name) => [name, numbers(name) ?? []]); // of each head, for its role
     const links = metrics.strongest_links ?? {};
     const [from, to, weights] = [links.query_words ?? links.queries, links.key_words ?? links.keys, links.weights].map(ofItem);
     const titles = ["Head", ...known.map(([, title]) => title), ...(weights ? ["Strongest link"] : [])];
     const columns = known.map(([name, , digits]) => bars(numbers(name), (number) => number.toFixed(digits)));
     if (weights) columns.push(weights.map((_, h) => make("td", { className: "link", textContent: strongest(from[h], to[h], weights[h]) })));
     const head = row(titles.map((title) => cell("th", title, "col")));
-    this.rows = columns[0].map((_, h) => row([this.name(h), ...columns.map((column) => column[h])]));
+    this.rows = (columns[0] ?? []).map((_, h) => row([this.name(h), ...columns.map((column) => column[h])]));
     this.table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...this.rows));
     this.reveal();
     this.mark(this.shown);
   }
 
+  /** What a head does with most of its weight, a sentence; "" for the mean of heads, and where there are no statistics. */
+  role(head) {
+    const known = this.shares.map(([name, shares]) => [name, shares[head] ?? null]).filter(([, share]) => share !== null);
+    if (!known.length) return "";
+    const [name, share] = known.reduce((a, b) => (b[1] > a[1] ? b : a));
+    return share < LEAST_SHARE ? "Here it does several things." : ROLES[name](share.toFixed(2));
+  }
+
   /** Empties the table and shows a reason instead. */
   clear() {
+    this.shares = [];
     this.table.replaceChildren();
     this.reveal();
   }
 
   /** Marks the table as that of an earlier request, until `show` or `clear`. */
   wait() {
+    this.shares = [];
     this.section.inert = true;
   }
 
@@ -82,6 +103,7 @@ const cell = (tag, textContent, scope) => make(tag, { textContent, ...(scope && 
 export class OutputChange {
   constructor(section) {
     Object.assign(this, { section, table: section.querySelector("table"), summary: section.querySelector(".hint") });
+    markCut(section.querySelector(".tall"));
   }
 
   /** Compares the outputs of a batch item with and without the heads `off`, of `count`. `queries`: [index, word] of each row that is shown. */

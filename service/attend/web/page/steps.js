@@ -1,9 +1,10 @@
-// How one attention weight is computed, and what it adds to the output: query · key, scale, what is added, mask, softmax, weighted values and
-// the row of the output, with the numbers of the service.
+// How one attention weight is computed, and what it adds to the output: rows of the inputs, projections, query · key, scale, what is added, mask,
+// softmax, weighted values and the row of the output, with the numbers of the service.
 
 import { make, markCut } from "./dom.js";
 import { attempt } from "./form.js";
 import { withoutHeads } from "./request.js";
+import { rowOfRequest } from "./tensors.js";
 import { cachedTensors } from "./wire.js";
 
 const OUTPUTS = ["query_projection", "key_projection", "value_projection", "scores", "log_sum_exp", "attention_weights", "head_outputs"];
@@ -54,7 +55,7 @@ export class Steps {
 /** The steps of a weight, then those from it to the output. */
 async function steps(request, spec, cell) {
   const [tensors, outputs] = await Promise.all([cachedTensors(request, OUTPUTS), spec.projections ? rowsOfOutput(request, spec, cell) : null]);
-  return [...stepsToWeight(tensors, request, spec, cell), ...stepsToOutput(tensors, outputs, spec, cell)];
+  return [...stepsToHead(tensors, request, spec, cell), ...stepsToWeight(tensors, request, spec, cell), ...stepsToOutput(tensors, outputs, spec, cell)];
 }
 
 /** {row, part}: the row of the output for a query, and what a head adds to it. */
@@ -68,6 +69,36 @@ async function rowsOfOutput(request, spec, { item, head, q }) {
 function withoutHead(request, count, head) {
   if (!withouts.has(request)) withouts.set(request, {});
   return (withouts.get(request)[head] ??= withoutHeads(request, [head], count));
+}
+
+/** The steps from the rows of the inputs to the query, the key and the value of a head. */
+function stepsToHead(tensors, request, spec, { item, head, q, k, labels }) {
+  const [query, key] = [labels.query[q], labels.key[k]];
+  const keys = request.key ?? request.query;
+  const inputs = [rowOfRequest(request.query, item, q), rowOfRequest(keys, item, k), ...(request.value ? [rowOfRequest(request.value, item, k)] : [])];
+  const titles = [`“${query}”`, `“${key}”`, ...(request.value ? [`“${key}”, for the value`] : [])];
+  const lengths = inputs.map((numbers) => numbers?.length ?? 0);
+  const widths = new Set(lengths).size === 1 ? `each a row of ${lengths[0]} numbers` : `rows of ${lengths.join(", ")} numbers`;
+  const list = [step("Inputs", `${titles.join(" and ")}, ${widths}`, columns("All numbers of the rows", titles, inputs))];
+  const projected = [
+    row(tensors.query_projection, item, head, q),
+    row(tensors.key_projection, item, keyHead(spec, head), k),
+    row(tensors.value_projection, item, keyHead(spec, head), k),
+  ];
+  const more = [spec.qk_norm && "a norm", spec.rope && "a rotation by the position (RoPE)", spec.query_scale && "a factor of the position"].filter(Boolean);
+  const after = more.length ? `; then q and k get ${more.join(" and ")}` : "";
+  const text = spec.projections
+    ? `Head ${head} multiplies the rows by its matrices: q = W_Q × the row of “${query}”; k = W_K × and v = W_V × that of “${key}”${spec.bias ? ", plus biases" : ""}${after}`
+    : `The layer has no projections: head ${head} takes its part of each row${after}`;
+  return [...list, step("Projections", text, columns("All numbers of q, k and v", ["q", "k", "v"], projected))];
+}
+
+/** A table with a column for each list of numbers, which may differ in length. */
+function columns(title, titles, lists) {
+  const known = lists.filter(Boolean); // a request may have rows of integers
+  const count = Math.max(0, ...known.map((numbers) => numbers.length));
+  const rows = Array.from({ length: count }, (_, i) => [i, ...lists.map((numbers) => numbers?.[i] ?? "")]);
+  return table(title, ["i", ...titles], rows);
 }
 
 /**

@@ -4,7 +4,7 @@ import { paint } from "./colours.js";
 import { Decoding } from "./decoding.js";
 import { $ } from "./dom.js";
 import { Effects } from "./effects.js";
-import { layerNames } from "./form.js";
+import { layerNames, showScale } from "./form.js";
 import { Heads, layersOfModel, Model } from "./heads.js";
 import { NOTHING } from "./heatmap.js";
 import { Matrix } from "./matrix.js";
@@ -78,6 +78,7 @@ export class Views {
     this.metrics = metrics;
     if (metrics) this.statistics.show(metrics, this.item, lengths(this.composed.request).batch !== null);
     else this.statistics.clear();
+    this.showRole();
   }
 
   /** Offers the batch items, and selects the wanted one, or else the one that was shown. */
@@ -139,6 +140,7 @@ export class Views {
 
   redraw() {
     if (!this.pattern) return;
+    showScale(this.pattern.keys);
     const scale = $("scale").value;
     this.mean = this.pattern.mean(this.heads.chosen);
     this.heads.show(this.pattern, this.mean, scale);
@@ -158,13 +160,19 @@ export class Views {
     this.matrix.show(weights, shownLabels, scale);
     this.words.show(weights, shownLabels, scale);
     this.pointing.show(weights, shownLabels, name);
-    const learned = this.composed.note?.heads?.[shown];
-    $("matrix-title").textContent = learned ? `${name}: ${learned}` : name;
+    $("matrix-title").textContent = name;
     $("matrix").setAttribute("aria-label", `Attention weights, ${name}, ${pattern.queries} queries by ${pattern.keys} keys`);
     $("least").textContent = scale === "log" ? String(Number(weights.ends()[0].toPrecision(2))) : "0";
     $("most").textContent = { one: "1", row: "row's largest", all: weights.peak.toFixed(3) }[scale] ?? weights.largest().toFixed(3);
     this.statistics.mark(shown);
+    this.showRole();
     this.showSteps();
+  }
+
+  /** What the enlarged head does with the words, if that means something. */
+  showRole() {
+    const isMeaningful = this.composed.note?.meaningful ?? true;
+    $("role").textContent = isMeaningful && this.shown !== "mean" ? this.statistics.role(this.shown) : "";
   }
 
   /** How the weight of the locked cell is computed, if one is locked. */
