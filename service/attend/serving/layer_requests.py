@@ -11,6 +11,8 @@ import numpy as np
 
 from attend.attention.call import Result
 from attend.checkpoints.detection import complementary_match, find_matches
+from attend.checkpoints.families import COMPOSITES, FAMILIES
+from attend.checkpoints.model import SECTIONS
 from attend.errors import InvalidRequest
 from attend.heads.circuits import CircuitsOperation, require_circuits
 from attend.serving.binding import ATTEND, BoundCall
@@ -143,3 +145,15 @@ def _is_checkpoint(members: dict[str, Any]) -> bool:
     matches = find_matches(weights)
     ours = next((match for match in matches if match.layout.name == "attend" and not match.stem), None)
     return bool(matches) if ours is None else complementary_match(ours, matches) is not None
+
+
+def known_families() -> dict[str, Any]:
+    """What tells the parts of a model by its config, as `checkpoints.model.parts_of` reads it, for JSON.
+
+    Of each model_type the parts; of each part the field of a config that says whether it is there, or "", and those that count its layers.
+    """
+    families = {
+        model_type: {part: {"flag": row.flag, "layers": row.layers} for part, row in family.items()}
+        for model_type, family in FAMILIES.items()
+    }
+    return {"families": families, "composites": COMPOSITES.split(), "sections": SECTIONS}

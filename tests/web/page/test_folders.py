@@ -60,7 +60,8 @@ def drop(visit: Visit, folder: Path, part: str = "") -> dict[str, Any]:
     """Chooses a folder and adds all its layers; the request that the page then sends."""
     visit.page.set_input_files("#folder", folder)
     visit.page.locator("#upload-parts").wait_for()
-    visit.page.fill("#upload-part", part)
+    if part:
+        visit.page.select_option("#upload-part", part)
     return visit.request_sent_by(lambda: visit.page.click("#upload-parts .main"))
 
 
@@ -80,7 +81,8 @@ def test_the_first_layer_of_a_models_folder_gets_its_own_inputs(
     visit = begin_visit()
     part = "encoder" if name == "T5Model" else ""
     first = drop(visit, folder, part)
-    assert first["layer"] == f"{name}-0" and "its input for this text" in visit.page.inner_text("#note")
+    added_as = f"{name}-{part}" if part else name
+    assert first["layer"] == f"{added_as}-0" and "its input for this text" in visit.page.inner_text("#note")
     assert visit.page.locator("#note.warn").count() == 0
     typed = visit.request_sent_by(lambda: visit.page.fill("#text", TEXT))
     inputs = dict(words(TEXT, return_tensors="pt"))
@@ -97,7 +99,7 @@ def test_the_first_layer_of_a_models_folder_gets_its_own_inputs(
         own = {key: value for key, value in typed.items() if key not in ("reply", "outputs")}
         weights = np.array(http.post("/attend", json={**own, "outputs": ["attention_weights"]}).json()["attention_weights"])
         np.testing.assert_allclose(weights, np.squeeze(layer.attention_weights), rtol=0, atol=1e-5)
-        for added in [*captured, f"{name}-0", f"{name}-1"]:
+        for added in [*captured, f"{added_as}-0", f"{added_as}-1"]:
             client.delete_layer(added)
 
 

@@ -4,13 +4,14 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from attend.checkpoints.model import describe
+from attend.checkpoints.model import describe, parts_of
 from attend.client import Client
 from attend.client.captures import Capture, CapturedLayer
 from attend.spec import LayerSpec
@@ -126,10 +127,75 @@ def test_one_layer_of_a_model_with_stages_is_added(begin_visit: BeginVisit, http
         client.delete_layer(f"staged-{number}")
 
 
-def drop(visit: Visit, path: Path) -> None:
-    """Drops a file or folder on the page, as a file manager does."""
+def test_the_part_of_an_encoder_decoder_is_chosen(begin_visit: BeginVisit, http: httpx.Client, tmp_path: Path) -> None:
+    """Of those that its config has; each has a number of layers of its own."""
+    [index] = [i for i, case in enumerate(MODELS["t5"]["cases"]) if case["part"] == "cross"][:1]
+    number = write_folder(tmp_path, "t5", index)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_layers": 3, "num_decoder_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    visit = begin_visit()
+    drop(visit, tmp_path)
+    visit.page.locator("#upload-parts").wait_for()
+    part, numbers = visit.page.locator("#upload-part"), visit.page.locator("#upload-layers option")
+    assert part.locator("option").all_inner_texts() == ["Encoder", "Decoder", "Cross-attention"]
+    assert numbers.first.inner_text() == "All 3 layers"
+    part.select_option("cross")
+    assert numbers.first.inner_text() == "All 5 layers"
+    visit.page.select_option("#upload-layers", str(number))
+    visit.page.fill("#upload-name", "parted")
+    visit.page.click("#upload-parts .main")
+    visit.page.locator("#upload-status", has_text=f"Added parted-cross-{number}").wait_for()
+    with Client(str(http.base_url)) as client:
+        added = client.layer(f"parted-cross-{number}").fingerprint
+        assert client.put_layer_from("other", tmp_path, layer=number, part="cross").fingerprint == added
+        client.delete_layer("other")
+        client.delete_layer(f"parted-cross-{number}")
+
+
+def test_a_model_of_one_part_has_no_choice_of_parts(begin_visit: BeginVisit, tmp_path: Path) -> None:
+    visit = begin_visit()
+    drop(visit, llama(tmp_path / "llama"))
+    visit.page.locator("#upload-layers").wait_for()
+    assert visit.page.locator("#upload-part").is_hidden()
+
+
+def test_the_page_and_the_service_agree_on_the_parts_of_models(begin_visit: BeginVisit) -> None:
+    """Of the configs of every family."""
+    find = """async (configs) => { const { partsOf } = await import('/page/upload.js');
+        const families = await (await fetch('/page/families.json')).json();
+        return configs.map((config) => [...partsOf(config, families).keys()].sort()); }"""
+    configs = [model["config"] for model in MODELS.values()]
+    assert begin_visit().page.evaluate(find, configs) == [sorted(parts_of(config)) for config in configs]
+
+
+def test_files_that_are_dropped_during_an_upload_wait_for_its_end(begin_visit: BeginVisit, http: httpx.Client, tmp_path: Path) -> None:
+    """The page says how many wait; then all are added, the last is shown, and what is wrong with one stops no other."""
+    files = [captured(name).save(tmp_path / f"{name}.safetensors") for name in ("one", "two", "three")]
+    wrong = tmp_path / "notes.safetensors"
+    wrong.write_text("no tensors")
+    visit = begin_visit()
+    held: list[Any] = []
+    visit.page.route("**/layers/one-0", lambda route: held.append(route))
+    with visit.page.expect_request("**/layers/one-0"):
+        drop(visit, files[0])
+    visit.page.locator("#upload-status", has_text="Adding one-0").wait_for()
+    drop(visit, wrong)
+    visit.page.locator("#upload-waiting", has_text="One more waits").wait_for()
+    drop(visit, *files[1:])
+    visit.page.locator("#upload-waiting", has_text="2 more wait").wait_for()
+    held.pop().continue_()
+    visit.page.locator("#upload-status", has_text="Added 2 layers of three").wait_for()
+    visit.page.locator("#result[aria-busy=false]").wait_for()
+    assert visit.page.input_value("#layer") == "three-0" and visit.page.inner_text("#upload-waiting") == ""
+    for name in ("one", "two", "three"):
+        for number in range(2):
+            assert http.delete(f"/layers/{name}-{number}").is_success
+
+
+def drop(visit: Visit, *paths: Path) -> None:
+    """Drops files or a folder on the page, as a file manager does."""
     session = visit.page.context.new_cdp_session(visit.page)
-    data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
+    data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
     for kind in ("dragEnter", "dragOver", "drop"):
         session.send("Input.dispatchDragEvent", {"type": kind, "x": 200, "y": 200, "data": data})
 
@@ -161,7 +227,9 @@ def test_a_captured_model_is_shown_with_the_inputs_that_it_gave_its_layers(
     }
     visit = begin_visit()
     first = visit.request_sent_by(lambda: drop(visit, file))
-    requests = [first, visit.request_sent_by(lambda: visit.page.select_option("#layer", "taken-1"))]
+    visit.page.locator("#effects tbody tr").nth(1).wait_for()
+    with visit.page.expect_request(lambda sent: sent.url.endswith("/attend") and sent.post_data_json["layer"] == "taken-0") as other:
+        requests = [first, visit.request_sent_by(lambda: visit.page.select_option("#layer", "taken-1"))]
     assert visit.page.inner_text("#upload-status") == "Added 2 layers of taken with their inputs"
     assert "the model itself gave" in visit.page.inner_text("#note") and visit.page.locator("#note.warn").count() == 0
     assert "The token [UNK] stands for a word that the model does not know." in visit.page.inner_text("#note")
@@ -171,10 +239,8 @@ def test_a_captured_model_is_shown_with_the_inputs_that_it_gave_its_layers(
             expected = client.attend(**layer.request, layer=layer.name, outputs=["attention_weights"]).attention_weights
             got = http.post("/attend", json={**request, "outputs": ["attention_weights"]}).json()["attention_weights"]
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
-        with visit.page.expect_request(lambda sent: sent.url.endswith("/attend") and sent.post_data_json["layer"] == "taken-0") as other:
-            visit.page.locator("#model summary").click()
         assert other.value.post_data_json["query"] == requests[0]["query"] and other.value.post_data_json["causal"] is True
-        visit.page.locator("#effects tbody tr").nth(1).wait_for()
+        visit.page.locator("#effects tbody tr").nth(1).wait_for()  # nobody had to open it
         rows = [row.locator("th, td").all_inner_texts() for row in visit.page.locator("#effects tbody tr").all()]
         assert rows == [["taken-0", "0.25", "\u22123.50", "0.00"], ["taken-1", "\u22120.75", "1.00"]]
         assert "“yes”, with probability 0.6" in visit.page.inner_text("#effects .hint")

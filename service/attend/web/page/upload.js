@@ -5,24 +5,37 @@
 import { $ } from "./dom.js";
 import { keepInputs } from "./embeddings.js";
 import { attempt, keepCaptured, keepModel, showMode } from "./form.js";
-import { putTensors, Refusal } from "./wire.js";
+import { get, putTensors, Refusal } from "./wire.js";
 
 const ATTENTION = /(?:^|\.)(?!\w*norm)\w*(?:att|mixer|temporal_block)\w*\./i; // part of each tensor's name, in every family of service/attend/checkpoints
 const SHARED = /relative_attention_bias|(?:^|\.)(?:rel_embeddings|encoder\.LayerNorm)\./; // tables that layers share, and their norm (T5, DeBERTa)
 const EXPECTED = "Expected a safetensors file, or a model's folder with config.json and model.safetensors";
 const WEIGHT = "weights/"; // before the name of a weight in a file of attend capture
+const LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers"]; // fields of a config with the number of layers
+const PARTS = { encoder: "Encoder", decoder: "Decoder", cross: "Cross-attention", text: "Text", vision: "Images", audio: "Sound" }; // others as they are
 const DATATYPES = { BOOL: "BOOL", U8: "UINT8", I32: "INT32", I64: "INT64", F16: "FP16", BF16: "BF16", F32: "FP32", F64: "FP64" };
-let source = null; // {file}, or {config, fields, tensors, tokenizer} of a folder; `config` and `tokenizer` are texts of files
+let [queue, waiting] = [Promise.resolve(), 0]; // uploads, which run one after the other, and how many wait behind the one that runs
+let families = null; // promise of the families of models that the service knows
+let source = null; // {file}, or {config, fields, tensors, parts, tokenizer} of a folder; `config` and `tokenizer` are texts of files
 
 /** Listens for files; calls `added(name)` with the first layer that was added. */
 export function followFiles(added) {
   document.addEventListener("dragover", (event) => hasFiles(event) && event.preventDefault());
-  document.addEventListener("drop", (event) => hasFiles(event) && (event.preventDefault(), attemptUpload(async () => offer(added, ...(await dropped(event.dataTransfer))))));
+  document.addEventListener("drop", (event) => {
+    if (!hasFiles(event)) return;
+    event.preventDefault();
+    const files = dropped(event.dataTransfer); // at once: the event has them only now
+    upload(async () => offer(added, ...(await files)));
+  });
   for (const id of ["file", "folder"]) {
     $(`choose-${id}`).addEventListener("click", () => $(id).click());
-    $(id).addEventListener("change", () => attemptUpload(() => offer(added, ...chosen($(id)))));
+    $(id).addEventListener("change", () => {
+      const files = chosen($(id));
+      upload(() => offer(added, ...files));
+    });
   }
-  $("upload").addEventListener("submit", (event) => (event.preventDefault(), attemptUpload(() => add(added))));
+  $("upload-part").addEventListener("change", offerLayers);
+  $("upload").addEventListener("submit", (event) => (event.preventDefault(), upload(() => add(added))));
 }
 
 const hasFiles = ({ dataTransfer }) => dataTransfer.types.includes("Files");
@@ -57,9 +70,13 @@ function chosen(input) {
 async function offer(added, name, files) {
   const config = files.find((file) => file.name === "config.json");
   const weights = files.filter((file) => file.name.endsWith(".safetensors"));
-  if (!weights.length || (!config && weights.length > 1)) throw new Error(`${EXPECTED}, got ${files.map((file) => file.name).join(", ") || "nothing"}`);
-  const { capture } = config ? {} : ((await readHeader(weights[0])).header.__metadata__ ?? {});
-  if (capture) return await addCapture(await openTensors(weights), JSON.parse(capture), added);
+  const captures = config ? [] : await Promise.all(weights.map(async (file) => (await readHeader(file)).header.__metadata__?.capture));
+  const isCaptured = captures.length > 0 && captures.every(Boolean);
+  if (!weights.length || (!config && weights.length > 1 && !isCaptured)) throw new Error(`${EXPECTED}, got ${files.map((file) => file.name).join(", ") || "nothing"}`);
+  if (isCaptured) {
+    for (const [i, capture] of captures.entries()) await addCapture(await openTensors([weights[i]]), JSON.parse(capture), added);
+    return;
+  }
   $("upload-name").value = (name || weights[0].name.replace(/\.safetensors$/, "")).replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60);
   if (config) await offerModel(config, weights, files);
   else source = { file: weights[0] };
@@ -74,29 +91,53 @@ async function offerModel(file, weights, files) {
   const config = await file.text();
   const tensors = await openTensors(weights);
   const fields = JSON.parse(config);
-  const count = countLayers(fields, tensors);
-  source = { config, fields, tensors, tokenizer: await files.find((one) => one.name === "tokenizer.json")?.text() };
+  const parts = partsOf(fields, await (families ??= get("page/families.json")));
+  source = { config, fields, tensors, parts, tokenizer: await files.find((one) => one.name === "tokenizer.json")?.text() };
+  $("upload-part").replaceChildren(...Array.from(parts.keys(), (part) => new Option(PARTS[part] ?? part, part)));
+  $("upload-part").parentElement.hidden = parts.size < 2;
+  offerLayers();
+}
+
+/** Offers the layers of the chosen part. */
+function offerLayers() {
+  const { fields, tensors, parts } = source;
+  const count = countLayers(fields, tensors, parts.get($("upload-part").value));
   const each = Array.from({ length: count }, (_, i) => new Option(`Layer ${i}`, String(i)));
   $("upload-layers").replaceChildren(new Option(`All ${count} layers`, Array.from({ length: count }, (_, i) => i).join(" ")), ...each);
 }
 
+/**
+ * The parts of a model by name, as the service finds them: {section, layers}, the config or its section about the part, and the fields with
+ * the number of its layers. `known` is the table of families of the service. Empty for a model that is not in it.
+ */
+export function partsOf(config, { families, composites, sections }) {
+  const inside = composites.includes(config.model_type) ? sections.map((name) => config[name]).filter((section) => section?.constructor === Object) : [];
+  const parts = new Map();
+  for (const section of inside.length ? inside : [config]) {
+    for (const [part, { flag, layers }] of Object.entries(families[section.model_type] ?? {})) {
+      if (!parts.has(part) && (!flag || section[flag])) parts.set(part, { section, layers });
+    }
+  }
+  return parts;
+}
+
 async function add(added) {
-  const name = $("upload-name").value.trim();
+  const name = stem();
   const names = [];
   for (const [layer, query, body] of requests(name)) {
-    $("upload-status").textContent = `Adding ${layer}…`;
+    showStatus(`Adding ${layer}…`);
     await putTensors(`layers/${encodeURIComponent(layer)}${query}`, body);
     names.push(layer);
   }
   if (!source.file) {
     const { fields, tensors, tokenizer } = source;
     const numbers = $("upload-layers").value.split(" ").map(Number);
-    const options = await keepInputs(name, names, numbers, $("upload-part").value.trim(), tensors, fields, tokenizer);
+    const options = await keepInputs(name, names, numbers, chosenPart(), tensors, fields, tokenizer);
     keepModel({ title: name, layers: names, options });
     $("input-sentence").checked = true;
     showMode();
   }
-  $("upload-status").textContent = `Added ${names.length > 1 ? `${names[0]} to ${names.at(-1)}` : names[0]}`;
+  showStatus(`Added ${names.length > 1 ? `${names[0]} to ${names.at(-1)}` : names[0]}`);
   added(names[0]);
 }
 
@@ -105,7 +146,7 @@ async function addCapture(tensors, { name, layers, effects = null }, added) {
   $("upload-parts").hidden = true;
   $("upload").querySelector("details").open = true;
   for (const { name: layer, spec, request } of layers) {
-    $("upload-status").textContent = `Adding ${layer}…`;
+    showStatus(`Adding ${layer}…`);
     const own = startingWith(`${layer}/`, tensors);
     const weights = startingWith(WEIGHT, own);
     if (weights.size) await putTensors(`layers/${encodeURIComponent(layer)}`, fileOf(weights, { spec: JSON.stringify(spec) }));
@@ -113,7 +154,7 @@ async function addCapture(tensors, { name, layers, effects = null }, added) {
     const fields = await Promise.all(inputs.map(async ([field, tensor]) => [field, await inBase64(tensor)]));
     keepCaptured({ layer, ...Object.fromEntries(fields), ...request }, effects);
   }
-  $("upload-status").textContent = `Added ${layers.length} ${layers.length === 1 ? "layer" : "layers"} of ${name} with their inputs`;
+  showStatus(`Added ${layers.length} ${layers.length === 1 ? "layer" : "layers"} of ${name} with their inputs`);
   added(layers[0].name);
 }
 
@@ -139,19 +180,39 @@ function requests(name) {
     const query = new URLSearchParams(given([["prefix", value("upload-prefix")], ["spec", value("upload-spec")]]));
     return [[name, String(query) && `?${query}`, source.file]];
   }
-  const part = Object.fromEntries(given([["part", value("upload-part")]]));
+  const part = Object.fromEntries(given([["part", chosenPart()]]));
   const numbers = $("upload-layers").value.split(" ");
   const { config, fields, tensors } = source;
   return numbers.map((layer) => [`${name}-${layer}`, "", fileOf(tensorsOfLayer(tensors, Number(layer), fields), { config, layer, ...part })]);
 }
 
+/** Runs an upload after those before it. */
+function upload(act) {
+  waiting += 1;
+  queue = queue.catch(() => {}).then(() => {
+    waiting -= 1;
+    return attemptUpload(act);
+  });
+  showWaiting();
+}
+
+/** Says what is being done, and how many uploads wait until it is. */
+function showStatus(text) {
+  $("upload-status").textContent = text;
+  showWaiting();
+}
+
+function showWaiting() {
+  $("upload-waiting").textContent = waiting > 1 ? `${waiting} more wait` : waiting ? "One more waits" : "";
+}
+
 /** Shows the refusal of the service, or the error of reading a file. */
 async function attemptUpload(act) {
-  $("upload-status").textContent = "";
+  showStatus("");
   const refused = (error) => Promise.reject(error instanceof Refusal ? error : new Refusal(0, error.message));
   if (await attempt("upload", () => act().catch(refused))) return;
   $("upload").querySelector("details").open = true;
-  $("upload-status").textContent = "";
+  showStatus("");
 }
 
 /** Name -> {dtype, shape, data: Blob} for the tensors of several files. Throws Error with a text for people. */
@@ -176,11 +237,16 @@ async function readHeader(file) {
   }
 }
 
-/** How many layers a model has, by its config or else by the first numbers in the names of its tensors. */
-function countLayers(config, tensors) {
-  const { depths, num_hidden_layers, n_layer, n_layers, num_layers } = { ...config, ...config.text_config };
-  if (depths) return depths.reduce((sum, depth) => sum + depth, 0);
-  return num_hidden_layers ?? n_layer ?? n_layers ?? num_layers ?? 1 + Math.max(...[...tensors.keys()].map((name) => numbersIn(name)[0] ?? 0));
+/** What the names of the layers begin with: as of attend capture, with the part if there are several. */
+const stem = () => [$("upload-name").value.trim(), ...(!source.file && chosenPart() ? [chosenPart()] : [])].join("-");
+
+/** The chosen part of a model; "" if it has one alone. */
+const chosenPart = () => (source.parts.size > 1 ? $("upload-part").value : "");
+
+/** How many layers a part of a model has, by its config or else by the first numbers in the names of its tensors. */
+function countLayers(config, tensors, { section, layers } = { section: { ...config, ...config.text_config }, layers: LAYERS }) {
+  if (section.depths) return section.depths.reduce((sum, depth) => sum + depth, 0);
+  return layers.map((name) => section[name]).find(Number.isInteger) ?? 1 + Math.max(...[...tensors.keys()].map((name) => numbersIn(name)[0] ?? 0));
 }
 
 /** The attention tensors of this layer, by the numbers in their names, and tables that layers share; those of all layers if none has them. */

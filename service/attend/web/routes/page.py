@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.staticfiles import StaticFiles
 
+from attend.serving.layer_requests import known_families
 from attend.serving.layers.registry import by_name
 from attend.serving.service import Service
 from attend.version import __version__
@@ -67,4 +68,6 @@ def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any
 
     @table.add("GET", "/page/{file}", PUBLIC, include_in_schema=False)
     async def page_file(file: str, request: Request) -> Response:
+        if file == "families.json":  # with which the page offers the parts of a model's folder
+            return JSONResponse(known_families(), headers=HEADERS)
         return await files.get_response(file, request.scope)
