@@ -37,13 +37,13 @@ def draw_pictures(folder: Path) -> None:
 
 
 def photograph_page(file: Path) -> None:
-    """Writes a picture of the page in a browser as it opens, with the last word locked."""
+    """Writes a picture of the page in a browser as it opens, with the link of the last word locked."""
     from playwright.sync_api import sync_playwright
 
     with child_server() as url, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 1190})
-        page.goto(f"{url}/#special=1&cell=11,")
+        page.goto(f"{url}/#special=1&cell=11,5")
         page.locator("#numbers tbody tr").first.wait_for()
         page.screenshot(path=file)
         browser.close()

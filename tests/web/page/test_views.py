@@ -480,6 +480,19 @@ def test_words_that_the_model_does_not_know_are_said(begin_visit: BeginVisit) ->
     assert 'It does not know "zebu"' in visit.page.inner_text("#note") and '"quokka"' in visit.page.inner_text("#note")
 
 
+def test_the_strongest_link_is_of_a_word_that_sees_several(begin_visit: BeginVisit, http: httpx.Client) -> None:
+    """The first word of a causal layer gives itself all its weight, whatever the head does."""
+    visit = begin_visit()
+    with visit.page.expect_response("**/attend/analysis"):
+        weights = weights_of(http, visit.request_sent_by(lambda: visit.page.check("#causal")))
+    assert np.all(weights[:, 0, 0] == 1)
+    visit.page.wait_for_function("document.getElementById('numbers').inert === false")
+    links = visit.page.locator("#numbers td.link").all_inner_texts()
+    for link, square in zip(links, weights[:, 1:], strict=True):
+        q, k = np.unravel_index(square.argmax(), square.shape)
+        assert link == f"{WORDS[q + 1]} → {WORDS[k]} {square.max():.2f}"
+
+
 def test_the_strongest_link_is_not_clipped(begin_visit: BeginVisit) -> None:
     visit = begin_visit(viewport={"width": 1280, "height": 900})
     visit.page.locator("#numbers tbody tr").first.wait_for()
