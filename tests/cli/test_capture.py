@@ -81,6 +81,7 @@ def test_a_name_is_that_of_a_model_in_the_cache(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert "ben/absent is neither a folder nor a model in the cache of Hugging Face" in done.stderr.decode()
         assert "`hf download ben/absent`" in done.stderr.decode()
+    assert "or a model with --text." in run_attend("heads", "ben/absent").stderr.decode()
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -262,7 +262,8 @@ def read_request(command: str, file: str) -> RequestFile:
     try:
         body = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
-        hint = "Give the file of a JSON body of POST /attend, or - for standard input."
+        more = ", or a model with --text" if command == "heads" else ""
+        hint = f"Give the file of a JSON body of POST /attend, or - for standard input{more}."
         fail(command, f"cannot read {file}: {error.strerror}", hint, code=2)
     try:
         document = orjson.loads(body)

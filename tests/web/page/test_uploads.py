@@ -210,7 +210,8 @@ def captured(name: str) -> Capture:
         real = np.array([[True] * 5, [True] * 3 + [False] * 2])
         request = {"query": rng.standard_normal((2, 5, 12)).astype(np.float32), "attend_keys": real, "causal": number == 0}
         own = f"{name}-{number}"
-        layers[own] = CapturedLayer(own, "", number, spec, weights, request | {"tokens": {"query": [["[UNK]", *"bcde"], list("fghij")]}})
+        request["tokens"] = {"query": [["[UNK]", *"bcde"], list("fghij")]}
+        layers[own] = CapturedLayer(own, "", number, spec, weights, request, output=rng.standard_normal((2, 5, 12)).astype(np.float32))
     return Capture(name, layers).with_effects("yes", 0.625, np.array([[0.25, -3.5, 0], [-0.75, 1, np.nan]]))
 
 
