@@ -17,9 +17,16 @@ pytestmark = pytest.mark.slow  # the extra `test` does not install transformers
 TOKENS = torch.tensor([[5, 7, 11, 13, 2, 3, 29], [17, 19, 23, 4, 6, 8, 9]])
 OTHER = torch.tensor([[1, 9, 14, 25, 16, 3, 27], [18, 10, 22, 24, 21, 15, 12]])
 SIZES = {"hidden_size": 24, "intermediate_size": 17, "num_hidden_layers": 2, "vocab_size": 31}
-OUTPUT = {"gpt2": "c_proj", "llama": "o_proj", "t5": "o", "whisper": "out_proj"}  # name of the output projection in the attention module
-HEADS = {"gpt2": 3, "llama": 4, "bert": 3, "t5": 3, "whisper": 3}
-LAYERS = {"gpt2": 2, "llama": 2, "bert": 2, "t5": 6, "whisper": 6}
+OUTPUT = {
+    "gpt2": "c_proj",
+    "llama": "o_proj",
+    "gpt_oss": "o_proj",
+    "t5": "o",
+    "whisper": "out_proj",
+    "swin": "o_proj",
+}  # name of the output projection in the attention module
+HEADS = {"gpt2": 3, "llama": 4, "gpt_oss": 4, "bert": 3, "t5": 3, "whisper": 3, "swin": 3}
+LAYERS = {"gpt2": 2, "llama": 2, "gpt_oss": 2, "bert": 2, "t5": 6, "whisper": 6, "swin": 2}
 
 
 def tiny(family: str) -> tuple[Any, list[dict[str, Any]]]:
@@ -33,6 +40,15 @@ def tiny(family: str) -> tuple[Any, list[dict[str, Any]]]:
         inputs[0] |= {"labels": TOKENS}
     elif family == "llama":
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2))
+    elif family == "gpt_oss":  # with sinks
+        options = {"num_key_value_heads": 2, "sliding_window": 3, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 6}
+        options["experts_implementation"] = "eager"
+        model = hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES, num_attention_heads=4, **options))
+    elif family == "swin":  # the windows of the second layer are shifted
+        sizes = {"image_size": 15, "patch_size": 3, "window_size": 3, "embed_dim": 24, "depths": [2], "num_heads": [3], "num_channels": 2}
+        model = hf.SwinForImageClassification(hf.SwinConfig(**sizes))
+        images = np.random.default_rng(4).standard_normal((2, 2, 2, 15, 15)).astype(np.float32)
+        inputs = [{"pixel_values": torch.from_numpy(two)} for two in images]
     elif family == "bert":
         model = hf.BertForMaskedLM(hf.BertConfig(**SIZES, num_attention_heads=3))
         for one in inputs:
@@ -144,14 +160,20 @@ def compare(study: Any, eager: Eager, inputs: Any, layer: int, plain: Any, donor
     """Every change of heads 0 and 2 of a layer."""
     heads, chosen = [0, 2], [1, -1]
     (logits, weights, _outputs), (_, other_weights, other_outputs) = (eager.run(one) for one in inputs)
-    visible = (weights[layer].amax((0, 1), keepdim=True) > 0) & (weights[layer] > 0)
+    visible = weights[layer] > 1e-20  # Swin's hidden pairs have exp(-100)
+    real = inputs[0].get("attention_mask", torch.ones(weights[layer].shape[::2], dtype=torch.long))  # [b, q]
+
+    def mean(x: Any, axes: tuple[int, ...], counted: Any) -> Any:
+        """Over the rows that count, for each row."""
+        return ((x * counted).sum(axes, keepdim=True) / counted.expand(x.shape).sum(axes, keepdim=True).clamp(min=1)).expand_as(x)
+
     cases: list[tuple[Change, Any, Any]] = [
         (Change(layer, heads, scale=0), None, replaced(layer, heads, torch.zeros_like, 2)),
         (Change(layer, heads, scale=-1.5), None, replaced(layer, heads, lambda x: -1.5 * x, 2)),
         (Change(layer, heads, pattern="uniform"), replaced(layer, heads, lambda _: visible / visible.sum(-1, keepdim=True), 1), None),
-        (Change(layer, heads, pattern="mean"), replaced(layer, heads, lambda x: x.mean(0, keepdim=True).expand_as(x), 1), None),
+        (Change(layer, heads, pattern="mean"), replaced(layer, heads, lambda x: mean(x, (0,), real[:, None, :, None]), 1), None),
         (Change(layer, heads, pattern=donor, queries=chosen), replaced(layer, heads, lambda _: other_weights[layer], 1, chosen), None),
-        (Change(layer, heads, outputs="mean"), None, replaced(layer, heads, lambda x: x.mean((0, 1), keepdim=True).expand_as(x), 2)),
+        (Change(layer, heads, outputs="mean"), None, replaced(layer, heads, lambda x: mean(x, (0, 1), real[:, :, None, None]), 2)),
         (Change(layer, heads, outputs=donor), None, replaced(layer, heads, lambda _: other_outputs[layer], 2)),
         (Change(layer, heads, outputs=donor, queries=chosen), None, replaced(layer, heads, lambda _: other_outputs[layer], 2, chosen)),
     ]
@@ -300,12 +322,64 @@ def test_a_head_without_output_in_other_families(server: Any, family: str) -> No
         code.eager_attention_forward = original
 
 
+def test_padding_is_in_no_mean(server: Any) -> None:
+    """The same text with and without padding has the same answer, also beside a text of another length."""
+    model, _ = tiny("llama")
+    ids, other = TOKENS[:1, :5], TOKENS[1:]
+    padded = torch.cat([torch.cat([torch.zeros(1, 2, dtype=torch.long), ids], 1), other])
+    mask = torch.tensor([[0] * 2 + [1] * 5, [1] * 7])
+    both = {"input_ids": padded, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    with Client(server.url) as client, attend.interventions(model, client) as study:
+        alone = [study.run({"input_ids": each}) for each in (ids, other)]
+        rows = np.concatenate([run.head_outputs[0] for run in alone], 2)  # [1, h, 5 + 7, d]
+        expected = [
+            study.run({"input_ids": each}, Change(0, [0, 3], outputs=rows.mean(2, keepdims=True))).logits[0, -1] for each in (ids, other)
+        ]
+        found = study.run(both, Change(0, [0, 3], outputs="mean")).logits[:, -1]
+        one = study.run({name: x[:1] for name, x in both.items()}, Change(1, outputs="mean")).logits[0, -1]
+        np.testing.assert_allclose(one, study.run({"input_ids": ids}, Change(1, outputs="mean")).logits[0, -1], atol=1e-4)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_model_in_float64_is_studied_in_float64(server: Any) -> None:
+    model, (inputs, _) = tiny("gpt2")  # whose eager softmax is in float64 too
+    model = model.double()
+    with Client(server.url) as client, attend.interventions(model, client) as study:
+        plain, changed = study.run(inputs), study.run(inputs, Change(1, [2], scale=-1.5))
+        eager = Eager(model, "gpt2", study.layers)
+    for run, outputs in ((plain, None), (changed, replaced(1, [2], lambda x: -1.5 * x, 2))):
+        expected, _, _ = eager.run(inputs, **({"outputs": outputs} if outputs else {}))
+        np.testing.assert_allclose(run.logits, expected, atol=1e-12 * np.abs(expected).max())
+    assert plain.logits.dtype == plain.attention_weights[0].dtype == plain.head_outputs[0].dtype == np.float64
+
+
+def test_the_layers_of_a_study_are_removed_at_its_end(server: Any) -> None:
+    """Those that the service had before stay, also after an error in the block."""
+    model, (inputs, _) = tiny("gpt_oss")
+    with Client(server.url) as client:
+        with attend.interventions(model, client) as study:
+            study.run(inputs)
+        before = {layer.name for layer in client.layers()}
+        client.put_layer("transformers-4-2-6-6", {"d_model": 24, "num_heads": 4, "num_kv_heads": 2, "projections": False})
+        for family in ("gpt_oss", "llama"):  # the second needs the layer that is there
+            model, (inputs, _) = tiny(family)
+            with pytest.raises(InvalidRequest, match="a layer below 2"), attend.interventions(model, client) as study:
+                study.run(inputs)
+                within = {layer.name for layer in client.layers()}
+                study.run(inputs, Change(2, scale=0))
+            assert len(within - before) == (3 if family == "gpt_oss" else 1)
+            assert {layer.name for layer in client.layers()} == before | {"transformers-4-2-6-6"}
+        client.delete_layer("transformers-4-2-6-6")
+
+
 def test_what_does_not_fit_is_refused(server: Any) -> None:
     model, (inputs, _) = tiny("bert")
     with Client(server.url) as client:
         study = attend.interventions(model, client)
         with pytest.raises(InvalidRequest, match="in the `with` block, got one outside"):
             study.run(inputs)
+        with pytest.raises(InvalidRequest, match="a run before, which shows in what order the layers are called, got none, at /layers"):
+            _ = study.layers
         with study:
             one = {name: x[:1] for name, x in inputs.items()}
             for change, text in (

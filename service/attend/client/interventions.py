@@ -18,12 +18,13 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from attend.client.client import Client
+from attend.client.model_calls import real_queries, visible_pairs
 from attend.client.model_inputs import model_arguments
 from attend.client.responses import AttendResult
 from attend.errors import InvalidRequest
 from attend.tensors import Array
+from attend.wire.client_codec import from_torch
 
-BLOCKED = -1e4  # transformers' masks have less, and biases of layers more
 FINAL_NORMS = {  # model_type -> the norm between the residual stream and the output embeddings
     "gpt2": "transformer.ln_f",
     "gpt_neox": "gpt_neox.final_layer_norm",
@@ -57,6 +58,7 @@ class Change:
     `pattern`: attention weights, `[b,h,q,k]` or broadcast to it; those of another run; "uniform" over the keys that each query
     may attend to; "mean" over the items of the batch; "diagonal", each query attends to itself.
     `outputs`: outputs of the heads, `[b,h,q,d]` or broadcast to it; those of another run; "mean" over items and queries.
+    Rows of padding, where the model's arguments say which they are, are in no mean.
     """
 
     layer: int
@@ -81,25 +83,36 @@ class Change:
 
 
 class Interventions:
-    """A model whose attention a service computes in the `with` block, with changes of heads.
-
-    `layers`: after the first run, the names of the attention modules in the order of their calls, by which a `Change` numbers layers.
-    """
+    """A model whose attention a service computes in the `with` block, with changes of heads: a float64 model in float64, others in
+    float32. The layers without projections that it needs are removed from the service at the end of the block."""
 
     def __init__(self, model: Any, client: Client, tokenizer: Any = None) -> None:
         self.model, self.client, self.tokenizer = model, client, tokenizer
-        self.layers: list[str] = []
+        self._layers: list[str] = []
         self._names = {module: name for name, module in model.named_modules()}
         self._stack, self._is_entered = ExitStack(), False
         if not hasattr(model, "set_attn_implementation"):
             raise InvalidRequest.where("", "a model of transformers", type(model).__name__)
         self._changes: Sequence[Change] = ()
+        self._arguments: Mapping[str, Array] = {}
         self._calls: list[tuple[Any, AttendResult]] | None = None  # module and reply of each, in the current run
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the attention modules in the order of their calls in the last run, by which a `Change` numbers layers.
+
+        Raises InvalidRequest before the first run.
+        """
+        if not self._layers:
+            raise InvalidRequest.where("/layers", "a run before, which shows in what order the layers are called", "none")
+        return self._layers
 
     def __enter__(self) -> Self:
         from attend.client.transformers import Attention, replaced_attention
 
-        self._stack.enter_context(replaced_attention(self.model, Attention(self.client, compute=self._compute)))
+        self._attention = Attention(self.client, compute=self._compute)
+        self._stack.callback(self._attention.remove_layers)
+        self._stack.enter_context(replaced_attention(self.model, self._attention))
         self._is_entered = True
         return self
 
@@ -113,31 +126,33 @@ class Interventions:
         Raises InvalidRequest for a model without logits or with attention of its own, for changes that do not fit it, and what
         `Client.attend` raises.
         """
-        from attend.client.recording import one_pass
+        import torch
+
+        from attend.client.recording import as_arrays, one_pass
 
         if wrong := [change for change in changes if not isinstance(change, Change)]:
             raise InvalidRequest.where("", "changes of the type attend.Change", repr(wrong[0]))
         arguments = model_arguments(inputs, self.tokenizer)
         calls: list[tuple[Any, AttendResult]] = []
-        self._changes, self._calls = changes, calls
+        self._changes, self._calls, self._arguments = changes, calls, as_arrays(arguments)
         try:
             outputs = one_pass(self.model, arguments)
         finally:
-            self._changes, self._calls = (), None  # what else calls the model in the block gets no changes
+            self._changes, self._calls, self._arguments = (), None, {}  # what else calls the model in the block gets no changes
         if not calls:
             where, own = "a run in the `with` block", f"{type(self.model).__name__}, whose attention is code of its own"
             expected = "a model that takes attention functions of transformers"
             raise InvalidRequest.where("", *((expected, own) if self._is_entered else (where, "one outside")))
         if getattr(outputs, "logits", None) is None:
             raise InvalidRequest.where("", "a model with logits, such as one of AutoModelForCausalLM", type(self.model).__name__)
-        self.layers = [self._names[module] for module, _ in calls]
+        self._layers = [self._names[module] for module, _ in calls]
         for change in changes:
-            if not 0 <= change.layer < len(self.layers):
-                raise InvalidRequest.where("/layer", f"a layer below {len(self.layers)}", str(change.layer))
+            if not 0 <= change.layer < len(self._layers):
+                raise InvalidRequest.where("/layer", f"a layer below {len(self._layers)}", str(change.layer))
         loss = getattr(outputs, "loss", None)
         replies = [reply for _, reply in calls]
         return Run(
-            outputs.logits.float().cpu().numpy(),
+            from_torch(outputs.logits if outputs.logits.dtype == torch.float64 else outputs.logits.float()),
             None if loss is None else float(loss),
             [reply.attention_weights for reply in replies],
             [reply.head_outputs for reply in replies],
@@ -193,24 +208,32 @@ class Interventions:
     def _compute(self, module: Any, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> AttendResult:
         """The reply to a call of the attention function, with the changes of its layer."""
         if self._calls is None:
-            return self.client.attend(**fields)
+            return self._attention.attend(fields)
         number = len(self._calls)
         changes = [change for change in self._changes if change.layer == number]
-        reply = self.client.attend(**fields, **self._changed(changes, fields, shapes)) if changes else self.client.attend(**fields)
+        real = real_queries(self._arguments, "decoder" in self._names[module].split("."), shapes["pattern"][2:])
+        reply = self._attention.attend({**fields, **self._changed(changes, fields, shapes, real)} if changes else fields)
         self._calls.append((module, reply))
         return reply
 
-    def _changed(self, changes: Sequence[Change], fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """The fields of a request that make these changes. `shapes`: [b, h, q, k] of `pattern`, [b, h, q, d] of `head_outputs`."""
+    def _changed(
+        self, changes: Sequence[Change], fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], real: Array | None
+    ) -> dict[str, Any]:
+        """The fields of a request that make these changes. `shapes`: [b, h, q, k] of `pattern`, [b, h, q, d] of `head_outputs`.
+        `real`, bool [b, q]: the rows that are not padding, all if None."""
         needs_plain = any(isinstance(given, str) and given == "mean" for change in changes for given in (change.pattern, change.outputs))
-        plain = self.client.attend(**fields) if needs_plain else None
+        plain = self._attention.attend(fields) if needs_plain else None
+        counted = np.broadcast_to(True if real is None else real[:, None, :, None], (*shapes["pattern"][:3], 1))
         scale = np.ones(shapes["pattern"][1])
         given: dict[str, Any] = {}
         for change in changes:
             rows = _rows(change, shapes["pattern"][:3])
             if change.scale is not None:
                 scale[rows.any((0, 2))] *= change.scale
-            replaced = {"pattern": _pattern(change, fields, plain, shapes["pattern"]), "head_outputs": _outputs(change, plain)}
+            replaced = {
+                "pattern": _pattern(change, fields, plain, shapes["pattern"], counted),
+                "head_outputs": _outputs(change, plain, counted),
+            }
             for name, values in replaced.items():
                 if values is None:
                     continue
@@ -244,8 +267,8 @@ def _rows(change: Change, shape: tuple[int, ...]) -> Array:
     return rows
 
 
-def _pattern(change: Change, fields: Mapping[str, Any], plain: AttendResult | None, shape: tuple[int, ...]) -> Array | None:
-    """The weights of a change, to be broadcast to [b, h, q, k]."""
+def _pattern(change: Change, fields: Mapping[str, Any], plain: AttendResult | None, shape: tuple[int, ...], counted: Array) -> Array | None:
+    """The weights of a change, to be broadcast to [b, h, q, k]. `counted`, [b, h, q, 1]: the rows that are in means."""
     items, _, queries, keys = shape
     given = change.pattern
     if isinstance(given, Run):
@@ -253,13 +276,13 @@ def _pattern(change: Change, fields: Mapping[str, Any], plain: AttendResult | No
     if not isinstance(given, str):
         return None if given is None else np.asarray(given)
     if given == "uniform":
-        bias = fields["bias"]
-        visible = np.ones((queries, keys)) if bias is None else np.broadcast_to(bias > BLOCKED, (*bias.shape[:2], queries, keys))
+        visible = visible_pairs(fields["bias"])[-1]
+        visible = np.ones((queries, keys)) if visible is None else np.broadcast_to(visible, (*visible.shape[:2], queries, keys))
         return np.asarray(visible / np.maximum(visible.sum(-1, keepdims=True), 1))
     if given == "mean" and plain is not None:
         if items == 1:
             raise InvalidRequest.where("/pattern", "a batch of several items, over which the mean is", "one item")
-        return np.asarray(plain.attention_weights.mean(0, keepdims=True))
+        return _mean(plain.attention_weights, counted, 0)
     if given == "diagonal":
         if queries != keys:
             raise InvalidRequest.where("/pattern", f"as many keys as queries, in layer {change.layer}", f"{queries} and {keys}")
@@ -267,16 +290,21 @@ def _pattern(change: Change, fields: Mapping[str, Any], plain: AttendResult | No
     raise InvalidRequest.where("/pattern", "uniform, mean, diagonal, a run or an array", given)
 
 
-def _outputs(change: Change, plain: AttendResult | None) -> Array | None:
-    """The outputs of a change, to be broadcast to [b, h, q, d]."""
+def _outputs(change: Change, plain: AttendResult | None, counted: Array) -> Array | None:
+    """The outputs of a change, to be broadcast to [b, h, q, d]. `counted`, [b, h, q, 1]: the rows that are in means."""
     given = change.outputs
     if isinstance(given, Run):
         return given.head_outputs[change.layer]
     if not isinstance(given, str):
         return None if given is None else np.asarray(given)
     if given == "mean" and plain is not None:
-        return np.asarray(plain.head_outputs.mean((0, 2), keepdims=True))
+        return _mean(plain.head_outputs, counted, (0, 2))
     raise InvalidRequest.where("/outputs", "mean, a run or an array", given)
+
+
+def _mean(values: Array, counted: Array, axes: int | tuple[int, ...]) -> Array:
+    """The mean over these axes of the rows that count; of none it is 0."""
+    return np.asarray((values * counted).sum(axes, keepdims=True) / np.maximum(counted.sum(axes, keepdims=True), 1))
 
 
 def _through_norm(norm: Any, before: Any, after: Any, direction: Any) -> Array:

@@ -47,9 +47,8 @@ def requests_of(call: Call, spec: LayerSpec, causal: bool | None, given: Array |
         fields |= dict.fromkeys(("positions", "key_positions") if "key" in fields else ("positions",), call.inputs["positions"])
     if call.has_mask or (given is not None and given.ndim == 4):
         shape = len(query), query.shape[1], key.shape[1]
-        masks = [
-            _mask_fields(visible, spec, shape, call.weights) | call.fields for visible in _visible(call.mask if call.has_mask else given)
-        ]
+        mask = call.mask if call.has_mask else given
+        masks = [_mask_fields(visible, spec, shape, call.weights) | call.fields for visible in visible_pairs(mask)]
     else:
         keys = {} if given is None or given.all() else {"attend_keys": given.astype(bool)}
         masks = [keys | ({"causal": True} if one else {}) for one in ((causal,) if causal is not None else (False, True))]
@@ -91,7 +90,7 @@ def _same(one: Array, other: Array) -> bool:
     return one.shape == other.shape and np.array_equal(one, other)
 
 
-def _visible(mask: Array | None) -> list[Array | None]:
+def visible_pairs(mask: Array | None) -> list[Array | None]:
     """Which keys a mask may mean, bool: those without a very low number, and if it has numbers as Swin's, those without one of them."""
     if mask is None or mask.dtype == bool:
         return [mask]
@@ -138,6 +137,15 @@ def given_mask(arguments: Mapping[str, Array], part: str) -> Array | None:
     """The mask of the keys of this part among a model's arguments: which tokens are real [b, k], or as in `Call`; None if there is none."""
     mask = arguments.get(MASKS[_sequences(arguments, part)[1]])
     return None if mask is None or mask.ndim not in (2, 4) else mask
+
+
+def real_queries(arguments: Mapping[str, Any], is_decoder: bool, rows: tuple[int, ...]) -> Array | None:
+    """bool [b, q]: which queries of a call are real tokens, as the model's arguments say; None if they do not. `rows`: how many queries
+    and keys it has."""
+    mask = arguments.get(MASKS[_sequences(arguments, "decoder" if is_decoder else "encoder")[0]])
+    if mask is None or mask.ndim != 2 or mask.shape[1] not in rows or mask.shape[1] < rows[0]:
+        return None
+    return np.asarray(mask).astype(bool)[:, mask.shape[1] - rows[0] :]  # that of a call with a cache is also of earlier rows
 
 
 def _sequences(arguments: Mapping[str, Any], part: str) -> tuple[str, str]:
