@@ -302,10 +302,11 @@ def test_the_report_fits_80_columns_and_begins_with_the_verdict(package):
 def test_a_line_of_progress_appears_on_terminals_alone():
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal)
-        with progress_line("checking theirs:Right", console, 0) as timer:
+        with progress_line("checking theirs:Right", console, 0) as line:
+            line.show("checking theirs:Right, 1 of 2")
             if terminal:
-                timer.join()
-        assert ("checking theirs:Right" in console.file.getvalue()) is terminal
+                line.timer.join()
+        assert ("checking theirs:Right, 1 of 2" in console.file.getvalue()) is terminal
 
 
 def test_python_runs_the_command(package):

@@ -82,6 +82,7 @@ def test_a_capture_has_the_map_and_the_layers(folder: tuple[Path, Any, str], tmp
         "probability": document["probability"],
         "change": dict(zip(captured, document["effects"], strict=True)),
     }
+    assert document["file"] == str(file)
     assert len(captured) == 2 and all(layer.agrees and layer.request["tokens"]["query"] == text.split() for layer in captured.values())
 
 
@@ -90,8 +91,55 @@ def test_the_table_is_of_the_most_likely_token(folder: tuple[Path, Any, str]) ->
     done = run_attend("heads", str(path), "--text", text)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().splitlines()
-    assert lines[0].startswith("probability of '")
+    place = "at token 3, the mask: 0." if "[MASK]" in text else "after token 4 ('to'): 0."
+    assert lines[0].startswith("probability of '") and place in lines[0]
     assert [line.split()[0] for line in lines if line.split() and line.split()[0].isdigit()] == ["0", "1"]
+
+
+@pytest.mark.parametrize("heads", [1, 12, 32])
+def test_every_number_is_printed_in_eighty_columns(heads: int, tmp_path: Path) -> None:
+    """The heads that do not fit beside each other are below. The file is written beside the table, which says so."""
+    import transformers as hf
+
+    save_model(tmp_path, hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=len(WORDS), n_embd=4 * heads, n_layer=2, n_head=heads, n_positions=7)))
+    file, command = tmp_path / "own.safetensors", ["heads", str(tmp_path), "--text", "anna gave the book", "--token", "tom"]
+    effects = np.array(json.loads(run_attend(*command, "--json").stdout)["effects"])
+
+    done = run_attend(*command, "--capture", str(file), env={"COLUMNS": "80"})
+
+    *lines, last = done.stdout.decode().splitlines()
+    assert last == f"Wrote {file}: drop it on the page of the server that `attend serve` starts." and Capture.load(file).effects
+    table = lines[lines.index("") :]
+    assert max(map(len, table)) <= 80
+    printed: dict[str, list[str]] = {}
+    for line in filter(None, table):
+        label, *cells = line.replace("head ", "head-").split()
+        printed.setdefault(label, []).extend(cells)
+    assert printed.pop("layer") == [f"head-{head}" for head in range(heads)]
+    assert printed == {str(layer): [f"{number:.3f}" for number in numbers] for layer, numbers in enumerate(effects)}
+
+
+def test_models_that_cannot_be_studied_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    """Each in one line and a hint, with the code of wrong usage: by its task, its input, or its attention code."""
+    import transformers as hf
+
+    sizes = {"hidden_size": 24, "intermediate_size": 17, "num_hidden_layers": 1, "num_attention_heads": 3}
+    sides = {f"{side}_{n}": x for side in ("encoder", "decoder") for n, x in {"layers": 1, "attention_heads": 3, "ffn_dim": 17}.items()}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    whisper = {"d_model": 24, "num_mel_bins": 5, "max_source_positions": 11, "max_target_positions": 13}
+    falcon = hf.FalconConfig(vocab_size=11, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, alibi=True)
+    vit = hf.ViTConfig(**sizes, image_size=9, patch_size=3)
+    cases: list[tuple[Any, str]] = [
+        (hf.ViTForImageClassification(vit), "expected a model that predicts tokens"),
+        (hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sides, **ends, **whisper, vocab_size=11)), "which reads input_features"),
+        (hf.FalconForCausalLM(falcon), "the attention of FalconForCausalLM is code of its own, so its heads cannot be switched off"),
+    ]
+    for i, (model, message) in enumerate(cases):
+        save_model(tmp_path / str(i), model)
+        done = run_attend("heads", str(tmp_path / str(i)), "--text", "anna gave")
+        first, *hints = done.stderr.decode().splitlines()
+        assert (done.returncode, done.stdout) == (2, b"") and message in first
+        assert len(hints) <= 1 and "Traceback" not in first
 
 
 def test_refusals_of_folders(folder: tuple[Path, Any, str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attend.cli.clients import open_client
-from attend.cli.model_folder import Target, arguments_of, load_model, model_name, report_model_errors
+from attend.cli.model_folder import Target, arguments_of, load_model, model_name, report_model_errors, written
 from attend.cli.terminal import AsJson, Ca, Url, fail, progress_line, report_errors
 from attend.client.captures import Capture
 from attend.client.captures import capture as capture_model
@@ -80,8 +80,7 @@ def capture(
         console.print(f"{layer} differs from the model: what the page shows of it is not what the model computes.", soft_wrap=True)
     if unknown := count_unknown(arguments, tokenizer):
         console.print(f"{unknown} of the tokens are unknown to the tokenizer.", soft_wrap=True)
-    page = f"at {url}" if url else "that `attend serve` starts"
-    console.print(f"Wrote {file}: drop it on the page of the server {page}.", soft_wrap=True)
+    console.print(written(file, url), soft_wrap=True)
 
 
 def _numbers(text: str) -> list[int]:

@@ -20,6 +20,7 @@ Target = Annotated[
     ),
 ]
 MISSING = "pip install transformers"
+IN_PYTHON = {"heads": "interventions", "capture": "capture"}  # command -> function
 SAVED = "Give a folder that save_pretrained has written."
 
 
@@ -43,22 +44,41 @@ def load_model(command: str, model: Path, ends: tuple[str, ...] = ()) -> tuple[A
     untyped.set_verbosity_error()  # what matters of its report is printed below
     untyped.disable_progress_bar()
     local: dict[str, Any] = {"local_files_only": True}
-    try:
-        kind: Any = hf.AutoModel
-        if ends:
-            names = hf.AutoConfig.from_pretrained(folder, **local).architectures or ["none"]
-            own = [name for name in names if name.endswith(ends) and hasattr(hf, name)]
-            if not own:
-                expected = f"expected a model that predicts tokens ({', '.join(f'…{end}' for end in ends)})"
-                fail(command, f"{expected}, got {', '.join(names)} in {folder}", code=2)
-            kind = getattr(hf, own[0])
-        tokenizer = hf.AutoTokenizer.from_pretrained(folder, **local)
+    kind: Any = hf.AutoModel
+    with _report_reading(command, folder):
+        names = hf.AutoConfig.from_pretrained(folder, **local).architectures or ["none"]
+    if ends:
+        own = [name for name in names if name.endswith(ends) and hasattr(hf, name)]
+        if not own:
+            fail(
+                command, f"expected a model that predicts tokens (a class …{', …'.join(ends)}), got {', '.join(names)} in {folder}", code=2
+            )
+        kind = getattr(hf, own[0])
+    with _report_reading(command, folder):
         loaded, report = kind.from_pretrained(folder, output_loading_info=True, **local)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        fail(command, f"cannot read the model in {folder}: {str(error).strip().splitlines()[0]}", code=2)
+    if loaded.main_input_name != "input_ids":
+        message = f"expected a model that reads a text, got {type(loaded).__name__}, which reads {loaded.main_input_name}"
+        fail(command, message, f"`attend.{IN_PYTHON[command]}` in Python takes its arguments.", code=2)
+    with _report_reading(command, folder):
+        tokenizer = hf.AutoTokenizer.from_pretrained(folder, **local)
     if missing := sorted(report["missing_keys"]):
         typer.echo(f"attend {command}: not in the files of {folder}, so drawn at random: {listed(missing)}", err=True)
     return loaded.float().eval(), tokenizer
+
+
+@contextmanager
+def _report_reading(command: str, folder: Path) -> Iterator[None]:
+    """Turns what transformers raises for the files of a folder into a message."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        fail(command, f"cannot read the model in {folder}: {str(error).strip().splitlines()[0]}", code=2)
+
+
+def written(file: Path, url: str | None) -> str:
+    """What is said of a written capture."""
+    page = f"at {url}" if url else "that `attend serve` starts"
+    return f"Wrote {file}: drop it on the page of the server {page}."
 
 
 def _folder(command: str, model: Path) -> Path:
@@ -90,7 +110,7 @@ def arguments_of(command: str, model: Any, tokenizer: Any, text: str, target: st
     arguments = model_arguments(text, tokenizer)
     if bool(model.config.is_encoder_decoder) != (target is not None):
         needs = "needs --target, the text that its decoder reads" if target is None else "has no decoder of its own, so --target has no use"
-        fail(command, f"the model {needs}")
+        fail(command, f"the model {needs}", code=2)
     if target is not None:
         ids = tokenizer(text_target=target, return_tensors="pt").input_ids
         configs = model.config, getattr(model, "generation_config", None)

@@ -2,18 +2,17 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from attend.cli.clients import open_client
-from attend.cli.model_folder import arguments_of, load_model, model_name, report_model_errors
+from attend.cli.model_folder import arguments_of, load_model, model_name, report_model_errors, written
 from attend.cli.terminal import fail, progress_line, report_errors
 from attend.client import Run, interventions
 from attend.client.captures import Capture, capture
@@ -36,17 +35,24 @@ def show_effects(
     flags: Mapping[str, Any],
 ) -> None:
     """Prints the change of the token's log-probability without each head, [layers, heads]; writes it and the layers to `file`."""
+    from attend.client.transformers import takes_functions
+
     if target is not None and file is not None:  # a capture has the layers of an encoder-decoder in another order than its effects
         fail("heads", "expected --capture without --target: captures of encoder-decoders have no map of effects", code=2)
     model, tokenizer = load_model("heads", folder, ANSWERS)
+    if not takes_functions(model):
+        message = f"the attention of {type(model).__name__} is code of its own, so its heads cannot be switched off"
+        fail("heads", message, "`attend capture` records what each of its heads attends to.", code=2)
     with report_errors("heads"):
         inputs = arguments_of("heads", model, tokenizer, text, target)
     ids = inputs.get("decoder_input_ids", inputs["input_ids"])[0].tolist()
     position = len(ids) - 1
+    place = f"after token {position} ({tokenizer.decode(ids[position])!r})"
     if type(model).__name__.endswith("ForMaskedLM"):
         if tokenizer.mask_token_id not in ids:
             fail("heads", f"expected {tokenizer.mask_token or 'a mask token'} in --text, the token that the model predicts", code=2)
         position = ids.index(tokenizer.mask_token_id)
+        place = f"at token {position}, the mask"
     if token is None:
         chosen = None
     else:
@@ -56,29 +62,37 @@ def show_effects(
         chosen = found[0]
     console = Console(highlight=False, markup=False)
     with report_model_errors("heads"), report_errors("heads"), open_client(url, ca, config, flags) as client:
-        progress = progress_line("switching off one head at a time", Console(stderr=True))
-        with interventions(model, client) as study, progress:
+        with interventions(model, client) as study, progress_line("running the model", Console(stderr=True)) as line:
             plain = study.run(inputs)
+            runs, heads = count(), sum(weights.shape[1] for weights in plain.attention_weights)
             chosen = int(plain.logits[0, position].argmax()) if chosen is None else chosen
 
             def log_probability(run: Run) -> float:
+                line.show(f"switching off one head at a time: {next(runs)} of {heads}")  # the first run is with all heads
                 return math.log(max(run.probability(chosen, position), np.finfo(float).tiny))
 
             effects = study.effects(inputs, log_probability)
             layers = study.layers
         word, probability = tokenizer.decode([chosen]), plain.probability(chosen, position)
+        captured = None
         if file is not None:
             captured = capture(model, dict(inputs), client, tokenizer=tokenizer, name=model_name(folder))
-            _save(captured.with_effects(word, probability, effects), file)
+            captured = captured.with_effects(word, probability, effects)
     if as_json:
         numbers = [[None if np.isnan(number) else number for number in row] for row in effects.tolist()]
-        typer.echo(json.dumps({"token": word, "position": position, "probability": probability, "layers": layers, "effects": numbers}))
-        return
-    console.print(f"probability of {word!r} at token {position}: {probability:.3f}")
-    console.print("change of its logarithm without each head; the less, the more the head adds to it:", soft_wrap=True)
-    console.print(_table(layers if target is not None else [str(layer) for layer in range(len(layers))], effects))
-    if unknown := count_unknown(inputs, tokenizer):
-        console.print(f"{unknown} of the tokens are unknown to the tokenizer.", soft_wrap=True)
+        document = {"token": word, "position": position, "probability": probability, "layers": layers, "effects": numbers}
+        typer.echo(json.dumps(document | ({} if file is None else {"file": str(file)})))
+    else:
+        console.print(f"probability of {word!r} {place}: {probability:.3f}", soft_wrap=True)
+        console.print("change of its logarithm without each head; the less, the more the head adds to it:", soft_wrap=True)
+        for text_line in _lines(layers if target is not None else [str(layer) for layer in range(len(layers))], effects, console.width):
+            console.print(text_line, soft_wrap=True)
+        if unknown := count_unknown(inputs, tokenizer):
+            console.print(f"{unknown} of the tokens are unknown to the tokenizer.", soft_wrap=True)
+    if captured is not None and file is not None:
+        _save(captured, file)
+        if not as_json:
+            console.print(written(file, url), soft_wrap=True)
 
 
 def _save(captured: Capture, file: Path) -> None:
@@ -89,10 +103,15 @@ def _save(captured: Capture, file: Path) -> None:
         fail("heads", f"cannot write {file}: {error.strerror}", "Give another file with --capture.")
 
 
-def _table(layers: list[str], effects: Array) -> Table:
-    table = Table(box=SIMPLE)
-    for title in ("layer", *(f"head {head}" for head in range(effects.shape[1]))):
-        table.add_column(title, justify="right")
-    for layer, numbers in zip(layers, effects, strict=True):
-        table.add_row(layer, *("" if np.isnan(number) else f"{number:.3f}" for number in numbers))
-    return table
+def _lines(layers: list[str], effects: Array, width: int) -> Iterator[str]:
+    """A line for each layer, with its heads beside each other; those that do not fit into the width are in another block of lines below.
+    No number is cut."""
+    titles = [f"head {head}" for head in range(effects.shape[1])]
+    rows = [["" if np.isnan(number) else f"{number:.3f}" for number in numbers] for numbers in effects]
+    first, cell = (max(map(len, texts)) for texts in (["layer", *layers], [*titles, *(text for row in rows for text in row)]))
+    most = max(1, (width - first) // (cell + 2))
+    beside = math.ceil(len(titles) / math.ceil(len(titles) / most))
+    for start in range(0, len(titles), beside):
+        yield ""
+        for label, texts in zip(["layer", *layers], [titles, *rows], strict=True):
+            yield label.rjust(first) + "".join(f"  {text:>{cell}}" for text in texts[start : start + beside])

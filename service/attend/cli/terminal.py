@@ -8,6 +8,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
 from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
@@ -48,8 +49,20 @@ HINTS: dict[type[AttendError], str] = {
 }
 
 
+@dataclass(frozen=True)
+class ProgressLine:
+    """A line of progress; `timer` starts it."""
+
+    progress: Progress
+    timer: Timer
+
+    def show(self, text: str) -> None:
+        """Change its text."""
+        self.progress.update(self.progress.task_ids[0], description=text)
+
+
 @contextmanager
-def progress_line(text: str, console: Console, seconds: float = 2.0) -> Iterator[Timer]:
+def progress_line(text: str, console: Console, seconds: float = 2.0) -> Iterator[ProgressLine]:
     """A line with the time, on a terminal alone, if the `with` block takes more than `seconds`. It disappears at the end."""
     progress = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True)
     progress.add_task(text, total=None)
@@ -57,7 +70,7 @@ def progress_line(text: str, console: Console, seconds: float = 2.0) -> Iterator
     if console.is_terminal:
         timer.start()
     try:
-        yield timer
+        yield ProgressLine(progress, timer)
     finally:
         timer.cancel()
         if console.is_terminal:
