@@ -24,6 +24,7 @@ import pytest
 import torch
 import trustme
 
+import attend
 from attend import errors
 from attend.client import AsyncClient, BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, Untrusted, operations
 from attend.client.connection import Attempts
@@ -195,9 +196,19 @@ def test_a_result_lists_its_outputs(client):
     assert "scores" not in result and result.get("scores") is None
 
 
+def test_the_package_lists_its_names():
+    """Though they are imported when they are first used."""
+    assert {*attend.__all__, "__version__"} <= {*dir(attend)}
+
+
 def test_a_result_of_metrics_lists_their_names(client):
-    result = client.analysis(SMALL, layer="float32", metrics=["entropy", "strongest_links"])
+    result = client.analysis(SMALL[0], layer="float32", metrics=["entropy", "strongest_links"])
     assert repr(result) == "AnalysisResult(entropy, strongest_links; layer 'float32')"
+    lines = str(result).splitlines()
+    assert lines[0] == "layer 'float32'" and lines[1].startswith("entropy [")
+    np.testing.assert_allclose([float(x) for x in lines[1][9:-1].split()], result["entropy"], atol=0.0006)
+    links = zip(*(result["strongest_links"][part][1] for part in ("queries", "keys", "weights")), strict=True)
+    assert lines[2] == "strongest_links" and lines[4] == "  head 1: " + ", ".join(f"{q}→{k} {x:.2f}" for q, k, x in [*links][:3])
     with pytest.raises(KeyError, match=r"no 'entropi' among the metrics entropy, strongest_links \(did you mean entropy\?\)"):
         result["entropi"]
 
@@ -293,6 +304,7 @@ def test_a_figure_is_the_bytes_of_a_picture(client, file_format, magic):
         SMALL, layer="float32", kind="head", format=file_format, figure={"heads": [1], "item": 1}, causal=True, tokens=words
     )
     assert drawn.startswith(magic)
+    assert repr(drawn) == str(drawn) == f"Picture({file_format.upper()}, {len(drawn)} bytes)"
     if file_format == "svg":
         assert b">d</text>" in drawn and b">a</text>" not in drawn
     with pytest.raises(errors.InvalidRequest, match="a head below 2"):

@@ -1,7 +1,7 @@
-"""HTML of results for notebooks: a heat map for each head, tables of metrics and words.
+"""Results for people: HTML for notebooks, with a heat map for each head, tables of metrics and words; metrics as text for `print`.
 
-It has no scripts and loads nothing. Texts are escaped. Its size is bounded: long sequences are pooled, and many heads left out. The cells
-of a map are one PNG: as cells of tables, 16 maps of long sequences are 37,000 elements in 1.15 MB, which a notebook keeps, not 65 kB.
+The HTML has no scripts and loads nothing. Texts are escaped. Its size is bounded: long sequences are pooled, and many heads left out. The
+cells of a map are one PNG: as cells of tables, 16 maps of long sequences are 37,000 elements in 1.15 MB, which a notebook keeps, not 65 kB.
 """
 
 import struct
@@ -23,6 +23,7 @@ MAX_LABELS = 24  # most tokens along an axis that are written out
 LABEL_CHARACTERS = 12  # characters of a token
 MAX_ROWS = 64  # most heads or tokens in a table
 LINKS_PER_HEAD = 3  # of each head in a table
+TEXT_WIDTH = 100  # characters of a line of numbers
 SHOWN_NUMBERS = 4  # numbers of a vector in a table
 COLOURS = np.array([[244, 247, 252], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]])  # colours, as on the service's page
 
@@ -88,6 +89,26 @@ def metric_tables(metrics: Mapping[str, Any], about: str) -> str | None:
         notes.append(f"also {', '.join(others)}")
     table = f"<table>{_row('th', ['head', *columns])}{''.join(rows)}</table>" if rows else ""
     return f"{table}{_beside(maps)}<div>{escape('; '.join(notes))}</div>"
+
+
+def metric_text(metrics: Mapping[str, Any], about: str) -> str:
+    """The numbers of each metric in brackets, the inner parts of large ones left out; of strongest links a line for each head.
+
+    `metrics` are those of an `AnalysisResult`. Of a batch, the links of the first item are shown.
+    """
+    lines = [about]
+    for name, metric in metrics.items():
+        shapes = METRICS[name].shapes if name in METRICS else {}
+        if name == "strongest_links":
+            links = _links({part: _first_item(metric[part], letters) for part, letters in shapes.items()}, metric)
+            lines += [name, *(f"  head {head}: {text}" for head, text in enumerate(links[:MAX_ROWS]))]
+            lines += [f"  {len(links) - MAX_ROWS} more heads"] * (len(links) > MAX_ROWS)
+            continue
+        for part in shapes:
+            title = f"{name}{'.' if part else ''}{part} "
+            numbers = np.asarray(metric[part] if part else metric)
+            lines.append(title + np.array2string(numbers, TEXT_WIDTH, 3, True, prefix=title, threshold=MAX_ROWS))
+    return "\n".join(lines)
 
 
 def word_table(tokens: Sequence[str], vectors: Array, about: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 import numpy as np
 
-from attend.client.notebook import heat_maps, metric_tables, word_table
+from attend.client.notebook import heat_maps, metric_tables, metric_text, word_table
 from attend.errors import (
     AttendError,
     BadReply,
@@ -102,7 +102,7 @@ class AttendResult(Mapping[str, Any]):
 class AnalysisResult(Mapping[str, Any]):
     """The requested metrics, as `result["entropy"]`: an array, or a dictionary of arrays; those named `…_words` are lists.
 
-    A notebook shows a table of the metrics that are one number for each head, and the strongest links.
+    `print` shows the numbers. A notebook shows a table of the metrics that are one number for each head, and the strongest links.
     """
 
     metrics: dict[str, Any]
@@ -123,12 +123,21 @@ class AnalysisResult(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"AnalysisResult({', '.join(self.metrics)}; layer {self.layer.name!r})"
 
+    def __str__(self) -> str:
+        return metric_text(self.metrics, f"layer {self.layer.name!r}")
+
     def _repr_html_(self) -> str | None:
         return metric_tables(self.metrics, f"layer {self.layer.name!r}")
 
 
 class Picture(bytes):
-    """The bytes of a PNG, an SVG or an HTML page. A notebook shows the picture."""
+    """The bytes of a PNG, an SVG or an HTML page, which `print` does not show. A notebook shows the picture."""
+
+    def __repr__(self) -> str:
+        kind = "PNG" if self.startswith(b"\x89PNG") else "SVG" if self.startswith(b"<?xml") else "HTML"
+        return f"Picture({kind}, {len(self)} bytes)"
+
+    __str__ = __repr__  # that of bytes is as long as the picture
 
     def _repr_png_(self) -> bytes | None:
         return bytes(self) if self.startswith(b"\x89PNG") else None
