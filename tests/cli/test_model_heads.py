@@ -144,18 +144,19 @@ def test_models_that_cannot_be_studied_are_refused_in_a_sentence(tmp_path: Path)
 
 def test_refusals_of_folders(folder: tuple[Path, Any, str], tmp_path: Path) -> None:
     path, _, text = folder
-    for arguments, message in (
-        ([str(path)], "--text"),
-        ([str(path), "--text", text, "--token", "tom and"], "one token"),
-        ([str(path), "--text", text, "--target", "ben"], "--target has no use"),
-        ([str(path), "--text", text, "--token", "pear"], "expected one token in --token, got ['[UNK]']"),
-        ([str(path), "--text", text + " the" * 600], "tokens, which are the model's positions, got 60"),
-        ([str(path), "--text", ""], "a text with tokens"),
-        ([str(tmp_path), "--text", text], "it has no config.json"),
-        (["-", "--text", text], "folder of a model"),
+    for arguments, code, message in (
+        ([str(path)], 2, "--text"),
+        ([str(path), "--text", text, "--token", "tom and"], 2, "one token"),
+        ([str(path), "--text", text, "--target", "ben"], 2, "--target has no use"),
+        ([str(path), "--text", text, "--token", "pear"], 2, "expected one token in --token, got ['[UNK]']"),
+        ([str(path), "--text", text + " the" * 600], 1, "tokens, which are the model's positions, got 60"),
+        ([str(path), "--text", ""], 1, "a text with tokens"),
+        ([str(path), "--text", text, "--capture", str(tmp_path / "absent" / "x.safetensors")], 1, "cannot write"),
+        ([str(tmp_path), "--text", text], 2, "it has no config.json"),
+        (["-", "--text", text], 2, "folder of a model"),
     ):
         done = run_attend("heads", *arguments, stdin=b"{}")
-        assert done.returncode in (1, 2) and "Traceback" not in done.stderr.decode(), done.stdout
+        assert (done.returncode, "Traceback" in done.stderr.decode()) == (code, False), done.stdout
         assert message in done.stderr.decode()
 
 
