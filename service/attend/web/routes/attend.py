@@ -14,6 +14,7 @@ from attend.serving.figures import FIGURE
 from attend.serving.plan import plan_call
 from attend.serving.service import Service
 from attend.web.endpoints import INFER, LAYER, SESSION, EndpointTable
+from attend.web.openapi import BINARY
 from attend.web.records import Body, CurrentRecord
 from attend.web.replies import send_reply
 from attend.web.request_reader import read_request
@@ -36,6 +37,7 @@ METRICS_EXAMPLE = ["entropy", "confidence", "strongest_links", "previous_token_s
 ANALYSIS_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "metrics": METRICS_EXAMPLE, "reply": {"decimals": 3}}
 PLAN_EXAMPLE = {"query": {"shape": [2, 1000, 64]}, "causal": True, "outputs": ["output"]}
 FIGURE_EXAMPLE = {**ROWS_EXAMPLE, **TOKENS_EXAMPLE, "figure": {"kind": "heads", "format": "svg"}}
+PICTURE_CONTENT = {media: {"schema": BINARY if name == "png" else {"type": "string"}} for media, name in PICTURES.items()}
 PICTURE_POLICY = (
     b"content-security-policy",
     b"sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'",
@@ -110,7 +112,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         direct=True,
         tags=["attend"],
         response_class=Response,
-        responses={200: {"description": "The picture.", "content": {media: {"schema": {"type": "string"}} for media in PICTURES}}},
+        responses={200: {"description": "The picture.", "content": PICTURE_CONTENT}},
         body=Body(FigureRequest, ((FIGURE_EXAMPLE, "Heat maps of all heads."),), safetensors=True),
         refusals=(*LAYER, *SESSION, NotAcceptable),
     )
