@@ -1,5 +1,7 @@
 """GET /layers/{name}/circuits against the matrices themselves, formed in float64."""
 
+import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -7,8 +9,14 @@ import numpy as np
 import pytest
 
 from attend import Client
+from attend.errors import CallerGone
+from attend.heads.circuits import CircuitsOperation
+from attend.serving import layer_requests
 from attend.serving.admission import ServingLimits
 from attend.serving.cost import predict_circuits
+from attend.serving.layer_requests import layer_circuits
+from attend.serving.requests import RawRequest
+from attend.serving.service import open_service
 from attend.spec import LayerSpec
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -82,7 +90,7 @@ def test_layers_without_these_matrices_are_refused(http: httpx.Client, fields: d
 def test_circuits_are_admitted_and_wait_like_calls(start_here: Any) -> None:
     """A head of 4096 numbers takes minutes; a layer of 40 heads of 64 takes less than a call of 64 rows to a layer of that size."""
     wide, usual = LayerSpec(d_model=4096, num_heads=1), LayerSpec(d_model=2560, num_heads=40)
-    assert predict_circuits(wide).operations > ServingLimits().max_operations > 100 * predict_circuits(usual).operations
+    assert predict_circuits(wide, 1).operations > ServingLimits().max_operations > 100 * predict_circuits(usual, 40).operations
     url = start_here(max_operations=10**6, layers={"wide": {"d_model": 32, "num_heads": 1}, "small": {"d_model": 32, "num_heads": 8}})
     with httpx.Client(base_url=url) as http:
         refused = http.get("/layers/wide/circuits")
@@ -95,6 +103,43 @@ def test_circuits_are_admitted_and_wait_like_calls(start_here: Any) -> None:
         assert batches(http) == before + 1  # of the device, not of the threads that decode bodies
         late = http.get("/layers/small/circuits", headers={"X-Request-Timeout": "1e-9"})
         assert late.status_code == 504
+
+
+@pytest.mark.parametrize("at_once", [1, 4], ids=["a head at a time", "four, and two"])
+def test_circuits_are_computed_a_few_heads_at_a_time_until_the_caller_leaves(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """Calls of others are computed in between; the numbers are those of all heads together."""
+    computed: list[range] = []
+    run = CircuitsOperation.run
+
+    def counted(operation: CircuitsOperation, *arguments: Any) -> Any:
+        computed.append(operation.heads)
+        return run(operation, *arguments)
+
+    async def read() -> None:
+        service, spec = open_service("cpu"), LayerSpec(**SPECS["grouped"])
+        await service.start({"grouped": spec})
+        whole = await layer_circuits(service, "grouped", RawRequest(b""))
+        monkeypatch.setattr(layer_requests, "CIRCUITS_OPERATIONS", at_once * predict_circuits(spec, 1).operations)
+        monkeypatch.setattr(CircuitsOperation, "run", counted)
+        for name, numbers in json.loads(await layer_circuits(service, "grouped", RawRequest(b""))).items():
+            if name != "layer":
+                np.testing.assert_allclose(numbers, json.loads(whole)[name], rtol=1e-12)
+        assert computed == [range(first, min(first + at_once, 6)) for first in range(0, 6, at_once)]
+        computed.clear()
+        with pytest.raises(CallerGone):
+            await layer_circuits(service, "grouped", RawRequest(b"", gone=lambda: bool(computed)))
+        assert len(computed) == 1
+        service.close()
+
+    asyncio.run(read())
+
+
+def test_a_head_too_wide_for_its_circuits_is_refused(http: httpx.Client) -> None:
+    """Nothing stops the computation of a matrix's eigenvalues, so the width of a head is bounded."""
+    http.put("/layers/widest", json={"spec": {"d_model": 2, "num_heads": 1, "head_dim": 1025}})
+    refused = http.get("/layers/widest/circuits")
+    http.delete("/layers/widest")
+    assert (refused.status_code, refused.json()["errors"][0]["got"]) == (413, "1025")
 
 
 def batches(http: httpx.Client) -> float:

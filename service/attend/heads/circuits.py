@@ -17,44 +17,49 @@ from attend.attention.call import Call, Result
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.operations import Operation
 from attend.attention.operators.stages import stages_of
-from attend.errors import InvalidRequest
+from attend.errors import InvalidRequest, TooLarge
 from attend.spec import LayerSpec
 
 MATRICES = ("query.weight", "key.weight", "value.weight", "output.weight")
+MAX_WIDTH = 1024  # of a head: nothing stops LAPACK, which takes seconds for the eigenvalues of such a matrix
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitsOperation(Operation):
-    """The operation that computes the circuits of the layer, on the CPU. The call has no part in it."""
+    """The operation that computes the circuits of some heads of the layer, on the CPU. The call has no part in it."""
+
+    heads: range
 
     @torch.inference_mode()
     def run(self, layer: MultiHeadAttention, call: Call) -> Result:
-        return Result(circuits(layer.spec, {name: layer.weights[name].cpu() for name in MATRICES}))
+        return Result(circuits(layer.spec, {name: layer.weights[name].cpu() for name in MATRICES}, self.heads))
 
 
 def require_circuits(spec: LayerSpec) -> None:
-    """Raises InvalidRequest if the scores or the outputs of a head are no product of two matrices."""
+    """Raises InvalidRequest if the scores or the outputs of a head are no product of two matrices, TooLarge for heads above MAX_WIDTH."""
     expected = "a layer whose heads each have one matrix for queries, keys, values and outputs"
     if not spec.projections:
         raise InvalidRequest.where("", expected, "a layer without projections")
     for operator in spec.operators:
         if operator.num_softmaxes > 1 or "project" in stages_of(operator):
             raise InvalidRequest.where("", expected, f"a layer with {operator.field}")
+    if (widest := max(spec.head_dim, spec.value_head_dim)) > MAX_WIDTH:
+        raise TooLarge.where("", f"a layer whose heads have at most {MAX_WIDTH} numbers", str(widest))
 
 
-def circuits(spec: LayerSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The numbers of each head, in float64, of a layer that `require_circuits` accepts. `weights` has MATRICES by canonical name.
+def circuits(spec: LayerSpec, weights: Mapping[str, Tensor], heads: range) -> dict[str, Tensor]:
+    """The numbers of each of `heads`, h in all, in float64, of a layer that `require_circuits` accepts. `weights` has MATRICES by name.
 
     `qk_singular_values` [h, n] of scale W_Q^T W_K and `ov_singular_values` [h, n] of W_O W_V, largest first. `matching_score` and
     `copying_score` [h]: the sum of the eigenvalues of these matrices over the sum of their magnitudes, from -1 to 1; NaN if the matrix
     is not square, or 0.
     """
-    groups = spec.num_heads // spec.num_kv_heads
-    query, key, value = (weights[name].double() for name in MATRICES[:3])
-    query = query.view(spec.num_heads, spec.head_dim, -1) * spec.scale  # [h, d, d_model]
-    key = key.view(spec.num_kv_heads, spec.head_dim, -1).repeat_interleave(groups, 0)  # [h, d, key_dim]
-    value = value.view(spec.num_kv_heads, spec.value_head_dim, -1).repeat_interleave(groups, 0)  # [h, dv, value_dim]
-    output = weights["output.weight"].double().view(spec.output_dim, spec.num_heads, -1).transpose(0, 1)  # [h, output_dim, dv]
+    own = list(heads)
+    shared = [head * spec.num_kv_heads // spec.num_heads for head in heads]  # their heads of keys and values
+    query = weights["query.weight"].view(spec.num_heads, spec.head_dim, -1)[own].double() * spec.scale  # [h, d, d_model]
+    key = weights["key.weight"].view(spec.num_kv_heads, spec.head_dim, -1)[shared].double()  # [h, d, key_dim]
+    value = weights["value.weight"].view(spec.num_kv_heads, spec.value_head_dim, -1)[shared].double()  # [h, dv, value_dim]
+    output = weights["output.weight"].view(spec.output_dim, spec.num_heads, -1)[:, own].double().transpose(0, 1)  # [h, output_dim, dv]
     qk_values, matching = _product_spectrum(query.transpose(1, 2), key)
     ov_values, copying = _product_spectrum(output, value)
     return {"qk_singular_values": qk_values, "matching_score": matching, "ov_singular_values": ov_values, "copying_score": copying}

@@ -114,9 +114,9 @@ def predict_call(options: CallOptions, reply: ReplyContents, spec: LayerSpec, ca
     return Cost(outputs, operations, scores, memory, reply_bytes, b, pairs, tensor_bytes)
 
 
-def predict_circuits(spec: LayerSpec) -> Cost:
-    """The cost of the circuits of a layer: QR decompositions of each head's matrices in float64, and eigenvalues of products of two."""
-    h, circuits = spec.num_heads, {"qk": (spec.head_dim, spec.query_dim, spec.key_dim)}
+def predict_circuits(spec: LayerSpec, h: int) -> Cost:
+    """The cost of the circuits of h heads of a layer: QR decompositions of their matrices in float64, and eigenvalues of products."""
+    circuits = {"qk": (spec.head_dim, spec.query_dim, spec.key_dim)}
     circuits["ov"] = spec.value_head_dim, spec.output_dim, spec.value_dim
     operations = sum(h * (4 * d * d * (m + n) + EIGENVALUE_OPERATIONS * d**3) for d, m, n in circuits.values())
     memory = 8 * sum(4 * h * d * (m + n + d) for d, m, n in circuits.values())

@@ -4,10 +4,12 @@ circuits.
 Bodies are decoded and layers exported in threads of the codec pool. The functions raise subclasses of RequestError.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from attend.attention.call import Result
 from attend.checkpoints.detection import complementary_match, find_matches
@@ -42,6 +44,7 @@ from attend.wire.schemas.layers import Circuits, PutLayer
 from attend.wire.schemas.schema import LayerReference, Schema
 
 D = TypeVar("D", bound=Schema)
+CIRCUITS_OPERATIONS = 1 << 30  # predicted operations of the heads whose circuits are computed at once
 
 
 async def read_body(service: Service, raw: RawRequest, model: type[D]) -> D:
@@ -77,24 +80,29 @@ async def export_layer(service: Service, name: str, raw: RawRequest) -> list[Buf
 
 
 async def layer_circuits(service: Service, name: str, raw: RawRequest) -> str:
-    """GET /layers/{name}/circuits: the circuits of the layer, as JSON. They are computed in their turn among the calls to layers.
+    """GET /layers/{name}/circuits: the circuits of the layer, as JSON. They are computed a few heads at a time, in their turn among the
+    calls to layers; if the caller leaves, or at its deadline, no more heads are computed.
 
     Raises InvalidRequest for a layer without them, TooLarge for a cost beyond the limits, and what `Scheduler.submit` raises.
     """
     layer, engine = service.registry.find(name, at=""), service.engine
     require_circuits(layer.spec)
-    cost = predict_circuits(layer.spec)
+    cost, of_head = (predict_circuits(layer.spec, heads) for heads in (layer.spec.num_heads, 1))
     engine.admission.require(cost)
     if raw.lease is not None:
         raw.lease.add(cost.reply_bytes)
     request = zeros(layer, 1)
-    bound = BoundCall(ATTEND, request, layer, make_call(request, layer.spec), cost, CircuitsOperation())
-    outcome = await engine.scheduler.submit(bound, raw)
-    return await engine.run_by_size(raw, cost.reply_bytes, _circuits_text, layer, outcome.result)
+    call, results = make_call(request, layer.spec), []
+    step = max(1, CIRCUITS_OPERATIONS // of_head.operations)
+    for first in range(0, layer.spec.num_heads, step):
+        heads = range(first, min(first + step, layer.spec.num_heads))
+        bound = BoundCall(ATTEND, request, layer, call, predict_circuits(layer.spec, len(heads)), CircuitsOperation(heads))
+        results.append((await engine.scheduler.submit(bound, raw)).result)
+    return await engine.run_by_size(raw, cost.reply_bytes, _circuits_text, layer, results)
 
 
-def _circuits_text(layer: LoadedLayer, result: Result) -> str:
-    numbers: dict[str, Any] = {name: tensor.tolist() for name, tensor in result.tensors.items()}
+def _circuits_text(layer: LoadedLayer, results: Sequence[Result]) -> str:
+    numbers: dict[str, Any] = {name: torch.cat([result.tensors[name] for result in results]).tolist() for name in results[0].tensors}
     return Circuits(layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint), **numbers).model_dump_json()
 
 
