@@ -56,6 +56,24 @@ def test_counters_of_all_workers_add_up(start: Start, tmp_path: Path) -> None:
 
 
 @several_workers
+def test_neither_broken_files_nor_a_full_folder_break_metrics_or_calls(start: Start, tmp_path: Path) -> None:
+    """Each file has its bytes from the start, so that no count finds the disk full; a file that is not whole is left out."""
+    (layers := tmp_path / "layers").mkdir()
+    server = start("--workers", "2", "--layers-dir", str(layers), env={"TMPDIR": str(tmp_path)})
+    until(lambda: len(events(server, "ready")) == 2, "both ready")
+    (folder,) = tmp_path.glob("attend-*")
+    assert all(file.stat().st_size <= file.stat().st_blocks * 512 for file in folder.iterdir())
+    for name in ("attend_phase_seconds@1-dead.histogram", "default@1-dead.calls", "counter_1.db", "gauge_livesum_1.db"):
+        (folder / name).write_bytes(b"")
+    (folder / "counter_2.db").write_bytes(b"\xff\0\0\0\0\0\0\0\x09")
+    for worker in workers_of(server.process.pid):
+        (folder / f"more@{worker}-full.calls").mkdir()  # a file that cannot be read
+        with only(worker, server.process.pid):
+            assert attend(server.url).status_code == 200
+            until(lambda: reported_metrics(server.url)[CALLS] > 0, "counted")
+
+
+@several_workers
 def test_gauges_are_sums_over_all_workers(start: Start) -> None:
     """Waiting calls and bytes of bodies, also of a worker that is stopped while another one answers."""
     server = two_workers(start, "--batch-delay", "3")

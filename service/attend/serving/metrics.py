@@ -1,6 +1,7 @@
 """The Prometheus metrics of one process, and the phases of a request, which `Server-Timing` also shows."""
 
 import os
+import struct
 import time
 from bisect import bisect_left
 from collections import Counter as Counts
@@ -14,13 +15,16 @@ from typing import Any
 import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from attend.tensors import Array
+from attend.serving.shared_counts import are_shared, new_counts, read_counts
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's folder for several processes; read when it is imported
+
+FILE_BYTES = {"counter": 1 << 17, "gauge_livesum": 1 << 14, "gauge_livemax": 1 << 14, "gauge_livemin": 1 << 14}  # of the library's files
 
 PHASE_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -63,7 +67,7 @@ class PlainHistogram(Collector):
         self.name, self.text, self.bounds, self.folder, self.label, self.names = name, text, bounds, folder, label, names
         self._shape = len(names), len(bounds) + 2  # calls in each bucket, and the sum of their values
         path = None if folder is None else folder / f"{name}@{os.getpid()}-{token_hex(4)}.histogram"
-        self._numbers: Array = np.zeros(self._shape) if path is None else np.memmap(path, np.float64, "w+", shape=self._shape)
+        self._numbers = new_counts(path, self._shape)
         self._rows: list[Any] = [memoryview(row) for row in self._numbers]  # faster than NumPy for single numbers
         self._created = time.time()
 
@@ -76,8 +80,8 @@ class PlainHistogram(Collector):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         numbers = self._numbers
         if self.folder is not None:
-            files = self.folder.glob(f"{self.name}@*.histogram")
-            numbers = np.sum([np.fromfile(path).reshape(self._shape) for path in files], axis=0)
+            shared = [read_counts(path, self._shape) for path in self.folder.glob(f"{self.name}@*.histogram")]
+            numbers = np.sum(shared if are_shared(numbers) else [numbers, *shared], axis=0)
         labels = [self.label] if self.label else []
         family = HistogramMetricFamily(self.name, self.text, labels=labels)
         bounds = [*map(floatToGoString, self.bounds), "+Inf"]
@@ -89,6 +93,32 @@ class PlainHistogram(Collector):
         yield family
 
 
+class WholeFilesCollector(MultiProcessCollector):
+    """The library's sums over the files of all processes, without files that are not whole: its own stops at the first of them."""
+
+    def collect(self) -> Any:
+        files = [str(path) for path in Path(self._path).glob("*.db") if _is_whole(path)]
+        return self.merge(files, accumulate=True)  # type: ignore[no-untyped-call]  # the library has no annotations
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library can read its file to the end."""
+    try:
+        for _ in MmapedDict.read_all_values_from_file(path):  # type: ignore[no-untyped-call]
+            pass
+    except (OSError, ValueError, RuntimeError, struct.error):
+        return False
+    return True
+
+
+def _reserve_files(folder: Path) -> None:
+    """Make the library's files of this process with all their bytes, as `shared_counts` does: it would make sparse ones. Raises OSError."""
+    for prefix, size in FILE_BYTES.items():
+        path = folder / f"{prefix}_{os.getpid()}.db"
+        if not path.exists():  # else of a process that had this id: its counts are kept
+            path.write_bytes(bytes(size))
+
+
 class Metrics:
     """The metrics of one process. Counts of requests are plain numbers, which are added to the library's counters when they are read."""
 
@@ -98,6 +128,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.folder = Path(os.environ[MULTIPROCESS]) if MULTIPROCESS in os.environ else None
         self.shared = self.folder is not None  # any worker reports the sums over all workers
+        if self.folder is not None:
+            _reserve_files(self.folder)
         self._requests = Counter("attend_requests", "Requests answered.", ["endpoint", "status"], registry=self.registry)
         self._failures = Counter("attend_failures", "Requests refused or failed, by reason.", ["reason"], registry=self.registry)
         self._received = Counter("attend_received_bytes", "Bytes of request bodies, as received.", registry=self.registry)
@@ -184,7 +216,7 @@ class Metrics:
         if not self.shared:
             return generate_latest(self.registry)
         registry = CollectorRegistry()
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # the library has no annotations
+        WholeFilesCollector(registry)  # type: ignore[no-untyped-call]  # the library has no annotations
         for collector in self._collectors:
             registry.register(collector)
         return generate_latest(registry)

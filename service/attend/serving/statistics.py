@@ -8,19 +8,18 @@ survive, and is removed with its layer. (prometheus_client's own files would kee
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple
 
-import numpy as np
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from attend.serving.executor import Execution
 from attend.serving.metrics import Phases
+from attend.serving.shared_counts import are_shared, new_counts, read_counts
 from attend.tensors import Array
 
 MAX_BATCH_SIZES = 256  # most batch sizes with a row of their own: callers choose batch sizes, so a table must be bounded
@@ -53,6 +52,7 @@ class Totals(NamedTuple):
 
 
 FIELDS = len(Totals._fields)
+SHAPE = MAX_BATCH_SIZES + 2, FIELDS  # of a table
 SIZE, CALLS, ITEMS, OPERATIONS, LAST, TOTAL, QUEUE, DECODE, COMPUTE, ENCODE, EXECUTIONS, EXECUTION = range(FIELDS)
 
 
@@ -126,11 +126,11 @@ class LayerStatistics(Collector):
     def all(self) -> dict[str, LayerTotals]:
         """Layer -> statistics over all processes, as a copy. Thread-safe."""
         tables: dict[str, list[Array]] = {}
-        if self.folder is None:
-            tables = {layer: [table.numbers] for layer, table in list(self._tables.items()) if table is not None}
+        for layer, table in list(self._tables.items()):
+            if table is not None and not are_shared(table.numbers):
+                tables[layer] = [table.numbers]
         for path in self._files():
-            with suppress(FileNotFoundError):  # removed meanwhile
-                tables.setdefault(path.stem.rpartition("@")[0], []).append(np.fromfile(path).reshape(-1, FIELDS))
+            tables.setdefault(path.stem.rpartition("@")[0], []).append(read_counts(path, SHAPE))
         return {layer: _sum(found) for layer, found in tables.items()}
 
     def collect(self) -> Iterator[CounterMetricFamily]:
@@ -164,8 +164,7 @@ class _Table:
     """One process's totals of one layer, in memory or, with a path, in a memory-mapped file."""
 
     def __init__(self, path: Path | None) -> None:
-        shape = MAX_BATCH_SIZES + 2, FIELDS
-        self.numbers: Array = np.zeros(shape) if path is None else np.memmap(path, np.float64, "w+", shape=shape)
+        self.numbers = new_counts(path, SHAPE)
         self._rows: dict[int, memoryview] = {}
 
     def row(self, size: int) -> memoryview:
