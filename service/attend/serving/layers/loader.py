@@ -19,6 +19,7 @@ from attend.serving.layers.registry import LayerRegistry, LoadedLayer, UnloadedL
 from attend.serving.layers.store import SUFFIX, UNLOADED, Claim, LayerFile, LayerStore, storage_faults
 from attend.serving.metrics import Metrics
 from attend.serving.probe import Probe
+from attend.serving.requests import TOO_LATE
 from attend.serving.statistics import LayerStatistics
 from attend.serving.threads import lower_priority
 from attend.spec import LayerSpec
@@ -85,13 +86,14 @@ class LayerLoader:
         """
         self._require_not_configured(name)
         change = 0
-        async with self._exclusive(deadline):
+        async with self._in_time(deadline) as limit, self._exclusive(deadline):
             spec, weights, assumed, origin = await self._run_in_thread(read)
             self.registry.check_size(name, spec)
             require_storable_spec(spec, self.largest)
             layer = await self._make(name, spec, weights, origin)
             await self._run_in_thread(require_storable, layer, self.largest)
             async with self._changing:
+                limit.reschedule(None)
                 if self.store is not None:
                     change, self._files[name] = await self._run_in_thread(self.store.write, layer)
                 new = self._add(layer)
@@ -102,7 +104,8 @@ class LayerLoader:
         """Remove the layer or its invalid file. Raises LayerNotFound, LayerConflict, or as `_wait_for_others` does."""
         self._require_not_configured(name)
         change = 0
-        async with self._changing:
+        async with self._in_time(deadline) as limit, self._changing:
+            limit.reschedule(None)
             if name not in self._files:
                 self.registry.layer_info(name)
             if self.store is not None:
@@ -116,7 +119,8 @@ class LayerLoader:
         """Make the layer unavailable until `load`. Raises the same errors as `remove`."""
         self._require_not_configured(name)
         change = 0
-        async with self._changing:
+        async with self._in_time(deadline) as limit, self._changing:
+            limit.reschedule(None)
             if self.registry.unloaded(name) is not None:
                 return
             layer, weights = self.registry.find(name, at=""), None
@@ -134,10 +138,11 @@ class LayerLoader:
             self.registry.find(name, at="")
             return
         change = 0
-        async with self._exclusive(deadline):
+        async with self._in_time(deadline) as limit, self._exclusive(deadline):
             if (unloaded := self.registry.unloaded(name)) is not None:
                 layer = await self._make_unloaded(unloaded)
             async with self._changing:
+                limit.reschedule(None)
                 if unloaded is None or self.registry.unloaded(name) is None:  # another caller was faster
                     self.registry.find(name, at="")
                     return
@@ -164,6 +169,19 @@ class LayerLoader:
             raise LayerConflict(f'the layer "{name}" is configured, and a restart would restore it: it can be neither replaced nor removed')
 
     @asynccontextmanager
+    async def _in_time(self, deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
+        """End what the block waits for at `deadline`, with DeadlinePassed. Once it changes something, it must switch that off by
+        `reschedule(None)`. A thread finishes what it has begun, for nobody."""
+        limit = asyncio.timeout(None if deadline is None else deadline - self.probe.scheduler.clock())
+        try:
+            async with limit:
+                yield limit
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlinePassed(f"nothing has changed: {TOO_LATE}") from None
+
+    @asynccontextmanager
     async def _exclusive(self, deadline: float | None) -> AsyncIterator[None]:
         """Let no other caller or process add layers, and load all of theirs first, so that limits are checked correctly.
 
@@ -178,7 +196,9 @@ class LayerLoader:
         try:
             with storage_faults():
                 await self._wait(lambda: "" if claim.acquire() else busy, deadline)
-                await self._follow(self.store)
+                following = asyncio.ensure_future(self._follow(self.store))
+                following.add_done_callback(_retrieve)
+                await asyncio.shield(following)  # else a file would count as read whose layer has not been loaded
             yield
         except BaseException:
             # after the work of either thread that a cancelled caller has left
@@ -329,6 +349,12 @@ class LayerLoader:
         """Delete the statistics of a removed or unloaded layer, and update the number of layers."""
         self.statistics.remove_layer(name)
         self.metrics.layers.set(len(self.registry))
+
+
+def _retrieve(following: "asyncio.Future[None]") -> None:
+    """Look at an error that a cancelled caller does not see, which asyncio would log as never retrieved."""
+    if not following.cancelled():
+        following.exception()
 
 
 def _submit(thread: ThreadPoolExecutor, work: Callable[[], object]) -> None:
