@@ -2,18 +2,26 @@
 
 import asyncio
 import json
+import os
 import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from attend.errors import CallerGone, DeadlinePassed, Overloaded
+from attend.serving.codec_pool import LARGE_BYTES
+from attend.serving.requests import RawRequest
+from attend.serving.service import open_service
 from attend.serving.words import tokens
 from attend.settings import Settings
 from attend.wire.schemas.words import MAX_TEXT_CHARACTERS
 from support.app import application
 from support.tokenizers import tokenizer
+from support.waiting import PATIENCE
 
 URL = "/words/tokens"
 TEXT = "Anna saw the ☂, again"  # with a sign that no tokenizer knows
@@ -125,14 +133,75 @@ def test_without_the_package_the_refusal_says_what_to_install(monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("program", "expected"),
-    [("import threading; threading.Event().wait()", "at most 0.5 seconds"), ("import os; os.abort()", "the text of a tokenizer.json")],
-    ids=["endless", "crash"],
+    [
+        ("import threading; threading.Event().wait()", "at most 0.5 seconds"),
+        ("import os; os.abort()", "the text of a tokenizer.json"),
+        ("while True: print('[' * 65536)", "a tokenizer whose tokens take at most 70000 bytes"),
+    ],
+    ids=["endless", "crash", "endless output"],
 )
 def test_a_tokenizer_cannot_hold_or_end_the_server(monkeypatch: pytest.MonkeyPatch, program: str, expected: str) -> None:
     monkeypatch.setattr(tokens, "COMMAND", [sys.executable, "-c", program])
-    monkeypatch.setattr(tokens, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(tokens, "MAX_SECONDS", 0.5 if "0.5" in expected else 60.0)
+    monkeypatch.setattr(tokens, "MAX_OUTPUT_BYTES", 70_000)
     error = refusal_of({"tokenizer": "{}", "text": TEXT})
     assert error["at"] == "/tokenizer" and expected in error["expected"]
+
+
+ENDLESS = "import os, pathlib, sys, threading; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); threading.Event().wait()"
+
+
+def test_a_process_ends_when_its_caller_leaves_and_holds_no_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of endless tokenizers, a caller may have as many as are free. Meanwhile the threads for bodies answer others."""
+    monkeypatch.setattr(tokens, "COMMAND", [sys.executable, "-c", ENDLESS, str(tmp_path)])
+    monkeypatch.setattr(tokens, "MAX_SECONDS", 2 * PATIENCE)
+    body, left = json.dumps({"tokenizer": "{}", "text": TEXT}).encode(), threading.Event()
+
+    async def test() -> None:
+        async with asyncio.timeout(PATIENCE):
+            service = open_service("cpu")
+            tokenizers = tokens.Tokenizers(service)
+            reading = [asyncio.create_task(tokenizers.read(RawRequest(body, gone=left.is_set, caller="one"))) for _ in range(2)]
+            while len(list(tmp_path.iterdir())) < 2:
+                await asyncio.sleep(0.01)
+            with pytest.raises(Overloaded, match="at most 4 tokenizers at once"):
+                await tokenizers.read(RawRequest(body, caller="one"))
+            others = [service.engine.run(RawRequest(b""), size, lambda: 7) for size in (1, 1, LARGE_BYTES)]
+            assert await asyncio.gather(*others) == [7] * 3
+            left.set()
+            ended = await asyncio.gather(*reading, return_exceptions=True)
+            assert [type(error) for error in ended] == [CallerGone] * 2
+            assert not any(alive(int(path.name)) for path in tmp_path.iterdir())
+            assert not tokenizers.processes.used
+            service.close()
+
+    asyncio.run(test())
+
+
+def test_a_process_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tokens, "COMMAND", [sys.executable, "-c", ENDLESS, str(tmp_path)])
+    monkeypatch.setattr(tokens, "MAX_SECONDS", 2 * PATIENCE)
+    body = json.dumps({"tokenizer": "{}", "text": TEXT}).encode()
+
+    async def test() -> None:
+        async with asyncio.timeout(PATIENCE):
+            service, seconds = open_service("cpu"), 0.25
+            while not (started := list(tmp_path.iterdir())):  # it may not have started in this time
+                with pytest.raises(DeadlinePassed):
+                    await tokens.Tokenizers(service).read(RawRequest(body, deadline=service.clock() + seconds))
+                seconds *= 2
+            assert not any(alive(int(path.name)) for path in started)
+            service.close()
+
+    asyncio.run(test())
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_it_is_refused_where_layers_cannot_be_changed() -> None:

@@ -6,11 +6,14 @@ the package. It imports nothing of the service, so that it starts in a tenth of 
 """
 
 import json
+import os
 import resource
 import sys
 from typing import Any
 
 MAX_MEMORY_BYTES = 4 << 30  # of addresses
+MAX_CPU_SECONDS = 60  # if nobody is left to kill it
+NICE = 10  # as the threads of the server for heavy work
 REPLACEMENT = "\ufffd"  # what bytes become that are a part of a character
 
 
@@ -38,5 +41,7 @@ def _word(tokenizer: Any, number: int, token: str) -> str:
 
 
 if __name__ == "__main__":
+    os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS))
     json.dump(tokens_of(**json.load(sys.stdin.buffer)), sys.stdout)

@@ -8,7 +8,7 @@ from fastapi import Response
 from attend.errors import LayerConflict
 from attend.serving.service import Service
 from attend.serving.words.encoder import TextEncoder
-from attend.serving.words.tokens import MAX_BODY_BYTES, read_tokens
+from attend.serving.words.tokens import MAX_BODY_BYTES, Tokenizers
 from attend.web.endpoints import ADMIN, INFER, LAYER, READ, EndpointTable
 from attend.web.records import Body, CurrentRecord
 from attend.web.request_reader import read_request
@@ -24,7 +24,7 @@ MAX_TEXT_BODY_BYTES = 1 << 20  # bytes; the longest text with every character es
 def add_endpoints(table: EndpointTable, service: Service, models: bool, require_writable: Callable[[], None]) -> None:
     """Adds the endpoints. `models`: whether layers of trained models may be loaded on demand. `require_writable` raises an error if layers
     cannot be changed over HTTP."""
-    encoder = TextEncoder(service, models)
+    encoder, tokenizers = TextEncoder(service, models), Tokenizers(service)
 
     @table.add("GET", "/words", READ, tags=["words"], response_model=Vocabulary)
     async def get_words() -> Vocabulary:
@@ -63,4 +63,4 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool, require_
         `tokenizers`.
         """
         require_writable()
-        return Response(await read_tokens(service, await read_request(record, service, largest=MAX_BODY_BYTES)), media_type=JSON)
+        return Response(await tokenizers.read(await read_request(record, service, largest=MAX_BODY_BYTES)), media_type=JSON)
