@@ -105,6 +105,35 @@ def test_a_refused_client_that_sends_chunks_receives_the_refusal(server: Server)
         assert read_to_end(connection).startswith(b"HTTP/1.1 404 ")
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (HEAD.replace(b"localhost", b"example.com"), b"403"),
+        (HEAD.replace(b"/attend", b"/nowhere"), b"404"),
+        (HEAD[:-2] + b"Content-Type: text/plain\r\n\r\n", b"415"),
+    ],
+    ids=["a Host that is not served", "no endpoint", "another media type"],
+)
+def test_a_refusal_does_not_wait_for_the_body(server: Server, short_timeout_server: Server, head: bytes, status: bytes) -> None:
+    """The rest of the body is read behind it, and then the next request. If the client stops in the body, nothing more is sent to it."""
+    with connect(server) as connection:
+        connection.sendall(head % len(BODY) + BODY[:10])
+        answer, size = b"", None
+        while size is None or len(answer) < size:
+            answer += connection.recv(1 << 16)
+            if size is None and b"\r\n\r\n" in answer:
+                size = answer.index(b"\r\n\r\n") + 4 + int(answer.partition(b"content-length: ")[2].split()[0])
+        assert answer.startswith(b"HTTP/1.1 %b " % status)
+        connection.sendall(BODY[10:] + b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert read_to_end(connection).startswith(b"HTTP/1.1 200 ")
+    slow = failures(short_timeout_server, "slow_body")
+    with connect(short_timeout_server) as connection:
+        connection.sendall(head % len(BODY) + BODY[:10])
+        answer = read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 %b " % status) and answer.count(b"HTTP/1.1 ") == 1
+    assert failures(short_timeout_server, "slow_body") == slow
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize(
     "rest",

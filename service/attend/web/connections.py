@@ -10,7 +10,7 @@ Nor does an application see whether the peer reads the reply. One timer per proc
 |---|---|---|
 | NOTHING | wait: the server acts, or no request has begun | uvicorn closes an idle connection |
 | HEADERS | send the headers of a request, or the rest of one that is answered | 408; for the rest, or before the first request, closed |
-| BODY | send the body of a request | 408 |
+| BODY | send the body of a request, or the rest of one that is refused | 408; for the rest, closed |
 | REPLY | read a reply | aborted |
 | TLS_CLOSE | answer the TLS close | aborted |
 
@@ -395,12 +395,13 @@ class Connection(HttpToolsProtocol):
         """Disconnects the peer as the table at the head of this file says."""
         timer, timeout = self.timer, f"{self.timer.timeout:g} seconds (client_timeout)"
         expected = f"the headers of a request within {timeout}"
+        is_refused = state is PeerState.BODY and self.cycle.response_started  # by a reply that was sent before the rest of the body
         if state is PeerState.REPLY:
             self._count_failure("slow_reply")
             self.transport.abort()
         elif state is PeerState.TLS_CLOSE or self._refusal is not None:  # refused, and lingering
             self.transport.abort()
-        elif state is PeerState.HEADERS and (self._in_body or not self._received):  # its request is answered, or there was none yet
+        elif is_refused or (state is PeerState.HEADERS and (self._in_body or not self._received)):  # or answered, or there was none yet
             self.transport.close()
         else:
             if state is PeerState.BODY:

@@ -25,13 +25,15 @@ class Replies:
 
         async def observed_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                if message["status"] >= 400:
-                    await _drain_body(record, message["status"])
                 self._begin(record, message)
             else:
                 if is_head:
                     message = {**message, "body": b""}
                 record.sent += len(message.get("body", b""))
+                if record.status >= 400 and not record.body_complete and not message.get("more_body", False):
+                    await send({**message, "more_body": True})
+                    await _drain_body(record)
+                    message = {"type": "http.response.body"}
             if connection is None or record.sent <= MAX_UNSPLIT_REPLY:
                 await send(message)
             else:
@@ -67,11 +69,10 @@ class Replies:
         headers += record.reply_headers
 
 
-async def _drain_body(record: HttpRecord, status: int) -> None:
-    """Drain the unread body of a refused request, up to a bound: closing early would reset the connection before the client reads the
-    reply. A client that waits for `100 Continue` has not sent its body, and reading it would make the server ask for it. The reply 504
-    must not wait for the body."""
-    if record.body_complete or status == 504 or b"expect" in record.headers:
+async def _drain_body(record: HttpRecord) -> None:
+    """Drain the unread body of a request that is refused, up to a bound, before its reply ends: a server that closed the connection earlier
+    would reset it before the client reads the reply. A client that waits for `100 Continue` has not sent its body, and will not."""
+    if b"expect" in record.headers:
         return
     length = record.headers.get(b"content-length", b"")
     declared = int(length) if length.isdigit() else MAX_DRAINED_BYTES * (b"transfer-encoding" in record.headers)
