@@ -1,6 +1,8 @@
 """The drawing thread: its bound on waiting drawings, deadlines and disconnected callers. Drawings block until the test releases them."""
 
 import asyncio
+import gc
+import json
 import math
 import subprocess
 import sys
@@ -9,8 +11,10 @@ import threading
 import pytest
 
 from attend.errors import CallerGone, DeadlinePassed, Overloaded
-from attend.serving.figures import MAX_WAITING, FigureRenderer
+from attend.serving.figures import FIGURE, MAX_WAITING, FigureRenderer
 from attend.serving.requests import RawRequest
+from attend.serving.service import open_service
+from attend.spec import LayerSpec
 
 
 class BlockedFigure:
@@ -132,3 +136,31 @@ assert "matplotlib" not in sys.modules
 asyncio.run(draw())
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_rule_12_a_picture_of_many_heads_begins_no_full_garbage_collection():
+    """It would pause all threads. Nor does the picture leave its objects to a later one."""
+    from matplotlib.axes import Axes
+
+    generations = []
+
+    def note(phase, about):
+        if phase == "start" and threading.current_thread().name.startswith("drawing"):
+            generations.append(about["generation"])
+
+    async def scenario():
+        service = open_service("cpu")
+        await service.start({"default": LayerSpec(d_model=40, num_heads=40)})
+        body = json.dumps({"query": [[0.5] * 40] * 3, "figure": {"format": "svg"}}).encode()
+        gc.callbacks.append(note)
+        try:
+            assert (await service.engine.answer(RawRequest(body, parameters={}), FIGURE)).pieces
+        finally:
+            gc.callbacks.remove(note)
+        left = sum(isinstance(found, Axes) for found in gc.get_objects())
+        service.close()
+        return left
+
+    assert asyncio.run(scenario()) == 0
+    assert set(generations) == {0, 1}
+    assert gc.get_threshold()[2] < 1000

@@ -12,8 +12,9 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -40,6 +41,7 @@ SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
 PLOT_MODULE = "attend.heads.figures.plot"
 T = TypeVar("T")
 Check = Callable[[], None]  # raises if the caller no longer waits
+NEVER = 1 << 30  # collections of younger objects until a full one
 MAX_HEADS = 256  # most heads in one picture
 MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets no earlier deadline
 MAX_WAITING = 32  # most drawings that are waiting or being drawn; each is bounded in cells and pixels, so their number bounds their cost
@@ -167,7 +169,8 @@ class FigureRenderer:
             if gone():
                 raise CallerGone
 
-        drawn = drawing(check)
+        with no_full_collection():
+            drawn = drawing(check)
         self._seconds += 0.2 * (self.clock() - started - self._seconds)
         return drawn
 
@@ -192,16 +195,26 @@ def _start() -> None:
 
 
 def _load_matplotlib() -> None:
-    """Import matplotlib. A full garbage collection among its many objects would pause all threads for a tenth of a second, so there is none
-    during the import, and later ones leave these objects out."""
-    if PLOT_MODULE in sys.modules:
-        return
-    gc.disable()
+    """Import matplotlib. Later garbage collections leave its objects out."""
+    if PLOT_MODULE not in sys.modules:
+        with no_full_collection():
+            importlib.import_module(PLOT_MODULE)
+            gc.freeze()
+
+
+@contextmanager
+def no_full_collection() -> Iterator[None]:
+    """Collect only the garbage among young objects during the `with` block.
+
+    matplotlib makes hundreds of thousands of objects for a large figure, and a full collection among them would pause all threads for
+    tenths of a second. `Plot.free` frees nearly all of them without a collection.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*thresholds[:2], NEVER)
     try:
-        importlib.import_module(PLOT_MODULE)
-        gc.freeze()
+        yield
     finally:
-        gc.enable()
+        gc.set_threshold(*thresholds)
 
 
 def _too_late() -> DeadlinePassed:

@@ -1,10 +1,15 @@
 """Encodes the reply of a result."""
 
+from collections.abc import Sequence
+
 from attend.attention.call import Result
 from attend.serving.binding import BoundCall, refuse_fully_masked
 from attend.serving.requests import RawRequest
-from attend.wire.codec import Decoded, Encoded
+from attend.wire.codec import Buffer, Decoded, Encoded
 from attend.wire.compression import pack
+
+MANY_PIECES = 16  # of a reply: fewer are sent as they are, so that binary tensors are not copied
+PIECE_BYTES = 1 << 16  # of what short pieces are joined to
 
 
 def encode_reply(bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
@@ -16,7 +21,23 @@ def encode_reply(bound: BoundCall, result: Result, decoded: Decoded, raw: RawReq
         refuse_fully_masked(bound, result)
     reply = bound.binding.build_reply(bound, result)
     encoded = raw.reply_codec.encode(reply, bound.request.reply, decoded.reply_format)
-    return compress(encoded, raw.reply_coding) if raw.reply_coding else encoded
+    return compress(encoded, raw.reply_coding) if raw.reply_coding else Encoded(encoded.headers, joined(encoded.pieces))
+
+
+def joined(pieces: Sequence[Buffer]) -> list[Buffer]:
+    """The same bytes, with short pieces joined: the event loop sends each piece by itself, and a reply of thousands of tensors has many."""
+    if len(pieces) < MANY_PIECES:
+        return list(pieces)
+    whole: list[Buffer] = []
+    some: list[Buffer] = []  # what the next piece has so far
+    size = 0
+    for piece in pieces:
+        if some and size + len(piece) > PIECE_BYTES:
+            whole.append(some[0] if len(some) == 1 else b"".join(some))
+            some, size = [], 0
+        some.append(piece)
+        size += len(piece)
+    return [*whole, b"".join(some)]
 
 
 def compress(encoded: Encoded, coding: str) -> Encoded:

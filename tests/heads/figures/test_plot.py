@@ -117,6 +117,7 @@ def boxes_of(picture, spec):
     """The plot; the rectangles of panels and colour bar; role, text and rectangle of every label. In pixels from the lower left corner."""
     with settings(spec.theme):
         plot = Plot(picture, spec)
+        plot.draw()
         plot.figure.draw_without_rendering()  # places the labels
         labels = []
         for artist in plot.figure.findobj(Text):

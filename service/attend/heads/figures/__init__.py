@@ -24,9 +24,13 @@ def draw(picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda:
     check()
     with settings(spec.theme):
         plot = Plot(picture, spec, check)
-        if spec.format == "png":
-            return plot.png()
-        svg = plot.svg()
+        try:
+            plot.draw()
+            if spec.format == "png":
+                return plot.png()
+            svg = plot.svg()
+        finally:
+            plot.free()
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{svg}\n'.encode() if spec.format == "svg" else write_html(plot, svg)
 
 

@@ -98,7 +98,7 @@ for prefix, uri in (("", SVG), ("xlink", "http://www.w3.org/1999/xlink")):
 
 
 class Plot:
-    """The matplotlib figure of a picture; construct and write it within `settings`."""
+    """The matplotlib figure of a picture; construct, draw, write and free it within `settings`."""
 
     def __init__(self, picture: Picture, spec: FigureSpec, check: Callable[[], None] = lambda: None) -> None:
         self.picture, self.spec, self.check = picture, spec, check
@@ -109,16 +109,30 @@ class Plot:
         self.map, self.norm = colour_map(spec, scale), (LogNorm if scale.logarithmic else Normalize)(scale.low, scale.high)
         self.cells = sum(panel.values.size for panel in picture.panels)
         self.texts: dict[str, tuple[str, str, str]] = {}  # id -> role, text as drawn, uncut text
+        self.colour_bars: list[Any] = []
         self.width, self.height = self.geometry.width, self.geometry.height
         self.figure = Figure(figsize=(self.width / 96, self.height / 96), dpi=spec.dpi, facecolor=self.colours["paper"])
+
+    def draw(self) -> None:
+        """Draw all parts. Raises TooLarge for a PNG of too many pixels, InvalidRequest for values without room, and what `check` raises."""
+        pixels = round(self.width * self.height * (self.spec.dpi / 96) ** 2)
+        if self.spec.format == "png" and pixels > MAX_PIXELS:
+            raise TooLarge.where("/figure/dpi", f"a picture of at most {MAX_PIXELS} pixels", str(pixels))
         self._write("title", self.geometry.title, MARGIN, TITLE, self.colours["ink"], weight="bold")
-        for panel, area in zip(picture.panels, self.geometry.areas, strict=True):
-            check()
+        for panel, area in zip(self.picture.panels, self.geometry.areas, strict=True):
+            self.check()
             self._panel(panel, area)
         self._bar(self.geometry.bar)
         if self.geometry.legend:
             self._legend()
         self._write("note", self.geometry.notes, self.geometry.notes_y, NOTE, self.colours["faint"])
+
+    def free(self) -> None:
+        """Cut the references by which matplotlib's objects refer to each other. They would stay until a full garbage collection, which
+        among so many objects pauses all threads for tenths of a second."""
+        parts = [*self.figure.get_children(), *(part for axes in self.figure.axes for part in axes.get_children())]
+        for part in (*parts, *self.colour_bars, self.figure.canvas, self.figure):
+            part.__dict__.clear()
 
     def _axes(self, area: PlotArea) -> Axes:
         size = area.width / self.width, area.height / self.height
@@ -209,6 +223,7 @@ class Plot:
             inner, apart = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high), 0.07 * (high - low)
             ticks = [low, *(tick for tick in inner if low + apart < tick < high - apart), high]
         bar = self.figure.colorbar(ScalarMappable(self.norm, self.map), cax=self._axes(area), format="{x:.3g}", ticks=ticks)
+        self.colour_bars.append(bar)
         bar.outline.set_visible(False)
         bar.minorticks_off()
         bar.ax.tick_params(length=4 * PIXEL, pad=3 * PIXEL, labelsize=NOTE * PIXEL)
@@ -233,10 +248,6 @@ class Plot:
             self._register(text, "legend", text.get_text())
 
     def png(self) -> bytes:
-        """Raises TooLarge for too many pixels."""
-        pixels = round(self.width * self.height * (self.spec.dpi / 96) ** 2)
-        if pixels > MAX_PIXELS:
-            raise TooLarge.where("/figure/dpi", f"a picture of at most {MAX_PIXELS} pixels", str(pixels))
         out = io.BytesIO()
         FigureCanvasAgg(self.figure).print_png(out, metadata={"Software": None, **self.about})  # type: ignore[no-untyped-call]
         return out.getvalue()

@@ -21,7 +21,6 @@ from attend.wire.native import numbers
 from attend.wire.schemas.attend import ReplyOptions
 
 NUMBERS_PER_PIECE = 1 << 15  # numbers written at a time, which takes about a millisecond
-MAX_JOINED_BYTES = 1 << 16  # bytes of words that are one piece
 PLACEHOLDER = b"\0"  # replaces a `JsonText` in a document; JSON text never contains this byte
 
 
@@ -88,7 +87,7 @@ def _metric(value: Any, datatype: str, options: ReplyOptions) -> Any:
     if isinstance(value, dict):
         return {part: _metric(inner, datatype, options) for part, inner in value.items()}
     if isinstance(value, list):
-        return _words_text(value)
+        return JsonText(_word_texts(value, {}))
     tensor = _tensor("", value, datatype, options.model_copy(update={"nonfinite": "null"}))
     if value.dtype.kind != "i" or options.form == "base64" or not (value < 0).any():
         return tensor
@@ -102,22 +101,8 @@ def bytes_of_word(word: str) -> int:
     return len(orjson.dumps(orjson.dumps(word).decode())) + 1
 
 
-def _words_text(words: list[Any]) -> JsonText:
-    """Nested lists of words as JSON text. A long word is a piece of its own, which is in memory once, however many links have it."""
-    pieces: list[Buffer] = []
-    some: list[bytes] = []  # what the next piece has so far
-    size = 0
-    for text in _word_texts(words, {}):
-        if some and size + len(text) > MAX_JOINED_BYTES:
-            pieces.append(b"".join(some))  # a single one is not copied
-            some, size = [], 0
-        some.append(text)
-        size += len(text)
-    return JsonText([*pieces, b"".join(some)])
-
-
 def _word_texts(words: list[Any], written: dict[str | None, bytes]) -> Iterator[bytes]:
-    """The words, brackets and commas. `written`: the words that were written before."""
+    """Nested lists of words as JSON text. A word is in memory once, however many links have it: `written` has those that were written."""
     yield b"["
     for i, word in enumerate(words):
         if i:
