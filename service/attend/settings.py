@@ -83,7 +83,10 @@ class Settings(BaseModel):
     max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body, in bytes.")
     max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC request or reply, in bytes; at most max_body_bytes.")
     max_resident_bytes: int | None = Field(
-        default=None, ge=MIB, description="Resident memory at which a process with a gRPC port ends; if not set, 90 % of its share of all."
+        default=None,
+        ge=MIB,
+        description="Resident memory at which a process with a gRPC port ends, and of which one call may need half; "
+        "if not set, 90 % of its share of all.",
     )
     max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of JSON in a request.")
     max_tensors: int = Field(default=1024, ge=16, description="Tensors in one body, and members of one JSON object.")

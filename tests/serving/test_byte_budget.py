@@ -464,3 +464,21 @@ def test_ipv6_addresses_of_one_network_are_one_caller() -> None:
     assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
     assert network_of("fe80::1%eth0") == "fe80::/64"
     assert network_of("no: address") == "no: address"
+
+
+def test_callers_on_a_unix_socket_are_one_caller_with_a_name() -> None:
+    """The process itself, which probes its device, is another one."""
+
+    async def test() -> None:
+        async with serving() as app:
+            held = []
+            exchange = Exchange(app, 700_000, "")
+            exchange.push(b'{"query": [[1, 2, 3, 4]]}'.ljust(600_000), more=True)
+            while not app.state.service.budget.held:
+                await loop_iterations()
+            held += [name for name, _ in app.state.service.budget.items()]
+            exchange.push(b" " * 100_000)
+            await exchange.answered
+            assert (exchange.status, held) == (200, ["unix socket"])
+
+    run(test())

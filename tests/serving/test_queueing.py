@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend.serving.cost import Cost
-from attend.serving.queueing import DEFAULT_RATE, MAX_IDLE_FLOWS, FairQueue, Flow, Occupancy, Throughput, size_class
+from attend.serving.queueing import DEFAULT_RATE, INTERNAL, MAX_IDLE_FLOWS, FairQueue, Flow, Occupancy, Throughput, size_class
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,13 @@ def filled(occupancy: Occupancy, flow: Flow, one: Cost) -> int:
 
 @pytest.mark.parametrize("one", [cost(operations=1), cost(memory=1)], ids=["work", "memory"])
 def test_one_caller_can_use_half_of_the_queue(one: Cost) -> None:
-    """The next can use half of the rest. Internal calls are bounded only by the total."""
+    """The next can use half of the rest, and so can the process itself. The first call of each needs only room."""
     occupancy = Occupancy(120, 120)
     assert filled(occupancy, Flow("a", 4), one) == 60
     assert filled(occupancy, Flow("b", 4), one) == 30
     assert filled(occupancy, Flow("a", 0), one) == 15
-    assert filled(occupancy, Flow("", 0), one) == 15
+    assert filled(occupancy, INTERNAL, one) == 7
+    assert [filled(occupancy, Flow(f"other {i}", 4), one) for i in range(9)] == [4, 2, 1, 1, 0, 0, 0, 0, 0]
     assert occupancy.refusal(Flow("c", 4), one) is not None
     setting = "max_queue_operations" if one.operations else "max_queue_bytes"
     in_all, shared = occupancy.refusal(Flow("c", 4), one), Occupancy(120, 120)

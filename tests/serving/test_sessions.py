@@ -14,6 +14,7 @@ from attend.attention.cache import KeyValueCache, Page
 from attend.errors import (
     InvalidRequest,
     OutOfMemory,
+    Overloaded,
     SessionEnded,
     SessionNotFound,
     WrongReplica,
@@ -208,7 +209,7 @@ async def test_the_number_of_sessions_is_bounded() -> None:
         assert sessions.registry.of_owner("greedy") == [*created[-5:], fork]
         for name in "abc":
             await sessions.create(name)
-        with pytest.raises(OutOfMemory, match="9 sessions, of at most 9"):
+        with pytest.raises(Overloaded, match="at most 9 sessions"):
             await sessions.create("d")
         sessions.registry.close()
 
@@ -220,7 +221,7 @@ async def test_a_fork_that_cannot_be_added_shares_no_page() -> None:
         sessions = Sessions()
         session = await sessions.create(rows=1)
         async with lock_session(sessions.registry, session.id, "", RawRequest(b"")):
-            with pytest.raises(OutOfMemory):
+            with pytest.raises(Overloaded):
                 sessions.registry.fork(session, None)
         assert sessions.registry.pool.shared == 0
         sessions.registry.close()

@@ -14,11 +14,13 @@ import tritonclient.grpc as triton
 from structlog.testing import capture_logs
 
 from attend.serving.codec_pool import CodecPool
+from attend.serving.memory import default_limit
 from attend.serving.service import ServiceOptions
+from attend.serving.sessions.registry import Session, SessionRegistry
 from attend.settings import Settings
 from attend.web.app import create_app, service_options
 from attend.web.records import HttpRecord
-from support.app import serve_here
+from support.app import answers, serve_here
 from support.waiting import until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -111,7 +113,7 @@ def test_the_lists_of_a_caller_wait_for_threads_as_its_requests_do(monkeypatch: 
     monkeypatch.setattr(CodecPool, "run", spied)
     with capture_logs() as events, serve_here(Settings(access_log=False, session_memory=1 << 20, grpc_port=0)) as url:
         with httpx.Client(base_url=url) as client:
-            for path in ("/layers", "/sessions", "/v2/models/stats"):
+            for path in ("/", "/layers", "/sessions", "/v2/models/stats"):
                 assert client.get(path).status_code == 200
             assert client.post("/v2/repository/index").status_code == 200
         address = next(event["address"] for event in events if event["event"] == "listening for gRPC")
@@ -132,6 +134,34 @@ WITHOUT_LAYERS = {  # what answers before the layers are loaded
 
 def test_default_settings_give_the_defaults_of_the_service() -> None:
     assert service_options(Settings()) == ServiceOptions()
+
+
+def test_a_call_may_need_at_most_half_of_the_memory_at_which_the_process_ends() -> None:
+    """Only with a gRPC port does it end by itself."""
+    low, high = 64 << 20, 1 << 40
+    assert service_options(Settings(max_resident_bytes=low)).limits.max_memory_bytes == Settings().max_memory_bytes
+    assert service_options(Settings(max_resident_bytes=low, grpc_port=1)).limits.max_memory_bytes == low // 2
+    assert service_options(Settings(max_resident_bytes=high, grpc_port=1)).limits.max_memory_bytes == Settings().max_memory_bytes
+    app = create_app(Settings(grpc_port=1, access_log=False))
+    assert app.state.service.limits.max_memory_bytes <= default_limit(1) // 2
+    app.state.service.close()
+
+
+def test_sessions_are_read_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which changes them; a list of many is written in a thread."""
+    describe = SessionRegistry.info_of
+
+    def described(sessions: SessionRegistry, session: Session) -> Any:
+        asyncio.get_running_loop()
+        return describe(sessions, session)
+
+    monkeypatch.setattr(SessionRegistry, "info_of", described)
+    *made, listed = answers(
+        Settings(access_log=False, session_memory=1 << 24),
+        *[{"method": "POST", "url": "/sessions"}] * 3,
+        {"url": "/sessions", "method": "GET"},
+    )
+    assert [session["id"] for session in listed.json()["sessions"]] == [answer.json()["id"] for answer in made]
 
 
 def test_what_needs_a_layer_is_refused_before_the_layers_are_loaded() -> None:

@@ -165,7 +165,7 @@ class Occupancy:
     """Predicted operations and bytes of the waiting calls, of which each flow has a fair share.
 
     The calls of a flow take at most as much as stays free: one flow alone fills at most half of the queue, two fill a third each. The first
-    call of a flow needs only room, and so do internal calls.
+    call of a flow needs only room.
     """
 
     def __init__(self, operations: int, memory_bytes: int) -> None:
@@ -192,7 +192,7 @@ class Occupancy:
         )
         for setting, unit, share, more in shares if self.calls else ():
             lacking = share.shortage(flow, more)
-            if lacking is None or (lacking.of_caller and (is_first or not flow.caller)):
+            if lacking is None or (lacking.of_caller and is_first):
                 continue
             if lacking.of_caller:
                 expected = f"waiting calls of one caller and size of at most as many {unit} as are free ({setting})"

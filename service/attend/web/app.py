@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -108,9 +108,12 @@ def create_service(settings: Settings, clock: Callable[[], float] = time.monoton
 
 def service_options(settings: Settings) -> ServiceOptions:
     """What the service takes from the settings."""
+    limits = ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)})
+    if settings.grpc_port is not None:  # a process that needs too much memory ends: no call may need so much
+        limits = replace(limits, max_memory_bytes=min(limits.max_memory_bytes, _resident_limit(settings) // 2))
     return ServiceOptions(
         wire_limits=WireLimits(settings.max_body_bytes, settings.max_layer_bytes, settings.max_depth, settings.max_tensors),
-        limits=ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)}),
+        limits=limits,
         queue=QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay),
         batch_calls=settings.max_batch_calls,
         layers_dir=settings.layers_dir,
@@ -118,6 +121,11 @@ def service_options(settings: Settings) -> ServiceOptions:
         timeout=settings.request_timeout,
         ready_timeout=settings.ready_timeout,
     )
+
+
+def _resident_limit(settings: Settings) -> int:
+    """The resident bytes above which a process with a gRPC port ends."""
+    return settings.max_resident_bytes or default_limit(settings.workers)
 
 
 def _session_registry(settings: Settings, service: Service) -> SessionRegistry:
@@ -147,7 +155,7 @@ def _grpc(
         largest=min(settings.max_grpc_bytes, settings.max_body_bytes),
         seconds=settings.client_timeout,
         grace=settings.shutdown_seconds,
-        memory=settings.max_resident_bytes or default_limit(settings.workers),
+        memory=_resident_limit(settings),
         tls=tls,
         access_log=access_log,
         keyring=keyring,
@@ -199,5 +207,8 @@ def _index_members(settings: Settings, service: Service) -> dict[str, Any]:
         "threads": service.threads,
         "device": service.device,
         "json_numbers": numbers.variant(),
-        "limits": {name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_") or name == "session_memory"},
+        "limits": {
+            **{name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_") or name == "session_memory"},
+            "max_memory_bytes": service.limits.max_memory_bytes,
+        },
     }

@@ -15,6 +15,7 @@ from attend.wire.compression import coding_of_reply
 from attend.wire.negotiation import CODECS, media_type_of_body, media_type_of_reply
 
 Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
+UNIX_SOCKET = "unix socket"  # the caller without an address; "" is the process itself
 UNCHECKED_BYTES = 64 * 1024  # a body of at most this many bytes is checked against the byte budget only as it is read
 
 
@@ -102,9 +103,9 @@ def lease_of(record: HttpRecord, service: Service) -> Lease:
 
 @lru_cache(1024)
 def network_of(address: str) -> str:
-    """The address; for IPv6 its /64 network, since one caller may use all addresses of that network."""
+    """The address; for IPv6 its /64 network, since one caller may use all its addresses. All callers on a Unix socket are one."""
     if ":" not in address:
-        return address
+        return address or UNIX_SOCKET
     try:
         return str(IPv6Network((address.partition("%")[0], 64), strict=False))
     except ValueError:

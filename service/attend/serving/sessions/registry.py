@@ -20,12 +20,14 @@ from attend.errors import (
     InvalidRequest,
     LengthMismatch,
     OutOfMemory,
+    Overloaded,
     Problem,
     SessionConflict,
     SessionEnded,
     SessionNotFound,
     WrongReplica,
 )
+from attend.serving.byte_budget import MAX_RETRY_AFTER
 from attend.serving.fair_share import FairShare, Shortage, shortage
 from attend.serving.faults import error_of_batch
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
@@ -143,7 +145,7 @@ class SessionRegistry:
         return self._sessions[session_id]
 
     def create(self, body: PostSession, owner: str) -> Session:
-        """A new session without rows. Raises LayerNotFound, LayerUnloaded, InvalidRequest or OutOfMemory."""
+        """A new session without rows. Raises LayerNotFound, LayerUnloaded, InvalidRequest or Overloaded."""
         layer = self.layers.find(body.layer)
         self._require_room(owner)
         return self._add(layer, KeyValueCache(layer.spec, self.pool, owner), body.capacity, body.idle_seconds)
@@ -173,11 +175,11 @@ class SessionRegistry:
             self._sequences[session.sequence] = session
 
     def _require_room(self, owner: str) -> None:
-        """End the owner's least recently used session if there may be no more sessions. Raises OutOfMemory if none can be ended."""
+        """End the owner's least recently used session if there may be no more sessions. Raises Overloaded if none can be ended."""
         if self._numbers.shortage(owner, 1) is None:
             return
         if owner not in self._owners or not (unused := self._owners[owner].unused):
-            raise OutOfMemory(f"there are {len(self._sessions)} sessions, of at most {MAX_SESSIONS}")
+            raise Overloaded(MAX_RETRY_AFTER, problems=[Problem("", f"at most {MAX_SESSIONS} sessions in one process", "one more")])
         self.end(next(iter(unused.values())), "memory")
 
     def _add(self, layer: LoadedLayer, cache: KeyValueCache, capacity: int | None, idle_seconds: float) -> Session:
@@ -215,6 +217,14 @@ class SessionRegistry:
         """The owner's sessions, least recently used first."""
         owned = self._owners.get(owner)
         return [] if owned is None else list(owned.sessions.values())
+
+    async def infos_of_owner(self, owner: str) -> list[SessionInfo]:
+        """Descriptions of the owner's sessions, least recently used first. The event loop does other work after each SESSIONS_AT_ONCE."""
+        sessions, infos = iter(self.of_owner(owner)), list[SessionInfo]()
+        while some := list(islice(sessions, SESSIONS_AT_ONCE)):
+            infos += [self.info_of(session) for session in some if session.id in self._sessions]
+            await asyncio.sleep(0)
+        return infos
 
     def use(self, session: Session) -> None:
         """A call uses the session, or waits for it: it does not end for lack of memory until `release`."""

@@ -15,8 +15,9 @@ from attend.serving.layer_requests import known_families
 from attend.serving.layers.registry import by_name
 from attend.serving.service import Service
 from attend.version import __version__
-from attend.web.endpoints import PUBLIC, READ, EndpointTable
+from attend.web.endpoints import PUBLIC, READ, TIMED, EndpointTable
 from attend.web.records import CurrentRecord
+from attend.web.request_reader import request_without_body
 from attend.wire.negotiation import HTML, JSON, accepted_type
 
 CONTRACT = "1"  # version of the wire contract; a new version requires changes in clients
@@ -48,6 +49,7 @@ def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any
         READ,
         page=True,
         tags=["operation"],
+        refusals=TIMED,
         response_model=dict[str, Any],
         responses={200: {"description": "The index, or the page for callers that prefer text/html.", "content": {HTML: {}}}},
     )
@@ -62,7 +64,8 @@ def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any
                 about = {"name": "attend", "version": __version__, "contract": CONTRACT}
                 return JSONResponse({**about, **members, "layers": [layer.name for layer in by_name(layers)], "documentation": "/docs"})
 
-            response = await service.engine.codecs.run(reply, NAME_BYTES * len(layers), record.api_key)  # in a thread, as GET /layers
+            raw = request_without_body(record, service)
+            response = await service.engine.run(raw, NAME_BYTES * len(layers), reply)  # in a thread, as GET /layers
         response.headers["Vary"] = "Accept"
         return response
 
