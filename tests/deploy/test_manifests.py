@@ -110,3 +110,27 @@ def test_all_manifests_select_the_same_pods():
     for name, field in (("deployment", "selector"), ("disruption", "selector"), ("monitor", "selector"), ("network", "podSelector")):
         assert DOCUMENTS[f"kubernetes/{name}.yaml"]["spec"][field]["matchLabels"] == labels
     assert DOCUMENTS["kubernetes/service.yaml"]["spec"]["selector"] == labels
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "InferenceService"])
+def test_the_memory_of_a_pod_suffices_for_what_the_settings_allow(kind):
+    """Beside a call and all bodies and replies, half a GiB for the process and its layers, below the limit at which it ends itself."""
+    limit = pods()[kind]["containers"][0]["resources"]["limits"]["memory"]
+    settings = Settings()
+    assert limit.endswith("Gi")
+    assert 0.9 * int(limit[:-2]) * 2**30 >= settings.max_memory_bytes + settings.max_queue_bytes + 2**29
+
+
+def test_the_keys_file_and_the_key_of_prometheus_are_in_the_secrets_of_the_documentation():
+    made = {
+        line.split()[4]: line.split()[5]
+        for line in (DEPLOY.parent / "docs" / "deployment.md").read_text().splitlines()
+        if "create secret" in line
+    }
+    assert made == {"attend-keys": "--from-file=keys.txt", "attend-metrics": "--from-literal=key=THE_KEY_OF_PROMETHEUS"}
+    pod = pods()["Deployment"]
+    (volume,) = (volume["name"] for volume in pod["volumes"] if volume.get("secret") == {"secretName": "attend-keys"})
+    (mount,) = (mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == volume)
+    assert {"name": "ATTEND_KEYS_FILE", "value": f"{mount}/keys.txt"} in pod["containers"][0]["env"]
+    endpoint = DOCUMENTS["kubernetes/monitor.yaml"]["spec"]["endpoints"][0]
+    assert endpoint["authorization"]["credentials"] == {"name": "attend-metrics", "key": "key"}
