@@ -126,9 +126,8 @@ class Interventions:
         Raises InvalidRequest for a model without logits or with attention of its own, for changes that do not fit it, and what
         `Client.attend` raises.
         """
-        import torch
-
         from attend.client.recording import as_arrays, one_pass
+        from attend.client.transformers import to_float
 
         if wrong := [change for change in changes if not isinstance(change, Change)]:
             raise InvalidRequest.where("", "changes of the type attend.Change", repr(wrong[0]))
@@ -152,7 +151,7 @@ class Interventions:
         loss = getattr(outputs, "loss", None)
         replies = [reply for _, reply in calls]
         return Run(
-            from_torch(outputs.logits if outputs.logits.dtype == torch.float64 else outputs.logits.float()),
+            from_torch(to_float(outputs.logits)),
             None if loss is None else float(loss),
             [reply.attention_weights for reply in replies],
             [reply.head_outputs for reply in replies],

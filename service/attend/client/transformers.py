@@ -153,7 +153,7 @@ class Attention:
         if query.dtype == torch.float64:
             name, spec["dtype"] = f"{name}-float64", "float64"
         if sinks is not None:
-            weights = {"sinks": _number(sinks)}
+            weights = {"sinks": to_float(sinks)}
             name, spec["sinks"] = f"{name}-{hashlib.sha256(from_torch(weights['sinks']).tobytes()).hexdigest()[:16]}", True
         if name not in self._layers:
             self._layers[name] = spec, weights
@@ -283,14 +283,14 @@ def _index(module: nn.Module) -> int:
     return -1 if index is None else index
 
 
-def _number(x: Tensor) -> Tensor:
+def to_float(x: Tensor) -> Tensor:
     """The tensor without gradient in float32, or float64 if it is."""
     return x.detach() if x.dtype == torch.float64 else x.detach().float()
 
 
 def _merge_heads(x: Tensor) -> Array:
     """[b, h, n, d] -> [b, n, h * d] in float32 or float64."""
-    array: Array = _number(x).transpose(1, 2).flatten(2).cpu().numpy()
+    array: Array = to_float(x).transpose(1, 2).flatten(2).cpu().numpy()
     return array
 
 
@@ -298,5 +298,5 @@ def _bias(mask: Tensor) -> Array:
     """A mask as numbers that are added to the scores; of booleans, True is visible."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape).masked_fill(~mask.cpu(), -np.inf)
-    array: Array = _number(mask).cpu().numpy()
+    array: Array = to_float(mask).cpu().numpy()
     return array
