@@ -37,7 +37,8 @@ export class Words {
 
   /** Shows a matrix of weights with the labels of its axes. */
   show(weights, labels, scale) {
-    Object.assign(this, { weights, strengths: weights.strengths(scale), strongest: null });
+    const strengthsOfLines = weights.strengths(scale === "log" ? "head" : scale); // on a logarithmic scale all lines would be thick
+    Object.assign(this, { weights, strengths: weights.strengths(scale), strengthsOfLines, strongest: null });
     this.fill(this.sides.q, labels.query);
     this.fill(this.sides.k, labels.key);
     this.draw();
@@ -67,7 +68,7 @@ export class Words {
     const links = this.lines(q, k);
     const most = links[0]?.[2] || 1;
     const isAlone = q !== null || k !== null; // lines of one word are scaled to its strongest
-    this.drawLines(links, isAlone ? ([, , weight]) => weight / most : ([query, key]) => this.strengths(query * this.weights.keys + key));
+    this.drawLines(links, isAlone ? ([, , weight]) => weight / most : ([query, key]) => this.strengthsOfLines(query * this.weights.keys + key));
   }
 
   /** Colours the words of one side by their weight, and shows weights of 0.005 and more. Only visible words are updated, for speed. */
