@@ -1,21 +1,22 @@
-"""Does `attend check` find mistakes, and does it name them rightly?
+"""What does `attend check` say of implementations in which one place is changed?
 
     python benchmarks/mistakes.py [--share learned|held-out] [--pairs 100] [--only llama] [--list unnamed,wrong,missed] [--record FILE]
 
 Mistakes are planted in the correct implementations of `implementations/` by changing one place of their source (`mutations.py`), pairs by
 changing two, and each mutant is checked as its author would check it. The verdicts:
 
-    same      it agrees with the reference with four seeds: what was changed does not change a number
+    same      it agrees with the reference with four seeds. The check alone says so: it may have missed a change
     missed    it agrees with the first seed and disagrees with another
     raised    it raises, is refused, or returns another shape
-    named     the check names one or two mistakes, and names the same with another seed, for other weights and inputs
+    named     the check names one or two mistakes, and names the same with another seed, for other weights and inputs. Whether that is
+              what was planted is not compared
     wrong     with another seed it names another mistake, or none
     unnamed   it is found wrong without a name
 
 Without the package jax, `jax_function.py` is left out.
 
-A third of the mutants, drawn by the seed, is held out: no mistake was added to the check because of them. With --record, verdicts are kept
-in a file, and a run that was stopped goes on where it was.
+A third of the mutants, drawn by the seed, is held out: no mistake was added to the check because of them. The same program makes them. With
+--record, verdicts are kept in a file, and a run that was stopped goes on where it was.
 """
 
 import argparse

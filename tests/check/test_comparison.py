@@ -15,13 +15,15 @@ from torch import nn
 from torch.nn import functional
 
 from attend.check import assert_agrees, compare, tolerance
-from attend.check.cases import draw_check_cases
+from attend.check.cases import CaseKind, Draw, draw_long_cases, draw_short_cases, lengths_for
 from attend.check.changes import Impossible
 from attend.check.comparison import Comparison
 from attend.check.computation import Computation
 from attend.check.explanation import Observation, explain
 from attend.check.mistakes import MISTAKES
-from attend.check.random_cases import Draw, draw_weights
+from attend.check.parameters import draw_parameter_cases
+from attend.check.random_cases import Draw as DrawValues
+from attend.check.random_cases import draw_weights
 from attend.spec import LayerSpec
 
 # --- correct candidates, in the conventions of books and libraries ----------------------------------------------------------------------
@@ -263,7 +265,8 @@ class OneHead(nn.Module):
 
 
 def flash_like(q, k, v, softmax_scale=None, causal=False):
-    return functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(*heads, is_causal=causal, scale=softmax_scale).transpose(1, 2)
 
 
 class NoParameters(nn.Module):
@@ -402,11 +405,11 @@ def test_cases_that_a_candidate_cannot_run_are_reported_with_the_reason():
     masked = {"mask", "cross-attention with a mask"}
     cross = {"cross-attention", "cross-attention with a mask"}
     assert _skipped(FromScratch, mask_means="attend") == set()
-    assert _skipped(functional.scaled_dot_product_attention) == set()
-    assert _skipped(nn.MultiheadAttention) == set()
-    assert _skipped(DiveIntoDeepLearning) == masked | {"causal mask", "packed sequences"}
-    assert _skipped(flash_like, layout="b,n,h,d") == masked | {"padded keys", "packed sequences"}
-    assert _skipped(PackedPerHead, mask_means="attend", fused="per_head") == cross
+    assert _skipped(functional.scaled_dot_product_attention) == {"is_causal=True with a causal mask"}
+    assert _skipped(nn.MultiheadAttention) == {"is_causal=True", "is_causal=True with padded keys"}
+    assert _skipped(DiveIntoDeepLearning) == masked | {"causal mask", "packed sequences", "130 keys, causal"}
+    assert _skipped(flash_like, layout="b,n,h,d") == masked | {"padded keys", "packed sequences", "257 keys, padded"}
+    assert _skipped(PackedPerHead, mask_means="attend", fused="per_head") == cross | {"113 keys, cross-attention"}
     assert "not run: it takes one input" in str(compare(PackedPerHead, mask_means="attend", fused="per_head"))
 
 
@@ -506,7 +509,9 @@ def reshape_merge(self, x):
 WRONG = {
     "no scale": ({"scale": lambda self, s: s}, "no mask", "not divided by sqrt(head_dim)"),
     "scale by d_model": ({"scale": lambda self, s: s / math.sqrt(self.d_model)}, "no mask", "sqrt(d_model)"),
-    "scale by head_dim": ({"scale": lambda self, s: s / 4}, "no mask", "divided by head_dim"),
+    "scale by head_dim": ({"scale": lambda self, s: s / (self.d_model // self.num_heads)}, "no mask", "divided by head_dim"),
+    "scale by 4": ({"scale": lambda self, s: s / 4}, "no mask", "divided by 4 and not by 2"),
+    "half the scale": ({"scale": lambda self, s: Wrong.scale(self, s) / 2}, "no mask", "multiplied by 0.5, besides their scale"),
     "inverted mask": ({"fill": lambda self, s, m: s.masked_fill(m, -torch.inf)}, "mask", "mask is inverted"),
     "inverted mask, -1e9": ({"fill": lambda self, s, m: s.masked_fill(m, -1e9)}, "mask", "mask is inverted"),
     "ignored mask": ({"fill": lambda self, s, m: s}, "mask", "mask is ignored"),
@@ -584,7 +589,7 @@ def test_two_mistakes_that_show_in_different_cases_are_both_named():
 
 def test_a_scale_is_named_beside_keys_that_are_no_longer_equal():
     """The scale alone changes nothing where all keys are equal; with other rows in their place it does."""
-    first = compare(lambda query, key, value: (query @ value.mT / 4).softmax(-1) @ value, framework="torch").first
+    first = compare(lambda query, key, value: (query @ value.mT / query.shape[-1]).softmax(-1) @ value, framework="torch").first
     assert "the scores are divided by head_dim" in first.mistakes[0]
     assert first.mistakes[1] == "the projected value is used in place of the projected key"
 
@@ -680,6 +685,40 @@ def test_wrong_slopes_and_places_of_alibi_are_named(heads, slopes, is_scaled, na
 
 
 @pytest.mark.parametrize(
+    ("heads", "expected"),
+    [(4, "slopes 2^(-8i/n), i from 1, of n heads (ALiBi)"), (6, "slopes 2^(-8i/4), i = 1 to 4; then 2^(-8i/8), i = 1, 3, … (ALiBi)")],
+)
+def test_the_expected_slopes_are_those_of_the_number_of_heads(heads, expected):
+    """Press et al. 2022: for 6 heads 1/4, 1/16, 1/64, 1/256, 1/2, 1/8."""
+
+    def attend(query, key, value):
+        distance = torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])
+        bias = -torch.tensor(alibi_slopes(heads, first=0), dtype=query.dtype)[:, None, None] * distance.abs()
+        return (query @ key.mT * query.shape[-1] ** -0.5 + bias).masked_fill(distance < 0, -torch.inf).softmax(-1) @ value
+
+    spec = LayerSpec(d_model=5 * heads, num_heads=heads, projections=False, alibi=True)
+    explanation = compare(attend, spec=spec, causal=True, framework="torch").first.explanation
+    assert explanation.mistakes == ("ALiBi's slopes begin at 1, that of i = 0",)
+    assert explanation.arithmetic == (("slopes 2^(-8i/n), i from 0, of n heads (ALiBi)", expected),)
+
+
+@pytest.mark.parametrize(
+    ("capped", "named"),
+    [
+        (lambda s: 2 * torch.tanh(s), "the scores are not divided by the softcap before tanh"),
+        (lambda s: s * torch.tanh(s / 2), "tanh is not multiplied by the softcap, but by the scores"),
+        (lambda s: torch.tanh(s / 2), "tanh is not multiplied by the softcap"),
+    ],
+)
+def test_wrong_soft_caps_are_named(capped, named):
+    def attend(query, key, value):
+        return capped(query @ key.mT * query.shape[-1] ** -0.5).softmax(-1) @ value
+
+    spec = LayerSpec(d_model=15, num_heads=3, projections=False, softcap=2.0)
+    assert compare(attend, spec=spec, framework="torch").first.mistakes == (named,)
+
+
+@pytest.mark.parametrize(
     ("at_end", "named"),
     [
         (False, "it is causal without being asked (see causal)"),
@@ -705,7 +744,8 @@ def test_a_causal_mask_for_fewer_queries_than_keys_is_aligned_as_the_option_says
         return torch.softmax(scores.masked_fill(later, -math.inf), dim=-1) @ value
 
     comparison = compare(attend, framework="torch", causal=True, query_offset=offset)
-    assert [result.case for result in comparison.results if not result.skipped] == ["no mask", "cross-attention", "large logits"]
+    tried = [result.case for result in comparison.results if not result.skipped]
+    assert tried[:3] == ["no mask", "cross-attention", "large logits"] and tried[-1] == "113 keys, cross-attention"
     assert comparison.agrees if named is None else comparison.first.mistakes[0].startswith(named)
 
 
@@ -1063,21 +1103,21 @@ def test_cases_without_a_known_parameter_are_reported_as_not_tried():
         "not tried: mask, padded keys, packed sequences, since no parameter is known for them; "
         "cross-attention, cross-attention with a mask, since query_offset is not given"
     )
-    assert comparison.conclusion == f"agrees with the reference in all 2 cases that were tried; 5 were {not_tried}"
+    assert comparison.conclusion == f"agrees with the reference in all 5 cases that were tried, with up to 257 keys; {not_tried}"
     wrong = compare(causal_scores(lambda n: torch.ones(n, n).triu(2) == 1), framework="torch", causal=True)
     assert not_tried in str(wrong).replace("\n", " ")
 
 
 def test_the_only_case_that_was_tried_is_one():
     results = compare(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True).results
-    one = Comparison(tuple(result for result in results if result.untried or result.case == "no mask"), ())
-    assert one.conclusion.startswith("agrees with the reference in the only case that was tried; 5 were not tried: mask, ")
+    one = Comparison(tuple(result for result in results if result.untried or result.case == "no mask"), (), keys=5)
+    assert one.conclusion.startswith("agrees with the reference in the only case that was tried, with up to 5 keys; not tried: mask, ")
     none = Comparison(tuple(result for result in results if result.untried), ())
-    assert none.conclusion.startswith("neither agrees nor disagrees with the reference; 5 were not tried: mask, ")
+    assert none.conclusion.startswith("neither agrees nor disagrees with the reference; not tried: mask, ")
 
 
 def test_the_assertion_warns_of_cases_that_are_not_tried():
-    with pytest.warns(UserWarning, match="in all 2 cases that were tried; 5 were not tried: mask, padded keys"):
+    with pytest.warns(UserWarning, match="in all 5 cases that were tried, with up to 257 keys; not tried: mask, padded keys"):
         assert_agrees(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True)
     assert_agrees(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True, allow_skipped=True)
 
@@ -1328,18 +1368,28 @@ LAYERS = [
 CANDIDATES = [{}, {"causal": True, "decodes": True}, {"causal": True, "at_end": True}, {"batched": False}]
 
 
+MASK_OF: dict[CaseKind, str] = {"mask": "mask", "causal": "mask", "padding": "padding", "numbers": "mask"}
+
+
 @functools.cache
-def right_computations(layer, candidate, seed):
-    """The computations of the reference for all cases, and what they return; made once, since hundreds of mistakes are tried on them."""
-    spec = LAYERS[layer]
-    weights = draw_weights(Draw(np.random.default_rng(0)), spec, ["weights"])
-    computations = [Computation(spec, weights, case) for case in draw_check_cases(spec, weights, seed, **CANDIDATES[candidate])]
+def right_computations(layer, candidate, seed, is_whole=False):
+    """The computations of the reference for the short cases, or all, and what they return; made once, since hundreds of mistakes are tried
+    on them."""
+    spec, options = LAYERS[layer], dict(CANDIDATES[candidate])
+    weights = draw_weights(DrawValues(np.random.default_rng(0)), spec, ["weights"])
+    decodes, lengths = options.pop("decodes", False), lengths_for(spec, batched=options.pop("batched", True))
+    draw = Draw(spec=spec, weights=weights, rng=np.random.default_rng(seed), lengths=lengths, **options)
+    cases = [*draw_short_cases(draw, decodes=decodes)]
+    if is_whole:
+        names = {role: role for role in ("padding", "softcap", "window")}
+        cases += [*draw_parameter_cases(draw, names, MASK_OF, is_torch=False, adds_numbers=True), *draw_long_cases(draw, decodes=decodes)]
+    computations = [Computation(case.layer(spec), weights, case) for case in cases]
     return [(right, right.run()) for right in computations]
 
 
-def observations(layer, candidate, seed, change):
+def observations(layer, candidate, seed, change, is_whole=False):
     """What a candidate with this mistake returns in each case; it raises where the mistake has no shape."""
-    for right, expected in right_computations(layer, candidate, seed):
+    for right, expected in right_computations(layer, candidate, seed, is_whole):
         got = expected
         try:
             got = change(right).run()
@@ -1353,10 +1403,11 @@ def observations(layer, candidate, seed, change):
 
 def test_every_known_mistake_changes_a_case():
     left = {name: mistake.change for rows in MISTAKES.values() for name, mistake in rows.items()}
-    for layer, candidate in itertools.product(range(len(LAYERS)), range(len(CANDIDATES))):
-        for hint in list(left):
-            if not all(x.agrees for x in observations(layer, candidate, 0, left[hint])):
-                del left[hint]
+    for is_whole in (False, True):  # few show in long cases or with further arguments alone
+        for layer, candidate in itertools.product(range(len(LAYERS)), range(len(CANDIDATES))):
+            for hint in list(left):
+                if not all(x.agrees for x in observations(layer, candidate, 0, left[hint], is_whole)):
+                    del left[hint]
     assert not left
 
 
@@ -1372,11 +1423,11 @@ def some_rows():
 @pytest.mark.parametrize(("hint", "change"), list(some_rows()))
 def test_known_mistakes_are_named_and_no_others(hint, change):
     """The reference makes the mistake in all cases. It is named, alone or with one that gives the same numbers in every case."""
-    for layer, candidate in itertools.product(range(len(LAYERS)), range(len(CANDIDATES))):
-        if all(x.agrees for x in observations(layer, candidate, 0, change)):
+    for is_whole, layer, candidate in itertools.product((False, True), range(len(LAYERS)), range(len(CANDIDATES))):
+        if all(x.agrees for x in observations(layer, candidate, 0, change, is_whole)):
             continue
-        observed = list(observations(layer, candidate, 0, change))
-        explanation = explain(observed, observations(layer, candidate, 1, change))
+        observed = list(observations(layer, candidate, 0, change, is_whole))
+        explanation = explain(observed, observations(layer, candidate, 1, change, is_whole))
         assert (hint,) in (explanation.mistakes, *explanation.equals)
         return
     pytest.fail("it changes no case")
@@ -1385,7 +1436,7 @@ def test_known_mistakes_are_named_and_no_others(hint, change):
 def test_the_report_names_the_case_the_index_and_the_numbers():
     comparison = compare(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
     lines = str(comparison).splitlines()
-    assert lines[0] == "disagrees with the reference in 7 of 8 cases"
+    assert lines[0] == "disagrees with the reference in 13 of 14 cases"
     assert lines[1] == "hint: this is what comes out when the scores are not divided by sqrt(head_dim)"
     assert lines[2:4] == ["  you compute: softmax(Q Kᵀ) V", "  expected:    softmax(Q Kᵀ / √d) V"]
     first = comparison.first
@@ -1396,12 +1447,12 @@ def test_the_report_names_the_case_the_index_and_the_numbers():
     assert float(first.expected) != float(first.got)
     with pytest.raises(AssertionError, match="first disagreement: no mask, output"):
         assert_agrees(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
-    assert str(compare(Wrong, mask_means="attend")).startswith("agrees with the reference\n")
+    assert str(compare(Wrong, mask_means="attend")).startswith("agrees with the reference, with up to 257 keys\n")
 
 
 def test_a_notebook_shows_the_report():
     html = compare(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")._repr_html_()
-    assert html.startswith("<pre>disagrees with the reference in 7 of 8 cases\n") and html.count("<") == 2
+    assert html.startswith("<pre>disagrees with the reference in 13 of 14 cases\n") and html.count("<") == 2
 
 
 def test_every_mistake_has_its_arithmetic_on_a_line_of_80_columns():
@@ -1612,7 +1663,7 @@ def test_a_case_that_rounding_may_change_as_much_shows_nothing(factor):
     assert found["large logits"].agrees is None and "shows nothing" in str(found["large logits"])
     assert found["no mask"].agrees is (factor == 1.0)
     if factor == 1.0:
-        assert "agrees with the reference in all 2 cases that show anything; " in comparison.conclusion
+        assert "agrees with the reference in all 6 cases that show anything, with up to 257 keys; " in comparison.conclusion
         assert "nothing is shown by large logits" in comparison.conclusion
     else:
-        assert comparison.verdict == "disagrees with the reference in 2 of 2 cases"
+        assert comparison.verdict == "disagrees with the reference in 6 of 6 cases"

@@ -220,6 +220,13 @@ MODULE = """
     class Right(torch.nn.MultiheadAttention):
         pass
 
+    class Tempered(torch.nn.MultiheadAttention):
+        def forward(
+            self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, average_attn_weights=True, is_causal=False,
+            temperature=1.0,
+        ):
+            return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+
     class Unscaled:
         def __init__(self, d_model, num_heads):
             r = np.random.RandomState(0)
@@ -266,8 +273,17 @@ def check_module(package, *arguments: str):
 
 def test_a_correct_module_agrees(package):
     done = check_module(package, "--module", "theirs:Right")
-    assert done.returncode == 0 and done.stdout.endswith(b"agrees with the reference in 8 calls\n")
-    assert check_module(package, "--module", "theirs:Right", "--cases", "17").stdout.endswith(b"in 24 calls\n")
+    assert done.returncode == 0 and done.stdout.endswith(b"agrees with the reference in 19 calls, with up to 257 keys\n")
+    assert check_module(package, "--module", "theirs:Right", "--cases", "20").stdout.endswith(b"in 38 calls, with up to 257 keys\n")
+
+
+def test_a_parameter_that_is_not_tried_is_named_and_makes_the_exit_code_3(package):
+    given = ["--module", "theirs:Tempered"]
+    done, allowed, printed = (check_module(package, *given, *more) for more in ([], ["--allow-skipped"], ["--json"]))
+    assert (done.returncode, allowed.returncode, printed.returncode) == (3, 0, 3)
+    assert done.stdout.endswith(b"agrees with the reference in 19 calls, with up to 257 keys; not tried: the parameter temperature\n")
+    [report] = json.loads(printed.stdout)["modules"]
+    assert report["parameters_not_tried"] == ["temperature"] and report["untried"] == [] and report["keys"] == 257
 
 
 def test_the_first_disagreement_of_a_wrong_module_is_shown(package):
@@ -345,7 +361,7 @@ def test_the_check_of_a_module_prints_json(package):
     printed = json.loads(done.stdout)
     assert done.returncode == 1 and not printed["agrees"]
     right, unscaled, raises = printed["modules"]
-    assert right["agrees"] and right["calls"] == 8 and all(case["agrees"] for case in right["cases"])
+    assert right["agrees"] and right["calls"] == 19 and all(case["agrees"] for case in right["cases"] if not case["skipped"])
     assert not unscaled["agrees"] and "not divided by sqrt(head_dim)" in unscaled["first"] and unscaled["cases"][0]["agrees"] is False
     assert unscaled["mistakes"] == ["the scores are not divided by sqrt(head_dim)"]
     assert unscaled["arithmetic"] == [["softmax(Q Kᵀ) V", "softmax(Q Kᵀ / √d) V"]]

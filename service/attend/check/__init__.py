@@ -16,10 +16,12 @@ In the order in which to read it:
     comparison.py            `compare`: calls the candidate on every case, and finds the first wrong number
     candidate.py, weights.py constructs a candidate and reads its weights
     adapter.py               calls a candidate
+    sizes.py                 the candidate in other sizes, in which a mistake has to hold before it is named
     explanation.py           the search for the known mistakes that explain a candidate's numbers
     fitting.py               constant factors, fitted to the candidate's numbers
     mistakes/, changes.py    the known mistakes with their arithmetic, and the changes that they are made of
     cases.py                 the inputs
+    parameters.py            cases that pass each parameter a value that changes the result
     computation.py           what the reference computes for them, with mistakes too, and the largest error that rounding explains
     rounded_steps.py         which steps a candidate in half precision rounds
     chunks.py                the same in several calls, as a candidate with a cache computes

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from attend.attention.reference.forward import Layer
-from attend.check.cases import CheckCase
-from attend.check.convention import Convention, Polarity, find_roles, mask_polarity
+from attend.check.cases import CaseKind, CheckCase
+from attend.check.convention import Convention, Polarity, find_roles, mask_polarity, other_parameters
 from attend.check.weights import is_matrix
 from attend.tensors import BY_TORCH, Array
 
@@ -28,7 +28,13 @@ MASKS: dict[str, tuple[tuple[str, ...], str]] = {
     "causal": (("mask", "causal"), "such a mask or is_causal"),
     "padding": (("padding", "lengths", "mask"), "a mask, key mask or lengths"),
     "segments": (("segments", "boundaries", "mask"), "segments, or a mask over queries and keys"),
+    "numbers": (("mask",), "a mask over queries and keys"),
 }
+OPTIONAL = frozenset(  # roles of parameters that are passed only where a case is about them
+    ("mask", "padding", "lengths", "segments", "boundaries", "cache", "use_cache", "causal", "scale", "softcap", "window")
+)
+SDPA = ("is_causal", "dropout_p", "scale", "enable_gqa")  # parameters that show that `attn_mask` may be as in torch's function
+SDPA_OTHERS = ("dropout_p", "enable_gqa")  # parameters of torch's function that no case passes
 
 ARRAYS = {"jax": ("jax.numpy", "asarray"), "mlx": ("mlx.core", "array")}  # frameworks, and what makes their arrays
 NO_PARAMETER = "no parameter is known as"  # the beginning of the reason why a case is not tried
@@ -65,12 +71,27 @@ class Adapter:
     kv_heads: int = 1
     heads_given: bool = False  # whether query, key and value are passed as heads, already projected
     matrices: Mapping[str, Array] = field(default_factory=dict)  # canonical weights, for a function that takes them as arguments
+    is_torch: bool = False  # whether it is torch's own function or module
+    adds_numbers: bool = False  # whether the parameter mask takes any numbers and adds them to the scores
+    may_add_numbers: bool = False  # whether it may, since its signature is that of torch's function
+    others: tuple[str, ...] = ()  # parameters that have a default and no known role
     new_cache: Callable[[], Any] | None = None  # makes the cache of the first call, which calls change in place
 
     @property
     def required(self) -> set[str]:
         """The roles of the parameters that every call has to pass."""
         return {role for role, name in self.roles.items() if self.signature.parameters[name].default is inspect.Parameter.empty}
+
+    def changed_by(self, case: CheckCase) -> set[str]:
+        """The parameters that calls of this case pass another value than their default."""
+        changed = set()
+        for part in case.parts if case.chunks else (case,):
+            more = {"use_cache": True} if case.chunks else {}
+            for role, value in self._values(part, {"cache": True} | more if case.chunks else {}).items():
+                default = self.signature.parameters[self.roles[role]].default
+                is_default = not hasattr(value, "shape") and (value is default or (type(value) is type(default) and value == default))
+                changed |= set() if is_default else {self.roles[role]}
+        return changed
 
     def skip_reason(self, case: CheckCase) -> str | None:
         """Why the candidate cannot be called on this case; None if it can."""
@@ -84,7 +105,7 @@ class Adapter:
             return "only an always causal one is decoded; pass causal=true"
         if case.kind == "causal" and self.convention.causal:
             return "it is causal in every case"
-        if case.kind != "plain" and self._mask_role(case) is None:
+        if case.kind != "plain" and self.mask_role(case.kind) is None:
             return f"{NO_PARAMETER} {MASKS[case.kind][1]}; if there is one, pass arguments={{…}}"
         return None
 
@@ -125,7 +146,7 @@ class Adapter:
 
     def _call(self, case: CheckCase, more: Mapping[str, Any]) -> Any:
         """What the candidate returns; `more` has arguments by their role. CallFailed: it raised."""
-        values = self._arguments(case) | {self.roles[role]: value for role, value in more.items() if role in self.roles}
+        values = {self.roles[role]: value for role, value in self._values(case, more).items()}
         ordered = {name: values[name] for name in self.signature.parameters if name in values}
         bound = inspect.BoundArguments(self.signature, ordered)
         try:
@@ -139,54 +160,71 @@ class Adapter:
         parts = result if isinstance(result, tuple | list) else (result,)
         if not parts or not hasattr(parts[0], "dtype"):
             raise ValueError(f"expected an array or a tuple (output, weights), got {type(parts[0] if parts else result).__name__}")
-        weights = parts[1] if len(parts) > 1 and hasattr(parts[1], "dtype") else None
+        has_weights = len(parts) > (2 if "cache" in self.roles else 1)  # the last of several is the cache
+        weights = parts[1] if has_weights and hasattr(parts[1], "dtype") else None
         dtype = _dtype_of(parts[0])
         return CandidateResult(
             self._as_output(_as_float64(parts[0])), None if weights is None else self._as_weights(_as_float64(weights)), dtype
         )
 
-    def _mask_role(self, case: CheckCase) -> str | None:
-        """The role of the parameter that takes the mask of a case; None where the candidate has none, or the case is plain."""
+    def mask_role(self, kind: CaseKind) -> str | None:
+        """The role of the parameter that takes the mask of such a case; None where the candidate has none, or the case is plain."""
         over_pairs = self.convention.mask_shape != "b,k"
-        roles = (role for role in MASKS[case.kind][0] if role in self.roles)
+        roles = (role for role in MASKS[kind][0] if role in self.roles)
         unfit = {"boundaries"} if self.convention.batched else set()  # they are of rows without a batch
-        unfit |= {"mask"} if not over_pairs and case.kind != "padding" else set()
+        unfit |= {"mask"} if not over_pairs and kind != "padding" else set()
         return next((role for role in roles if role not in unfit), None)
 
-    def _arguments(self, case: CheckCase) -> dict[str, Any]:
-        """Parameter -> argument. A mask that the case does not have is passed only if it is required, and blocks nothing."""
-        mask_role = self._mask_role(case)
-        optional = {"mask", "padding", "lengths", "segments", "boundaries", "cache", "use_cache"} - self.required - {mask_role}
-        return {name: self._argument(role, case, role == mask_role) for role, name in self.roles.items() if role not in optional}
+    def _values(self, case: CheckCase, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Role -> argument. What the case does not have is passed only if it is required, and then has no effect."""
+        mask_role = self.mask_role(case.kind)
+        needed = self.required | {mask_role, *case.passed, *more} | ({"causal"} if self._causal_by_default else set())
+        values = {role: self._argument(role, case, role == mask_role) for role in self.roles if role in needed or role not in OPTIONAL}
+        return values | {role: value for role, value in more.items() if role in self.roles}
+
+    @property
+    def _causal_by_default(self) -> bool:
+        """Whether the parameter `causal` has to be passed in each call, since its default is another value."""
+        default = self.signature.parameters[self.roles["causal"]].default if "causal" in self.roles else None
+        return bool(default) is not self.convention.causal
 
     def _argument(self, role: str, case: CheckCase, takes_mask: bool) -> Any:
         """The argument for a role. `takes_mask`: whether this parameter takes the mask of the case."""
-        mask = case.mask if takes_mask else np.ones_like(case.mask)
+        if role in case.passed and role not in ("padding", "lengths"):
+            return case.passed[role]
+        mask = case.mask if takes_mask else case.passed.get(role, np.ones_like(case.mask))
         if role in ("query", "key", "value"):
             return self._tensor(self._in_layout(getattr(case, role), self.heads if role == "query" else self.kv_heads), self.dtype)
         if role in ("mask", "padding"):
-            return self._mask(mask, role)
+            return self._mask(mask, role) if case.numbers is None else self._tensor(self._in_mask_shape(case.numbers, role), self.dtype)
         if role in self.matrices:
             matrix = self.matrices[role]
             return self._tensor(matrix.T if is_matrix(role) and self.convention.orientation == "in,out" else matrix, self.dtype)
-        segments = np.ones(case.query.shape[:2]) if case.segments is None else case.segments
-        integers = {
-            "lengths": mask[:, 0].sum(axis=-1),
-            "segments": segments,
-            "boundaries": np.flatnonzero(np.diff(segments, prepend=0, append=0))[None],
-            "positions": np.broadcast_to(case.first_row + np.arange(case.query.shape[1]), case.query.shape[:2]),
+        if role in ("cache", "use_cache", "first_position"):
+            return {"cache": self._empty_cache(), "use_cache": None, "first_position": case.first_row}[role]
+        if (integers := self._integers(role, case, mask)) is not None:
+            return integers
+        plain = {
+            "heads": self.heads,
+            "causal": takes_mask or self.convention.causal,
+            "return_weights": True,
+            "softcap": 0.0,
+            "window": (-1, -1),
         }
-        if role == "cache":
-            return self._empty_cache()
-        if role == "use_cache":
-            return None
-        if role == "first_position":
-            return case.first_row
-        if role == "cache_positions":
-            return self._tensor(case.first_row + np.arange(case.query.shape[1]), "int64")
-        if role in integers:
-            return self._tensor(self._unbatched(integers[role]), "int64")
-        return {"heads": self.heads, "causal": takes_mask}.get(role, role == "return_weights")
+        return plain.get(role, False)
+
+    def _integers(self, role: str, case: CheckCase, mask: Array) -> Any:
+        """The argument of integers for a role; None for other roles."""
+        rows = case.first_row + np.arange(case.query.shape[1])
+        segments = np.ones(case.query.shape[:2]) if case.segments is None else case.segments
+        made: dict[str, Callable[[], Array]] = {
+            "lengths": lambda: self._unbatched(mask[:, 0].sum(axis=-1)),
+            "segments": lambda: self._unbatched(segments),
+            "boundaries": lambda: self._unbatched(np.flatnonzero(np.diff(segments, prepend=0, append=0))[None]),
+            "positions": lambda: self._unbatched(np.broadcast_to(rows, case.query.shape[:2])),
+            "cache_positions": lambda: rows,
+        }
+        return self._tensor(made[role](), "int64") if role in made else None
 
     def _in_layout(self, x: Array, heads: int) -> Array:
         """[b, n, width] in the layout of the candidate."""
@@ -198,17 +236,28 @@ class Adapter:
         return self._unbatched(x)
 
     def _unbatched(self, x: Array) -> Array:
-        return x if self.convention.batched else x[0]
+        return x if self.convention.batched else np.asarray(x[0])
 
     def _mask(self, mask: Array, role: str) -> Any:
         """A mask [b, q, k], true = may attend, in the shape and polarity of the candidate."""
-        shape = "b,k" if role == "padding" else self.convention.mask_shape
-        per_item = {"b,k": mask[:, 0], "b,q,k": mask, "b,1,q,k": mask[:, None], "b,h,q,k": np.repeat(mask[:, None], self.heads, axis=1)}
-        mask = mask[0] if shape == "q,k" else self._unbatched(per_item[shape])
+        mask = self._in_mask_shape(mask, role)
         if self.polarities[role] == "add":
             return self._tensor(np.where(mask, 0.0, -np.inf), self.dtype)
         dtype = {"bool": "bool", "int": "int64", "float": self.dtype}[self.convention.mask_dtype]
         return self._tensor(mask if self.polarities[role] == "attend" else ~mask, dtype)
+
+    def _in_mask_shape(self, mask: Array, role: str) -> Array:
+        """[b, q, k] in the shape that the parameter takes."""
+        shape = "b,k" if role == "padding" else self.convention.mask_shape
+        if shape == "q,k":
+            return np.asarray(mask[0])
+        per_item: dict[str, Array] = {
+            "b,k": mask[:, 0],
+            "b,q,k": mask,
+            "b,1,q,k": mask[:, None],
+            "b,h,q,k": np.repeat(mask[:, None], self.heads, axis=1),
+        }
+        return self._unbatched(per_item[shape])
 
     def _tensor(self, x: Array, dtype: str) -> Any:
         if self.framework == "torch":
@@ -232,9 +281,10 @@ class Adapter:
 def make_adapter(candidate: Any, convention: Convention, framework: str, heads: int | None) -> Adapter:
     """The adapter of an instance or function. ValueError: its parameters or masks are ambiguous."""
     torch = sys.modules.get("torch")
-    polarity: Polarity | None = None  # of torch's own masks
+    polarity: Polarity | None = None  # of torch's own masks, which may also be numbers
+    known: dict[str, str] = {}
     if torch is not None and candidate is torch.nn.functional.scaled_dot_product_attention:
-        known = {"query": "query", "key": "key", "value": "value", "attn_mask": "mask"}
+        known = {"query": "query", "key": "key", "value": "value", "attn_mask": "mask", "is_causal": "causal", "scale": "scale"}
         convention, polarity = replace(convention, arguments=known | dict(convention.arguments)), "attend"
     elif torch is not None and isinstance(candidate, torch.nn.MultiheadAttention):
         polarity = "block"
@@ -244,6 +294,7 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
     polarities: dict[str, Polarity] = {
         r: mask_polarity(convention, roles[r], padding=r == "padding") for r in ("mask", "padding") if r in roles
     }
+    others = SDPA_OTHERS if "attn_mask" in known else other_parameters(signature, roles)
     first = next(iter(candidate.parameters()), None) if is_module(candidate) else None
     dtype = convention.dtype or ("float64" if framework == "numpy" else "float32")
     return Adapter(
@@ -257,6 +308,10 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
         device=convention.device if first is None else first.device,
         batch_first=(getattr(candidate, "batch_first", True) if convention.batch_first is None else convention.batch_first) is not False,
         heads=heads or 1,
+        is_torch=polarity is not None,
+        may_add_numbers=roles.get("mask") == "attn_mask" and not signature.parameters.keys().isdisjoint(SDPA),
+        adds_numbers=polarity is not None or polarities.get("mask") == "add",
+        others=others,
     )
 
 

@@ -2,30 +2,46 @@
 
 Torch is used only where the caller has imported it. A module runs in evaluation mode without gradients and is left as it was. In a module
 that is constructed here, a parameter whose numbers are all equal gets random ones added: zeros would hide a forgotten bias, ones a
-forgotten norm.
+forgotten norm. So does a copy of another parameter, which would hide that one is used for the other.
 """
 
 import inspect
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from attend.check.adapter import Adapter, CallFailed, is_module, make_adapter
-from attend.check.cases import BATCH, POSITIONAL_QUERIES, QUERIES, CaseKind, CheckCase, draw_check_cases
+from attend.check.cases import (
+    POSITIONAL_QUERIES,
+    CaseKind,
+    CheckCase,
+    Draw,
+    Group,
+    Lengths,
+    draw_long_cases,
+    draw_partial_cases,
+    draw_short_cases,
+    lengths_for,
+)
 from attend.check.convention import CALL, HEADS, Convention, constructor_arguments
+from attend.check.parameters import draw_parameter_cases
 from attend.check.weights import complete_weights, is_matrix, multi_head, plain_spec, read_weights
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
+
+GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +53,72 @@ class Candidate:
     weights: Mapping[str, Array]  # canonical names
     module: Any  # the torch module, or None
 
-    def draw_cases(self, seed: int, *, partial: bool = False, larger: bool = False) -> Iterator[CheckCase]:
-        """The cases for this candidate, as `draw_check_cases` draws them; the adapter cannot call it on those with a `skip_reason`."""
+    def draw_cases(self, seed: int, groups: Collection[Group] = GROUPS, lengths: Lengths | None = None) -> Iterator[CheckCase]:
+        """The cases of these groups; the adapter cannot call the candidate on those with a `skip_reason`."""
+        adapter, roles = self.adapter, self.adapter.roles
+        draw = self._draw(seed, lengths)
+        decodes = not roles.keys().isdisjoint({"cache", "first_position"})
+        drawn = [draw_short_cases(draw, decodes=decodes)] if "short" in groups else []
+        if "parameters" in groups:
+            adds = adapter.adds_numbers or adapter.may_add_numbers
+            kinds = [kind for kind in get_args(CaseKind) if kind != "segments" and (kind != "numbers" or adds)]
+            mask_of = {kind: role for kind in kinds if (role := adapter.mask_role(kind)) is not None and role != "causal"}
+            more = draw_parameter_cases(draw, roles, mask_of, is_torch=adapter.is_torch, adds_numbers=adapter.adds_numbers)
+            drawn.append(more)
+        if "long" in groups:
+            drawn.append(draw_long_cases(draw, decodes=decodes))
+        yield from map(self._as_passed, chain(*drawn))
+
+    def draw_partial_cases(self, seed: int) -> Iterator[CheckCase]:
+        """Cases on which most mistakes change nothing."""
+        yield from map(self._as_passed, draw_partial_cases(self._draw(seed, None)))
+
+    def _draw(self, seed: int, lengths: Lengths | None) -> Draw:
+        """What draws the cases of this candidate."""
         roles, convention = self.adapter.roles.keys(), self.adapter.convention
         per_item = convention.mask_shape.startswith("b")
         masks: dict[CaseKind, bool] = {
             "mask": per_item,
+            "numbers": per_item,
             "padding": per_item or bool(roles & {"padding", "lengths"}),
             "segments": per_item or "segments" in roles,
         }
-        drawn = draw_check_cases(
-            self.spec,
-            self.weights,
-            seed,
+        return Draw(
+            spec=self.spec,
+            weights=self.weights,
+            rng=np.random.default_rng(seed),
+            lengths=lengths or lengths_for(self.spec, batched=convention.batched),
             dtype=self.adapter.dtype,
-            batched=convention.batched,
             causal=convention.causal,
             at_end=convention.query_offset == "end",
-            decodes=bool(roles & {"cache", "first_position"}),
             inputs=[name for name in ("query", "key", "value") if name in roles],
             masks_per_item=[kind for kind, differs in masks.items() if differs],
-            partial=partial,
-            larger=larger,
         )
-        for case in drawn:
-            one = np.ones(case.query.shape[:2], int) if case.segments is None else case.segments
-            yield replace(case, segments=one if roles & {"segments", "boundaries"} else None)
+
+    def _as_passed(self, case: CheckCase) -> CheckCase:
+        """The case with what each call has to pass: segments, and fields of the layer that are no defaults."""
+        roles, spec = self.adapter.roles.keys(), self.spec
+        one = np.ones(case.query.shape[:2], int) if case.segments is None else case.segments
+        layer = {"scale": spec.scale, "softcap": spec.softcap or 0.0, "window": _sides(spec)}
+        is_usual = {
+            "scale": math.isclose(spec.scale, spec.head_dim**-0.5),
+            "softcap": not spec.softcap,
+            "window": not spec.window,
+        }
+        needed = {role for role in layer if role in self.adapter.required or not is_usual[role]}
+        passed = {role: value for role, value in layer.items() if role in roles & needed} | dict(case.passed)
+        return replace(case, passed=passed, segments=one if roles & {"segments", "boundaries"} else None)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients during the `with` block; no effect unless the candidate is a module."""
         return nullcontext() if self.module is None else _evaluating(self.module)
+
+
+def _sides(spec: LayerSpec) -> tuple[int, int]:
+    """The window as FlashAttention takes it: keys before and after the query's own, -1 for all."""
+    sides = (spec.window.left, spec.window.right) if spec.window else (None, None)
+    left, right = (-1 if side is None else side for side in sides)
+    return left, right
 
 
 class NoSuchCandidate(ValueError):
@@ -174,11 +226,19 @@ def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         module = cls(**arguments)
-        for parameter in module.parameters():
-            if not hasattr(parameter, "materialize") and bool((parameter == parameter.flatten()[:1]).all()):
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        _tell_parameters_apart([parameter for parameter in module.parameters() if not hasattr(parameter, "materialize")])
         dtype = None if convention.dtype is None else getattr(torch, convention.dtype)
         return module.to(device=convention.device, dtype=dtype), heads
+
+
+def _tell_parameters_apart(parameters: Sequence[Any]) -> None:
+    """Adds random numbers to parameters whose numbers are all equal, which hide mistakes, and to copies of earlier parameters, which hide
+    that one is used for the other."""
+    randn_like = sys.modules["torch"].randn_like
+    for i, parameter in enumerate(parameters):
+        is_copy = any(x.shape == parameter.shape and bool((x == parameter).all()) for x in parameters[:i])
+        if is_copy or bool((parameter == parameter.flatten()[:1]).all()):
+            parameter.add_(randn_like(parameter), alpha=0.3)
 
 
 def _prepare_function(
@@ -222,8 +282,8 @@ def _heads_attribute(candidate: Any) -> int | None:
 
 def _shape_case(convention: Convention) -> CheckCase:
     """A case of ones: the first call of a lazy module makes its weights."""
-    x = np.ones((BATCH if convention.batched else 1, QUERIES, convention.d_model))
-    everything = np.ones((*x.shape[:2], QUERIES), bool)
+    x = np.ones((2 if convention.batched else 1, 5, convention.d_model))
+    everything = np.ones((*x.shape[:2], 5), bool)
     return CheckCase("shapes", "plain", x, x, x, everything, everything)
 
 

@@ -2,11 +2,11 @@
 
 Each case is made so that one kind of mistake shows. Inputs are scaled until the largest score is near 3, so that the softmax is neither
 flat nor one-hot whatever the weights are; a norm of queries and keys makes scores independent of that. Batch, heads, queries, keys and
-widths all differ.
+widths all differ. The last cases are longer than the tiles of a kernel: their numbers of keys are no multiples of a tile.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,9 +15,21 @@ from attend.attention.reference.forward import Outputs, attend
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, Array
 
-BATCH, QUERIES, KEYS = 2, 5, 7
 POSITIONAL_QUERIES = 31  # where results depend on positions, so that windows and scaled frequencies show
-CaseKind = Literal["plain", "mask", "causal", "padding", "segments"]
+LONG = (65, 130, 257)  # keys of the long cases: one or two more than tiles of 64 and 128 hold
+CROSS = 113  # keys of a long cross-attention: tiles of 16, 32 and 64 leave 1, 17 and 49 of them
+CaseKind = Literal["plain", "mask", "causal", "padding", "segments", "numbers"]
+Group = Literal["short", "parameters", "long"]
+ALL = np.ones((), bool)  # the mask of a case without one
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """The batch, the queries, and the keys of cross-attention of the short cases."""
+
+    batch: int = 2
+    queries: int = 5
+    keys: int = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +49,21 @@ class CheckCase:
     chunks: tuple[int, ...] = ()  # rows of each call, if the sequence is decoded with a cache
     first_row: int = 0  # of a chunk
     rolled_back: "CheckCase | None" = None  # rows that are decoded after the first chunk, and then taken back
+    group: Group = "short"
+    passed: Mapping[str, Any] = field(default_factory=dict)  # further arguments: role of the parameter -> value
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the layer, as these arguments change it
+    beside: Array | None = None  # [b, q, k], true = not padded, if padded keys are passed beside the mask
+    numbers: Array | None = None  # [b, q, k], which a mask of numbers adds to the scores
+    undefined: bool = False  # whether libraries disagree about what such a call returns, so that no numbers are wrong
 
     @property
     def is_cross(self) -> bool:
         return len(self.key[0]) != len(self.query[0])
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether an exception is no disagreement: a candidate may refuse an argument, or be made for shorter sequences."""
+        return self.group != "short"
 
     @property
     def parts(self) -> "Iterator[CheckCase]":
@@ -63,100 +86,155 @@ class CheckCase:
         """The keys that the candidate's own causality leaves visible, whatever mask is passed: [b, q, k]."""
         return np.tril(np.ones_like(self.mask), self.query_offset) if self.causal else np.ones_like(self.mask)
 
-    def with_mask(self, mask: Array) -> "CheckCase":
-        """The case as a candidate computes it that takes `mask` for the one that is passed."""
-        return replace(self, visible=mask & self.own)
+    @property
+    def not_padded(self) -> Array:
+        """The keys that are not padded, as a second mask says: [b, q, k]."""
+        return np.ones_like(self.mask) if self.beside is None else self.beside
+
+    def seeing(self, *, mask: Array | None = None, own: Array | None = None) -> "CheckCase":
+        """The case as a candidate computes it that takes `mask` for the one that is passed, or is causal as `own` says."""
+        return replace(self, visible=(self.mask if mask is None else mask) & (self.own if own is None else own) & self.not_padded)
+
+    def layer(self, spec: LayerSpec) -> LayerSpec:
+        """The layer as the arguments of this call make it."""
+        return spec.model_copy(update=self.fields) if self.fields else spec
 
     def reference(self, spec: LayerSpec, weights: Mapping[str, Array]) -> Outputs:
-        return attend(spec, weights, query=self.query, key=self.key, value=self.value, attend_mask=self.visible)
+        inputs = {"query": self.query, "key": self.key, "value": self.value}
+        return attend(self.layer(spec), weights, **inputs, attend_mask=self.visible, bias=self.numbers)
 
 
-def draw_check_cases(
-    spec: LayerSpec,
-    weights: Mapping[str, Array],
-    seed: int,
-    *,
-    dtype: str = "float64",
-    batched: bool = True,
-    causal: bool = False,
-    at_end: bool = False,
-    decodes: bool = False,
-    inputs: Collection[str] = ("query", "key", "value"),
-    masks_per_item: Collection[CaseKind] = ("mask", "padding", "segments"),
-    partial: bool = False,
-    larger: bool = False,
-) -> Iterator[CheckCase]:
-    """The cases in order of difficulty, for a candidate of this dtype that is always `causal`, or takes only some of the inputs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """Draws cases for a candidate of this dtype that is always `causal`, or takes only some of the inputs.
 
-    `decodes`: it has a cache. `at_end`: the last query of a causal candidate is at the last key, and not the first at the first.
-    `partial`: other cases, on which most mistakes change nothing, and which so tell what a wrong candidate does right. `larger`: one item
-    and one query more, which tells a size from a constant.
-
-    Inputs are values of the dtype, stored as float64. `masks_per_item`: the kinds of cases whose masks may differ among items.
+    `at_end`: the last query of a causal candidate is at the last key, and not the first at the first. Inputs are values of the dtype,
+    stored as float64. `masks_per_item`: the kinds of cases whose masks may differ among items.
     """
-    rng = np.random.default_rng(seed)
-    batch = BATCH + larger if batched else 1
-    queries = (POSITIONAL_QUERIES if spec.positional else QUERIES) + larger
-    queries = next((extent.stop for extent in spec.extents if not extent.negative), queries)
-    same_widths = spec.query_dim == spec.key_dim == spec.value_dim
 
-    def draw(name: str, kind: CaseKind, keys: int, mask: Array, largest: float = 3.0, queries: int = queries) -> CheckCase:
+    spec: LayerSpec
+    weights: Mapping[str, Array]
+    rng: np.random.Generator
+    lengths: Lengths = Lengths()
+    dtype: str = "float64"
+    causal: bool = False
+    at_end: bool = False
+    inputs: Collection[str] = ("query", "key", "value")
+    masks_per_item: Collection[CaseKind] = ("mask", "padding", "segments", "numbers")
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.batch
+
+    @property
+    def queries(self) -> int:
+        return self.lengths.queries
+
+    def items(self, kind: CaseKind) -> int:
+        """The number of items that have a mask of their own."""
+        return self.batch if kind in self.masks_per_item else 1
+
+    def case(
+        self, name: str, kind: CaseKind, keys: int, mask: Array = ALL, largest: float = 3.0, queries: int = 0, batch: int = 0, **more: Any
+    ) -> CheckCase:
+        """A case with this mask, broadcast to [b, q, k], whose largest score is near `largest`. `more`: other fields of the case."""
+        spec, rng, queries, batch = self.spec, self.rng, queries or self.queries, batch or self.batch
+        same_widths = spec.query_dim == spec.key_dim == spec.value_dim
         query = rng.standard_normal((batch, queries, spec.query_dim))
         # Inputs that are passed apart have numbers of their own, so that one taken for another shows.
-        key = query if keys == queries and same_widths and "key" not in inputs else rng.standard_normal((batch, keys, spec.key_dim))
-        value = key if "value" not in inputs else rng.standard_normal((batch, keys, spec.value_dim))
+        is_query = keys == queries and same_widths and "key" not in self.inputs
+        key = query if is_query else rng.standard_normal((batch, keys, spec.key_dim))
+        value = key if "value" not in self.inputs else rng.standard_normal((batch, keys, spec.value_dim))
         mask = np.broadcast_to(mask, (batch, queries, keys))
-        case = CheckCase(name, kind, query, key, value, mask, mask, causal=causal, query_offset=keys - queries if at_end else 0)
-        return _scaled(case.with_mask(mask), spec, weights, dtype, largest)
+        more = {"causal": self.causal, "query_offset": keys - queries if self.at_end else 0} | more
+        case = CheckCase(name, kind, query, key, value, mask, mask, **more)
+        return _scaled(case.seeing(), spec, self.weights, self.dtype, largest)
 
-    def draw_mask(keys: int) -> Array:
-        mask = rng.random((batch if "mask" in masks_per_item else 1, queries, keys)) < 0.5
-        mask[:, np.arange(queries), np.arange(queries)] = True  # each row has a key, for a causal candidate too
-        mask[:, :, queries : queries + 1] = False  # a key that no query attends to
+    def mask(self, keys: int) -> Array:
+        """A random mask with a key for each row, for a causal candidate too, and a key that no query attends to if there are enough."""
+        mask = self.rng.random((self.items("mask"), self.queries, keys)) < 0.5
+        mask[:, np.arange(self.queries), np.arange(self.queries)] = True
+        mask[:, :, self.queries : self.queries + 1] = False
         return mask
 
-    everything = np.ones((), bool)
-    if partial:
-        if all(extent.negative for extent in spec.extents):  # else the number of rows is fixed
-            yield draw("one row", "plain", 1, everything, queries=1)
-            yield draw("three rows", "plain", 3, everything, queries=3)
-            if spec.rope and "key" not in inputs:  # the row that is not 0 is at no distance from itself: no angle matters
-                case = draw("a row of zeros", "plain", 2, everything, queries=2)
-                rows = case.query * np.arange(2)[:, None]
-                yield replace(case, query=rows, key=rows, value=rows)
-        yield draw("small scores", "plain", queries, everything, largest=0.3)
-        if {"key", "value"} <= set(inputs):
-            case = draw("equal keys", "plain", queries, everything)
-            yield replace(case, key=np.repeat(case.key[:, :1], queries, axis=1))
-        elif "key" not in inputs and not spec.positional:
-            case = draw("equal rows", "plain", queries, everything)
-            rows = np.repeat(case.query[:, :1], queries, axis=1)
-            yield replace(case, query=rows, key=rows, value=rows)
-        return
-    lengths = queries - 2 + np.arange(batch if "padding" in masks_per_item else 1) % 2
-    yield draw("no mask", "plain", queries, everything)
+    def padding(self) -> Array:
+        """The keys that are not padded, of items of two lengths: [b, 1, k]."""
+        lengths = self.queries - 2 + np.arange(self.items("padding")) % 2
+        return np.asarray(np.arange(self.queries) < lengths[:, None, None])
+
+
+def lengths_for(spec: LayerSpec, *, batched: bool = True, larger: bool = False, like: Lengths | None = None) -> Lengths:
+    """The lengths of short cases: the usual ones, or those `like` others. `larger`: one item and one query more, which tells a size from a
+    constant. The layer may have a fixed number of rows."""
+    lengths = like or Lengths()
+    queries = (POSITIONAL_QUERIES + (0 if like is None else 6) if spec.positional else lengths.queries) + larger
+    queries = next((extent.stop for extent in spec.extents if not extent.negative), queries)
+    return Lengths(lengths.batch + larger if batched else 1, queries, lengths.keys)
+
+
+def draw_short_cases(draw: Draw, *, decodes: bool = False) -> Iterator[CheckCase]:
+    """The cases in order of difficulty. `decodes`: the candidate has a cache."""
+    spec, queries, keys = draw.spec, draw.queries, draw.lengths.keys
+    yield draw.case("no mask", "plain", queries)
     if decodes:
-        whole = draw("decoding row by row", "plain", queries, everything)
+        whole = draw.case("decoding row by row", "plain", queries)
         yield replace(whole, chunks=(1,) * queries)
         yield replace(whole, name="decoding in chunks", chunks=(2, 1, queries - 3))
-        taken_back = replace(draw("rows that are rolled back", "plain", 2, everything, queries=2), first_row=1)
+        taken_back = replace(draw.case("rows that are rolled back", "plain", 2, queries=2), first_row=1)
         # Chunks of several rows after 1 and after 3 show a length of the cache that is always the same.
         yield replace(whole, name="decoding with roll-back", chunks=(1, 2, queries - 3), rolled_back=taken_back)
-    yield draw("mask", "mask", queries, draw_mask(queries))
-    yield draw("causal mask", "causal", queries, np.tri(queries, dtype=bool))
+    yield draw.case("mask", "mask", queries, draw.mask(queries))
+    yield draw.case("causal mask", "causal", queries, np.tri(queries, dtype=bool))
     if not spec.positional:  # the positions of queries are open if q != k
-        yield draw("cross-attention", "plain", KEYS, everything)
-        yield draw("cross-attention with a mask", "mask", KEYS, draw_mask(KEYS))
-    padded = draw("padded keys", "padding", queries, np.arange(queries) < lengths[:, None, None])
-    if not padded.reference(spec, weights).fully_masked_rows:  # as in a narrow window
+        yield draw.case("cross-attention", "plain", keys)
+        yield draw.case("cross-attention with a mask", "mask", keys, draw.mask(keys))
+    padded = draw.case("padded keys", "padding", queries, draw.padding())
+    if not padded.reference(spec, draw.weights).fully_masked_rows:  # as in a narrow window
         yield padded
     if not (spec.normalises_heads or spec.softcap):  # these bound the scores
-        yield draw("large logits", "plain", queries, everything, largest=1500.0)
+        yield draw.case("large logits", "plain", queries, largest=1500.0)
     if spec.normalizer != "sigmoid":  # sigmoid weights depend on the length of a segment, but not on a mask
         segments = np.stack([1 + np.arange(queries) * parts // queries for parts in (3, 2)])
-        segments = segments[np.arange(batch) % 2 if "segments" in masks_per_item else np.zeros(batch, int)]
-        packed = draw("packed sequences", "segments", queries, segments[:, :, None] == segments[:, None, :])
+        segments = segments[np.arange(draw.batch) % 2 if "segments" in draw.masks_per_item else np.zeros(draw.batch, int)]
+        packed = draw.case("packed sequences", "segments", queries, segments[:, :, None] == segments[:, None, :])
         yield replace(packed, segments=segments)
+
+
+def draw_partial_cases(draw: Draw) -> Iterator[CheckCase]:
+    """Cases on which most mistakes change nothing, and which so tell what a wrong candidate does right."""
+    spec, queries = draw.spec, draw.queries
+    if all(extent.negative for extent in spec.extents):  # else the number of rows is fixed
+        yield draw.case("one row", "plain", 1, queries=1)
+        yield draw.case("three rows", "plain", 3, queries=3)
+        if spec.rope and "key" not in draw.inputs:  # the row that is not 0 is at no distance from itself: no angle matters
+            case = draw.case("a row of zeros", "plain", 2, queries=2)
+            rows = case.query * np.arange(2)[:, None]
+            yield replace(case, query=rows, key=rows, value=rows)
+    yield draw.case("small scores", "plain", queries, largest=0.3)
+    if {"key", "value"} <= set(draw.inputs):
+        case = draw.case("equal keys", "plain", queries)
+        yield replace(case, key=np.repeat(case.key[:, :1], queries, axis=1))
+    elif "key" not in draw.inputs and not spec.positional:
+        case = draw.case("equal rows", "plain", queries)
+        rows = np.repeat(case.query[:, :1], queries, axis=1)
+        yield replace(case, query=rows, key=rows, value=rows)
+
+
+def draw_long_cases(draw: Draw, *, decodes: bool = False) -> Iterator[CheckCase]:
+    """Cases of one item that have more keys than a tile. None for a layer whose number of rows is fixed."""
+    if any(not extent.negative for extent in draw.spec.extents):
+        return
+    for keys in LONG:
+        yield draw.case(f"{keys} keys", "plain", keys, queries=keys, batch=1, group="long")
+    if not draw.spec.positional:
+        yield draw.case(f"{CROSS} keys, cross-attention", "plain", CROSS, batch=1, group="long")
+    if not draw.causal:
+        yield draw.case(f"{LONG[1]} keys, causal", "causal", LONG[1], np.tri(LONG[1], dtype=bool), queries=LONG[1], batch=1, group="long")
+    padded = np.arange(LONG[2]) < LONG[2] - 60  # the last tiles have no key, or few
+    yield draw.case(f"{LONG[2]} keys, padded", "padding", LONG[2], padded, queries=LONG[2], batch=1, group="long")
+    if decodes:
+        whole = draw.case(f"decoding {LONG[1]} rows", "plain", LONG[1], queries=LONG[1], batch=1, group="long")
+        yield replace(whole, chunks=(*[1] * 33, 32, 1, LONG[1] - 66))
 
 
 def _scaled(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array], dtype: str, largest: float) -> CheckCase:

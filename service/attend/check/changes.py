@@ -188,7 +188,7 @@ def change_mask(changed: Callable[[Array], Array]) -> Change:
     """Replaces the mask that is passed: [b, q, k]. Impossible in a case without one."""
 
     def change(c: Computation) -> Computation:
-        return _with_case(c, c.case.with_mask(changed(c.case.mask))) if not c.case.mask.all() else _impossible()
+        return _with_case(c, c.case.seeing(mask=changed(c.case.mask))) if not c.case.mask.all() else _impossible()
 
     return change
 
@@ -197,7 +197,7 @@ def change_causality(changed: Callable[[Array], Array]) -> Change:
     """Replaces the candidate's own causal mask: [b, q, k]. Impossible for a candidate without one."""
 
     def change(c: Computation) -> Computation:
-        return _with_case(c, replace(c.case, visible=c.case.mask & changed(c.case.own))) if c.case.causal else _impossible()
+        return _with_case(c, c.case.seeing(own=changed(c.case.own))) if c.case.causal else _impossible()
 
     return change
 

@@ -1,9 +1,10 @@
 """Compares a candidate with the reference: the largest error of every case, and the first disagreement with its explanation."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from html import escape
 from textwrap import fill
 from typing import Any
@@ -12,12 +13,13 @@ import numpy as np
 
 from attend.check.adapter import NO_PARAMETER, NO_POSITIONS, CallFailed
 from attend.check.candidate import Candidate, load_candidate, prepare
-from attend.check.cases import CheckCase
+from attend.check.cases import CheckCase, Group, lengths_for
 from attend.check.computation import RELATIVE, Computation
 from attend.check.convention import make_convention
-from attend.check.explanation import Explanation, Observation, explain
+from attend.check.explanation import Explanation, Observation, OtherSizes, explain
 from attend.check.low_precision import HALF
 from attend.check.rounded_steps import rounded_steps
+from attend.check.sizes import in_other_sizes, other_lengths
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -60,6 +62,11 @@ UNEXPLAINED = "no known mistake gives these numbers, nor do any two together"
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
 AXES = {"output": ("item", "query", "number"), "attention_weights": ("item", "head", "query", "key")}
 FURTHER_SEEDS = 3  # draws of further cases
+RAISED = "it raised"  # the beginning of the reason why a case that it may refuse is left out
+UNDEFINED = {  # what is undefined -> why wrong numbers of an undefined case are not wrong
+    "numbers": "since its numbers are not those of a mask that is added to the scores, which this one need not be",
+    "flag": "since its numbers are not those of both together, which some libraries exclude",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +103,15 @@ class Comparison:
     """The results of `compare`; its string is the report, which a notebook shows too.
 
     `disagreements`: the first, and later ones that show other mistakes. `rounding`: which steps a half-precision candidate that agrees
-    rounds, if its numbers show it.
+    rounds, if its numbers show it. `parameters`: those of the candidate that no call passed a value that changes the result. `keys`: the
+    number of keys of the longest call.
     """
 
     results: tuple[CaseResult, ...]
     disagreements: tuple[Disagreement, ...]
     rounding: str = ""
+    parameters: tuple[str, ...] = ()
+    keys: int = 0
 
     @property
     def first(self) -> Disagreement | None:
@@ -136,8 +146,13 @@ class Comparison:
         return f"disagrees with the reference in {agree.count(False)} of {len(agree)} cases"
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all cases and parameters were tried that can be, and some say something."""
+        return not self.untried and not self.parameters and any(result.agrees is not None for result in self.results)
+
+    @property
     def conclusion(self) -> str:
-        """The disagreements; or in how many cases it agrees, which were not tried, and which say nothing.
+        """The disagreements; or in how many cases it agrees, with up to how many keys, what was not tried, and what says nothing.
 
         After it, on a line of its own, which steps a half-precision candidate rounds.
         """
@@ -145,30 +160,45 @@ class Comparison:
             shown = [str(x) for x in self.disagreements]
             return "\n".join(x.replace("disagreement: ", f"{'also' if i else 'first'} disagreement: ", 1) for i, x in enumerate(shown))
         about_vague = f"nothing is shown by {', '.join(self.vague)}, whose numbers rounding alone may change as much" if self.vague else ""
-        about_untried = f"{len(self.untried)} {'was' if len(self.untried) == 1 else 'were'} {self.omissions}" if self.untried else ""
-        agreement = "; ".join(x for x in (self._agreement, about_untried, about_vague) if x)
+        agreement = "; ".join(x for x in (self._agreement, self.omissions, about_vague) if x)
         return f"{agreement}\nrounding: {self.rounding}" if self.rounding else agreement
 
     @property
     def _agreement(self) -> str:
-        """That it agrees, and in how many cases if not all were tried or some show nothing."""
-        if not (self.untried or self.vague):
-            return "agrees with the reference"
-        if (agreeing := sum(result.agrees is True for result in self.results)) == 0:
+        """That it agrees, in how many cases if not all were tried or some show nothing, and up to which length."""
+        agreeing = sum(result.agrees is True for result in self.results)
+        if agreeing == 0 and (self.untried or self.vague):
             return "neither agrees nor disagrees with the reference"
-        is_one = agreeing == 1
-        cases = "the only case" if is_one else f"all {agreeing} cases"
-        verb = f"{'shows' if is_one else 'show'} anything" if self.vague else f"{'was' if is_one else 'were'} tried"
-        return f"agrees with the reference in {cases} that {verb}"
+        cases = ""
+        if self.untried or self.vague:
+            is_one = agreeing == 1
+            verb = f"{'shows' if is_one else 'show'} anything" if self.vague else f"{'was' if is_one else 'were'} tried"
+            cases = f" in {'the only case' if is_one else f'all {agreeing} cases'} that {verb}"
+        return f"agrees with the reference{cases}{f', with up to {self.keys} keys' if self.keys else ''}"
 
     @property
     def omissions(self) -> str:
-        """Which cases were not tried that would show more, and why; empty if there are none."""
-        unknown = [result.case for result in self.results if result.untried and (result.skipped or "").startswith(NO_PARAMETER)]
-        reasons = [f"{', '.join(unknown)}, since no parameter is known for them"] if unknown else []
-        if positions := [name for name in self.untried if name not in unknown]:
-            reasons.append(f"{', '.join(positions)}, since query_offset is not given")
-        return f"not tried: {'; '.join(reasons)}" if reasons else ""
+        """Which cases were not tried that would show more, and why, and which parameters; empty if there are none."""
+        untried = [result for result in self.results if result.untried]
+        reasons: dict[str, list[str]] = {}
+        for result in untried:
+            reasons.setdefault(_short_reason(result.skipped or ""), []).append(result.case)
+        words = [f"{', '.join(cases)}, {reason}" for reason, cases in reasons.items()]
+        if self.parameters:
+            is_one = len(self.parameters) == 1
+            words.append(f"the parameter{'' if is_one else 's'} {', '.join(self.parameters)}")
+        return f"not tried: {'; '.join(words)}" if words else ""
+
+
+def _short_reason(reason: str) -> str:
+    """Why cases were not tried, as one clause for all of them."""
+    if reason.startswith(NO_PARAMETER):
+        return "since no parameter is known for them"
+    if reason == NO_POSITIONS:
+        return "since query_offset is not given"
+    if reason in UNDEFINED.values():
+        return reason
+    return f"since {reason.partition('; called with')[0]}"
 
 
 def _wrapped(text: str) -> str:
@@ -185,28 +215,77 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **o
     the option that decides; or the weights are not those of the spec. TypeError: no such option.
     """
     convention = make_convention(options)
-    prepared = prepare(load_candidate(candidate) if isinstance(candidate, str) else candidate, spec, convention, seed)
-    results: list[CaseResult] = []
-    comparable: list[_ComparedCase] = []  # cases that the candidate answered with numbers
-    failures: list[Disagreement] = []  # exceptions and wrong shapes
+    loaded = load_candidate(candidate) if isinstance(candidate, str) else candidate
+    prepared = prepare(loaded, spec, convention, seed)
+    called = _Calls()
     with prepared.evaluating():
         for case in prepared.draw_cases(seed):
-            if reason := prepared.adapter.skip_reason(case):
-                results.append(CaseResult(case.name, skipped=reason, untried=reason.startswith(NO_PARAMETER) or reason == NO_POSITIONS))
-                continue
-            try:
-                compared = _call(prepared, case)
-            except CallFailed as failure:
-                results.append(CaseResult(case.name, np.inf, raised=str(failure)))
-                failures.append(Disagreement(case.name, "output", "a result", str(failure), hint=_hint_of_exception(str(failure), case)))
-                continue
-            results.append(compared.result)
-            comparable.append(compared)
-        parts = _observe(prepared, prepared.draw_cases(seed, partial=True))
-        if (changing := _changing(prepared, comparable)) is not None:
-            return Comparison(tuple(results), (changing, *failures[:1]))
-        disagreements = (*_explained(comparable, _observe_further(prepared, seed), parts), *failures[:1])
-    return Comparison(tuple(results), disagreements, "" if disagreements else _rounding(comparable))
+            _compare_case(prepared, case, called)
+        comparison = Comparison(tuple(called.results), (), parameters=_parameters_not_tried(prepared, called), keys=called.keys)
+        if (changing := _changing(prepared, called.compared)) is not None:
+            return replace(comparison, disagreements=(changing, *called.failures[:1]))
+        evidence = _evidence(called.compared)
+        groups = tuple({x.right.case.group: None for x in evidence})
+        further = _observe_further(prepared, seed, groups)
+        elsewhere = cache(
+            partial(_in_other_sizes, prepared, partial(in_other_sizes, loaded, spec, convention, prepared, seed), seed, groups)
+        )
+        explained = _explained(evidence, further, _observe(prepared, prepared.draw_partial_cases(seed)), elsewhere)
+    disagreements = (*explained, *called.failures[:1])
+    return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
+
+
+@dataclass(slots=True)
+class _Calls:
+    """What the calls of a candidate gave."""
+
+    results: list[CaseResult] = field(default_factory=list)
+    compared: list["_ComparedCase"] = field(default_factory=list)  # cases that the candidate answered with numbers
+    failures: list[Disagreement] = field(default_factory=list)  # exceptions and wrong shapes
+    tried: set[str] = field(default_factory=set)  # parameters that got another value than their default
+    refused: dict[str, str] = field(default_factory=dict)  # parameter -> what the candidate raised for its value
+    keys: int = 0  # of the longest case
+
+
+def _compare_case(prepared: Candidate, case: CheckCase, called: _Calls) -> None:
+    """Calls the candidate on a case, and adds what came of it."""
+    if reason := prepared.adapter.skip_reason(case):
+        untried = case.group == "short" and (reason.startswith(NO_PARAMETER) or reason == NO_POSITIONS)
+        called.results.append(CaseResult(case.name, skipped=reason, untried=untried))
+        return
+    changed = prepared.adapter.changed_by(case)
+    try:
+        compared = _call(prepared, case)
+    except CallFailed as failure:
+        if not case.may_raise and prepared.adapter.mask_role(case.kind) != "causal":  # a flag may be refused, too
+            called.results.append(CaseResult(case.name, np.inf, raised=str(failure)))
+            called.failures.append(Disagreement(case.name, "output", "a result", str(failure), hint=_hint_of_exception(str(failure), case)))
+            return
+        called.refused |= {name: str(failure) for name in changed}
+        called.results.append(CaseResult(case.name, skipped=f"{RAISED} {failure}", untried=case.group == "long"))
+        return
+    if case.undefined and compared.wrong is not None:
+        reason = UNDEFINED["numbers" if case.kind == "numbers" else "flag"]
+        called.results.append(CaseResult(case.name, skipped=reason, untried=not prepared.adapter.is_torch))
+        return
+    called.tried |= changed
+    called.keys = max(called.keys, case.key.shape[1])
+    called.results.append(compared.result)
+    called.compared.append(compared)
+
+
+def _parameters_not_tried(prepared: Candidate, called: _Calls) -> tuple[str, ...]:
+    """The parameters that no call passed a value that changes the result."""
+    adapter = prepared.adapter
+    left = [*(name for name in adapter.roles.values() if name not in called.tried), *adapter.others]
+    return tuple(name for name in adapter.signature.parameters if name in left) or tuple(left)
+
+
+def _evidence(compared: Sequence["_ComparedCase"]) -> Sequence["_ComparedCase"]:
+    """The cases that a disagreement is explained by: the calls without further arguments, if one of them is wrong. A name for what those
+    calls compute does not depend on what else the candidate ignores."""
+    usual = [x for x in compared if x.right.case.group != "parameters"]
+    return usual if any(x.wrong is not None for x in usual) else compared
 
 
 def _hint_of_exception(message: str, case: CheckCase) -> str | None:
@@ -236,42 +315,57 @@ def _changing(prepared: Candidate, compared: Sequence["_ComparedCase"]) -> Disag
     return None
 
 
-def _explained(compared: Sequence["_ComparedCase"], further: Iterator[Observation], parts: Iterator[Observation]) -> Sequence[Disagreement]:
+def _explained(
+    compared: Sequence["_ComparedCase"], further: Iterator[Observation], parts: Iterator[Observation], elsewhere: Callable[[], OtherSizes]
+) -> Sequence[Disagreement]:
     """The first disagreement with the explanation of all; without one, a wrong shape is a disagreement of its own."""
     wrong = [x for x in compared if x.wrong is not None]
     if not wrong:
         return ()
-    if explanation := explain([x.observation for x in compared], further, parts):
+    if explanation := explain([x.observation for x in compared], further, parts, elsewhere):
         return (wrong[0].disagreement(explanation),)
     shaped, misshaped = ([x for x in wrong if x.has_shapes == has_shapes] for has_shapes in (True, False))
     if shaped and misshaped:
-        explanation = explain([x.observation for x in compared if x.has_shapes], further)
+        explanation = explain([x.observation for x in compared if x.has_shapes], further, elsewhere=elsewhere)
     return [x.disagreement(explanation) for x in (*shaped[:1], *misshaped[:1])]
 
 
-def _observe_further(prepared: Candidate, seed: int) -> Iterator[Observation]:
+def _in_other_sizes(prepared: Candidate, make: Callable[[], Candidate | None], seed: int, groups: Collection[Group]) -> OtherSizes:
+    """What the candidate returns in other sizes; an instance has its own heads and widths alone, and is called with other lengths."""
+    other = make()
+    if other is not None and other.module is not None:
+        other.module.eval()
+    drawn = other or prepared
+    lengths = other_lengths(drawn.spec, batched=drawn.adapter.convention.batched)
+    observed = _observe(drawn, drawn.draw_cases(seed + 7_000_003, groups, lengths))
+    heads, width = prepared.spec.num_heads, prepared.spec.head_dim
+    return OtherSizes(tuple(observed), "" if other is not None else f"{heads} head{'s' if heads > 1 else ''} of {width} numbers")
+
+
+def _observe_further(prepared: Candidate, seed: int, groups: Collection[Group]) -> Iterator[Observation]:
     """More cases that the candidate can be called on, which tell explanations apart that agree in all earlier ones."""
     for other in range(seed + 1, seed + 1 + FURTHER_SEEDS):
-        yield from _observe(prepared, prepared.draw_cases(other * 1_000_003, larger=other % 2 != seed % 2))
+        larger = lengths_for(prepared.spec, batched=prepared.adapter.convention.batched, larger=other % 2 != seed % 2)
+        yield from _observe(prepared, prepared.draw_cases(other * 1_000_003, groups, larger))
 
 
 def _observe(prepared: Candidate, cases: Iterable[CheckCase]) -> Iterator[Observation]:
-    """What the candidate returns for those of the cases that it can be called on and does not raise for."""
+    """What the candidate returns for those of the cases that it can be called on and does not raise for, and whose numbers are defined."""
     for case in cases:
         with suppress(CallFailed):
-            if not prepared.adapter.skip_reason(case):
+            if not case.undefined and not prepared.adapter.skip_reason(case):
                 yield _call(prepared, case).observation
 
 
 def assert_agrees(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, allow_skipped: bool = False, **options: Any) -> None:
     """`compare` for tests: AssertionError with the report if the candidate disagrees.
 
-    A warning names the cases that were not tried, since no parameter is known for them, unless `allow_skipped`.
+    A warning names the cases and parameters that were not tried, unless `allow_skipped`.
     """
     comparison = compare(candidate, spec=spec, seed=seed, **options)
     if not comparison.agrees:
         raise AssertionError(str(comparison))
-    if comparison.untried and not allow_skipped:
+    if (comparison.untried or comparison.parameters) and not allow_skipped:
         warnings.warn(comparison.conclusion, stacklevel=2)
 
 
@@ -342,7 +436,8 @@ def _call(candidate: Candidate, case: CheckCase) -> _ComparedCase:
     """Call the candidate on a case. Raises CallFailed if it raises."""
     result, options = candidate.adapter.call(case), candidate.adapter.convention
     dtype = max((candidate.adapter.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
-    right = Computation(candidate.spec, candidate.weights, case, dtype, options.tolerance, options.average_weights)
+    averaged = options.average_weights or bool(case.passed.get("average"))
+    right = Computation(case.layer(candidate.spec), candidate.weights, case, dtype, options.tolerance, averaged)
     expected, got = right.run(), {"output": result.output, "attention_weights": result.attention_weights}
     outputs = [
         _ComparedOutput(name, x, y, expected.largest_tolerance(name), expected.is_vague_in(name))

@@ -158,13 +158,19 @@ class Computation:
         added = None if self.added is None else np.clip(self.added, -fill, fill)
         return replace(self, added=added, layer=type("Finite", (self.layer,), {"softmax": softmax}))
 
+    @property
+    def _bias(self) -> Array | None:
+        """What is added to the scores: the case's numbers, and those of a mistake."""
+        numbers = self.case.numbers
+        return self.added if numbers is None else numbers if self.added is None else numbers + self.added
+
     @np.errstate(all="ignore")
     def _attend(self, nudge: float = 0.0) -> Outputs:
         """Every output. `nudge` moves numbers before they are rounded."""
         case = self.case
         visible = case.visible & case.exists if case.chunks else case.visible
         mask = None if visible.all() else visible
-        request = Request(query=case.query, key=case.key, value=case.value, attend_mask=mask, bias=self.added)
+        request = Request(query=case.query, key=case.key, value=case.value, attend_mask=mask, bias=self._bias)
         layer = self.layer if self.rounded is None else in_low_precision(self.layer, *self.rounded, nudge)
         if case.chunks and layer is not Layer:
             with suppress(ValueError):

@@ -6,7 +6,7 @@ applied as x @ W? How is a packed matrix split? Nothing is guessed: without the 
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -128,6 +128,9 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "cache_positions": "cache_position cache_positions",
     "first_position": "start_pos start_position past_length past_len cache_len",
     "causal": "causal is_causal use_causal_mask",
+    "scale": "scale softmax_scale sm_scale scaling attn_scale",
+    "softcap": "softcap soft_cap logits_soft_cap attn_logit_softcapping logit_softcapping",
+    "window": "window_size",
     "return_weights": "need_weights return_weights return_attn return_attention return_attn_weights return_attention_weights "
     "return_attention_scores output_attentions",
     "heads": HEADS,
@@ -167,6 +170,11 @@ WEIGHTS = {  # besides q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linea
     "relative_bias": "relative_bias relative_attention_bias",
 }
 WEIGHTS |= {role: role for operator in OPERATORS for name in operator.axes if (role := name.partition(".")[0]) not in WEIGHTS}
+KNOWN_DEFAULTS: dict[str, Callable[[Any], bool]] = {  # with another default, the parameter of this name may mean something else
+    "scale": lambda default: default is None,
+    "softcap": lambda default: default is None or (isinstance(default, int | float) and not default),
+    "window": lambda default: isinstance(default, tuple | list) and len(default) == 2,  # (left, right), as in FlashAttention
+}
 _CALL, _CONSTRUCTOR, _WEIGHTS = _by_name(CALL), _by_name(CONSTRUCTOR), _by_name(WEIGHTS)
 _PROJECTION = re.compile(
     r"(?:(?:w|b|weight|bias|linear|lin|fc|to)_?)?"
@@ -178,7 +186,7 @@ _ANNOTATED = re.compile(r"linears\.([0-3])\.(weight|bias)")  # The Annotated Tra
 BARE = frozenset([*PROJECTIONS, *_ROLES]) - {"query_key_value"}  # these may also be inputs
 UNTYPED = tuple(name for operator in OPERATORS for name in operator.axes if "." not in name)  # weights without a kind
 WEIGHT_ROLES = ("qkv", *PROJECTIONS, *WEIGHTS)
-POSITIONS = 32  # the longest sequence that a class is constructed for
+POSITIONS = 264  # the longest sequence that a class is constructed for
 
 
 def parse_weight_name(path: str) -> str | None:
@@ -211,7 +219,7 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
     for name, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        role = arguments.get(name) or _CALL.get(name.lower())
+        role = arguments.get(name) or _role_of(name.lower(), parameter.default)
         if role is None and name.lower() not in BARE and (weight := parse_weight_name(name)) in weights:
             role = weight
         if role is None and parameter.default is parameter.empty:
@@ -228,6 +236,18 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
         names = ", ".join(signature.parameters)
         raise ValueError(f'ambiguous: which parameter of ({names}) is the query; pass arguments={{…: "query"}}')
     return roles
+
+
+def _role_of(name: str, default: Any) -> str | None:
+    """The role of a parameter with this name and default; None if they do not say."""
+    role = _CALL.get(name)
+    return None if role in KNOWN_DEFAULTS and not KNOWN_DEFAULTS[role](default) else role
+
+
+def other_parameters(signature: inspect.Signature, roles: Mapping[str, str]) -> tuple[str, ...]:
+    """The parameters that have a default and no role: no call passes them."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(name for name, parameter in signature.parameters.items() if parameter.kind not in kinds and name not in roles.values())
 
 
 def mask_polarity(convention: Convention, name: str, padding: bool = False) -> Polarity:

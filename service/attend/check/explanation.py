@@ -1,24 +1,24 @@
 """The search for the known mistakes that explain a candidate's numbers.
 
 Mistakes are named only if the reference, with these mistakes made in it, gives the candidate's numbers in every case, each within its
-tolerance. Single mistakes are tried first, then pairs. If several explain all cases, more cases are drawn, until one is left or they never
-differ.
+tolerance, and also those of the candidate in other sizes. Single mistakes are tried first, then pairs. Of a pair, each alone has to change
+the numbers of a case. If several explain all cases, more cases are drawn, until one is left or they never differ.
 
 Of the tens of thousands of pairs, few are computed: `parts` of what a candidate returns, such as its weights or the output of a single row,
 depend on few steps, and so show in which of them its mistakes are.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations, islice, product
 
 import numpy as np
 
 from attend.check.changes import Impossible
 from attend.check.computation import QUERIES_OF, Computation, Expected
-from attend.check.fitting import fitted_factors, fitted_scale, scale_fitted_to_few
+from attend.check.fitting import fitted_factors, fitted_scale, ratio_of_scales, scale_fitted_to_few
 from attend.check.low_precision import HALF
 from attend.check.mistakes import MISTAKES, Mistake
 from attend.tensors import Array
@@ -38,6 +38,7 @@ UNEQUAL = frozenset(  # what mistakes are about after which equal keys are not e
     ("projected", "inputs", "attended", "products", "split", "split of one", "cached rows")
 )
 NEAR = 1e4  # tolerances within which the effect of rounding on a mistake is computed
+MOST_PAIRS = 5000  # that are computed: it bounds the time of a search; usually the parts leave fewer than 1000
 MOST_EQUALS = 2  # other mistakes with the same numbers that are named
 DOUBLED: Named = ("", Mistake(lambda c: c.with_scale(2 * c.spec.scale), "", ""))  # shows which parts depend on the factor on the scores
 
@@ -61,6 +62,14 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherSizes:
+    """What a candidate returned in other sizes. `alone`: the heads and widths that it has, if those could not be changed."""
+
+    observed: Sequence[Observation]
+    alone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """The mistakes that give a candidate's numbers in every case; empty if no known ones do. `equals` give the same numbers there."""
 
@@ -68,6 +77,7 @@ class Explanation:
     equals: tuple[tuple[str, ...], ...] = ()
     arithmetic: tuple[tuple[str, str], ...] = ()  # of each of the mistakes: what the candidate computes, and what is expected
     half: str = ""  # the candidate's dtype, if it is half precision
+    alone: str = ""  # the only heads and widths in which the candidate has these mistakes for sure
 
     def __bool__(self) -> bool:
         return bool(self.mistakes)
@@ -77,15 +87,21 @@ class Explanation:
             return ""
         same = "".join(f"; the same numbers come out when {_joined(other)}" for other in self.equals)
         shown = f", as far as {self.half} shows," if self.half else ""
-        return f"this is what comes out{shown} when {_joined(self.mistakes)}{same}"
+        sizes = f" (tried with {self.alone} alone)" if self.alone else ""
+        return f"this is what comes out{shown} when {_joined(self.mistakes)}{same}{sizes}"
 
 
 def _joined(mistakes: Sequence[str]) -> str:
     return ", and when ".join(mistakes)
 
 
-def explain(observed: Sequence[Observation], further: Iterator[Observation], parts: Iterable[Observation] = ()) -> Explanation:
-    """The fewest known mistakes, one or two, that give the observed numbers in every case.
+def explain(
+    observed: Sequence[Observation],
+    further: Iterator[Observation],
+    parts: Iterable[Observation] = (),
+    elsewhere: Callable[[], OtherSizes] | None = None,
+) -> Explanation:
+    """The fewest known mistakes, one or two, that give the observed numbers in every case, and in other sizes (`elsewhere`).
 
     Where several explain all cases, `further` cases are tried until they differ. Those that never differ are named together. `parts`: cases
     on which most mistakes change nothing.
@@ -96,13 +112,17 @@ def explain(observed: Sequence[Observation], further: Iterator[Observation], par
         return Explanation()  # whatever makes NaN would explain it
     search, more = _Search(probe, others, parts), _Repeatable(further)
     with np.errstate(all="ignore"):
-        for tried in (search.singles, search.factors, search.pairs, search.factors_beside):
-            found = [mistakes for mistakes in tried() if all(_may_be(mistakes, x) for x in others)]
+        # Mistakes that show only in long calls, or with further arguments, are searched alone: no part tells what two do.
+        beside = (search.pairs, search.factors_beside) if any(not x.agrees and x.right.case.group == "short" for x in observed) else ()
+        for tried in (search.singles, search.factors, search.ratios, *beside):
+            found = [mistakes for mistakes in tried() if all(_may_be(mistakes, x) for x in others) and _each_shows(mistakes, observed)]
+            sizes = elsewhere() if found and elsewhere is not None else None
+            found = found if sizes is None else _confirmed(found, sizes.observed)
             if found := _told_apart(found, iter(more)):
                 first, *equals = (tuple(name for name, _ in mistakes) for mistakes in found)
                 arithmetic = tuple(mistake.arithmetic(probe.right) for _, mistake in found[0])
                 half = probe.right.dtype if probe.right.dtype in HALF else ""
-                return Explanation(first, tuple(equals[:MOST_EQUALS]), arithmetic, half)
+                return Explanation(first, tuple(equals[:MOST_EQUALS]), arithmetic, half, "" if sizes is None else sizes.alone)
     return Explanation()
 
 
@@ -181,6 +201,12 @@ class _Search:
         fitted = fitted_factors(self.probe.right, self.probe.results)
         yield from ((factor,) for factor in fitted if _gives((factor,), self.probe))
 
+    def ratios(self) -> Iterator[Mistakes]:
+        """Another factor on the scores in proportion to the right one."""
+        if self.fitted:
+            right = self.probe.right
+            yield (ratio_of_scales(self.fitted[1].change(right).spec.scale, right.spec.scale, right.dtype),)
+
     def _gives_a_part(self, mistake: Named) -> bool:
         """Whether a mistake gives a wrong part for certain, and may give all others."""
         wrong = [part for part in self.parts if not part.agrees]
@@ -193,9 +219,12 @@ class _Search:
                 yield x.mistake, other
         if self.fitted:
             yield from ((self.fitted, other) for subjects, other in self.elsewhere if "scale" not in subjects)
-        for (one, of_one), (two, of_two) in combinations(self._on_parts, 2):
-            if not (one.subjects.isdisjoint(two.subjects) and self._may_give(one, two, of_one, of_two)):
-                continue
+        possible = (
+            (one, two, of_one, of_two)
+            for (one, of_one), (two, of_two) in combinations(self._on_parts, 2)
+            if one.subjects.isdisjoint(two.subjects) and self._may_give(one, two, of_one, of_two)
+        )
+        for one, two, of_one, of_two in islice(possible, MOST_PAIRS):
             if self._gives_parts(two.mistake, of_one, of_two) and _gives((one.mistake, two.mistake), self.probe):
                 yield one.mistake, two.mistake
 
@@ -352,6 +381,30 @@ def _errors_are_typical(changed: Computation, expected: Expected, results: Mappi
 
 def _equal(x: Array, y: Array) -> bool:
     return x.shape == y.shape and np.allclose(x, y, rtol=1e-9, atol=1e-12)
+
+
+def _each_shows(mistakes: Mistakes, observed: Sequence[Observation]) -> bool:
+    """Whether each of several mistakes alone changes the numbers of a case. One that never does, such as a bias of the keys without a mask,
+    is no reason for what the others compute."""
+    return len(mistakes) == 1 or all(any(_shows(mistake, x) for x in observed) for mistake in mistakes)
+
+
+def _shows(mistake: Named, observed: Observation) -> bool:
+    """Whether a mistake changes what the reference computes for a case."""
+    if (changed := _changed(mistake, observed)) is None:
+        return False
+    right = observed.right.run()
+    try:
+        return any(not _equal(x, right.outputs[name]) for name, x in changed.run().outputs.items())
+    except (ValueError, IndexError):
+        return True
+
+
+def _confirmed(found: list[Mistakes], observed: Sequence[Observation]) -> list[Mistakes]:
+    """Those that give what was observed in other sizes, where some of it has to be wrong."""
+    if all(x.agrees for x in observed):
+        return []
+    return [mistakes for mistakes in found if all(_may_be(mistakes, x) for x in observed)]
 
 
 def _told_apart(found: list[Mistakes], further: Iterator[Observation]) -> list[Mistakes]:

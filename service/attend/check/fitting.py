@@ -80,6 +80,14 @@ def _other_scale(factor: float, expected: float, dtype: str) -> tuple[str, Mista
     return name, Mistake(change, attention(f"Q Kᵀ · {factor:.4g}"), attention())
 
 
+def ratio_of_scales(factor: float, expected: float, dtype: str) -> tuple[str, Mistake]:
+    """The mistake of a factor on the scores besides the layer's own, whatever that is."""
+    ratio = _short(factor / expected, IN_HALF if dtype in HALF else 1e-6)
+    words = f"{_about(dtype)}{ratio:.4g}"
+    name = f"the scores are multiplied by {words}, besides their scale"
+    return name, Mistake(change_scale(lambda c: ratio * c.spec.scale), attention(f"{ratio:.4g} · Q Kᵀ{{scale}}"), attention())
+
+
 def _about(dtype: str) -> str:
     """What is said before a factor that is fitted to numbers in half precision."""
     return "about " if dtype in HALF else ""

@@ -161,8 +161,7 @@ class ModuleReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all cases were tried that can be, and some say something."""
-        return not self.comparison.untried and any(result.agrees is not None for result in self.comparison.results)
+        return self.comparison.is_complete
 
     def document(self) -> dict[str, Any]:
         """For --json. An error that is not finite is null."""
@@ -171,7 +170,8 @@ class ModuleReport:
             for result in self.comparison.results
         ]
         document = {"module": self.name, "agrees": self.agrees, "calls": self.calls, "seed": self.seed, "cases": cases}
-        document["untried"] = list(self.comparison.untried)
+        document |= {"untried": list(self.comparison.untried), "parameters_not_tried": list(self.comparison.parameters)}
+        document["keys"] = self.comparison.keys
         if self.comparison.first is None:
             return document
         explanation = self.comparison.first.explanation

@@ -231,6 +231,10 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             ),
             "in a call with a cache, queries see later rows of the call": (
                 "query i sees the keys of the cache and of its whole call",
+                see(lambda case, i, j: np.where(_starts(case)[:, None] > 0, j < _ends(case)[:, None], j <= i)),
+            ),
+            "in a call with a cache, also if it is empty, queries see later rows of the call": (
+                "query i sees the keys of the cache and of its whole call",
                 see(lambda case, i, j: j < _ends(case)[:, None]),
             ),
             "the rows of a call are not seen, but the cache alone": (

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,52 @@ def _leave_out(edge: int) -> Change:
     return change
 
 
+def _leave_out_part_of_tile(keys: int) -> Change:
+    """Blocks the keys after the last whole tile of so many. Impossible if there is no whole one, or nothing after it."""
+
+    def change(c: Computation) -> Computation:
+        there = c.case.visible.shape[2]
+        if there < keys or there % keys == 0:
+            raise Impossible
+        return replace(c, case=replace(c.case, visible=c.case.visible & (np.arange(there) < there // keys * keys)))
+
+    return change
+
+
+def _zero_padded(roles: tuple[str, ...]) -> Change:
+    """Multiplies these inputs by 0 where a key is padded, and blocks nothing. Impossible where no keys are padded."""
+
+    def change(c: Computation) -> Computation:
+        case, kept = c.case, c.case.mask[:, 0, :, None]
+        if case.kind != "padding" or (case.is_cross and "query" in roles):
+            raise Impossible
+        inputs: dict[str, Any] = {role: getattr(case, role) * kept for role in roles}
+        return replace(c, case=replace(case, visible=case.own, **inputs))
+
+    return change
+
+
+def _without_second_mask(c: Computation) -> Computation:
+    return _seeing_beside(c, c.case.mask)
+
+
+def _without_first_mask(c: Computation) -> Computation:
+    return _seeing_beside(c, c.case.not_padded)
+
+
+def _seeing_beside(c: Computation, mask: Array) -> Computation:
+    """Passes one of two masks alone. Impossible unless there are two."""
+    if c.case.beside is None or c.case.kind != "mask":
+        raise Impossible
+    return replace(c, case=replace(c.case, visible=mask & c.case.own))
+
+
+def _without_numbers(c: Computation) -> Computation:
+    if c.case.numbers is None:
+        raise Impossible
+    return replace(c, case=replace(c.case, numbers=None))
+
+
 def _offset(own: Array) -> int:
     """The key at which the first query of a causal mask is."""
     return int(own[0, 0].sum()) - 1
@@ -96,6 +143,7 @@ def _wider(window: Window | None, by: int) -> Window | None:
     return window and window.model_copy(update={"left": None if window.left is None else max(window.left + by, 0)})
 
 
+TILES = (16, 32, 64, 128)  # usual numbers of keys that a kernel reads at once
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "mask": computing(
         "softmax(S + M) V, M_ij = -inf where key j is blocked for query i",
@@ -262,6 +310,41 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 "softmax(S + M) V, M = 1 where a key is blocked, 0 where not",
                 add_mask(lambda visible: ~visible),
             ),
+        },
+    ),
+    "two masks": computing(
+        "softmax(S + M + P) V, M: the mask, P: the padding mask",
+        {
+            "the padding mask is ignored where there is a mask, too": ("softmax(S + M) V", _without_second_mask),
+            "the mask is ignored where there is a padding mask, too": ("softmax(S + P) V", _without_first_mask),
+        },
+    )
+    | computing(
+        "softmax(S + M) V, M: numbers",
+        {"the numbers of a mask of numbers are not added to the scores": ("softmax(S) V", _without_numbers)},
+    ),
+    "padded inputs + blocked": computing(
+        "softmax(S + M) V, M_ij = -inf where key j is padded",
+        {
+            f"the inputs of padded {words} are multiplied by 0, and padded keys are not blocked": (
+                f"softmax(S) V, {symbol} = 0 where key j is padded",
+                _zero_padded(roles),
+            )
+            for words, symbol, roles in (
+                ("keys", "the input of K_j", ("key",)),
+                ("keys and values", "the inputs of K_j and V_j", ("key", "value")),
+                ("rows", "x_j", ("query", "key", "value")),
+            )
+        },
+    ),
+    "last tile": computing(
+        "keys j from 0 to n - 1",
+        {
+            f"the keys after the last whole tile of {keys} are left out": (
+                f"keys j from 0 to {keys} · floor(n / {keys}) - 1",
+                _leave_out_part_of_tile(keys),
+            )
+            for keys in TILES
         },
     ),
     "first and last key": computing(

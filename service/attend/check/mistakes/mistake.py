@@ -1,8 +1,8 @@
 """A known mistake: the change that makes it in the reference, and its arithmetic beside the right one.
 
 In the arithmetic, Q, K, V are the projected queries, keys and values of a head, q_i, k_j, v_j their rows, x inputs, M the mask (0 and
--inf), S the scores, P the weights, o the outputs of the heads, d head_dim. `{scale}` and `{mask}` stand for what the layer and the case
-have.
+-inf), S the scores, P the weights, o the outputs of the heads, d head_dim. `{scale}`, `{mask}` and `{slopes}` stand for what the layer and
+the case have.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,20 @@ class Mistake:
         words = {
             "{scale}": " / √d" if abs(scale - usual) < 1e-12 else f" · {scale:.4g}",
             "{mask}": "" if right.case.visible.all() else " + M",
+            "{slopes}": _slopes(right.spec.num_heads),
         }
         wrong, expected = self.computed, self.expected
         for name, text in words.items():
             wrong, expected = wrong.replace(name, text), expected.replace(name, text)
         return wrong, expected
+
+
+def _slopes(heads: int) -> str:
+    """ALiBi's slopes of this number of heads, which have one formula only if that is a power of 2."""
+    power = 1 << (heads.bit_length() - 1)
+    if heads == power:
+        return "slopes 2^(-8i/n), i from 1, of n heads"
+    return f"slopes 2^(-8i/{power}), i = 1 to {power}; then 2^(-8i/{2 * power}), i = 1, 3, …"
 
 
 def computing(expected: str, rows: Mapping[str, tuple[str, Change]]) -> dict[str, Mistake]:

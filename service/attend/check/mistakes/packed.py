@@ -83,7 +83,7 @@ def see_sequences(visible: Callable[[Array, Array], Array]) -> Change:
 
     def change(c: Computation) -> Computation:
         segments = _segments(c)
-        return replace(c, case=c.case.with_mask(visible(segments[:, :, None], segments[:, None])))
+        return replace(c, case=c.case.seeing(mask=visible(segments[:, :, None], segments[:, None])))
 
     return only_if(lambda c: c.case.kind == "segments", change)
 

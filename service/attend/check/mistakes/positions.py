@@ -127,7 +127,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         },
     ),
     "alibi + slopes": computing(  # not combined with "alibi", which leaves it out
-        "slopes 2^(-8i/n), i from 1, of n heads (ALiBi)",
+        "{slopes} (ALiBi)",
         {
             "ALiBi's slopes begin at 1, that of i = 0": (
                 "slopes 2^(-8i/n), i from 0, of n heads (ALiBi)",

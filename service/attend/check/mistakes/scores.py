@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attend.check.changes import Change, change_scale, only_if, replace_steps
+from attend.attention.reference.forward import Layer
+from attend.attention.reference.request import Request
+from attend.check.changes import Change, Function, change_scale, change_softmax, only_if, replace_steps
 from attend.check.computation import Computation
 from attend.check.mistakes.mistake import Mistake, attention, computing
 from attend.spec import LayerSpec
@@ -80,6 +82,19 @@ def _clipped(bound: float) -> Callable[[Array], Array]:
     return lambda scores: np.clip(scores, -bound, bound)
 
 
+def cap(changed: Callable[[Array, float, float], Array]) -> Change:
+    """Replaces scale and softcap by a function of the products, the scale and the softcap. Impossible without a softcap."""
+
+    def capped_scores(layer: Layer, request: Request, q: Array, k: Array, ahead: Array) -> Array:
+        return changed(layer.raw_scores(q, k, ahead), layer.scale(request), layer.softcap(request) or 1.0)
+
+    return only_if(lambda c: c.spec.softcap, replace_steps(capped_scores=capped_scores))
+
+
+def _capped_after_the_mask(c: Computation, softmax: Function, scores: Array, sinks: Array | None) -> Array:
+    return np.asarray(softmax(np.where(np.isneginf(scores), -(c.spec.softcap or 0.0), scores), sinks))
+
+
 Scores = Callable[[Array], Array]
 BOUNDED: dict[str, tuple[str, Scores]] = {
     "the absolute values of the scores are taken": ("|Q Kᵀ{scale}|", np.abs),
@@ -93,6 +108,28 @@ CLIPPED: dict[str, tuple[str, Scores]] = {
 
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "bounds": {name: Mistake(map_scores(changed), attention(wrong), attention()) for name, (wrong, changed) in (BOUNDED | CLIPPED).items()},
+    "softcap + softcap formula": computing(
+        "softmax(c · tanh(S / c))",
+        {
+            "the scores are not divided by the softcap before tanh": (
+                "softmax(c · tanh(S))",
+                cap(lambda s, scale, c: c * np.tanh(scale * s)),
+            ),
+            "tanh is not multiplied by the softcap, but by the scores": (
+                "softmax(S · tanh(S / c))",
+                cap(lambda s, scale, c: scale * s * np.tanh(scale * s / c)),
+            ),
+            "tanh is not multiplied by the softcap": ("softmax(tanh(S / c))", cap(lambda s, scale, c: np.tanh(scale * s / c))),
+            "the softcap comes before the scale": (
+                "softmax(scale · c · tanh(Q Kᵀ / c))",
+                cap(lambda s, scale, c: scale * c * np.tanh(s / c)),
+            ),
+            "the softcap comes after the mask, so that blocked scores are -c and not -inf": (
+                "softmax(c · tanh((S + M) / c))",
+                only_if(lambda c: c.spec.softcap and not c.case.visible.all(), change_softmax(_capped_after_the_mask)),
+            ),
+        },
+    ),
     "scale": {
         hint: Mistake(change_scale(scale), attention(wrong), attention("mscale² · Q Kᵀ / √d") if "mscale" in hint else attention())
         for hint, (wrong, scale) in SCALES.items()

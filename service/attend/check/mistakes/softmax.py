@@ -6,6 +6,7 @@ import numpy as np
 
 from attend.check.changes import Change, Function, change_softmax, change_spec, exp_without_maximum, softmax_over_axis
 from attend.check.computation import Computation
+from attend.check.mistakes.masks import TILES
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import BY_TORCH, Array
 
@@ -176,7 +177,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         "l = l · exp(m_old - m) + Σ p, o = o · exp(m_old - m) + Σ p v",
         {
             f"in the online softmax with blocks of {keys}, {words} when the maximum grows": (computed, in_blocks(keys, rescaled=rescaled))
-            for keys in (1, 2, 4)
+            for keys in (1, 2, 4, *TILES)
             for words, rescaled, computed in (
                 ("the output is not rescaled", ("sum",), "l = l · exp(m_old - m) + Σ p, o = o + Σ p v"),
                 ("the sum is not rescaled", ("output",), "l = l + Σ p, o = o · exp(m_old - m) + Σ p v"),

@@ -1,0 +1,91 @@
+"""Cases that pass each further parameter of a candidate a value that changes the result, alone and beside masks.
+
+What such a value does is known from the parameter's role: the reference computes the layer with it. A candidate that ignores the value
+returns the numbers of a call without it, and so disagrees. One that raises has refused the value, which is no disagreement: the parameter
+then counts as not tried.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from attend.check.cases import CaseKind, CheckCase, Draw
+from attend.spec_parts import Window
+from attend.tensors import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value of a parameter, and what it changes: fields of the layer, or the causality of the call."""
+
+    words: str
+    passed: Mapping[str, Any]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    causal: bool = False
+
+
+def draw_parameter_cases(
+    draw: Draw, names: Mapping[str, str], mask_of: Mapping[CaseKind, str], *, is_torch: bool, adds_numbers: bool
+) -> Iterator[CheckCase]:
+    """The cases for these parameters (role -> name), where `mask_of` has the roles of those that take the masks of each kind of case.
+
+    `is_torch`: the candidate is torch's own, whose masks and causality exclude each other. `adds_numbers`: it is known that a mask may be
+    any numbers, which are added to the scores.
+    """
+    queries, key_0 = draw.queries, np.arange(draw.queries) == 0
+    with_key_0 = draw.mask(queries) | key_0  # so that a row has a key, whatever else is blocked
+    for setting in _settings(draw, names):
+        more: dict[str, Any] = {"group": "parameters", "passed": setting.passed, "fields": setting.fields}
+        more |= {"causal": True} if setting.causal else {}
+        yield draw.case(setting.words, "plain", queries, **more)
+        masks: tuple[tuple[CaseKind, str, Array], ...] = (
+            ("causal", "a causal mask", np.tri(queries, dtype=bool)),  # as a hint to torch.nn.MultiheadAttention, which needs both
+            ("mask", "a mask", with_key_0),
+            ("padding", "padded keys", draw.padding()),
+        )
+        for kind, words, mask in masks:
+            excludes = setting.causal and mask_of.get(kind) == "mask"
+            if kind in mask_of and (setting.causal or kind != "causal") and not (excludes and is_torch and kind != "causal"):
+                yield draw.case(f"{setting.words} with {words}", kind, queries, mask, undefined=excludes, **more)
+    yield from _masks_beside(draw, names, mask_of, with_key_0)
+    if "numbers" in mask_of:
+        numbers = draw.rng.uniform(-2, 2, (draw.items("numbers"), queries, queries))
+        numbers = np.broadcast_to(numbers, (draw.batch, queries, queries))
+        yield draw.case("mask of numbers", "numbers", queries, numbers=numbers, group="parameters", undefined=not adds_numbers)
+    if "return_weights" in names:
+        yield draw.case("weights not returned", "plain", queries, group="parameters", passed={"return_weights": False})
+    if {"return_weights", "average"} <= names.keys():
+        yield draw.case("averaged weights", "plain", queries, group="parameters", passed={"average": True})
+
+
+def _settings(draw: Draw, names: Mapping[str, str]) -> Iterator[Setting]:
+    """A value for each parameter that changes the layer, and whether it makes the call causal."""
+    spec = draw.spec
+    if "causal" in names and not draw.causal:
+        yield Setting(f"{names['causal']}=True", {"causal": True}, causal=True)
+    if "scale" in names:
+        scale = float(f"{0.6 * spec.scale:.3g}")
+        yield Setting(f"{names['scale']}={scale:g}", {"scale": scale}, {"scale": scale})
+    if "softcap" in names:
+        softcap = 2.5 if spec.softcap is None else spec.softcap * 1.5
+        yield Setting(f"{names['softcap']}={softcap:g}", {"softcap": softcap}, {"softcap": softcap})
+    if "window" in names:
+        window = Window(left=2, right=0 if draw.causal else 1)
+        sides = (window.left, window.right)
+        yield Setting(f"{names['window']}={sides}", {"window": sides}, {"window": window})
+
+
+def _masks_beside(draw: Draw, names: Mapping[str, str], mask_of: Mapping[CaseKind, str], mask: Array) -> Iterator[CheckCase]:
+    """Padded keys by each parameter that takes them besides the first, and by each beside a mask over queries and keys."""
+    padding = np.broadcast_to(draw.padding(), (draw.batch, draw.queries, draw.queries))
+    roles = [role for role in ("padding", "lengths") if role in names]
+    for i, role in enumerate(roles):
+        passed = {role: padding}
+        if i > 0:
+            case = draw.case(f"padded keys by {names[role]}", "plain", draw.queries, beside=padding, group="parameters", passed=passed)
+            yield replace(case, kind="plain")
+        if "mask" in mask_of:
+            name = f"mask beside {names[role]}"
+            yield draw.case(name, "mask", draw.queries, mask, beside=padding, group="parameters", passed=passed)

@@ -1,0 +1,91 @@
+"""A candidate in other sizes: heads, widths and lengths that all differ from each other and from before.
+
+A name for a mistake that holds in one size may be a coincidence, since a number of heads may equal a width or a length. So a mistake is
+named only if the candidate has it in other sizes too. A class is constructed anew, and a function gets other inputs; an instance keeps its
+widths, and only lengths change.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from attend.check.candidate import Candidate, prepare
+from attend.check.cases import Lengths, lengths_for
+from attend.check.convention import CONSTRUCTOR, HEADS, Convention
+from attend.spec import LayerSpec
+
+HEAD_COUNTS = (5, 7, 3, 4, 6, 8)  # of keys and values, those first that are likely to differ from all else
+HEAD_DIMS = (10, 14, 6, 18, 22, 16, 32)  # even, for RoPE
+TRIES = 4  # sizes in which a candidate is constructed, until it can be called
+WIDEST = 200  # if the layer can be so narrow
+LENGTHS = Lengths(batch=4, queries=11, keys=13)
+DERIVED = ("head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "scale")
+
+
+def in_other_sizes(candidate: Any, spec: LayerSpec | None, convention: Convention, given: Candidate, seed: int) -> Candidate | None:
+    """The candidate with other heads and widths, one that can be called; None if there is none, as for an instance."""
+    is_class = isinstance(candidate, type)
+    if convention.weights is not None and not convention.names_weights:
+        return None  # arrays of one size
+    if is_class:
+        arguments = {name.lower() for name in inspect.signature(candidate).parameters if name not in convention.construct}
+        widths, heads = arguments & {*CONSTRUCTOR["d_model"].split()}, arguments & {*HEADS.split()}
+        if not widths:
+            return None
+    elif given.adapter.heads_given or given.adapter.matrices:
+        heads = {"heads"} if given.adapter.heads_given or "heads" in given.adapter.roles else set()
+        heads = set() if convention.layout == "b,n,d" and given.adapter.heads_given else heads
+    else:
+        return None
+    for other in other_specs(given.spec, seed, keeps_heads=not heads):
+        changed = replace(convention, d_model=other.d_model, num_heads=other.num_heads if heads else convention.num_heads)
+        with suppress(Exception):  # a class may take some sizes alone
+            made = prepare(candidate, None if spec is None else other, changed, seed + 1)
+            made.adapter.call(next(made.draw_cases(seed)))
+            return made
+    return None
+
+
+def other_lengths(spec: LayerSpec, *, batched: bool) -> Lengths:
+    """Lengths that differ from the usual ones, and from heads and widths."""
+    lengths = lengths_for(spec, batched=batched, like=LENGTHS)
+    taken = {spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.d_model, lengths.queries}
+    return replace(lengths, keys=next(keys for keys in (13, 17, 19, 23, 29, 31) if keys not in taken))
+
+
+def other_specs(spec: LayerSpec, seed: int, *, keeps_heads: bool) -> Iterator[LayerSpec]:
+    """The layer in other sizes, at most TRIES."""
+    group = spec.num_heads // spec.num_kv_heads
+    kept = [spec.num_kv_heads] if keeps_heads else [heads for heads in HEAD_COUNTS if heads != spec.num_kv_heads]
+    dims = [dim for dim in HEAD_DIMS if dim > spec.head_dim] or [spec.head_dim + 2, spec.head_dim + 6, spec.head_dim + 16]
+    taken = {*(LENGTHS.batch, LENGTHS.queries, LENGTHS.keys)}
+    sizes = [(kv, dim) for kv, dim in product(kept, dims) if len({kv, kv * group, dim, *taken}) == len({kv, kv * group}) + 1 + len(taken)]
+    narrow = [(kv, dim) for kv, dim in sizes if kv * group * dim <= WIDEST]
+    sizes = narrow or sizes
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    found = 0
+    for kv, dim in (*(sizes[i] for i in order), *((kv, dim) for kv in kept for dim in (16, 32))):
+        with suppress(ValueError):
+            yield _resized(spec, kv * group, kv, dim)
+            found += 1
+        if found == TRIES:
+            return
+
+
+def _resized(spec: LayerSpec, heads: int, kv_heads: int, head_dim: int) -> LayerSpec:
+    """The layer with these heads. ValueError: it cannot have them."""
+    usual = LayerSpec.model_validate(_fields(spec, DERIVED) | {"head_dim": spec.head_dim})
+    fields = _fields(spec, [name for name in DERIVED if getattr(spec, name) == getattr(usual, name) or name == "head_dim"])
+    d_model = heads * head_dim if spec.d_model == spec.num_heads * spec.head_dim else spec.d_model + 2 * head_dim
+    if spec.value_head_dim != spec.head_dim:
+        fields["value_head_dim"] = spec.value_head_dim + 2
+    return LayerSpec.model_validate(fields | {"d_model": d_model, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim})
+
+
+def _fields(spec: LayerSpec, left_out: Any) -> dict[str, Any]:
+    return {name: value for name, value in spec.model_dump(mode="json").items() if name not in left_out and value is not None}

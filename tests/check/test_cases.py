@@ -1,0 +1,100 @@
+"""Calls are long enough to show what a kernel does with tiles of keys."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from attend.check import compare
+
+
+def tiled(keys, *, rescales=True, has_rest=True):
+    """An online softmax in tiles of so many keys."""
+
+    def attend(q, k, v):
+        whole = max(k.shape[2] // keys * keys, min(k.shape[2], keys))
+        count = k.shape[2] if has_rest else whole
+        largest, total, output = torch.full((*q.shape[:3], 1), -torch.inf), 0, 0
+        for start in range(0, count, keys):
+            scores = q @ k[:, :, start : min(start + keys, count)].mT * q.shape[-1] ** -0.5
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            factor, weights, largest = (largest - new).exp(), (scores - new).exp(), new
+            total = total * factor + weights.sum(-1, keepdim=True)
+            output = output * (factor if rescales or start == 0 else 1) + weights @ v[:, :, start : min(start + keys, count)]
+        return output / total
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"keys": 64, "rescales": False}, "in the online softmax with blocks of 64, the output is not rescaled when the maximum grows"),
+        ({"keys": 64, "has_rest": False}, "the keys after the last whole tile of 64 are left out"),
+        ({"keys": 32, "has_rest": False}, "the keys after the last whole tile of 32 are left out"),
+        ({"keys": 128, "has_rest": False}, "the keys after the last whole tile of 128 are left out"),
+    ],
+)
+def test_mistakes_in_tiles_that_are_longer_than_short_calls_are_found_and_named(wrong, named):
+    comparison = compare(tiled(**wrong), framework="torch")
+    assert all(result.agrees is not False for result in comparison.results if " keys" not in result.case)
+    assert (comparison.first.mistakes, comparison.first.explanation.equals) == ((named,), ()), f"\n{comparison}"
+
+
+def test_the_report_says_up_to_which_length_it_looked():
+    comparison = compare(tiled(64), framework="torch")
+    assert comparison.keys == 257 and "with up to 257 keys" in comparison.conclusion
+
+
+def test_lengths_that_a_candidate_refuses_are_not_tried():
+    blocked = torch.ones(64, 64).triu(1).bool()
+
+    def attend(q, k, v):
+        n = q.shape[2]
+        return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(blocked[:n, :n], -torch.inf).softmax(-1) @ v
+
+    comparison = compare(attend, framework="torch", causal=True)
+    assert comparison.agrees and comparison.keys == 5
+    assert {"65 keys", "130 keys", "257 keys"} <= {*comparison.untried}
+    assert "65 keys, since it raised RuntimeError" in comparison.conclusion and "called with" not in comparison.conclusion
+
+
+class ShortCache(nn.Module):
+    """Keeps the last 8 rows alone."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, x, cache=None):
+        past = x if cache is None else torch.cat((cache, x), dim=1)[:, -8:]
+        inputs = ((self.q_proj, x), (self.k_proj, past), (self.v_proj, past))
+        q, k, v = (layer(y).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer, y in inputs)
+        blocked = torch.ones(q.shape[2], k.shape[2]).triu(1 + k.shape[2] - q.shape[2]).bool()
+        heads = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(blocked, -torch.inf).softmax(-1) @ v
+        return self.o_proj(heads.transpose(1, 2).flatten(2)), past
+
+
+def test_a_cache_of_a_fixed_length_is_found():
+    comparison = compare(ShortCache, causal=True)
+    assert comparison.first.case == "decoding 130 rows"
+
+
+class CopiesOfOneLayer(nn.Module):
+    """Keys are projected by the queries' layer. All layers are copies, so that the numbers of a new instance do not show it."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        layer = nn.Linear(d_model, d_model)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (deepcopy(layer) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer in (self.q_proj, self.q_proj, self.v_proj))
+        return self.o_proj(((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_copies_of_a_layer_are_told_apart():
+    assert compare(CopiesOfOneLayer).first.mistakes == ("the projected query is used in place of the projected key",)
