@@ -84,7 +84,7 @@ REASONS = {
     ],
     "what a word is, no schema says": [r"a sentence with at least one word"],
     "what a tokenizer is, neither": [r"the text of a tokenizer\.json|a server with the package tokenizers: .*"],
-    "limits of this server": [r"at most \d+ .*(\(max_\w+\)|words|word pieces)"],
+    "limits of this server": [r"at most \d+ .*(\(max_\w+\)|words|word pieces)(, so .*)?"],
     "under /v2: what the path, another member or a text inside says": [
         r'"[^"]*", as in the path',
         r"JSON",

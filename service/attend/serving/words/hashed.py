@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from attend.serving.words.sentence import InvalidText, Sentence, split_words
+from attend.serving.words.sentence import SHORTER, InvalidText, Sentence, split_words
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -20,7 +20,7 @@ def hash_words(sentence: str, spec: LayerSpec, width: int | None = None, largest
     width = width or spec.query_dim
     words = split_words(sentence)
     if len(words) > MAX_WORDS:
-        raise InvalidText(f"at most {MAX_WORDS} words", str(len(words)))
+        raise InvalidText(f"at most {MAX_WORDS} words, so {SHORTER}", str(len(words)))
     if largest is not None and len(words) * width > largest:
         raise InvalidText(f"at most {largest // width} words for vectors of {width} numbers", str(len(words)))
     return Sentence(words, np.stack([hash_vector(word, width) for word in words]), spec, NOTE)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from attend.attention.reference.forward import attend
-from attend.serving.words.sentence import InvalidText, ModelNotInstalled, Sentence, quoted, require_layer
+from attend.serving.words.sentence import SHORTER, InvalidText, ModelNotInstalled, Sentence, quoted, require_layer
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -42,7 +42,7 @@ class MiniLM:
         folder, config, tokenizer = _open_minilm()
         encoding = tokenizer.encode(text)
         if len(encoding.ids) > config["max_position_embeddings"]:
-            raise InvalidText(f"at most {config['max_position_embeddings']} word pieces", str(len(encoding.ids)))
+            raise InvalidText(f"at most {config['max_position_embeddings']} word pieces, so {SHORTER}", str(len(encoding.ids)))
         if len(encoding.ids) <= 2:  # nothing between [CLS] and [SEP]
             raise InvalidText("a sentence with at least one word")
         from safetensors import safe_open

@@ -13,6 +13,10 @@ class ModelNotInstalled(Exception):
     """The checkpoint or its tokenizer is not installed; the message names the missing packages."""
 
 
+SHORTER = "leave some out, or split the text"  # how to go on with one that is too long
+LONGER = "a model of your own may take longer texts (attend capture)"
+
+
 class InvalidText(ValueError):
     """A text without words or with too many."""
 

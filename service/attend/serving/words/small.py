@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from attend.attention.reference.forward import attend
 from attend.serving.words.hashed import hash_of
-from attend.serving.words.sentence import HeadEffects, InvalidText, Sentence, quoted, require_layer, split_words
+from attend.serving.words.sentence import LONGER, SHORTER, HeadEffects, InvalidText, Sentence, quoted, require_layer, split_words
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
@@ -98,7 +98,7 @@ def _words_in(text: str) -> list[str]:
     """Raises InvalidText for no words or too many."""
     words = split_words(text)
     if len(words) > MAX_WORDS:
-        raise InvalidText(f"at most {MAX_WORDS} words", str(len(words)))
+        raise InvalidText(f"at most {MAX_WORDS} words, so {SHORTER}; {LONGER}", str(len(words)))
     return words
 
 
