@@ -13,6 +13,8 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from attend.web.grpc import messages
+from attend.web.grpc.codec import refusal_in_stream
 from support.grpc_calls import KEY, QUERY, SERVICE, address_of, entry, request, tensor
 from support.server import Server
 
@@ -112,3 +114,11 @@ def test_a_stream_is_read_only_as_fast_as_it_is_answered_and_ends_with_its_clien
         more.put(None)
     server.process.wait(30)
     assert not [event for event in server.events if event["level"] == "error"]
+
+
+def test_the_id_of_a_refused_request_is_read_without_the_request() -> None:
+    """A second reading of a message with a million fields would block the event loop."""
+    named, raw = messages.ModelInferRequest(model_name="default", id="mine").SerializeToString(), b":\0"
+    for body, expected in ((named + raw * 1_000_003, "mine"), (named + b"\xff", "mine"), (raw * 67 + named, ""), (b"\xff", ""), (b"", "")):
+        reply = messages.ModelStreamInferResponse.FromString(refusal_in_stream(body, "too many"))
+        assert (reply.infer_response.id, reply.error_message) == (expected, "too many")

@@ -6,7 +6,6 @@ replies have them raw. Decoded arrays are views of the message where possible.
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,11 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from attend.axes import Kind
-from attend.errors import InvalidRequest, MalformedBody, RequestError
+from attend.errors import InvalidRequest, MalformedBody
 from attend.tensors import Array, Datatype, datatype_of, raw
 from attend.web.grpc import messages
 from attend.web.grpc.descriptors import DESCRIPTOR
-from attend.web.grpc.messages import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, split_request, varints
+from attend.web.grpc.messages import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, request_id, split_request, varints
 from attend.wire.arrays import array_of_bytes, require_exact, wire_array
 from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Reply
 from attend.wire.json.reader import shape_of
@@ -114,8 +113,7 @@ class GrpcCodec(Codec):
 def refusal_in_stream(body: bytes, detail: str) -> bytes:
     """The reply to a refused request of a stream, with the request's id if that can be read."""
     response = messages.ModelStreamInferResponse(error_message=detail)
-    with suppress(RequestError):
-        response.infer_response.id = _split(body).message.id
+    response.infer_response.id = request_id(body)
     return bytes(response.SerializeToString())
 
 

@@ -6,6 +6,7 @@ https://protobuf.dev/programming-guides/encoding/
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from attend.web.grpc.descriptors import DESCRIPTOR
 REQUEST_CLASS = message_factory.GetMessageClass(DESCRIPTOR.message_types_by_name["ModelInferRequest"])
 
 INPUTS_FIELD, RAW_INPUTS_FIELD, CONTENTS_FIELD, RAW_OUTPUTS_FIELD = 5, 7, 5, 6  # field numbers, of `contents` within an input
+ID_FIELD, FIELDS_TO_ID = 3, 64  # field number; fields of a refused request among which its id is looked for
 VARINT, BYTES, FIXED_SIZES = 0, 2, {1: 8, 5: 4}  # wire types; wire type -> bytes for those of fixed size
 MAX_VARINT_BYTES = 10
 PIECE_BYTES = 1 << 20  # bytes of varints decoded at a time: decoding needs about 50 times as much memory
@@ -62,6 +64,15 @@ def split_request(body: bytes) -> SplitRequest:
         raise TooLarge.where("", f"at most {MAX_REST_BYTES} bytes besides the tensors", str(size))
     parts.message = REQUEST_CLASS.FromString(b"".join(rest))
     return parts
+
+
+def request_id(body: bytes) -> str:
+    """The id of a ModelInferRequest, which need not be valid; "" if it is not among the first fields, where libraries write it."""
+    with suppress(DecodeError, TooLarge, UnicodeDecodeError):
+        for number, value, _ in _iterate_fields(memoryview(body), iter(range(FIELDS_TO_ID))):
+            if number == ID_FIELD and len(value) <= MAX_REST_BYTES:
+                return bytes(value).decode()
+    return ""
 
 
 def length_prefixed(number: int, size: int) -> bytes:
