@@ -52,6 +52,14 @@ def test_every_stage_has_a_formula(operator: type[Operator]) -> None:
     assert ("interval" in found) is (operator.interval.__func__ is not Operator.interval.__func__)  # type: ignore[attr-defined]
 
 
+@each_operator
+def test_the_summary_in_tables_of_layers_names_the_field_or_its_value(operator: type[Operator]) -> None:
+    specs = [spec for seed in range(40) if operator.is_active(spec := case_with(operator, seed).spec)]
+    assert specs
+    for one in specs:
+        assert operator.summary(one).split()[0] in (operator.field, getattr(one, operator.field))
+
+
 @pytest.mark.parametrize("stage", [name for name, stage in STAGES.items() if stage.single])
 def test_two_operators_with_a_stage_of_one_are_refused(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """With each stage that only one operator of a layer can have, a second operator with it is added."""
