@@ -136,10 +136,10 @@ def test_circuits_are_computed_a_few_heads_at_a_time_until_the_caller_leaves(mon
 
 def test_a_head_too_wide_for_its_circuits_is_refused(http: httpx.Client) -> None:
     """Nothing stops the computation of a matrix's eigenvalues, so the width of a head is bounded."""
-    http.put("/layers/widest", json={"spec": {"d_model": 2, "num_heads": 1, "head_dim": 1025}})
+    http.put("/layers/widest", json={"spec": {"d_model": 2, "num_heads": 1, "head_dim": 513}})
     refused = http.get("/layers/widest/circuits")
     http.delete("/layers/widest")
-    assert (refused.status_code, refused.json()["errors"][0]["got"]) == (413, "1025")
+    assert (refused.status_code, refused.json()["errors"][0]["got"]) == (413, "513")
 
 
 def batches(http: httpx.Client) -> float:

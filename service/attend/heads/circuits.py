@@ -21,7 +21,7 @@ from attend.errors import InvalidRequest, TooLarge
 from attend.spec import LayerSpec
 
 MATRICES = ("query.weight", "key.weight", "value.weight", "output.weight")
-MAX_WIDTH = 1024  # of a head: nothing stops LAPACK, which takes seconds for the eigenvalues of such a matrix
+MAX_WIDTH = 512  # of a head: nothing stops LAPACK, which takes up to a second for the eigenvalues of such a matrix
 
 
 @dataclass(frozen=True, slots=True)

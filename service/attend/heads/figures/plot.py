@@ -187,7 +187,9 @@ class Plot:
         self._register(axes.set_title(drawable(text), fontsize=HEADING * PIXEL, pad=6 * PIXEL), "heading", text, title)
 
     def _ticks(self, axis: Any, role: str, ticks: Ticks, name: str, room: float) -> None:
+        self.check()
         texts = [cut(text, ticks.size, self.geometry.longest) for text in ticks.texts]
+        self.check()
         axis.set_ticks(ticks.at, [drawable(text) for text in texts])
         axis.set_tick_params(length=0, pad=5 * PIXEL, labelsize=ticks.size * PIXEL)
         for label, text, uncut in zip(axis.get_ticklabels(), texts, ticks.texts, strict=True):
