@@ -172,17 +172,15 @@ class Connection(HttpToolsProtocol):
     # Requests
 
     def data_received(self, data: bytes) -> None:
+        """Parses what was received until a request waits for an earlier one, or others have their turn."""
         if self._refusal is not None:
             return
         self._received += len(data)
-        if self.flow.held:  # TLS may have decrypted more than one read
-            self._unparsed = memoryview(b"".join((self._unparsed, data)))
-        else:
+        if not self.flow.held:
             self._unparsed = memoryview(data)
-            self._parse()
-
-    def _parse(self) -> None:
-        """Parses what was received until a request waits for an earlier one, or others have their turn."""
+        elif data:  # TLS may have decrypted more than one read
+            self._unparsed = memoryview(b"".join((self._unparsed, data)))
+            return
         self._callbacks = 0
         while self._unparsed and not self.pipeline and self._callbacks < CALLBACKS_OF_A_TURN:
             size = max(PIECE_BYTES, self._length - self._body)
@@ -203,6 +201,10 @@ class Connection(HttpToolsProtocol):
                 self._turns.wait(self.loop, self._parse)
         elif self.flow.held and not self.transport.is_closing():
             self.flow.release()
+
+    def _parse(self) -> None:
+        """Parses what was received before."""
+        self.data_received(b"")
 
     def on_message_begin(self) -> None:
         self._callbacks += 1
