@@ -65,7 +65,7 @@ class Contenders:
     @torch.inference_mode()
     def torch(self) -> Tensor:
         """As many steps, one after the other."""
-        project = self.layer.projections.product
+        project = self.layer.arithmetic.project
         for past in self.past:
             query = project(self.row, "query").view(1, 1, HEADS, HEAD_DIM).transpose(1, 2)
             for rows, name in zip(past, ("key", "value"), strict=True):

@@ -1,36 +1,41 @@
-"""Writes docs/checkpoints.md, the model families whose layers are loaded by their config, and a page for each in docs/checkpoints.
+"""Writes docs/checkpoints.md, the model families whose layers are loaded by their config, and the examples that `attend families` prints.
 
-Run as `python docs/list_checkpoints.py`. A test compares the pages with what this script makes.
+Run as `python docs/list_checkpoints.py`. A test compares these files with what this script makes.
 """
 
+import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attend.checkpoints.families import FAMILIES, REASONS
+from attend.checkpoints.families.row import type_of_layer
+from attend.checkpoints.model import ModelLayer, describe, parts_of, read_model_layer
 from attend.checkpoints.rope import ROPE_TYPES
+from attend.spec import LayerSpec
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "docs"))
-from family_pages import Case, cases_by_row, page  # noqa: E402
+sys.path.append(str(ROOT / "tests"))
+from support.model_cases import MODELS as DOCUMENTS  # noqa: E402
+from support.model_cases import tensors_of  # noqa: E402
 
 TRIED = ROOT / "tests" / "golden" / "tiny_families.txt"
 PERTURBED = ROOT / "tests" / "golden" / "perturbed.txt"
 MODELS = ROOT / "tests" / "golden" / "models"
 PAGE = ROOT / "docs" / "checkpoints.md"
-FOLDER = ROOT / "docs" / "checkpoints"
+EXAMPLES = ROOT / "service" / "attend" / "checkpoints" / "families" / "examples.json"
 HEAD = """# Families of models
 
 `attend layers add NAME FOLDER --layer N` loads a layer as the model's own `config.json` describes it ([layers.md](layers.md)). This
-list and its pages are made by `python docs/list_checkpoints.py` from the table in `service/attend/checkpoints/families/` and the cases in
+list is made by `python docs/list_checkpoints.py` from the table in `service/attend/checkpoints/families/` and the cases in
 `tests/golden/models`. Those are tiny models that `tests/golden/generate_models.py` makes with transformers 5.23.0, draws weights for
 and saves; the service repeats their eager attention over HTTP to 3e-5 of the largest value. Every other `model_type` is refused by
 name, and so is every field that the family does not read, unless it is known that no attention depends on it
 (`service/attend/checkpoints/unrelated_fields.py`). A refused field that has no effect on attention can be removed from config.json.
 
-The page of a family has its formula, what the fields of its config determine, and its tensors. All families with RoPE read
+`attend families NAME` prints the formulas of a family, and which kernels compute it. All families with RoPE read
 `rope_parameters` of transformers 5 as well as `rope_theta` and `rope_scaling` of transformers 4, of the types
 {kinds}.
 
@@ -93,16 +98,55 @@ def features(spec: Mapping[str, Any], causal: bool) -> Iterator[str]:
         yield "relative positions in a grid by content" if grid["kind"] == "decomposed" else "a table of relative positions in a grid"
 
 
-def rows(cases: Mapping[tuple[str, ...], list[Case]]) -> Iterator[str]:
-    """Model type, with a link to its page, part, and what the layers of that part have."""
-    names_of = {name: names for names in cases for name in names}
-    for name, names in sorted(names_of.items()):
+class Case(NamedTuple):
+    """A layer of a tiny model."""
+
+    layer: ModelLayer
+    kind: str  # its type in a model whose layers differ
+    spec: LayerSpec
+
+
+def cases() -> Iterator[Case]:
+    """Every layer of the tiny models."""
+    for _, model in sorted(DOCUMENTS.items()):
+        for case in model["cases"]:
+            layer = describe(model["config"], case["layer"], case["part"])
+            config, attention = parts_of(model["config"])[layer.part]
+            config.layer = layer.number
+            fields, _ = read_model_layer(tensors_of(case), model["config"], case["layer"], case["part"])
+            yield Case(layer, type_of_layer(attention, config), LayerSpec.model_validate(fields))
+
+
+def by_name() -> dict[str, list[Case]]:
+    """Model type -> its layers; those of a family with the same row, if it has no tiny model of its own."""
+    every = list(cases())
+    own = {name: [case for case in every if case.layer.model_type == name] for name in FAMILIES}
+    return {
+        name: own[name] or next(own[other] for other in FAMILIES if FAMILIES[other] == FAMILIES[name] and own[other]) for name in FAMILIES
+    }
+
+
+def rows(layers: Mapping[str, Sequence[Case]]) -> Iterator[str]:
+    """Model type, part, and what the layers of that part have."""
+    for name in sorted(layers):
         found: dict[str, list[str]] = {}
-        for case in cases[names]:
-            if case.layer.model_type == name:
-                found.setdefault(case.layer.part, []).extend(features(case.layer.fields, case.layer.row.causal))
+        for layer, *_ in layers[name]:
+            found.setdefault(layer.part, []).extend(features(layer.fields, layer.row.causal))
         for part, words in found.items():
-            yield f"| [{name}](checkpoints/{names[0]}.md) | {part} | {', '.join(dict.fromkeys(words))} |"
+            yield f"| {name} | {part} | {', '.join(dict.fromkeys(words))} |"
+
+
+def examples(layers: Mapping[str, Sequence[Case]]) -> str:
+    """For each model type a spec of each part and type of layer with other steps, as JSON, a line for each model type."""
+    lines = []
+    for name in sorted(layers):
+        found: dict[Any, dict[str, Any]] = {}
+        for layer, kind, spec in layers[name]:
+            steps = layer.part, tuple((step.name, step.formula) for step in spec.program)
+            fields = spec.model_dump(mode="json", exclude_defaults=True, exclude={"seed", "init"})
+            found.setdefault(steps, {"part": layer.part, "type": kind, "causal": layer.row.causal, "spec": fields})
+        lines.append(f"{json.dumps(name)}: {json.dumps([*found.values()])}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def claim() -> str:
@@ -120,21 +164,15 @@ def claim() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every page that this script writes."""
-    cases = cases_by_row()
+    """Every file that this script writes."""
+    layers = by_name()
     refused = "".join(f"| {reason} | {' '.join(sorted(names.split()))} |\n" for reason, names in REASONS.items())
     head = HEAD.format(families=len(FAMILIES), claim=claim(), kinds=", ".join(f"`{kind}`" for kind in ROPE_TYPES))
     tail = "\n\nRefused, since the layer has no such operation:\n\n| needs | `model_type` |\n|---|---|\n"
-    return {PAGE: head + "\n".join(rows(cases)) + tail + refused} | {
-        FOLDER / f"{names[0]}.md": page(names, cases[names]) for names in cases
-    }
+    return {PAGE: head + "\n".join(rows(layers)) + tail + refused, EXAMPLES: examples(layers)}
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    made = pages()
-    for path in set(FOLDER.glob("*.md")) - set(made):
-        path.unlink()
-    for path, text in made.items():
+    for path, text in pages().items():
         path.write_text(text)
-    sys.stdout.write(f"wrote {len(made)} pages\n")
+        sys.stdout.write(f"wrote {path.name}\n")

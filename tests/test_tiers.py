@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attend.attention.operators import OPERATORS
-from attend.attention.operators.stages import STAGES
+from attend.attention.program import PLACES
 from attend.spec import FIRST_FIELDS
 
 ROOT = Path(__file__).parent.parent / "service" / "attend"
@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "tensors": {"errors"},
     "spec_parts": {"errors", "tensors"},
-    "spec": {"errors", "tensors", "spec_parts", "attention"},  # of attention, operators/ alone, which import no torch
+    "spec": {"errors", "tensors", "spec_parts", "attention"},  # of attention, what imports no torch (WITHOUT_TORCH)
     "settings": TIER_1 | {"wire"},
     "wire": TIER_1,
     "attention": TIER_1,
@@ -60,11 +60,13 @@ THIRD_PARTIES: dict[str, set[str]] = {
         "opentelemetry",
     },
 }
-TORCH_IN_CLIENT = ("client/remote.py", "client/transformers.py", "client/recording.py")
+TORCH_IN_CLIENT = ("client/remote.py", "client/transformers.py", "client/recording.py", "client/interventions.py")
 NAMES_OPERATORS = (  # those who compute, read or compare single ones
     *("attention/operators/", "attention/reference/", "checkpoints/", "check/mistakes/"),
-    *(f"check/{name}.py" for name in ("cases", "changes", "convention", "fitting", "rounding", "weights")),
+    *(f"check/{name}.py" for name in ("candidate", "cases", "changes", "convention", "fitting", "layer", "parameters")),
+    *(f"check/{name}.py" for name in ("rounding", "weights")),
 )
+WITHOUT_TORCH = ("operators", "program")  # of attention
 WATCHED = {"asyncio"}  # of the standard library: the rules say which packages may use event loops
 SETTINGS_READERS = {"cli", "web/app.py", "deploy"}
 
@@ -98,14 +100,15 @@ def breaches(modules: Mapping[str, str]) -> list[str]:
                 target = parts[1] if len(parts) > 1 else "__init__"
                 if target not in (room, "version") and target not in ALLOWED[room]:
                     found.append(f"{path} imports {name}")
-                if room in ("spec", "checkpoints") and target == "attention" and parts[1:3] != ["attention", "operators"]:
+                if room in ("spec", "checkpoints") and target == "attention" and parts[2] not in WITHOUT_TORCH:
                     found.append(f"{path} imports {name}")
                 if target == "settings" and path not in SETTINGS_READERS and room not in SETTINGS_READERS:
                     found.append(f"{path} imports {name}")
             elif parts[0] in WATCHED or parts[0] not in sys.stdlib_module_names | {"numpy"}:
                 if room in THIRD_PARTIES and parts[0] not in THIRD_PARTIES[room]:
                     found.append(f"{path} imports {name}")
-                if path.startswith("attention/operators/") and parts[0] == "torch" and name in imports_beside_types(source):
+                is_light = path.startswith(tuple(f"attention/{part}" for part in WITHOUT_TORCH))
+                if is_light and parts[0] == "torch" and name in imports_beside_types(source):
                     found.append(f"{path} imports {name}")
                 if room == "client" and parts[0] == "torch" and path not in TORCH_IN_CLIENT:
                     found.append(f"{path} imports {name}")
@@ -190,11 +193,11 @@ def test_a_client_loads_neither_torch_nor_fastapi() -> None:
 def test_no_other_file_asks_for_an_operator_by_name() -> None:
     """A file that needs something of an operator lets the operator declare it.
 
-    Strings may be names of stages, of outputs or of fields of requests. Requests may have a softcap in place of
+    Strings may be names of places of the program, of outputs or of fields of requests. Requests may have a softcap in place of
     the layer's. Random requests draw windows as random layers do.
     """
     fields, files = {operator.field for operator in OPERATORS}, {operator.name for operator in OPERATORS}
-    strings = {operator.field for operator in OPERATORS if not operator.of_calls} - {*STAGES}
+    strings = {operator.field for operator in OPERATORS if not operator.of_calls} - {*PLACES}
     strings -= {name for operator in OPERATORS for name in operator.own_outputs}
     found = set()
     for path in ROOT.rglob("*.py"):
@@ -209,4 +212,5 @@ def test_no_other_file_asks_for_an_operator_by_name() -> None:
                     found |= {(file, module.rpartition(".")[2])} if module.rpartition(".")[2] in files else set()
     first = FIRST_FIELDS & strings  # those of the first version, to which fingerprints refer
     words = ("serving/words/small.py", "rope")  # the spec of a model
-    assert found == {("serving/calls.py", "softcap"), ("check/random_cases.py", "window"), words, *(("spec.py", name) for name in first)}
+    calls = {("serving/calls.py", "softcap"), ("check/random_cases.py", "window")}
+    assert found == {*calls, words, *(("spec.py", name) for name in first)}

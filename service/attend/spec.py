@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from attend.attention.operators import OPERATORS, OperatorFields, num_softmaxes
 from attend.attention.operators.declarations import Coordinates, Extent, Interval
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.stages import STAGES, stages_of
+from attend.attention.program import SINGLE, Program, program_of
 from attend.spec_parts import PROJECTIONS, WHOLE, Biases, field_error, whole
 from attend.tensors import Array, datatype_of, raw
 
@@ -98,20 +98,20 @@ class LayerSpec(OperatorFields):
     def _check(self) -> Self:
         self._check_heads()
         self._check_init()
-        self._check_stages()
+        self._check_steps()
         self._check_conflicts()
         for operator in self.operators:
             operator.check(self)
         return self
 
-    def _check_stages(self) -> None:
-        """Refuse two operators with a stage that only one operator of a layer can have."""
-        fields: dict[str, str] = {}  # stage -> that of the first operator
+    def _check_steps(self) -> None:
+        """Refuse two operators with steps at a place of the program that only one operator of a layer can have."""
+        fields: dict[str, str] = {}  # place -> that of the first operator
         for operator in self.operators:
-            for stage in stages_of(operator):
-                if STAGES[stage].single and stage in fields:
-                    raise field_error(f"/{operator.field}", f"none, since {fields[stage]} is computed in its place", "one")
-                fields[stage] = operator.field
+            for place in SINGLE & {*operator.steps(self)}:
+                if place in fields:
+                    raise field_error(f"/{operator.field}", f"none, since {fields[place]} is computed in its place", "one")
+                fields[place] = operator.field
 
     def _check_conflicts(self) -> None:
         """Refuse an operator that another one of the layer conflicts with."""
@@ -201,7 +201,15 @@ class LayerSpec(OperatorFields):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with other values of some fields, which are not validated. What is derived from them is derived again."""
         copied = super().model_copy(update=update, deep=deep)
-        for name in ("operators", "undefined_outputs", "undefined_options"):
+        for name in (
+            "operators",
+            "all_operators",
+            "program",
+            "signed_weights",
+            "splits_over_keys",
+            "undefined_outputs",
+            "undefined_options",
+        ):
             copied.__dict__.pop(name, None)
         return copied
 
@@ -210,10 +218,26 @@ class LayerSpec(OperatorFields):
         """Number of softmaxes of each head, among which the numbers of its queries and keys are divided."""
         return num_softmaxes({operator.field for operator in self.operators})
 
+    @cached_property
+    def all_operators(self) -> tuple[type[Operator], ...]:
+        """The operators of the layer, and those that calls may ask for."""
+        return tuple(operator for operator in OPERATORS if operator.of_calls or operator in self.operators)
+
+    @cached_property
+    def program(self) -> Program:
+        """The steps of a call that asks for nothing that the layer does not have."""
+        return program_of(self, self.features)
+
     @property
-    def signed_weights(self) -> bool:
-        """Whether attention weights may be negative, with any sum."""
-        return any(operator.signed_weights for operator in self.operators)
+    def features(self) -> set[str]:
+        """The features, for `program_of`, of a call that asks for nothing that the layer does not have."""
+        own = {operator.field for operator in self.operators if operator.of_calls}
+        return own | ({"intervals"} if any(map(str, self.intervals)) else set())
+
+    @cached_property
+    def signed_weights(self) -> str:
+        """The field that makes attention weights negative, with any sum; "" if none does."""
+        return next((operator.field for operator in self.operators if any(step.signed for step in operator.own_steps(self))), "")
 
     @cached_property
     def undefined_options(self) -> dict[str, str]:
@@ -250,10 +274,15 @@ class LayerSpec(OperatorFields):
         """Whether results depend on differences of positions only."""
         return all(operator.is_relative(self) for operator in self.operators)
 
-    @property
+    @cached_property
     def splits_over_keys(self) -> bool:
         """Whether the result of a call follows from those of parts that have some of its keys each, numbered from 0."""
-        return self.is_relative and all(operator.splits_over_keys for operator in self.operators)
+        return self.is_relative and not any(step.all_keys for step in self.program)
+
+    @cached_property
+    def reads_hidden_keys(self) -> bool:
+        """Whether results depend on keys that are masked for every query: they are neither left out of calls nor freed in caches."""
+        return any(step.expands and step.all_keys for step in self.program)
 
     @cached_property
     def undefined_outputs(self) -> dict[str, str]:
@@ -279,6 +308,14 @@ class LayerSpec(OperatorFields):
         for operator in self.operators:
             shapes |= operator.weights(self)
         return shapes
+
+    def length_of(self, axis: str) -> int:
+        """The length of an axis of a value that does not depend on the call, such as `h`, `head_dim` or a width of an operator."""
+        fixed = {"h": self.num_heads, "kv heads": self.num_kv_heads, "h * value_head_dim": self.concatenated_dim}
+        if axis.isdigit():
+            return int(axis)
+        parts = (self, *(getattr(self, operator.field) for operator in self.operators))
+        return fixed[axis] if axis in fixed else next(int(getattr(part, axis)) for part in parts if hasattr(part, axis))
 
     @property
     def num_parameters(self) -> int:

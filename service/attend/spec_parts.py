@@ -97,6 +97,16 @@ class Dimensions(BaseModel):
     )
 
     @property
+    def operators(self) -> tuple[Any, ...]:
+        """The operators of the layer."""
+        return ()
+
+    @property
+    def all_operators(self) -> tuple[Any, ...]:
+        """The operators of the layer, and those that calls may ask for."""
+        return self.operators
+
+    @property
     def num_softmaxes(self) -> int:
         """Number of softmaxes of each head, among which the numbers of its queries and keys are divided."""
         return 1

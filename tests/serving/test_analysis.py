@@ -15,8 +15,8 @@ from safetensors.numpy import load
 
 from attend.attention.call import Call, Result
 from attend.attention.layer import MultiHeadAttention
-from attend.attention.reference.forward import Layer
 from attend.attention.reference.request import Request
+from attend.check.layer import Layer
 from attend.check.random_cases import FEATURES, Case, random_case
 from attend.client import AnalysisResult, Client
 from attend.client.responses import read_analysis

@@ -23,7 +23,7 @@ def make(**fields: Any) -> tuple[MultiHeadAttention, MultiHeadAttention]:
     spec = LayerSpec.model_validate(fields)
     weights = {name: torch.from_numpy(array).to(getattr(torch, spec.dtype)) for name, array in draw_weights(spec).items()}
     layer, plain = (MultiHeadAttention(spec, weights, CPU) for _ in range(2))
-    plain.call_kernels = ()
+    plain.short = None
     return layer, plain
 
 
@@ -32,7 +32,7 @@ def call_of(layer: MultiHeadAttention, batch: int, rows: int, seed: int = 0, **f
     query = torch.randn(batch, rows, layer.spec.d_model, generator=torch.Generator().manual_seed(seed), dtype=layer.dtype)
     masks = fields.pop("masks", rows_masks(rows, aligned=True))
     inputs = [fields.pop(name, query) for name in ("query", "key", "value")]
-    return calls.call_of(*inputs, masks, layer.spec.scale, fields.pop("outputs", ShortKernel.declaration.outputs), **fields)
+    return calls.call_of(*inputs, masks, layer.spec.scale, fields.pop("outputs", ShortKernel.outputs), **fields)
 
 
 def rows_masks(rows: int, **fields: Any) -> Masks:

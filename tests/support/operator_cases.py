@@ -34,3 +34,26 @@ def agree(case: Case, name: str, ours: Any, exact: Any, tolerance: float | None 
     tolerance = tolerance or {"float64": 1e-10, "float32": 1e-4}[case.spec.dtype]
     largest = max(1.0, np.abs(exact[there]).max(initial=0.0))
     np.testing.assert_allclose(ours[there], exact[there], rtol=0, atol=tolerance * largest, err_msg=f"{name} of {case.spec!r}")
+
+
+def agree_with_finite_differences(client: Client, case: Case, seed: int) -> None:
+    """Assert that the gradients by each input, along random directions, are slopes of the reference, to the fourth order in the step."""
+    exact = put(client, case)
+    rng, request = np.random.default_rng(seed), {**case.request}
+    back = rng.standard_normal(exact.output.shape)
+    names = ("query", "key", "value")
+    result = client.attend(**request, layer=LAYER, outputs=[f"{name}_gradient" for name in names], output_gradient=back)
+    request["key"] = request.get("key", request["query"])
+    request["value"] = request.get("value", request["key"])
+    weights = in_dtype(case.spec, weights_of(case))
+    for name in names:
+        direction = rng.standard_normal(np.shape(request[name]))
+
+        def at(step: float, name: str = name, direction: Any = direction) -> float:
+            moved = request | {name: request[name] + step * direction}
+            return float(np.sum(back * attend(case.spec, weights, **moved).output))
+
+        step = 1e-5
+        slope = (8 * (at(step) - at(-step)) - (at(2 * step) - at(-2 * step))) / (12 * step)
+        ours, size = np.sum(result[f"{name}_gradient"] * direction), np.abs(result[f"{name}_gradient"]).sum()
+        assert abs(ours - slope) <= 1e-6 * max(1.0, size), f"{name} of {case.spec!r}"

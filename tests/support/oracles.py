@@ -1,18 +1,12 @@
 """The second implementations of operators, each in `tests/attention/operators/test_NAME.py` beside its tests.
 
-Functions of these names there are steps of the loops over rows (`tests/attention/reference/test_loops.py`), of torch's twin of the
-reference (`test_gradients.py`) and of the gradients that are derived by hand (`support/gradients.py`). Operators without such a function
-have theirs in these files.
+Functions of these names there are steps of the loops over rows (`tests/attention/reference/test_loops.py`). Operators without such a
+function have theirs in that file.
 
 score                   one pair's scores of all heads, in a list, after softcap
 mix_weights             one row's weights of all heads
 bias_of_visible         of one row and head, for each key
-torch_score             the same steps with torch
-torch_mix_weights
-torch_bias_of_visible
-through_score           from the gradient of what a step returns to that of what it gets
-through_mix_weights
-through_bias_of_visible from the gradient of the biases to what is added to those of inputs
+selected                the keys that one row of a head selects, of a query and the head's keys
 """
 
 from collections.abc import Callable

@@ -40,7 +40,7 @@ class Attention:
     """
 
     def __init__(self, real: Callable[[Call], Result] = REAL.attention.forward) -> None:
-        self.real, self.device, self.call_kernels = real, torch.device("cpu"), ()
+        self.real, self.device, self.short = real, torch.device("cpu"), None
         self.seen: list[Call] = []
         self.threads: list[int] = []
         self.entered = threading.Semaphore(0)

@@ -8,17 +8,29 @@ that a layer's window hides from all later queries is freed, and leaves a gap.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attend.attention.numerics import torch_dtype
-from attend.attention.operators.declarations import CachedTensor
+from attend.attention.program import cached_values
 from attend.errors import InvalidRequest
 from attend.spec import LayerSpec
 
 FIRST_ROWS = 16  # of the page of a new cache
 PAGE_BYTES = 1 << 22  # most bytes of a page, unless FIRST_ROWS rows have more
+
+
+class CachedTensor(NamedTuple):
+    """A tensor of which a cache keeps a row [heads, width] for each key, in a datatype."""
+
+    heads: int
+    width: int
+    dtype: str
+    shared: bool  # whether its value in the program has no axis of heads; it then has one head here, and none in exported files
+    value: str  # its name in the program
 
 
 @dataclass(slots=True, eq=False)
@@ -214,19 +226,38 @@ class KeyValueCache:
         return whole
 
 
+NAMES = {"key_projection": "key", "value_projection": "value"}  # of values of a program in caches; others have their own
+
+
+@lru_cache(256)
 def cached_tensors(spec: LayerSpec) -> dict[str, CachedTensor]:
-    """Each cached tensor by name: keys and values, unless an operator replaces them, and what operators add."""
-    cached: dict[str, CachedTensor] = {}
-    if not any(operator.replaces_cached_keys(spec) for operator in spec.operators):
-        cached = {name: CachedTensor(spec.num_kv_heads, width) for name, width in (("key", spec.head_dim), ("value", spec.value_head_dim))}
-    for operator in spec.operators:
-        cached |= operator.cached(spec)
-    return {name: one._replace(dtype=one.dtype or spec.dtype) for name, one in cached.items()}
+    """Each cached tensor by name: the values of the program that depend on keys alone, where others are computed from them."""
+    tensors: dict[str, CachedTensor] = {}
+    for name, value in cached_values(spec.program).items():
+        axes = value.axes.split(",")
+        heads = 1 if axes[1] == "k" else spec.length_of(axes[1])
+        tensors[NAMES.get(name, name)] = CachedTensor(heads, spec.length_of(axes[-1]), value.dtype or spec.dtype, axes[1] == "k", name)
+    return tensors
+
+
+def as_values(cached: Mapping[str, CachedTensor], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of a program, with a batch axis, of rows of a cache [heads, n, width]."""
+    return {cached[name].value: tensor if cached[name].shared else tensor[None] for name, tensor in rows.items()}
+
+
+def as_rows(cached: Mapping[str, CachedTensor], values: Mapping[str, Tensor], item: int) -> dict[str, Tensor]:
+    """The rows of a cache [heads, n, width] of an item of the values of a program."""
+    return {name: values[one.value][item : item + 1] if one.shared else values[one.value][item] for name, one in cached.items()}
 
 
 def first_visible(spec: LayerSpec, position: int) -> int:
-    """The first key that the layer's own window and chunks leave to queries at this position or later; 0 if it has neither."""
+    """The first key that the layer's own window and chunks leave to queries at this position or later; 0 if it has neither.
+
+    Of a layer with a step that reads all keys of a cache, whatever is visible, it is 0 too.
+    """
     first = 0
+    if spec.reads_hidden_keys:
+        return first
     for interval in spec.intervals:
         if interval.left is not None:
             first = max(first, position - interval.left)

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from attend.attention.masks import MASK_TENSORS, Masks, select_indices
+from attend.attention.masks import MASK_TENSORS, Masks
+from attend.attention.torch_arithmetic import top_k
 from attend.axes import CALL_TENSORS, outputs_from
 
 FullyMasked = Literal["zero", "uniform", "error"]
@@ -43,7 +44,7 @@ class CallOptions:
     average: bool = False
     top_k: int | None = None
     reproducible: bool = False
-    is_part: bool = False  # whether it is a part of a call cut along its keys: merging, by a float64 log_sum_exp, adds sinks and gates
+    is_part: bool = False  # whether it is one of several calls with some of the keys each
 
     @property
     def selects(self) -> bool:
@@ -69,7 +70,7 @@ class Call:
     query_coordinates: Tensor | None = None  # float64 [b|1, q] or [b|1, q, axes], by which RoPE rotates queries; None: masks.positions
     key_coordinates: Tensor | None = None  # float64 [b|1, k] or [b|1, k, axes]; None: 0, 1, …
     head_scale: Tensor | None = None  # [b|1, h, 1, 1]
-    cached: Mapping[str, Tensor] | None = None  # rows of a cache, [heads, k, width] by name
+    cached: Mapping[str, Tensor] | None = None  # values of the program that a cache keeps, of all its rows
     output_gradient: Tensor | None = None  # [b, q, output_dim], if gradients are among the outputs
     pattern: Tensor | None = None  # [b|1, h|1, q|1, k|1], weights in place of the computed ones, in at least float32
     pattern_rows: Tensor | None = None  # bool [b|1, h|1, q|1, 1]: of the rows that have them; None: all
@@ -85,6 +86,37 @@ class Call:
         """Those of queries [b|1, q] and of keys [b|1, k], or [..., axes], by which RoPE rotates them."""
         keys = torch.arange(self.key.shape[1], device=self.key.device)[None] if self.key_coordinates is None else self.key_coordinates
         return self.masks.positions if self.query_coordinates is None else self.query_coordinates, keys
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What `program_of` needs to know of the call: what it asks for beside softmax(scale · Q Kᵀ) V."""
+        options, masks = self.options, self.masks
+        present = {
+            "causal": masks.only_causal,
+            "sets": masks.has_sets,
+            "intervals": masks.has_intervals and not masks.has_sets and not masks.only_causal,
+            "bias": masks.bias is not None,
+            "softcap": options.softcap,
+            "dropout": options.dropout is not None,
+            "uniform": options.fully_masked == "uniform",
+            "part": options.is_part,
+            "values": not options.keys_as_values,
+            "pattern": self.pattern is not None,
+            "head_scale": self.head_scale is not None,
+            "other_heads": self.head_outputs is not None,
+        }
+        return frozenset([name for name, value in present.items() if value])
+
+    def without_padding(self) -> "Call":
+        """The call without the last keys, if equal lengths mask them for all queries and nothing else depends on them; else the same."""
+        keys = self.masks.shared_keys()
+        if keys is None or self.cached is not None or self.features - {"intervals", "softcap", "head_scale", "other_heads", "values"}:
+            return self
+        coordinates = None if self.key_coordinates is None else self.key_coordinates[:, keys]
+        key, value = self.key[:, keys], self.value[:, keys]
+        masks = replace(self.masks, num_keys=keys.stop, lengths=None)
+        short = replace(self, key=key, value=key if self.options.keys_as_values else value, key_coordinates=coordinates, masks=masks)
+        return short.with_options(num_keys=keys.stop, self_attention=False)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the call."""
@@ -150,48 +182,6 @@ class WeightBlock(NamedTuple):
     visible: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the keys that each query may attend to; None: all
 
 
-def select_heads_and_queries(
-    call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None, mixes_heads: bool = False
-) -> tuple[Call, Tensor, Tensor, Tensor | None]:
-    """Restrict a call, its query [b, h, q, d], key [b, kv heads, k, d] and fully masked rows [b, h, q] to its selected heads and queries.
-
-    The new key has one head for each selected query head. Rows of the new masks are selected queries; `heads` and `queries` of the new call
-    are their original indices. Without a selection, the arguments are returned. If the layer `mixes_heads`, all remain, since they are
-    computed together.
-    """
-    if not call.options.selects:
-        return call, query, key, fully_masked
-    heads, queries = call.options.heads or tuple(range(query.shape[1])), call.options.queries or tuple(range(query.shape[2]))
-    groups = query.shape[1] // key.shape[1]
-    if not mixes_heads:
-        head_indices = torch.tensor(heads, device=query.device)
-        query, key = query.index_select(1, head_indices), key.index_select(1, head_indices // groups)
-        fully_masked = None if fully_masked is None else fully_masked.index_select(1, head_indices)
-    if call.options.queries is not None:
-        query_indices = torch.tensor(queries, device=query.device)
-        query, fully_masked = (
-            query.index_select(2, query_indices),
-            None if fully_masked is None else fully_masked.index_select(2, query_indices),
-        )
-    some_heads = None if mixes_heads else call.options.heads
-    masks = call.masks.select(some_heads, call.options.queries)
-    pattern, rows = (select_indices(select_indices(x, 1, some_heads), 2, call.options.queries) for x in (call.pattern, call.pattern_rows))
-    return (
-        replace(call, masks=masks, pattern=pattern, pattern_rows=rows).with_options(heads=heads, queries=queries),
-        query,
-        key,
-        fully_masked,
-    )
-
-
-def replaced(computed: Tensor, given: Tensor | None, rows: Tensor | None) -> Tensor:
-    """Rows of heads [b, h, q, n], of which those in `rows`, all if None, are the given ones, which are broadcast; None: none are."""
-    if given is None:
-        return computed
-    given = given.to(computed.dtype)
-    return given.expand_as(computed) if rows is None else torch.where(rows, given, computed)
-
-
 def select_weights(weights: Tensor, call: Call) -> Tensor:
     """The weights of the selected heads and queries, from all weights [b, h, q, k]."""
     for axis, indices in ((1, call.options.heads), (2, call.options.queries)):
@@ -208,27 +198,3 @@ def reduce_weights(weights: Tensor, call: Call) -> dict[str, Tensor]:
         return {"attention_weights": weights}
     values, keys = top_k(weights, min(call.options.top_k, weights.shape[-1]))
     return {"values": values, "keys": keys}
-
-
-def top_k(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n largest numbers along the last axis and their indices, [..., n], largest first; ties go to the lower index.
-
-    torch.topk returns ties in any order, and a stable sort of all numbers is slow. So only rows with ties among the n + 1 largest are
-    computed again: all numbers above the n-th largest, and the first of those equal to it.
-    """
-    if 2 * n >= values.shape[-1]:
-        largest, indices = torch.sort(values, dim=-1, descending=True, stable=True)
-        return largest[..., :n], indices[..., :n]
-    largest, indices = torch.topk(values, n + 1, dim=-1)
-    tied = (largest[..., 1:] == largest[..., :-1]).any(-1)
-    largest, indices = largest[..., :n], indices[..., :n]
-    if n and tied.any():
-        rows = values[tied].nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)  # topk treats NaN as the largest, too
-        least = rows.topk(n, -1).values[:, -1:]
-        above, equal = rows > least, rows == least
-        taken = above | (equal & (equal.cumsum(-1) <= n - above.sum(-1, keepdim=True)))
-        taken_indices = taken.nonzero()[:, 1].view(-1, n)  # in ascending order
-        order = rows.gather(1, taken_indices).sort(dim=1, descending=True, stable=True).indices
-        indices[tied] = taken_indices.gather(1, order)
-        largest[tied] = values[tied].gather(1, indices[tied])
-    return largest, indices

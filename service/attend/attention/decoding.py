@@ -1,26 +1,30 @@
 """Attention of new rows to all rows of a KV cache: projects the new ones, appends their keys and values, and attends.
 
-One query that requests neither weights nor scores attends to the pages without joining them, if `PagesKernel` computes it. Other steps join
-the pages, and are then computed as calls without a cache are.
+The program of the layer is run in three parts: the steps of new rows alone, for the steps of all caches together; those that read cached
+rows, for each cache; and the output projection, together again. One query that requests neither weights nor scores attends to the pages
+without joining them, if `PagesKernel` computes the second part.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from attend.attention.cache import KeyValueCache
+from attend.attention.cache import KeyValueCache, as_rows, as_values
 from attend.attention.call import FROM_HEADS, Call, Result
-from attend.attention.kernels.choose import compute
-from attend.attention.layer import MultiHeadAttention, result_of
+from attend.attention.executor import Values, run_steps
+from attend.attention.kernels.fusion import Inexact
+from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.operations import Operation
-from attend.attention.operators.stages import Projected
-from attend.attention.projections import Projections
+from attend.attention.operators.step import Step
+from attend.attention.program import INPUTS, needed, program_of
+
+ROW_INPUTS = frozenset({"query", "key", "value", "query_coordinates", "key_coordinates", "positions"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,50 +67,59 @@ class CachedOperation(Operation):
     operation: Operation
 
     def run(self, layer: MultiHeadAttention, call: Call) -> Result:
-        cached, rows = copy(layer), self.cache.joined()
-        cached.projections, cached.call_kernels = CachedProjections(layer, rows), ()
-        return self.operation.run(cached, replace(call, cached=rows))
+        return self.operation.run(layer, replace(call, cached=as_values(self.cache.cached, self.cache.joined())))
 
     def to(self, device: torch.device) -> Self:
         return replace(self, operation=self.operation.to(device))
 
 
-class CachedProjections(Projections):
-    """The projections of a layer, except that keys and values are those of a cache."""
-
-    def __init__(self, layer: MultiHeadAttention, rows: Mapping[str, Tensor]) -> None:
-        super().__init__(layer.spec, layer.weights, layer.operators)
-        self._layer, self._rows = layer, rows
-
-    def project(self, call: Call) -> Projected:
-        query, *_ = self._layer.projections.project(call)
-        return query, *self._layer.projections.keys_and_values(self._rows)
-
-    def product(self, x: Tensor, name: str) -> Tensor:
-        return self._layer.projections.product(x, name)
-
-
 @torch.inference_mode()
 def forward_steps(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, Call]]) -> list[Result]:
     """The results of steps of several caches, with equal numbers of rows. Their rows are projected together."""
-    rows = _stack_new_rows(steps)
-    projected = layer.project(rows)
-    tensors = layer.projections.rows_to_cache(rows, projected)
+    values, of_keys = _compute_rows(layer, steps)
     results = []
     for i, (step, call) in enumerate(steps):
         step.cache.largest_row = max(step.cache.largest_row, largest_row(call.key))
-        new = {name: tensors[name][i] for name in step.cache.cached}
+        new = as_rows(step.cache.cached, values, i)
         step.cache.finite = all(map(_is_finite, new.values()))
         step.cache.write(step.start, new)
-        results.append(_attend(layer, call, projected[0][i : i + 1], step.cache))
+        of_step = {name: tensor[i : i + 1] for name, tensor in values.items() if name not in of_keys}
+        results.append(_attend(layer, call, of_step, step.cache))
     concatenated = [
-        tensors["concatenated"] for (_, call), (tensors, _) in zip(steps, results, strict=True) if "output" in call.options.outputs
+        result.tensors["concatenated"] for (_, call), result in zip(steps, results, strict=True) if "output" in call.options.outputs
     ]
     outputs = iter(layer.project_back(_stacked(concatenated)).chunk(len(concatenated)) if concatenated else ())
-    for (_, call), (tensors, _) in zip(steps, results, strict=True):
+    for (_, call), result in zip(steps, results, strict=True):
         if "output" in call.options.outputs:
-            tensors["output"] = next(outputs)
-    return [result_of(call, *result) for (_, call), result in zip(steps, results, strict=True)]
+            result.tensors["output"] = next(outputs)
+    return [
+        replace(result, tensors={name: x for name, x in result.tensors.items() if name != "concatenated" or name in call.options.outputs})
+        for (_, call), result in zip(steps, results, strict=True)
+    ]
+
+
+def _compute_rows(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, Call]]) -> tuple[Values, set[str]]:
+    """What depends on the new rows of each step alone: what caches keep, and what their queries need; and the names of values of keys."""
+    rows = _stack_new_rows(steps)
+    cached = {one.value for one in steps[0][0].cache.cached.values()}
+    features = steps[0][1].features
+    wanted = cached | set().union(*(call.options.outputs for _, call in steps))
+    program = row_steps(needed(program_of(layer.spec, features), wanted, layer.constants))
+    values = layer.values_of(rows, None)
+    run_steps(layer.arithmetic, program, values)
+    written = {name: value for step in program for name, value in step.writes.items()}
+    return {name: values[name] for name in written}, {name for name, value in written.items() if "k" in value.axes.split(",")}
+
+
+def row_steps(program: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps that depend on rows of queries, or of keys, alone, and so not on a cache."""
+    written = {name for step in program for name in step.writes}
+    known, steps = set(ROW_INPUTS), list[Step]()
+    for step in program:
+        if not step.expands and all(name in known or name not in written | {*INPUTS} for name in step.reads):
+            known |= {*step.writes}
+            steps.append(step)
+    return tuple(steps)
 
 
 def _is_finite(rows: Tensor) -> bool:
@@ -122,7 +135,7 @@ def largest_row(rows: Tensor) -> float:
 
 
 def _stack_new_rows(steps: Sequence[tuple[CachedStep, Call]]) -> Call:
-    """One call with the new rows of all steps as its batch items, which has all that projections read."""
+    """One call with the new rows of all steps as its batch items, which has all that steps of rows read."""
     calls = [call for _, call in steps]
     first, count = calls[0], calls[0].key.shape[1]
     inputs = first.options.inputs(lambda name: _stacked([getattr(call, name) for call in calls]))
@@ -142,10 +155,26 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
-def _attend(layer: MultiHeadAttention, call: Call, query: Tensor, cache: KeyValueCache) -> tuple[dict[str, Tensor], Tensor | None]:
-    """All outputs but `output`, and the fully masked rows, of query [1, h, q, d] and all rows of the cache."""
-    kernels = layer.cache_kernels if call.options.outputs <= FROM_HEADS else ()
-    if (tensors := compute(kernels, call, (query, cache), frozenset({"head_outputs"}))) is not None:
-        return layer.merge_heads(call, tensors["head_outputs"]), None
-    rows = cache.joined()
-    return layer.attend(layer.select_keys(replace(call, cached=rows)), query, *layer.projections.keys_and_values(rows))
+def _attend(layer: MultiHeadAttention, call: Call, rows: Values, cache: KeyValueCache) -> Result:
+    """All outputs but `output`, in place of which it has `concatenated`, of the new queries and all rows of the cache."""
+    outputs = call.options.outputs
+    call = call.with_options(outputs=outputs - {"output"} | {"concatenated"} if "output" in outputs else outputs)
+    if outputs <= FROM_HEADS and call.query.shape[:2] == (1, 1) and (result := _attend_to_pages(layer, call, rows, cache)) is not None:
+        return result
+    return layer.attend(replace(call, cached=as_values(cache.cached, cache.joined()) | rows))
+
+
+def _attend_to_pages(layer: MultiHeadAttention, call: Call, rows: Values, cache: KeyValueCache) -> Result | None:
+    """The outputs that follow from the heads of one query; None if no kernel of pages computes them, or no key is visible."""
+    if not layer.cache_kernels or call.options.reproducible:
+        return None
+    first, last = (int(index) for index in call.masks.interval(slice(0, 1)))
+    if last < first:
+        return None
+    given = {*rows, "key_projection", "value_projection"}
+    for kernel in layer.cache_kernels:
+        if (plan := layer.plan(call.features, call.options.outputs, given, kernel)) is not None:
+            with suppress(Inexact):
+                values = layer.values_of(call, None) | rows | {"cache": cache}
+                return Result(layer.run(plan, call, values, lambda block: slice(first, last + 1)))
+    return None

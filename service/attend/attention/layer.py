@@ -1,31 +1,31 @@
-"""Multi-head attention, batch first: project, attend, project back.
+"""Multi-head attention, batch first: runs the program of a layer (`program.py`) for calls, on one device.
 
-    Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
-    Y = Attention(Q, K, V) ∘ gate(X)                                      (layers with an output gate; Qiu et al. 2025, equation 5)
-
-Kernels compute it, each of which declares what it can (`kernels/`): short calls in C, projections included; torch's fused kernels; steps of
-a cache in C (`pages`); and `eager`, which computes everything else.
+Kernels fuse some steps of the program (`kernels/`): short calls in C, projections included; torch's fused kernels; steps of a cache in C.
 `nn.MultiheadAttention` is not used: some of its code paths ignore masks, and its results for fully masked rows depend on flags.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from attend.attention.cache import KeyValueCache
-from attend.attention.call import FROM_HEADS, SCORED, TOP_K, Call, Result, WeightBlock, replaced, select_heads_and_queries
-from attend.attention.kernels.choose import Heads, Kernel, compute
-from attend.attention.kernels.eager import Eager
+from attend.attention.call import FROM_HEADS, TOP_K, Call, Result, WeightBlock, reduce_weights
+from attend.attention.dropout import Dropout
+from attend.attention.executor import Assembly, Plan, Selection, Values, axes_of, plan_of, run_blocks, run_steps
+from attend.attention.kernels.fusion import Inexact, Kernel, fuse
 from attend.attention.kernels.pages import PagesKernel
-from attend.attention.kernels.sdpa import SdpaKernel
+from attend.attention.kernels.sdpa import DTYPES, CausalSdpaKernel, SdpaKernel
 from attend.attention.kernels.short import ShortKernel
+from attend.attention.masks import Masks
 from attend.attention.numerics import torch_dtype
-from attend.attention.operators.stages import Projected, methods_of
-from attend.attention.projections import Projections, make_operators
+from attend.attention.program import WEIGHTED_VALUES, Program, constants, needed, program_of
 from attend.attention.rows import row_slices
+from attend.attention.torch_arithmetic import TorchArithmetic
 from attend.spec import LayerSpec
+
+GRADIENTS = {"query_gradient": "query", "key_gradient": "key", "value_gradient": "value"}
+MOST_PLANS = 256  # of a layer: features and outputs of calls recur
 
 
 class MultiHeadAttention:
@@ -34,72 +34,168 @@ class MultiHeadAttention:
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec, self.device, self.dtype = spec, device, torch_dtype(spec.dtype)
         self.weights = dict(weights)  # by canonical name
-        self.operators = make_operators(spec, self.weights, device)
-        self.projections = Projections(spec, self.weights, self.operators)
-        self.eager = Eager(spec, self.operators, device)
-        self._selects, self._gates = methods_of(self.operators, "select"), methods_of(self.operators, "gate")
-        short, sdpa = ShortKernel.make(spec, self.weights, device), SdpaKernel.make(self.eager, device)
-        pages = PagesKernel.make(self.eager, device)
-        self.call_kernels: tuple[Kernel[None], ...] = (short,) if short else ()  # of whole calls, projections included
-        self.kernels: tuple[Kernel[Heads], ...] = (sdpa, self.eager) if sdpa else (self.eager,)
-        self.cache_kernels: tuple[Kernel[tuple[Tensor, KeyValueCache]], ...] = (pages,) if pages else ()
+        self.arithmetic = TorchArithmetic(self.weights, self.dtype, device)
+        self.constants: Values = dict(self.weights)
+        run_steps(self.arithmetic, constants(spec.program), self.constants)
+        self._axes = {name: axes for operator in spec.operators for name, axes in operator.axes.items()}
+        self._empties = any(step.empties for step in spec.program)
+        self.short = ShortKernel.make(spec, self.weights, device)  # of whole calls
+        self.kernels: tuple[Kernel, ...] = (CausalSdpaKernel(spec), SdpaKernel(spec)) if spec.dtype in DTYPES else ()
+        pages = PagesKernel.make(spec, device)
+        self.cache_kernels: tuple[Kernel, ...] = (pages,) if pages else ()
+        self._plans: dict[tuple[object, ...], Plan | None] = {}
 
     def forward(self, call: Call) -> Result:
         """Compute the call's outputs, in the layer's dtype; scores and weights of half-precision layers are float32."""
-        if (tensors := compute(self.call_kernels, call, None, call.options.outputs)) is not None:
+        short = self.short
+        if short and short.computes(call) and short.is_short(call) and (tensors := short.compute(call)) is not None:
             return Result(tensors)
         with torch.inference_mode():
             if call.output_gradient is None:
-                return self._forward(call)
-            result = self._forward(replace(call, output_gradient=None))
+                return self.attend(call)
+            result = self.attend(replace(call, output_gradient=None), exact=True)
             return replace(result, tensors=result.tensors | self._gradients(call))
 
-    def _forward(self, call: Call) -> Result:
-        call = self.select_keys(call)
-        tensors, fully_masked = self.attend(call, *self.project(call))
-        if "output" in call.options.outputs:
-            tensors["output"] = self.project_back(tensors["concatenated"])
-        return result_of(call, tensors, fully_masked)
+    def attend(self, call: Call, *, exact: bool = False) -> Result:
+        """The outputs of a call but gradients.
 
-    def attend(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Compute all outputs but `output`, and the fully masked rows, from query [b, h, q, d], key and value [b, kv heads, k, …]."""
-        fully_masked = self.fully_masked(call)
-        tensors = self._run_kernels(call, Heads(query, key, value, fully_masked))
-        if "head_outputs" in tensors:
-            tensors |= self.merge_heads(call, tensors["head_outputs"])
-        return tensors | self.projections.outputs(call, (query, key, value)), fully_masked
-
-    def _run_kernels(self, call: Call, heads: Heads) -> dict[str, Tensor]:
-        """Compute those of `head_outputs`, `scores`, `log_sum_exp` and `attention_weights` that the call's outputs need."""
-        outputs = call.options.outputs
-        needed: frozenset[str] = outputs & SCORED | ({"head_outputs"} if FROM_HEADS & outputs else set())
-        tensors: dict[str, Tensor] = {}
-        if call.options.selects:  # weights of these heads and queries alone, everything else of all
-            if "attention_weights" in needed:
-                query, key, value, fully_masked = heads
-                selected, query, key, fully_masked = select_heads_and_queries(call, query, key, fully_masked, self.eager.mixes_heads)
-                tensors = self._computed(selected, Heads(query, key, value, fully_masked), frozenset({"attention_weights"}))
-                needed -= {"attention_weights"}
-            call = call.with_options(heads=None, queries=None)
-        return tensors | self._computed(call, heads, needed) if needed else tensors
-
-    def _computed(self, call: Call, heads: Heads, outputs: frozenset[str]) -> dict[str, Tensor]:
-        """These outputs, from the first kernel that computes them; the last one, `eager`, computes all."""
-        tensors = compute(self.kernels, call, heads, outputs)
-        assert tensors is not None
-        return tensors
-
-    def merge_heads(self, call: Call, head_outputs: Tensor) -> dict[str, Tensor]:
-        """`head_outputs` [b, h, q, d] times `head_scale` and the gate, or those of the call, and `concatenated` [b, q, h * d].
-
-        The gate depends on the query alone, so it is left out of parts of a call and applied once, where they are merged.
+        `exact`: without kernels, whose numbers may depend on the batch, and which have no derivatives.
         """
-        if call.head_scale is not None:
-            head_outputs = head_outputs * call.head_scale
-        for gate in () if call.options.is_part else self._gates:
-            head_outputs = head_outputs * gate(call, self.projections.product)
-        head_outputs = replaced(head_outputs, call.head_outputs, call.head_output_rows)
-        return {"head_outputs": head_outputs, "concatenated": head_outputs.transpose(1, 2).flatten(2)}
+        exact = exact or call.options.reproducible
+        fully_masked = self.fully_masked(call)
+        wanted, tensors = call.options.outputs - {*GRADIENTS}, dict[str, Tensor]()
+        if self._empties:  # which rows are fully masked is a value of the program
+            wanted |= {"fully_masked"}
+        if call.options.selects and "attention_weights" in wanted:  # of these heads and queries alone, everything else of all
+            tensors = self._compute(call, {"attention_weights"}, fully_masked, exact=exact)
+            wanted -= {"attention_weights"}
+        if wanted:
+            call = call.with_options(heads=None, queries=None) if call.options.selects else call
+            if (
+                wanted <= FROM_HEADS
+                and not exact
+                and fully_masked is None
+                and self.device.type == "cpu"
+                and not self.spec.reads_hidden_keys
+            ):
+                call = call.without_padding()
+            tensors |= self._compute(call, wanted, fully_masked, exact=exact)
+        if (empty := tensors.pop("fully_masked", None)) is not None:
+            fully_masked = empty if empty.any() else None
+        return Result(tensors, fully_masked)
+
+    def _compute(self, call: Call, wanted: Collection[str], fully_masked: Tensor | None, *, exact: bool) -> dict[str, Tensor]:
+        """These outputs; `keys` and `values` in place of the attention weights if the call has `top_k`."""
+        features = call.features if fully_masked is not None or self._empties else call.features - {"uniform"}
+        values, given = self.values_of(call, fully_masked), frozenset(call.cached or ())
+        for kernel in (*(() if exact else self.kernels), None):
+            if (plan := self.plan(features, wanted, given, kernel)) is None:
+                continue
+            try:
+                return self.run(plan, call, dict(values))
+            except Inexact:
+                continue
+        raise AssertionError("the plan without kernels computes everything")
+
+    def plan(
+        self, features: Collection[str], wanted: Collection[str], given: Collection[str] = (), kernel: Kernel | None = None
+    ) -> Plan | None:
+        """The plan of calls with these features that has the `given` values; None if the kernel does not compute them."""
+        key = frozenset(features), frozenset(wanted), frozenset(given), kernel and kernel.name
+        if key not in self._plans:
+            program = program_of(self.spec, features)
+            steps: Program | None = needed(program, wanted, {*given, *self.constants})
+            steps = steps if kernel is None or steps is None else fuse(steps, kernel, wanted)
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = None if steps is None else plan_of(steps, wanted, axes_of(program, self._axes))
+        return self._plans[key]
+
+    def values_of(self, call: Call, fully_masked: Tensor | None) -> Values:
+        """What a program gets: the constants of the layer, and the inputs of the call."""
+        options, masks = call.options, call.masks
+        query_coordinates, key_coordinates = call.coordinates
+        return {
+            **self.constants,
+            "query": call.query,
+            "key": call.key,
+            "value": call.value,
+            "positions": masks.positions,
+            "keys": torch.arange(masks.num_keys, device=call.query.device),
+            "query_coordinates": query_coordinates,
+            "key_coordinates": key_coordinates,
+            "masks": masks,
+            "fully_masked": fully_masked,
+            "bias": masks.bias,
+            "scale": options.scale,
+            "softcap": options.softcap,
+            "pattern": call.pattern,
+            "pattern_rows": call.pattern_rows,
+            "head_scale": call.head_scale,
+            "other_heads": call.head_outputs,
+            "other_head_rows": call.head_output_rows,
+            "kept_share": None if options.dropout is None else 1 - options.dropout[0],
+            **(call.cached or {}),
+        }
+
+    def run(self, plan: Plan, call: Call, values: Values, keys_of: Callable[[slice], slice] | None = None) -> dict[str, Tensor]:
+        """The wanted values of a plan; `keys_of`: the keys that some rows need."""
+        top_k: dict[str, Tensor] = {}
+        run_steps(self.arithmetic, plan.before, values, plan.wanted)
+        if plan.block:
+            num_queries = len(call.options.queries or range(call.options.num_queries))
+            assembly = Assembly(num_queries)
+            for rows, block in self._blocks(plan, call, values, keys_of=keys_of):
+                for name in plan.results:
+                    if name == "attention_weights" and name in plan.wanted:
+                        weights = block[name]
+                        if plan.all_heads and call.options.heads is not None:
+                            weights = weights[:, list(call.options.heads)]
+                        for part, tensor in reduce_weights(weights, call).items():
+                            assembly.put(part, -2, rows, tensor)
+                    else:
+                        axes = plan.axes.get(name, ("b", "h", "q", "k"))
+                        assembly.put(name, axes.index("q"), rows, block[name])
+            top_k = {name: assembly.tensors.pop(name) for name in TOP_K & {*assembly.tensors}}
+            values |= assembly.tensors
+        run_steps(self.arithmetic, plan.after, values, plan.wanted)
+        return top_k | {name: values[name] for name in plan.wanted if name in values}
+
+    def _blocks(
+        self,
+        plan: Plan,
+        call: Call,
+        values: Values,
+        blocks: Iterable[slice] | None = None,
+        keys_of: Callable[[slice], slice] | None = None,
+    ) -> Iterator[tuple[slice, Values]]:
+        """The values of each block of the call's rows, of its selected heads and queries alone; `blocks` are the rows of each block."""
+        options, spec = call.options, self.spec
+        if options.dropout is not None:
+            values["kept"] = Dropout(options, spec.num_heads, all_heads=plan.all_heads)
+        if options.selects:
+            selection = Selection(None if plan.all_heads else options.heads, options.queries)
+            values |= {name: selection.of(values[name], plan.axes.get(name, ()), spec.num_heads) for name in plan.inputs if name in values}
+        num_queries = options.num_queries if options.queries is None else len(options.queries)
+        heads = spec.num_heads if options.heads is None or plan.all_heads else len(options.heads)
+        slices = row_slices(options.items * heads * options.num_keys, num_queries, self.device) if blocks is None else blocks
+        if keys_of is None:
+            fused = any(step.name == SdpaKernel.name for step in plan.block) and self.device.type == "cpu"  # others would wait
+            keys_of = self._keys_of(values["masks"]) if fused else lambda rows: slice(0, options.num_keys)
+        return run_blocks(self.arithmetic, plan, values, slices, keys_of)
+
+    @staticmethod
+    def _keys_of(masks: Masks) -> Callable[[slice], slice]:
+        """The shortest range with all keys that lengths, causality, windows and chunks leave to some rows; at least one key."""
+
+        def keys(rows: slice) -> slice:
+            if not masks.has_intervals:
+                return slice(0, masks.num_keys)
+            first, last = masks.interval(rows)
+            start = min(max(int(first.min()), 0), masks.num_keys - 1)
+            return slice(start, max(int(last.max()) + 1, start + 1))
+
+        return keys
 
     def _gradients(self, call: Call) -> dict[str, Tensor]:
         """The requested gradients of <output_gradient, output> by query, key and value as three separate inputs, with torch's autograd.
@@ -113,53 +209,68 @@ class MultiHeadAttention:
             separate = replace(call, query=query, key=key, value=value).with_options(
                 outputs=frozenset({"output"}), self_attention=False, keys_as_values=False
             )
-            output = self._forward(separate).tensors["output"]
+            output = self.attend(separate, exact=True).tensors["output"]
             if output.requires_grad:
                 gradients = torch.autograd.grad(output, inputs, call.output_gradient.to(output.dtype), materialize_grads=True)
             else:
                 gradients = tuple(map(torch.zeros_like, inputs))
-        named = zip(("query_gradient", "key_gradient", "value_gradient"), gradients, strict=True)
+        named = zip(GRADIENTS, gradients, strict=True)
         return {name: x for name, x in named if name in call.options.outputs}
-
-    def select_keys(self, call: Call) -> Call:
-        """The call with a mask of the keys that the layer's operators select; the same call if none does."""
-        for select in self._selects:
-            with torch.no_grad():
-                call = select(call)
-        return call
 
     def fully_masked(self, call: Call) -> Tensor | None:
         """bool [b, h, q]: the rows without a key to attend to; None if there are none."""
         options, heads = call.options, self.spec.num_heads
-        rows = call.masks.fully_masked(row_slices(options.items * heads * options.num_keys, options.num_queries))
+        rows = call.masks.fully_masked(row_slices(options.items * heads * options.num_keys, options.num_queries, self.device))
         return None if rows is None or not rows.any() else rows.expand(options.items, heads, options.num_queries)
 
-    def project(self, call: Call) -> Projected:
-        """Project, norm and rotate: query [b, h, q, head_dim], key and value [b, kv heads, k, …]."""
-        return self.projections.project(call)
+    def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads of the call: query [b, h, q, head_dim], key and value [b, kv heads, k, …], after norms and RoPE."""
+        names = ("query_projection", "key_projection", "value_projection")
+        tensors = self._compute(call, names, None, exact=True)
+        query, key, value = (tensors[name] for name in names)
+        return query, key, value
+
+    def finish(self, call: Call, head_outputs: Tensor) -> dict[str, Tensor]:
+        """The outputs of the call that follow from weighted values [b, h, q, value_head_dim]: `head_outputs`, `concatenated`, `output`."""
+        program = program_of(self.spec, call.features)
+        start = program.index(WEIGHTED_VALUES) + 1
+        wanted = {*FROM_HEADS & call.options.outputs}
+        first = [step for step in needed(program, wanted, {*self.constants}) if step in program[start:]]
+        values = self.values_of(call, None) | {"head_outputs": head_outputs}
+        run_steps(self.arithmetic, first, values)
+        return {name: values[name] for name in wanted}
+
+    def with_sinks(self, total: Tensor) -> Tensor:
+        """Log-sum-exps [b, h, q] of scores with those of the layer's sinks; unchanged if it has none."""
+        values = self.constants | {"log_sum_exp": total}
+        run_steps(self.arithmetic, [step for step in self.spec.program if step.name == "sum_with_sinks"], values)
+        return torch.as_tensor(values["log_sum_exp"])
 
     def project_back(self, concatenated: Tensor) -> Tensor:
-        """The output projection: [b, q, h * value_head_dim] -> [b, q, output_dim]."""
-        return self.projections.project_back(concatenated)
+        """The output projection: [b, q, h * value_head_dim] -> [b, q, output_dim]; unchanged if the layer has no projections."""
+        return self.arithmetic.project(concatenated, "output") if self.spec.projections else concatenated
 
-    def attention_weights(
-        self, call: Call, query: Tensor, key: Tensor, fully_masked: Tensor | None, blocks: Iterable[slice] | None = None
+    def weight_blocks(
+        self,
+        call: Call,
+        projected: Mapping[str, Tensor] = {},
+        fully_masked: Tensor | None = None,
+        blocks: Iterable[slice] | None = None,
     ) -> Iterator[WeightBlock]:
         """Yield the weights of the selected heads and queries after dropout, block by block, and the keys that each row may attend to.
 
-        The call is from `select_keys`, `query` and `key` are from `project`, `fully_masked` from the method of that name, all for the same
-        heads. `blocks` are the rows of each block. A caller that drops each block before the next needs memory for one block only.
+        `projected`: heads that are known, by the names of outputs; they may be of another number of heads. `blocks`: the rows of each
+        block. A caller that drops each block before the next needs memory for one block only.
         """
-        mixes_heads = self.eager.mixes_heads
-        call, query, key, fully_masked = select_heads_and_queries(call, query, key, fully_masked, mixes_heads)
-        for block in self.eager.row_blocks(call, query, key, fully_masked, blocks):
-            visible = block.visible
-            if mixes_heads and call.options.heads is not None and visible is not None and visible.shape[1] > 1:
-                visible = visible[:, list(call.options.heads)]
-            yield WeightBlock(block.rows, self.eager.attention_weights(call, block), visible)
-
-
-def result_of(call: Call, tensors: Mapping[str, Tensor], fully_masked: Tensor | None) -> Result:
-    """The result with the requested ones of these tensors."""
-    wanted = call.options.outputs | TOP_K
-    return Result({name: tensor for name, tensor in tensors.items() if name in wanted}, fully_masked)
+        given = {*projected, *(call.cached or ())}
+        plan = self.plan(call.features, ("attention_weights", "visible"), given)
+        assert plan is not None
+        values = self.values_of(call, fully_masked) | dict(projected)
+        run_steps(self.arithmetic, plan.before, values)
+        restricted = bool(call.features & {"causal", "intervals", "sets"}) or any(step.name == "select" for step in plan.block)
+        for rows, block in self._blocks(plan, call, values, blocks):
+            weights, visible = block["attention_weights"], block["visible"] if restricted else None
+            if plan.all_heads and call.options.heads is not None:
+                heads = list(call.options.heads)
+                weights, visible = weights[:, heads], visible if visible is None or visible.shape[1] == 1 else visible[:, heads]
+            yield WeightBlock(rows, weights, visible)

@@ -56,10 +56,6 @@ class Masks:
         """Whether anything restricts the keys of a row."""
         return self.has_intervals or self.has_sets
 
-    def clamped_positions(self, rows: slice) -> Tensor:
-        """The index of the key nearest to each query's position, [b|1, rows]."""
-        return self.positions[:, rows].clamp(0, max(0, self.num_keys - 1))
-
     @property
     def only_causal(self) -> bool:
         """Whether the only mask is causal and aligned with q = k, which fused kernels support without a mask tensor."""
@@ -111,10 +107,6 @@ class Masks:
             parts += [j <= last, j >= first] if self._has_lower_bound else [j <= last]
         return reduce(and_, parts) if parts else None
 
-    def bias_at(self, rows: slice, keys: slice) -> Tensor | None:
-        """The bias for these rows and keys, [b|1, h|1, rows|1, keys|1]."""
-        return None if self.bias is None else block_of(self.bias, rows, keys)
-
     def fully_masked(self, blocks: Iterable[slice]) -> Tensor | None:
         """bool [b|1, h|1, q]: the rows without a visible key; None if there cannot be any. `blocks` are the rows to compute at a time."""
         if self.num_keys and (not self.has_any or self._sees_own_key):
@@ -154,6 +146,29 @@ class Masks:
             lengths=select_indices(self.lengths, 1, queries),
             longest=self.lengths.amax(1, keepdim=True) if queries and self.lengths is not None else self.longest,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MaskBlock:
+    """The masks of some rows and keys of a call: what steps of a program read."""
+
+    masks: Masks
+    rows: slice
+    keys: slice
+
+    def visible(self) -> Tensor:
+        """bool [b|1, h|1, rows|1, keys|1]: the keys that each query may attend to."""
+        visible = self.masks.visible(self.rows, self.keys)
+        assert visible is not None
+        return visible
+
+    def keys_in_sequence(self, batch: int) -> Tensor:
+        """bool [b, rows|1, k]: the keys that are neither padding nor of other segments than the query."""
+        masks, keys = self.masks, self.masks.real_keys(batch)[:, None]
+        if masks.query_segments is None or masks.key_segments is None:
+            return keys
+        queries = masks.query_segments[:, self.rows] if masks.query_segments.shape[1] > 1 else masks.query_segments
+        return keys & (queries[:, :, None] == masks.key_segments[:, None])
 
 
 def select_indices(tensor: Tensor | None, axis: int, indices: Sequence[int] | None) -> Tensor | None:

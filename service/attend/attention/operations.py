@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attend.attention.call import Call, Result
-from attend.attention.kernels.choose import Kernel, choose
+from attend.attention.kernels.short import ShortKernel
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.stacking import stack, stacking_key
@@ -67,22 +67,22 @@ FORWARD = ForwardPass()
 
 
 @dataclass(frozen=True, slots=True)
-class KernelForwardPass(Operation):
-    """The forward pass of a call like an earlier one, of whose kernels this is the first. Calls are not stacked."""
+class ShortForwardPass(Operation):
+    """The forward pass of a call like an earlier one, which the kernel for short calls computes. Calls are not stacked."""
 
     is_one_pass = True
 
-    kernel: Kernel[None]
+    kernel: ShortKernel
 
     def run(self, layer: MultiHeadAttention, call: Call) -> Result:
-        tensors = self.kernel.compute(call, None, call.options.outputs)
+        tensors = self.kernel.compute(call)
         return layer.forward(call) if tensors is None else Result(tensors)
 
 
 def forward_pass(layer: MultiHeadAttention, call: Call) -> Operation:
-    """The forward pass of this call and of calls with equal options and masks; their kernel is chosen once."""
-    kernel = next(choose(layer.call_kernels, call, call.options.outputs), None)
-    return FORWARD if kernel is None else KernelForwardPass(kernel)
+    """The forward pass of this call and of calls with equal options and masks; whether it is short is decided once."""
+    short = layer.short
+    return ShortForwardPass(short) if short and short.computes(call) and short.is_short(call) else FORWARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,23 @@
 
 from collections.abc import Iterator
 
-MAX_BLOCK_SCORES = 1 << 20  # 4 MB in float32, which fits into caches
+import torch
+
+MAX_BLOCK_SCORES = 1 << 20  # on a CPU: 4 MB in float32, which fits into caches
+SHARE = 64  # of the free memory of another device, in bytes for each score: a block has few tensors of its size
 
 
-def row_slices(scores_per_row: int, rows: int) -> Iterator[slice]:
-    """The rows of each block; one empty block if there are no rows."""
-    step = max(1, MAX_BLOCK_SCORES // max(1, scores_per_row))
+def row_slices(scores_per_row: int, rows: int, device: torch.device | None = None) -> Iterator[slice]:
+    """The rows of each block; one empty block if there are no rows. A device other than a CPU starts as few rounds as its memory allows."""
+    most = MAX_BLOCK_SCORES if device is None or device.type == "cpu" else max(MAX_BLOCK_SCORES, free_bytes(device) // SHARE)
+    step = max(1, most // max(1, scores_per_row))
     for start in range(0, max(rows, 1), step):
         yield slice(start, min(start + step, rows))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device; 16 GB for one that does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    return 1 << 34

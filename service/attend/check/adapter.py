@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from attend.attention.reference.forward import Layer
 from attend.check.cases import CaseKind, CheckCase
 from attend.check.convention import Convention, Polarity, find_roles, mask_polarity, other_parameters
+from attend.check.layer import Layer
 from attend.check.weights import is_matrix
 from attend.tensors import BY_TORCH, Array
 

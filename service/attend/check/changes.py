@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from attend.attention.reference.forward import Layer
-from attend.attention.reference.operators.rope import frequencies
+from attend.attention.operators.rope import frequencies
 from attend.check.cases import CheckCase
 from attend.check.computation import Computation
+from attend.check.layer import Layer
 from attend.check.weights import pack, split_packed
 from attend.tensors import BY_TORCH, Array
 
@@ -239,10 +239,10 @@ def change_softmax(weights: Callable[[Computation, Function, Array, Array | None
     """Replaces the softmax by `weights`, a function of the computation, the right softmax (scores, sinks) -> weights, scores and sinks."""
 
     def change(c: Computation) -> Computation:
-        def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
-            return weights(c, lambda *args: c.layer.softmax(layer, *args)[0], scores, sinks), scores[..., 0]
+        def weights_of(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
+            return weights(c, lambda *args: c.layer.weights_of(layer, *args)[0], scores, sinks), scores[..., 0]
 
-        return replace_steps(softmax=softmax)(c)
+        return replace_steps(weights_of=weights_of)(c)
 
     return change
 
@@ -277,7 +277,7 @@ MERGE: dict[str, Function] = {
     "sequence first": lambda layer, x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
 }
 # Needed by splits that change the number of heads: keys and values are not repeated, and heads have no biases of their own.
-ANY_HEAD_COUNT = replace_steps(repeat_kv_heads=lambda layer, x: x, position_bias=lambda layer, *_: np.zeros((1, 1, 1, 1)))
+ANY_HEAD_COUNT = replace_steps(repeat_kv_heads=lambda layer, x, heads=0: x, position_bias=lambda layer, *_: np.zeros((1, 1, 1, 1)))
 
 
 def split_and_merge(name: str) -> Change:
@@ -285,7 +285,7 @@ def split_and_merge(name: str) -> Change:
     return replace_steps(split_heads=SPLIT[name], merge_heads=MERGE[name])
 
 
-def tile_kv_heads(layer: Layer, x: Array) -> Array:
+def tile_kv_heads(layer: Layer, x: Array, heads: int = 0) -> Array:
     """Heads 0 1 0 1 … for query heads, in place of 0 0 … 1 1 …"""
     return np.tile(x, (1, layer.spec.num_heads // x.shape[1], 1, 1))
 
@@ -315,7 +315,7 @@ def rotate_with_angles_of_other_pairs(layer: Layer, x: Array, name: str, positio
     if rope is None or rope.axes or layer.spec.num_softmaxes > 1:
         raise Impossible
     dims = rope.dims or x.shape[-1]
-    of_pairs, x_rotary = frequencies(rope, dims), x[..., :dims]
+    of_pairs, x_rotary = np.array(frequencies(rope, dims)), x[..., :dims]
     angles = positions[:, None, :, None] * (np.tile(of_pairs, 2) if rope.interleaved else np.repeat(of_pairs, 2))
     if rope.interleaved:
         partners = np.stack((-x_rotary[..., 1::2], x_rotary[..., 0::2]), axis=-1).reshape(x_rotary.shape)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from attend.attention.reference.forward import Layer
 from attend.check.cases import CheckCase
+from attend.check.layer import Layer
 from attend.tensors import Array
 
 
@@ -32,10 +32,10 @@ def in_chunks(layer: type[Layer], case: CheckCase) -> type[Layer]:
                 scores[:, :, i, j] = super().raw_scores(q[:, :, i], k[:, :, j], ahead[..., i, j])
             return scores
 
-        def softmax(self, scores: Array, sinks: Array | None) -> Any:
+        def weights_of(self, scores: Array, sinks: Array | None) -> Any:
             weights = np.zeros(scores.shape)
             for i, j in zip(queries, keys, strict=True):
-                weights[:, :, i, j] = super().softmax(scores[:, :, i, j], sinks)[0]
+                weights[:, :, i, j] = super().weights_of(scores[:, :, i, j], sinks)[0]
             return weights, scores[..., 0]
 
         def apply_weights(self, weights: Array, values: Array) -> Array:

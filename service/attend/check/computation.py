@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from attend.attention.reference.forward import Layer, Outputs
+from attend.attention.reference.forward import Outputs
 from attend.attention.reference.request import Request
 from attend.check.cases import CheckCase
 from attend.check.chunks import in_chunks
+from attend.check.layer import Layer
 from attend.check.low_precision import EVERY_STEP, NUDGE, in_low_precision
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -19,7 +20,7 @@ from attend.tensors import Array
 RELATIVE = {"float64": 16 * 2.0**-52, "float32": 16 * 2.0**-23, "float16": 5 * 2.0**-10, "bfloat16": 2.5 * 2.0**-7}
 VAGUE = {"float16": 0.05, "bfloat16": 0.15}  # tolerances above this part of the largest number exclude hardly any; otherwise 0.01
 LARGE = (1e9, 1e4, 1e5, 1e6, 1e10, 1e20, 1e30, 3.4028234663852886e38)  # what many use in place of infinity
-MIXING = ("split_heads", "softmax", "mixed_weights", "apply_weights", "merge_heads", "project")  # steps that may mix rows of queries
+MIXING = ("split_heads", "weights_of", "mixed_weights", "apply_weights", "merge_heads", "project")  # steps that may mix rows of queries
 QUERIES_OF = {"output": 1, "attention_weights": -2}  # the axis of the queries
 MAGNIFIED = RELATIVE | {"float64": 80 * 2.0**-52, "float32": 80 * 2.0**-23}
 
@@ -152,11 +153,11 @@ class Computation:
     def _with_finite_scores(self, fill: float) -> "Computation":
         """The computation with a large negative number, -fill, in place of every score of -inf."""
 
-        def softmax(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
-            return self.layer.softmax(layer, np.where(np.isneginf(scores), -fill, scores), sinks)
+        def weights_of(layer: Layer, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
+            return self.layer.weights_of(layer, np.where(np.isneginf(scores), -fill, scores), sinks)
 
         added = None if self.added is None else np.clip(self.added, -fill, fill)
-        return replace(self, added=added, layer=type("Finite", (self.layer,), {"softmax": softmax}))
+        return replace(self, added=added, layer=type("Finite", (self.layer,), {"weights_of": weights_of}))
 
     @property
     def _bias(self) -> Array | None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from attend.attention.reference.forward import Layer
 from attend.check.changes import Change, change_scale, replace_steps
 from attend.check.computation import Computation
+from attend.check.layer import Layer
 from attend.check.low_precision import HALF
 from attend.check.mistakes.mistake import Mistake, attention
 from attend.tensors import Array

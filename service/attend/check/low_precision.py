@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attend.attention.reference.forward import Layer, Positions
+from attend.check.layer import Layer, Positions
 from attend.tensors import BY_TORCH, Array
 
 HALF = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # the distance of 1 to the next number
@@ -45,8 +45,8 @@ def in_low_precision(layer: type[Layer], dtype: str, rounded: Collection[str], n
             q = to("scaled queries", q * self.spec.scale) / self.spec.scale if "scaled queries" in rounded else to("queries", q)
             return to("products", super().raw_scores(q, to("keys", k), ahead))
 
-        def softmax(self, scores: Array, sinks: Array | None) -> Any:
-            weights, log_sum_exp = super().softmax(to("scores", scores), sinks)
+        def weights_of(self, scores: Array, sinks: Array | None) -> Any:
+            weights, log_sum_exp = super().weights_of(to("scores", scores), sinks)
             return to("weights", weights), log_sum_exp
 
         def apply_weights(self, weights: Array, values: Array) -> Array:

@@ -5,15 +5,19 @@ products of projections (queries, keys, values, latent vectors before and after 
 a norm, after RoPE, after the scales of queries, and after attention.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attend.attention.operators.qk_norm import QKNorm
-from attend.attention.reference.forward import Layer, Positions
-from attend.attention.reference.request import Request
+from attend.attention.operators.step import Step
 from attend.check.computation import tolerance
+from attend.check.layer import Layer
 from attend.check.low_precision import HALF
 from attend.tensors import BY_TORCH, Array
+
+STORED = frozenset({"query_projection", "key_projection", "value_projection", "query_latent", "latent", "value_latent", "rope_key", "gate"})
 
 
 class RoundedLayer(Layer):
@@ -27,19 +31,13 @@ class RoundedLayer(Layer):
         """The product, from rounded inputs: only the heads after attention are not rounded before."""
         return self.rounded(super().project(self.rounded(np.asarray(x)), name))
 
-    def norm(self, x: Array, name: str, norm: QKNorm) -> Array:
-        return self.rounded(super().norm(self.rounded(x), name, norm))
+    def project_exactly(self, x: ArrayLike, name: str) -> Array:
+        """The indexer and the forget gate compute in float64."""
+        return Layer.project(self, x, name)
 
-    def rotate(self, x: Array, name: str, positions: Array) -> Array:
-        return self.rounded(super().rotate(x, name, positions))
-
-    def at_positions(self, q: Array, k: Array, positions: Positions) -> tuple[Array, Array]:
-        q, k = super().at_positions(q, k, positions)
-        return self.rounded(q), k
-
-    def selected(self, request: Request, positions: Positions, allowed: Array) -> Array:
-        """The indexer computes in float64."""
-        return Layer(self.spec, self.weights).selected(request, positions, allowed)
+    def compute(self, step: Step, reads: Sequence[Any]) -> Any:
+        result = super().compute(step, reads)
+        return self.rounded(result) if {*step.writes} <= STORED else result
 
 
 def half_tolerance(expected: Array, rounded: Array, dtype: str, scores: float, *, norm: bool = False, logarithmic: bool = False) -> float:

@@ -8,6 +8,7 @@ check.py, server_check.py           `attend check`: an attention implementation,
 capture.py                          `attend capture`: a model of transformers, with the inputs of its layers
 model_folder.py                     the model and tokenizer in a folder or in a cache, for `heads` and `capture`
 layers.py, keys.py                  groups of commands
+families.py                         `attend families`: the families of models, their formulas and kernels
 demo.py, describe.py                `attend demo`; `attend config`, `openapi` and `version`
 terminal.py                         flags, messages and exit codes that commands share
 clients.py                          the service that a command uses: a running server, or one that it starts
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def _add_commands() -> None:
-    from attend.cli import capture, check, demo, describe, keys, layers, request_file, serve
+    from attend.cli import capture, check, demo, describe, families, keys, layers, request_file, serve
 
     app.command(epilog=serve.EPILOG)(serve.serve)
     app.command(epilog=demo.EPILOG)(demo.demo)
@@ -77,6 +78,7 @@ def _add_commands() -> None:
     app.command(epilog=request_file.FIGURE_EPILOG)(request_file.figure)
     app.command(epilog=capture.EPILOG)(capture.capture)
     app.add_typer(layers.group, name="layers")
+    app.command(epilog=families.EPILOG)(families.families)
     app.add_typer(keys.group, name="keys")
     app.command(epilog=describe.CONFIG_EPILOG)(describe.config)
     app.command(epilog=check.EPILOG)(check.check)

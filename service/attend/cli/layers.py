@@ -18,6 +18,7 @@ from rich.table import Table
 from attend.checkpoints import ModelFolder, described_layers, layers_of_file
 from attend.checkpoints.families import PARTS
 from attend.cli.clients import open_client
+from attend.cli.families import print_steps
 from attend.cli.terminal import ENGINE_FIELDS, AsJson, Ca, Config, Url, print_result, report_errors, with_settings, write_file
 from attend.client import Client
 from attend.spec import LayerSpec
@@ -111,6 +112,18 @@ def inspect(
     for line in found:
         if "refused" in line:
             typer.echo(f"layer {line['layer']} of part {line['part']} is refused: {line['refused']}")
+
+
+@group.command(epilog="\b\nExample:\n  attend layers describe default --url http://127.0.0.1:8000")
+@with_settings(*ENGINE_FIELDS)
+def describe(name: Name, url: Url = None, ca: Ca = None, as_json: AsJson = False, config: Config = None, **flags: Any) -> None:
+    """Print what a layer computes, step by step: x are the inputs of queries, z those of keys and values."""
+    with report_errors("layers describe"), open_client(url, ca, config, flags) as client:
+        steps = client.layer(name).steps or {}
+    if as_json:
+        typer.echo(json.dumps(steps, ensure_ascii=False))
+    else:
+        print_steps(steps)
 
 
 @group.command(epilog="\b\nExample:\n  attend layers export encoder0 --output encoder0.safetensors --layers-dir layers")

@@ -16,7 +16,6 @@ from torch import Tensor
 from attend.attention.call import Call, Result
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.operations import Operation
-from attend.attention.operators.stages import stages_of
 from attend.errors import InvalidRequest, TooLarge
 from attend.spec import LayerSpec
 
@@ -41,7 +40,7 @@ def require_circuits(spec: LayerSpec) -> None:
     if not spec.projections:
         raise InvalidRequest.where("", expected, "a layer without projections")
     for operator in spec.operators:
-        if operator.num_softmaxes > 1 or "project" in stages_of(operator):
+        if operator.num_softmaxes > 1 or "project" in operator.steps(spec):
             raise InvalidRequest.where("", expected, f"a layer with {operator.field}")
     if (widest := max(spec.head_dim, spec.value_head_dim)) > MAX_WIDTH:
         raise TooLarge.where("", f"a layer whose heads have at most {MAX_WIDTH} numbers", str(widest))

@@ -57,12 +57,12 @@ class AnalysisBinding(Binding[AnalysisRequest]):
                 raise InvalidRequest.where("/query_offset", expected, "nothing")
         for i, (name, metric) in enumerate(metrics.items()):
             if spec.signed_weights and metric.of in ("weights", "value norms"):
-                reason = f"whose weights may be negative ({', '.join(op.field for op in spec.operators if op.signed_weights)})"
+                reason = f"whose weights may be negative ({spec.signed_weights})"
                 raise InvalidRequest.where(f"/metrics/{i}", f"metrics of the heads' outputs, such as contribution, {layer}, {reason}", name)
             if metric.of in ("weights", "value norms") and request.has_signed_weights(spec):
                 raise InvalidRequest.where("/pattern", f"no negative weights, with {name} among the metrics", "some")
             for operator in spec.operators:
-                if metric.of == "value norms" and operator.scales_values:
+                if metric.of == "value norms" and operator.writes(spec, "head_outputs"):
                     expected = f"a metric other than {name} {layer}, whose {operator.field} scales values by another factor for each query"
                     raise InvalidRequest.where(f"/metrics/{i}", expected, name)
                 if metric.needs_equal_heads and operator.per_head:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from attend.attention.call import FROM_HEADS, SCORED, Call, Result, reduce_weights
-from attend.attention.kernels.eager import with_sinks
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.numerics import matmul_precision
@@ -80,18 +79,17 @@ def find_layer(registry: LayerRegistry, name: str, fingerprint: str) -> LoadedLa
 @torch.inference_mode()
 def merge_results(attention: MultiHeadAttention, call: Call, parts: Sequence[Result]) -> Result:
     """The result of the whole call from those of its parts, in order. Tensors are on the CPU; parts are weighted in float64."""
-    log_sums = torch.stack([part.tensors["log_sum_exp"] for part in parts])  # float64 [parts, b, h, q]
+    log_sums = torch.stack([part.tensors["log_sum_exp"] for part in parts]).double()  # [parts, b, h, q]
     log_sum = torch.logsumexp(log_sums, 0)
     fully_masked = log_sum == -torch.inf
-    if (sinks := attention.eager.sinks(None)) is not None:
-        log_sum = with_sinks(log_sum, sinks)
+    log_sum = attention.with_sinks(log_sum)
     shares = torch.exp(log_sums - log_sum.masked_fill(fully_masked, 0))
     if call.options.fully_masked == "uniform":
         sizes = torch.tensor(_bounds(call, len(parts))).double().diff()
         shares = torch.where(fully_masked, (sizes / sizes.sum()).view(-1, 1, 1, 1), shares)
     with matmul_precision(attention.spec.matmul_precision, attention.device):
         tensors = _merged_tensors(attention, call, parts, shares)
-    tensors["log_sum_exp"] = log_sum.to(attention.eager.dtype)
+    tensors["log_sum_exp"] = log_sum.to(attention.arithmetic.wide_dtype)
     wanted = call.options.outputs | {"keys", "values"} if call.options.top_k else call.options.outputs
     return Result({name: tensor for name, tensor in tensors.items() if name in wanted}, fully_masked if fully_masked.any() else None)
 
@@ -103,17 +101,15 @@ def _merged_tensors(attention: MultiHeadAttention, call: Call, parts: Sequence[R
         tensors["scores"] = torch.cat([part.tensors["scores"] for part in parts], -1)
     device_call = call.to(attention.device)
     if call.options.outputs - SCORED - FROM_HEADS:  # here: parts would rotate them by their own positions, and they cost little
-        projected = attention.projections.outputs(device_call, attention.projections.project(device_call))
-        tensors |= {name: x.cpu() for name, x in projected.items()}
+        projected = device_call.with_options(outputs=call.options.outputs - SCORED - FROM_HEADS)
+        tensors |= attention.attend(projected).cpu().tensors
     if "attention_weights" in call.options.outputs:
         tensors |= _weights(call, parts, shares)
     if call.options.outputs & FROM_HEADS:
         heads = sum(part.tensors["head_outputs"] * weight[..., None] for part, weight in zip(parts, shares, strict=True))
         assert isinstance(heads, Tensor)
-        merged = attention.merge_heads(device_call, heads.to(device_call.query))
-        if "output" in call.options.outputs:
-            merged["output"] = attention.project_back(merged["concatenated"])
-        tensors |= {name: x.cpu() for name, x in merged.items()}
+        finished = attention.finish(device_call, heads.to(device_call.query))
+        tensors |= {name: x.cpu() for name, x in finished.items()}
     return tensors
 
 

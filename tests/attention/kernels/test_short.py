@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from attend.attention.call import Call
 from attend.attention.kernels import short
-from attend.attention.kernels.choose import choose
 from attend.attention.kernels.short import MAX_PRODUCT, MAX_WIDTH, ShortKernel
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.native.extension import passes_self_test
@@ -28,15 +27,15 @@ from support.layers import call_of, make, rows_masks
 TOLERANCE = 2e-6  # of the largest value: float32 rounds scores by about a tenth of it
 
 
-OUTPUTS = ShortKernel.declaration.outputs
+OUTPUTS = ShortKernel.outputs
 
 
 def implementations(layer: MultiHeadAttention) -> Iterator[MultiHeadAttention]:
     """The layer as torch computes it, and with each implementation in C."""
-    layer.call_kernels = ()
+    layer.short = None
     yield layer
     for variant in short.extension.variants if short.extension is not None else ():
-        layer.call_kernels = (ShortKernel(layer.spec, layer.weights, variant),)
+        layer.short = ShortKernel(layer.spec, layer.weights, variant)
         yield layer
 
 
@@ -59,7 +58,7 @@ def cross_attention(layer: MultiHeadAttention, items: int, queries: int, keys: i
 
 
 def is_short(layer: MultiHeadAttention, call: Call) -> bool:
-    return any(choose(layer.call_kernels, call, call.options.outputs))
+    return layer.short is not None and layer.short.computes(call) and layer.short.is_short(call)
 
 
 @given(
@@ -75,7 +74,7 @@ def test_every_implementation_agrees_with_the_reference(heads: int, head_dim: in
     call = cross_attention(layer, items, queries, keys)
     wanted = reference(layer, call)
     for each in implementations(layer):
-        tensors = each.call_kernels[0].compute(call, None, OUTPUTS) if each.call_kernels else each.forward(call).tensors
+        tensors = each.short.compute(call) if each.short else each.forward(call).tensors
         assert tensors is not None
         assert tensors.keys() == OUTPUTS
         for name in OUTPUTS:
@@ -128,7 +127,7 @@ def test_an_item_has_the_same_bits_alone_and_in_a_batch() -> None:
     layer, _ = make(d_model=35, num_heads=5)
     call = cross_attention(layer, 7, 11, 13)
     for each in implementations(layer):
-        if each.call_kernels:
+        if each.short:
             together = each.forward(call).tensors
             for i in range(7):
                 item = replace(call, **{name: getattr(call, name)[i : i + 1] for name in ("query", "key", "value")})
@@ -232,14 +231,14 @@ def test_torch_computes_long_and_empty_calls(items: int, rows: int) -> None:
     ids=str,
 )
 def test_torch_computes_calls_to_other_layers(fields: dict[str, Any]) -> None:
-    assert make(**{"d_model": 6, "num_heads": 3, **fields})[0].call_kernels == ()
+    assert make(**{"d_model": 6, "num_heads": 3, **fields})[0].short is None
 
 
 def test_without_the_extension_torch_computes_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short, "extension", None)
     layer, plain = make(d_model=64, num_heads=8)
     call = call_of(layer, 1, 16)
-    assert layer.call_kernels == ()
+    assert layer.short is None
     assert torch.equal(layer.forward(call).tensors["output"], plain.forward(call).tensors["output"])
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from attend.client import Client
 from support.operator_cases import LAYER
@@ -21,23 +20,6 @@ def bias_of_visible(weights, n, position, visible, keys):
     """The logarithm of a product of gates."""
     gates = [gate(weights, n, x) if visible[at] and at <= position else 1.0 for at, x in enumerate(keys)]
     return [math.log(math.prod(gates[j + 1 :])) for j in range(len(keys))]
-
-
-def torch_bias_of_visible(weights, inputs, positions, blocked):
-    """As in the authors' code, a difference of cumulative sums, from the last key on."""
-    logits = torch.nn.functional.linear(inputs["key"], weights["forget_gate.weight"], weights["forget_gate.bias"])
-    gates = torch.nn.functional.logsigmoid(logits).transpose(1, 2)[:, :, None]
-    counts = ~blocked & (torch.arange(blocked.shape[3]) <= positions[:, None, :, None])
-    sums = (gates * counts).flip(-1).cumsum(-1).flip(-1)
-    return sums - gates * counts
-
-
-def through_bias_of_visible(layer, request, positions, back, blocked):
-    """Gate l of query i has the sum of the gradients of the biases of all keys before l; d log sigmoid(z) = sigmoid(-z) dz."""
-    before = np.cumsum(back, axis=-1) - back
-    for_gates = np.where(blocked | (positions.ahead > 0), 0.0, before).sum(axis=2)  # [b, h, l]
-    slope = 1 / (1 + np.exp(layer.project(request.key, "forget_gate")))  # [b, l, h]
-    return {"key": (for_gates.swapaxes(1, 2) * slope) @ layer.weights["forget_gate.weight"]}
 
 
 SPEC: dict[str, Any] = {"d_model": 10, "num_heads": 2, "dtype": "float64", "forget_gate": True}

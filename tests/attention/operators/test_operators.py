@@ -1,6 +1,6 @@
 """Each operator over HTTP against the float64 reference: random calls, selected weights and gradients of layers that have it."""
 
-from importlib import import_module
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,47 +9,43 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from attend import spec
-from attend.attention.operators import OPERATORS, stages
+from attend.attention.operators import OPERATORS
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.stages import STAGES, Stages, stages_of
-from attend.attention.reference import operators as reference
+from attend.attention.program import PLACES, SINGLE
 from attend.check.random_cases import Draw
 from attend.client import Client
 from attend.spec import LayerSpec
-from support.cases import weights_of
-from support.gradients import gradients
-from support.operator_cases import LAYER, agree, case_with, put
+from support.operator_cases import LAYER, agree, agree_with_finite_differences, case_with, put
 
-ONLY_TORCH = {"outputs", "rows_to_cache", "expand", "shift"}  # stages of outputs, caches and rounding, which the reference needs not have
 SEEDS = st.integers(0, 2**32 - 1)
 OUTPUTS = ["output", "attention_weights", "scores", "log_sum_exp", "head_outputs"]
 each_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 
 
 @each_operator
-def test_the_reference_has_the_same_stages(operator: type[Operator]) -> None:
-    if not operator.of_calls:
-        functions = vars(import_module(f"{reference.__name__}.{operator.name}"))
-        assert functions.keys() & {*STAGES} == stages_of(operator) - ONLY_TORCH
+def test_every_step_has_a_formula_and_a_place(operator: type[Operator]) -> None:
+    """Over random specs, since a norm may be before or after RoPE. Windows and chunks have no step, but bound an interval."""
+    found: set[str] = set()
+    for seed in range(40):
+        spec = case_with(operator, seed).spec
+        if not operator.is_active(spec):
+            continue
+        steps = operator.steps(spec, {operator.field})
+        assert {*steps} <= {*PLACES}
+        found |= {*steps} | ({"interval"} if str(operator.interval(spec)) else set())
+        names = [step.name for step in spec.program]
+        assert len(names) == len({*names})
+        for place, more in steps.items():
+            for step in more:
+                assert step.formula or place == "constants" or step.name in ("distance_vectors", "indexer_mask")
+                assert step.name in names
+    assert found
 
 
-def test_every_stage_is_in_the_table_and_explained_with_an_example() -> None:
-    assert [name for name in vars(Stages) if not name.startswith("_")] == [*STAGES]
-    lines = [line.split() for line in str(stages.__doc__).splitlines() if line.startswith("    ")][1:]
-    examples = {line[0]: line[-1] for line in lines}
-    assert [*examples] == [*STAGES]
-    named = {operator.name: operator for operator in OPERATORS}
-    for stage, example in examples.items():
-        assert stage in stages_of(named[example])
-
-
-@each_operator
-def test_every_stage_has_a_formula(operator: type[Operator]) -> None:
-    """Over random specs, since a norm may be before or after RoPE. Windows and chunks have no stage, but bound an interval."""
-    specs = [case_with(operator, seed).spec for seed in range(40)]
-    found = {stage for spec in specs if operator.is_active(spec) for stage in operator.formula(spec)}
-    assert found - {"interval"} == stages_of(operator) - ONLY_TORCH
-    assert ("interval" in found) is (operator.interval.__func__ is not Operator.interval.__func__)  # type: ignore[attr-defined]
+def test_every_place_of_the_program_is_that_of_an_operator() -> None:
+    specs = [case_with(operator, seed).spec for operator in OPERATORS for seed in range(12)]
+    places = {place for spec in specs for operator in spec.operators for place in operator.steps(spec, {operator.field})}
+    assert places == {*PLACES}
 
 
 @each_operator
@@ -60,20 +56,25 @@ def test_the_summary_in_tables_of_layers_names_the_field_or_its_value(operator: 
         assert operator.summary(one).split()[0] in (operator.field, getattr(one, operator.field))
 
 
-@pytest.mark.parametrize("stage", [name for name, stage in STAGES.items() if stage.single])
-def test_two_operators_with_a_stage_of_one_are_refused(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    """With each stage that only one operator of a layer can have, a second operator with it is added."""
-    (owner,) = [operator for operator in OPERATORS if stage in stages_of(operator)]
+@pytest.mark.parametrize("place", sorted(SINGLE))
+def test_two_operators_at_a_place_of_one_are_refused(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """At each place that only one operator of a layer can have, a second operator is added."""
+    fields = {"d_model": 24, "num_heads": 2}
+    drawn = {**LayerSpec(**fields).model_dump(), "drawn": (), "num_softmaxes": 1}
+    values = {operator: operator.random(Draw(np.random.default_rng(0)), drawn) for operator in OPERATORS}
+    specs = {operator: LayerSpec.model_validate({**fields, operator.field: value}) for operator, value in values.items()}
+    owner = next(operator for operator, spec in specs.items() if place in operator.steps(spec, {operator.field}))
 
     class Second(Operator):
         field = "scale"
 
-    setattr(Second, stage, lambda *_: None)
+        @classmethod
+        def steps(cls, spec: Any, features: Any = ()) -> Any:
+            return {place: ()}
+
     monkeypatch.setattr(spec, "OPERATORS", (*OPERATORS, Second))
-    fields = {"d_model": 24, "num_heads": 2}
-    own = owner.random(Draw(np.random.default_rng(0)), {**LayerSpec(**fields).model_dump(), "drawn": (), "num_softmaxes": 1})
     with pytest.raises(ValidationError, match=f"none, since {owner.field} is computed in its place"):
-        LayerSpec.model_validate({**fields, owner.field: own})
+        LayerSpec.model_validate({**fields, owner.field: values[owner]})
 
 
 CONFLICTS = [(operator, field) for operator in OPERATORS for field in operator.conflicts]
@@ -122,11 +123,7 @@ def test_selected_weights_agree_with_the_reference(client: Client, operator: typ
 
 @each_operator
 @given(seed=SEEDS)
-def test_gradients_agree_with_hand_derived_formulas(client: Client, operator: type[Operator], seed: int) -> None:
+def test_gradients_agree_with_finite_differences(client: Client, operator: type[Operator], seed: int) -> None:
     case = case_with(operator, seed)
     assume(operator.is_active(case.spec))
-    direction = np.random.default_rng(seed).standard_normal(put(client, case).output.shape)
-    exact = gradients(case.spec, weights_of(case), direction, **case.request)
-    result = client.attend(**case.request, layer=LAYER, outputs=list(exact), output_gradient=direction)
-    for name, gradient in exact.items():
-        agree(case, name, result[name], gradient)
+    agree_with_finite_differences(client, case, seed)

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from attend.client import Client
 from attend.errors import InvalidRequest
@@ -24,32 +23,6 @@ def mix_weights(weights, rows, blocked):
     heads, keys = blocked.shape
     mixed = [[sum(matrix[n, m] * rows[m][j] for m in range(heads)) + bias[n] for j in range(keys)] for n in range(heads)]
     return [[0.0 if blocked[n, j] else mixed[n][j] for j in range(keys)] for n in range(heads)]
-
-
-# As timm's TalkingHeadAttn: torch's linear layer over an axis of heads that is last
-
-
-def torch_score(weights, scores):
-    return torch_mixed(weights, "score_mixing", scores)
-
-
-def torch_mix_weights(weights, x):
-    return torch_mixed(weights, "weight_mixing", x)
-
-
-def torch_mixed(weights, name, x):
-    return torch.nn.functional.linear(x.permute(0, 2, 3, 1), weights[f"{name}.weight"], weights[f"{name}.bias"]).permute(0, 3, 1, 2)
-
-
-# The gradient of a linear map is the transposed one
-
-
-def through_score(layer, back):
-    return np.einsum("hm,bhij->bmij", layer.weights["score_mixing.weight"], back)
-
-
-def through_mix_weights(layer, back):
-    return np.einsum("hm,bhij->bmij", layer.weights["weight_mixing.weight"], back)
 
 
 RNG = np.random.default_rng(0)

@@ -71,6 +71,9 @@ def assert_agrees(spec, weights, request):
             mine = [query_factor(spec.query_scale, i + offset) * head(spec, weights, "query", query[item, i], n, at) for n in range(h)]
             assert_same(got.query_projection[item, :, i], mine)
             chosen = [visible_keys(spec, weights, request, (item, n, i), offset, query[item, i], key[item]) for n in range(h)]
+            for select in oracle_steps(spec, "selected"):
+                of_heads = [list(keys[n // group]) for n in range(h)]
+                chosen = [chosen[n] & select(spec, i + offset, mine[n], of_heads[n]) for n in range(h)]
             assert spec.indexer is None or got.indexer_mask[item, i].tolist() == [j in chosen[0] for j in range(k)]
             attention_weights, log_sums = np.zeros((h, k)), [0.0] * h
             for part, factor in reversed([*enumerate(softmax_factors(spec, weights))]):

@@ -6,14 +6,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from attend.attention.operators.relative_scores import RelativeScores
-from attend.attention.operators.rope import Rope, RopeScaling
-from attend.attention.operators.t5_bias import RelativeBias
+from attend.attention.operators.alibi import slopes
+from attend.attention.operators.relative_scores import RelativeScores, distance_buckets
+from attend.attention.operators.rope import Rope, RopeScaling, frequencies, rotate
+from attend.attention.operators.t5_bias import RelativeBias, relative_buckets
+from attend.attention.reference.arithmetic import NumpyArithmetic
 from attend.attention.reference.forward import attend
-from attend.attention.reference.operators.alibi import alibi_slopes
-from attend.attention.reference.operators.relative_scores import distance_buckets
-from attend.attention.reference.operators.rope import frequencies, rotate_part
-from attend.attention.reference.operators.t5_bias import relative_buckets
 from attend.check.random_cases import FEATURES, random_case
 from attend.spec import LayerSpec
 from support.cases import layer_without_projections, weights_of
@@ -24,6 +22,14 @@ def scores(spec, q, k, weights=None, **request):
     """The scores of `q` queries and `k` keys whose products are all 0: the biases, and -inf for blocked keys."""
     width = spec.query_dim
     return attend(spec, weights or {}, query=np.zeros((q, width)), key=np.zeros((k, width)), **request).scores
+
+
+M = NumpyArithmetic({})
+
+
+def rotated(x, positions, rope):
+    """Heads [b, heads, n, d] at positions [b, n]."""
+    return rotate(M, x, positions, M.constant(frequencies(rope, rope.dims)), rope=rope)
 
 
 def visible_keys(spec, q, k, **request):
@@ -133,9 +139,9 @@ def test_rope_rotates_unit_vectors_by_the_expected_angles():
     c, s, c10, s10 = np.cos(1), np.sin(1), np.cos(0.1), np.sin(0.1)
     units = np.eye(4)[None, None]
     positions = np.ones((1, 4))
-    halves = rotate_part(units, positions, Rope(theta=100.0, dims=4))[0, 0]
+    halves = rotated(units, positions, Rope(theta=100.0, dims=4))[0, 0]
     np.testing.assert_allclose(halves, [[c, 0, s, 0], [0, c10, 0, s10], [-s, 0, c, 0], [0, -s10, 0, c10]], atol=1e-15)
-    interleaved = rotate_part(units, positions, Rope(theta=100.0, dims=4, interleaved=True))[0, 0]
+    interleaved = rotated(units, positions, Rope(theta=100.0, dims=4, interleaved=True))[0, 0]
     np.testing.assert_allclose(interleaved, [[c, s, 0, 0], [-s, c, 0, 0], [0, 0, c10, s10], [0, 0, -s10, c10]], atol=1e-15)
 
 
@@ -145,14 +151,14 @@ def test_rope_is_a_product_of_complex_numbers(interleaved, dims):
     """Su et al.: complex numbers times exp(i · position · frequency). Numbers beyond `dims` do not change."""
     rng = np.random.default_rng(dims)
     x, positions = rng.standard_normal((3, 2, 5, 8)), rng.integers(-50, 50, (3, 5))
-    got = rotate_part(x, positions, Rope(dims=dims, interleaved=interleaved))
+    got = rotated(x, positions, Rope(dims=dims, interleaved=interleaved))
     points = np.stack(np.split(x[..., :dims], 2, axis=-1), axis=-1) if not interleaved else x[..., :dims].reshape(3, 2, 5, -1, 2)
     angles = positions[:, None, :, None] * 10000.0 ** (-2 * np.arange(dims // 2) / dims)
     turned = (points[..., 0] + 1j * points[..., 1]) * np.exp(1j * angles)
     parts = np.stack([turned.real, turned.imag], axis=-1 if interleaved else -2).reshape(3, 2, 5, dims)
     np.testing.assert_allclose(got, np.concatenate([parts, x[..., dims:]], axis=-1), atol=1e-13)
     np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-13)
-    np.testing.assert_allclose(rotate_part(got, -positions, Rope(dims=dims, interleaved=interleaved)), x, atol=1e-13)
+    np.testing.assert_allclose(rotated(got, -positions, Rope(dims=dims, interleaved=interleaved)), x, atol=1e-13)
 
 
 def test_queries_are_at_their_offset_and_keys_at_their_index():
@@ -183,8 +189,8 @@ def test_interleaved_and_half_split_rope_agree_after_permuting_rows():
 
 def test_linear_scaling_divides_positions():
     x = np.random.default_rng(2).standard_normal((1, 1, 5, 8))
-    slow = rotate_part(x, np.arange(5)[None] * 4, Rope(dims=8, scaling=RopeScaling(type="linear", factor=4.0)))
-    np.testing.assert_allclose(slow, rotate_part(x, np.arange(5)[None], Rope(dims=8)), atol=1e-14)
+    slow = rotated(x, np.arange(5)[None] * 4, Rope(dims=8, scaling=RopeScaling(type="linear", factor=4.0)))
+    np.testing.assert_allclose(slow, rotated(x, np.arange(5)[None], Rope(dims=8)), atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +222,7 @@ def test_llama3_scaling_equals_that_of_transformers(theta, dims, context, expect
 )
 def test_alibi_slopes_equal_those_of_the_paper_and_of_transformers(heads, expected):
     """Those of Press et al. and of Bloom in transformers; for 8 heads as the paper prints them."""
-    np.testing.assert_allclose(alibi_slopes(heads), expected, rtol=1e-15)
+    np.testing.assert_allclose(slopes(heads), expected, rtol=1e-15)
 
 
 def test_alibi_is_a_slope_times_the_distance():
@@ -230,7 +236,7 @@ def test_causal_alibi_equals_a_slope_times_the_position_of_the_key():
     rng = np.random.default_rng(3)
     query = rng.standard_normal((2, 5, 6))
     with_alibi, plain = (LayerSpec(d_model=6, num_heads=3, head_dim=2, alibi=on, projections=False) for on in (True, False))
-    expected = attend(plain, {}, query=query, causal=True, bias=alibi_slopes(3)[None, :, None, None] * np.arange(5))
+    expected = attend(plain, {}, query=query, causal=True, bias=np.array(slopes(3))[None, :, None, None] * np.arange(5))
     np.testing.assert_allclose(attend(with_alibi, {}, query=query, causal=True).output, expected.output, rtol=1e-12)
 
 
@@ -249,12 +255,12 @@ DISTANCES = [-200, -128, -127, -91, -90, -64, -32, -16, -9, -8, -7, -1, 0, 1, 7,
 )
 def test_buckets_equal_those_of_transformers(settings, distances, expected):
     """Computed by transformers 5.23, `T5Attention._relative_position_bucket`. The last row is one that float64 would round otherwise."""
-    assert relative_buckets(np.array(distances), RelativeBias(**settings)).tolist() == expected
+    assert relative_buckets(M, np.array(distances), RelativeBias(**settings)).tolist() == expected
 
 
 def test_every_bucket_is_used_and_buckets_grow_with_distance():
     for bidirectional in (True, False):
-        buckets = relative_buckets(np.arange(-200, 1), RelativeBias(bidirectional=bidirectional))[::-1]
+        buckets = relative_buckets(M, np.arange(-200, 1), RelativeBias(bidirectional=bidirectional))[::-1]
         assert (np.diff(buckets) >= 0).all()
         assert set(buckets.tolist()) == set(range(16 if bidirectional else 32))
 
@@ -312,7 +318,7 @@ def test_buckets_equal_those_of_deberta(buckets, max_distance):
     distances = np.arange(-3000, 3001)
     theirs = deberta_bucket(torch.from_numpy(distances), buckets, max_distance).numpy() + buckets
     settings = RelativeScores(kind="disentangled", buckets=buckets, max_distance=max_distance)
-    np.testing.assert_array_equal(distance_buckets(distances, settings), np.clip(theirs, 0, 2 * buckets - 1))
+    np.testing.assert_array_equal(distance_buckets(M, distances, settings), np.clip(theirs, 0, 2 * buckets - 1))
 
 
 @pytest.mark.parametrize(

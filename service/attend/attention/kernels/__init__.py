@@ -1,9 +1,7 @@
-"""The kernels: implementations of attention, each of which declares what it computes.
+"""The kernels: implementations of several steps of a program at once, each of which declares which ones.
 
-declaration.py   what a kernel declares: fields of a layer's spec, options of a call, outputs, datatypes, devices
-choose.py        computes a call with the first kernel that declares and can compute it, for layer calls and decoding steps alike
-eager.py         torch's operations; declares everything, and is the last kernel of every layer
-sdpa.py          torch's fused kernels: head outputs without [queries, keys]
-short.py         whole small calls in C (`attention/native/`)
-pages.py         one query that attends to the pages of a cache, in C
+fusion.py   puts a kernel in the place of the steps that it fuses
+sdpa.py     torch's fused kernels: head outputs without [queries, keys]
+short.py    whole small calls in C (`attention/native/`)
+pages.py    one query that attends to the pages of a cache, in C
 """

@@ -8,63 +8,64 @@ import torch
 from torch import Tensor
 
 from attend.attention.cache import KeyValueCache, cached_tensors
-from attend.attention.call import Call
-from attend.attention.kernels.declaration import BIAS_FIELDS, OUTER_FIELDS, Declaration
-from attend.attention.kernels.eager import Eager
+from attend.attention.kernels.fusion import Inexact, Kernel, suits
+from attend.attention.masks import MaskBlock
 from attend.attention.native.extension import extension
 from attend.spec import LayerSpec
 
 MAX_HEAD_DIM = 256  # largest head_dim that the extension computes
 
 
-class PagesKernel:
+class PagesKernel(Kernel):
     """Attention of one query of one layer to the pages of a cache. Immutable."""
 
-    declaration = Declaration(
-        fields=OUTER_FIELDS | BIAS_FIELDS | {"sinks"},
-        options=frozenset({"head_scale", "head_outputs", "bias", "intervals", "uniform_rows"}),
-        outputs=frozenset({"head_outputs"}),
-        dtypes=frozenset({"float32"}),
-        devices=frozenset({"cpu"}),
+    name = "pages"
+    fuses = frozenset(
+        {
+            *("visible_causal", "visible_intervals", "all_visible", "scaled_products", "add_bias", "mask"),
+            *("softmax", "sum_exponentials", "sinks", "sum_with_sinks", "weighted_values"),
+        }
     )
+    needs = frozenset({"weighted_values"})
+    reads = ("masks", "query_projection", "scale", "score_bias", "sinks")
+    implied = frozenset({"key_projection", "value_projection", "keys", "fully_masked"})
+    brings = ("cache",)
+    writes = "head_outputs"
 
-    def __init__(self, eager: Eager) -> None:
-        """`eager` has the layer's biases and sinks."""
-        self._eager, self._spec = eager, eager.spec
+    def __init__(self, spec: LayerSpec) -> None:
+        self._spec = spec
 
     @classmethod
-    def make(cls, eager: Eager, device: torch.device) -> "PagesKernel | None":
+    def make(cls, spec: LayerSpec, device: torch.device) -> "PagesKernel | None":
         """The kernel of a layer; None if it does not compute such layers, or there is no extension."""
-        spec = eager.spec
-        suits = extension is not None and cls.declaration.has_layer(spec, device) and _suits_cache(spec)
-        return cls(eager) if suits else None
+        fits = extension is not None and suits(spec, device, {"float32"}, {"cpu"}) and suits_cache(spec)
+        return cls(spec) if fits else None
 
-    def suits(self, call: Call) -> bool:
-        """Whether there is one query."""
-        return call.query.shape[:2] == (1, 1)
-
-    def compute(self, call: Call, inputs: tuple[Tensor, KeyValueCache], outputs: frozenset[str]) -> dict[str, Tensor] | None:
-        """Head outputs [1, h, 1, value_head_dim] of query [1, h, 1, d]; None if it may attend to no key, or scores overflow."""
-        query, cache = inputs
-        masks, spec, one = call.masks, self._spec, slice(0, 1)
-        first, last = (int(index) for index in masks.interval(one))
-        if last < first:
-            return None
-        heads, keys = spec.num_heads, slice(first, last + 1)
-        bias = self._eager.bias(query, call, one, keys)
-        bias = None if bias is None else bias.to(query.dtype).expand(1, heads, 1, last + 1 - first).contiguous()
-        rows = query.view(spec.num_kv_heads, heads // spec.num_kv_heads, -1)  # heads that share keys, as rows of one product
-        if (result := attend_to_pages(rows, call.options.scale, cache, keys, bias)) is None:
-            return None
+    def compute(
+        self,
+        *,
+        query_projection: Tensor,
+        scale: float,
+        cache: KeyValueCache,
+        masks: MaskBlock | None = None,
+        score_bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Head outputs [1, h, 1, value_head_dim] of query [1, h, 1, d]. Raises Inexact if scores overflow."""
+        spec, keys = self._spec, slice(0, cache.length) if masks is None else masks.keys
+        heads, bias = spec.num_heads, None
+        if score_bias is not None:
+            bias = score_bias.to(query_projection.dtype).expand(1, heads, 1, keys.stop - keys.start).contiguous()
+        rows = query_projection.view(spec.num_kv_heads, heads // spec.num_kv_heads, -1)  # heads that share keys, as rows of one product
+        if (result := attend_to_pages(rows, scale, cache, keys, bias)) is None:
+            raise Inexact
         head_outputs, totals = result
-        if (sinks := self._eager.sinks(None)) is not None:
-            shift = self._eager.shift(call, one)
-            total_sinks = sinks[:, 0] if shift is None else sinks[:, 0] - shift[0, :, 0]
-            head_outputs = (head_outputs * torch.sigmoid(totals - total_sinks)[:, None]).to(query.dtype)
-        return {"head_outputs": head_outputs.view(1, heads, 1, -1)}
+        if sinks is not None:
+            head_outputs = (head_outputs * torch.sigmoid(totals - sinks)[:, None]).to(query_projection.dtype)
+        return head_outputs.view(1, heads, 1, -1)
 
 
-def _suits_cache(spec: LayerSpec) -> bool:
+def suits_cache(spec: LayerSpec) -> bool:
     """Whether caches have keys and values, of widths that the extension computes."""
     width = spec.head_dim
     return "key" in cached_tensors(spec) and spec.value_head_dim == width and width <= MAX_HEAD_DIM

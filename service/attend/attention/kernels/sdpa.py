@@ -1,61 +1,86 @@
 """Computes head outputs with torch's scaled_dot_product_attention, for calls that request neither weights nor scores.
 
-It does not store [queries, keys]. Masks are made for one block of query rows at a time, so memory is linear in the length.
+It does not store [queries, keys]. Masks and biases are made for one block of query rows at a time, so memory is linear in the length.
 """
-
-from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-from attend.attention.call import Call
-from attend.attention.kernels.choose import Heads
-from attend.attention.kernels.declaration import BIAS_FIELDS, OUTER_FIELDS, Declaration
-from attend.attention.kernels.eager import Assembly, Eager, all_finite
-from attend.attention.masks import Masks
+from attend.attention.kernels.fusion import Inexact, Kernel
 from attend.attention.numerics import at_least_float32
-from attend.attention.rows import row_slices
+from attend.attention.torch_arithmetic import all_finite
+from attend.spec import LayerSpec
+
+DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
-class SdpaKernel:
+class SdpaKernel(Kernel):
     """torch's fused kernels for one layer. Immutable.
 
     They mask by adding -inf to scores, and multiply weights of 0, so a NaN or overflow of a key without influence reaches the outputs;
     outputs that are not finite are therefore rejected. They return zeros for a row whose scores all overflow to -inf, as for a fully masked
-    one; outputs with zeros are rejected if scores may have overflowed. They add biases in the dtype of the query, so with biases of the
-    layer's own they get float32 or better.
+    one; outputs with zeros are rejected if scores may have overflowed. They add biases in the dtype of the query, so with biases in a wider
+    one they get queries, keys and values in it.
     """
 
-    declaration = Declaration(
-        fields=OUTER_FIELDS | BIAS_FIELDS,
-        options=frozenset({"head_scale", "head_outputs", "bias", "intervals", "sets", "uniform_rows"}),
-        outputs=frozenset({"head_outputs"}),
-        dtypes=frozenset({"float64", "float32", "bfloat16", "float16"}),
+    name = "sdpa"
+    fuses = frozenset({"scaled_products", "add_bias", "mask", "softmax", "weighted_values"})
+    needs = frozenset({"weighted_values"})
+    reads: tuple[str, ...] = (
+        *("query_projection", "key_projection", "value_projection"),
+        *("scale", "score_bias", "visible", "fully_masked"),
     )
+    writes = "head_outputs"
+    is_causal = False
 
-    def __init__(self, eager: Eager) -> None:
-        """`eager` has the layer's biases."""
-        self._eager = eager
+    def __init__(self, spec: LayerSpec) -> None:
+        self._shared_keys = spec.num_heads > spec.num_kv_heads
 
-    @classmethod
-    def make(cls, eager: Eager, device: torch.device) -> "SdpaKernel | None":
-        """The kernel of a layer; None if it does not compute such layers."""
-        return cls(eager) if cls.declaration.has_layer(eager.spec, device) else None
+    def compute(
+        self,
+        *,
+        query_projection: Tensor,
+        key_projection: Tensor,
+        value_projection: Tensor,
+        scale: float,
+        fully_masked: Tensor | None = None,
+        score_bias: Tensor | None = None,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        """Head outputs [b, h, q, value_head_dim], 0 in fully masked rows.
 
-    def suits(self, call: Call) -> bool:
-        """Whether there are numbers to compute."""
-        options = call.options
-        return 0 not in (options.items, options.num_queries, options.num_keys)
+        Raises Inexact if torch's kernels do not compute the call exactly.
+        """
+        query, key, value = query_projection, key_projection, value_projection
+        if 0 in (*query.shape[:3], key.shape[2]):
+            raise Inexact
+        mask = visible
+        if score_bias is not None:
+            if score_bias.dtype != query.dtype and torch.promote_types(score_bias.dtype, query.dtype) != query.dtype:
+                query, key, value = (x.to(score_bias.dtype) for x in (query, key, value))
+            mask = (score_bias if visible is None else score_bias.masked_fill(~visible, -torch.inf)).to(query.dtype)
+        if mask is not None:
+            mask = mask.expand(-1, -1, query.shape[2], key.shape[2])
+        heads = F.scaled_dot_product_attention(query, key, value, mask, is_causal=self.is_causal, scale=scale, enable_gqa=self._shared_keys)
+        if fully_masked is not None:
+            heads = heads.masked_fill(fully_masked[..., None], 0)
+        if bool(heads.sum().isfinite() & heads[..., 0].all()):  # one answer of the device for both
+            return heads.to(query_projection.dtype)
+        if not all_finite(heads) or (not heads[..., 0].all() and _may_overflow(scale, query, key)):
+            raise Inexact
+        return heads.to(query_projection.dtype)
 
-    def compute(self, call: Call, inputs: Heads, outputs: frozenset[str]) -> dict[str, Tensor] | None:
-        """Head outputs [b, h, q, value_head_dim]; None if torch's kernels cannot compute the call exactly."""
-        if inputs.fully_masked is not None and call.options.fully_masked == "uniform":
-            return None
-        head_outputs = _in_blocks(self._eager, call, *inputs)
-        if not head_outputs[..., 0].all() and _may_overflow(call.options.scale, inputs.query, inputs.key):
-            return None
-        return {"head_outputs": head_outputs.to(self._eager.layer_dtype)} if all_finite(head_outputs) else None
+
+class CausalSdpaKernel(SdpaKernel):
+    """The same for calls whose only mask is causal and aligned with q = k: torch needs no mask of pairs."""
+
+    name = "causal sdpa"
+    fuses = frozenset({"visible_causal", "scaled_products", "mask", "softmax", "weighted_values"})
+    needs = frozenset({"visible_causal", "weighted_values"})
+    reads = ("query_projection", "key_projection", "value_projection", "scale", "fully_masked")
+    implied = frozenset({"masks"})
+    is_causal = True
 
 
 def _may_overflow(scale: float, query: Tensor, key: Tensor) -> bool:
@@ -65,38 +90,3 @@ def _may_overflow(scale: float, query: Tensor, key: Tensor) -> bool:
     for rows in (query, key):
         bound *= float(rows.abs().amax())
     return not bound < largest
-
-
-def _in_blocks(eager: Eager, call: Call, query: Tensor, key: Tensor, value: Tensor, fully_masked: Tensor | None) -> Tensor:
-    """Compute one block of query rows at a time, only with the range of keys that its rows may attend to."""
-    spec, masks, (batch, heads, num_queries, _), num_keys = eager.spec, call.masks, query.shape, key.shape[2]
-    attend = partial(F.scaled_dot_product_attention, scale=call.options.scale, enable_gqa=spec.num_heads > spec.num_kv_heads)
-    if not eager.has_bias:  # the layer adds no bias, so torch may need no mask tensor
-        if masks.only_causal:
-            return attend(query, key, value, is_causal=True)
-        if not masks.has_any and masks.bias is None:
-            return attend(query, key, value)
-        if (keys := masks.shared_keys()) is not None:
-            return attend(query, key[:, :, keys], value[:, :, keys])
-    else:
-        query, key, value = (x.to(eager.dtype) for x in (query, key, value))
-    assembly = Assembly(num_queries)
-    for rows in row_slices(batch * heads * num_keys, num_queries):
-        keys = _visible_keys(masks, rows)
-        mask, bias = masks.visible(rows, keys), eager.bias(query[:, :, rows], call, rows, keys)
-        if bias is not None:
-            mask = (bias if mask is None else bias.masked_fill(~mask, -torch.inf)).to(query.dtype)
-        if mask is not None:
-            mask = mask.expand(-1, -1, rows.stop - rows.start, keys.stop - keys.start)
-        part = attend(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask)
-        assembly.put("head_outputs", rows, part if fully_masked is None else part.masked_fill(fully_masked[:, :, rows, None], 0))
-    return assembly.tensors["head_outputs"]
-
-
-def _visible_keys(masks: Masks, rows: slice) -> slice:
-    """The shortest range with all keys that lengths, causality, windows and chunks leave to these rows; at least one key."""
-    if not masks.has_intervals:
-        return slice(0, masks.num_keys)
-    first, last = masks.interval(rows)
-    start = min(max(int(first.min()), 0), masks.num_keys - 1)
-    return slice(start, max(int(last.max()) + 1, start + 1))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attend.attention.call import Call, reduce_weights, select_weights
-from attend.attention.kernels.declaration import Declaration
+from attend.attention.kernels.fusion import suits
 from attend.attention.native.extension import extension
+from attend.attention.program import needed
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 
@@ -23,13 +24,9 @@ MAX_PORTABLE = 1 << 18  # MAX_PRODUCT on a processor without vectors of eight fl
 class ShortKernel:
     """Short calls to one layer. Immutable."""
 
-    declaration = Declaration(
-        fields=frozenset(),
-        options=frozenset(),
-        outputs=frozenset({"output", "attention_weights"}),
-        dtypes=frozenset({"float32"}),
-        devices=frozenset({"cpu"}),
-    )
+    # all steps of a plain layer and call
+    fuses = frozenset({"project_query", "project_key", "project_value", "scaled_products", "softmax", "weighted_values", "merge", "output"})
+    outputs = frozenset({"output", "attention_weights"})
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], variant: str | None = None) -> None:
         """`variant`: one of the implementations in `extension.variants`, by default the fastest."""
@@ -48,19 +45,29 @@ class ShortKernel:
     @classmethod
     def make(cls, spec: LayerSpec, weights: Mapping[str, Tensor], device: torch.device) -> "ShortKernel | None":
         """The kernel of a layer; None if it does not compute such layers, or there is no extension."""
-        suits = extension is not None and cls.declaration.has_layer(spec, device) and _has_one_width(spec)
-        return cls(spec, weights) if suits else None
+        is_plain = {step.name for step in needed(spec.program, cls.outputs)} <= cls.fuses
+        fits = extension is not None and suits(spec, device, {"float32"}, {"cpu"}) and is_plain and _has_one_width(spec)
+        return cls(spec, weights) if fits else None
 
-    def suits(self, call: Call) -> bool:
+    def computes(self, call: Call) -> bool:
+        """Whether it computes calls with these features and outputs."""
+        options = call.options
+        plain = not call.features - {"values", "uniform"} and call.output_gradient is None and not options.reproducible
+        return plain and options.outputs <= self.outputs
+
+    def is_short(self, call: Call) -> bool:
         """Whether the call is short."""
         options, width = call.options, self._width
         items, queries, keys = options.items, options.num_queries, options.num_keys
         largest_product = items * width * max(queries * width, keys * width, queries * keys)
         return items * queries * keys > 0 and largest_product <= self._max_product
 
-    def compute(self, call: Call, inputs: None, outputs: frozenset[str]) -> dict[str, Tensor] | None:
-        """Compute a call that suits. None if a number overflowed: torch then decides which ones do, since implementations differ."""
-        options = call.options
+    def compute(self, call: Call) -> dict[str, Tensor] | None:
+        """The outputs of a call that it computes.
+
+        None if a number overflowed: torch then decides which ones do, as implementations differ.
+        """
+        options, outputs = call.options, call.options.outputs
         items, queries, keys = options.items, options.num_queries, options.num_keys
         query, key, value = call.query.contiguous(), call.key.contiguous(), call.value.contiguous()
         output, weights = np.empty((items, queries, self._width), np.float32), np.empty((items, self._num_heads, queries, keys), np.float32)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from attend.attention.operators.alibi import AlibiOperator
+from attend.attention.operators.block_selection import BlockSelection, BlockSelectionOperator
 from attend.attention.operators.chunks import ChunksOperator
 from attend.attention.operators.differential import Differential, DifferentialOperator
 from attend.attention.operators.forget_gate import ForgetGateOperator
@@ -68,6 +69,9 @@ class OperatorFields(Dimensions):
         "segments (Ramapuram et al. 2024, arXiv 2409.04431).",
     )
     indexer: Indexer | None = Field(default=None, description="Selection of the keys that each query attends to.")
+    block_selection: BlockSelection | None = Field(
+        default=None, description="Selection of the blocks of keys that each head of a query attends to."
+    )
 
 
 OPERATORS: tuple[type[Operator], ...] = (  # weights are drawn in this order; within a stage, operators are applied in this order
@@ -85,6 +89,7 @@ OPERATORS: tuple[type[Operator], ...] = (  # weights are drawn in this order; wi
     RelativeScoresOperator,
     GridBiasOperator,
     IndexerOperator,
+    BlockSelectionOperator,
     ForgetGateOperator,
     SinksOperator,
     DifferentialOperator,

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attend.attention.operators.declarations import LeftOut
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.stages import select_heads
+from attend.attention.operators.step import Step, Steps, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
 
-    from torch import Tensor
-
-    from attend.attention.call import Call
-    from attend.attention.masks import Masks
-    from attend.attention.operators.operator import Layer
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -25,23 +20,11 @@ class AlibiOperator(Operator):
     left_out = LeftOut("ALiBi", "softmax(S)", "softmax(S - slope · |i - j|)")
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        return {"bias": "S_ij = S_ij - slope_h · |i - j|"}
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self._slopes = torch.tensor(slopes(layer.spec.num_heads), dtype=layer.dtype, device=layer.device)
-
-    def bias(self, query: Tensor, call: Call, rows: slice, keys: slice) -> Tensor:
-        """-slope · |position - j|, where positions outside of the keys count as the nearest key: `shift` has the rest."""
-        j = torch.arange(keys.start, keys.stop, device=query.device)
-        distance = (call.masks.clamped_positions(rows)[:, None, :, None] - j).abs().to(self.dtype)
-        return -select_heads(self._slopes, call.options.heads)[:, None, None] * distance
-
-    def shift(self, masks: Masks, rows: slice, heads: Sequence[int] | None) -> Tensor | None:
-        """-slope times the distance of each query's position from the nearest key; None if all positions are those of keys."""
-        distance = (masks.positions[:, rows] - masks.clamped_positions(rows)).abs()
-        return -select_heads(self._slopes, heads).double()[:, None] * distance[:, None] if distance.any() else None
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """The slopes, and the biases."""
+        own = Step("alibi_slopes", (), {"alibi_slopes": Value("h")}, "", lambda m: m.wide(m.constant(slopes(spec.num_heads))))
+        reads, formula = ("positions", "keys", "alibi_slopes"), "alibi_bias_ij = -slope_h · |i - j|"
+        return {"constants": (own,), "bias": (Step("alibi", reads, {"alibi_bias": Value("b,h,q,k")}, formula, _bias),)}
 
 
 def slopes(heads: int) -> list[float]:
@@ -49,3 +32,8 @@ def slopes(heads: int) -> list[float]:
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     return slopes + [2.0 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
+
+
+def _bias(m: Arithmetic, positions: Any, keys: Any, slopes: Any) -> Any:
+    distance = abs(positions[:, None, :, None] - keys)
+    return -slopes[:, None, None] * m.wide(distance)

@@ -21,10 +21,6 @@ class ChunksOperator(Operator):
         return Interval(chunk=getattr(spec, cls.field))
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        return {"interval": "⌊i / chunk_size⌋ = ⌊j / chunk_size⌋"}
-
-    @classmethod
     def is_relative(cls, spec: Dimensions) -> bool:
         """Where a chunk begins depends on the position itself."""
         return False

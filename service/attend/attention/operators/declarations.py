@@ -22,15 +22,6 @@ class Cost(NamedTuple):
     memory_bytes: int = 0
 
 
-class CachedTensor(NamedTuple):
-    """The shape of each row of a cached tensor, and its datatype."""
-
-    heads: int
-    width: int
-    dtype: str = ""  # "": the layer's
-    shared: bool = False  # whether all heads of the layer share it; it then has one head, and no axis of heads in exported files
-
-
 class LeftOut(NamedTuple):
     """What hints say of an implementation without an operator: its name, the arithmetic without it and with it."""
 
@@ -45,6 +36,12 @@ class Interval(NamedTuple):
     left: int | None = None
     right: int | None = None
     chunk: int | None = None
+
+    def __str__(self) -> str:
+        """The condition for key j to be visible to query i, such as `i - j ≤ 3 and j ≤ i`; "" if every key is."""
+        last = "" if self.right is None else "j ≤ i" if self.right == 0 else f"j - i ≤ {self.right}"
+        chunk = "" if self.chunk is None else f"⌊i / {self.chunk}⌋ = ⌊j / {self.chunk}⌋"
+        return " and ".join(filter(None, ("" if self.left is None else f"i - j ≤ {self.left}", last, chunk)))
 
     def __and__(self, other: Interval) -> Interval:
         """The keys in both. ValueError: chunks of two sizes, which together are no interval of this kind."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.qk_norm import QKNorm, normalise
+from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import SMALLEST, Flag, Part, field_error
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection
 
     from attend.attention.operators.declarations import Axes, Shapes
-    from attend.attention.operators.operator import Draw, Fields, Layer
+    from attend.attention.operators.operator import Draw, Fields
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
     from attend.tensors import Array
 
@@ -65,12 +68,6 @@ class DifferentialOperator(Operator):
         return shapes | ({"head_norm.weight": (spec.value_head_dim,)} if getattr(spec, cls.field).norm_weights else {})
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        factors = "A = softmax(S1) - λ softmax(S2),  λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + lambda_init"
-        weight = " with one weight for all heads" if getattr(spec, cls.field).norm_weights else ""
-        return {"factors": factors, "value": f"O = (1 - lambda_init) RMSNorm(O){weight}"}
-
-    @classmethod
     def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
         reason = "whose differential attention has two scores of each query and key"
         return dict.fromkeys(("scores", "log_sum_exp"), reason)
@@ -86,20 +83,45 @@ class DifferentialOperator(Operator):
         weight: Array = 0.5 * normal / len(normal) ** 0.5
         return weight
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        config: Differential = getattr(layer.spec, self.field)
-        q1, k1, q2, k2 = (layer.weights[name].double() for name in LAMBDAS)
-        self._lambda = float(torch.exp(q1 @ k1) - torch.exp(q2 @ k2)) + config.lambda_init
-        self._eps, self._factor = config.eps, torch.tensor(1 - config.lambda_init, dtype=layer.dtype, device=layer.device)
-        if config.norm_weights:
-            self._factor = self._factor * layer.weights["head_norm.weight"].to(layer.dtype)
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """Scores of both halves of queries and keys, the difference of their softmaxes, and the norm of the heads' outputs."""
+        config: Differential = getattr(spec, cls.field)
+        factor = Step(
+            "lambda",
+            LAMBDAS,
+            {"lambda": Value("")},
+            "λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + lambda_init",
+            lambda m, q1, k1, q2, k2: _dot(m, q1, k1) - _dot(m, q2, k2) + config.lambda_init,
+        )
+        reads, pairs = ("query_projection", "key_projection", "scale"), {"scores": Value("2,b,h,q,k")}
+        scores = Step("two_scores", reads, pairs, "S1, S2 = scale · Q1 K1ᵀ, scale · Q2 K2ᵀ, of both halves of each head", _two_scores)
+        difference = Step(
+            "difference",
+            ("attention_weights", "lambda"),
+            {"attention_weights": Value("b,h,q,k")},
+            "A = A1 - λ A2",
+            lambda m, weights, factor: weights[0] - factor * weights[1],
+            all_keys=True,
+            signed=True,
+        )
+        weight = " with one weight for all heads" if config.norm_weights else ""
+        formula, heads = f"O = (1 - lambda_init) RMSNorm(O){weight}", {"head_outputs": Value("b,h,q,value_head_dim")}
+        norm = Step("norm_heads", ("head_outputs",), heads, formula, partial(_norm, config=config), all_keys=True)
+        return {"constants": (factor,), "scores": (scores,), "combine": (difference,), "value_norm": (norm,)}
 
-    def factors(self) -> tuple[float, float]:
-        return 1.0, -self._lambda
 
-    def value(self, outputs: Tensor) -> Tensor:
-        """(1 - lambda_init) times the norm of each head's output."""
-        exact = outputs.to(self.dtype)
-        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self._eps)
-        return (exact * self._factor).to(outputs.dtype)
+def _dot(m: Arithmetic, x: Any, y: Any) -> float:
+    """exp(x · y)."""
+    return float(m.xp.exp(m.exact(x) @ m.exact(y)))
+
+
+def _two_scores(m: Arithmetic, query: Any, key: Any, scale: float) -> Any:
+    half = query.shape[-1] // 2
+    return m.xp.stack([m.scores(query[..., part], key[..., part], scale) for part in (slice(half), slice(half, None))])
+
+
+def _norm(m: Arithmetic, heads: Any, *, config: Differential) -> Any:
+    """The norm of each head's output, in wide numbers up to the factor."""
+    normalised = normalise(m, m.wide(heads), norm=QKNorm(eps=config.eps), name="head_norm" if config.norm_weights else "")
+    return m.like((1 - config.lambda_init) * normalised, heads)

@@ -7,22 +7,18 @@ The sums are computed in float64, since they grow with the distance. There is no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from attend.attention.operators.declarations import CachedTensor, Cost, LeftOut
-from attend.attention.operators.lazy import torch
+from attend.attention.operators.declarations import Cost, LeftOut
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.stages import select_heads
+from attend.attention.operators.step import Step, Steps, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection
 
-    from attend.attention.call import Call, CallOptions
-    from attend.attention.masks import Masks
+    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
-    from attend.attention.operators.operator import Layer
-    from attend.attention.operators.stages import Product, Projected
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -39,10 +35,6 @@ class ForgetGateOperator(Operator):
         return {"forget_gate.weight": (spec.num_heads, spec.key_dim), "forget_gate.bias": (spec.num_heads,)}
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        return {"bias_of_visible": "S_ij = S_ij + Σ_l log f_lh over the visible keys l with j < l ≤ i,  f = sigmoid(z W_F + b_F)"}
-
-    @classmethod
     def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
         """Sums of float64 numbers for each score; the projection is counted with the others."""
         keys = options.num_keys
@@ -51,40 +43,24 @@ class ForgetGateOperator(Operator):
         return Cost(operations=12 * pairs, memory_bytes=8 * elements)
 
     @classmethod
-    def cached(cls, spec: Dimensions) -> dict[str, CachedTensor]:
-        """The logarithms of the gates, in float64."""
-        return {"forget_gate": CachedTensor(spec.num_heads, 1, "float64")}
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self._weight, self._bias = (layer.weights[name].double() for name in self.axes)
-
-    def rows_to_cache(self, call: Call, projected: Projected, product: Product) -> dict[str, Tensor]:
-        """[b, heads, k, 1]."""
-        return {"forget_gate": self._log_gates(call.key)}
-
-    def bias_of_visible(self, call: Call) -> ForgottenSums:
-        gates = self._log_gates(call.key) if call.cached is None else call.cached["forget_gate"][None]
-        return ForgottenSums(select_heads(gates, call.options.heads, axis=1).transpose(2, 3), call.masks, self.dtype)
-
-    def _log_gates(self, key: Tensor) -> Tensor:
-        """log sigmoid(x W^T + b) of the keys' inputs [b, k, key_dim], in float64: [b, heads, k, 1]."""
-        logits = torch.nn.functional.linear(key.double(), self._weight, self._bias)
-        return torch.nn.functional.logsigmoid(logits).transpose(1, 2)[..., None]
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """The logarithms of the gates, which a cache keeps, and the bias that is made of them."""
+        gates = {"forget_gate": Value("b,h,k,1", "float64")}
+        bias, formula = {"forget_bias": Value("b,h,q,k")}, "forget_bias_ij = Σ_l log f_lh over the visible keys l with j < l ≤ i"
+        reads = ("forget_gate", "positions", "keys", "visible")
+        return {
+            "norm": (Step("forget_gate", ("key",), gates, "log f = log sigmoid(z W_F + b_F)", _log_gates),),
+            "visible_bias": (Step("forget", reads, bias, formula, _forget, all_keys=True),),
+        }
 
 
-@dataclass(frozen=True)
-class ForgottenSums:
-    """The biases of one call."""
+def _log_gates(m: Arithmetic, key: Any) -> Any:
+    """log sigmoid(x W^T + b) = -softplus(-(x W^T + b)) of the keys' inputs [b, k, key_dim], in float64: [b, heads, k, 1]."""
+    return m.xp.swapaxes(-m.softplus(-m.project_exactly(m.exact(key), "forget_gate")), 1, 2)[..., None]
 
-    log_gates: Tensor  # float64 [b, h, 1, k]
-    masks: Masks
-    dtype: torch.dtype
 
-    def terms_of_rows(self, query: Tensor, rows: slice) -> Tensor:
-        """For each key the sum of the later ones up to the query's position, without masked ones: [b, h, rows, k]."""
-        counts = torch.arange(self.masks.num_keys, device=query.device) <= self.masks.positions[:, None, rows, None]
-        if (visible := self.masks.visible(rows)) is not None:
-            counts = counts & visible
-        sums = torch.where(counts, self.log_gates, 0.0).cumsum(-1)
-        return (sums[..., -1:] - sums).to(self.dtype)
+def _forget(m: Arithmetic, log_gates: Any, positions: Any, keys: Any, visible: Any) -> Any:
+    """For each key the sum of the later ones up to the query's position, without masked ones: [b, h, q, k]."""
+    counts = (keys <= positions[:, None, :, None]) & visible
+    sums = m.xp.cumsum(m.where(counts, log_gates[:, :, None, :, 0], 0), axis=-1)
+    return m.wide(sums[..., -1:] - sums)

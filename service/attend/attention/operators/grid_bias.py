@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from attend.attention.operators.declarations import Cost, Extent, LeftOut
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.stages import select_heads
+from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import Flag, Part, Side, field_error
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable, Collection
 
-    from attend.attention.call import Call, CallOptions
+    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
-    from attend.attention.operators.operator import Draw, Fields, Layer
+    from attend.attention.operators.operator import Draw, Fields
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -55,7 +56,7 @@ class GridBiasOperator(Operator):
     name, field, positional = "grid_bias", "grid_bias", True
     left_out = LeftOut("the bias by positions in a grid", "softmax(S)", "softmax(S + B), B_ij by the places of i and j in the grid")
     per_head = True
-    axes: ClassVar[Axes] = dict.fromkeys(("grid_bias", "grid_rows", "grid_columns"), ("places", "n"))
+    axes: ClassVar[Axes] = {"grid_bias": ("places", "heads"), **dict.fromkeys(("grid_rows", "grid_columns"), ("places", "n"))}
 
     @classmethod
     def check(cls, spec: Dimensions) -> None:
@@ -81,14 +82,6 @@ class GridBiasOperator(Operator):
         return {"grid_rows": (rows, spec.head_dim), "grid_columns": (columns, spec.head_dim)}
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        grid: GridBias = getattr(spec, cls.field)
-        if grid.kind == "decomposed":
-            return {"bias": "S_ij = S_ij + q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])"}
-        token = ", whose last three rows are for a class token" if grid.class_token else ""
-        return {"bias": f"S_ij = S_ij + grid_bias[place_i - place_j, h]{token}"}
-
-    @classmethod
     def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
         """Decomposed: each query times the vectors of all rows and columns."""
         grid: GridBias = getattr(spec, cls.field)
@@ -102,47 +95,48 @@ class GridBiasOperator(Operator):
         kind = "table" if fields["num_softmaxes"] > 1 else draw.one_of("table", "decomposed")
         return {"height": height, "width": width, "kind": kind, "class_token": kind == "table" and draw.flag()}
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self.config: GridBias = getattr(layer.spec, self.field)
-        self._weights = {name: x.to(layer.dtype) for name, x in layer.weights.items() if name.startswith("grid_")}
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """The bias of the table, or of the vectors of rows and columns."""
+        grid: GridBias = getattr(spec, cls.field)
+        compute: Callable[..., Any]
+        reads: tuple[str, ...]
+        if grid.kind == "decomposed":
+            reads = ("query_projection", "positions", "keys", "grid_rows", "grid_columns")
+            formula, compute = "grid_bias_ij = q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])", _decomposed
+        else:
+            reads, compute = ("positions", "keys", "grid_bias"), _from_table
+            token = ", whose last three rows are for a class token" if grid.class_token else ""
+            formula = f"grid_bias_ij = grid_bias[place_i - place_j, h]{token}"
+        return {"bias": (Step("grid_bias", reads, {"grid_scores": Value("b,h,q,k")}, formula, partial(compute, grid=grid)),)}
 
-    def bias(self, query: Tensor, call: Call, rows: slice, keys: slice) -> Tensor:
-        """The bias [b|1, h, rows, keys] of the table, or of the vectors of rows and columns."""
-        positions = call.masks.positions[:, rows]
-        if self.config.kind == "decomposed":
-            vectors = self._weights["grid_rows"], self._weights["grid_columns"]
-            return _decomposed(query.to(self.dtype), *vectors, self.config, positions, keys)
-        table = self._weights["grid_bias"]
-        return _table_bias(select_heads(table, call.options.heads, axis=1), self.config, positions, keys)
 
-
-def _table_bias(table: Tensor, grid: GridBias, positions: Tensor, keys: slice) -> Tensor:
-    """The bias of a table [relative positions, h] for queries at positions [b|1, rows]: [b|1, h, rows, keys]."""
-    down, across = _distances(grid, positions, keys)
+def _from_table(m: Arithmetic, positions: Any, keys: Any, table: Any, *, grid: GridBias) -> Any:
+    """The entries of a table [relative positions, h] for queries at positions [b, q]: [b, h, q, k]."""
+    down, across = grid_distances(m, grid, positions, keys)
     index = down * (2 * grid.width - 1) + across
     if grid.class_token:
-        is_query, is_key = positions[:, :, None] == 0, torch.arange(keys.start, keys.stop, device=positions.device) == 0
-        index = torch.where(is_query, len(table) - 3, index)
-        index = torch.where(is_key, len(table) - 2 + is_query.to(index.dtype), index)
-    return table[index].movedim(-1, 1)
+        of_query, of_key = positions[:, :, None] == 0, keys == 0
+        index = m.xp.where(of_query, len(table) - 3, index)
+        index = m.xp.where(of_key, len(table) - 2 + m.integer(of_query), index)
+    return m.wide(m.xp.moveaxis(table[index], -1, 1))
 
 
-def _decomposed(query: Tensor, rows: Tensor, columns: Tensor, grid: GridBias, positions: Tensor, keys: slice) -> Tensor:
-    """q · rows[dy] + q · columns[dx] for query [b, h, rows, d] at positions [b|1, rows]: [b, h, rows, keys] (Li et al. 2022, equation 4).
+def _decomposed(m: Arithmetic, query: Any, positions: Any, keys: Any, rows: Any, columns: Any, *, grid: GridBias) -> Any:
+    """q · rows[dy] + q · columns[dx] for query [b, h, q, d] (Li et al. 2022, equation 4): [b, h, q, k].
 
     Every query is multiplied by all vectors of an axis; then the product for each key is gathered.
     """
-    products = [
-        torch.gather(query @ vectors.T, -1, distances[:, None].expand(*query.shape[:3], -1))
-        for vectors, distances in zip((rows, columns), _distances(grid, positions, keys), strict=True)
-    ]
-    return products[0] + products[1]
+    total: Any = 0
+    for vectors, distances in zip((rows, columns), grid_distances(m, grid, positions, keys), strict=True):
+        products = m.wide(query) @ m.wide(vectors).T
+        total = total + m.gather(products, distances[:, None])
+    return total
 
 
-def _distances(grid: GridBias, positions: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
-    """Row and column of the query less those of the key, each from 0 for the smallest, [b|1, rows, keys]; 0 for a class token's."""
-    i, j = (x - int(grid.class_token) for x in (positions[:, :, None], torch.arange(keys.start, keys.stop, device=positions.device)))
-    down = torch.div(i, grid.width, rounding_mode="floor") - torch.div(j, grid.width, rounding_mode="floor") + grid.height - 1
+def grid_distances(m: Arithmetic, grid: GridBias, positions: Any, keys: Any) -> tuple[Any, Any]:
+    """Row and column of the query less those of the key, each from 0 for the smallest: [b, q], [k] -> [b, q, k]; any for a class token."""
+    i, j = (x - int(grid.class_token) for x in (positions[:, :, None], keys))
+    down = m.xp.floor_divide(i, grid.width) - m.xp.floor_divide(j, grid.width) + grid.height - 1
     across = i % grid.width - j % grid.width + grid.width - 1
-    return (down.clamp(0, 2 * grid.height - 2), across) if grid.class_token else (down, across)
+    return m.xp.clip(down, 0, 2 * grid.height - 2), across

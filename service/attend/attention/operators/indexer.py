@@ -9,25 +9,26 @@ float64 from the inputs, whatever the layer's dtype: which keys are selected doe
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from attend.attention.operators.declarations import CachedTensor, Cost
-from attend.attention.operators.lazy import torch
+from attend.attention.operators.declarations import Cost
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.rope import frequencies, rotate
-from attend.attention.rows import row_slices
+from attend.attention.operators.qk_norm import QKNorm, normalise
+from attend.attention.operators.rope import Rope, frequencies, rotate
+from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import Eps, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection
 
-    from attend.attention.call import Call, CallOptions
+    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
-    from attend.attention.operators.operator import Draw, Fields, Layer
-    from attend.attention.operators.stages import Product, Projected
+    from attend.attention.operators.latent import Latent
+    from attend.attention.operators.operator import Draw, Fields
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -46,6 +47,11 @@ class Indexer(Part):
     interleaved: Flag = Field(default=False, description="Whether RoPE rotates interleaved pairs here (GLM-5), or halves (DeepSeek-V3.2).")
     eps: Eps = Field(default=1e-6, description="Of the layer norm of its keys.")
 
+    @property
+    def index_head_dim(self) -> int:
+        """Width of its heads, under a name that no other width has."""
+        return self.head_dim
+
 
 class IndexerOperator(Operator):
     name, field, needs_projections = "indexer", "indexer", True
@@ -58,6 +64,7 @@ class IndexerOperator(Operator):
     }
     identifying_weight = "index_key.weight"
     own_outputs = ("indexer_mask",)
+    same_keys_for_all_heads = True
 
     @classmethod
     def check(cls, spec: Dimensions) -> None:
@@ -78,11 +85,6 @@ class IndexerOperator(Operator):
         }
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        index = "I_ij = Σ_h w_ih relu(q_ih · k_j)"
-        return {"select": f"S_ij = -∞ unless j is among the top_k visible keys by {index}  ([operators.md](../operators.md))"}
-
-    @classmethod
     def widest(cls, spec: Dimensions) -> int:
         indexer: Indexer = getattr(spec, cls.field)
         return indexer.num_heads * indexer.head_dim
@@ -97,73 +99,80 @@ class IndexerOperator(Operator):
         return Cost(operations=4 * pairs * width + 6 * heads * pairs + 40 * pairs, memory_bytes=8 * elements + 2 * pairs)
 
     @classmethod
-    def cached(cls, spec: Dimensions) -> dict[str, CachedTensor]:
-        """Its keys, in float64."""
-        return {"index_key": CachedTensor(1, getattr(spec, cls.field).head_dim, "float64", shared=True)}
-
-    @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """Fewer keys than most calls have."""
         dims = (fields.get("rope") or {}).get("dims", fields.get("head_dim", fields["d_model"] // fields["num_heads"]))
         indexer = {"num_heads": draw.integer(1, 4), "head_dim": dims + draw.integer(1, 4), "top_k": draw.integer(1, 8)}
         return {**indexer, "interleaved": draw.flag(), "eps": draw.one_of(1e-6, 0.1)}
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self.config: Indexer = getattr(layer.spec, self.field)
-        rope, self.latent = getattr(layer.spec, "rope", None), getattr(layer.spec, "latent", None)
-        self.rope = rope and rope.model_copy(update={"interleaved": self.config.interleaved})
-        if self.rope is not None:
-            self.frequencies = frequencies(self.rope, self.config.head_dim).to(layer.device)
-        self._weights = {name: x.double() for name, x in layer.weights.items() if name.startswith(("index_", "query_down"))}
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """Queries, factors and keys of the indexer, which a cache keeps, and the selection. All of it is in float64."""
+        indexer: Indexer = getattr(spec, cls.field)
+        rope, latent = getattr(spec, "rope", None), getattr(spec, "latent", None)
+        rope = rope and rope.model_copy(update={"interleaved": indexer.interleaved})
+        turns, turned = tuple[Step, ...](), tuple[str, ...]()
+        if rope:
+            numbers = frequencies(rope, rope.dims or indexer.head_dim)
+            turns = (Step("index_frequencies", (), {"index_frequencies": Value("pairs")}, "", lambda m: m.constant(numbers)),)
+            turned = ("index_frequencies",)
+        query = Step(
+            "index_query",
+            ("query", *(("query_coordinates", *turned) if rope else ())),
+            {"index_query": Value("b,index heads,q,index_head_dim", "float64")},
+            f"q = {'R(i) ' if rope else ''}split({'RMSNorm(x W_DQ)' if latent and latent.query_rank else 'x'} W_IQ)",
+            partial(_queries, indexer=indexer, rope=rope, latent=latent),
+        )
+        key = Step(
+            "index_key",
+            ("key", *(("key_coordinates", *turned) if rope else ())),
+            {"index_key": Value("b,k,index_head_dim", "float64")},
+            f"k = {'R(j) ' if rope else ''}LayerNorm(z W_IK)",
+            partial(_keys, indexer=indexer, rope=rope),
+        )
+        factors = Step(
+            "index_factors",
+            ("query",),
+            {"index_factors": Value("b,q,index heads", "float64")},
+            "w = x W_w",
+            lambda m, query: m.project_exactly(m.exact(query), "index_head_weights"),
+        )
+        select = Step(
+            "select",
+            ("index_query", "index_key", "index_factors", "visible"),
+            {"visible": Value("b,h,q,k")},
+            f"j is visible to i if it is among the {indexer.top_k} visible keys with the largest I_ij = Σ_h w_ih relu(q_ih · k_j)",
+            partial(_select, top_k=indexer.top_k),
+            all_keys=True,
+        )
+        mask = Step("indexer_mask", ("visible", "keys"), {"indexer_mask": Value("b,q,k", "bool")}, "", _mask)
+        return {"constants": turns, "norm": (query, factors, key), "select": (select, mask)}
 
-    def rows_to_cache(self, call: Call, projected: Projected, product: Product) -> dict[str, Tensor]:
-        """Its keys, [b, 1, k, head_dim]."""
-        return {"index_key": self.keys(call)}
 
-    def select(self, call: Call) -> Call:
-        """The call with a mask of the selected keys, bool [b, 1, q, k]; it may have no other mask with an axis of heads."""
-        from attend.attention.call import top_k
+def _queries(m: Arithmetic, query: Any, *turning: Any, indexer: Indexer, rope: Rope | None, latent: Latent | None) -> Any:
+    """[b, heads, q, head_dim]."""
+    query = m.exact(query)
+    if latent and latent.query_rank:
+        query = normalise(m, m.project_exactly(query, "query_down"), norm=QKNorm(eps=latent.eps), name="query_down_norm")
+    query = m.split_heads(m.project_exactly(query, "index_query"), indexer.num_heads)
+    return rotate(m, query, *turning, rope=rope) if rope else query
 
-        if call.options.num_keys <= self.config.top_k and "indexer_mask" not in call.options.outputs:
-            return call  # all keys are selected
-        key = self.keys(call) if call.cached is None else call.cached["index_key"][None]
-        query, factors = self.queries(call)
-        (batch, heads, num_queries, _), num_keys = query.shape, key.shape[2]
-        selected = torch.zeros(batch, 1, num_queries, num_keys, dtype=torch.bool, device=query.device)
-        for rows in row_slices(batch * heads * num_keys, num_queries):
-            products = torch.nn.functional.relu(query[:, :, rows] @ key.transpose(2, 3))  # [b, heads, rows, k]
-            scores = (factors[:, rows, None] @ products.transpose(1, 2))[:, None, :, 0]  # [b, 1, rows, k]
-            visible = call.masks.visible(rows)
-            if visible is not None:
-                scores = scores.masked_fill(~visible, -torch.inf)
-            _, best = top_k(scores, min(self.config.top_k, num_keys))
-            kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
-            selected[:, :, rows] = kept if visible is None else kept & visible
-        return replace(call, masks=replace(call.masks, attend_mask=selected))
 
-    def outputs(self, call: Call, projected: Projected, product: Product) -> dict[str, Tensor]:
-        """The mask of `select`."""
-        mask = call.masks.attend_mask
-        return {} if mask is None else {"indexer_mask": mask[:, 0]}
+def _keys(m: Arithmetic, key: Any, *turning: Any, indexer: Indexer, rope: Rope | None) -> Any:
+    """[b, k, head_dim]."""
+    norm = QKNorm(kind="layer", eps=indexer.eps)
+    key = normalise(m, m.project_exactly(m.exact(key), "index_key"), norm=norm, name="index_key_norm")
+    return rotate(m, key[:, None], *turning, rope=rope)[:, 0] if rope else key
 
-    def keys(self, call: Call) -> Tensor:
-        """The indexer's keys of the call's keys, [b, 1, k, head_dim], in float64."""
-        norm = self._weights["index_key_norm.weight"], self._weights["index_key_norm.bias"]
-        key = self._product(call.key.double(), "index_key")
-        key = torch.nn.functional.layer_norm(key, key.shape[-1:], *norm, self.config.eps)[:, None]
-        return key if self.rope is None else rotate(key, call.coordinates[1], self.rope, self.frequencies)
 
-    def queries(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Queries [b, heads, q, head_dim] and the heads' factors [b, q, heads], in float64."""
-        query = call.query.double()
-        factors = self._product(query, "index_head_weights")
-        if self.latent is not None and self.latent.query_rank is not None:
-            query = self._product(query, "query_down")
-            query = torch.nn.functional.rms_norm(query, query.shape[-1:], self._weights["query_down_norm.weight"], self.latent.eps)
-        query = self._product(query, "index_query")
-        query = query.view(*query.shape[:2], self.config.num_heads, self.config.head_dim).transpose(1, 2)
-        return query if self.rope is None else rotate(query, call.coordinates[0], self.rope, self.frequencies), factors
+def _select(m: Arithmetic, query: Any, key: Any, factors: Any, visible: Any, *, top_k: int) -> Any:
+    """Whether a key is visible and among the `top_k` visible ones with the largest index scores: bool [b, 1, q, k]."""
+    if key.shape[1] <= top_k:
+        return visible
+    products = m.xp.clip(query @ key[:, None].mT, 0, None)  # [b, heads, q, k]
+    scores = (factors[:, :, None] @ m.xp.swapaxes(products, 1, 2))[:, None, :, 0]  # [b, 1, q, k]
+    return visible & m.largest(m.where(visible, scores, float("-inf")), top_k)
 
-    def _product(self, x: Tensor, name: str) -> Tensor:
-        return torch.nn.functional.linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+
+def _mask(m: Arithmetic, visible: Any, keys: Any) -> Any:
+    return m.xp.broadcast_to(visible[:, 0], (*visible.shape[:1], *visible.shape[2:3], len(keys)))

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from attend.attention.operators.declarations import CachedTensor, Cost, Variances, variance
-from attend.attention.operators.lazy import torch
+from attend.attention.operators.declarations import Cost, Variances, variance
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.projection import product_formula, split, written_heads
 from attend.attention.operators.qk_norm import QKNorm, normalise
-from attend.attention.operators.stages import split_heads
+from attend.attention.operators.rope import shares_rotary_key
+from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import Eps, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
-    from attend.attention.call import Call, CallOptions
+    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
-    from attend.attention.operators.operator import Draw, Fields, Layer, Misfit
-    from attend.attention.operators.stages import Product, Projected
+    from attend.attention.operators.operator import Draw, Fields, Misfit
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
     from attend.tensors import Array
 
@@ -105,15 +107,6 @@ class LatentOperator(Operator):
         return int(part["rope_key_dim"])
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        latent: Latent = getattr(spec, cls.field)
-        down = {name: f"W_{name} + b_{name}" if latent.bias else f"W_{name}" for name in ("DQ", "DKV", "KR")}
-        query, key, value = (f" + b_{name[0].upper()}" if spec.has_bias(name) else "" for name in ("query", "key", "value"))
-        queries = f"RMSNorm(x {down['DQ']}) W_UQ" if latent.query_rank else "x W_Q"
-        keys = f"c = RMSNorm(z {down['DKV']}),  Q = {queries}{query},  K = [z {down['KR']}, c W_UK{key}]"
-        return {"project": f"{keys},  V = c W_UV{value}"}
-
-    @classmethod
     def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
         """`rope_key` is defined if the numbers that heads share are the same for all of them in the end."""
         latent, rope = getattr(spec, cls.field), getattr(spec, "rope", None)
@@ -142,59 +135,75 @@ class LatentOperator(Operator):
         return before._replace(key=before.key + (variance(weights, "rope_key") - before.key) * share)
 
     @classmethod
-    def cached(cls, spec: Dimensions) -> dict[str, CachedTensor]:
-        """What keys and values are expanded from, if they are."""
-        latent: Latent = getattr(spec, cls.field)
-        widths = {"latent": latent.key_value_rank, "rope_key": latent.rope_key_dim} if cls.replaces_cached_keys(spec) else {}
-        return {name: CachedTensor(1, width, shared=True) for name, width in widths.items()}
-
-    @classmethod
-    def replaces_cached_keys(cls, spec: Dimensions) -> bool:
-        """Not if a norm or RoPE changes the heads' keys after that."""
-        return "rope_key" not in cls.undefined_outputs(spec)
-
-    @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """Ranks that no other axis has."""
         ranks = {"query_rank": 11 if draw.flag() else None, "key_value_rank": 13}
         ranks["rope_key_dim"] = draw.integer(1, fields.get("head_dim", fields["d_model"] // fields["num_heads"]))
         return {**ranks, "bias": draw.flag(), "eps": draw.one_of(1e-6, 0.1)}
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self.config: Latent = getattr(layer.spec, self.field)
-        self.weights_of_norms = {name: x for name, x in layer.weights.items() if name.endswith("_down_norm.weight")}
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """Latent vectors, and queries, keys and values of them.
 
-    def project(self, call: Call, product: Product) -> Projected:
-        """Heads of the latent vectors; keys begin with the part that all heads share."""
-        query = call.query if self.config.query_rank is None else self.compress(call.query, "query_down", product)
-        key = self.compress(call.key, "key_value_down", product)
-        value = key if call.options.keys_as_values else self.compress(call.value, "key_value_down", product)
-        rope_key = product(call.key, "rope_key")
-        query = split_heads(product(query, "query"), self.spec.num_heads)
-        return query, self._key(key, rope_key, product), split_heads(product(value, "value"), self.spec.num_kv_heads)
+        If what heads share is rotated by itself, keys and values come after RoPE, and a cache keeps what they are made of, which is
+        smaller.
+        """
+        latent: Latent = getattr(spec, cls.field)
+        down = {name: f"W_{name} + b_{name}" if latent.bias else f"W_{name}" for name in ("DQ", "DKV", "KR")}
+        norm = QKNorm(eps=latent.eps)
+        first: list[Step] = []
+        if latent.query_rank:
+            compress = partial(_compress, name="query_down", norm=norm)
+            vector = {"query_latent": Value("b,q,query_rank")}
+            first.append(Step("compress_query", ("query",), vector, f"c^Q = RMSNorm(x {down['DQ']})", compress))
+        x, read = ("c^Q", "query_latent") if latent.query_rank else ("x", "query")
+        formula = f"Q = split({product_formula(spec, 'query', x, 'UQ' if latent.query_rank else 'Q')}, {spec.num_heads} heads)"
+        compute = partial(split, name="query", heads=spec.num_heads)
+        first.append(Step("project_query", (read,), written_heads("query"), formula, compute))
+        compress = partial(_compress, name="key_value_down", norm=norm)
+        first += [
+            Step("compress_key", ("key",), {"latent": Value("b,k,key_value_rank")}, f"c = RMSNorm(z {down['DKV']})", compress),
+            Step(
+                "project_rope_key",
+                ("key",),
+                {"rope_key": Value("b,k,rope_key_dim")},
+                f"K^R = z {down['KR']}",
+                lambda m, key: m.project(key, "rope_key"),
+            ),
+        ]
+        expands, values = shares_rotary_key(spec) and "joined_keys" not in features, "latent"
+        if "values" in features:
+            values = "value_latent"
+            first.append(
+                Step("compress_value", ("value",), {values: Value("b,k,key_value_rank")}, f"c^V = RMSNorm(z {down['DKV']})", compress)
+            )
+        up = (
+            Step(
+                "project_key",
+                ("latent", "rope_key"),
+                written_heads("key"),
+                f"K = [K^R, {product_formula(spec, 'key', 'c', 'UK')}], K^R the same in every head",
+                partial(_key, heads=spec.num_kv_heads),
+                expands=expands,
+            ),
+            Step(
+                "project_value",
+                (values,),
+                written_heads("value"),
+                f"V = split({product_formula(spec, 'value', 'c', 'UV')}, {spec.num_kv_heads} heads)",
+                partial(split, name="value", heads=spec.num_kv_heads),
+                expands=expands,
+            ),
+        )
+        return {"project": tuple(first), "expand": up} if expands else {"project": (*first, *up)}
 
-    def outputs(self, call: Call, projected: Projected, product: Product) -> dict[str, Tensor]:
-        """`latent` [b, k, key_value_rank] of the key, and `rope_key` [b, k, rope_key_dim], what the keys of all heads begin with."""
-        tensors = {"rope_key": projected[1][:, 0, :, : self.config.rope_key_dim]}
-        if "latent" in call.options.outputs:
-            cached = (call.cached or {}).get("latent")
-            tensors["latent"] = self.compress(call.key, "key_value_down", product) if cached is None else cached
-        return tensors
 
-    def rows_to_cache(self, call: Call, projected: Projected, product: Product) -> dict[str, Tensor]:
-        tensors = self.outputs(call.with_options(outputs=frozenset(self.own_outputs)), projected, product)
-        return {name: tensor[:, None] for name, tensor in tensors.items()}
+def _compress(m: Arithmetic, x: Any, *, name: str, norm: QKNorm) -> Any:
+    """The latent vectors [b, n, rank] of x [b, n, in]."""
+    return normalise(m, m.project(x, name), norm=norm, name=f"{name}_norm")
 
-    def compress(self, x: Tensor, name: str, product: Product) -> Tensor:
-        """The latent vectors [b, n, rank] of x [b, n, in]."""
-        norm = QKNorm(eps=self.config.eps)
-        return normalise(product(x, name), norm, self.weights_of_norms.get(f"{name}_norm.weight"), None, self.dtype)
 
-    def expand(self, rows: Mapping[str, Tensor], product: Product) -> tuple[Tensor, Tensor]:
-        return self._key(rows["latent"], rows["rope_key"], product), split_heads(product(rows["latent"], "value"), self.spec.num_kv_heads)
-
-    def _key(self, latent: Tensor, rope_key: Tensor, product: Product) -> Tensor:
-        """Every head's key after the part [b, k, r] that all heads share: [b, kv heads, k, head_dim]."""
-        key = split_heads(product(latent, "key"), self.spec.num_kv_heads)
-        return torch.cat((rope_key[:, None].expand(-1, key.shape[1], -1, -1), key), -1)
+def _key(m: Arithmetic, latent: Any, rope_key: Any, *, heads: int) -> Any:
+    """Every head's key after the part [b, k, r] that all heads share: [b, kv heads, k, head_dim]."""
+    key = m.split_heads(m.project(latent, "key"), heads)
+    return m.xp.concatenate((m.share(rope_key, heads), key), axis=-1)

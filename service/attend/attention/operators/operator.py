@@ -1,38 +1,30 @@
 """`Operator`: all that is particular to one operator of attention, with neutral defaults.
 
-The class describes the operator for any spec: whether a layer has it, what it conflicts with, its weights, its cost. An instance computes
-it for one layer; `Layer` is what it is made of. It overrides stages of the computation (`stages.py`).
+A class describes the operator for any spec: whether a layer has it, what it conflicts with, its weights, its cost, and the steps that it
+has in the layer's program (`step.py`, `attention/program.py`). It has no instances.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from attend.attention.operators.declarations import Cost, Interval
-from attend.attention.operators.stages import STAGES, Stages, stages_of
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Collection
+
     from torch import Tensor
 
     from attend.attention.call import CallOptions
     from attend.attention.masks import Masks
-    from attend.attention.operators.declarations import Axes, CachedTensor, Coordinates, Extent, LeftOut, Shapes, Variances
+    from attend.attention.operators.declarations import Axes, Coordinates, Extent, LeftOut, Shapes, Variances
+    from attend.attention.operators.step import Step, Steps
     from attend.spec_parts import Dimensions
     from attend.tensors import Array
 
 Fields = dict[str, Any]  # of a spec
 Misfit = Callable[[str, str], Exception]  # canonical name of a weight, what is expected of it -> the error
-
-
-class Layer(NamedTuple):
-    """What the operators of one layer are made of."""
-
-    spec: Dimensions
-    weights: Mapping[str, Tensor]  # by canonical name
-    dtype: torch.dtype  # of scores and norms: float64 for a float64 layer, else float32
-    device: torch.device
 
 
 class Draw(Protocol):
@@ -44,14 +36,14 @@ class Draw(Protocol):
     def number(self, low: float, high: float) -> float: ...
 
 
-class Operator(Stages):
-    """An operator. The class declares what it is for any spec; an instance computes its stages for one layer.
+class Operator:
+    """An operator.
 
     A weight `….weight` is a matrix [out, in], or that of a norm. Weights that are neither given nor drawn are 1 in norms and 0 elsewhere.
     An operator that enlarges scores declares by how much, in `variances` or `score_growth`, or that it `amplifies_rounding`.
     """
 
-    name: ClassVar[str]  # of its files, here and in `reference/operators/`
+    name: ClassVar[str]  # of its file
     field: ClassVar[str]  # of LayerSpec
     of_calls: ClassVar[bool] = False  # whether calls may ask for it, whatever the layer has
     positional: ClassVar[bool] = False  # whether results depend on the positions of queries and keys
@@ -69,25 +61,13 @@ class Operator(Stages):
     needs_projections: ClassVar[bool] = False  # whether its weights are applied to inputs, which then must not be projected already
     query_matrices: ClassVar[tuple[str, ...]] = ()  # those of its matrices that are applied to each query
     key_matrices: ClassVar[tuple[str, ...]] = ()  # … to each key
-    # These follow from the stages that it has:
-    mixes_heads: ClassVar[bool]  # whether weights of a head depend on other heads, so that none is computed alone
-    signed_weights: ClassVar[bool]  # whether attention weights may be negative, with any sum
-    scales_values: ClassVar[bool]  # whether outputs of heads are multiplied by factors that differ between queries
-    same_keys_for_all_heads: ClassVar[bool]  # whether masks and biases of several heads are refused
-    splits_over_keys: ClassVar[bool]  # whether results follow from those of parts that have some of the keys each
+    same_keys_for_all_heads: ClassVar[bool] = False  # whether masks and biases of several heads are refused
     conflicts: ClassVar[Mapping[str, str]] = {}  # field of another operator that a spec with this one cannot have -> why
     survives_conflicts: ClassVar[bool] = False  # whether random cases drop what it conflicts with, and not this one
     case_features: ClassVar[tuple[str, ...]] = ()  # features of random cases that only layers with it have
     equal_inputs: ClassVar[bool] = False  # whether keys and values have one width
     even_widths: ClassVar[tuple[str, ...]] = ()  # d_model or head_dim, which random cases make even for it
     left_out: ClassVar[LeftOut | None] = None  # the mistake of someone who forgets it
-
-    def __init_subclass__(cls) -> None:
-        stages = [STAGES[name] for name in stages_of(cls)]
-        made = {name for stage in stages for name in stage.makes}
-        cls.mixes_heads, cls.signed_weights = "mixes_heads" in made, "signed_weights" in made
-        cls.scales_values, cls.same_keys_for_all_heads = "scales_values" in made, "same_keys_for_all_heads" in made
-        cls.splits_over_keys = not any(stage.all_keys for stage in stages)
 
     @classmethod
     def is_active(cls, spec: Dimensions) -> bool:
@@ -118,11 +98,8 @@ class Operator(Stages):
         return 0
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        """Stage, or `interval`, -> its formula, for pages about layers: Q, K, V, scores S, weights A, outputs O of heads.
-
-        x are the inputs of queries, z those of keys; T is added to Q Kᵀ; `interval` is the condition for j to be visible to i.
-        """
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """Its steps in the program of calls with these features, by their place in `program_of`."""
         return {}
 
     @classmethod
@@ -134,13 +111,23 @@ class Operator(Stages):
         return cls.field if value is True or not isinstance(value, int | float) else f"{cls.field} {value:g}"
 
     @classmethod
+    def own_steps(cls, spec: Dimensions) -> tuple[Step, ...]:
+        """Its steps, wherever they are."""
+        return tuple(step for steps in cls.steps(spec).values() for step in steps)
+
+    @classmethod
+    def writes(cls, spec: Dimensions, value: str) -> bool:
+        """Whether one of its steps writes this value."""
+        return any(value in step.writes for step in cls.own_steps(spec))
+
+    @classmethod
     def is_relative(cls, spec: Dimensions) -> bool:
         """Whether results depend on differences of positions only."""
         return True
 
     @classmethod
     def interval(cls, spec: Dimensions) -> Interval:
-        """The keys that it leaves to each query. The call's masks have it, and no stage computes it."""
+        """The keys that it leaves to each query. The call's masks have it, and no step computes it."""
         return Interval()
 
     @classmethod
@@ -179,16 +166,6 @@ class Operator(Stages):
         return 1.0
 
     @classmethod
-    def cached(cls, spec: Dimensions) -> dict[str, CachedTensor]:
-        """What it adds to each row of a cache."""
-        return {}
-
-    @classmethod
-    def replaces_cached_keys(cls, spec: Dimensions) -> bool:
-        """Whether keys and values follow from what it caches (`expand`), so that caches do not have them."""
-        return False
-
-    @classmethod
     def constants(cls, spec: Dimensions) -> Mapping[str, Array]:
         """Values of weights that `init` does not draw, other than 1 for weights of norms and 0 for the rest."""
         return {}
@@ -205,6 +182,3 @@ class Operator(Stages):
     def random_weight(cls, name: str, normal: Array) -> Array:
         """A random value of one of its weights that is no matrix and no weight of a norm, from normal variates of its shape."""
         return normal
-
-    def __init__(self, layer: Layer) -> None:
-        self.spec, self.dtype = layer.spec, layer.dtype

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from attend.attention.operators.declarations import Cost, LeftOut
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.stages import split_heads
+from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import Flag, Part
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection
 
-    from attend.attention.call import Call, CallOptions
+    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
     from attend.attention.operators.operator import Draw, Fields, Misfit
-    from attend.attention.operators.stages import Product
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
     from attend.tensors import Array
 
@@ -67,12 +67,6 @@ class OutputGateOperator(Operator):
         return {cls.field: {"bias": "gate.bias" in weights, **granularity}}
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        gate: OutputGate = getattr(spec, cls.field)
-        bias, width = " + b_G" if gate.bias else "", ", one gate for each head" if gate.granularity == "headwise" else ""
-        return {"gate": f"O = O ⊙ {gate.activation}(x W_G{bias}){width}"}
-
-    @classmethod
     def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
         """The gate and its product with the heads' outputs; its projection is counted with the others."""
         return Cost(elements=options.num_queries * (cls.width(spec) + spec.concatenated_dim))
@@ -83,8 +77,22 @@ class OutputGateOperator(Operator):
         gate = {"granularity": draw.one_of("elementwise", "headwise"), "activation": draw.one_of("sigmoid", "softplus")}
         return {**gate, "bias": draw.flag()}
 
-    def gate(self, call: Call, product: Product) -> Tensor:
-        """[b, h, q, value_head_dim], or [b, h, q, 1] if headwise, from the input of the layer, before its projections."""
-        heads, gate = self.spec.num_heads, getattr(self.spec, self.field)
-        logits = split_heads(product(call.query, "gate"), heads)
-        return logits.sigmoid() if gate.activation == "sigmoid" else torch.nn.functional.softplus(logits)
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """The gate, from the input of the layer, and its product with the outputs of heads."""
+        gate: OutputGate = getattr(spec, cls.field)
+        width = "value_head_dim" if gate.granularity == "elementwise" else "1"
+        formula = f"G = {gate.activation}(x W_G{' + b_G' if gate.bias else ''})" + (", one number for each head" if width == "1" else "")
+        compute = partial(_gate, heads=spec.num_heads, activation=gate.activation)
+        heads = {"head_outputs": Value("b,h,q,value_head_dim")}
+        return {
+            "gate": (
+                Step("gate", ("query",), {"gate": Value(f"b,h,q,{width}")}, formula, compute),
+                Step("apply_gate", ("head_outputs", "gate"), heads, "O = O ⊙ G", lambda m, outputs, gate: outputs * gate),
+            )
+        }
+
+
+def _gate(m: Arithmetic, query: Any, *, heads: int, activation: str) -> Any:
+    logits = m.split_heads(m.project(query, "gate"), heads)
+    return m.sigmoid(logits) if activation == "sigmoid" else m.softplus(logits)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from attend.attention.operators.declarations import LeftOut, Variances
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import Eps, Flag, Part, field_error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
-    from attend.attention.call import Call
     from attend.attention.operators.declarations import Axes, Shapes
-    from attend.attention.operators.operator import Draw, Fields, Layer
-    from attend.attention.operators.stages import Projected
+    from attend.attention.operators.operator import Draw, Fields
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -62,23 +62,6 @@ class QKNormOperator(Operator):
         return shapes
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        norm: QKNorm = getattr(spec, cls.field)
-        function, over = (
-            "LayerNorm" if norm.kind == "layer" else "RMSNorm",
-            "each head" if norm.over == "head" else "all heads as one vector",
-        )
-        own = "weights" if norm.over == "all" else "a weight for each head"
-        weights = {"shared": "one weight for all heads", "own": own, "none": "no weights"}[norm.weights] + (
-            " and biases" if norm.bias else ""
-        )
-        heads = f"Q = {function}(Q),  K = {function}(K), over {over}, with {weights}"
-        values = f"V = {function}(V), over {over}, with no weights"
-        if norm.after_rope:
-            return {"norm": values, "rescale": heads} if norm.values else {"rescale": heads}
-        return {"norm": f"{heads};  {values}" if norm.values else heads}
-
-    @classmethod
     def variances(cls, spec: Dimensions, weights: Mapping[str, Tensor], before: Variances) -> Variances:
         """The mean squares of the norms' weights."""
         names = ("query_norm.weight", "key_norm.weight")
@@ -106,36 +89,39 @@ class QKNormOperator(Operator):
         values = values and (norm["kind"] == "rms" or fields.get("value_head_dim", head_dim) > 2)
         return norm | {"over": over, "weights": weights, "after_rope": after, "values": values, "bias": bias and weights != "none"}
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self.config: QKNorm = getattr(layer.spec, self.field)
-        self._weights = layer.weights
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """Norms of queries and keys, before or after RoPE, and of values."""
+        norm: QKNorm = getattr(spec, cls.field)
+        heads = tuple(cls._step(norm, role, weighted=norm.weights != "none") for role in ("query", "key"))
+        values = (cls._step(norm, "value", weighted=False),) if norm.values else ()
+        return {"norm": values, "rescale": heads} if norm.after_rope else {"norm": heads + values}
 
-    def norm(self, projected: Projected, call: Call) -> Projected:
-        """Queries and keys, unless that follows RoPE, and values."""
-        query, key, value = projected
-        if self.config.values:
-            value = normalise(value, self.config, None, None, self.dtype)
-        return (query, key, value) if self.config.after_rope else (self._norm(query, "query"), self._norm(key, "key"), value)
-
-    def rescale(self, projected: Projected, call: Call) -> Projected:
-        """Queries and keys after RoPE."""
-        query, key, value = projected
-        return (self._norm(query, "query"), self._norm(key, "key"), value) if self.config.after_rope else projected
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight, bias = (self._weights.get(f"{name}_norm.{part}") for part in ("weight", "bias"))
-        return normalise(x, self.config, weight, bias, self.dtype)
+    @classmethod
+    def _step(cls, norm: QKNorm, role: str, *, weighted: bool) -> Step:
+        letter, function = role[0].upper(), "LayerNorm" if norm.kind == "layer" else "RMSNorm"
+        over = "each head" if norm.over == "head" else "all heads as one vector"
+        own = "weights" if norm.over == "all" else "a weight for each head"
+        weights = {"shared": "one weight for all heads", "own": own, "none": "no weights"}[norm.weights if weighted else "none"]
+        formula = f"{letter} = {function}({letter}), over {over}, with {weights}{' and biases' if norm.bias and weighted else ''}"
+        compute = partial(normalise, norm=norm, name=f"{role}_norm" if weighted else "")
+        heads, width = ("h,q" if role == "query" else "kv heads,k"), "value_head_dim" if role == "value" else "head_dim"
+        projected = f"{role}_projection"
+        return Step(f"norm_{role}", (projected,), {projected: Value(f"b,{heads},{width}")}, formula, compute)
 
 
-def normalise(x: Tensor, norm: QKNorm, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The norm of x [b, heads, n, d] or [b, n, d], computed in `dtype`; weight and bias are [d] or [heads, d]."""
-    exact, axes = x.to(dtype), (-1,) if norm.over == "head" else (1, 3)
+def normalise(m: Arithmetic, x: Any, *, norm: QKNorm, name: str = "") -> Any:
+    """x / √(mean x² + eps) · w + b, the RMS norm (Zhang & Sennrich 2019); the layer norm subtracts the mean of x first.
+
+    x is [b, heads, n, d] or [b, n, d], the mean over its last axis, or over all heads of a row. The weight and bias of this `name` are
+    [d] or [heads, d]; 1 and 0 if the layer has none.
+    """
+    x_wide, axes = m.widened(x), (-1,) if norm.over == "head" else (1, 3)
     if norm.kind == "layer":
-        exact = exact - exact.mean(axes, keepdim=True)
-    exact = exact * torch.rsqrt(exact.square().mean(axes, keepdim=True) + norm.eps)
-    if weight is not None:
-        exact = exact * weight.to(dtype).unsqueeze(-2)
-    if bias is not None:
-        exact = exact + bias.to(dtype).unsqueeze(-2)
-    return exact.to(x.dtype)
+        x_wide = x_wide - x_wide.mean(axis=axes, keepdims=True)
+    normalised = x_wide / m.xp.sqrt(m.xp.square(x_wide).mean(axis=axes, keepdims=True) + norm.eps)
+    if (weight := m.weight(f"{name}.weight")) is not None:
+        normalised = normalised * m.like(weight, x_wide)[..., None, :]
+    if (bias := m.weight(f"{name}.bias")) is not None:
+        normalised = normalised + m.like(bias, x_wide)[..., None, :]
+    return m.like(normalised, x)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from attend.attention.operators.declarations import LeftOut
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import WHOLE, Part, Positive, Width
 
 if TYPE_CHECKING:
-    from attend.attention.call import Call
+    from collections.abc import Collection
+
     from attend.attention.masks import Masks
     from attend.attention.operators.operator import Draw, Fields
-    from attend.attention.operators.stages import Projected
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -40,10 +42,6 @@ class QueryScaleOperator(Operator):
         return False
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        return {"rescale": "Q_i = Q_i · (1 + factor · ln(1 + ⌊(i + shift) / length⌋))"}
-
-    @classmethod
     def score_growth(cls, spec: Dimensions, masks: Masks) -> float:
         scale: QueryScale = getattr(spec, cls.field)
         last = max(0, int(masks.positions.max())) if masks.positions.numel() else 0
@@ -54,9 +52,14 @@ class QueryScaleOperator(Operator):
         """Lengths of few positions, so that factors differ within a call."""
         return {"factor": draw.number(0.1, 1), "length": draw.integer(1, 4), "shift": draw.integer(0, 2)}
 
-    def rescale(self, projected: Projected, call: Call) -> Projected:
-        """Queries times the factors of their positions; before 0 they are those of 0."""
-        (query, key, value), scale, positions = projected, getattr(self.spec, self.field), call.masks.positions
-        lengths = torch.div(positions.clamp(min=0) + scale.shift, scale.length, rounding_mode="floor")
-        factors = 1 + scale.factor * lengths.to(torch.float64).log1p()
-        return (query * factors[:, None, :, None].to(self.dtype)).to(query.dtype), key, value
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        reads, writes = ("query_projection", "positions"), {"query_projection": Value("b,h,q,head_dim")}
+        formula = "Q_i = Q_i · (1 + factor · ln(1 + ⌊(max(i, 0) + shift) / length⌋))"
+        return {"rescale": (Step("scale_query", reads, writes, formula, partial(_scale, scale=getattr(spec, cls.field))),)}
+
+
+def _scale(m: Arithmetic, query: Any, positions: Any, *, scale: QueryScale) -> Any:
+    lengths = m.xp.floor_divide(m.xp.clip(positions, 0, None) + scale.shift, scale.length)
+    factors = 1 + scale.factor * m.xp.log1p(m.exact(lengths))
+    return m.like(m.wide(query) * m.wide(factors[:, None, :, None]), query)

@@ -3,7 +3,7 @@
     terms_ij = u·k_j + (q_i + v)·r_D          transformer_xl (Dai et al. 2019, arXiv 1901.02860, section 3.3)
     terms_ij = q_i·r_D + k_j·s_D              disentangled (He et al. 2021, arXiv 2006.03654, equation 4)
 
-r_D and s_D are the position vectors of distance D = position_i - j. They are computed once per call, for all distances from the last
+r_D and s_D are the position vectors of distance D = position_i - j. They are computed once for a call, for all distances from the last
 position down: column c belongs to D = last - c. The columns of a row are consecutive. So a block of rows is multiplied by few columns,
 and the product of each pair of query and key is gathered from its column.
 """
@@ -12,28 +12,27 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from attend.attention.operators.declarations import Cost, Variances, variance
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.stages import select_heads
+from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import WHOLE, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
-    from attend.attention.call import Call, CallOptions
-    from attend.attention.masks import Masks
+    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
-    from attend.attention.operators.operator import Draw, Fields, Layer
-    from attend.spec_parts import WHOLE, Dimensions
+    from attend.attention.operators.operator import Draw, Fields
+    from attend.attention.operators.step import Arithmetic
+    from attend.spec_parts import Dimensions
 
-HEAD_WEIGHTS = ("position_key.weight", "position_query.weight", "content_bias", "position_bias")
 MAX_PRODUCTS = 1 << 21  # most products of queries and position vectors at a time: twice the scores of a block
 MAX_BLOCK_ROWS = 1 << 11  # most rows of a block, roughly
 
@@ -106,15 +105,6 @@ class RelativeScoresOperator(Operator):
         return shapes | ({"position_query.weight": shapes["position_key.weight"]} if relative.position_to_content else {})
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        relative: RelativeScores = getattr(spec, cls.field)
-        if relative.kind == "transformer_xl":
-            bound = f", at most {relative.max_distance}" if relative.max_distance else ""
-            return {"terms": f"T_ij = u·k_j + (q_i + v)·W_R R_D, with the sinusoids R_D of D = i - j{bound}"}
-        distance = "bucket(i - j)" if relative.buckets else "i - j"
-        return {"terms": f"T_ij = q_i·r_D{' + k_j·s_D' if relative.position_to_content else ''}, D = {distance}"}
-
-    @classmethod
     def cost(cls, spec: Dimensions, options: CallOptions, cached: int) -> Cost:
         """There is a position vector for each of q + k distances. A block of rows is multiplied by those of its keys and rows. Keys are
         multiplied by the vectors of the buckets that these distances have.
@@ -149,111 +139,115 @@ class RelativeScoresOperator(Operator):
             relative |= {"buckets": buckets, "max_distance": buckets // 2 + 1 + bound}
         return relative
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        spec, dtype = layer.spec, layer.dtype
-        self.relative: RelativeScores = getattr(spec, self.field)
-        shape = spec.num_heads, spec.head_dim, -1
-        heads = {name: tensor.to(dtype).view(shape) for name, tensor in layer.weights.items() if name in HEAD_WEIGHTS}
-        self.key, self.query = heads["position_key.weight"], heads.get("position_query.weight")  # [h, d, n]
-        self.content_bias, self.position_bias = heads.get("content_bias"), heads.get("position_bias")  # [h, d, 1]
-
-    def terms(self, call: Call, key: Tensor) -> CallTerms | None:
-        """None if there are no pairs."""
-        if not (call.masks.positions.numel() and call.masks.num_keys):
-            return None
-        return CallTerms(self, call.masks, key.to(self.dtype), call.options.heads)
-
-    def vectors(self, weight: Tensor, distances: Tensor) -> Tensor:
-        """W R_D for a weight [h, d, n] and distances [b|1, columns], with the sinusoid or the unit vector R_D: [b|1, h, d, columns]."""
-        if self.relative.kind == "disentangled":
-            return weight[..., distance_buckets(distances, self.relative)].movedim(2, 0)
-        vectors = weight.flatten(0, 1) @ self._sinusoids(distances).transpose(1, 2)
-        return vectors.view(*vectors.shape[:1], *weight.shape[:2], -1)
-
-    def _sinusoids(self, distances: Tensor) -> Tensor:
-        """sin(D w_i) and cos(D w_i) with w_i = 10000^(-2i/d_model) (Vaswani et al. 2017), from float64 angles: [...] -> [..., d_model]."""
-        if (bound := self.relative.max_distance) is not None:
-            distances = distances.clamp(-bound, bound)
-        exponents = torch.arange(0, self.spec.d_model, 2, dtype=torch.float64, device=distances.device) / self.spec.d_model
-        angles = distances.to(torch.float64)[..., None] * 10000.0**-exponents
-        waves = angles.sin().to(self.dtype), angles.cos().to(self.dtype)
-        return torch.stack(waves, -1).flatten(-2) if self.relative.interleaved else torch.cat(waves, -1)
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """What is computed of all distances and of the keys, and the terms of each pair."""
+        relative: RelativeScores = getattr(spec, cls.field)
+        names = [f"position_{role}.weight" for role in ("key", "query")[: 1 + relative.position_to_content]]
+        vectors = Step(
+            "distance_vectors",
+            ("positions", "keys", "key_projection", *names, *(("content_bias",) if relative.kind == "transformer_xl" else ())),
+            {
+                "first_column": Value("b,q"),
+                "distance_vectors": Value("b,h,head_dim,columns"),
+                "key_terms": Value("b,h,1|buckets,k"),
+                "column_buckets": Value("b,columns"),
+            },
+            "",
+            partial(_vectors, spec=spec, relative=relative),
+        )
+        reads: tuple[str, ...] = ("scores", "query_projection", "first_column", "distance_vectors", "key_terms", "column_buckets", "scale")
+        if relative.kind == "transformer_xl":
+            bound = f", at most {relative.max_distance}" if relative.max_distance else ""
+            formula = f"S_ij = S_ij + scale · (u·k_j + (q_i + v)·W_R R_D), with the sinusoids R_D of D = i - j{bound}"
+            reads = (*reads, "position_bias")
+        else:
+            distance = "bucket(i - j)" if relative.buckets else "i - j"
+            formula = f"S_ij = S_ij + scale · (q_i·r_D{' + k_j·s_D' if relative.position_to_content else ''}), D = {distance}"
+        add = Step("add_terms", reads, {"scores": Value("b,h,q,k")}, formula, _add_terms)
+        return {"rescale": (vectors,), "terms": (add,)}
 
 
-class CallTerms:
-    """The relative terms of one call, for any of its query rows.
+def _vectors(
+    m: Arithmetic, positions: Any, keys: Any, key: Any, *weights: Any, spec: Dimensions, relative: RelativeScores
+) -> tuple[Any, Any, Any, Any]:
+    """What the terms of a call are gathered from: the first column of each row, the vectors, and terms of keys.
 
-    Vectors of distances, and products with them, stand in columns of falling distance. With the last query at position 5 and keys
-    0 to 2, the columns 0, 1, 2 have the distances 5, 4, 3 of that query to its keys; a query at position 4 finds its own in 1, 2, 3.
+    Columns have falling distances. With the last query at position 5 and keys 0 to 2, the columns 0, 1, 2 have the distances 5, 4, 3 of
+    that query to its keys; a query at position 4 finds its own in 1, 2, 3.
     """
-
-    def __init__(self, layer: RelativeScoresOperator, masks: Masks, key: Tensor, heads: Sequence[int] | None) -> None:
-        self.num_keys, last = masks.num_keys, masks.positions.amax(1, keepdim=True)
-        self.first = last - masks.positions  # [b|1, q]: column of each row's first key
-        self.lowest, self.highest = self.first.amin(0).tolist(), self.first.amax(0).tolist()  # of each row, over the items
-        distances = last - torch.arange(max(self.highest) + self.num_keys, device=last.device)
-        self.vectors = layer.vectors(select_heads(layer.key, heads), distances)
-        self.position_bias: Tensor | None = None  # [h, 1, d]
-        self.key_terms: Tensor | None = None  # u·k_j, [b, h, 1, k]
-        self.bucket_terms: Tensor | None = None  # k_j·s for each bucket that occurs, [b, h, buckets, k]
-        if layer.content_bias is not None and layer.position_bias is not None:
-            self.position_bias = select_heads(layer.position_bias, heads).transpose(1, 2)
-            self.key_terms = _products(select_heads(layer.content_bias, heads), key)
-        if layer.query is not None:
-            buckets = distance_buckets(distances, layer.relative)
-            least = int(buckets.amin())
-            self.buckets = buckets - least  # [b|1, columns]
-            self.bucket_terms = _products(select_heads(layer.query, heads)[..., least : int(buckets.amax()) + 1], key)
-
-    def terms_of_rows(self, query: Tensor, rows: slice) -> Tensor:
-        """The terms [b, h, rows, k] of these rows, whose queries are [b, h, rows, d]."""
-        most = MAX_PRODUCTS // max(1, query.shape[0] * query.shape[1])
-        parts = [self._block(query[:, :, part.start - rows.start : part.stop - rows.start], part) for part in self._split(rows, most)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-    def _split(self, rows: slice, most: int) -> Iterator[slice]:
-        """Consecutive rows that have at most `most` products with the columns that any of them needs; at least one row."""
-        start, low, high = rows.start, self.lowest[rows.start], self.highest[rows.start]
-        for i in range(rows.start + 1, rows.stop):
-            low, high = min(low, self.lowest[i]), max(high, self.highest[i])
-            if (i + 1 - start) * (high - low + self.num_keys) > most:
-                yield slice(start, i)
-                start, low, high = i, self.lowest[i], self.highest[i]
-        yield slice(start, rows.stop)
-
-    def _block(self, query: Tensor, rows: slice) -> Tensor:
-        """The terms [b, h, rows, k] of few rows: gathered from the products with a range of columns."""
-        begin, end = min(self.lowest[rows]), max(self.highest[rows]) + self.num_keys
-        columns = (self.first[:, rows] - begin)[..., None] + torch.arange(self.num_keys, device=query.device)  # [b|1, rows, k]
-        shape = (*query.shape[:3], self.num_keys)
-        query = query.to(self.vectors.dtype)
-        query = query if self.position_bias is None else query + self.position_bias
-        products = torch.einsum("bhid,bhdc->bhic", query, self.vectors[..., begin:end])
-        terms = products.gather(3, columns[:, None].expand(shape))
-        if self.key_terms is not None:
-            terms = terms + self.key_terms
-        if self.bucket_terms is not None:
-            buckets = self.buckets[:, None, begin:end].expand(-1, columns.shape[1], -1).gather(2, columns)
-            terms = terms + self.bucket_terms.gather(2, buckets[:, None].expand(shape))
-        return terms
+    if 0 in (*positions.shape, len(keys)):  # there are no pairs
+        return positions, m.wide(key[:, :0]), None, None
+    last = m.xp.amax(positions, axis=1, keepdims=True)
+    first = last - positions
+    distances = last - m.counting(int(first.max()) + len(keys), positions)  # [b, columns]
+    heads = [m.wide(weight).reshape(spec.num_heads, spec.head_dim, -1) for weight in weights]
+    buckets = None
+    if relative.kind == "transformer_xl":
+        vectors = heads[0].reshape(-1, spec.d_model) @ _sinusoids(m, distances, spec.d_model, relative).mT
+        vectors = vectors.reshape(len(distances), spec.num_heads, spec.head_dim, -1)
+        terms = _products(m, heads[1], key)  # u·k_j, [b, h, 1, k]
+    else:
+        columns = distance_buckets(m, distances, relative)
+        vectors, terms = m.xp.moveaxis(heads[0][..., columns], 2, 0), None
+        if relative.position_to_content:
+            least = int(columns.min())
+            occurring = heads[1][..., least : int(columns.max()) + 1]
+            buckets, terms = columns - least, _products(m, occurring, key)  # k_j·s for each bucket that occurs, [b, h, buckets, k]
+    return first, vectors, terms, buckets
 
 
-def distance_buckets(distances: Tensor, relative: RelativeScores) -> Tensor:
+def _add_terms(
+    m: Arithmetic, scores: Any, query: Any, first: Any, vectors: Any, terms: Any, buckets: Any, scale: float, bias: Any = None
+) -> Any:
+    """The scores [b, h, q, k] with the terms of their rows, whose products with the range of columns that they need are computed."""
+    rows, num_keys = scores.shape[2:]
+    if 0 in scores.shape:
+        return scores
+    begin, end = int(first.min()), int(first.max()) + num_keys
+    if rows > 1 and scores.shape[0] * scores.shape[1] * rows * (end - begin) > MAX_PRODUCTS:
+        halves = (slice(None, rows // 2), slice(rows // 2, None))
+        parts = [_add_terms(m, scores[:, :, i], query[:, :, i], first[:, i], vectors, terms, buckets, scale, bias) for i in halves]
+        return m.xp.concatenate(parts, axis=2)
+    columns = (first - begin)[..., None] + m.counting(num_keys, first)  # [b, q, k]
+    query = m.wide(query) if bias is None else m.wide(query) + m.wide(bias)[:, None]
+    added = m.gather(query @ vectors[..., begin:end], columns[:, None])
+    if buckets is not None:
+        of_pairs = m.gather(buckets[:, None, begin:end], columns)  # [b, q, k]
+        added = added + m.gather(m.xp.swapaxes(terms, 2, 3)[:, :, None], of_pairs[:, None, ..., None])[..., 0]
+    elif terms is not None:
+        added = added + terms
+    return scores + scale * added
+
+
+def _sinusoids(m: Arithmetic, distances: Any, width: int, relative: RelativeScores) -> Any:
+    """sin(D w_i) and cos(D w_i) with w_i = 10000^(-2i/width) (Vaswani et al. 2017), from float64 angles: [...] -> [..., width]."""
+    if (bound := relative.max_distance) is not None:
+        distances = m.xp.clip(distances, -bound, bound)
+    angles = m.exact(distances)[..., None] * m.constant([10000.0 ** (-2 * i / width) for i in range(width // 2)])
+    waves = m.wide(m.xp.sin(angles)), m.wide(m.xp.cos(angles))
+    if relative.interleaved:
+        return m.xp.stack(waves, axis=-1).reshape(*distances.shape, width)
+    return m.xp.concatenate(waves, axis=-1)
+
+
+def distance_buckets(m: Arithmetic, distances: Any, relative: RelativeScores) -> Any:
     """The column of each distance in weights of 2n columns: δ(D) + n (He et al. 2021, equation 3), δ logarithmic if there are buckets.
 
-    The logarithm is lowered by 1e-9 before it is rounded up, since it may exceed a whole number by a rounding error.
+    With m = ⌊buckets/2⌋, δ(D) is D up to m, and sign(D) (m + ⌈(m - 1) ln(|D|/m) / ln((max_distance - 1)/m)⌉) beyond. The logarithm is
+    lowered by 1e-9 before it is rounded up, since it may exceed a whole number by a rounding error.
     """
     buckets = distances
     if relative.buckets is not None and relative.max_distance is not None:
-        middle, far = relative.buckets // 2, distances.abs()
-        share = (far.clamp(min=middle).double() / middle).log() / math.log((relative.max_distance - 1) / middle)
-        wide = middle + ((middle - 1) * share - 1e-9).ceil().long()
-        buckets = torch.where(far <= middle, distances, distances.sign() * wide)
-    return (buckets + relative.columns).clamp(0, 2 * relative.columns - 1)
+        middle, far = relative.buckets // 2, abs(distances)
+        share = m.xp.log(m.exact(m.xp.clip(far, middle, None)) / middle) / math.log((relative.max_distance - 1) / middle)
+        wide = middle + m.integer(m.xp.ceil((middle - 1) * share - 1e-9))
+        buckets = m.xp.where(far <= middle, distances, m.xp.sign(distances) * wide)
+    return m.xp.clip(buckets + relative.columns, 0, 2 * relative.columns - 1)
 
 
-def _products(vectors: Tensor, key: Tensor) -> Tensor:
+def _products(m: Arithmetic, vectors: Any, key: Any) -> Any:
     """Vectors [h, d, n] of each head times keys [b, kv heads, k, d]: [b, h, n, k]. Heads that share keys are neighbours."""
     grouped = vectors.reshape(key.shape[1], -1, *vectors.shape[1:])
-    return torch.einsum("gudn,bgkd->bgunk", grouped, key).flatten(1, 2)
+    products = m.xp.einsum("gudn,bgkd->bgunk", grouped, m.wide(key))
+    return products.reshape(len(key), -1, *products.shape[3:])

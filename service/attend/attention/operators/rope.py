@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from attend.attention.operators.declarations import Coordinates, Extent, LeftOut
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import Axis, Finite, Flag, Part, Positive, Width, field_error
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection
 
-    from attend.attention.call import Call
-    from attend.attention.operators.operator import Draw, Fields, Layer
-    from attend.attention.operators.stages import Projected
+    from attend.attention.operators.operator import Draw, Fields
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -107,18 +107,6 @@ class RopeOperator(Operator):
         return f"{cls.field}{dims}{kind} on {'pairs' if rope.interleaved else 'halves'}"
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        rope, latent, parts = getattr(spec, cls.field), getattr(spec, "latent", None), spec.num_softmaxes
-        where = " of the part of K that heads share"
-        if latent is None or rope.dims != latent.rope_key_dim:
-            where = " of the first dims" if rope.dims and rope.dims < spec.head_dim // parts else ""
-            where += f" of each of {parts} parts of a head" if parts > 1 else " of each head" if where else ""
-        own = f", {rope.scaling.type} scaling" if rope.scaling else ", frequencies of its own" if rope.frequencies else ""
-        own += ", times attention_factor" if rope.attention_factor != 1 else ""
-        own += f", by positions on {rope.num_axes} axes" if rope.num_axes > 1 else ""
-        return {"rotate": f"Q = RoPE(Q),  K = RoPE(K), on {'pairs' if rope.interleaved else 'halves'}{where}{own}"}
-
-    @classmethod
     def extent(cls, spec: Dimensions) -> Extent | None:
         stop = getattr(spec, cls.field).max_length
         return None if stop is None else Extent(stop, "beyond which this model rotates by other frequencies")
@@ -148,64 +136,89 @@ class RopeOperator(Operator):
             rope["scaling"] = {"type": "llama3", "factor": 8.0, "original_max_position": draw.one_of(16, 64, 8192)}
         return rope
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self.config: Rope = getattr(layer.spec, self.field)
-        self.parts = layer.spec.num_softmaxes
-        self.frequencies = frequencies(self.config, layer.spec.head_dim // self.parts).to(layer.device)
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """Queries and keys, by the call's coordinates; with several softmaxes, the part of each by itself.
 
-    def rotate(self, projected: Projected, call: Call) -> Projected:
-        """Queries and keys, by the call's positions; with several softmaxes, the part of each by itself."""
-        query, key, value = projected
-        query_positions, key_positions = call.coordinates
-        return self._rotate(query, query_positions), self._rotate(key, key_positions), value
+        If all that is rotated of a key is the part that heads share (`latent`), that part is rotated, before it is shared.
+        """
+        rope, parts = getattr(spec, cls.field), spec.num_softmaxes
+        shared = shares_rotary_key(spec) and "joined_keys" not in features
+        where = " of the first dims" if rope.dims and rope.dims < spec.head_dim // parts and not shared else ""
+        where += f" of each of {parts} parts of a head" if parts > 1 else " of each head" if where else ""
+        own = f", {rope.scaling.type} scaling" if rope.scaling else ", frequencies of its own" if rope.frequencies else ""
+        own += ", times attention_factor" if rope.attention_factor != 1 else ""
+        own += f", by positions on {rope.num_axes} axes" if rope.num_axes > 1 else ""
+        kind = f"{'pairs' if rope.interleaved else 'halves'}{where}{own}"
+        width = spec.head_dim // parts
+        turns = Step("frequencies", (), {"frequencies": Value("pairs")}, "", lambda m: m.constant(frequencies(rope, rope.dims or width)))
+        compute = partial(_rotate_heads, rope=rope, parts=parts)
+        query = Step(
+            "rotate_query",
+            ("query_projection", "query_coordinates", "frequencies"),
+            {"query_projection": Value("b,h,q,head_dim")},
+            f"Q_i = R(i) Q_i, on {kind}",
+            compute,
+        )
+        key, axes = ("rope_key", "b,k,rope_key_dim") if shared else ("key_projection", "b,kv heads,k,head_dim")
+        formula = f"{'K^R' if shared else 'K'}_j = R(j) {'K^R' if shared else 'K'}_j, on {kind}"
+        reads = (key, "key_coordinates", "frequencies")
+        return {"constants": (turns,), "rotate": (query, Step("rotate_key", reads, {key: Value(axes)}, formula, compute))}
 
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        if self.parts == 1:
-            return rotate(x, positions, self.config, self.frequencies)
-        return torch.cat([rotate(part, positions, self.config, self.frequencies) for part in x.chunk(self.parts, -1)], -1)
+
+def shares_rotary_key(spec: Dimensions) -> bool:
+    """Whether keys have a part that all heads share, and nothing after it is rotated or normalised."""
+    latent, rope = getattr(spec, "latent", None), getattr(spec, "rope", None)
+    return latent is not None and not getattr(spec, "qk_norm", None) and not (rope and (rope.dims or 0) > latent.rope_key_dim)
 
 
-def rotate(x: Tensor, positions: Tensor, rope: Rope, frequencies: Tensor) -> Tensor:
+def _rotate_heads(m: Arithmetic, x: Any, positions: Any, frequencies: Any, *, rope: Rope, parts: int) -> Any:
+    if x.ndim == 3:
+        return rotate(m, x[:, None], positions, frequencies, rope=rope)[:, 0]
+    width = x.shape[-1] // parts
+    rotated = [rotate(m, x[..., i * width : (i + 1) * width], positions, frequencies, rope=rope) for i in range(parts)]
+    return rotated[0] if parts == 1 else m.xp.concatenate(rotated, axis=-1)
+
+
+def rotate(m: Arithmetic, x: Any, positions: Any, frequencies: Any, *, rope: Rope) -> Any:
     """Rotate pairs of the first `dims` numbers of x [b, heads, n, head_dim] by positions (Su et al. 2021, equation 34).
 
     Positions are [b|1, n], or [b|1, n, axes]: then each pair is rotated by the position on its axis (Wang et al. 2024, section 2.1).
-    `frequencies` [dims/2] are from the function of that name.
+    `frequencies` [dims/2] are from the function of that name. Pairs are also lengthened by `attention_factor` (Peng et al. 2023).
 
     Half-split pairs are (i, i + dims/2), as in GPT-NeoX and Llama; interleaved ones (2i, 2i + 1), as in GPT-J. Angles are computed in
-    float64: the rounding of a float32 angle grows with the position (4e-5 of a pair's length at position 6,000). Cosines, sines and the
-    products with x are then float32, or float64 if x is.
+    float64: the rounding of a float32 angle grows with the position (4e-5 of a pair's length at position 6,000).
     """
     dims = rope.dims or x.shape[-1]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    pair_positions = positions[..., None] if positions.ndim == 2 else positions[..., list(rope.axes or ())]
-    angles = pair_positions.to(torch.float64)[:, None] * frequencies  # [b|1, 1, n, dims/2]
-    rotated, rest = x[..., :dims].to(dtype), x[..., dims:]
-    cos, sin = ((rope.attention_factor * wave).to(dtype) for wave in (angles.cos(), angles.sin()))
+    of_pairs = positions[..., None] if positions.ndim == 2 else positions[..., list(rope.axes or ())]
+    angles = m.exact(of_pairs)[:, None] * frequencies  # [b|1, 1, n, dims/2]
+    rotated, rest = m.widened(x[..., :dims]), x[..., dims:]
+    cos, sin = (m.like(rope.attention_factor * wave, rotated) for wave in (m.xp.cos(angles), m.xp.sin(angles)))
     if rope.interleaved:
         even, odd = rotated[..., 0::2], rotated[..., 1::2]
-        rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+        pairs = m.xp.stack((even * cos - odd * sin, odd * cos + even * sin), axis=-1)
+        rotated = pairs.reshape(*x.shape[:-1], dims)
     else:
-        first, second = rotated.chunk(2, -1)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    rotated = rotated.to(x.dtype)
-    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
+        first, second = rotated[..., : dims // 2], rotated[..., dims // 2 :]
+        rotated = m.xp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    rotated = m.like(rotated, x)
+    return m.xp.concatenate((rotated, rest), axis=-1) if rest.shape[-1] else rotated
 
 
-def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """theta^(-2i/dims) for each pair, scaled as `rope.scaling` says, or `rope.frequencies`: float64 [dims/2]."""
-    dims = rope.dims or head_dim
+def frequencies(rope: Rope, dims: int) -> list[float]:
+    """theta^(-2i/dims) for i < dims/2, in radians per position, scaled for long contexts.
+
+    "linear" divides every frequency by `factor`. "llama3" does so for frequencies of less than low_freq_factor turns within the training
+    context, keeps those of more than high_freq_factor turns, and interpolates in between. `rope.frequencies` replaces all of this.
+    """
     if rope.frequencies is not None:
-        return torch.tensor(rope.frequencies, dtype=torch.float64)
-    exponents = torch.arange(0, dims, 2, dtype=torch.float64) / dims
-    frequencies = 1.0 / torch.tensor(rope.theta, dtype=torch.float64) ** exponents
-    if (scaling := rope.scaling) is not None:
-        slowed = frequencies / scaling.factor
-        if scaling.type == "linear":
-            frequencies = slowed
-        else:  # Llama 3: divides low frequencies by `factor`, keeps high ones, interpolates between
-            waves = 2 * math.pi / frequencies
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            share = ((scaling.original_max_position / waves - low) / (high - low)).clamp(0, 1)
-            frequencies = slowed * (1 - share) + frequencies * share
-    return frequencies
+        return list(rope.frequencies)
+    plain, scaling = [rope.theta ** (-2 * i / dims) for i in range(dims // 2)], rope.scaling
+    if scaling is None:
+        return plain
+    if scaling.type == "linear":
+        return [frequency / scaling.factor for frequency in plain]
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = [scaling.original_max_position * frequency / (2 * math.pi) for frequency in plain]
+    kept = [min(max((n - low) / (high - low), 0.0), 1.0) for n in turns]
+    return [share * frequency + (1 - share) * frequency / scaling.factor for share, frequency in zip(kept, plain, strict=True)]

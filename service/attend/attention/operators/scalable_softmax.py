@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.step import Step, Steps, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection
 
-    from attend.attention.call import Call
     from attend.attention.masks import Masks
     from attend.attention.operators.operator import Draw, Fields
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -25,10 +25,6 @@ class ScalableSoftmaxOperator(Operator):
         return bool(getattr(spec, cls.field) == cls.name)
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        return {"normalise_input": "S_ij = S_ij · ln n_i, for the n_i keys that are visible to i"}
-
-    @classmethod
     def score_growth(cls, spec: Dimensions, masks: Masks) -> float:
         return max(1.0, math.log(max(1, masks.num_keys)))
 
@@ -36,14 +32,14 @@ class ScalableSoftmaxOperator(Operator):
     def random(cls, draw: Draw, fields: Fields) -> Any:
         return cls.name
 
-    def normalise_input(
-        self, scores: Tensor, shift: Tensor | None, call: Call, rows: slice, visible: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Both times ln n, which is 0 in fully masked rows."""
-        num_keys = call.masks.num_keys
-        if visible is None:
-            count = torch.full((1, 1, 1, 1), num_keys, device=scores.device)
-        else:
-            count = visible.expand(*visible.shape[:-1], num_keys).sum(-1, keepdim=True)
-        factor = count.clamp(min=1).to(self.dtype).log()  # [b|1, h|1, rows|1, 1]
-        return scores * factor, None if shift is None else shift * factor[..., 0]
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        reads, writes = ("scores", "visible", "keys"), {"scores": Value("b,h,q,k")}
+        formula = "S_ij = S_ij · ln n_i, for the n_i keys that are visible to i"
+        return {"scale_scores": (Step("scale_by_count", reads, writes, formula, _scale, all_keys=True),)}
+
+
+def _scale(m: Arithmetic, scores: Any, visible: Any, keys: Any) -> Any:
+    """Scores times ln n, which is 0 in fully masked rows."""
+    count = m.xp.broadcast_to(visible, (*visible.shape[:-1], len(keys))).sum(axis=-1, keepdims=True)
+    return scores * m.xp.log(m.wide(m.xp.clip(count, 1, None)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.step import Step, Steps, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection
 
-    from attend.attention.call import Call
-    from attend.attention.masks import Masks
     from attend.attention.operators.operator import Draw, Fields
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -28,28 +28,20 @@ class SigmoidOperator(Operator):
         return cls.name
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        return {"normalise_input": "S = S - ln n, for the n keys that are no padding", "normalise": "A = sigmoid(S)"}
-
-    @classmethod
     def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
         return {"log_sum_exp": "whose sigmoid weights are not divided by a sum"}
 
-    def normalise_input(
-        self, scores: Tensor, shift: Tensor | None, call: Call, rows: slice, visible: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The shift is added to the scores, since a sigmoid depends on it."""
-        if shift is not None:
-            scores = scores + shift[..., None].to(self.dtype)
-        return scores - self._log_count(call.masks, rows, scores.shape[0]), None
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """The scores less ln n, and the sigmoid in place of the softmax."""
+        pairs = Value("b,h,q,k")
+        formula = "S = S - ln n, for the n keys of the query's sequence that are no padding"
+        subtract = Step("subtract_log_count", ("scores", "masks"), {"scores": pairs}, formula, _subtract, all_keys=True)
+        sigmoid = Step("sigmoid", ("scores",), {"attention_weights": pairs}, "A = sigmoid(S)", lambda m, scores: m.sigmoid(scores))
+        return {"scale_scores": (subtract,), "normalise": (sigmoid,)}
 
-    def normalise(self, scores: Tensor) -> Tensor:
-        return scores.sigmoid()
 
-    def _log_count(self, masks: Masks, rows: slice, batch: int) -> Tensor:
-        """ln of the number of keys that are neither padding nor of other segments, [b, 1, rows|1, 1]; 0 without such keys."""
-        keys = masks.real_keys(batch)[:, None]
-        if (queries := masks.query_segments) is not None and masks.key_segments is not None:
-            queries = queries[:, rows] if queries.shape[1] > 1 else queries
-            keys = keys & (queries[:, :, None] == masks.key_segments[:, None])
-        return keys.sum(-1).clamp(min=1).to(self.dtype).log()[:, None, :, None]
+def _subtract(m: Arithmetic, scores: Any, masks: Any) -> Any:
+    """n counts the keys that are neither padding nor of other segments; without such keys, nothing is subtracted."""
+    count = masks.keys_in_sequence(len(scores)).sum(axis=-1)  # [b, q or 1]
+    return scores - m.xp.log(m.wide(m.xp.clip(count, 1, None)))[:, None, :, None]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.stages import select_heads
+from attend.attention.operators.step import Step, Steps, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+    from collections.abc import Collection
 
     from attend.attention.operators.declarations import Axes, Shapes
-    from attend.attention.operators.operator import Layer
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -31,12 +29,19 @@ class SinksOperator(Operator):
         return {"sinks": (spec.num_heads,)}
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        return {"sinks": "A_ij = exp(S_ij) / (exp(sink_h) + Σ_j exp(S_ij))"}
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """exp(sink_h) more in the sum of each row: its weights are multiplied by Σ exp(S) / (exp(sink) + Σ exp(S)) = sigmoid(L - sink)."""
+        share = Step(
+            "sinks",
+            ("attention_weights", "log_sum_exp", "sinks"),
+            {"attention_weights": Value("b,h,q,k")},
+            "A_ij = A_ij · exp(L_i) / (exp(sink_h) + exp(L_i))",
+            lambda m, weights, total, sinks: weights * m.sigmoid(total - m.wide(sinks)[:, None])[..., None],
+        )
+        reads, formula = ("log_sum_exp", "sinks"), "L_i = ln(exp(sink_h) + exp(L_i)); -∞ in fully masked rows"
+        return {"sinks": (share, Step("sum_with_sinks", reads, {"log_sum_exp": Value("b,h,q")}, formula, sum_with_sinks))}
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self._sinks = layer.weights["sinks"].to(layer.dtype)
 
-    def sinks(self, heads: Sequence[int] | None) -> Tensor:
-        return select_heads(self._sinks, heads)[:, None]
+def sum_with_sinks(m: Arithmetic, total: Any, sinks: Any) -> Any:
+    """Log-sum-exps [b, h, q] with those of sinks [h]."""
+    return m.xp.where(m.xp.isneginf(total), total, m.xp.logaddexp(total, m.like(sinks, total)[:, None]))

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from attend.attention.operators.declarations import LeftOut
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.step import Step, Steps, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection
 
-    from attend.attention.call import Call
     from attend.attention.operators.operator import Draw, Fields
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
 
 
@@ -19,13 +20,11 @@ class SoftcapOperator(Operator):
     name, field, of_calls = "softcap", "softcap", True
     left_out = LeftOut("the softcap", "softmax(S)", "softmax(c · tanh(S / c))")
 
-    def score(self, scores: Tensor, call: Call) -> Tensor:
-        """`call.options.softcap` is the layer's, unless the request has one."""
-        return (scores / call.options.softcap).tanh() * call.options.softcap if call.options.softcap else scores
-
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        return {"score": "S = softcap · tanh(S / softcap)"}
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """`softcap` is the call's, or else the layer's."""
+        formula = "S = softcap · tanh(S / softcap)"
+        return {"cap": (Step("softcap", ("scores", "softcap"), {"scores": Value("b,h,q,k")}, formula, _cap),)}
 
     @classmethod
     def fill_in(cls, fields: Fields, width: int) -> None:
@@ -37,3 +36,7 @@ class SoftcapOperator(Operator):
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """A softcap so small that it changes scores of unit variance."""
         return draw.number(0.5, 5)
+
+
+def _cap(m: Arithmetic, scores: Any, softcap: float) -> Any:
+    return m.xp.tanh(scores / softcap) * softcap

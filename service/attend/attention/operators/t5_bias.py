@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from attend.attention.operators.declarations import LeftOut
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
-from attend.attention.operators.stages import select_heads
+from attend.attention.operators.step import Step, Steps, Value
 from attend.spec_parts import WHOLE, Flag, Part, Width, field_error
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection
 
-    from attend.attention.call import Call
     from attend.attention.operators.declarations import Axes, Shapes
-    from attend.attention.operators.operator import Draw, Fields, Layer, Misfit
-    from attend.spec_parts import WHOLE, Dimensions
+    from attend.attention.operators.operator import Draw, Fields, Misfit
+    from attend.attention.operators.step import Arithmetic
+    from attend.spec_parts import Dimensions
     from attend.tensors import Array
 
 
@@ -57,39 +57,37 @@ class T5BiasOperator(Operator):
         return {cls.field: {"buckets": len(weights["relative_bias"])}}
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        return {"bias": "S_ij = S_ij + relative_bias[bucket(j - i), h]"}
-
-    @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
         """Few distances, so that many exceed the longest."""
         buckets, bidirectional = draw.one_of(4, 7, 8, 9, 32), draw.flag()
         longest = buckets // (4 if bidirectional else 2) + draw.integer(1, 12)
         return {"buckets": buckets, "bidirectional": bidirectional, "max_distance": longest}
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self._table = layer.weights["relative_bias"]
-
-    def bias(self, query: Tensor, call: Call, rows: slice, keys: slice) -> Tensor:
-        """The entry of each distance's bucket."""
-        positions, j = call.masks.positions[:, rows], torch.arange(keys.start, keys.stop, device=query.device)
-        table = select_heads(self._table, call.options.heads, axis=1)
-        return table[_buckets(j - positions[:, :, None], getattr(self.spec, self.field))].movedim(-1, 1)
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        """The entry of the table for the bucket of each distance."""
+        reads, formula = ("positions", "keys", "relative_bias"), "t5_bias_ij = relative_bias[bucket(j - i), h]"
+        compute = partial(_bias, settings=getattr(spec, cls.field))
+        return {"bias": (Step("t5_bias", reads, {"t5_bias": Value("b,h,q,k")}, formula, compute),)}
 
 
-def _buckets(distance: Tensor, spec: RelativeBias) -> Tensor:
-    """T5's bucket of key minus query position (Raffel et al. 2020): exact for short distances, logarithmic up to max_distance."""
-    buckets = spec.buckets
-    offset = torch.zeros_like(distance)
-    if spec.bidirectional:
+def _bias(m: Arithmetic, positions: Any, keys: Any, table: Any, *, settings: RelativeBias) -> Any:
+    return m.wide(m.xp.moveaxis(table[relative_buckets(m, keys - positions[:, :, None], settings)], -1, 1))
+
+
+def relative_buckets(m: Arithmetic, ahead: Any, settings: RelativeBias) -> Any:
+    """The bucket of each distance of key and query (Raffel et al. 2020): half of the buckets are single distances, the others ranges.
+
+    If bidirectional, keys ahead of the query use the second half of the table; otherwise they count as distance 0. The logarithm is in
+    float32 as in T5, since rounding decides on the edge of a bucket.
+    """
+    buckets, start = settings.buckets, 0
+    if settings.bidirectional:
         buckets //= 2
-        offset = (distance > 0) * buckets
-        distance = distance.abs()
+        start, distance = (ahead > 0) * buckets, abs(ahead)
     else:
-        distance = (-distance).clamp(min=0)
+        distance = m.xp.clip(-ahead, 0, None)
     exact = buckets // 2
-    # float32, as in T5: at the edges of buckets, another precision would choose the neighbouring bucket
-    ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact)
-    far = (exact + (ratio * (buckets - exact)).to(torch.int64)).clamp(max=buckets - 1)
-    return offset + torch.where(distance < exact, distance, far)
+    share = m.xp.log(m.single(m.xp.clip(distance, exact, None)) / exact) / math.log(settings.max_distance / exact)
+    wide = exact + m.xp.clip(m.integer(share * (buckets - exact)), 0, buckets - exact - 1)
+    return start + m.xp.where(distance < exact, distance, wide)

@@ -5,20 +5,20 @@ S'_h = Σ_m P_hm S_m + b_h        A_h = Σ_m W_hm softmax(S')_m + c_h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from attend.attention.operators.declarations import Cost, LeftOut
-from attend.attention.operators.lazy import torch
 from attend.attention.operators.operator import Operator
+from attend.attention.operators.step import Step, Steps, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Collection
 
-    from attend.attention.call import Call, CallOptions
+    from attend.attention.call import CallOptions
     from attend.attention.operators.declarations import Axes, Shapes
-    from attend.attention.operators.operator import Layer
+    from attend.attention.operators.step import Arithmetic
     from attend.spec_parts import Dimensions
     from attend.tensors import Array
 
@@ -42,10 +42,6 @@ class TalkingHeadsOperator(Operator):
         return {name: (spec.num_heads,) * len(axes) for name, axes in cls.axes.items()}
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        return {"score": "S_h = Σ_m P_hm S_m + b_h", "mix_weights": "A_h = Σ_m W_hm A_m + c_h, 0 where a key is masked"}
-
-    @classmethod
     def constants(cls, spec: Dimensions) -> dict[str, Array]:
         return {name: np.eye(spec.num_heads, dtype=np.float32) for name in ("score_mixing.weight", "weight_mixing.weight")}
 
@@ -55,18 +51,28 @@ class TalkingHeadsOperator(Operator):
         pairs = options.num_queries * options.num_keys
         return Cost(multiplications=2 * spec.num_heads**2 * pairs, wide_elements=2 * min(spec.num_heads * pairs, 1 << 20))
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self._weights = {name: layer.weights[name].to(layer.dtype) for name in self.axes}
+    @classmethod
+    def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
+        pairs = Value("b,h,q,k")
+        scores = Step("mix_scores", ("scores",), {"scores": pairs}, "S_h = Σ_m P_hm S_m + b_h", _mix_scores, all_heads=True)
+        reads, formula = ("attention_weights", "visible", "fully_masked"), "A_h = Σ_m W_hm A_m + c_h, 0 where a key is masked"
+        weights = Step(
+            "mix_weights", reads, {"attention_weights": pairs}, formula, _mix_weights, all_keys=True, all_heads=True, signed=True
+        )
+        return {"mix_scores": (scores,), "mix_weights": (weights,)}
 
-    def score(self, scores: Tensor, call: Call) -> Tensor:
-        """Scores of all heads."""
-        return self._mixed("score_mixing", scores)
 
-    def mix_weights(self, weights: Tensor) -> Tensor:
-        return self._mixed("weight_mixing", weights)
+def _mix_scores(m: Arithmetic, scores: Any) -> Any:
+    return _mix(m, "score_mixing", scores)
 
-    def _mixed(self, name: str, x: Tensor) -> Tensor:
-        """A matrix and a bias applied to the heads of x [b, h, rows, k]."""
-        mixed = torch.matmul(self._weights[f"{name}.weight"], x.flatten(2)).view(x.shape)
-        return mixed + self._weights[f"{name}.bias"][:, None, None]
+
+def _mix_weights(m: Arithmetic, weights: Any, visible: Any, fully_masked: Any) -> Any:
+    mixed = _mix(m, "weight_mixing", weights)
+    return m.where(visible, mixed if fully_masked is None else m.where(~fully_masked[..., None], mixed, 0), 0)
+
+
+def _mix(m: Arithmetic, name: str, x: Any) -> Any:
+    """A matrix [h, h] and a bias [h], applied to the heads of x [b, h, q, k]."""
+    matrix, bias = m.weight(f"{name}.weight"), m.weight(f"{name}.bias")
+    mixed = (m.wide(matrix) @ x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+    return mixed + m.wide(bias)[:, None, None]

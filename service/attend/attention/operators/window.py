@@ -22,13 +22,6 @@ class WindowOperator(Operator):
         return Interval(window.left, window.right)
 
     @classmethod
-    def formula(cls, spec: Dimensions) -> dict[str, str]:
-        window = getattr(spec, cls.field)
-        sides = {"i - j ≤ left": window.left, "j - i ≤ right": window.right}
-        bounds = [text for text, bound in sides.items() if bound is not None]
-        return {"interval": " and ".join(bounds)} if bounds else {}
-
-    @classmethod
     def summary(cls, spec: Dimensions) -> str:
         """`window 4095 before, 0 after`"""
         window = getattr(spec, cls.field)

@@ -1,6 +1,6 @@
-"""The float64 NumPy implementation that all others are compared with. Shares no arithmetic with the rest of `attention`.
+"""The reference: the program of a layer, run whole in NumPy float64, with masks and positions that it computes for itself.
 
-forward.py      the layer, step by step
+forward.py      runs it; every output
 request.py      its arguments, and which keys they block
-operators/      the arithmetic of each operator
+arithmetic.py   what steps are written in
 """

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from attend.axes import TENSOR_FIELDS
+from attend.spec import LayerSpec
 from attend.tensors import Array
 
 # Those that get a batch axis if the query has none
@@ -70,14 +71,16 @@ class Request:
         x = np.asarray(x)
         return x[:, None] if x.ndim == 3 and self.batched else x
 
-    def replaced(self, computed: Array, given: ArrayLike | None, rows: ArrayLike | None) -> Array:
-        """Weights or outputs of heads [b, h, q, n], with the given ones in `rows` [h], [b, h] or [b, h, q]; in all rows if that is None."""
-        if given is None:
-            return computed
-        chosen = np.asarray(True if rows is None else rows, bool)
-        has_queries = chosen.ndim == (3 if self.batched else 2)
-        chosen = chosen[..., None] if has_queries else chosen[..., None, None]
-        return np.where(chosen, self.per_pair(np.asarray(given, np.float64)), computed)
+    def per_row(self, rows: ArrayLike | None) -> Array | None:
+        """Which rows are replaced, to be broadcast to [b, h, q, n], of [h], [b, h] or [b, h, q]; None: all."""
+        if rows is None:
+            return None
+        chosen = np.asarray(rows, bool)
+        return chosen[..., None] if chosen.ndim == (3 if self.batched else 2) else chosen[..., None, None]
+
+    def masks(self, spec: LayerSpec, positions: Array) -> "Masks":
+        """Which keys are visible to queries at these positions [b, q]."""
+        return Masks(self, spec, np.arange(self.key.shape[1]) - positions[:, None, :, None], positions)
 
     def blocked_by_masks(self) -> Array:
         """Pairs that attend_mask and block_mask block, to be broadcast to [b, h, q, k]."""
@@ -128,3 +131,35 @@ class Request:
             offset = np.where(self.real_keys(), np.arange(1, k + 1), 0).max(axis=1, initial=0) - q
         indices: Array = np.arange(q) + np.broadcast_to(0 if offset is None else offset, (b,))[:, None]
         return indices
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What masks, lengths, segments and positions leave to each query."""
+
+    request: Request
+    spec: LayerSpec
+    ahead: Array  # [b, 1, q, k], the position of key j less that of query i
+    positions: Array  # [b, q]
+
+    def visible(self) -> Array:
+        """To be broadcast to [b, h, q, k]."""
+        request, spec = self.request, self.spec
+        blocked: Array = request.blocked_by_masks() | (request.blocked_keys() | request.other_segments())[:, None]
+        if request.bias is not None:
+            blocked = blocked | np.isneginf(request.per_pair(np.asarray(request.bias, np.float64)))
+        if request.causal:
+            blocked = blocked | (self.ahead > 0)
+        for window in (request.window or {}, spec.window.model_dump() if spec.window else {}):
+            left, right = window.get("left"), window.get("right")
+            if left is not None:
+                blocked = blocked | (self.ahead < -left)
+            if right is not None:
+                blocked = blocked | (self.ahead > right)
+        if spec.chunk_size is not None:
+            blocked = blocked | (self.positions[:, None, :, None] // spec.chunk_size != np.arange(self.ahead.shape[3]) // spec.chunk_size)
+        return ~blocked
+
+    def keys_in_sequence(self, batch: int) -> Array:
+        """The keys that are neither padding nor of other segments than the query, to be broadcast to [b, q, k]."""
+        return np.asarray(self.request.real_keys()[:, None] & ~self.request.other_segments())

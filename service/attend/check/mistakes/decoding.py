@@ -6,10 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from attend.attention.reference.forward import Layer
 from attend.check.cases import CheckCase
 from attend.check.changes import Change, Impossible, only_if, replace_steps
 from attend.check.computation import Computation
+from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import Array
 

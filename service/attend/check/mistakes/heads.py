@@ -6,7 +6,6 @@ from itertools import permutations
 
 import numpy as np
 
-from attend.attention.reference.forward import Layer
 from attend.check.changes import (
     ANY_HEAD_COUNT,
     MERGE,
@@ -26,6 +25,7 @@ from attend.check.changes import (
     tile_kv_heads,
 )
 from attend.check.computation import Computation
+from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, attention, computing
 from attend.check.weights import QKV
 from attend.tensors import Array

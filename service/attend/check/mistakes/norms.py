@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from attend.attention.operators.qk_norm import QKNorm
-from attend.attention.reference.forward import Layer
 from attend.check.changes import Change, Impossible, change_part, map_weights, only_if, replace_steps
 from attend.check.computation import Computation
+from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import Array
 

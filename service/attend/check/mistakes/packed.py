@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from attend.attention.reference.forward import Layer
 from attend.check.changes import Change, Impossible, only_if, replace_steps
 from attend.check.computation import Computation
+from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import Array
 

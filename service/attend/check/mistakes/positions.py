@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from attend.attention.operators.alibi import slopes
 from attend.attention.operators.rope import Rope
-from attend.attention.reference.forward import Layer
-from attend.attention.reference.operators import steps as steps_of
-from attend.attention.reference.operators.alibi import alibi_slopes
+from attend.attention.program import parts_of
 from attend.check.changes import (
     Change,
     Impossible,
@@ -22,6 +21,7 @@ from attend.check.changes import (
     rotate_with_angles_of_other_pairs,
 )
 from attend.check.computation import Computation
+from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import Array
 
@@ -62,11 +62,11 @@ def shift_keys(by: int) -> Change:
     return only_if(lambda c: c.spec.relative_bias, replace_steps(position_bias=position_bias))
 
 
-def change_slopes(slopes: Callable[[int], Array]) -> Change:
+def change_slopes(wrong: Callable[[int], Array]) -> Change:
     """Replaces ALiBi's slopes by others of this number of heads: [h]. Impossible if they are the same."""
 
     def change(c: Computation) -> Computation:
-        difference = slopes(c.spec.num_heads) - alibi_slopes(c.spec.num_heads)
+        difference = wrong(c.spec.num_heads) - _right_slopes(c.spec.num_heads)
         if not c.spec.alibi or not difference.any():
             raise Impossible
         steps = c.layer
@@ -77,6 +77,11 @@ def change_slopes(slopes: Callable[[int], Array]) -> Change:
         return replace_steps(position_bias=position_bias)(c)
 
     return change
+
+
+def _right_slopes(heads: int) -> Array:
+    """Those of ALiBi: [h]."""
+    return np.array(slopes(heads))
 
 
 def _powers(heads: int, first: int) -> Array:
@@ -94,7 +99,7 @@ def _scale_biases(c: Computation) -> Computation:
     return replace_steps(position_bias=position_bias)(c)
 
 
-SCALE_BIASES = only_if(lambda c: c.spec.scale != 1 and steps_of(c.spec, "bias"), _scale_biases)
+SCALE_BIASES = only_if(lambda c: c.spec.scale != 1 and parts_of(c.spec)["biases"], _scale_biases)
 
 
 def shift_positions(shifted: str, by: int) -> Change:
@@ -149,7 +154,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         {
             "ALiBi's biases have the opposite sign: farther keys get higher scores": (
                 "S_ij + slope · |j - i|",
-                change_slopes(lambda heads: -alibi_slopes(heads)),
+                change_slopes(lambda heads: -_right_slopes(heads)),
             ),
         },
     ),

@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attend.attention.operators.rope import Rope
-from attend.attention.reference.forward import Layer
-from attend.attention.reference.operators.rope import frequencies
+from attend.attention.operators.rope import Rope, frequencies
 from attend.check.changes import Change, only_if, replace_steps
+from attend.check.layer import Layer
 from attend.check.low_precision import to_precision
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import Array

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attend.attention.reference.forward import Layer
 from attend.attention.reference.request import Request
 from attend.check.changes import Change, Function, change_scale, change_softmax, only_if, replace_steps
 from attend.check.computation import Computation
+from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, attention, computing
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -86,7 +86,7 @@ def cap(changed: Callable[[Array, float, float], Array]) -> Change:
     """Replaces scale and softcap by a function of the products, the scale and the softcap. Impossible without a softcap."""
 
     def capped_scores(layer: Layer, request: Request, q: Array, k: Array, ahead: Array) -> Array:
-        return changed(layer.raw_scores(q, k, ahead), layer.scale(request), layer.softcap(request) or 1.0)
+        return changed(layer.raw_scores(q, k, ahead), layer.values["scale"], layer.values["softcap"] or 1.0)
 
     return only_if(lambda c: c.spec.softcap, replace_steps(capped_scores=capped_scores))
 

@@ -52,10 +52,8 @@ class WeightReduction(Operation):
     @torch.inference_mode()
     def run(self, layer: MultiHeadAttention, call: Call) -> Result:
         """The reduction's tensors."""
-        call = layer.select_keys(call.with_options(heads=self.heads))
-        query, key, _ = layer.project(call)
         fully_masked = layer.fully_masked(call)
-        blocks = layer.attention_weights(call.with_options(queries=self.queries), query, key, fully_masked)
+        blocks = layer.weight_blocks(call.with_options(heads=self.heads, queries=self.queries), fully_masked=fully_masked)
         return Result(self.reduction(map(self._selected, blocks)), fully_masked)
 
     def _selected(self, block: WeightBlock) -> WeightBlock:

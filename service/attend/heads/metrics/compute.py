@@ -64,7 +64,7 @@ class _MetricsComputation:
     """The metrics of one call. Each method computes those of one kind that are requested; `overflowed` has a flag of each input."""
 
     def __init__(self, layer: MultiHeadAttention, call: Call, options: MetricsOptions) -> None:
-        self.layer, self.call, self.options = layer, layer.select_keys(call), options
+        self.layer, self.call, self.options = layer, call, options
         self.projected: tuple[Tensor, ...] = layer.project(call)  # query, key, value: [b, heads, n, d]
         self.fully_masked = layer.fully_masked(call)
         self.real = call.masks.real_keys(call.key.shape[0])
@@ -125,7 +125,8 @@ class _MetricsComputation:
     ) -> Iterator[MetricsBlock]:
         """The weights of a call block by block; `slices` are the rows of each block."""
         first_key = self.real.to(torch.int8).argmax(-1)  # the first that is not padding
-        for block in self.layer.attention_weights(call, projected[0], projected[1], fully_masked, slices):
+        heads = {"query_projection": projected[0], "key_projection": projected[1]}
+        for block in self.layer.weight_blocks(call, heads, fully_masked, slices):
             yield make_metrics_block(block, call.masks.positions, fully_masked, first_key, self.options)
 
     def _single_head(self) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows
 from torch import Tensor
 
-from attend.attention.call import WeightBlock, top_k
+from attend.attention.call import WeightBlock
+from attend.attention.torch_arithmetic import top_k
 
 ROUNDING = 1e-6  # tolerance when a sum of weights is compared with `mass`
 

@@ -9,6 +9,7 @@ import torch
 
 from attend.attention.initialization import draw_weights
 from attend.attention.layer import MultiHeadAttention
+from attend.attention.program import formulas
 from attend.checkpoints.detection import natural
 from attend.checkpoints.reader import biases_of
 from attend.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, did_you_mean, pointer
@@ -100,8 +101,9 @@ class LayerRegistry:
         return [*self._layers.values(), *self._unloaded.values()]
 
     def layer_info(self, name: str) -> LayerInfo:
-        """Description of one layer, unloaded or not. Raises LayerNotFound."""
-        return self.info_of(self._unloaded.get(name) or self.find(name, at=""))
+        """Description of one layer, unloaded or not, with its steps. Raises LayerNotFound."""
+        layer = self._unloaded.get(name) or self.find(name, at="")
+        return self.info_of(layer).model_copy(update={"steps": formulas(layer.spec.program)})
 
     def info_of(self, layer: LoadedLayer | UnloadedLayer) -> LayerInfo:
         return LayerInfo(

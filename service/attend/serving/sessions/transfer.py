@@ -89,7 +89,7 @@ def _announced_by(raw: RawRequest, layer: LoadedLayer) -> CacheFile:
     expected_tensors, shapes = cached_tensors(layer.spec), {entry.name: entry.shape for entry in entries}
     for name in shapes.keys() - expected_tensors.keys():
         raise InvalidRequest.where(f"/{name}", f"no tensors but {', '.join(expected_tensors)}", name)
-    for name, (heads, width, _, shared) in expected_tensors.items():
+    for name, (heads, width, _, shared, _) in expected_tensors.items():
         if name not in shapes:
             raise InvalidRequest.where(f"/{name}", "a tensor", "nothing")
         shape = (length - first, width) if shared else (heads, length - first, width)
@@ -102,7 +102,7 @@ def _write_rows(raw: RawRequest, layer: LoadedLayer, file: CacheFile, cache: Key
     """Write the rows of a file with this header to a cache that has their pages. Raises MalformedBody, InvalidRequest or TooLarge."""
     arrays, _ = read_tensors(unpack_start(raw.take_body(), raw.coding, file.size + 1))  # a byte too many is refused
     rows = {}
-    for name, (heads, width, dtype, _) in cached_tensors(layer.spec).items():
+    for name, (heads, width, dtype, *_) in cached_tensors(layer.spec).items():
         array = np.ascontiguousarray(arrays[name]).reshape(heads, file.length - file.first, width)
         rows[name] = cast(name, array, dtype).to(layer.attention.device)
     cache.write(file.first, rows)

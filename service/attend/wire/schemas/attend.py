@@ -279,7 +279,7 @@ class AttendRequest(Schema):
 
     def has_signed_weights(self, spec: LayerSpec) -> bool:
         """Whether attention weights of the call may be negative: those of the layer, or those of `pattern`."""
-        return spec.signed_weights or (self.pattern is not None and bool((self.pattern < 0).any()))
+        return bool(spec.signed_weights) or (self.pattern is not None and bool((self.pattern < 0).any()))
 
     @property
     def batched(self) -> bool:

@@ -50,10 +50,16 @@ class LayerInfo(Schema):
         description="In replies to PUT: fields of the spec that neither a checkpoint's tensors nor the query gave, such as scale.",
     )
 
+    steps: dict[str, str] | None = Field(
+        default=None,
+        description="In the reply to GET /layers/{name}: what the layer computes. Each step and its formula, in order; x are the inputs of "
+        "queries, z those of keys and values, Q, K and V their heads, S scores, A weights, O outputs of heads.",
+    )
+
     @model_serializer(mode="wrap")
     def _without_null(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # a type would replace the schema
-        """The document, without `origin` and `assumed` if they are null."""
-        return {name: value for name, value in serialize(self).items() if value is not None or name not in ("origin", "assumed")}
+        """The document, without `origin`, `assumed` and `steps` if they are null."""
+        return {name: value for name, value in serialize(self).items() if value is not None or name not in ("origin", "assumed", "steps")}
 
 
 class Circuits(Schema):

@@ -1,0 +1,186 @@
+"""The reference with places to change it: `check/changes.py` replaces methods of this layer in subclasses, to make mistakes.
+
+It runs the steps of the layer's program, part by part. The methods stand for what people write wrongly: they have the arithmetic of the
+steps, unless a subclass replaces them. Keys that share their rotary part (`latent`) are joined before RoPE, as most implementations do.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attend.attention.operators.qk_norm import QKNorm, normalise
+from attend.attention.operators.sinks import sum_with_sinks
+from attend.attention.operators.step import Step
+from attend.attention.program import needed, parts_of
+from attend.attention.reference.arithmetic import NumpyArithmetic
+from attend.attention.reference.forward import Outputs, Values, features_of, inputs_of, outputs_of
+from attend.attention.reference.request import Request
+from attend.spec import LayerSpec
+from attend.tensors import Array
+
+CAUSES = ("query", "key", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Where the queries and keys of a call are."""
+
+    indices: Array  # [b, q], the key position of each query
+    ahead: Array  # [b, 1, q, k], the position of key j less that of query i
+    coordinates: Mapping[str, Array]  # of "query" and "key", by which RoPE rotates: [b, n] or [b, n, axes]; b may be 1
+
+
+class Layer(NumpyArithmetic):
+    """A layer whose methods may be replaced."""
+
+    def __init__(self, spec: LayerSpec, weights: Mapping[str, Array]) -> None:
+        super().__init__(weights)
+        self.spec = spec
+        self.values: Values = {}  # of the call that is computed
+        self.parts: Mapping[str, Sequence[Step]] = {}
+
+    @np.errstate(invalid="ignore", over="ignore")  # blocked keys may be NaN or infinite; their scores are replaced by -inf
+    def attend(self, request: Request) -> Outputs:
+        """Every output, with a batch axis."""
+        spec = self.spec
+        self.values = self.weights | inputs_of(spec, request)
+        self.parts = parts_of(spec, features_of(spec, request) | {"joined_keys", "values"})
+        values = self.values
+        self.run(self.parts["constants"], values)
+        self.run([step for step in self.parts["heads"] if not any(name.endswith("_projection") for name in step.writes)], values)
+        q, k, v = (self.project_heads(name, values[name]) for name in CAUSES)
+        ahead = np.arange(k.shape[2]) - values["positions"][:, None, :, None]
+        coordinates = {name: values[f"{name}_coordinates"] for name in ("query", "key")}
+        positions = Positions(values["positions"], ahead, coordinates)
+        q, k = self.at_positions(q, k, positions)
+        values |= {"query_projection": q, "key_projection": k, "value_projection": v}
+        biases = self.position_bias(request, q, positions)
+        self.run(self.parts["visible"], values)
+        self.run([step for step in self.parts["bias"] if step.name != "sum_biases"], values)
+        for name in ("forget_bias", "bias"):
+            biases = biases if values.get(name) is None else biases + values[name]
+        weights = self._weights(request, q, self.repeat_kv_heads(k, spec.num_heads), ahead, biases)
+        values["head_outputs"] = self.apply_weights(weights, self.repeat_kv_heads(v, spec.num_heads))
+        self.run((*self.parts["head outputs"], *self.parts["output"]), values)
+        return outputs_of(spec, values)
+
+    def _weights(self, request: Request, q: Array, k: Array, ahead: Array, biases: Array) -> Array:
+        """The attention weights [b, h, q, k], of queries and keys of every head."""
+        values, blocked = self.values, ~self.values["visible"]
+        all_scores, normalised, mixed = [], [], []
+        for queries, keys in zip(self.split(q), self.split(k), strict=True):
+            scores = self.mixed_scores(request, queries, keys, ahead) + biases
+            values["scores"] = scores
+            self.run([step for step in self.parts["scores"] if step.name != "add_bias"], values)
+            weights, total = self.weights_of(values["scores"], self.weights["sinks"][:, None] if self.spec.sinks else None)
+            if any(step.name == "sigmoid" for step in self.parts["softmax"]):
+                weights = self.sigmoid(values["scores"])
+            all_scores.append(values["scores"])
+            normalised.append(weights)
+            mixed.append(self.mixed_weights(weights, blocked))
+            values.setdefault("log_sum_exp", total)
+        values["softmax()"] = np.stack(normalised)
+        values["scores"], values["attention_weights"] = all_scores[0], np.stack(mixed) if len(mixed) > 1 else mixed[0]
+        later = [step for step in self.parts["softmax"] if step.name == "fill"]
+        self.run((*later, *(step for step in self.parts["weights"] if step.name != "mix_weights")), values)
+        return np.asarray(values["attention_weights"])
+
+    def run(self, steps: Sequence[Step], values: Values) -> None:
+        """Add what the steps write to the values."""
+        for step in steps:
+            result = self.compute(step, [values[name] for name in step.reads])
+            values |= zip(step.writes, (result,) if len(step.writes) == 1 else result, strict=True)
+
+    def compute(self, step: Step, reads: Sequence[Any]) -> Any:
+        """What a step returns; norms and RoPE of heads have methods of their own."""
+        verb, _, role = step.name.partition("_")
+        if verb == "norm" and role in CAUSES and self.spec.qk_norm is not None:
+            return self.norm(reads[0], role, self.spec.qk_norm)
+        if verb == "rotate" and role in CAUSES:
+            return self.rotate(reads[0], role, reads[1])
+        return step.compute(self, *reads)
+
+    def repeat_kv_heads(self, x: Array, heads: int = 0) -> Array:
+        """For each query head its key or value head: [b, kv heads, n, d] -> [b, h, n, d]."""
+        return super().repeat_kv_heads(x, heads or self.spec.num_heads)
+
+    # From inputs to heads: x [b, n, in], heads [b, heads, n, d]
+
+    def project_heads(self, name: str, x: Array) -> Array:
+        """A query, key or value as heads, before RoPE: projected and normalised if the layer does that."""
+        values = self.values | {name: x}
+        self.run(needed(self.parts["heads"], {f"{name}_projection"}), values)
+        return np.asarray(values[f"{name}_projection"])
+
+    def norm(self, x: Array, name: str, norm: QKNorm) -> Array:
+        """The norm of heads of queries, keys or values."""
+        return np.asarray(normalise(self, x, norm=norm, name="" if name == "value" or norm.weights == "none" else f"{name}_norm"))
+
+    def norm_weight(self, name: str, otherwise: float) -> Array:
+        return self.weights[name][..., None, :] if name in self.weights else np.asarray(otherwise)
+
+    def at_positions(self, q: Array, k: Array, positions: Positions) -> tuple[Array, Array]:
+        """Queries and keys after RoPE, a norm that comes after it, and the scale of queries by position."""
+        values = self.values | {"query_projection": q, "key_projection": k}
+        self.run([step for step in self.parts["placed heads"] if step.name != "distance_vectors"], values)
+        return values["query_projection"], values["key_projection"]
+
+    def rotate(self, x: Array, name: str, positions: Array) -> Array:
+        """Queries or keys at their positions."""
+        for step in self.parts["placed heads"]:
+            if step.name == f"rotate_{name}":
+                x = step.compute(self, x, positions, self.values["frequencies"])
+        return x
+
+    # Scores and weights: [b, h, q, k]
+
+    def split(self, x: Array) -> list[Array]:
+        """The queries or keys of each softmax, from [b, h, n, d]: x alone, unless the layer has several."""
+        return np.split(x, self.spec.num_softmaxes, axis=-1)
+
+    def position_bias(self, request: Request, q: Array, positions: Positions) -> Array:
+        """The sum of the biases of the layer, to be broadcast to [b, h, q, k]."""
+        keys = positions.ahead[0, 0, 0] + positions.indices[0, 0] if positions.ahead.size else self.values["keys"]
+        values = self.values | {"query_projection": q, "positions": positions.indices, "keys": keys}
+        self.run(self.parts["biases"], values)
+        written = [values[name] for step in self.parts["biases"] for name in step.writes]
+        return np.asarray(sum(written, np.zeros((1, self.spec.num_heads, 1, 1))))
+
+    def raw_scores(self, q: Array, k: Array, ahead: Array) -> Array:
+        """Q Kᵀ and the terms of the distance, before the scale."""
+        scores = q @ k.swapaxes(-1, -2)
+        steps = [step for step in (*self.parts["placed heads"], *self.parts["products"]) if step.name in ("distance_vectors", "add_terms")]
+        values = self.values | {"query_projection": q, "key_projection": k, "scores": scores, "scale": 1.0}
+        self.run(steps, values)
+        return np.asarray(values["scores"])
+
+    def capped_scores(self, request: Request, q: Array, k: Array, ahead: Array) -> Array:
+        """Scores after scale and softcap."""
+        values = self.values | {"scores": self.values["scale"] * self.raw_scores(q, k, ahead)}
+        self.run(self.parts["capped"], values)
+        return np.asarray(values["scores"])
+
+    def mixed_scores(self, request: Request, q: Array, k: Array, ahead: Array) -> Array:
+        """Scores before biases."""
+        values = self.values | {"scores": self.capped_scores(request, q, k, ahead)}
+        self.run(self.parts["mixed"], values)
+        return np.asarray(values["scores"])
+
+    def weights_of(self, scores: Array, sinks: Array | None) -> tuple[Array, Array]:
+        """The softmax of scores [b, h, q, k] with sinks [h, 1], and log Σ exp of both: [b, h, q]."""
+        weights, total = self.softmax(scores, None), self.log_sum_exp(scores)
+        if sinks is None:
+            return weights, total
+        return weights * self.sigmoid(total - sinks)[..., None], np.asarray(sum_with_sinks(self, total, sinks[:, 0]))
+
+    def mixed_weights(self, weights: Array, blocked: Array) -> Array:
+        """Weights before fully masked rows are filled."""
+        values = self.values | {"attention_weights": weights, "visible": ~blocked}
+        self.run([step for step in self.parts["weights"] if step.name == "mix_weights"], values)
+        return np.asarray(values["attention_weights"])
+
+    def apply_weights(self, weights: Array, values: Array) -> Array:
+        """Σ_j w_ij v_j: [b, h, q, k], [b, h, k, d] -> [b, h, q, d]."""
+        return self.weighted_values(weights, values)
