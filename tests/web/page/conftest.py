@@ -33,8 +33,18 @@ def layers(http: httpx.Client) -> Iterator[None]:
     made = {
         "odd": {"d_model": 6, "num_heads": 2, "key_dim": 5, "value_dim": 7, "seed": 2},
         "wide": {"d_model": 48, "num_heads": 12, "seed": 3},
-        "grouped": {"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "softcap": 2.0, "alibi": True, "seed": 4},
+        "grouped": {"d_model": 16, "num_heads": 4, "num_kv_heads": 2, "softcap": 2.0, "alibi": True, "sinks": True, "seed": 4},
         "negative": {"d_model": 16, "num_heads": 2, "differential": {}, "seed": 5},
+        "rotated": {
+            "d_model": 16,
+            "num_heads": 2,
+            "rope": {},
+            "qk_norm": {"kind": "rms"},
+            "window": {"left": 3},
+            "talking_heads": True,
+            "output_gate": {},
+            "seed": 6,
+        },
         **{f"tiny-{number}": {"d_model": 8, "num_heads": 2, "seed": number} for number in (0, 2, 10)},
     }
     for name, spec in made.items():

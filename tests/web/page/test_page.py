@@ -365,7 +365,7 @@ def test_axe_finds_no_accessibility_violations(begin_visit: BeginVisit, layers: 
     visit.page.locator("#heads [data-head='0']").click()
     visit.request_sent_by(lambda: visit.page.check("#cross"))
     Grid(visit, 10, 7).click(1, 2)
-    visit.page.locator("#steps li", has_text="Softmax").wait_for()
+    visit.page.locator("#steps li", has_text="softmax").wait_for()
     for summary in visit.page.locator("summary").all():
         if summary.is_visible():
             summary.click()

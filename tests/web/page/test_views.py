@@ -119,14 +119,24 @@ def test_switching_off_a_head_shows_the_change_of_the_output(begin_visit: BeginV
 
 
 def steps_of(visit: Visit) -> dict[str, str]:
-    """Title and text of each step."""
+    """Title and text of each step, without its formula."""
     visit.page.locator("#steps li").first.wait_for()
-    return {step.locator("strong").inner_text(): step.locator("> span").inner_text() for step in visit.page.locator("#steps li").all()}
+    return {
+        step.locator("strong").inner_text(): " ".join(step.locator("> span").all_inner_texts())
+        for step in visit.page.locator("#steps li").all()
+    }
+
+
+def formulas_of(visit: Visit) -> dict[str, str]:
+    """Each step that has a formula, in order."""
+    steps = visit.page.locator("#steps li").filter(has=visit.page.locator("> code"))
+    return {step.locator("strong").inner_text(): step.locator("> code").inner_text() for step in steps.all()}
 
 
 def table_of(visit: Visit, title: str) -> list[list[str]]:
     """The rows of the table of a step."""
-    rows = visit.page.locator("#steps li").filter(has=visit.page.locator("strong", has_text=title)).locator("tbody tr")
+    named = visit.page.get_by_text(title, exact=True)
+    rows = visit.page.locator("#steps li").filter(has=visit.page.locator("strong").and_(named)).locator("tbody tr")
     return [row.locator("td").all_text_contents() for row in rows.all()]
 
 
@@ -148,52 +158,108 @@ def numbers_in(text: str) -> list[float]:
 
 @pytest.mark.parametrize("layer", ["default", "grouped"])
 def test_a_locked_cell_shows_how_its_weight_is_computed(begin_visit: BeginVisit, http: httpx.Client, layers: None, layer: str) -> None:
-    """With the service's own projections and scores; `grouped` has fewer heads of keys, a soft cap and ALiBi."""
+    """By its layer's steps, with the service's projections and scores; `grouped` has fewer heads of keys, a soft cap, ALiBi and sinks."""
     visit = begin_visit(layer)
     requested = visit.request_sent_by(lambda: visit.page.click("#go"))
-    outputs = ["query_projection", "key_projection", "value_projection", "scores", "attention_weights", "output"]
+    outputs = ["query_projection", "key_projection", "value_projection", "scores", "log_sum_exp", "attention_weights", "output"]
     reply = http.post("/attend", json={**requested, "outputs": outputs, "reply": {"datatype": "FP64"}}).json()
-    query, key, value, scores, weights, output = (np.array(reply[name]) for name in outputs)
+    query, key, value, scores, totals, weights, output = (np.array(reply[name]) for name in outputs)
     visit.page.locator("#heads [data-head='3']").click()
     visit.request_sent_by(lambda: Grid(visit, 10, 10).click(8, 7))
     steps = steps_of(visit)
+    assert formulas_of(visit) == http.get(f"/layers/{layer}").json()["steps"]
+    assert list(steps) == ["inputs", *formulas_of(visit)]
 
     rows = np.frombuffer(b64decode(requested["query"]["base64"]), np.float32).reshape(10, -1)
     inputs, of_key = [rows[8], rows[7]], (3 * len(key) // len(query), 7)
-    assert columns_of(visit, "Inputs")[1:] == [pytest.approx(row, rel=1e-3, abs=1e-6) for row in inputs]
-    assert columns_of(visit, "Projections")[1:] == [
-        pytest.approx(row, rel=1e-3, abs=1e-6) for row in (query[3, 8], key[of_key], value[of_key])
-    ]
-    dot = query[3, 8] @ key[3 * len(key) // len(query), 7]
+    assert columns_of(visit, "inputs")[1:] == [pytest.approx(row, rel=1e-3, abs=1e-6) for row in inputs]
+    for name, row in (("query", query[3, 8]), ("key", key[of_key]), ("value", value[of_key])):
+        assert columns_of(visit, f"project_{name}")[1:] == [pytest.approx(row, rel=1e-3, abs=1e-6)]
+    scale, dot, score = 1 / np.sqrt(query.shape[-1]), query[3, 8] @ key[of_key], scores[3, 8, 7]
+    sum_of_others = np.log(np.exp(scores[3, 8]).sum())
+    share = np.exp(score - sum_of_others)
     assert visit.page.inner_text("#steps h2") == f"Step by step: {WORDS[8]} → {WORDS[7]}"
-    assert numbers_in(steps["Query · key"]) == pytest.approx([dot], rel=1e-3)
-    assert numbers_in(steps["Scale"])[-1] == pytest.approx(dot / np.sqrt(query.shape[-1]), rel=1e-3)
-    assert ("Soft cap" in steps and "Bias" in steps) == (layer == "grouped")
-    assert numbers_in(steps["Mask"]) == pytest.approx([scores[3, 8, 7]], rel=1e-3)
-    assert numbers_in(steps["Log-sum-exp"])[0] == pytest.approx(np.log(np.exp(scores[3, 8]).sum()), rel=1e-3)
-    assert numbers_in(steps["Softmax"])[-1] == pytest.approx(weights[3, 8, 7], rel=1e-3)
-    rows = table_of(visit, "Softmax")
-    assert [row[0] for row in rows] == WORDS and [numbers_in(row[2])[0] for row in rows] == pytest.approx(weights[3, 8], rel=1e-3)
+    assert numbers_in(steps["scaled_products"]) == pytest.approx([scale, dot, scale * dot], rel=1e-3)
+    assert numbers_in(steps["sum_exponentials"]) == pytest.approx([sum_of_others], rel=1e-3)
+    assert numbers_in(steps["softmax"])[-1] == pytest.approx(share, rel=1e-3)
+    if layer == "grouped":
+        capped = 2 * np.tanh(scale * dot / 2)
+        assert numbers_in(steps["softcap"])[-1] == pytest.approx(capped, rel=1e-3)
+        slope = 2 ** (-8 * (3 + 1) / 4)
+        assert numbers_in(steps["add_bias"]) == pytest.approx([capped, -slope, score], rel=1e-3)
+        assert numbers_in(steps["sinks"]) == pytest.approx([share, weights[3, 8, 7] / share, weights[3, 8, 7]], rel=1e-3)
+        assert numbers_in(steps["sum_with_sinks"]) == pytest.approx([totals[3, 8]], rel=1e-3)
+    rows = table_of(visit, "softmax")
+    assert [row[0] for row in rows] == WORDS
+    assert [numbers_in(row[1])[0] for row in rows] == pytest.approx(scores[3, 8], rel=1e-3)
+    assert [numbers_in(row[2])[0] for row in rows] == pytest.approx(np.exp(scores[3, 8] - sum_of_others), rel=1e-3)
 
-    values = value[3 * len(value) // len(weights)]
+    values = value[of_key[0]]
     weighted, added = weights[3, 8, 7] * values[7], weights[3, 8] @ values
     head_scale = [1.0] * len(weights)
     head_scale[3] = 0.0
     body = {**requested, "outputs": ["output"], "head_scale": head_scale, "reply": {"datatype": "FP64"}}
     without = np.array(http.post("/attend", json=body).json()["output"])
-    assert columns_of(visit, "Weighted value")[3] == pytest.approx(weighted, rel=1e-3, abs=1e-6)
-    assert columns_of(visit, "Sum over keys")[1:] == [pytest.approx(weighted, rel=1e-3, abs=1e-6), pytest.approx(added, rel=1e-3, abs=1e-6)]
+    assert columns_of(visit, "weighted_values")[3:] == [pytest.approx(row, rel=1e-3, abs=1e-6) for row in (weighted, added)]
     expected = [output[8] - without[8], output[8]]
-    assert columns_of(visit, "Row of the output")[1:] == [pytest.approx(row, rel=1e-3, abs=1e-6) for row in expected]
+    assert columns_of(visit, "output")[1:] == [pytest.approx(row, rel=1e-3, abs=1e-6) for row in expected]
     lengths = [np.linalg.norm(row) for row in reversed(expected)]
-    assert numbers_in(steps["Row of the output"]) == pytest.approx(lengths, rel=1e-3)
+    assert numbers_in(steps["output"]) == pytest.approx(lengths, rel=1e-3)
 
     visit.request_sent_by(lambda: visit.page.check("#causal"))
     Grid(visit, 10, 10).click(2, 5)
-    visit.page.locator("#steps li", has_text="A mask keeps").wait_for()
-    assert numbers_in(steps_of(visit)["Softmax"])[-1] == 0
+    visit.page.locator("#steps li", has_text="a mask of the request keeps i from j").wait_for()
+    assert numbers_in(steps_of(visit)["softmax"])[-1] == 0
     visit.page.keyboard.press("Escape")
     assert visit.page.locator("#steps").is_hidden()
+
+
+@pytest.mark.parametrize("layer", ["negative", "rotated"])
+def test_steps_without_numbers_of_their_own_are_shown_too(begin_visit: BeginVisit, http: httpx.Client, layers: None, layer: str) -> None:
+    """Their formulas, and the weight after the last of them: differential attention has no scores, and talking heads mix them."""
+    visit = begin_visit(layer)
+    weights = weights_of(http, visit.request_sent_by(lambda: visit.page.click("#go")))
+    visit.page.locator("#heads [data-head='1']").click()
+    visit.request_sent_by(lambda: Grid(visit, 10, 10).click(8, 7))
+    steps, formulas = steps_of(visit), formulas_of(visit)
+    assert formulas == http.get(f"/layers/{layer}").json()["steps"]
+    last = {"negative": "difference", "rotated": "mix_weights"}[layer]
+    assert numbers_in(steps[last]) == pytest.approx([weights[1, 8, 7]], rel=1e-3)
+    if layer == "rotated":
+        assert {"norm_query", "rotate_key", "visible_intervals", "mix_scores", "apply_gate"} <= {*formulas}
+        assert steps["mask"].startswith("j is visible to i")
+        visit.page.keyboard.press("Escape")
+        Grid(visit, 10, 10).click(8, 2)
+        visit.page.locator("#steps li", has_text="the layer or the request keeps i from j").wait_for()
+        assert numbers_in(steps_of(visit)["mix_weights"]) == [0]
+
+
+def test_what_a_request_adds_to_the_steps_is_shown(begin_visit: BeginVisit, http: httpx.Client, layers: None) -> None:
+    """A soft cap, a bias, dropout and factors of heads, with their numbers, since the layer has no such step."""
+    rng = np.random.default_rng(6)
+    query, bias = rng.standard_normal((3, 8)), rng.standard_normal((3, 3))
+    added = {"softcap": 0.5, "bias": bias.tolist(), "dropout": {"p": 0.25, "seed": 2}, "head_scale": [1, 0.5]}
+    body = {"layer": "tiny-2", "query": query.tolist(), **added}
+    visit = begin_visit("tiny-2")
+    visit.request_sent_by(lambda: visit.page.check("input[value=request]", force=True))
+    visit.request_sent_by(lambda: visit.page.fill("#request", json.dumps(body)))
+    outputs = ["scores", "attention_weights", "head_outputs", "value_projection"]
+    reply = http.post("/attend", json={**body, "outputs": outputs, "reply": {"datatype": "FP64"}}).json()
+    scores, weights, heads = (np.array(reply[name]) for name in outputs[:3])
+    q, k = next((q, k) for q, k in itertools.product(range(3), repeat=2) if weights[1, q, k])
+    visit.page.locator("#heads [data-head='1']").click()
+    visit.request_sent_by(lambda: Grid(visit, 3, 3).click(q, k))
+    visit.page.locator("#steps li", has_text="head_scale").wait_for()
+
+    capped = scores[1, q, k] - bias[q, k]
+    assert numbers_in(steps_of(visit)["softcap"])[-1] == pytest.approx(capped, rel=1e-3)
+    requested = visit.page.locator("#steps li").filter(has=visit.page.locator("strong", has_text="request")).locator("> span")
+    bias_text, dropout_text, head_text = requested.all_inner_texts()
+    assert numbers_in(bias_text) == pytest.approx([capped, bias[q, k], scores[1, q, k]], rel=1e-3)
+    share = np.exp(scores[1, q, k]) / np.exp(scores[1, q]).sum()
+    assert numbers_in(dropout_text.replace("1 \N{MINUS SIGN} ", "")) == pytest.approx([share, 0.25, share / 0.75], rel=1e-3)
+    assert weights[1, q, k] == pytest.approx(share / 0.75)
+    assert numbers_in(head_text) == pytest.approx([np.linalg.norm(heads[1, q])], rel=1e-3)
 
 
 @pytest.mark.parametrize("form", ["lists", "flat", "FP32", "FP64", "FP16", "BF16"])
@@ -223,9 +289,9 @@ def test_steps_begin_with_the_rows_of_the_inputs_in_each_form(begin_visit: Begin
     visit.page.select_option("#item", "1")
     visit.page.locator("#heads [data-head='1']").click()
     Grid(visit, 3, 4).click(2, 1)
-    visit.page.locator("#steps li", has_text="Softmax").wait_for()
-    assert list(steps_of(visit))[:3] == ["Inputs", "Projections", "Query · key"]
-    columns = list(itertools.zip_longest(*[row[1:] for row in table_of(visit, "Inputs")]))
+    visit.page.locator("#steps li", has_text="softmax").wait_for()
+    assert list(steps_of(visit))[:4] == ["inputs", "project_query", "project_key", "project_value"]
+    columns = list(itertools.zip_longest(*[row[1:] for row in table_of(visit, "inputs")]))
     expected = [inputs["query"][1, 2], inputs["key"][1, 1], inputs["value"][1, 1]]
     for column, row in zip(columns, expected, strict=True):
         assert [numbers_in(text)[0] for text in column if text] == pytest.approx(row, rel=1e-3)
@@ -238,18 +304,19 @@ def test_shown_results_follow_from_the_shown_numbers(begin_visit: BeginVisit) ->
     for q, k in ((0, 3), (4, 9), (7, 1)):
         Grid(visit, 10, 10).click(q, k)
         visit.page.locator("#steps h2", has_text=f"{WORDS[q]} → {WORDS[k]}").wait_for()
-        visit.page.locator("#steps li", has_text="Row of the output").wait_for()
+        visit.page.locator("#steps li", has_text="without this head").wait_for()
         steps = steps_of(visit)
-        dot, scale, scaled = numbers_in(steps["Scale"])
+        scale, dot, scaled = numbers_in(steps["scaled_products"])
         assert rounded(dot * scale) == scaled
-        *_, score, total, weight = numbers_in(steps["Softmax"].replace(" \N{MINUS SIGN} ", " "))
+        score, total, weight = numbers_in(steps["softmax"].replace(" \N{MINUS SIGN} ", " "))
         assert rounded(math.exp(score - total)) == weight
-        for title in ("Query", "Weighted value"):
-            a, b, products = columns_of(visit, title)[1:]
+        for title in ("scaled_products", "weighted_values"):
+            a, b, products = columns_of(visit, title)[1:4]
             digits = max(4, *(len(repr(abs(number)).partition("e")[0].replace(".", "").strip("0")) for number in products))
             assert len(products) == 8 and products == [rounded(x * y, digits) for x, y in zip(a, b, strict=True)]
-            if title == "Query":
-                assert [rounded(sum(products))] == numbers_in(steps["Query · key"])
+            if title == "scaled_products":
+                summary = visit.page.locator("#steps summary", has_text="whose sum is").inner_text()
+                assert [8, rounded(sum(products))] == numbers_in(summary)
         visit.page.keyboard.press("Escape")
 
 
@@ -262,10 +329,10 @@ def test_a_cell_of_the_mean_links_to_its_heads(begin_visit: BeginVisit, http: ht
     visit = begin_visit()
     weights = weights_of(http, visit.request_sent_by(lambda: visit.page.click("#go")))
     Grid(visit, 10, 10).click(1, 2)
-    assert numbers_in(steps_of(visit)["Mean"])[1] == pytest.approx(weights[:, 1, 2].mean(), rel=1e-3)
+    assert numbers_in(steps_of(visit)["mean"])[1] == pytest.approx(weights[:, 1, 2].mean(), rel=1e-3)
     visit.page.get_by_role("button", name=f"Head 6: {float(f'{weights[6, 1, 2]:.4g}')}").click()
     assert visit.page.inner_text("#matrix-title") == "Head 6"
-    visit.page.locator("#steps li", has_text="Softmax").wait_for()
+    visit.page.locator("#steps li", has_text="softmax").wait_for()
 
 
 def test_all_layers_of_a_model_are_shown_in_one_view(begin_visit: BeginVisit, http: httpx.Client, layers: None) -> None:

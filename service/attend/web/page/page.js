@@ -3,8 +3,8 @@
 //   form.js        the controls, the address, refusals beside the controls, the API key
 //   request.js     the body of POST /attend from the controls
 //   wire.js        HTTP: requests, replies, refusals
-//   views.js       connects the views of one reply: heads.js, effects.js, matrix.js and words.js (with pointing.js), statistics.js, steps.js,
-//                  decoding.js;
+//   views.js       connects the views of one reply: heads.js, effects.js, matrix.js and words.js (with pointing.js), statistics.js, steps.js
+//                  (with cell.js and equations.js), decoding.js;
 //                  weights.js has what they draw, colours.js the colours
 //   export.js      copies the request, downloads figures
 //   upload.js      adds layers from files; embeddings.js makes the inputs of a model's first layer from its folder; tensors.js reads numbers

@@ -179,10 +179,10 @@ export class Views {
   showSteps() {
     const { q, k } = this.pointing.locked;
     const { composed, reply, axes, labels } = this;
-    if (q === null || k === null) return this.steps.show(composed.request, reply.spec, null);
+    if (q === null || k === null) return this.steps.show(composed.request, reply, null);
     const weights = this.pattern.heads.map((head) => head.at(q, k));
     const place = { item: this.item, head: this.shown, q: axes.query[q], k: axes.key[k] };
-    this.steps.show(composed.request, reply.spec, { ...place, weights, on: this.heads.chosen, labels });
+    this.steps.show(composed.request, reply, { ...place, weights, on: this.heads.chosen, labels });
   }
 
   /** How the output changes by the heads that are off. */
