@@ -19,8 +19,11 @@ from attend.wire.native import numbers
 from support.command import run_attend, spawn_attend
 from support.server import fork_server, start_server
 
-COMMANDS = ["serve", "demo", "infer", "heads", "figure", "capture", "layers", "keys", "config", "check", "openapi", "version"]
-BELOW = ["layers list", "layers add", "layers inspect", "layers export", "layers remove", "keys add", "keys list", "keys remove"]
+COMMANDS = ["serve", "demo", "infer", "heads", "figure", "capture", "layers", "families", "keys", "config", "check", "openapi", "version"]
+BELOW = [
+    *(f"layers {name}" for name in ("list", "add", "inspect", "describe", "export", "remove")),
+    *("keys add", "keys list", "keys remove"),
+]
 WIDE = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
 
 

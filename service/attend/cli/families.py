@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from attend.attention.kernels.choice import CALLS, kernels_of
 from attend.attention.program import formulas, program_of
+from attend.checkpoints.families import FAMILIES
 from attend.cli.terminal import AsJson
 from attend.spec import LayerSpec
 
@@ -46,14 +46,16 @@ def families(
     elif kernels:
         _print_kernels(chosen)
     elif name is None:
-        for family, layers in chosen.items():
-            typer.echo(f"{family:32} {', '.join(dict.fromkeys(example['part'] for example in layers))}")
+        for family in chosen:
+            typer.echo(f"{family:32} {', '.join(FAMILIES[family])}")
     else:
         for example in chosen[name]:
             _print_formulas(example)
 
 
 def _described(example: Example) -> dict[str, Any]:
+    from attend.attention.kernels.choice import kernels_of  # imports torch, in seconds
+
     spec = LayerSpec.model_validate(example["spec"])
     place = {key: example[key] for key in ("part", "type", "causal")}
     program = program_of(spec, spec.features | ({"causal"} if example["causal"] else set()))
@@ -76,8 +78,10 @@ def print_steps(steps: Mapping[str, str]) -> None:
 
 def _print_kernels(chosen: Mapping[str, Sequence[Example]]) -> None:
     """Prints a line for each family and part whose layers have other kernels."""
-    typer.echo(f"{'model_type':28} {'part':10} " + " ".join(f"{call:12}" for call in CALLS))
+    from attend.attention.kernels.choice import CALLS, kernels_of
+
+    typer.echo(f"{'model_type':32} {'part':10} " + " ".join(f"{call:12}" for call in CALLS))
     for family, layers in chosen.items():
         lines = dict.fromkeys((example["part"], *kernels_of(LayerSpec.model_validate(example["spec"])).values()) for example in layers)
         for part, *names in lines:
-            typer.echo(f"{family:28} {part:10} " + " ".join(f"{name:12}" for name in names))
+            typer.echo(f"{family:32} {part:10} " + " ".join(f"{name:12}" for name in names))
