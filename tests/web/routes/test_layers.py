@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from attend.spec import LayerSpec
+
 SAFETENSORS = "application/vnd.safetensors"
 RNG = np.random.default_rng(20)
 NAMES = {np.dtype(t): n for t, n in ((np.float64, "F64"), (np.float32, "F32"), (np.float16, "F16"), (ml_dtypes.bfloat16, "BF16"))}
@@ -59,21 +61,48 @@ def problem(answer: httpx.Response, status: int) -> dict[str, str]:
 
 
 def test_put_is_201_then_200_and_delete_is_204_then_404(http: httpx.Client, layers: dict[str, Any]) -> None:
-    """PUT replies with the document of GET."""
+    """PUT replies with the document of GET, which has steps beside it."""
     spec = {"d_model": 6, "num_heads": 2, "seed": 1}
     new = http.put("/layers/coming", json={"spec": spec})
     same = http.put("/layers/coming", json={"spec": spec})
     other = http.put("/layers/coming", json={"spec": {**spec, "seed": 2}})
     got = http.get("/layers/coming")
+    document = got.json()
+    document.pop("steps")
     listed = {layer["name"]: layer for layer in http.get("/layers").json()["layers"]}
     gone = http.delete("/layers/coming")
 
     assert [answer.status_code for answer in (new, same, other, got, gone)] == [201, 200, 200, 200, 204]
     assert "content-type" not in gone.headers
-    assert new.json() == same.json() != other.json() == got.json() == listed["coming"]
+    assert new.json() == same.json() != other.json() == document == listed["coming"]
     assert gone.content == b""
     assert http.get("/layers/coming").status_code == http.delete("/layers/coming").status_code == 404
     assert http.post("/attend", json={"layer": "coming", "query": [[0] * 6]}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"softcap": 2.0, "alibi": True, "sinks": True, "num_kv_heads": 1},
+        {"rope": {"theta": 100.0}, "qk_norm": {"kind": "rms"}, "window": {"left": 3}, "bias": False},
+        {"differential": {}},
+        {"projections": False},
+    ],
+    ids=str,
+)
+def test_get_of_one_layer_has_the_steps_of_its_program(http: httpx.Client, layers: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Their names and formulas, in order. The replies to PUT and to GET of all layers have none."""
+    spec = {"d_model": 8, "num_heads": 2, **fields}
+    put = http.put("/layers/stepped", json={"spec": spec})
+    got, listed = http.get("/layers/stepped").json(), http.get("/layers").json()["layers"]
+    http.delete("/layers/stepped")
+
+    program = LayerSpec.model_validate(spec).program
+    assert list(got["steps"].items()) == [(step.name, step.formula) for step in program if step.formula]
+    assert {"softcap", "add_bias", "sinks", "rotate_query", "norm_key"} & {step.name for step in program} <= {*got["steps"]}
+    assert put.is_success and "steps" not in put.json()
+    assert listed and not any("steps" in layer for layer in listed)
 
 
 def test_the_document_of_a_layer_has_spec_parameters_fingerprint_and_device(http: httpx.Client, layers: dict[str, Any]) -> None:
