@@ -143,7 +143,7 @@ def test_layers_with_a_url_lists_the_layers_of_the_server(server, http):
 
 def test_layers_without_a_url_lists_the_configured_layers(server, http, tmp_path):
     listed = json.loads(run_attend("layers", "list", "--json").stdout)["layers"]
-    assert listed == [http.get("/layers/default").json()]
+    assert listed == [layer for layer in http.get("/layers").json()["layers"] if layer["name"] == "default"]
     config = tmp_path / "attend.toml"
     config.write_text("d_model = 6\nnum_heads = 3\n[layers.more]\nd_model = 4\nnum_heads = 2\nseed = 7\n")
     listed = json.loads(run_attend("layers", "list", "--json", "--config", str(config), "--num-heads", "2").stdout)["layers"]

@@ -45,7 +45,7 @@ def test_a_layer_is_added_exported_and_removed(server: Server, http: httpx.Clien
     assert added.returncode == 0, added.stderr
     document = json.loads(added.stdout)
     assert document.pop("assumed")["rope"] is None
-    assert document == http.get("/layers/one").json() and document["spec"]["num_heads"] == 2
+    assert http.get("/layers/one").json().items() >= document.items() and document["spec"]["num_heads"] == 2
 
     listed = run_attend("layers", "list", *place, "--json")
     assert document in json.loads(listed.stdout)["layers"]

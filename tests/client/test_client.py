@@ -314,7 +314,8 @@ def test_a_figure_is_the_bytes_of_a_picture(client, file_format, magic):
 def test_layers_are_added_listed_and_removed(client):
     spec = LayerSpec(d_model=6, num_heads=3, seed=9)
     made = client.put_layer("made", spec)
-    assert made == client.layer("made") and made.spec == spec
+    assert made.spec == spec and made.steps is None
+    assert client.layer("made") == made.model_copy(update={"steps": {step.name: step.formula for step in spec.program}})
     assert made in client.layers()
     client.delete_layer("made")
     with pytest.raises(errors.LayerNotFound):

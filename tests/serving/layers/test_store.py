@@ -54,6 +54,13 @@ def put(server: Server | str, name: str, document: dict[str, Any], status: int) 
     return answer.json()
 
 
+def stored(server: Server | str, name: str) -> Any:
+    """The document of a layer, as PUT replies with it: without its steps."""
+    document = ask(server, "GET", f"/layers/{name}").json()
+    assert document.pop("steps")
+    return document
+
+
 def names(server: Server | str) -> list[str]:
     return [layer["name"] for layer in ask(server, "GET", "/layers").json()["layers"]]
 
@@ -75,12 +82,12 @@ def test_the_origin_of_weights_is_kept(tmp_path: Path) -> None:
             exported = ask(first, "GET", "/layers/mine/weights").content
             assert ask(first, "PUT", "/layers/copy", content=exported, headers=media).json()["origin"] == origin[:200]
             ask(first, "POST", "/v2/repository/models/mine/unload")
-            assert ask(first, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
+            assert stored(first, "mine") == {**made, "state": "unloaded"}
             ask(first, "POST", "/v2/repository/models/mine/load")
-            assert ask(first, "GET", "/layers/mine").json() == made
+            assert stored(first, "mine") == made
         if folder is not None:
             with serve_layers(folder) as second:
-                assert ask(second, "GET", "/layers/mine").json() == made
+                assert stored(second, "mine") == made
 
 
 def test_a_stored_layer_is_loaded_after_a_restart_and_a_removed_one_is_not(start: Start, tmp_path: Path) -> None:
@@ -96,7 +103,7 @@ def test_a_stored_layer_is_loaded_after_a_restart_and_a_removed_one_is_not(start
     assert files(folder) == ["kept.safetensors"]
     second = start("--layers-dir", str(folder))
     assert names(second) == ["default", "kept"]
-    assert ask(second, "GET", "/layers/kept").json() == kept != gone
+    assert stored(second, "kept") == kept != gone
 
 
 def contains(now: Any, then: Any) -> bool:
@@ -133,17 +140,17 @@ def test_an_unloaded_layer_stays_unloaded_after_a_restart_and_can_be_loaded(tmp_
         for name in ("mine", "replaced", "removed"):
             assert ask(first, "POST", f"/v2/repository/models/{name}/unload").status_code == 200
         assert files(tmp_path) == ["mine.unloaded", "removed.unloaded", "replaced.unloaded"]
-        assert ask(second, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
-        assert put(second, "replaced", OTHER, 200) == ask(first, "GET", "/layers/replaced").json()
+        assert stored(second, "mine") == {**made, "state": "unloaded"}
+        assert put(second, "replaced", OTHER, 200) == stored(first, "replaced")
         assert ask(second, "DELETE", "/layers/removed").status_code == 204
         assert [ask(server, "GET", "/layers/removed").status_code for server in (first, second)] == [404, 404]
 
     assert files(tmp_path) == ["mine.unloaded", "replaced.safetensors"]
     with serve_layers(tmp_path) as third:
-        assert ask(third, "GET", "/layers/mine").json() == {**made, "state": "unloaded"}
+        assert stored(third, "mine") == {**made, "state": "unloaded"}
         assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 409
         assert ask(third, "POST", "/v2/repository/models/mine/load").status_code == 200
-        assert ask(third, "GET", "/layers/mine").json() == made
+        assert stored(third, "mine") == made
         assert ask(third, "POST", "/attend", json={"layer": "mine", "query": [[1, 2, 3, 4]]}).status_code == 200
         assert files(tmp_path) == ["mine.safetensors", "replaced.safetensors"]
 
@@ -157,7 +164,7 @@ def test_a_loaded_layers_file_takes_precedence_over_an_unloaded_ones(start: Star
 
     second = start("--layers-dir", str(tmp_path))
 
-    assert ask(second, "GET", "/layers/mine").json() == made
+    assert stored(second, "mine") == made
     assert [event["layer"] for event in second.events if event["event"] == "layer file refused"] == ["odd"]
     for name in ("mine", "odd"):
         assert ask(second, "DELETE", f"/layers/{name}").status_code == 204
@@ -170,7 +177,7 @@ def test_a_configured_layer_cannot_be_changed_and_its_stored_file_is_ignored(sta
         put(first, "mine", TINY, 201)
         assert ask(first, "PUT", "/layers/default", json=TINY).status_code == 409
     second = start("--layers-dir", str(tmp_path), env={"ATTEND_LAYERS": json.dumps({"mine": OTHER["spec"]})})
-    assert ask(second, "GET", "/layers/mine").json()["spec"]["seed"] == 2
+    assert stored(second, "mine")["spec"]["seed"] == 2
     assert ask(second, "DELETE", "/layers/mine").status_code == 409
     assert files(tmp_path) == ["mine.safetensors"]
     assert any(event["event"] == "layer file ignored" and event["layer"] == "mine" for event in second.events)
@@ -239,7 +246,7 @@ def test_a_change_is_acknowledged_once_a_process_that_could_not_load_it_has(
         read = fail_reads(monkeypatch, tmp_path, 3, error)
         made = put(first, "mine", TINY, 201)
         assert read == ["mine"] * 4
-        assert ask(second, "GET", "/layers/mine").json() == made
+        assert stored(second, "mine") == made
 
 
 def test_a_process_is_not_ready_before_it_has_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +360,7 @@ def test_on_a_full_disk_put_is_507_and_the_old_layer_remains(start: Start, tmp_p
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
     refused = put(server, "mine", {"spec": {"d_model": 128, "num_heads": 2}}, 507)
     assert "room" in refused["detail"] and str(tmp_path) not in json.dumps(refused)
-    assert ask(server, "GET", "/layers/mine").json() == old
+    assert stored(server, "mine") == old
     assert files(tmp_path) == ["mine.safetensors"]
     put(server, "mine", OTHER, 200)
 
@@ -371,7 +378,7 @@ def test_a_disk_too_full_to_announce_the_change_changes_nothing(start: Start, tm
         assert "as they were" in put(server, name, OTHER, 507)["detail"]
     assert files(tmp_path) == ["mine.safetensors"]
     put(server, "more", {"spec": {"d_model": 128, "num_heads": 2}}, 507)  # by now it would have read the folder again
-    assert ask(server, "GET", "/layers/mine").json() == old and names(server) == ["default", "mine"]
+    assert stored(server, "mine") == old and names(server) == ["default", "mine"]
     removed = ask(server, "DELETE", "/layers/mine")
     assert removed.status_code == 507 and "as they were" not in removed.json()["detail"] and "has changed" in removed.json()["detail"]
     assert files(tmp_path) == []
@@ -402,14 +409,14 @@ def test_all_workers_have_a_change_when_its_reply_arrives(start: Start, tmp_path
     server = start("--workers", "2", "--layers-dir", str(tmp_path))
     for document, status in ((TINY, 201), (OTHER, 200), (TINY, 200)):
         made = put(server, "mine", document, status)
-        assert all(ask(server, "GET", "/layers/mine").json() == made for _ in range(12))
+        assert all(stored(server, "mine") == made for _ in range(12))
     writers = [threading.Thread(target=put, args=(server, "mine", document, 200)) for document in (TINY, OTHER) * 3]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
     put(server, "last", TINY, 201)  # changes are applied in order, so all earlier ones have been applied too
-    assert len({ask(server, "GET", "/layers/mine").json()["fingerprint"] for _ in range(12)}) == 1
+    assert len({stored(server, "mine")["fingerprint"] for _ in range(12)}) == 1
     assert ask(server, "DELETE", "/layers/mine").status_code == 204
     assert {ask(server, "GET", "/layers/mine").status_code for _ in range(12)} == {404}
 
@@ -448,7 +455,7 @@ def test_a_put_that_cannot_lock_the_folder_is_504_at_its_deadline(tmp_path: Path
         assert claim.acquire() and not Claim(tmp_path).acquire()
         late = ask(server, "PUT", "/layers/mine", json=OTHER, headers={"X-Request-Timeout": "0.3"})
         assert late.status_code == 504 and "nothing has changed" in late.json()["detail"]
-        assert ask(server, "GET", "/layers/mine").json()["spec"]["seed"] == 1
+        assert stored(server, "mine")["spec"]["seed"] == 1
         claim.release()
         put(server, "mine", OTHER, 200)
 
@@ -461,7 +468,7 @@ def test_a_layer_whose_file_would_exceed_the_limit_is_refused(tmp_path: Path, ke
         for name in ("mine", "new"):
             refused = put(server, name, {"spec": {"d_model": 64, "num_heads": 8}}, 413)
             assert "max_layer_bytes" in refused["detail"]
-        assert ask(server, "GET", "/layers/mine").json() == old and names(server) == ["default", "mine"]
+        assert stored(server, "mine") == old and names(server) == ["default", "mine"]
         assert files(tmp_path) == (["mine.safetensors"] if kept else [])
         put(server, "large", {"spec": {"d_model": 34, "num_heads": 2}}, 201)
         file = ask(server, "GET", "/layers/large/weights").content
@@ -486,7 +493,7 @@ def test_servers_that_share_a_folder_apply_each_others_changes(start: Start, tmp
     first, second = start("--layers-dir", str(tmp_path)), start("--layers-dir", str(tmp_path))
     for document, status in ((TINY, 201), (OTHER, 200)):
         made = put(first, "mine", document, status)
-        assert ask(second, "GET", "/layers/mine").json() == made
+        assert stored(second, "mine") == made
     assert ask(second, "DELETE", "/layers/mine").status_code == 204
     assert ask(first, "GET", "/layers/mine").status_code == 404
 

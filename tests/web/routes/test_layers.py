@@ -214,7 +214,7 @@ def test_exported_weights_can_be_put_back_bit_for_bit(http: httpx.Client, dtype:
     assert (taken.status_code, again.status_code) == (201, 200)
     assert taken.json()["fingerprint"] == again.json()["fingerprint"] == made["fingerprint"]
     assert made["spec"]["init"] == "xavier_uniform" and made["spec"]["seed"] == 5
-    assert taken.json() == http.get("/layers/filed").json() == again.json()
+    assert taken.json() == again.json() and http.get("/layers/filed").json().items() >= again.json().items()
     assert taken.json()["spec"] == {**made["spec"], "init": None, "seed": None}
     for name in ("drawn", "filed"):
         assert http.delete(f"/layers/{name}").status_code == 204

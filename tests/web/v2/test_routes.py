@@ -448,7 +448,8 @@ def test_models_are_loaded_listed_and_unloaded(v2: httpx.Client, new_model: str)
         assert v2.post(f"/v2/repository/models/{new_model}/unload", json={"parameters": {"unload_dependents": False}}).content == b""
 
     assert v2.get(f"/layers/{new_model}").json() == {**layer, "state": "unloaded"}
-    assert {**layer, "state": "unloaded"} in v2.get("/layers").json()["layers"]
+    listed = {name: value for name, value in layer.items() if name != "steps"}
+    assert {**listed, "state": "unloaded"} in v2.get("/layers").json()["layers"]
     index = v2.post("/v2/repository/index").json()
     assert {"name": new_model, "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"} in index
     assert new_model not in [entry["name"] for entry in v2.post("/v2/repository/index", json={"ready": True}).json()]
@@ -480,7 +481,7 @@ def test_an_unloaded_layer_with_given_weights_can_be_loaded_again(v2: httpx.Clie
         assert put.status_code == 201 and put.json()["spec"]["init"] is None
         for verb in ("unload", "load"):
             assert v2.post(f"/v2/repository/models/given/{verb}").status_code == 200
-        assert v2.get("/layers/given").json() == put.json()
+        assert v2.get("/layers/given").json().items() >= put.json().items()
 
         v2.post("/v2/repository/models/given/unload")
         assert v2.put("/layers/given", json={"spec": {"d_model": 4, "num_heads": 2}}).status_code == 200
