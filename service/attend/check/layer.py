@@ -57,6 +57,7 @@ class Layer(NumpyArithmetic):
         q, k = self.at_positions(q, k, positions)
         values |= {"query_projection": q, "key_projection": k, "value_projection": v}
         biases = self.position_bias(request, q, positions)
+        self.run([step for step in self.parts["placed heads"] if "block_means" in step.writes], values)
         self.run(self.parts["visible"], values)
         self.run([step for step in self.parts["bias"] if step.name != "sum_biases"], values)
         for name in ("forget_bias", "bias"):
