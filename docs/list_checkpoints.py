@@ -35,8 +35,9 @@ and saves; the service repeats their eager attention over HTTP to 3e-5 of the la
 name, and so is every field that the family does not read, unless it is known that no attention depends on it
 (`service/attend/checkpoints/unrelated_fields.py`). A refused field that has no effect on attention can be removed from config.json.
 
-`attend families NAME` prints the formulas of a family, and which kernels compute it. All families with RoPE read
-`rope_parameters` of transformers 5 as well as `rope_theta` and `rope_scaling` of transformers 4, of the types
+`attend families NAME` prints what the layers of a family compute, step by step, and which kernels compute them, and
+`attend families --kernels` the kernels of all families. All families with RoPE read `rope_parameters` of transformers 5 as well as
+`rope_theta` and `rope_scaling` of transformers 4, of the types
 {kinds}.
 
 The table has {families} model types.

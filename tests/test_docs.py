@@ -105,7 +105,7 @@ def test_every_link_leads_to_a_file(path: Path) -> None:
         assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-BELOW = "add|export|remove|list|inspect"  # second words of commands
+BELOW = "add|export|remove|list|inspect|describe"  # second words of commands
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").rglob("*.md"))]
 LINES = sorted({line for page in PAGES for line in re.findall(r"(?:^|`|&& )(attend \w[^`\n#]*)", page.read_text(), re.MULTILINE)})
 
@@ -150,6 +150,12 @@ def test_the_commands_of_a_session_work_as_pasted(server: Server, tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"length":1,' in done.stdout.splitlines()[-1]
     assert (tmp_path / "cache.safetensors").stat().st_size > 2 * 2 * 64 * 4
+
+
+def test_the_steps_of_the_default_layer_are_those_shown(server: Server) -> None:
+    shown = blocks("text", page("layers.md"))[0]
+    done = run_attend("layers", "describe", "default", "--url", server.url)
+    assert done.stdout.decode() == shown, done.stderr
 
 
 @pytest.mark.parametrize("name", ["settings.md", "check.md"])

@@ -1,6 +1,6 @@
 """The operators of attention: a file for each has all that is particular to it.
 
-`operator.py` says what that is, `stages.py` what it may compute, and `declarations.py` has the values that it declares.
+`operator.py` says what that is, `step.py` what their steps are, and `declarations.py` has the other values that they declare.
 Here are their fields of LayerSpec, and their order. To import them needs no torch, so that specs can be read without it.
 """
 
@@ -74,7 +74,7 @@ class OperatorFields(Dimensions):
     )
 
 
-OPERATORS: tuple[type[Operator], ...] = (  # weights are drawn in this order; within a stage, operators are applied in this order
+OPERATORS: tuple[type[Operator], ...] = (  # weights are drawn in this order; at one place of the program, steps are in this order
     WindowOperator,
     ChunksOperator,
     OutputGateOperator,
