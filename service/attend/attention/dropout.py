@@ -21,9 +21,10 @@ class Dropout:
     block of rows, which continues after the rows of the block before it.
     """
 
-    def __init__(self, options: CallOptions, num_heads: int, *, all_heads: bool) -> None:
+    def __init__(self, options: CallOptions, num_heads: int, device: torch.device, *, all_heads: bool) -> None:
         """With `all_heads`, blocks have all heads, although the call selects some."""
         assert options.dropout is not None
+        self.device = device
         self.p, seed = options.dropout
         self.batch, self.num_queries, self.num_keys = options.items, options.num_queries, options.num_keys
         self.heads = range(num_heads) if all_heads or options.heads is None else options.heads
@@ -46,7 +47,8 @@ class Dropout:
             for i, head in enumerate(self.heads):
                 for start, stop in _runs(queries):
                     kept[item, i, start:stop] = self._rows(item, head, int(queries[start]), stop - start) >= self.p
-        return torch.from_numpy(kept if np.array_equal(places, np.arange(len(queries))) else kept[:, :, places])
+        ordered = kept if np.array_equal(places, np.arange(len(queries))) else kept[:, :, places]
+        return torch.from_numpy(ordered).to(self.device)
 
     def _rows(self, item: int, head: int, first: int, count: int) -> Array:
         """The random numbers of consecutive rows, [count, k]."""

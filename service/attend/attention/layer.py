@@ -172,7 +172,7 @@ class MultiHeadAttention:
         """The values of each block of the call's rows, of its selected heads and queries alone; `blocks` are the rows of each block."""
         options, spec = call.options, self.spec
         if options.dropout is not None:
-            values["kept"] = Dropout(options, spec.num_heads, all_heads=plan.all_heads)
+            values["kept"] = Dropout(options, spec.num_heads, call.query.device, all_heads=plan.all_heads)
         if options.selects:
             selection = Selection(None if plan.all_heads else options.heads, options.queries)
             values |= {name: selection.of(values[name], plan.axes.get(name, ()), spec.num_heads) for name in plan.inputs if name in values}

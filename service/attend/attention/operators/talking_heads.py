@@ -67,8 +67,9 @@ def _mix_scores(m: Arithmetic, scores: Any) -> Any:
 
 
 def _mix_weights(m: Arithmetic, weights: Any, visible: Any, fully_masked: Any) -> Any:
-    mixed = _mix(m, "weight_mixing", weights)
-    return m.where(visible, mixed if fully_masked is None else m.where(~fully_masked[..., None], mixed, 0), 0)
+    """Fully masked rows of a head add nothing to the other heads."""
+    weights = weights if fully_masked is None else m.where(~fully_masked[..., None], weights, 0)
+    return m.where(visible, _mix(m, "weight_mixing", weights), 0)
 
 
 def _mix(m: Arithmetic, name: str, x: Any) -> Any:

@@ -95,7 +95,15 @@ def features_of(spec: LayerSpec, request: Request) -> set[str]:
 
 
 def inputs_of(spec: LayerSpec, request: Request) -> Values:
-    """What the program gets of a request. ValueError as `attend`."""
+    """What the program gets of a request. ValueError as `attend`, and for projected inputs of another width."""
+    widths = {
+        "query": (spec.num_heads, spec.head_dim),
+        "key": (spec.num_kv_heads, spec.head_dim),
+        "value": (spec.num_kv_heads, spec.value_head_dim),
+    }
+    for name, (count, width) in widths.items() if not spec.projections else ():
+        if (got := getattr(request, name).shape[-1]) != count * width:
+            raise ValueError(f"expected a {name} of {count} heads of {width} numbers, got {got} numbers")
     heads, b, q, k = spec.num_heads, len(request.query), request.query.shape[1], request.key.shape[1]
     needs_positions = request.causal or request.window is not None or bool(spec.positional)
     positions = request.query_indices((b, heads, q, k), needs_positions)
