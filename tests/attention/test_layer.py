@@ -62,7 +62,7 @@ def documented_weights(spec: LayerSpec) -> Weights:
 
 def torch_weights(spec: LayerSpec, names: tuple[str, ...], widths: tuple[int, ...]) -> Weights:
     """The weights that torch's modules draw after `torch.manual_seed`."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # also where a test has pretended another device
         torch.manual_seed(spec.seed)
         if spec.init == "torch_linear":
             linears = [torch.nn.Linear(width, spec.d_model, bias=spec.bias) for width in widths]

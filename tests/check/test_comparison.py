@@ -1307,7 +1307,7 @@ class ForgetsToRollBack(Llama):
 def test_caches_in_place_and_in_the_candidate_are_decoded_and_rolled_back(candidate, options, wrong, named):
     comparison = compare(candidate, causal=True, **options)
     assert {result.case for result in comparison.results if result.agrees is False} == wrong
-    assert sum(result.case.startswith("decoding") for result in comparison.results) == 3
+    assert sum(result.case.startswith("decoding") for result in comparison.results) == 4
     assert (comparison.first.mistakes if comparison.first else ()) == named
 
 

@@ -159,11 +159,16 @@ def test_other_weights_are_detected(relay, server, monkeypatch):
     assert done.returncode == 1 and b"wrong: weights differ from" in done.stdout
 
 
+def has_numbers(case):
+    """Whether every output of a case has a finite number."""
+    outputs = attend(case.spec, weights_of(case), **case.request)
+    return all(np.isfinite(getattr(outputs, name)).any() for name in outputs_of(case.spec))
+
+
 @pytest.mark.parametrize("dtype", get_args(DType))
 def test_every_output_is_compared(dtype):
     """The reference agrees with itself; an error above the tolerance in any output, NaN, or another shape does not."""
-    number = next(n for n in range(100) if draw_case(0, n).spec.dtype == dtype)
-    case = draw_case(0, number)
+    case = next(case for case in (draw_case(0, n) for n in range(100)) if case.spec.dtype == dtype and has_numbers(case))
     weights = weights_of(case)
     reference, rounded = attend(case.spec, weights, **case.request), with_roundings(case, weights)
     masked = reference.fully_masked_rows

@@ -234,7 +234,7 @@ class Halved(Gated):
 class Latent(nn.Module):
     """DeepSeek's, with mscale 1.3."""
 
-    scale = 1.3**2 * 11**-0.5
+    factor = 1.3**2
     own_rotary_parts = False
 
     def __init__(self, d_model, num_heads, q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim):
@@ -260,14 +260,14 @@ class Latent(nn.Module):
         kv = split(self.kv_b_proj(self.kv_a_layernorm(c)))
         q = torch.cat((q, self.turn(q_rotary)), -1)
         k = torch.cat((kv[..., : self.own], self.share(self.turn(k_rotary[:, None]))), -1)
-        heads = scaled_dot_product_attention(q, k, kv[..., self.own :], is_causal=True, scale=self.scale)
+        heads = scaled_dot_product_attention(q, k, kv[..., self.own :], is_causal=True, scale=self.factor * q.shape[-1] ** -0.5)
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
 class WithoutMscale(Latent):
-    scale = 11**-0.5
+    factor = 1
 
 class Mscale(Latent):
-    scale = 1.3 * 11**-0.5
+    factor = 1.3
 
 class Halves(Latent):
     def turn(self, x):

@@ -79,7 +79,7 @@ def test_metrics_agree_with_plain_numpy_on_random_layers_and_masks(client: Clien
     direction = rng.standard_normal((*np.shape(case.request["query"])[:-1], width)) if rng.random() < 0.5 else None
 
     refused = {"weights", "value norms"} if spec.signed_weights else set()
-    if any(operator.scales_values for operator in spec.operators):
+    if any(operator.writes(spec, "head_outputs") for operator in spec.operators):
         refused |= {"value norms"}
     names = [name for name in (*WORDLESS, *WORDS) if METRICS[name].of not in refused]
     result = ask(client, case, metrics=names, tokens={"query": words[0], "key": words[1]}, direction=direction)

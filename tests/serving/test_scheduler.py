@@ -322,10 +322,10 @@ def test_rule_4_a_call_beyond_the_batch_limit_runs_alone_in_its_turn(knobs: dict
 
 @pytest.mark.parametrize("limit", ["operations", "memory"])
 def test_rule_5_a_call_that_exceeds_the_queue_is_refused_at_once(limit: str) -> None:
-    """With Retry-After. The waiting calls are computed; then there is room."""
+    """With Retry-After. One caller may fill the queue until as much is free. The waiting calls are computed; then there is room."""
 
     async def test() -> None:
-        harness = Harness(operations=10 * HEAVY, memory_bytes=1000)
+        harness = Harness(operations=20 * HEAVY, memory_bytes=2000)
         busy = await harness.occupy()
         waiting = [harness.start(memory=50) for _ in range(8)]
         await loop_iterations()

@@ -82,6 +82,11 @@ def _resized(spec: LayerSpec, heads: int, kv_heads: int, head_dim: int) -> Layer
     usual = LayerSpec.model_validate(_fields(spec, DERIVED) | {"head_dim": spec.head_dim})
     fields = _fields(spec, [name for name in DERIVED if getattr(spec, name) == getattr(usual, name) or name == "head_dim"])
     d_model = heads * head_dim if spec.d_model == spec.num_heads * spec.head_dim else spec.d_model + 2 * head_dim
+    if spec.rope is not None:
+        if spec.rope.dims == spec.head_dim:  # all of a head is rotated
+            fields["rope"] = fields["rope"] | {"dims": head_dim}
+        if spec.rope.scaling is not None:  # mscale multiplies the usual scale of any width
+            fields["scale"] = spec.scale * (spec.head_dim / head_dim) ** 0.5
     if spec.value_head_dim != spec.head_dim:
         fields["value_head_dim"] = spec.value_head_dim + 2
     return LayerSpec.model_validate(fields | {"d_model": d_model, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim})

@@ -283,7 +283,7 @@ def test_invalid_requests_are_400_with_the_reason(v2: httpx.Client, case: str) -
         (b'{"inputs": [{"name": "query", "shape": [1, 1, 6], "datatype": "FP32", "data": [1e999,1,1,1,1,1]}]}', "finite"),
         (b'{"inputs": [{"name": "query\\u0000", "shape": [1], "datatype": "FP32", "data": [1]}]}', "query"),
         (b'{"inputs": ' + b"[" * 100 + b"]" * 100 + b"}", "deep"),
-        (b'{"inputs": [{"data": ' + b"[" * 3000 + b"]" * 3000 + b"}]}", "deep"),
+        (b'{"inputs": [{"name": "query", "shape": [1, 1, 6], "datatype": "FP32", "data": ' + b"[" * 3000 + b"]" * 3000 + b"}]}", "deep"),
         (b"\xff\xfe", "UTF-8"),
     ],
 )
