@@ -104,6 +104,8 @@ def random_case(
     draw = Draw(rng)
     init = init or draw.one_of(*get_args(Init))
     drawn = drop_conflicts(drawn, init)
+    if dtype in ("float16", "bfloat16") and "block_selection" not in always:
+        drawn.discard("block_selection")  # which blocks are selected depends on rounding
     sizes = draw_sizes(draw, drawn, batched)
     spec = draw_spec(draw, sizes, drawn, init, dtype or draw.one_of("float64", "float32"))
     widths = {"query": (sizes.queries, spec.query_dim), "key": (sizes.keys, spec.key_dim), "value": (sizes.keys, spec.value_dim)}
