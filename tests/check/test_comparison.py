@@ -1362,6 +1362,7 @@ LAYERS = [
     LayerSpec(d_model=12, num_heads=2, forget_gate=True),
     LayerSpec(**SIZES, scale=0.9, rope={"dims": 2}, latent={"query_rank": 7, "key_value_rank": 5, "rope_key_dim": 2}),
     LayerSpec(d_model=12, num_heads=3, alibi=True),
+    LayerSpec(d_model=12, num_heads=3, block_selection={"block_size": 2, "top_k": 1}),
 ]
 
 
