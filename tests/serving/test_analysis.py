@@ -32,7 +32,7 @@ from support.plain_metrics import Item, between_metrics, output_metrics, row_met
 
 WORDS = ["duplicate_token_score", "induction_score"]
 WORDLESS = [name for name in METRICS if name not in (*WORDS, "single_head")]
-MEASURED = sorted(set(FEATURES) - {"dropout"})
+MEASURED = sorted(set(FEATURES) - {"dropout", "block_selection"})  # selected blocks empty rows of one of two differential softmaxes
 WINDOW, LINKS, MASS = 1, 3, 0.8
 
 
