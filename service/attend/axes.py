@@ -36,7 +36,6 @@ class TensorField:
     packed: bool = False  # whether a request with several sequences in one query may have it; each gets its rows
     divisible: bool = False  # whether a call with it may be computed in parts that have some of the keys each
     stacked: bool = True  # whether calls with it may be computed together
-    outer: bool = False  # whether it is applied outside of kernels, so that these need not declare it
     new_rows: bool = False  # whether a step of a session has it for its new rows alone
 
     @cached_property
@@ -110,7 +109,6 @@ OTHERS = {  # of `Call`
         at_least="float64",
         packed=True,
         divisible=True,
-        outer=True,
         new_rows=True,
     ),
     "key_positions": TensorField(
@@ -121,7 +119,6 @@ OTHERS = {  # of `Call`
         at_least="float64",
         packed=True,
         divisible=True,
-        outer=True,
         new_rows=True,
     ),
     "head_scale": TensorField("h b,h", onto="b,h,q,k", packed=True, divisible=True),
@@ -129,7 +126,7 @@ OTHERS = {  # of `Call`
     "pattern_rows": TensorField(ROWS, "bhq", "mask", needs="pattern", onto="b,h,q,k"),
     "head_outputs": TensorField("b,h,q,value_head_dim", "bhq"),
     "head_output_rows": TensorField(ROWS, "bhq", "mask", needs="head_outputs", onto="b,h,q,k"),
-    "output_gradient": TensorField("b,q,output_dim", needs="outputs", packed=True, stacked=False, outer=True),
+    "output_gradient": TensorField("b,q,output_dim", needs="outputs", packed=True, stacked=False),
 }
 OF_ANALYSES = {"direction": TensorField("b,q,output_dim")}
 TENSOR_FIELDS: Mapping[str, TensorField] = INPUTS | MASKS | LENGTHS | OTHERS | OF_ANALYSES

@@ -62,11 +62,12 @@ class BlockSelectionOperator(Operator):
             all_keys=True,
             expands=True,
         )
+        earlier = f", or among the {blocks.top_k - 1} earlier ones with the largest Q_i · M_c" if blocks.top_k > 1 else ""
         select = Step(
             "select_blocks",
             ("query_projection", "block_means", "positions", "keys", "visible"),
             {"visible": Value("b,h,q,k")},
-            f"j is visible to i if its block is that of i, or among the {blocks.top_k - 1} earlier ones with the largest Q_i · M_c",
+            f"j is visible to i if its block is that of i{earlier}",
             partial(_select, blocks=blocks),
             all_keys=True,
             empties=True,

@@ -103,11 +103,11 @@ class GridBiasOperator(Operator):
         reads: tuple[str, ...]
         if grid.kind == "decomposed":
             reads = ("query_projection", "positions", "keys", "grid_rows", "grid_columns")
-            formula, compute = "grid_bias_ij = q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])", _decomposed
+            formula, compute = "grid_scores_ij = q_i · (grid_rows[row_i - row_j] + grid_columns[column_i - column_j])", _decomposed
         else:
             reads, compute = ("positions", "keys", "grid_bias"), _from_table
             token = ", whose last three rows are for a class token" if grid.class_token else ""
-            formula = f"grid_bias_ij = grid_bias[place_i - place_j, h]{token}"
+            formula = f"grid_scores_ij = grid_bias[place_i - place_j, h]{token}"
         return {"bias": (Step("grid_bias", reads, {"grid_scores": Value("b,h,q,k")}, formula, partial(compute, grid=grid)),)}
 
 
