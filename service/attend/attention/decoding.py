@@ -105,7 +105,7 @@ def _compute_rows(layer: MultiHeadAttention, steps: Sequence[tuple[CachedStep, C
     features = steps[0][1].features
     wanted = cached | set().union(*(call.options.outputs for _, call in steps))
     program = row_steps(needed(program_of(layer.spec, features), wanted, layer.constants))
-    values = layer.values_of(rows, None)
+    values = layer.values_of(rows, None, {name for step in program for name in step.reads})
     run_steps(layer.arithmetic, program, values)
     written = {name: value for step in program for name, value in step.writes.items()}
     return {name: values[name] for name in written}, {name for name, value in written.items() if "k" in value.axes.split(",")}
@@ -175,6 +175,6 @@ def _attend_to_pages(layer: MultiHeadAttention, call: Call, rows: Values, cache:
     for kernel in layer.cache_kernels:
         if (plan := layer.plan(call.features, call.options.outputs, given, kernel)) is not None:
             with suppress(Inexact):
-                values = layer.values_of(call, None) | rows | {"cache": cache}
+                values = layer.values_of(call, None, plan.reads) | rows | {"cache": cache}
                 return Result(layer.run(plan, call, values, lambda block: slice(first, last + 1)))
     return None

@@ -6,6 +6,7 @@ several steps as one (`kernels/`).
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,12 @@ class Plan:
     results: tuple[str, ...]  # values of blocks that are wanted, or read after them
     all_heads: bool  # whether steps of blocks need all heads
 
-    @property
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The values that any step reads."""
+        return frozenset(name for step in (*self.before, *self.block, *self.after) for name in step.reads)
+
+    @cached_property
     def inputs(self) -> frozenset[str]:
         """The values that steps of blocks read and do not write first."""
         written, inputs = set[str](), set[str]()

@@ -87,12 +87,12 @@ class MultiHeadAttention:
     def _compute(self, call: Call, wanted: Collection[str], fully_masked: Tensor | None, *, exact: bool) -> dict[str, Tensor]:
         """These outputs; `keys` and `values` in place of the attention weights if the call has `top_k`."""
         features = call.features if fully_masked is not None or self._empties else call.features - {"uniform"}
-        values, given = self.values_of(call, fully_masked), frozenset(call.cached or ())
+        given = frozenset(call.cached or ())
         for kernel in (*(() if exact else self.kernels), None):
             if (plan := self.plan(features, wanted, given, kernel)) is None:
                 continue
             try:
-                return self.run(plan, call, dict(values))
+                return self.run(plan, call, self.values_of(call, fully_masked, plan.reads))
             except Inexact:
                 continue
         raise AssertionError("the plan without kernels computes everything")
@@ -111,19 +111,22 @@ class MultiHeadAttention:
             self._plans[key] = None if steps is None else plan_of(steps, wanted, axes_of(program, self._axes))
         return self._plans[key]
 
-    def values_of(self, call: Call, fully_masked: Tensor | None) -> Values:
-        """What a program gets: the constants of the layer, and the inputs of the call."""
+    def values_of(self, call: Call, fully_masked: Tensor | None, reads: Collection[str] | None = None) -> Values:
+        """What a program gets: the constants of the layer, and the inputs of the call; with `reads`, of positions only those among them."""
         options, masks = call.options, call.masks
-        query_coordinates, key_coordinates = call.coordinates
+        positions: Values = {}
+        if reads is None or "positions" in reads:
+            positions["positions"] = masks.positions
+        if reads is None or "keys" in reads:
+            positions["keys"] = torch.arange(masks.num_keys, device=call.query.device)
+        if reads is None or "query_coordinates" in reads or "key_coordinates" in reads:
+            positions["query_coordinates"], positions["key_coordinates"] = call.coordinates
         return {
             **self.constants,
             "query": call.query,
             "key": call.key,
             "value": call.value,
-            "positions": masks.positions,
-            "keys": torch.arange(masks.num_keys, device=call.query.device),
-            "query_coordinates": query_coordinates,
-            "key_coordinates": key_coordinates,
+            **positions,
             "masks": masks,
             "fully_masked": fully_masked,
             "bias": masks.bias,
@@ -265,7 +268,7 @@ class MultiHeadAttention:
         given = {*projected, *(call.cached or ())}
         plan = self.plan(call.features, ("attention_weights", "visible"), given)
         assert plan is not None
-        values = self.values_of(call, fully_masked) | dict(projected)
+        values = self.values_of(call, fully_masked, plan.reads) | dict(projected)
         run_steps(self.arithmetic, plan.before, values)
         restricted = bool(call.features & {"causal", "intervals", "sets"}) or any(step.name == "select" for step in plan.block)
         for rows, block in self._blocks(plan, call, values, blocks):
