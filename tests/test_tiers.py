@@ -64,7 +64,7 @@ TORCH_IN_CLIENT = ("client/remote.py", "client/transformers.py", "client/recordi
 NAMES_OPERATORS = (  # those who compute, read or compare single ones
     *("attention/operators/", "attention/reference/", "checkpoints/", "check/mistakes/"),
     *(f"check/{name}.py" for name in ("candidate", "cases", "changes", "convention", "fitting", "layer", "parameters")),
-    *(f"check/{name}.py" for name in ("rounding", "weights")),
+    *(f"check/{name}.py" for name in ("rounding", "sizes", "weights")),
 )
 WITHOUT_TORCH = ("operators", "program")  # of attention
 WATCHED = {"asyncio"}  # of the standard library: the rules say which packages may use event loops
@@ -194,7 +194,7 @@ def test_no_other_file_asks_for_an_operator_by_name() -> None:
     """A file that needs something of an operator lets the operator declare it.
 
     Strings may be names of places of the program, of outputs or of fields of requests. Requests may have a softcap in place of
-    the layer's. Random requests draw windows as random layers do.
+    the layer's. Random requests draw windows as random layers do, and no blocks that depend on rounding.
     """
     fields, files = {operator.field for operator in OPERATORS}, {operator.name for operator in OPERATORS}
     strings = {operator.field for operator in OPERATORS if not operator.of_calls} - {*PLACES}
@@ -212,5 +212,5 @@ def test_no_other_file_asks_for_an_operator_by_name() -> None:
                     found |= {(file, module.rpartition(".")[2])} if module.rpartition(".")[2] in files else set()
     first = FIRST_FIELDS & strings  # those of the first version, to which fingerprints refer
     words = ("serving/words/small.py", "rope")  # the spec of a model
-    calls = {("serving/calls.py", "softcap"), ("check/random_cases.py", "window")}
+    calls = {("serving/calls.py", "softcap"), ("check/random_cases.py", "window"), ("check/random_cases.py", "block_selection")}
     assert found == {*calls, words, *(("spec.py", name) for name in first)}

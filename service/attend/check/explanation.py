@@ -402,10 +402,13 @@ def _shows(mistake: Named, observed: Observation) -> bool:
 
 
 def _confirmed(found: list[Mistakes], observed: Sequence[Observation]) -> list[Mistakes]:
-    """Those that give what was observed in other sizes, where some of it has to be wrong."""
+    """Those that give what was observed in other sizes, where some of it has to be wrong.
+
+    Errors of few digits grow with the length of a sum and depend on its order, so other widths say nothing about those.
+    """
     if all(x.agrees for x in observed):
         return []
-    return [mistakes for mistakes in found if all(_may_be(mistakes, x) for x in observed)]
+    return [mistakes for mistakes in found if mistakes[0][0] in PRECISION or all(_may_be(mistakes, x) for x in observed)]
 
 
 def _told_apart(found: list[Mistakes], further: Iterator[Observation]) -> list[Mistakes]:
