@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,6 +20,8 @@ from attend.serving.layer_requests import put_layer
 from attend.serving.layers.files import CheckpointQuery
 from attend.serving.plan import plan_call
 from attend.serving.requests import RawRequest
+from attend.serving.words import encoder, hashed
+from attend.serving.words.sentence import Sentence
 from attend.settings import Settings
 from attend.web.app import create_app
 from attend.web.errors import retry_after
@@ -303,6 +306,33 @@ def test_rule_13_every_reply_is_reserved_at_its_size(method: str, path: str) -> 
             assert (again.status, budget.held) == (200, 0)
 
     run(test())
+
+
+def test_rule_13_vectors_of_words_do_not_wait_unreserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request's vectors are gone, written as a reply that is reserved, before those of the next are made."""
+    made: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def hash_words(*args: Any) -> Sentence:
+        alive.append(sum(vectors() is not None for vectors in made))
+        sentence = hashed.hash_words(*args)
+        made.append(weakref.ref(sentence.vectors))
+        return sentence
+
+    monkeypatch.setattr(encoder, "hash_words", hash_words)
+    body = json.dumps({"layer": "words", "text": "one two three"}).encode()
+
+    async def test() -> None:
+        async with serving(layers=NAMED_LAYERS) as app:
+            exchanges = [Exchange(app, len(body), "192.0.2.1", "/words") for _ in range(5)]
+            for exchange in exchanges:
+                exchange.push(body)
+            for exchange in exchanges:
+                await exchange.answered
+            assert [exchange.status for exchange in exchanges] == [200] * 5
+
+    run(test())
+    assert alive == [0] * 5
 
 
 def test_rule_13_words_of_links_count_against_the_budget() -> None:

@@ -226,6 +226,8 @@ class Plot:
             ticks = [low, *(tick for tick in inner if low + apart < tick < high - apart), high]
         bar = self.figure.colorbar(ScalarMappable(self.norm, self.map), cax=self._axes(area), format="{x:.3g}", ticks=ticks)
         self.colour_bars.append(bar)
+        assert bar.solids is not None
+        bar.solids.set(rasterized=False, gid="cells-bar")  # matplotlib would clear a bitmap of the whole picture for it, without a pause
         bar.outline.set_visible(False)
         bar.minorticks_off()
         bar.ax.tick_params(length=4 * PIXEL, pad=3 * PIXEL, labelsize=NOTE * PIXEL)

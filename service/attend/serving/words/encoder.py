@@ -41,8 +41,11 @@ class TextEncoder:
             self._vocabulary = await self.service.engine.codecs.run(installed_vocabulary, WORK_BYTES, "")
         return self._vocabulary
 
-    async def read(self, raw: RawRequest) -> Words:
-        """POST /words. Raises LayerNotFound, or InvalidRequest for text without words or with too many."""
+    async def reply(self, raw: RawRequest) -> str:
+        """POST /words, as JSON. Raises LayerNotFound, or InvalidRequest for text without words or with too many.
+
+        One job makes the vectors and writes them, so that none wait for a thread in memory that nobody has reserved.
+        """
         request = await read_body(self.service, raw, WordsRequest)
         run = partial(self.service.engine.run, raw, WORK_BYTES)
         try:
@@ -52,13 +55,12 @@ class TextEncoder:
                 layer = await self._layer_of(sentence, raw)
                 if layer.fingerprint == await run(fingerprint, sentence.spec, sentence.weights):
                     effects = await run(model.effects, request.text) if request.effects else None
-                    return await run(_words_of, layer, sentence, effects)
+                    return await run(_written, layer, sentence, effects)
             layer = self.service.registry.find(request.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
-            sentence = await run(hash_words, request.text, layer.spec, widths[request.part], MAX_NUMBERS)
+            return await run(_hashed, layer, request.text, widths[request.part])
         except InvalidText as error:
             raise InvalidRequest.where("/text", error.expected, error.got or describe_value(request.text)) from None
-        return await run(_words_of, layer, sentence)
 
     async def _model_of(self, name: str) -> tuple[TextModel, int] | None:
         """The model that has a layer, and the layer's number in it; None for other layers."""
@@ -87,9 +89,14 @@ def installed_vocabulary() -> Vocabulary:
     return Vocabulary(models=models, note=" ".join(notes))
 
 
-def _words_of(layer: LoadedLayer, sentence: Sentence, effects: HeadEffects | None = None) -> Words:
+def _hashed(layer: LoadedLayer, text: str, width: int) -> str:
+    """The reply for the vectors of hashes. Raises InvalidText."""
+    return _written(layer, hash_words(text, layer.spec, width, MAX_NUMBERS))
+
+
+def _written(layer: LoadedLayer, sentence: Sentence, effects: HeadEffects | None = None) -> str:
     """The reply of POST /words for a sentence. Only the layers of models have weights of their own."""
-    return Words(
+    words = Words(
         layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint),
         tokens=sentence.tokens,
         vectors=Base64Tensor.of(sentence.vectors),
@@ -101,3 +108,4 @@ def _words_of(layer: LoadedLayer, sentence: Sentence, effects: HeadEffects | Non
         if effects is None
         else Effects(answer=effects.answer, probability=effects.probability, change=effects.change.tolist()),
     )
+    return words.model_dump_json()

@@ -43,9 +43,7 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool, require_
     )
     async def post_words(record: CurrentRecord) -> Response:
         """Tokens and vectors of a sentence for a layer: of a trained model for its own layers, from hashes of the words for others."""
-        raw = await read_request(record, service, largest=MAX_TEXT_BODY_BYTES)
-        words = await encoder.read(raw)
-        return Response(await service.engine.run(raw, len(words.vectors.base64), words.model_dump_json), media_type=JSON)
+        return Response(await encoder.reply(await read_request(record, service, largest=MAX_TEXT_BODY_BYTES)), media_type=JSON)
 
     @table.add(
         "POST",
