@@ -21,7 +21,8 @@ from attend.web.app import create_app
 from attend.web.connections import Connection
 
 ROOT = str(Path(attend.__file__).parent) + "/"
-BODY = json.dumps({"query": [[0.25] * 64] * 16, "reply": {"decimals": 4}})
+BODY = {"query": [[0.25] * 64] * 16, "reply": {"decimals": 4}}
+FIELDS = {"mask": {"attend_mask": [[1] * 16] * 16}, "bias": {"bias": [[0.5] * 16] * 16}, "causal": {"causal": True}}
 WARM = 5  # requests before the one that is counted
 
 
@@ -97,9 +98,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--log", action="store_true", help="with the access log")
     parser.add_argument("--functions", action="store_true", help="print each function")
+    parser.add_argument("--field", choices=FIELDS, help="with this field in the request")
     arguments = parser.parse_args()
     settings = Settings(access_log=arguments.log)
-    calls = asyncio.run(counted(request("/attend", BODY), settings))
+    calls = asyncio.run(counted(request("/attend", json.dumps(BODY | FIELDS.get(arguments.field, {}))), settings))
     lines: Counter[str] = Counter()
     for (file, function), count in calls.items():
         lines[f"{file} {function}" if arguments.functions else file] += count

@@ -30,13 +30,15 @@ class TensorField:
     kind: Kind = "number"  # what its elements may be
     needs: str = ""  # the field that a request with it must have
     excludes: str = ""  # the field that a request with it must not have
-    tensor: str = ""  # the name of its tensor in `Call`, if that is another
+    tensor: str = ""  # the name of its tensor in `Call` or `Masks`, if that is another; two names for two of them
     onto: str = ""  # the axes of that tensor; "": its own, with b
     at_least: str = ""  # the datatype of that tensor, unless the layer's is wider; "": the layer's
     packed: bool = False  # whether a request with several sequences in one query may have it; each gets its rows
     divisible: bool = False  # whether a call with it may be computed in parts that have some of the keys each
     stacked: bool = True  # whether calls with it may be computed together
     new_rows: bool = False  # whether a step of a session has it for its new rows alone
+    inverted: bool = False  # whether true means blocked, unlike in its tensor
+    prepared: bool = False  # whether requests with it are prepared once: only its elements, each by itself, may make one invalid
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
@@ -62,11 +64,18 @@ class TensorField:
 
     def expanded(self, tensor: T, batched: bool) -> T:
         """The tensor with the axes of `onto`: those that it does not have have length 1."""
-        axes = self.of(tensor.ndim, batched)
-        lengths = dict(zip(axes, tensor.shape, strict=True))
-        onto = self.onto.split(",") if self.onto else axes if batched else ("b", *axes)
-        expanded: T = tensor.reshape([lengths.get(axis, 1) for axis in onto])
+        expanded: T = tensor[self._expansions[tensor.ndim, batched]]
         return expanded
+
+    @cached_property
+    def _expansions(self) -> dict[tuple[int, bool], tuple[slice | None, ...]]:
+        """(rank, whether the request is batched) -> the index of a tensor that adds the axes which it does not have."""
+        found = {}
+        for batched, shapes in ((True, self.shapes), (False, self.unbatched)):
+            for axes in shapes:
+                onto = self.onto.split(",") if self.onto else axes if batched else ("b", *axes)
+                found[len(axes), batched] = tuple(slice(None) if axis in axes else None for axis in onto)
+        return found
 
     @property
     def broadcasts(self) -> str:
@@ -82,20 +91,32 @@ class TensorField:
 
 PAIRS, ROWS = "q,k b,q,k b,h,q,k", "h b,h b,h,q"
 INPUTS = {
-    "query": TensorField("b,q,query_dim", packed=True, divisible=True, new_rows=True),
-    "key": TensorField("b,k,key_dim", packed=True, divisible=True, new_rows=True),
-    "value": TensorField("b,k,value_dim", needs="key", packed=True, divisible=True, new_rows=True),
+    "query": TensorField("b,q,query_dim", packed=True, divisible=True, new_rows=True, prepared=True),
+    "key": TensorField("b,k,key_dim", packed=True, divisible=True, new_rows=True, prepared=True),
+    "value": TensorField("b,k,value_dim", needs="key", packed=True, divisible=True, new_rows=True, prepared=True),
 }
 MASKS = {  # which `attention/masks.py` combines
-    "attend_mask": TensorField(PAIRS, "bhqk", "mask", onto="b,h,q,k", divisible=True),
-    "block_mask": TensorField(PAIRS, "bhqk", "mask", excludes="attend_mask", onto="b,h,q,k", divisible=True),
-    "bias": TensorField(PAIRS, "bhqk", "bias", onto="b,h,q,k", divisible=True),
-    "attend_keys": TensorField("b,k", "bk", "mask", divisible=True),
-    "block_keys": TensorField("b,k", "bk", "mask", excludes="attend_keys", divisible=True),
-    "valid_lens": TensorField("b b,q", kind="count", onto="b,q", divisible=True),
-    "segments": TensorField("b,n", "bn", "segment", divisible=True),
-    "query_segments": TensorField("b,q", "bq", "segment", needs="key_segments", excludes="segments", divisible=True),
-    "key_segments": TensorField("b,k", "bk", "segment", needs="query_segments", excludes="segments", divisible=True),
+    "attend_mask": TensorField(PAIRS, "bhqk", "mask", onto="b,h,q,k", divisible=True, prepared=True),
+    "block_mask": TensorField(
+        PAIRS,
+        "bhqk",
+        "mask",
+        excludes="attend_mask",
+        tensor="attend_mask",
+        onto="b,h,q,k",
+        divisible=True,
+        inverted=True,
+        prepared=True,
+    ),
+    "bias": TensorField(PAIRS, "bhqk", "bias", onto="b,h,q,k", divisible=True, prepared=True),
+    "attend_keys": TensorField("b,k", "bk", "mask", divisible=True, prepared=True),
+    "block_keys": TensorField(
+        "b,k", "bk", "mask", excludes="attend_keys", tensor="attend_keys", divisible=True, inverted=True, prepared=True
+    ),
+    "valid_lens": TensorField("b b,q", kind="count", tensor="lengths", onto="b,q", divisible=True, prepared=True),
+    "segments": TensorField("b,n", "bn", "segment", tensor="query_segments key_segments", divisible=True, prepared=True),
+    "query_segments": TensorField("b,q", "bq", "segment", needs="key_segments", excludes="segments", divisible=True, prepared=True),
+    "key_segments": TensorField("b,k", "bk", "segment", needs="query_segments", excludes="segments", divisible=True, prepared=True),
 }
 LENGTHS = {
     "query_lengths": TensorField("sequences", kind="count", packed=True),
@@ -121,7 +142,7 @@ OTHERS = {  # of `Call`
         divisible=True,
         new_rows=True,
     ),
-    "head_scale": TensorField("h b,h", onto="b,h,q,k", packed=True, divisible=True),
+    "head_scale": TensorField("h b,h", onto="b,h,q,k", packed=True, divisible=True, prepared=True),
     "pattern": TensorField(PAIRS, "bhqk", onto="b,h,q,k", at_least="float32"),
     "pattern_rows": TensorField(ROWS, "bhq", "mask", needs="pattern", onto="b,h,q,k"),
     "head_outputs": TensorField("b,h,q,value_head_dim", "bhq"),

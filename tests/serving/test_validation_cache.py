@@ -35,7 +35,11 @@ OPTIONS: dict[str, list[Any]] = {  # valid and invalid values, and pairs that ar
     "dropout": [{"p": 0.5, "seed": 1}, {"p": 0.5, "seed": 2}, {"p": 1, "seed": 1}],
     "reply": [{"form": "flat"}, {"decimals": 2}, {"decimals": True}, {"datatype": "FP16"}],
     "valid_lens": [[1, 2], [2, 1], [0, 9]],
-    "attend_keys": [[[1, 0, 1], [1, 1, 0]], [[0, 0, 2], [1, 1, 0]]],
+    "attend_keys": [[[1, 0, 1], [1, 1, 0]], [[0, 0, 2], [1, 1, 0]], [1, 0, 1], [True, False, True]],
+    "block_mask": [[[0, 1, 0]], [[1, 1, 2]], [[True, False, True]]],
+    "bias": [[[0.5, "-inf", -1]], [[0.5, 1, -1]], [[1e39, 0, 0]]],
+    "head_scale": [[1, 0.5], [1e39, 1], [2, 3]],
+    "segments": [[0, 1, 1], [0, -1, 0], [0, -2, 1]],
     "surplus": [1],
 }
 NUMBERS = st.sampled_from([0.0, 1.0, -2.5, 0.1, 7e4, 1e39])  # 7e4 is too large for float16, 1e39 for float32
@@ -108,11 +112,21 @@ def test_a_cached_request_is_not_validated_again_and_has_its_own_numbers() -> No
     assert (first.call.query == 1).all() and (second.call.query == 2).all()
 
 
-def test_requests_with_masks_are_always_validated() -> None:
+def test_wrong_numbers_of_masks_are_refused_although_the_shape_is_known() -> None:
     query = np.ones((2, 3, 6)).tolist()
-    with pytest.raises(InvalidRequest) as refusal:
-        bound_twice({"query": query, "valid_lens": [1, 2]}, {"query": query, "valid_lens": [1, 4]})
-    assert refusal.value.problems[0].at == "/valid_lens/1"
+    for name, right, wrong in (("valid_lens", 2, 4), ("valid_lens", 2, -1), ("valid_lens", 2, 0.5)):
+        with pytest.raises(InvalidRequest) as refusal:
+            bound_twice({"query": query, name: [1, right]}, {"query": query, name: [1, wrong]})
+        assert refusal.value.problems[0].at == "/valid_lens/1"
+
+
+def test_requests_whose_masks_differ_are_validated_once_and_have_their_own() -> None:
+    query = np.ones((3, 6)).tolist()
+    first, second = bound_twice(*({"query": query, "block_mask": [[0, n, 1]], "bias": [[n, 2, "-inf"]]} for n in (0, 1)))
+    assert second.cost is first.cost
+    for n, bound in enumerate((first, second)):
+        assert bound.call.masks.attend_mask.tolist() == [[[[True, not n, False]]]]
+        assert bound.call.masks.bias[..., 0].item() == n
 
 
 def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
@@ -165,7 +179,8 @@ def test_requests_with_long_plain_fields_are_not_cached() -> None:
     query = np.ones((1, 2, 6))
     assert cache_key({"query": query, "layer": "x"}) is not None
     assert cache_key({"query": query, "tokens": {"query": ["word" * MAX_KEY_CHARACTERS]}}) is None
-    assert cache_key({"query": query, "bias": query}) is None
+    assert cache_key({"query": query, "bias": query}) != cache_key({"query": query, "bias": query.astype(np.float32)})
+    assert cache_key({"query": query, "positions": query}) is None
     assert cache_key({"key": query}) is None
 
 

@@ -182,12 +182,15 @@ class WeightBlock(NamedTuple):
     visible: Tensor | None  # bool [b|1, h|1, rows|1, k|1]: the keys that each query may attend to; None: all
 
 
-def select_weights(weights: Tensor, call: Call) -> Tensor:
-    """The weights of the selected heads and queries, from all weights [b, h, q, k]."""
-    for axis, indices in ((1, call.options.heads), (2, call.options.queries)):
+def selected_weights(weights: Tensor, call: Call) -> dict[str, Tensor]:
+    """What `reduce_weights` returns of the selected heads and queries, from all weights [b, h, q, k]."""
+    options = call.options
+    if options.heads is None and options.queries is None and options.top_k is None and not options.average:
+        return {"attention_weights": weights}
+    for axis, indices in ((1, options.heads), (2, options.queries)):
         if indices is not None:
             weights = weights.index_select(axis, torch.tensor(indices, device=weights.device))
-    return weights
+    return reduce_weights(weights, call)
 
 
 def reduce_weights(weights: Tensor, call: Call) -> dict[str, Tensor]:

@@ -48,8 +48,8 @@ class MultiHeadAttention:
     def forward(self, call: Call) -> Result:
         """Compute the call's outputs, in the layer's dtype; scores and weights of half-precision layers are float32."""
         short = self.short
-        if short and short.computes(call) and short.is_short(call) and (tensors := short.compute(call)) is not None:
-            return Result(tensors)
+        if short and short.computes(call) and short.is_short(call) and (result := short.compute(call)) is not None:
+            return result
         with torch.inference_mode():
             if call.output_gradient is None:
                 return self.attend(call)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attend.attention.call import Call, Result
-from attend.attention.kernels.short import ShortKernel
+from attend.attention.kernels.short import ShortKernel, has_masks
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.stacking import stack, stacking_key
@@ -73,16 +73,17 @@ class ShortForwardPass(Operation):
     is_one_pass = True
 
     kernel: ShortKernel
+    masked: bool
 
     def run(self, layer: MultiHeadAttention, call: Call) -> Result:
-        tensors = self.kernel.compute(call)
-        return layer.forward(call) if tensors is None else Result(tensors)
+        result = self.kernel.compute(call, self.masked)
+        return layer.forward(call) if result is None else result
 
 
 def forward_pass(layer: MultiHeadAttention, call: Call) -> Operation:
     """The forward pass of this call and of calls with equal options and masks; whether it is short is decided once."""
     short = layer.short
-    return ShortForwardPass(short) if short and short.computes(call) and short.is_short(call) else FORWARD
+    return ShortForwardPass(short, has_masks(call)) if short and short.computes(call) and short.is_short(call) else FORWARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from attend.attention.operations import FORWARD, Operation, forward_pass
 from attend.axes import TENSOR_FIELDS
 from attend.errors import InvalidRequest
 from attend.serving.admission import Admission
-from attend.serving.calls import input_tensors, make_call, packed_attention
+from attend.serving.calls import make_call, packed_attention
 from attend.serving.casting import numpy_of
 from attend.serving.cost import Cost, predict, wire_datatype
 from attend.serving.layer_checks import check_against_layer
@@ -66,10 +66,8 @@ class Binding(Generic[R]):
         """The bound call of a request. Raises InvalidRequest, or TooLarge for a cost beyond the limits, and what the hooks raise."""
         members = decoded.members
         key = cache_key(members) if self.keeps_validations else None
-        if key is not None and (cached := layer.validated.get(key)) is not None:
-            options = cached.options
-            inputs = input_tensors(members["query"], members.get("key"), members.get("value"), layer.spec, options.reproducible)
-            call = Call(options, *inputs, cached.masks)
+        cached = None if key is None else layer.validated.get(key)
+        if cached is not None and (call := cached.call(members, layer.spec)) is not None:
             return BoundCall(self, cached.request, layer, call, cached.cost, cached.operation, cached.in_parts, cached.log_fields)
         request = self.validated(decoded, layer.spec)
         cost = self.predict(request, layer.spec)

@@ -1,5 +1,6 @@
 """Makes the call of a validated request. Each array is cast once to the layer's dtype, and its numbers must be finite in it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 from operator import and_
@@ -12,7 +13,7 @@ from attend.attention.call import Call, CallOptions
 from attend.attention.masks import PADDING, Masks, end_of_real_keys
 from attend.attention.operations import PackedAttention
 from attend.attention.operators.declarations import Interval
-from attend.axes import OTHERS, TENSOR_FIELDS
+from attend.axes import MASKS, OTHERS, TENSOR_FIELDS
 from attend.serving.casting import aligned, cast, finite_array, tensor_of
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, Array
@@ -51,12 +52,17 @@ def make_call(request: AttendRequest, spec: LayerSpec, inputs: tuple[torch.Tenso
     Raises InvalidRequest if a number is not finite in the layer's dtype.
     """
     query, key, value = inputs or input_tensors(request.query, request.key, request.value, spec, request.reproducible)
-    options = call_options(request, spec)
-    tensors: dict[str, Any] = {field.tensor or name: field_tensor(request, name, spec) for name, field in OTHERS.items()}
-    if request.key_positions is None:
+    options, arrays = call_options(request, spec), given_arrays(request)
+    tensors = call_tensors(arrays, request.batched, spec, request.reproducible)
+    if request.key_positions is None and request.positions is not None:
         tensors["key_coordinates"] = tensors["query_coordinates"]
     masks = _masks(request, spec, options.items, options.num_queries, options.num_keys)
     return Call(options=options, query=query, key=key, value=value, masks=masks, **tensors)
+
+
+def given_arrays(request: AttendRequest) -> dict[str, Array]:
+    """The tensors of a request, by the names of their fields."""
+    return {name: array for name in TENSOR_FIELDS if (array := getattr(request, name, None)) is not None}
 
 
 def packed_attention(request: AttendRequest, spec: LayerSpec) -> PackedAttention:
@@ -86,41 +92,50 @@ def input_tensors(
     return first, second, second if value is None else aligned(values)
 
 
-def field_tensor(request: AttendRequest, name: str, spec: LayerSpec, array: Array | None = None) -> torch.Tensor | None:
-    """The tensor of a field in the call, as its row in `axes.py` says: of `array`, by default its own; None if there is none.
+def field_tensor(name: str, array: Array, batched: bool, spec: LayerSpec, reproducible: bool = False) -> torch.Tensor:
+    """The tensor of a field in the call, as its row in `axes.py` says, of its validated array.
 
     Numbers are cast; other elements are copied. Raises InvalidRequest for a number that is not finite.
     """
-    if array is None and (array := getattr(request, name)) is None:
-        return None
     field = TENSOR_FIELDS[name]
     if field.kind not in ("number", "bias"):
-        return field.expanded(torch.from_numpy(np.array(array)), request.batched)
+        return field.expanded(torch.from_numpy(~array if field.inverted else np.array(array)), batched)
     dtype = max(field.at_least or spec.dtype, spec.dtype, key=lambda dtype: BY_TORCH[dtype].size)
-    tensor = field.expanded(cast(name, array, dtype, infinite=field.kind == "bias"), request.batched)
-    return aligned(tensor) if request.reproducible else tensor
+    tensor = field.expanded(cast(name, array, dtype, infinite=field.kind == "bias"), batched)
+    return aligned(tensor) if reproducible else tensor
+
+
+def call_tensors(arrays: Mapping[str, Array], batched: bool, spec: LayerSpec, reproducible: bool) -> dict[str, Any]:
+    """The tensors of `Call` beside its inputs and masks, by their names there. Raises as `field_tensor`."""
+    given = ((name, OTHERS[name].tensor or name) for name in OTHERS if name in arrays)
+    return {tensor: field_tensor(name, arrays[name], batched, spec, reproducible) for name, tensor in given}
+
+
+def mask_tensors(arrays: Mapping[str, Array], batched: bool, spec: LayerSpec, reproducible: bool) -> dict[str, Any]:
+    """What the tensors among the arrays are in `Masks`, by the names there. Raises as `field_tensor`."""
+    tensors: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if (field := MASKS.get(name)) is not None:
+            tensor = field_tensor(name, array, batched, spec, reproducible)
+            tensors |= dict.fromkeys((field.tensor or name).split(), tensor)
+    if (segments := tensors.get("key_segments")) is not None:
+        tensors["key_segments"] = segments.where(segments >= 0, PADDING)
+    if (bias := tensors.get("bias")) is not None:
+        tensors["bias_blocks"] = bool((bias == -torch.inf).any())
+    return tensors
 
 
 def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> Masks:
-    segments = request.segments
-    query_segments, key_segments = (field_tensor(request, name, spec, segments) for name in ("query_segments", "key_segments"))
-    bias = field_tensor(request, "bias", spec)
     own = Interval() if request.window is None else Interval(request.window.left, request.window.right)
     interval = reduce(and_, spec.intervals, own & Interval(right=0 if request.causal else None))
     masks = Masks(
         positions=_positions(q),
         num_keys=k,
-        attend_mask=field_tensor(request, "attend_mask", spec, _inverse(request.block_mask)),
-        attend_keys=field_tensor(request, "attend_keys", spec, _inverse(request.block_keys)),
-        query_segments=query_segments,
-        key_segments=None if key_segments is None else key_segments.where(key_segments >= 0, PADDING),
-        lengths=field_tensor(request, "valid_lens", spec),
-        bias=bias,
-        bias_blocks=bias is not None and bool((bias == -torch.inf).any()),
         left=_bound(interval.left),
         right=_bound(interval.right),
         chunk=interval.chunk,
         aligned=q == k and request.query_offset in (None, 0),
+        **mask_tensors(given_arrays(request), request.batched, spec, request.reproducible),
     )
     offset = request.query_offset or 0
     if not offset:
@@ -140,8 +155,3 @@ def _positions(q: int) -> torch.Tensor:
 def _bound(keys: int | None) -> int | None:
     """One side of a window; None if it is wider than any sequence."""
     return None if keys is None or keys >= WIDER_THAN_ANY else keys
-
-
-def _inverse(block: Array | None) -> Array | None:
-    """The mask with true = may attend, of one with true = blocked."""
-    return None if block is None else ~block

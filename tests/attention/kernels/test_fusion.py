@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attend.attention.call import Call
+from attend.attention.call import Call, Result
 from attend.attention.kernels.fusion import Inexact, fuse
 from attend.attention.kernels.pages import PagesKernel
 from attend.attention.kernels.sdpa import CausalSdpaKernel, SdpaKernel
@@ -139,7 +139,7 @@ def test_kernels_in_c_are_for_float32(dtype: str) -> None:
 def test_whether_a_forward_pass_is_short_is_decided_once() -> None:
     """It computes later calls with equal options; what it cannot compute is left to the layer."""
     layer, plain = make(**PLAIN)
-    call, computed = call_of(layer, 1, 5, outputs=frozenset({"output"})), iter(({"output": torch.zeros(1)}, None))
+    call, computed = call_of(layer, 1, 5, outputs=frozenset({"output"})), iter((Result({"output": torch.zeros(1)}), None))
 
     class Twice:
         def computes(self, call: Call) -> bool:
@@ -148,7 +148,7 @@ def test_whether_a_forward_pass_is_short_is_decided_once() -> None:
         def is_short(self, call: Call) -> bool:
             return True
 
-        def compute(self, call: Call) -> Any:
+        def compute(self, call: Call, masked: bool) -> Any:
             return next(computed)
 
     layer.short = Twice()  # type: ignore[assignment]

@@ -22,6 +22,9 @@ from attend.attention.layer import MultiHeadAttention
 from attend.attention.native.extension import passes_self_test
 from attend.attention.reference import forward
 from attend.attention.reference.forward import Outputs
+from attend.serving.calls import make_call
+from attend.wire.problems import validate
+from attend.wire.schemas.attend import AttendRequest
 from support.layers import call_of, make, rows_masks
 
 TOLERANCE = 2e-6  # of the largest value: float32 rounds scores by about a tenth of it
@@ -74,11 +77,68 @@ def test_every_implementation_agrees_with_the_reference(heads: int, head_dim: in
     call = cross_attention(layer, items, queries, keys)
     wanted = reference(layer, call)
     for each in implementations(layer):
-        tensors = each.short.compute(call) if each.short else each.forward(call).tensors
-        assert tensors is not None
+        result = each.short.compute(call) if each.short else each.forward(call)
+        assert result is not None
+        tensors = result.tensors
         assert tensors.keys() == OUTPUTS
         for name in OUTPUTS:
             assert distance(tensors[name], getattr(wanted, name)) <= TOLERANCE
+
+
+@st.composite
+def masked(draw: st.DrawFn, b: int, h: int, q: int, k: int) -> dict[str, Any]:
+    """Fields of a request that restrict its keys or weigh its heads: a few of those that may stand together."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    pairs = tuple(draw(st.sampled_from([1, n])) for n in (b, h, q, k))
+    bias = rng.standard_normal(pairs)
+    bias[rng.random(pairs) < draw(st.sampled_from([0, 0.4]))] = -np.inf
+    fields: dict[str, Any] = {
+        "causal": True,
+        "window": {"left": draw(st.sampled_from([None, 0, 2])), "right": draw(st.sampled_from([0, 3]))},
+        "valid_lens": rng.integers(0, k + 1, (b, q)[: draw(st.integers(1, 2))]),
+        draw(st.sampled_from(["attend_mask", "block_mask"])): rng.random(pairs) < 0.5,
+        draw(st.sampled_from(["attend_keys", "block_keys"])): rng.random((b, k)) < 0.5,
+        "query_segments": rng.integers(-1, 2, (b, q)),
+        "bias": bias,
+        "head_scale": rng.standard_normal((b, h)[draw(st.integers(0, 1)) :]),
+    }
+    names = draw(st.lists(st.sampled_from(sorted(fields)), min_size=1, max_size=4, unique=True))
+    chosen = {name: fields[name] for name in names}
+    if "query_segments" in chosen:
+        chosen["key_segments"] = rng.integers(-1, 2, (b, k))
+    offset = draw(st.sampled_from([0, 2, -1, "end", rng.integers(-2, k, b).tolist()]))
+    return chosen | {"query_offset": offset, "fully_masked": draw(st.sampled_from(["zero", "zero", "uniform"]))}
+
+
+@given(
+    data=st.data(),
+    heads=st.sampled_from([1, 2, 5]),
+    head_dim=st.sampled_from([3, 8]),
+    items=st.sampled_from([1, 2]),
+    queries=st.sampled_from([1, 3, 17]),
+    keys=st.sampled_from([2, 7, 19]),
+    own=st.sampled_from([{}, {"window": {"left": 3, "right": 1}}, {"chunk_size": 4}]),
+)
+def test_masks_biases_and_factors_of_heads_agree_with_the_reference(
+    data: st.DataObject, heads: int, head_dim: int, items: int, queries: int, keys: int, own: dict[str, Any]
+) -> None:
+    layer, _ = make(d_model=heads * head_dim, num_heads=heads, seed=items, init="torch_linear", **own)
+    plain = cross_attention(layer, items, queries, keys)
+    fields = data.draw(masked(items, heads, queries, keys))
+    inputs = {name: getattr(plain, name).double().numpy() for name in ("query", "key", "value")}
+    call = make_call(validate(AttendRequest, {**inputs, **fields}), layer.spec)
+    wanted = forward.attend(layer.spec, {name: x.double().numpy() for name, x in layer.weights.items()}, **inputs, **fields)
+    for each in implementations(layer):
+        assert each.short is None or is_short(each, call)
+        got = each.forward(call)
+        for name in OUTPUTS:
+            np.testing.assert_allclose(got.tensors[name], getattr(wanted, name), rtol=0, atol=2e-5)
+        assert (np.zeros_like(wanted.fully_masked) if got.fully_masked is None else got.fully_masked.numpy()).tolist() == (
+            wanted.fully_masked.tolist()
+        )
+        if each.short is not None:
+            uniform = call.options.fully_masked == "uniform" and bool(wanted.fully_masked.any())
+            assert (each.short.compute(call) is None) == uniform
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "queries", "keys"), [(8, 8, 16, 16), (3, 7, 11, 13), (5, 3, 2, 31)])
@@ -174,21 +234,15 @@ def test_selected_weights_are_those_of_the_whole_call(select: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "more",
     [
-        {"masks": rows_masks(7, right=0, aligned=True)},
-        {"masks": rows_masks(7, left=2)},
-        {"masks": rows_masks(7, lengths=torch.tensor([[3], [7]]))},
-        {"masks": rows_masks(7, attend_keys=torch.tensor([[True] * 6 + [False]]))},
-        {"masks": rows_masks(7, attend_mask=torch.eye(7, dtype=torch.bool)[None, None])},
-        {"masks": rows_masks(7, bias=torch.ones(1, 1, 7, 7) * torch.arange(7.0))},
         {"softcap": 0.5},
         {"dropout": (0.5, 3)},
-        {"head_scale": torch.tensor([0.0, 1.0, 2.0]).view(1, 3, 1, 1)},
+        {"pattern": torch.full((1, 1, 7, 7), 0.25)},
         {"reproducible": True},
         {"outputs": frozenset({"output", "scores"})},
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_torch_computes_calls_with_other_outputs_or_masks(more: dict[str, Any]) -> None:
+def test_torch_computes_calls_with_other_outputs_or_options(more: dict[str, Any]) -> None:
     layer, plain = make(d_model=6, num_heads=3)
     call = call_of(layer, 2, 7, **more)
     assert not is_short(layer, call)
@@ -248,7 +302,8 @@ def test_an_extension_that_computes_wrongly_is_not_used() -> None:
     if extension is not None:
         functions = {name: getattr(extension, name) for name in ("variants", "layer", "attend", "attend_cache")}
         assert passes_self_test(SimpleNamespace(**functions))
-        for attend in (lambda *_: False, lambda *_: True, lambda *args: extension.attend(*args[:4], 1.0, *args[5:])):
+        plain = lambda *args: extension.attend(*args[:10])  # noqa: E731  # without masks
+        for attend in (lambda *_: False, lambda *_: True, plain, lambda *args: extension.attend(*args[:4], 1.0, *args[5:])):
             assert not passes_self_test(SimpleNamespace(**{**functions, "attend": attend}))
         for attend in (lambda *_: None, lambda *args: extension.attend_cache(*args[:5], 1.0, *args[6:])):
             assert not passes_self_test(SimpleNamespace(**{**functions, "attend_cache": attend}))
@@ -264,6 +319,25 @@ def test_sizes_of_any_magnitude_are_refused(size: int) -> None:
         for sizes in ((size, size, size), (1, size, 1), (1, 1, size)):
             with pytest.raises(ValueError, match="sizes"):
                 short.extension.attend(layer, *sizes, 1.0, *[row.ctypes.data] * 3, row.copy(), row.copy())
+
+
+def test_masks_that_do_not_fit_are_refused() -> None:
+    square, row = np.zeros((6, 6), np.float32), np.zeros(6, np.float32)
+    fitting: list[Any] = [np.zeros((1, 3, 2), np.bool_), 1, 1, 0, *(np.zeros((1, n), np.int64) for n in (2, 1))]
+    fitting += [np.zeros((1, 3, 1, 5), np.bool_), np.zeros((1, 5), np.bool_), *(np.zeros((1, n), np.int64) for n in (2, 5))]
+    fitting += [np.zeros((1, 1, 2, 5), np.float32), np.zeros((1, 3, 1, 1), np.float32)]
+    for variant in short.extension.variants if short.extension is not None else ():
+        layer = short.extension.layer(6, 3, variant, (square,) * 4, (row,) * 4)
+        sizes = (layer, 1, 2, 5, 1.0, *[np.zeros(30, np.float32).ctypes.data] * 3)
+        outputs = np.zeros(12, np.float32), np.zeros(30, np.float32)
+        assert short.extension.attend(*sizes, *outputs, tuple(fitting))
+        for i, array in enumerate(fitting):
+            if isinstance(array, np.ndarray):
+                for wrong in (np.zeros((*array.shape[:-1], 4), array.dtype), array.astype(np.float16), *([array[0]] if i else [])):
+                    with pytest.raises(ValueError, match="sizes"):
+                        short.extension.attend(*sizes, *outputs, (*fitting[:i], wrong, *fitting[i + 1 :]))
+        with pytest.raises(ValueError, match="segments"):
+            short.extension.attend(*sizes, *outputs, (*fitting[:8], None, *fitting[9:]))
 
 
 @pytest.mark.parametrize("wrong", ["output", "weights"])

@@ -43,8 +43,83 @@ static double *project(const float *x, int rows, int width, const float *w, cons
     return y;
 }
 
+/* Tensors of numbers of `size` bytes in memory of exactly their size, with each axis of `axes` or 1 in its place. */
+static struct tensor random_tensor(const char *axes, const int lengths[AXES], size_t size)
+{
+    struct tensor x = {0};
+    size_t n = 1;
+    for (int axis = AXES; axis--;)
+        if (strchr(axes, "bhqk"[axis]) && draw(2)) {
+            x.step[axis] = (ptrdiff_t)(n * size);
+            n *= lengths[axis];
+        }
+    char *at = malloc(n * size);
+    for (size_t i = 0; i < n; i++) {
+        const float number = draw(3) ? (float)draw(2001) / 1000 - 1 : -INFINITY;
+        const int64_t whole = (int64_t)draw(60) - 20;
+        const char byte = draw(4) > 0;
+        memcpy(at + i * size, size == 1 ? (const void *)&byte : size == 4 ? (const void *)&number : &whole, size);
+    }
+    x.at = at;
+    return x;
+}
+
+/* A few masks of each kind; some rows have no visible key. */
+static struct masks random_masks(int heads, int queries, int keys)
+{
+    const int lengths[AXES] = {1, heads, queries, keys};
+    struct masks masks = {.left = draw(50), .right = draw(50), .chunk = draw(3) ? 0 : 1 + draw(40)};
+    if (draw(2)) masks.positions = random_tensor("bq", lengths, 8);
+    if (draw(2)) masks.lengths = random_tensor("bq", lengths, 8);
+    if (draw(2)) masks.attend_mask = random_tensor("bhqk", lengths, 1);
+    if (draw(2)) masks.attend_keys = random_tensor("bk", lengths, 1);
+    if (!draw(4)) masks.query_segments = random_tensor("bq", lengths, 8), masks.key_segments = random_tensor("bk", lengths, 8);
+    if (draw(2)) masks.bias = random_tensor("bhqk", lengths, 4);
+    masks.fully_masked = malloc((size_t)heads * queries);
+    return masks;
+}
+
+static void free_masks(struct masks *masks)
+{
+    const struct tensor *all = &masks->positions;
+    for (int i = 0; i < 8; i++) free((char *)all[i].at);
+    free(masks->fully_masked);
+}
+
+static int64_t whole_at(struct tensor x, int head, int query, int key)
+{
+    int64_t n;
+    memcpy(&n, x.at + head * x.step[HEAD_AXIS] + query * x.step[QUERY_AXIS] + key * x.step[KEY_AXIS], sizeof n);
+    return n;
+}
+
+static int byte_at(struct tensor x, int head, int query, int key)
+{
+    return x.at[head * x.step[HEAD_AXIS] + query * x.step[QUERY_AXIS] + key * x.step[KEY_AXIS]];
+}
+
+/* What masks add to a score: a bias, or -inf. */
+static double addend(const struct masks *masks, int head, int query, int key)
+{
+    float bias = 0;
+    if (masks->bias.at)
+        memcpy(&bias, masks->bias.at + head * masks->bias.step[HEAD_AXIS] + query * masks->bias.step[QUERY_AXIS] + key * masks->bias.step[KEY_AXIS],
+               sizeof bias);
+    if (masks->positions.at) {
+        const int64_t p = whole_at(masks->positions, head, query, 0);
+        if (key < p - masks->left || key > p + masks->right) return -INFINITY;
+        if (masks->chunk && floor((double)p / (double)masks->chunk) != floor((double)key / (double)masks->chunk)) return -INFINITY;
+    }
+    if (masks->lengths.at && key >= whole_at(masks->lengths, head, query, 0)) return -INFINITY;
+    if (masks->attend_mask.at && !byte_at(masks->attend_mask, head, query, key)) return -INFINITY;
+    if (masks->attend_keys.at && !byte_at(masks->attend_keys, head, query, key)) return -INFINITY;
+    if (masks->key_segments.at && whole_at(masks->key_segments, head, query, key) != whole_at(masks->query_segments, head, query, 0)) return -INFINITY;
+    return bias;
+}
+
 /* The attention weights [heads][queries][keys] and the weighted values [queries][width]. */
-static void attend(double *const projected[3], int queries, int keys, int width, int heads, double scale, double *weights, float *values)
+static void attend(double *const projected[3], const struct masks *masks, int queries, int keys, int width, int heads, double scale, double *weights,
+                   float *values)
 {
     const int depth = width / heads;
     for (int head = 0; head < heads; head++)
@@ -53,11 +128,11 @@ static void attend(double *const projected[3], int queries, int keys, int width,
             for (int key = 0; key < keys; key++) {
                 row[key] = 0;
                 for (int i = head * depth; i < (head + 1) * depth; i++) row[key] += projected[0][query * width + i] * projected[1][key * width + i];
-                row[key] *= scale;
+                row[key] = row[key] * scale + (masks ? addend(masks, head, query, key) : 0);
                 most = fmax(most, row[key]);
             }
-            for (int key = 0; key < keys; key++) sum += row[key] = exp(row[key] - most);
-            for (int key = 0; key < keys; key++) row[key] /= sum;
+            for (int key = 0; key < keys; key++) sum += row[key] = most > -INFINITY ? exp(row[key] - most) : 0;
+            for (int key = 0; key < keys && sum; key++) row[key] /= sum;
             for (int i = head * depth; i < (head + 1) * depth; i++) {
                 double value = 0;
                 for (int key = 0; key < keys; key++) value += row[key] * projected[2][key * width + i];
@@ -94,7 +169,9 @@ static void one_call(void)
         item.input[i] = random_numbers((size_t)rows[i] * width, is_extreme ? 3e38f : 1);
         projected[i] = project(item.input[i], rows[i], width, weight[i], bias[i]);
     }
-    attend(projected, queries, keys, width, heads, item.scale, weights, values);
+    struct masks masks = random_masks(heads, queries, keys);
+    if (draw(2)) item.masks = &masks;
+    attend(projected, item.masks, queries, keys, width, heads, item.scale, weights, values);
     double *wanted = project(values, queries, width, weight[OUTPUT], bias[OUTPUT]);
     item.output = malloc(sizeof(float) * outputs);
     item.weights = malloc(sizeof(float) * pairs);
@@ -112,6 +189,7 @@ static void one_call(void)
     }
     for (int i = 0; i < PROJECTIONS; i++) free(weight[i]), free(bias[i]);
     for (int i = QUERY; i <= VALUE; i++) free((float *)item.input[i]), free(projected[i]);
+    free_masks(&masks);
     free(item.output), free(item.weights), free(wanted), free(weights), free(values);
 }
 

@@ -1,31 +1,36 @@
-"""Computes short calls without masks in C (`native/kernel.h`), where the overhead of torch's operations would exceed the arithmetic.
+"""Computes short calls in C (`native/kernel.h`), where the overhead of torch's operations would exceed the arithmetic.
 
 The extension is optional: without it, torch computes these calls like all others.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attend.attention.call import Call, reduce_weights, select_weights
+from attend.attention.call import Call, Result, selected_weights
 from attend.attention.kernels.fusion import suits
 from attend.attention.native.extension import extension
 from attend.attention.program import needed
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
+from attend.tensors import Array
 
 MAX_WIDTH = 256  # d_model of a layer with short calls
 MAX_PRODUCT = 1 << 20  # most multiplications in one product of a short call; for more, torch is as fast
+UNBOUNDED = 1 << 40  # keys on a side of a position without a bound: no sequence is longer
 MAX_PORTABLE = 1 << 18  # MAX_PRODUCT on a processor without vectors of eight floats
 
 
 class ShortKernel:
     """Short calls to one layer. Immutable."""
 
-    # all steps of a plain layer and call
+    # all steps of a plain layer, and those that features of a call add
     fuses = frozenset({"project_query", "project_key", "project_value", "scaled_products", "softmax", "weighted_values", "merge", "output"})
+    fuses |= {"visible_causal", "visible_intervals", "visible_sets", "mask", "sum_biases", "add_bias", "scale_heads"}
+    features = frozenset({"values", "uniform", "causal", "intervals", "sets", "bias", "head_scale"})  # of `Call.features`
     outputs = frozenset({"output", "attention_weights"})
 
     def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor], variant: str | None = None) -> None:
@@ -52,8 +57,8 @@ class ShortKernel:
     def computes(self, call: Call) -> bool:
         """Whether it computes calls with these features and outputs."""
         options = call.options
-        plain = not call.features - {"values", "uniform"} and call.output_gradient is None and not options.reproducible
-        return plain and options.outputs <= self.outputs
+        plain = call.features <= self.features and call.output_gradient is None and not options.reproducible
+        return plain and options.outputs <= self.outputs and call.cached is None
 
     def is_short(self, call: Call) -> bool:
         """Whether the call is short."""
@@ -62,22 +67,47 @@ class ShortKernel:
         largest_product = items * width * max(queries * width, keys * width, queries * keys)
         return items * queries * keys > 0 and largest_product <= self._max_product
 
-    def compute(self, call: Call) -> dict[str, Tensor] | None:
-        """The outputs of a call that it computes.
+    def compute(self, call: Call, masked: bool | None = None) -> Result | None:
+        """The outputs of a call that it computes. `masked`: what `has_masks` says of it, if that is known.
 
-        None if a number overflowed: torch then decides which ones do, as implementations differ.
+        None if a number overflowed: torch then decides which ones do, as implementations differ. None for a fully masked row whose weights
+        shall be uniform.
         """
-        options, outputs = call.options, call.options.outputs
+        options = call.options
         items, queries, keys = options.items, options.num_queries, options.num_keys
         query, key, value = call.query.contiguous(), call.key.contiguous(), call.value.contiguous()
         output, weights = np.empty((items, queries, self._width), np.float32), np.empty((items, self._num_heads, queries, keys), np.float32)
-        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        if not extension.attend(self._layer, items, queries, keys, options.scale, *addresses, output, weights):
+        sizes, addresses = (items, queries, keys, options.scale), (query.data_ptr(), key.data_ptr(), value.data_ptr())
+        fully_masked = None
+        if has_masks(call) if masked is None else masked:
+            empty = np.empty((items, self._num_heads, queries), np.bool_)
+            is_finite = extension.attend(self._layer, *sizes, *addresses, output, weights, _masks(call, empty))
+            if 1 in empty.tobytes():
+                fully_masked = torch.from_numpy(empty)
+        else:
+            is_finite = extension.attend(self._layer, *sizes, *addresses, output, weights)
+        if not is_finite or (fully_masked is not None and options.fully_masked == "uniform"):
             return None
-        tensors = {"output": torch.from_numpy(output)} if "output" in outputs else {}
-        if "attention_weights" in outputs:
-            tensors |= reduce_weights(select_weights(torch.from_numpy(weights), call), call)
-        return tensors
+        tensors = {}
+        if "output" in options.outputs:
+            tensors["output"] = torch.from_numpy(output)
+        if "attention_weights" in options.outputs:
+            tensors |= selected_weights(torch.from_numpy(weights), call)
+        return Result(tensors, fully_masked)
+
+
+def has_masks(call: Call) -> bool:
+    """Whether masks, a bias or factors of heads change what is computed: the same for calls with equal options and kinds of masks."""
+    return call.masks.has_any or call.masks.bias is not None or call.head_scale is not None
+
+
+def _masks(call: Call, fully_masked: Array) -> tuple[Any, ...]:
+    """The masks of a call as `extension.attend` takes them."""
+    masks = call.masks
+    left, right = UNBOUNDED if masks.left is None else masks.left, UNBOUNDED if masks.right is None else masks.right
+    tensors = (masks.positions, masks.lengths, masks.attend_mask, masks.attend_keys, masks.query_segments, masks.key_segments)
+    arrays = [None if tensor is None else tensor.numpy() for tensor in (*tensors, masks.bias, call.head_scale)]
+    return fully_masked, left, right, masks.chunk or 0, *arrays
 
 
 def _has_one_width(spec: LayerSpec) -> bool:

@@ -1,5 +1,9 @@
 from attend.tensors import Array
 
+Masks = tuple[
+    Array, int, int, int, Array | None, Array | None, Array | None, Array | None, Array | None, Array | None, Array | None, Array | None
+]
+
 variants: list[str]
 """The implementations that this processor can run, fastest first."""
 
@@ -23,9 +27,14 @@ def attend(
     value: int,
     output: Array,
     weights: Array,
+    masks: Masks = ...,
     /,
 ) -> bool:
     """Compute `output` [items, queries, width] and attention `weights` [items, heads, queries, keys], contiguous float32 arrays.
+
+    `masks`: bool `fully_masked` [b, h, q], which is written; `left`, `right` and `chunk` of the visible keys around a position; and arrays,
+    or None: positions and lengths, int64 [b, q]; attend_mask, bool [b, h, q, k]; attend_keys, bool [b, k]; query_segments [b, q] and
+    key_segments [b, k], int64; bias [b, h, q, k] and head_scale [b, h, 1, 1], float32. Axes of these may be 1, for all.
 
     `query` [items, queries, width], `key` and `value` [items, keys, width] are the addresses of the first numbers of contiguous float32
     tensors, whose sizes the caller ensures. Returns whether all numbers of the output are finite. Raises ValueError if the other sizes do

@@ -1,5 +1,6 @@
 /* The computation of short.h for one instruction set. avx512.c, avx2.c and portable.c include this file with LANES, the number of floats in a
    register, and TARGET, the attribute of functions that may use the instructions. */
+#include "masks_kernel.h"
 #include "short.h"
 #include "vectors.h"
 
@@ -83,9 +84,15 @@ INLINE void attend(const struct layer *layer, const struct item *item)
             for (int key = 0; key < transposed.stride; key++)
                 row_of(transposed, i)[key] = key < keys ? row_of(projected[KEY], key)[head * depth + i] * item->scale : 0;
         multiply(columns_from(projected[QUERY], head * depth), queries, depth, transposed, keys, NULL, scores);
-        for (int query = 0; query < queries; query++) softmax(row_of(scores, query), keys);
+        for (int query = 0; query < queries; query++)
+            if (!item->masks || mask_row(layer, item, head, query, row_of(scores, query), row_of(scores, queries))) softmax(row_of(scores, query), keys);
         copy_rows(scores, queries, keys, item->weights + (size_t)head * queries * keys);
         multiply(scores, queries, keys, columns_from(projected[VALUE], head * depth), depth, NULL, columns_from(concatenated, head * depth));
+        if (item->masks && item->masks->head_scale.at) {
+            const float factor = number(row_in(&item->masks->head_scale, item->index, head, 0));
+            for (int query = 0; query < queries; query++)
+                for (int i = head * depth; i < (head + 1) * depth; i++) row_of(concatenated, query)[i] *= factor;
+        }
     }
     multiply(concatenated, queries, width, (struct matrix){layer->weight[OUTPUT], layer->stride}, width, layer->bias[OUTPUT], projected[QUERY]);
     copy_rows(projected[QUERY], queries, width, item->output);

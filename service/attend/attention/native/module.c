@@ -54,19 +54,60 @@ static void attend_items(const struct layer *layer, struct item item, Py_ssize_t
         for (int i = QUERY; i <= VALUE; i++) item.input[i] += rows[i] * layer->width;
         item.output += rows[QUERY] * layer->width;
         item.weights += (size_t)layer->heads * item.queries * item.keys;
+        item.index++;
     }
+}
+
+/* Read an array of numbers of `size` bytes that has `axes` of "bhqk", each with its length in `lengths` or 1. None is no tensor. */
+static int read_tensor(PyObject *array, const char *axes, Py_ssize_t size, const int lengths[AXES], Py_buffer *buffer, struct tensor *to)
+{
+    if (array == Py_None) return 1;
+    if (PyObject_GetBuffer(array, buffer, PyBUF_STRIDED_RO)) return 0;
+    int fits = buffer->itemsize == size && (size_t)buffer->ndim == strlen(axes);
+    for (int i = 0; fits && i < buffer->ndim; i++) {
+        const Py_ssize_t axis = strchr("bhqk", axes[i]) - "bhqk", length = buffer->shape[i];
+        to->step[axis] = length == 1 ? 0 : buffer->strides[i];
+        fits = length == 1 || length == lengths[axis];
+    }
+    to->at = buffer->buf;
+    return fits ? 1 : (PyErr_SetString(PyExc_ValueError, "sizes"), 0);
+}
+
+enum { MASK_TENSORS = 8 };
+
+/* Read the tuple of masks into `masks`, whose arrays stay in `buffers`. */
+static int read_masks(PyObject *tuple, const int lengths[AXES], Py_buffer buffers[MASK_TENSORS + 1], struct masks *masks)
+{
+    PyObject *x[MASK_TENSORS];
+    long long left, right, chunk;
+    if (!PyArg_ParseTuple(tuple, "w*LLLOOOOOOOO", buffers + MASK_TENSORS, &left, &right, &chunk, x, x + 1, x + 2, x + 3, x + 4, x + 5, x + 6, x + 7))
+        return 0;
+    *masks = (struct masks){.left = left, .right = right, .chunk = chunk, .fully_masked = buffers[MASK_TENSORS].buf};
+    if ((uint64_t)buffers[MASK_TENSORS].len != (uint64_t)lengths[ITEM_AXIS] * lengths[HEAD_AXIS] * lengths[QUERY_AXIS] || chunk < 0)
+        return PyErr_SetString(PyExc_ValueError, "sizes"), 0;
+    const struct { const char *axes; Py_ssize_t size; struct tensor *tensor; } table[MASK_TENSORS] = {
+        {"bq", sizeof(int64_t), &masks->positions},      {"bq", sizeof(int64_t), &masks->lengths},
+        {"bhqk", 1, &masks->attend_mask},                {"bk", 1, &masks->attend_keys},
+        {"bq", sizeof(int64_t), &masks->query_segments}, {"bk", sizeof(int64_t), &masks->key_segments},
+        {"bhqk", sizeof(float), &masks->bias},           {"bhqk", sizeof(float), &masks->head_scale},
+    };
+    for (int i = 0; i < MASK_TENSORS; i++)
+        if (!read_tensor(x[i], table[i].axes, table[i].size, lengths, buffers + i, table[i].tensor)) return 0;
+    if (!masks->query_segments.at != !masks->key_segments.at) return PyErr_SetString(PyExc_ValueError, "segments"), 0;
+    return 1;
 }
 
 static PyObject *attend(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *capsule, *result = NULL;
-    Py_buffer output, weights;
+    PyObject *capsule, *terms = NULL, *result = NULL;
+    Py_buffer output, weights, buffers[MASK_TENSORS + 1] = {0};
+    struct masks masks;
     unsigned long long inputs[3]; /* addresses: to make arrays of torch's tensors takes as long as some calls */
     int items;
-    struct item item;
-    if (!PyArg_ParseTuple(args, "OiiifKKKw*w*", &capsule, &items, &item.queries, &item.keys, &item.scale, inputs, inputs + 1, inputs + 2,
-                          &output, &weights))
+    struct item item = {0};
+    if (!PyArg_ParseTuple(args, "OiiifKKKw*w*|O!", &capsule, &items, &item.queries, &item.keys, &item.scale, inputs, inputs + 1, inputs + 2,
+                          &output, &weights, &PyTuple_Type, &terms))
         return NULL;
     const struct layer *layer = PyCapsule_GetPointer(capsule, CAPSULE);
     int fits = layer && 0 <= items && items <= MOST_ITEMS && 0 < item.queries && item.queries <= MOST_ROWS && 0 < item.keys &&
@@ -74,8 +115,13 @@ static PyObject *attend(PyObject *module, PyObject *args)
     const uint64_t rows = (uint64_t)items * (uint64_t)item.queries;
     fits = fits && (uint64_t)output.len == sizeof(float) * rows * (uint64_t)layer->width &&
            (uint64_t)weights.len == sizeof(float) * rows * (uint64_t)item.keys * (uint64_t)layer->heads;
-    if (fits && (item.scratch = malloc(scratch_size(layer, item.queries, item.keys) * sizeof(float)))) {
+    const int lengths[AXES] = {items, layer ? layer->heads : 0, item.queries, item.keys};
+    const int is_read = !fits || !terms || read_masks(terms, lengths, buffers, &masks);
+    if (!is_read) {
+        ; /* an exception is set */
+    } else if (fits && (item.scratch = malloc(scratch_size(layer, item.queries, item.keys) * sizeof(float)))) {
         for (int i = QUERY; i <= VALUE; i++) item.input[i] = (const float *)(uintptr_t)inputs[i];
+        item.masks = terms ? &masks : NULL;
         item.output = output.buf;
         item.weights = weights.buf;
         attend_items(layer, item, items); /* keeps the interpreter's lock: waiting for it again could take longer */
@@ -86,6 +132,8 @@ static PyObject *attend(PyObject *module, PyObject *args)
     } else if (layer) {
         PyErr_SetString(PyExc_ValueError, "sizes");
     }
+    for (int i = 0; i <= MASK_TENSORS; i++)
+        if (buffers[i].obj) PyBuffer_Release(&buffers[i]);
     PyBuffer_Release(&output);
     PyBuffer_Release(&weights);
     return result;

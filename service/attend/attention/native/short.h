@@ -1,17 +1,20 @@
-/* Multi-head attention of one short call without masks, in float32 (Vaswani et al. 2017, equation 1):
+/* Multi-head attention of one short call, in float32 (Vaswani et al. 2017, equation 1):
 
        Q = x_q W_qᵀ + b_q    K = x_k W_kᵀ + b_k    V = x_v W_vᵀ + b_v        split into heads
-       weights = softmax(scale · Q Kᵀ)    output = (weights V, heads side by side) W_oᵀ + b_o
+       weights = softmax(scale · Q Kᵀ + bias), over the keys that masks leave to a query; 0 if they leave none
+       output = (head_scale · weights V, heads side by side) W_oᵀ + b_o
 
    Every row is summed by itself and in the same order, so a result does not depend on other rows or items. */
 #ifndef ATTEND_SHORT_H
 #define ATTEND_SHORT_H
 
 #include <stddef.h>
+#include <stdint.h>
 
 #include "pages.h"
 
 enum { QUERY, KEY, VALUE, OUTPUT, PROJECTIONS };
+enum { ITEM_AXIS, HEAD_AXIS, QUERY_AXIS, KEY_AXIS, AXES };
 
 struct layer {
     const struct variant *variant;
@@ -21,8 +24,29 @@ struct layer {
     float *bias[PROJECTIONS];
 };
 
+/* A tensor with some of the axes: the bytes from one number to the next along each, 0 if it has one number for all. `at` is NULL if there is
+   none. */
+struct tensor {
+    const char *at;
+    ptrdiff_t step[AXES];
+};
+
+/* What restricts the keys of a query at position p, and what else changes its row. */
+struct masks {
+    struct tensor positions;                    /* int64 [item][query] */
+    struct tensor lengths;                      /* int64 [item][query]: only so many keys are visible */
+    struct tensor attend_mask, attend_keys;     /* bytes [item][head][query][key] and [item][key]: 0 hides */
+    struct tensor query_segments, key_segments; /* int64 [item][query] and [item][key]: a key of another segment is hidden */
+    struct tensor bias;                         /* float [item][head][query][key], added to the scores; -inf hides */
+    struct tensor head_scale;                   /* float [item][head], factors of the heads' outputs */
+    int64_t left, right, chunk;                 /* visible are the keys p - left to p + right, in the chunk of p; chunk 0: none */
+    unsigned char *fully_masked;                /* [items][heads][queries]: whether no key is visible; written */
+};
+
 /* One element of the batch axis. */
 struct item {
+    int index;
+    const struct masks *masks; /* NULL: none */
     const float *input[3];  /* query [queries][width], key and value [keys][width] */
     int queries, keys;
     float scale;
@@ -61,7 +85,7 @@ static inline int stride_of(int width) { return whole_vectors(width + MOST_LANES
 static inline size_t scratch_size(const struct layer *layer, int queries, int keys)
 {
     const size_t rows = 2 * (size_t)queries + 2 * (size_t)keys, depth = layer->width / layer->heads;
-    return rows * layer->stride + (depth + queries) * whole_vectors(keys) + MOST_LANES;
+    return rows * layer->stride + (depth + queries + 1) * whole_vectors(keys) + MOST_LANES;
 }
 
 #endif

@@ -4,13 +4,14 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from attend.attention.cache import cached_tensors
 from attend.attention.call import Call
 from attend.attention.decoding import CachedStep
 from attend.attention.masks import Masks
-from attend.axes import OUTPUTS
+from attend.axes import MASKS, OTHERS, OUTPUTS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
 from attend.serving.binding import Binding, BoundCall
@@ -25,6 +26,7 @@ from attend.wire.problems import unknown_field, validate
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.sessions import SessionAttendRequest, StepOptions
 
+MASKS_AND_OTHERS = (*MASKS, *OTHERS)
 LENGTH_FIELDS = ("query_offset", "tokens")  # fields whose validity depends on the session's length
 
 
@@ -96,7 +98,9 @@ def _with_new_rows(call: Call, members: Mapping[str, Any], rows: AttendRequest, 
     """The call of a request with all keys of a session, as one whose new rows alone are inputs."""
     of_keys = None
     if rows.positions is not None:
-        of_keys = call.query_coordinates if rows.key is None else field_tensor(rows, "key_positions", spec)
+        of_keys = (
+            call.query_coordinates if rows.key_positions is None else field_tensor("key_positions", rows.key_positions, rows.batched, spec)
+        )
     new = replace(call.options, self_attention=append and "key" not in members, keys_as_values=append and "value" not in members)
     return replace(call, options=new, key_coordinates=of_keys)
 
@@ -125,7 +129,7 @@ def _options(members: dict[str, Any], session: Session) -> StepOptions:
 
 def _cache_key(members: Mapping[str, Any], options: StepOptions, spec: LayerSpec) -> Hashable | None:
     """A key that is equal for steps whose validity does not differ, whatever their numbers and the length of their session."""
-    if spec.extents:
+    if spec.extents or any(isinstance(members.get(name), np.ndarray) for name in MASKS_AND_OTHERS):
         return None
     key = cache_key(members) if members.keys().isdisjoint(LENGTH_FIELDS) else None
     return None if key is None else ("step", options.append, key)

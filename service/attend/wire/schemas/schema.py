@@ -10,7 +10,7 @@ from attend.axes import Kind
 from attend.errors import InvalidRequest
 from attend.spec_parts import WHOLE, field_error
 from attend.wire.problems import describe_value
-from attend.wire.schemas.tensors import find_tensor_kinds
+from attend.wire.schemas.tensors import Tensor, find_tensors
 
 LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
@@ -18,17 +18,19 @@ LAYER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 class Schema(BaseModel):
     """The schema of a body or reply. Unknown fields are refused by name.
 
-    `tensor_kinds` maps its tensor members to their kinds, `expected_instead` maps names that are no fields to what a refusal says is
-    expected.
+    `tensors` maps its tensor members to their annotations, `tensor_kinds` to their kinds, `expected_instead` names that are no fields to
+    what a refusal says is expected.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    tensors: ClassVar[dict[str, Tensor]] = {}
     tensor_kinds: ClassVar[dict[str, Kind]] = {}
     expected_instead: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.tensor_kinds = {**cls.tensor_kinds, **find_tensor_kinds(cls)}
+        cls.tensors = {**cls.tensors, **find_tensors(cls)}
+        cls.tensor_kinds = {**cls.tensor_kinds, **{name: tensor.kind for name, tensor in cls.tensors.items()}}
 
 
 class LayerReference(Schema):

@@ -12,7 +12,7 @@ import numpy as np
 import pybase64
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, RootModel
 from pydantic.json_schema import models_json_schema
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from attend.axes import TENSOR_FIELDS, Kind
 from attend.spec_parts import field_error
@@ -113,6 +113,13 @@ class Tensor:
             raise field_error("", f"a tensor of rank {wanted}", f"shape {list(array.shape)}")
         return array if self.kind in ("number", "bias") else self._as_integers(array)
 
+    def valid(self, value: Any) -> Array | None:
+        """The array of a value; None if it has an element that is not valid."""
+        try:
+            return self(value)
+        except PydanticCustomError:
+            return None
+
     def _checked(self, value: Any) -> Array:
         if isinstance(value, str | bool | dict) or value is None:
             raise field_error("", "a tensor", describe_value(value))
@@ -157,14 +164,14 @@ class Tensor:
         return tensor_schema(self.name, self.kind, self.ranks)
 
 
-def find_tensor_kinds(model: type[BaseModel]) -> dict[str, Kind]:
-    """Field name -> kind, for the fields of `model` that are tensors."""
+def find_tensors(model: type[BaseModel]) -> dict[str, Tensor]:
+    """Field name -> annotation, for the fields of `model` that are tensors."""
 
     def annotations(item: Any) -> list[Any]:
         return [item, *(a for inner in get_args(item) for a in annotations(inner))] if get_origin(item) is not dict else []
 
     found = {n: [*f.metadata, *annotations(f.annotation)] for n, f in model.model_fields.items()}
-    return {name: item.kind for name, items in found.items() for item in items if isinstance(item, Tensor)}
+    return {name: item for name, items in found.items() for item in items if isinstance(item, Tensor)}
 
 
 Sequences = Annotated[Array, Tensor.of("Sequences", "query")]
