@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attend.errors import InvalidRequest, LayerConflict, Problem
+from attend.errors import InvalidRequest, LayerConflict, LengthMismatch, Problem
 
 ROOT = Path(__file__).parent.parent / "service" / "attend"
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -99,7 +99,13 @@ def test_a_kept_exception_is_found(source: str) -> None:
 
 
 def test_a_refusal_keeps_its_text_when_its_places_are_translated() -> None:
-    """With problems, the text has the new places."""
-    assert LayerConflict("the layer is configured").with_paths("/spec".__add__).detail == "the layer is configured"
-    moved = InvalidRequest(problems=[Problem("/rope", "an object", "5")]).with_paths("/spec".__add__)
+    """With problems, the text has the new places. Whatever else an error has to say, it keeps."""
+
+    def below_spec(problem: Problem) -> Problem:
+        return problem.below("/spec")
+
+    assert LayerConflict("the layer is configured").translated(below_spec).detail == "the layer is configured"
+    moved = InvalidRequest(problems=[Problem("/rope", "an object", "5")]).translated(below_spec)
     assert moved.problems[0].at == "/spec/rope" and moved.detail == "expected an object, got 5, at /spec/rope"
+    mismatch = LengthMismatch("too short", [Problem("/expected_length", "7", "5")], 7).translated(below_spec)
+    assert (mismatch.problems[0].at, mismatch.length, mismatch.members) == ("/spec/expected_length", 7, {"length": 7})

@@ -32,15 +32,17 @@
     │   └── Untrusted                  no trusted authority signed the server's certificate
     └── BadReply                       raised by clients only: the reply is not from this service
 
-Every refusal has `Problem`s: where (a JSON pointer), what was expected, what was received.
+Every refusal has `Problem`s: where (a JSON pointer), what was expected, what was received. Pointers are into the members of a request; the
+codec that read the body translates them (`Decoded.in_body`). What a path, a query or headers say has no pointer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from heapq import nlargest
 from os.path import commonprefix
-from typing import Self
+from typing import Any, Self
 
 COMPARED = 64  # most known names that an unknown one is compared with, which takes milliseconds
 
@@ -56,6 +58,10 @@ class Problem:
     def __str__(self) -> str:
         place = f", at {self.at}" if self.at else ""
         return f"expected {self.expected}, got {self.got}{place}"
+
+    def below(self, at: str) -> "Problem":
+        """The problem of a part of a request as one of the request. `at` is the pointer to the part."""
+        return replace(self, at=at + self.at)
 
 
 def pointer(parts: Iterable[object]) -> str:
@@ -83,6 +89,11 @@ class AttendError(Exception):
         self.detail = detail or "; ".join(map(str, self.problems)) or self.title
         super().__init__(self.detail)
 
+    @property
+    def members(self) -> Mapping[str, Any]:
+        """What the class has to say beside them, as further members of a problem document."""
+        return {}
+
     @classmethod
     def where(cls, at: str, expected: str, got: str) -> Self:
         """The error with this one problem, which is also its detail."""
@@ -92,9 +103,13 @@ class AttendError(Exception):
 class RequestError(AttendError):
     title = "the request cannot be served"
 
-    def with_paths(self, translate: Callable[[str], str]) -> Self:
-        """The same error with translated pointers."""
-        return type(self)("" if self.problems else self.detail, [replace(problem, at=translate(problem.at)) for problem in self.problems])
+    def translated(self, translate: Callable[[Problem], Problem]) -> Self:
+        """The same error with other pointers: those of a part of a request, or of its members, become those of the body that was sent."""
+        if not self.problems:
+            return self
+        error = copy(self)
+        AttendError.__init__(error, problems=list(map(translate, self.problems)))
+        return error
 
 
 class MalformedRequest(RequestError):
@@ -142,12 +157,17 @@ class SessionConflict(RequestError):
 
 
 class LengthMismatch(RequestError):
+    """`length`: the number of rows that the session has; None if a reply does not say it."""
+
     title = "another length"
 
+    def __init__(self, detail: str = "", problems: Sequence[Problem] = (), length: int | None = None) -> None:
+        super().__init__(detail, problems)
+        self.length = length
+
     @property
-    def length(self) -> int:
-        """The number of rows that the session has."""
-        return int(self.problems[0].expected)
+    def members(self) -> Mapping[str, Any]:
+        return {} if self.length is None else {"length": self.length}
 
 
 class ReplyLost(LengthMismatch):

@@ -8,8 +8,6 @@ import fcntl
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from random import Random
@@ -17,8 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from fastapi.dependencies import models
-from fastapi.routing import APIRoute, request_response
 
 from attend.serving import executor, figures
 from attend.serving.sessions import transfer
@@ -44,8 +40,6 @@ def interposed(world: World, chosen: Configuration) -> Iterator[None]:
     replaced |= chosen.sizes
     replaced |= {f"attend.web.{module}.run_in_threadpool": asyncio.to_thread for module in ("openapi", "v2.routes")}
     replaced |= {
-        "attend.web.endpoints.APIRoute": _route,
-        "fastapi.routing._extract_endpoint_context": lambda function: {},  # reads sources, and remembers them by address
         "attend.serving.executor.one_core": InlineExecutor,
         "attend.serving.service.one_core": InlineExecutor,
         "attend.serving.service.gc": SimpleNamespace(collect=lambda: None, freeze=lambda: None),
@@ -90,9 +84,6 @@ def interposed(world: World, chosen: Configuration) -> Iterator[None]:
 
 def _forget() -> None:
     """Let the processes of the run be garbage."""
-    for function in vars(models).values():
-        if hasattr(function, "cache_clear"):  # FastAPI remembers the last 4096 functions that it has called, and with them the process
-            function.cache_clear()
     for task in list(getattr(asyncio.tasks, "_all_tasks", ())):
         if isinstance(task.get_loop(), SimulatedLoop) and task.cancelled():
             task._make_cancelled_error()  # forgets the exception: Python 3.11 does not find its cycle with the task
@@ -109,21 +100,6 @@ def _replace(name: str, value: Any) -> Any:
     before = getattr(owner, attribute)
     setattr(owner, attribute, value)
     return before
-
-
-_routes: dict[tuple[str, ...], Any] = {}
-
-
-def _route(path: str, function: Callable[..., Any], *, methods: list[str], **options: Any) -> Any:
-    """The route of a function. What FastAPI derives from its annotations is derived once: that takes most of the time of a start."""
-    key = (path, *methods, function.__qualname__)
-    if key not in _routes:
-        _routes[key] = APIRoute(path, function, methods=methods, **options)
-    route = copy(_routes[key])
-    route.endpoint, route.dependant = function, replace(route.dependant, call=function)
-    route.app = request_response(route.get_route_handler())
-    _routes[key].app = _routes[key].endpoint = _routes[key].dependant.call = None  # so that the process is not kept
-    return route
 
 
 def _grpc_server(world: World, options: Any) -> GrpcServer:

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import httpx
 import pytest
-from fastapi import Header, Query
+from fastapi import Query
+from starlette.responses import JSONResponse, Response
 
 from attend.serving import layer_requests
 from attend.serving.engine import Engine
@@ -14,6 +15,7 @@ from attend.serving.requests import RawRequest
 from attend.settings import Settings
 from attend.web.app import create_app
 from attend.web.endpoints import PUBLIC
+from attend.web.records import HttpRecord
 from support.app import application
 
 QUERY = {"query": [[0.5] * 4]}
@@ -61,24 +63,34 @@ def test_unexpected_errors_are_500_and_out_of_memory_507_in_the_endpoints_format
 
 
 def test_a_parameter_with_a_wrong_value_is_422_and_named() -> None:
-    """Parameters of the path, the query and headers, of any endpoint. They have no pointer, since they are not in the body."""
+    """Parameters of the path and the query of any endpoint. They have no pointer, since they are not in the body."""
     app = create_app(Settings(access_log=False))
 
-    @app.table.add("GET", "/rows/{row}", PUBLIC)  # type: ignore[attr-defined]
-    async def get_row(row: int, head: int, scale: Annotated[float, Header()], causal: bool, count: Annotated[int, Query(ge=2)]) -> None: ...
+    @app.table.add("GET", "/rows/{row}", PUBLIC)
+    async def get_row(
+        record: HttpRecord, row: int, head: int, causal: bool, count: Annotated[int, Query(ge=2)], scale: float = 0.5
+    ) -> Response:
+        return JSONResponse([row, head, causal, count, scale])
 
-    async def ask() -> httpx.Response:
+    async def ask(path: str) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            return await client.get("/rows/first?causal=maybe&count=1", headers={"scale": "wide"})
+            return await client.get(path)
 
-    reply = asyncio.run(ask())
+    assert asyncio.run(ask("/rows/7?head=3&causal=true&count=2")).json() == [7, 3, True, 2, 0.5]
+    reply = asyncio.run(ask("/rows/first?causal=maybe&count=1&scale=wide"))
     assert reply.status_code == 422 and reply.headers["content-type"] == "application/problem+json"
     problems = reply.json()["errors"]
     assert {problem["at"] for problem in problems} == {""}
     assert {problem["expected"]: problem["got"] for problem in problems} == {
         "an integer as the path parameter row": '"first"',
         "the query parameter head": "nothing",
-        "a number as the header scale": '"wide"',
+        "a number as the query parameter scale": '"wide"',
         "true or false as the query parameter causal": '"maybe"',
         "at least 2 as the query parameter count": '"1"',
+    }
+    reply = asyncio.run(ask("/rows/7?head=3&head=3&causal=true&count=2&haed=3"))
+    assert reply.status_code == 422
+    assert {problem["expected"]: problem["got"] for problem in reply.json()["errors"]} == {
+        "a query parameter among head, causal, count, scale": '"haed" (did you mean head?)',
+        "the query parameter head once": "it twice",
     }

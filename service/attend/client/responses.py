@@ -19,6 +19,7 @@ from attend.errors import (
     BadReply,
     CapacityError,
     InvalidRequest,
+    LengthMismatch,
     MalformedBody,
     Overloaded,
     Problem,
@@ -254,6 +255,8 @@ def refusal(response: httpx.Response) -> AttendError:
         if error_class is Overloaded:
             wait = response.headers.get("retry-after", "")
             error = Overloaded(int(wait) if wait.isdigit() else 1, document.detail, problems)
+        elif error_class is LengthMismatch:
+            error = LengthMismatch(document.detail, problems, document.length)
         else:
             error = error_class(document.detail, problems)
     error.add_note(f"HTTP {response.status_code}, request id {response.headers.get('x-request-id', 'unknown')}")

@@ -115,11 +115,13 @@ def attend(
         except LengthMismatch as error:
             appended = 0 if fields.get("append") is False else _rows(query if key is None else key)
             computed = operation.body == session._unanswered and error.length == fields["expected_length"] + appended
-            session.length, session._unanswered = error.length, None
+            session._unanswered = None
+            if error.length is not None:
+                session.length = error.length
             if not computed:
                 raise
             detail = f"the session has {error.length} rows, as after this step: an earlier attempt was computed, and its reply lost"
-            raise ReplyLost(detail, error.problems) from None
+            raise ReplyLost(detail, error.problems, error.length) from None
 
     return replace(operation, read=read, check=check, on_unanswered=keep_body)
 

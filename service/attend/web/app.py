@@ -9,8 +9,6 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
-
 from attend.errors import Forbidden, LayerConflict, NotReady
 from attend.serving.admission import ServingLimits
 from attend.serving.memory import default_limit
@@ -40,7 +38,7 @@ from attend.wire.native import numbers
 
 def create_app(
     settings: Settings, pages: Mapping[str, str] = NO_PAGES, clock: Callable[[], float] = time.monotonic, why_fixed: str = ""
-) -> FastAPI:
+) -> Application:
     """The application. Once it runs, it loads its layers in the background; /health/ready reports when they are ready, and the log, with
     `pages`. `clock` returns monotonic seconds, as that of its event loop does. `why_fixed`: why layers cannot be changed over HTTP,
     whatever the settings say; "": they can."""
@@ -54,7 +52,7 @@ def create_app(
     )
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
+    async def lifespan(app: Application) -> AsyncIterator[dict[str, Any]]:
         if settings.workers > 1:  # load before accepting connections, over HTTP or gRPC: meanwhile the other workers answer
             await service.begin(settings.all_layers(), pages)
             if service.failed:  # the log says why

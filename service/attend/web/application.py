@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from attend.serving.service import Service
@@ -11,12 +11,11 @@ from attend.web.endpoints import EndpointTable
 from attend.web.records import Handler
 
 
-class Application(FastAPI):
-    """FastAPI with these endpoints. Instead of its router and middleware, `handle` gets the requests."""
+class Application(Starlette):
+    """Starlette with a table of endpoints. Instead of its router and middleware, `handle` gets the requests."""
 
-    def __init__(self, table: EndpointTable, handle: Handler, service: Service, lifespan: Lifespan[FastAPI]) -> None:
-        routes = [endpoint.route for endpoint in table]
-        super().__init__(routes=[*routes], lifespan=lifespan, openapi_url=None)
+    def __init__(self, table: EndpointTable, handle: Handler, service: Service, lifespan: "Lifespan[Application]") -> None:
+        super().__init__(lifespan=lifespan)
         self.table, self.handle = table, handle
         self.state.service = service
 

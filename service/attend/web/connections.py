@@ -16,8 +16,8 @@ Nor does an application see whether the peer reads the reply. One timer per proc
 
 A peer that closes its sending half counts as disconnected: until the server writes, a full close looks the same.
 
-The application finds the connection of a request in its scope: `lost` says whether the peer has disconnected; `send` passes a long reply to
-the transport in pieces. Only one piece at a time waits in the transport, because progress inside it is not visible.
+The application finds the connection of a request in its scope: `is_lost` says whether the peer has disconnected; `send` passes a long reply
+to the transport in pieces. Only one piece at a time waits in the transport, because progress inside it is not visible.
 """
 
 import os
@@ -162,6 +162,10 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost, self._unparsed = True, NOTHING
         super().connection_lost(exc)
+
+    def is_lost(self) -> bool:
+        """Whether the peer has disconnected."""
+        return self.lost
 
     def shutdown(self) -> None:
         """Closes an idle connection; aborts TLS after TLS_CLOSE_SECONDS, since asyncio would wait 30 seconds for the peer."""

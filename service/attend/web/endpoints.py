@@ -1,22 +1,21 @@
-"""The table of endpoints, one row each: method, path, the scopes of keys, handler and schemas.
+"""The table of endpoints, one row each: method, path, the scopes of keys, function and schemas.
 
 Everything that depends on an endpoint reads the table: the guard (scopes), the dispatch of requests, the labels of metrics and traces,
 gRPC (scopes), the OpenAPI document, and the refusals of unknown paths and methods. Each file of `web/routes/` and `web/v2/routes.py` add
-the rows of one noun, as functions that FastAPI could call:
+the rows of one noun. A row is a function, as starlette has them: from the record of a request, and its parameters, to a response:
 
     @table.add("GET", "/layers/{name}", READ, refusals=LAYER, tags=["layers"], response_model=LayerInfo)
-    async def get_layer(name: str) -> LayerInfo: ...
+    async def get_layer(record: HttpRecord, name: str) -> Response: ...
 
-FastAPI calls them and writes their replies, except for the most frequent ones, which are `direct`: they read the body and send the reply
-themselves. FastAPI would take a sixth of the time of a small request.
+It reads the body by `request_reader.py`, and makes the response by a function of `replies.py`. FastAPI makes the OpenAPI document of the
+rows (`openapi.py`), and takes no part in requests.
 """
 
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
-from fastapi.routing import APIRoute
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attend.errors import (
@@ -33,7 +32,8 @@ from attend.errors import (
 from attend.serving.service import Service
 from attend.web.connections import CONNECTION_KEY, RECORD_KEY, STATUS_KEY
 from attend.web.error_replies import no_endpoint
-from attend.web.records import OTHER, Body, Endpoint, Handler, HttpRecord, is_v2, valid_request_id
+from attend.web.parameters import Parameters
+from attend.web.records import OTHER, Body, Endpoint, HttpRecord, valid_request_id
 
 PUBLIC = frozenset[str]()  # no key is needed
 READ = frozenset({"infer", "admin", "metrics"})  # any key
@@ -46,7 +46,7 @@ TIMED = (InvalidRequest, DeadlinePassed)  # of one without a body that has a dea
 MAX_QUERY_PARAMETERS = 64  # no endpoint has more than a few
 NO_PARAMETERS: Mapping[str, str] = {}
 NO_ENDPOINTS: Mapping[str, Endpoint] = {}
-F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
+F = TypeVar("F", bound=Callable[..., Awaitable[Response]])
 
 
 class EndpointTable:
@@ -69,22 +69,20 @@ class EndpointTable:
         *,
         body: Body | None = None,
         refusals: tuple[type[AttendError], ...] = (),
-        direct: bool = False,
         aliases: tuple[str, ...] = (),
         grpc_methods: tuple[str, ...] = (),
         needs_layers: bool = False,
         page: bool = False,
         **description: Any,
     ) -> Callable[[F], F]:
-        """Adds the decorated function as an endpoint. `description` has the arguments of FastAPI's decorators, such as `response_model`.
-
-        A `direct` function takes the path's parameters and the record of the request, and sends the reply itself.
-        """
+        """Adds the decorated function as an endpoint. `description` has the arguments of FastAPI's decorators, such as `response_model`."""
 
         def added(function: F) -> F:
-            route = APIRoute(path, function, methods=[method], generate_unique_id_function=operation_id, **description)
-            handler = _direct(function, path) if direct else _through_fastapi(route)
-            endpoint = Endpoint(method, path, scopes, handler, route, body, refusals, aliases, grpc_methods, needs_layers, page)
+            parameters = Parameters(path, function)
+            values = parameters.values if parameters else None
+            endpoint = Endpoint(
+                method, path, scopes, function, values, description, body, refusals, aliases, grpc_methods, needs_layers, page
+            )
             self._endpoints.append(endpoint)
             for template in (path, *aliases):
                 self._by_method(template)[method] = endpoint
@@ -118,7 +116,7 @@ class EndpointTable:
         pairs, method = scope["headers"], scope["method"]
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         headers = dict(pairs)
-        endpoints, parameters = self.find(path)
+        endpoints, parameters = (exact, NO_PARAMETERS) if (exact := self._exact.get(path)) is not None else self.find(path)
         endpoint = endpoints.get("GET" if method == "HEAD" else method)
         label = endpoint.path if endpoint is not None else next(iter(endpoints.values())).path if endpoints else OTHER
         record = scope[RECORD_KEY] = HttpRecord(
@@ -140,37 +138,18 @@ class EndpointTable:
         )
         return record
 
-    def call(self, record: HttpRecord) -> Awaitable[None]:
-        """Calls the endpoint of a request; without one, replies 404, 405 or 501.
+    async def call(self, record: HttpRecord) -> None:
+        """Sends the response of the endpoint of a request; without one, 404, 405 or 501.
 
         Raises NotReady if the endpoint needs layers and they are not loaded yet.
         """
-        if record.scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # before the framework makes an object of each
+        if record.scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # before anything makes an object of each
             raise TooLarge.where("", f"at most {MAX_QUERY_PARAMETERS} query parameters", "more")
         if (endpoint := record.endpoint) is None:
-            return no_endpoint(record, [endpoint.path for endpoint in self if endpoint.route.include_in_schema])
-        if endpoint.needs_layers:
-            self.service.require_started()
-        return endpoint.handler(record)
-
-
-def _direct(function: Callable[..., Awaitable[None]], path: str) -> Handler:
-    """The handler that calls a direct function with the parameters of its path."""
-    names = re.findall(r"\{(\w+)\}", path)
-    return (lambda record: function(*(record.path_parameters[name] for name in names), record)) if names else function
-
-
-def _through_fastapi(route: APIRoute) -> Handler:
-    """The handler that lets FastAPI read the parameters of a route's function, call it, and write its reply."""
-    app = AsyncExitStackMiddleware(route.app)
-
-    async def handle(record: HttpRecord) -> None:
-        record.scope["path_params"] = record.path_parameters
-        await app(record.scope, record.receive, record.send)
-
-    return handle
-
-
-def operation_id(route: APIRoute) -> str:
-    """The id of an operation, from which generated clients name its method: the name of the route's function, under /v2 after `v2_`."""
-    return f"v2_{route.name}" if is_v2(route.path) else route.name
+            response = no_endpoint(record, [endpoint.path for endpoint in self if endpoint.documented])
+        else:
+            if endpoint.needs_layers:
+                self.service.require_started()
+            parameters = {} if endpoint.parameters is None else endpoint.parameters(record)
+            response = await endpoint.function(record, **parameters)
+        await response(record.scope, record.receive, record.send)

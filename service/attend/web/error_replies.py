@@ -1,11 +1,11 @@
 """Replies to exceptions and to requests without an endpoint: problem details (RFC 9457), or {"error": "…"} under /v2."""
 
 import json
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from fastapi import Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from attend import errors
 from attend.web.access_log import recorded_error
@@ -13,7 +13,6 @@ from attend.web.errors import problem_document, retry_after, row_of, status_in
 from attend.web.http_parser import METHODS
 from attend.web.records import Handler, HttpRecord, is_v2
 from attend.wire.negotiation import JSON, PROBLEM_JSON
-from attend.wire.problems import MAX_PROBLEMS, problem_of_parameter
 
 TITLES = {404: "no such page", 405: "method not allowed", 501: "not implemented"}
 MAX_COMPARED = 128  # characters of an unknown path that are compared with the known paths
@@ -40,20 +39,19 @@ class ErrorReplies:
 def _response_to(error: Exception, record: HttpRecord) -> Response:
     if isinstance(error, HTTPException):  # of a static file
         return _without_endpoint(record, error.status_code, f"nothing is served at {record.path}; see /docs")
-    if isinstance(error, RequestValidationError):  # of a parameter of an endpoint that FastAPI calls
-        error = errors.InvalidRequest(problems=list(map(problem_of_parameter, error.errors()[:MAX_PROBLEMS])))
     error = recorded_error(error, record, path=record.scope["path"])
     headers = {}
     if isinstance(error, errors.Overloaded | errors.NotReady):
         headers["Retry-After"] = retry_after(error)
     elif isinstance(error, errors.Unauthenticated):
         headers["WWW-Authenticate"] = 'Bearer realm="attend"'
-    return _response(record, row_of(type(error)).status, error.title, error.detail, error.problems, headers)
+    return _response(record, row_of(type(error)).status, error.title, error.detail, error.problems, error.members, headers)
 
 
-def no_endpoint(record: HttpRecord, paths: Sequence[str]) -> Awaitable[None]:
-    """Replies to a request without an endpoint: 405 if its path has other methods, 501 for a method that HTTP does not define, else 404.
-    `paths`: those that the reply may suggest."""
+def no_endpoint(record: HttpRecord, paths: Sequence[str]) -> Response:
+    """The reply to a request without an endpoint: 405 if its path has other methods, 501 for a method that HTTP does not define, else 404.
+    `paths`:
+    those that it may suggest."""
     headers, given = {}, record.path
     if record.endpoints:
         allowed = sorted({*record.endpoints, "HEAD"} if "GET" in record.endpoints else record.endpoints)
@@ -62,7 +60,7 @@ def no_endpoint(record: HttpRecord, paths: Sequence[str]) -> Awaitable[None]:
         status, detail = 501, f"expected a method among {', '.join(METHODS)}, got {record.method}"
     else:
         status, detail = 404, f"nothing is served at {given}{_similar_path(given, paths)}; see /docs"
-    return _without_endpoint(record, status, detail, headers)(record.scope, record.receive, record.send)
+    return _without_endpoint(record, status, detail, headers)
 
 
 def _without_endpoint(record: HttpRecord, status: int, detail: str, headers: Mapping[str, str] = {}) -> Response:
@@ -76,12 +74,14 @@ def _response(
     title: str,
     detail: str,
     problems: tuple[errors.Problem, ...] = (),
+    members: Mapping[str, Any] = {},
     headers: Mapping[str, str] = {},
 ) -> Response:
     """A refusal, as the protocol of the path defines it."""
     if is_v2(record.path):
         return Response(json.dumps({"error": detail}), status_in(True, status), headers, media_type=JSON)
-    return Response(problem_document(status, title, detail, record.request_id, problems), status, headers, media_type=PROBLEM_JSON)
+    document = problem_document(status, title, detail, record.request_id, problems, members)
+    return Response(document, status, headers, media_type=PROBLEM_JSON)
 
 
 def _similar_path(path: str, templates: Sequence[str]) -> str:

@@ -6,7 +6,8 @@ An error class without a row in STATUSES has the row of its nearest ancestor. No
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from attend import errors
@@ -60,11 +61,18 @@ def status_in(v2: bool, status: int) -> int:
     return 400 if v2 and status == 422 else status
 
 
-def problem_document(status: int, title: str, detail: str, request_id: str, problems: tuple[errors.Problem, ...] = ()) -> bytes:
-    """The body of a refusal as problem details."""
+def problem_document(
+    status: int,
+    title: str,
+    detail: str,
+    request_id: str,
+    problems: tuple[errors.Problem, ...] = (),
+    members: Mapping[str, Any] = MappingProxyType({}),
+) -> bytes:
+    """The body of a refusal as problem details, with these further members."""
     found = [{"at": p.at, "expected": p.expected, "got": p.got} for p in problems]
     document: dict[str, Any] = {"type": "about:blank", "title": title, "status": status, "detail": detail}
-    return json.dumps({**document, "request_id": request_id, "errors": found}).encode()
+    return json.dumps({**document, "request_id": request_id, "errors": found, **members}).encode()
 
 
 def retry_after(error: errors.Overloaded | errors.NotReady, draw: Callable[[int, int], int] = random.randint) -> str:

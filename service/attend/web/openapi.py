@@ -1,13 +1,14 @@
 """GET /openapi.json, generated from the table of endpoints and Pydantic models, and GET /docs, with assets from this server."""
 
+import inspect
 from functools import cache, partial
 from typing import Any
 
-from fastapi import Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from attend.errors import (
@@ -26,7 +27,7 @@ from attend.errors import (
 from attend.version import __version__
 from attend.web.endpoints import READ, EndpointTable
 from attend.web.errors import STATUSES, status_in
-from attend.web.records import Body, Endpoint, is_v2
+from attend.web.records import Body, Endpoint, HttpRecord, is_v2
 from attend.wire.negotiation import CODECS, JSON, PROBLEM_JSON
 from attend.wire.schemas.schema import ProblemDocument
 from attend.wire.schemas.tensors import json_schemas
@@ -64,15 +65,15 @@ def add_endpoints(table: EndpointTable) -> None:
     files, document = StaticFiles(packages=[("fastapi_swagger", "resources")]), cache(partial(describe, table))
 
     @table.add("GET", "/openapi.json", READ, include_in_schema=False)
-    async def openapi_json(request: Request) -> Response:
+    async def openapi_json(record: HttpRecord) -> Response:
         """The document of the server as the client sees it: below the prefix that a proxy removes."""
         whole = await run_in_threadpool(document)  # takes a few hundred milliseconds the first time
-        root = request.scope.get("root_path", "")
+        root = record.scope.get("root_path", "")
         return JSONResponse({**whole, "servers": [{"url": root}, *whole["servers"]]} if root else whole)
 
     @table.add("GET", "/docs", READ, include_in_schema=False)
-    async def docs(request: Request) -> Response:
-        root = request.scope.get("root_path", "")
+    async def docs(record: HttpRecord) -> Response:
+        root = record.scope.get("root_path", "")
         page = get_swagger_ui_html(
             openapi_url=f"{root}/openapi.json",
             title="attend",
@@ -85,8 +86,8 @@ def add_endpoints(table: EndpointTable) -> None:
         return page
 
     @table.add("GET", "/docs/{file}", READ, include_in_schema=False)
-    async def docs_file(file: str, request: Request) -> Response:
-        return await files.get_response(file, request.scope)
+    async def docs_file(record: HttpRecord, file: str) -> Response:
+        return await files.get_response(file, record.scope)
 
 
 def describe(table: EndpointTable) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def describe(table: EndpointTable) -> dict[str, Any]:
         title="attend",
         version=__version__,
         description=DESCRIPTION,
-        routes=[endpoint.route for endpoint in table],
+        routes=[_route(endpoint) for endpoint in table],
         tags=[{"name": name, "description": description} for name, description in TAGS.items()],
         servers=[{"url": "/"}],
         contact={"name": "The maintainers of attend"},
@@ -108,7 +109,7 @@ def describe(table: EndpointTable) -> dict[str, Any]:
     document["components"]["schemas"] = _ordered(definitions)
     document["components"]["securitySchemes"] = SECURITY
     document["security"] = [{}, *({name: []} for name in SECURITY)]  # {}: a server without keys needs none
-    for endpoint in (endpoint for endpoint in table if endpoint.route.include_in_schema):
+    for endpoint in (endpoint for endpoint in table if endpoint.documented):
         operation = document["paths"][endpoint.path][endpoint.method.lower()]
         first_paragraph = operation["description"].partition("\n\n")[0]
         operation["summary"] = " ".join(first_paragraph.split()).removesuffix(".")
@@ -117,6 +118,21 @@ def describe(table: EndpointTable) -> dict[str, Any]:
         if endpoint.body is not None:
             operation["requestBody"] = _request_body(endpoint.body)
     return document
+
+
+def _route(endpoint: Endpoint) -> APIRoute:
+    """The endpoint for FastAPI, which describes the function's parameters but the first one, the record of the request."""
+    function = endpoint.function
+    name = f"v2_{function.__name__}" if is_v2(endpoint.path) else function.__name__  # from which generated clients name their methods
+    return APIRoute(
+        endpoint.path,
+        partial(function, None),
+        methods=[endpoint.method],
+        name=function.__name__,
+        operation_id=name,
+        description=inspect.getdoc(function),
+        **endpoint.description,
+    )
 
 
 def _ordered(definitions: dict[str, Any]) -> dict[str, Any]:

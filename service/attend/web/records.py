@@ -8,10 +8,9 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import getrandbits
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, Request
-from fastapi.routing import APIRoute
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attend.errors import AttendError
@@ -41,7 +40,7 @@ class HttpRecord(Record):
 
     Who writes what changes: `send`, `status` and `sent` `replies.py` (`send` also `cors.py`); `api_key` `guard.py`; `reason`
     `error_replies.py`; `reason`, `detail` and `reply_headers` `access_log.py`; `received`, `body_complete` and `lease` `request_reader.py`;
-    `phases` and `log_fields` the endpoint, by `send_reply`.
+    `phases` and `log_fields` the endpoint, by `response_of_call`.
     """
 
     scope: Scope
@@ -89,14 +88,21 @@ class Endpoint:
     method: str
     path: str  # such as /layers/{name}
     scopes: frozenset[str]  # a key needs one of them; empty: no key is needed
-    handler: Handler
-    route: APIRoute  # its function and replies in the OpenAPI document
+    function: Callable[..., Awaitable[Response]]  # takes the record of the request, and the parameters by name
+    parameters: Callable[[HttpRecord], Mapping[str, Any]] | None  # their values in a request; None: it has none
+    description: Mapping[str, Any]  # in the OpenAPI document: arguments of FastAPI's decorators, such as `response_model`
     body: Body | None = None
     refusals: tuple[type[AttendError], ...] = ()  # in the document, beside those that a key, a body or the need of layers imply
     aliases: tuple[str, ...] = ()  # further paths
     grpc_methods: tuple[str, ...] = ()  # of GRPCInferenceService that do the same, and need the same key
     needs_layers: bool = False  # whether it refuses requests before the configured layers are loaded
     page: bool = False  # whether a client that prefers text/html needs no key
+
+    @property
+    def documented(self) -> bool:
+        """Whether the OpenAPI document has it."""
+        documented: bool = self.description.get("include_in_schema", True)
+        return documented
 
 
 def is_v2(path: str) -> bool:
@@ -108,13 +114,6 @@ def record_of(scope: Scope) -> HttpRecord:
     """The record of the request with this scope."""
     record: HttpRecord = scope[RECORD_KEY]
     return record
-
-
-async def _current_record(request: Request) -> HttpRecord:
-    return record_of(request.scope)
-
-
-CurrentRecord = Annotated[HttpRecord, Depends(_current_record)]  # the parameter of an endpoint that gets the record of its request
 
 
 def valid_request_id(given: str | None) -> str:

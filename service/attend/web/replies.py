@@ -1,12 +1,17 @@
-"""Sends replies: `Replies` is the middleware that every reply passes, `send_reply` sends the reply of a call."""
+"""Replies: `Replies` is the middleware that every reply passes; the responses of calls and of files."""
 
-from starlette.types import Message
+from collections.abc import Iterable, Sequence
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from attend.serving.requests import EncodedReply
 from attend.serving.service import Service
 from attend.web.connections import RECORD_KEY
 from attend.web.records import Handler, HttpRecord
 from attend.web.request_reader import lease_of
+from attend.wire.codec import Buffer
+from attend.wire.negotiation import SAFETENSORS
 
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 MAX_UNSPLIT_REPLY = 64 * 1024  # bytes; larger replies are sent in pieces, and the request ends only when they have left the transport
@@ -85,17 +90,36 @@ async def _drain_body(record: HttpRecord) -> None:
         left = left - len(message.get("body", b"")) if message.get("more_body") else 0
 
 
-async def send_reply(reply: EncodedReply, record: HttpRecord, *headers: tuple[bytes, bytes]) -> None:
-    """Sends a reply, a large one in pieces. Each piece is freed once it is sent: freeing all at once would block the event loop."""
+class PiecesResponse(Response):
+    """A response whose body is in pieces. Each is freed once it is sent: freeing all at once would block the event loop."""
+
+    def __init__(self, pieces: Sequence[Buffer], size: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """`size`: the bytes of all pieces."""
+        self.raw_headers = [*headers, (b"content-length", b"%d" % size)]
+        self.unsent = list(pieces) if size > MAX_JOINED_BYTES else [b"".join(pieces)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        unsent = self.unsent
+        unsent.reverse()
+        while unsent:
+            piece = unsent.pop()
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(unsent)})
+
+
+def response_of_call(reply: EncodedReply, record: HttpRecord, *headers: tuple[bytes, bytes]) -> Response:
+    """The response with the reply of a call, whose phases and log fields the record gets."""
     record.phases, record.log_fields = reply.phases, reply.log_fields
     size = sum(map(len, reply.pieces))
     if record.lease is not None and size > record.lease.held:  # than was predicted: what is computed is answered
         record.lease.resize(size)
-    pieces = reply.pieces if size > MAX_JOINED_BYTES else [b"".join(reply.pieces)]
-    pieces.reverse()
     timing = (b"server-timing", reply.phases.server_timing().encode())
-    whole = [*reply.headers, *headers, (b"content-length", b"%d" % size), timing]
-    await record.send({"type": "http.response.start", "status": 200, "headers": whole})
-    while pieces:
-        piece = pieces.pop()
-        await record.send({"type": "http.response.body", "body": piece, "more_body": bool(pieces)})
+    return PiecesResponse(reply.pieces, size, (*reply.headers, *headers, timing))
+
+
+def response_of_file(pieces: Sequence[Buffer], name: str) -> Response:
+    """The response with a safetensors file to save as `name`. The request's lease counts its bytes until they are sent, even if the layer
+    or session is replaced meanwhile."""
+    disposition = f'attachment; filename="{name}.safetensors"'.encode()
+    headers = ((b"content-type", SAFETENSORS.encode()), (b"content-disposition", disposition))
+    return PiecesResponse(pieces, sum(map(len, pieces)), headers)

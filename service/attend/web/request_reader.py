@@ -1,7 +1,7 @@
 """Reads an HTTP request into a `RawRequest`: codecs, deadline, and the body, bounded in size, in time and by the byte budget."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from ipaddress import IPv6Network
 
@@ -56,7 +56,6 @@ async def read_request(
     record.received = sum(map(len, pieces))
     coding = record.header(b"content-encoding") if b"content-encoding" in headers else ""
     reply_coding = coding_of_reply(record.header(b"accept-encoding"), service.compress) if b"accept-encoding" in headers else ""
-    gone = _gone(record)
     body = pieces[0] if len(pieces) == 1 else pieces
     return RawRequest(
         body,
@@ -66,7 +65,7 @@ async def read_request(
         reply_coding=reply_coding,
         parameters=parameters,
         deadline=deadline,
-        gone=gone,
+        gone=_never if record.connection is None else record.connection.is_lost,
         caller=lease.caller,
         api_key=record.api_key,
         lease=lease,
@@ -75,16 +74,13 @@ async def read_request(
 
 def request_without_body(record: HttpRecord, service: Service) -> RawRequest:
     """The request, if it has no body: its caller, whether the caller is still there, its deadline and its lease."""
-    lease = lease_of(record, service)
-    return RawRequest(
-        b"", deadline=deadline_of(record, service), gone=_gone(record), caller=lease.caller, api_key=record.api_key, lease=lease
-    )
+    lease, gone = lease_of(record, service), _never if record.connection is None else record.connection.is_lost
+    return RawRequest(b"", deadline=deadline_of(record, service), gone=gone, caller=lease.caller, api_key=record.api_key, lease=lease)
 
 
-def _gone(record: HttpRecord) -> Callable[[], bool]:
-    """A function that tells whether the client has disconnected. Under another ASGI server, that is not visible."""
-    connection = record.connection
-    return (lambda: False) if connection is None else lambda: connection.lost
+def _never() -> bool:
+    """Whether the client has disconnected, under a server that does not say so."""
+    return False
 
 
 @lru_cache(64)  # clients repeat these headers

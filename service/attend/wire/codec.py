@@ -39,9 +39,7 @@ class Decoded(NamedTuple):
 
     def in_body(self, error: RequestError) -> RequestError:
         """The same error with pointers into the body; those of `error` are into the members."""
-        if self.translate is None or not error.problems:
-            return error
-        return type(error)(problems=[self.translate(problem) for problem in error.problems])
+        return error if self.translate is None else error.translated(self.translate)
 
 
 @dataclass(frozen=True, slots=True)

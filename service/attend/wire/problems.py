@@ -7,7 +7,7 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, create_model
 
 from attend.errors import InvalidRequest, Problem, did_you_mean, pointer
 
@@ -51,11 +51,26 @@ def validate(model: type[Model], document: Any, at: str = "") -> Model:
     raise InvalidRequest(problems=problems)
 
 
-def problem_of_parameter(error: Any) -> Problem:
-    """The problem of one of pydantic's errors in a parameter of the path or the query, or in a header. Its text names the parameter: it has
-    no pointer, which would be into the body."""
-    source, name = error["loc"][:2]
-    parameter = f"the header {name}" if source == "header" else f"the {source} parameter {name}"
+def model_of_parameters(kinds: Mapping[str, tuple[Any, Any]]) -> type[BaseModel]:
+    """The model of parameters of these types and defaults; a default of `...` makes a parameter required."""
+    fields: dict[str, Any] = dict(kinds)
+    return create_model("Parameters", **fields)
+
+
+def validate_parameters(model: type[BaseModel], texts: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, Any]:
+    """The values of parameters that are given as text. `sources` says of each whether it is of the path or of the query.
+
+    Raises InvalidRequest. Its problems name the parameters and have no pointers, which would be into the body."""
+    try:
+        return dict(model.model_validate(texts))
+    except ValidationError as refusal:
+        problems = [_problem_of_parameter(error, sources) for error in refusal.errors(include_url=False)[:MAX_PROBLEMS]]
+    raise InvalidRequest(problems=problems)
+
+
+def _problem_of_parameter(error: Any, sources: Mapping[str, str]) -> Problem:
+    name = error["loc"][0]
+    parameter = f"the {sources[name]} parameter {name}"
     if error["type"] == "missing":
         return Problem("", parameter, "nothing")
     problem = _problem_of(error, "", BaseModel)

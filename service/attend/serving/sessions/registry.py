@@ -76,7 +76,7 @@ class Session:
         """Raises LengthMismatch if the session has another number of rows."""
         if expected is not None and expected != self.length:
             problem = Problem("/expected_length", str(self.length), str(expected))
-            raise LengthMismatch(f"the length of the session is {self.length}, but expected_length is {expected}", [problem])
+            raise LengthMismatch(f"the length of the session is {self.length}, but expected_length is {expected}", [problem], self.length)
 
     def require_finite_rows(self, spec: LayerSpec) -> None:
         """Raises InvalidRequest if the projections of the rows of the last step overflow: no later step could use them."""

@@ -1,11 +1,8 @@
-"""POST /attend, POST /attend/analysis, POST /attend/plan and POST /attend/figure.
-
-All but POST /attend/plan are direct endpoints: FastAPI's request parsing would allocate a Python object per number.
-"""
+"""POST /attend, POST /attend/analysis, POST /attend/plan and POST /attend/figure."""
 
 import math
 
-from fastapi import Response
+from starlette.responses import Response
 
 from attend.errors import NotAcceptable
 from attend.serving.analysis import ANALYSIS
@@ -15,10 +12,10 @@ from attend.serving.plan import plan_call
 from attend.serving.service import Service
 from attend.web.endpoints import INFER, LAYER, SESSION, EndpointTable
 from attend.web.openapi import BINARY
-from attend.web.records import Body, CurrentRecord
-from attend.web.replies import send_reply
+from attend.web.records import Body, HttpRecord
+from attend.web.replies import response_of_call
 from attend.web.request_reader import read_request
-from attend.wire.negotiation import CODECS, PICTURES, accepted_type, media_type_of_body
+from attend.wire.negotiation import CODECS, JSON, PICTURES, accepted_type, media_type_of_body
 from attend.wire.schemas.analysis import AnalysisReply, AnalysisRequest
 from attend.wire.schemas.attend import AttendReply, AttendRequest, Plan
 from attend.wire.schemas.figure import FigureRequest
@@ -52,7 +49,6 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         "/attend",
         INFER,
         needs_layers=True,
-        direct=True,
         tags=["attend"],
         response_model=AttendReply,
         body=Body(
@@ -60,32 +56,31 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         ),
         refusals=(*LAYER, NotAcceptable),
     )
-    async def attend(record: CurrentRecord) -> None:
+    async def attend(record: HttpRecord) -> Response:
         """Attention output and weights for queries, keys, values and masks.
 
         With `Accept: application/vnd.safetensors` the reply is a safetensors file with the same outputs.
         """
         raw = await read_request(record, service)
-        await send_reply(await service.engine.answer(raw, ATTEND), record)
+        return response_of_call(await service.engine.answer(raw, ATTEND), record)
 
     @table.add(
         "POST",
         "/attend/analysis",
         INFER,
         needs_layers=True,
-        direct=True,
         tags=["attend"],
         response_model=AnalysisReply,
         body=Body(AnalysisRequest, ((ANALYSIS_EXAMPLE, "What each head does with four words."),), safetensors=True),
         refusals=(*LAYER, *SESSION, NotAcceptable),
     )
-    async def analysis(record: CurrentRecord) -> None:
+    async def analysis(record: HttpRecord) -> Response:
         """Numbers on what each head does.
 
         The body is that of POST /attend, and the metrics to compute.
         """
         raw = await read_request(record, service)
-        await send_reply(await service.engine.answer(raw, ANALYSIS), record)
+        return response_of_call(await service.engine.answer(raw, ANALYSIS), record)
 
     @table.add(
         "POST",
@@ -97,28 +92,28 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(AttendRequest, ((PLAN_EXAMPLE, "Tensors may be given by shape alone."),), safetensors=True),
         refusals=(*LAYER, *SESSION),
     )
-    async def plan(record: CurrentRecord) -> Plan:
+    async def plan(record: HttpRecord) -> Response:
         """Shapes and cost of the reply to a body, and whether it is admitted. Computes nothing.
 
         The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
         """
-        return await plan_call(service.engine, await read_request(record, service))
+        found = await plan_call(service.engine, await read_request(record, service))
+        return Response(found.model_dump_json(), media_type=JSON)
 
     @table.add(
         "POST",
         "/attend/figure",
         INFER,
         needs_layers=True,
-        direct=True,
         tags=["attend"],
         response_class=Response,
         responses={200: {"description": "The picture.", "content": PICTURE_CONTENT}},
         body=Body(FigureRequest, ((FIGURE_EXAMPLE, "Heat maps of all heads."),), safetensors=True),
         refusals=(*LAYER, *SESSION, NotAcceptable),
     )
-    async def figure(record: CurrentRecord) -> None:
+    async def figure(record: HttpRecord) -> Response:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
         codec = CODECS[media_type_of_body(record.header(b"content-type"))]
         picture_type = accepted_type(record.header(b"accept"), tuple(PICTURES))
         raw = await read_request(record, service, codec, {"picture_type": picture_type})
-        await send_reply(await service.engine.answer(raw, FIGURE), record, PICTURE_POLICY)
+        return response_of_call(await service.engine.answer(raw, FIGURE), record, PICTURE_POLICY)

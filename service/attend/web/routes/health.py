@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from fastapi import Response
+from starlette.responses import JSONResponse, Response
 
 from attend.serving.service import Service
 from attend.web.endpoints import METRICS, PUBLIC, TIMED, EndpointTable
-from attend.web.records import CurrentRecord
+from attend.web.records import HttpRecord
 from attend.web.request_reader import request_without_body
 
 LAYER_BYTES = 200  # of the lines of a layer in the metrics, roughly
@@ -17,24 +17,22 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
     """Adds the endpoints."""
 
     @table.add("GET", "/health/live", PUBLIC, **ROUTE_OPTIONS)
-    async def live() -> dict[str, bool]:
+    async def live(record: HttpRecord) -> Response:
         """The process is alive."""
-        return {"live": True}
+        return JSONResponse({"live": True})
 
     @table.add("GET", "/health/ready", PUBLIC, **ROUTE_OPTIONS, responses={503: {"model": dict[str, bool], "description": "Not ready."}})
-    async def ready(response: Response) -> dict[str, bool]:
+    async def ready(record: HttpRecord) -> Response:
         """200 if all configured layers are loaded and warmed up and the device answers a small test call (skipped after a recent call)."""
         ready = await service.is_answering()
-        response.status_code = 200 if ready else 503
-        return {"ready": ready}
+        return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     @table.add(
         "GET", "/health/startup", PUBLIC, **ROUTE_OPTIONS, responses={503: {"model": dict[str, bool], "description": "Still starting."}}
     )
-    async def startup(response: Response) -> dict[str, bool]:
+    async def startup(record: HttpRecord) -> Response:
         """Starting is over; probes of readiness and liveness may begin."""
-        response.status_code = 200 if service.started else 503
-        return {"started": service.started}
+        return JSONResponse({"started": service.started}, 200 if service.started else 503)
 
     @table.add(
         "GET",
@@ -45,7 +43,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         responses={200: {"content": {"text/plain": {}}}},
         refusals=TIMED,
     )
-    async def metrics(record: CurrentRecord) -> Response:
+    async def metrics(record: HttpRecord) -> Response:
         """Prometheus metrics."""
         service.sample()
         raw, size = request_without_body(record, service), LAYER_BYTES * len(service.registry)

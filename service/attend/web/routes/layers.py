@@ -1,49 +1,35 @@
 """GET, PUT and DELETE of /layers, and GET of a layer's weights as a file, and of its circuits."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import Path, Query
+from starlette.responses import Response
 
-from attend.errors import (
-    InvalidRequest,
-    LayerConflict,
-    LayerNotFound,
-    OutOfMemory,
-    Overloaded,
-    Problem,
-    ServiceFault,
-    StorageFull,
-    TooLarge,
-    pointer,
-)
+from attend.errors import LayerConflict, LayerNotFound, OutOfMemory, Overloaded, ServiceFault, StorageFull, TooLarge
 from attend.serving import layer_requests
 from attend.serving.layers.files import CheckpointQuery
 from attend.serving.layers.registry import by_name
 from attend.serving.service import Service
 from attend.web.endpoints import ADMIN, LAYER, READ, TIMED, EndpointTable
 from attend.web.openapi import BINARY
-from attend.web.records import Body, CurrentRecord
+from attend.web.records import Body, HttpRecord
+from attend.web.replies import response_of_file
 from attend.web.request_reader import deadline_of, read_request, request_without_body
-from attend.wire.codec import Buffer
 from attend.wire.negotiation import JSON, SAFETENSORS
-from attend.wire.problems import MAX_PROBLEMS, describe_value
 from attend.wire.schemas.layers import Circuits, LayerInfo, Layers, PutLayer
 from attend.wire.schemas.schema import LAYER_NAME, require_layer_name
 
 PUT_LAYER_EXAMPLE = {"spec": {"d_model": 4, "num_heads": 2, "seed": 7}}
-QUERY_PARAMETERS = ("layout", "prefix", "spec")
 NewName = Annotated[str, Path(json_schema_extra={"pattern": LAYER_NAME})]  # documents the pattern; `require_layer_name` checks it
 INFO_BYTES = 1500  # of the description of a layer, roughly
-CHUNK_BYTES = 1 << 20  # bytes sent at a time, so that a slow client does not cause a second copy of the weights
 
 
 def add_endpoints(table: EndpointTable, service: Service, require_writable: Callable[[], None]) -> None:
     """Adds the endpoints. `require_writable` raises an error if layers cannot be changed over HTTP."""
 
     @table.add("GET", "/layers", READ, tags=["layers"], response_model=Layers, refusals=TIMED)
-    async def get_layers(record: CurrentRecord) -> Response:
+    async def get_layers(record: HttpRecord) -> Response:
         """All layers, loaded and unloaded."""
         registry = service.registry
         layers = registry.with_unloaded()
@@ -56,9 +42,9 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         return Response(await service.engine.run(raw, INFO_BYTES * len(layers), text), media_type=JSON)
 
     @table.add("GET", "/layers/{name}", READ, needs_layers=True, tags=["layers"], response_model=LayerInfo, refusals=(LayerNotFound,))
-    async def get_layer(name: str) -> LayerInfo:
+    async def get_layer(record: HttpRecord, name: str) -> Response:
         """One layer: its spec with all defaults filled in, its fingerprint, its device."""
-        return service.registry.layer_info(name)
+        return Response(service.registry.layer_info(name).model_dump_json(), media_type=JSON)
 
     @table.add(
         "PUT",
@@ -74,14 +60,12 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         refusals=(LayerConflict, StorageFull),
     )
     async def put_layer(
+        record: HttpRecord,
         name: NewName,
-        record: CurrentRecord,
-        request: Request,
-        response: Response,
         layout: Annotated[str | None, Query(description="Layout of the checkpoint; needed only if its names fit several layouts.")] = None,
         prefix: Annotated[str | None, Query(description="Name of the layer in the checkpoint, or enough of it to select one.")] = None,
         spec: Annotated[str | None, Query(description="JSON: fields that the tensors do not determine, such as num_heads.")] = None,
-    ) -> LayerInfo:
+    ) -> Response:
         """Create or replace a layer; it is usable once the reply arrives.
 
         The body is JSON (a spec and optional weights) or a safetensors file: one of GET /layers/{name}/weights, or a checkpoint, from which
@@ -90,11 +74,10 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         """
         require_writable()
         require_layer_name(name)
-        _require_query_parameters([name for name, _ in request.query_params.multi_items()])
         raw = await read_request(record, service, layer=True)
         layer, new, assumed = await layer_requests.put_layer(service, name, raw, CheckpointQuery(layout, prefix, spec))
-        response.status_code = 201 if new else 200
-        return service.registry.info_of(layer).model_copy(update={"assumed": dict(assumed) or None})
+        info = service.registry.info_of(layer).model_copy(update={"assumed": dict(assumed) or None})
+        return Response(info.model_dump_json(), 201 if new else 200, media_type=JSON)
 
     @table.add(
         "GET",
@@ -102,15 +85,15 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         READ,
         needs_layers=True,
         tags=["layers"],
-        response_class=StreamingResponse,
+        response_class=Response,
         responses={
             200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The weights."},
         },
         refusals=(*LAYER, *TIMED, Overloaded, OutOfMemory),
     )
-    async def get_weights(name: str, record: CurrentRecord) -> StreamingResponse:
+    async def get_weights(record: HttpRecord, name: str) -> Response:
         """The weights under their canonical names, as a safetensors file that PUT accepts; its metadata contains the spec."""
-        return send_file(await layer_requests.export_layer(service, name, request_without_body(record, service)), name)
+        return response_of_file(await layer_requests.export_layer(service, name, request_without_body(record, service)), name)
 
     @table.add(
         "GET",
@@ -121,7 +104,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         response_model=Circuits,
         refusals=(*LAYER, *TIMED, TooLarge, Overloaded, OutOfMemory),
     )
-    async def get_circuits(name: str, record: CurrentRecord) -> Response:
+    async def get_circuits(record: HttpRecord, name: str) -> Response:
         """The QK and OV circuits of each head: singular values, and scores of matching and copying (Elhage et al. 2021).
 
         They depend on the weights alone. A layer is refused if it has no projections, or more than one matrix for each input of a head
@@ -139,32 +122,8 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         response_class=Response,  # without a body and its type
         refusals=(LayerNotFound, LayerConflict, *TIMED, ServiceFault),
     )
-    async def delete_layer(name: str, record: CurrentRecord) -> None:
+    async def delete_layer(record: HttpRecord, name: str) -> Response:
         """Removes a layer; calls that are bound to it are still answered."""
         require_writable()
         await service.loader.remove(name, deadline_of(record, service))
-
-
-def _require_query_parameters(names: Sequence[str]) -> None:
-    """Raises InvalidRequest if a query parameter of PUT /layers/{name} is unknown or occurs twice."""
-    unknown = [name for name in names if name not in QUERY_PARAMETERS][:MAX_PROBLEMS]
-    problems = [
-        Problem(pointer([name]), f"a query parameter among {', '.join(QUERY_PARAMETERS)}", describe_value(name)) for name in unknown
-    ]
-    problems += [Problem(pointer([name]), "the query parameter once", "it twice") for name in QUERY_PARAMETERS if names.count(name) > 1]
-    if problems:
-        raise InvalidRequest(problems=problems)
-
-
-def send_file(pieces: Sequence[Buffer], name: str) -> StreamingResponse:
-    """The response with a safetensors file to save as `name`. The request's lease counts its bytes until they are sent, even if the layer
-    or session is replaced meanwhile."""
-    headers = {"Content-Length": str(sum(map(len, pieces))), "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
-    return StreamingResponse(_chunks(pieces), headers=headers, media_type=SAFETENSORS)
-
-
-async def _chunks(pieces: Sequence[Buffer]) -> AsyncIterator[bytes | memoryview]:
-    for piece in pieces:
-        whole = memoryview(piece)
-        for start in range(0, len(whole), CHUNK_BYTES):
-            yield whole[start : start + CHUNK_BYTES]
+        return Response(status_code=204)

@@ -7,8 +7,7 @@ Content-Security-Policy allows only these files. Browsers revalidate them by ETa
 import mimetypes
 from typing import Any
 
-from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from attend.serving.layer_requests import known_families
@@ -16,7 +15,7 @@ from attend.serving.layers.registry import by_name
 from attend.serving.service import Service
 from attend.version import __version__
 from attend.web.endpoints import PUBLIC, READ, TIMED, EndpointTable
-from attend.web.records import CurrentRecord
+from attend.web.records import HttpRecord
 from attend.web.request_reader import request_without_body
 from attend.wire.negotiation import HTML, JSON, accepted_type
 
@@ -53,10 +52,10 @@ def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any
         response_model=dict[str, Any],
         responses={200: {"description": "The index, or the page for callers that prefer text/html.", "content": {HTML: {}}}},
     )
-    async def index(request: Request, record: CurrentRecord) -> Response:
+    async def index(record: HttpRecord) -> Response:
         """Version, threads, limits and layers; in a browser, a page that shows heads."""
-        if accepted_type(request.headers.get("accept", ""), (JSON, HTML)) == HTML:
-            response = await files.get_response("index.html", request.scope)
+        if accepted_type(record.header(b"accept"), (JSON, HTML)) == HTML:
+            response = await files.get_response("index.html", record.scope)
         else:
             layers = service.registry.all()
 
@@ -70,7 +69,7 @@ def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any
         return response
 
     @table.add("GET", "/page/{file}", PUBLIC, include_in_schema=False)
-    async def page_file(file: str, request: Request) -> Response:
+    async def page_file(record: HttpRecord, file: str) -> Response:
         if file == "families.json":  # with which the page offers the parts of a model's folder
             return JSONResponse(known_families(), headers=HEADERS)
-        return await files.get_response(file, request.scope)
+        return await files.get_response(file, record.scope)

@@ -2,8 +2,8 @@
 
 from typing import Annotated
 
-from fastapi import Path, Response
-from fastapi.responses import StreamingResponse
+from fastapi import Path
+from starlette.responses import Response
 
 from attend.errors import LengthMismatch, NotAcceptable, OutOfMemory, Overloaded, SessionConflict, SessionNotFound
 from attend.serving.layer_requests import read_body
@@ -13,10 +13,9 @@ from attend.serving.sessions.steps import STEP
 from attend.serving.sessions.transfer import export_cache, import_cache
 from attend.web.endpoints import INFER, LAYER, SESSION, TIMED, EndpointTable
 from attend.web.openapi import BINARY
-from attend.web.records import Body, CurrentRecord
-from attend.web.replies import send_reply
+from attend.web.records import Body, HttpRecord
+from attend.web.replies import response_of_call, response_of_file
 from attend.web.request_reader import read_request, request_without_body
-from attend.web.routes.layers import send_file
 from attend.wire.negotiation import JSON, SAFETENSORS
 from attend.wire.schemas.sessions import (
     PatchSession,
@@ -29,7 +28,6 @@ from attend.wire.schemas.sessions import (
 )
 
 STEP_EXAMPLE = {"query": [[0.1] * 64], "causal": True, "outputs": ["output"], "reply": {"decimals": 3}}
-SESSIONS = "/sessions/"
 MAX_BODY_BYTES = 1 << 16  # bytes of a body without tensors
 INFO_BYTES = 400  # of the description of a session, roughly
 SessionIdPath = Annotated[str, Path(description="The id of the session.")]
@@ -49,16 +47,15 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(PostSession, (({"layer": "default"}, "A session of the layer `default`."),), required=False),
         refusals=(*LAYER, SessionNotFound),
     )
-    async def post_session(record: CurrentRecord, response: Response) -> SessionInfo:
+    async def post_session(record: HttpRecord) -> Response:
         """Starts a session: a sequence whose keys and values the server keeps."""
         sessions = service.engine.require_sessions()
         raw = await read_request(record, service, largest=MAX_BODY_BYTES)
         session = sessions.create(await read_body(service, raw, PostSession), record.api_key)
-        response.headers["Location"] = f"{record.scope.get('root_path', '')}{SESSIONS}{session.id}"
-        return sessions.info_of(session)
+        return _created(record, sessions.info_of(session))
 
     @table.add("GET", "/sessions", INFER, tags=["sessions"], response_model=Sessions, refusals=(SessionNotFound, *TIMED))
-    async def get_sessions(record: CurrentRecord) -> Response:
+    async def get_sessions(record: HttpRecord) -> Response:
         """The caller's sessions, least recently used first."""
         sessions = service.engine.require_sessions()
         raw, found = request_without_body(record, service), await sessions.infos_of_owner(record.api_key)
@@ -76,10 +73,10 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         response_model=SessionInfo,
         refusals=SESSION,
     )
-    async def get_session(id: SessionIdPath, record: CurrentRecord) -> SessionInfo:
+    async def get_session(record: HttpRecord, id: SessionIdPath) -> Response:
         """One session."""
         sessions = service.engine.require_sessions()
-        return sessions.info_of(sessions.find(id, record.api_key))
+        return _info(sessions.info_of(sessions.find(id, record.api_key)))
 
     @table.add(
         "DELETE",
@@ -90,11 +87,12 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         response_class=Response,  # without a body and its type
         refusals=(*SESSION, *TIMED),
     )
-    async def delete_session(id: SessionIdPath, record: CurrentRecord) -> None:
+    async def delete_session(record: HttpRecord, id: SessionIdPath) -> Response:
         """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
         sessions = service.engine.require_sessions()
         async with lock_session(sessions, id, record.api_key, request_without_body(record, service)) as session:
             sessions.end(session, "deleted")
+        return Response(status_code=204)
 
     @table.add(
         "PATCH",
@@ -105,7 +103,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(PatchSession, (({"length": 3}, "Keeps the first three rows."),)),
         refusals=(*SESSION, SessionConflict),
     )
-    async def patch_session(id: SessionIdPath, record: CurrentRecord) -> SessionInfo:
+    async def patch_session(record: HttpRecord, id: SessionIdPath) -> Response:
         """Rolls a session back to a shorter length."""
         sessions = service.engine.require_sessions()
         sessions.find(id, record.api_key)
@@ -113,7 +111,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body = await read_body(service, raw, PatchSession)
         async with lock_session(sessions, id, record.api_key, raw) as session:
             session.truncate(body.length)
-        return sessions.info_of(session)
+        return _info(sessions.info_of(session))
 
     @table.add(
         "POST",
@@ -125,7 +123,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(PostFork, (({"length": None}, "A copy of the whole session."),), required=False),
         refusals=(*SESSION, SessionConflict),
     )
-    async def fork_session(id: SessionIdPath, record: CurrentRecord, response: Response) -> SessionInfo:
+    async def fork_session(record: HttpRecord, id: SessionIdPath) -> Response:
         """Starts a session with the first rows of another. Both share pages until one of them writes to them."""
         sessions = service.engine.require_sessions()
         sessions.find(id, record.api_key)
@@ -133,44 +131,42 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body = await read_body(service, raw, PostFork)
         async with lock_session(sessions, id, record.api_key, raw) as session:
             fork = sessions.fork(session, body.length)
-        response.headers["Location"] = f"{record.scope.get('root_path', '')}{SESSIONS}{fork.id}"
-        return sessions.info_of(fork)
+        return _created(record, sessions.info_of(fork))
 
     @table.add(
         "POST",
         "/sessions/{id}/attend",
         INFER,
         needs_layers=True,
-        direct=True,
         tags=["sessions"],
         response_model=SessionAttendReply,
         body=Body(SessionAttendRequest, ((STEP_EXAMPLE, "Appends a row, and attends to all."),), safetensors=True),
         refusals=(*SESSION, SessionConflict, LengthMismatch, NotAcceptable),
     )
-    async def attend_in_session(id: SessionIdPath, record: CurrentRecord) -> None:
+    async def attend_in_session(record: HttpRecord, id: SessionIdPath) -> Response:
         """Appends rows, and attends to all rows of the session.
 
         The body is that of POST /attend without `layer`. Key and value are projected and appended first; by default they are the query.
         """
         service.engine.require_sessions().find(id, record.api_key)  # before the body is read
         raw = await read_request(record, service)
-        await send_reply(await service.engine.answer(raw, STEP, id), record)
+        return response_of_call(await service.engine.answer(raw, STEP, id), record)
 
     @table.add(
         "GET",
         "/sessions/{id}/cache",
         INFER,
         tags=["sessions"],
-        response_class=StreamingResponse,
+        response_class=Response,
         responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The rows."}},
         refusals=(*SESSION, *TIMED, Overloaded, OutOfMemory),
     )
-    async def get_cache(id: SessionIdPath, record: CurrentRecord) -> StreamingResponse:
+    async def get_cache(record: HttpRecord, id: SessionIdPath) -> Response:
         """The rows of a session as a safetensors file that PUT accepts: `key` and `value` [kv heads, n, d], or `latent` and `rope_key`; and
         `index_key` of an indexer."""
         sessions = service.engine.require_sessions()
         pieces = await export_cache(service, sessions, id, record.api_key, request_without_body(record, service))
-        return send_file(pieces, "cache")
+        return response_of_file(pieces, "cache")
 
     @table.add(
         "PUT",
@@ -182,9 +178,19 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(None, safetensors=True),
         refusals=(*SESSION, SessionConflict),
     )
-    async def put_cache(id: SessionIdPath, record: CurrentRecord) -> SessionInfo:
+    async def put_cache(record: HttpRecord, id: SessionIdPath) -> Response:
         """Replaces the rows of a session by those of an exported file. The layers must have the same fingerprint."""
         sessions = service.engine.require_sessions()
         sessions.find(id, record.api_key)
         raw = await read_request(record, service, layer=True)
-        return sessions.info_of(await import_cache(service, sessions, id, record.api_key, raw))
+        return _info(sessions.info_of(await import_cache(service, sessions, id, record.api_key, raw)))
+
+
+def _info(info: SessionInfo) -> Response:
+    return Response(info.model_dump_json(), media_type=JSON)
+
+
+def _created(record: HttpRecord, info: SessionInfo) -> Response:
+    """201, with the path of the new session."""
+    location = f"{record.scope.get('root_path', '')}/sessions/{info.id}"
+    return Response(info.model_dump_json(), 201, {"Location": location}, media_type=JSON)

@@ -1,19 +1,21 @@
 """The routes of /v2: this server, its models, inference, and the model repository, which lists, creates, unloads and reloads layers."""
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from fastapi import Depends, Response
-from fastapi.concurrency import run_in_threadpool
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
 
 from attend.errors import LayerConflict, LayerNotFound, MalformedBody, RequestError, StorageFull
 from attend.serving.binding import ATTEND
 from attend.serving.layer_requests import make_layer, read_object
+from attend.serving.layers.registry import LoadedLayer
 from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.web.endpoints import ADMIN, INFER, LAYER, PUBLIC, READ, TIMED, EndpointTable
 from attend.web.openapi import schema
-from attend.web.records import Body, CurrentRecord, HttpRecord
-from attend.web.replies import send_reply
+from attend.web.records import Body, HttpRecord
+from attend.web.replies import response_of_call
 from attend.web.request_reader import read_request, request_without_body
 from attend.web.routes.layers import NewName
 from attend.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
@@ -53,17 +55,13 @@ INFER_EXAMPLE = {
     "parameters": {"causal": True, "reply": '{"decimals": 3}'},
 }
 LOAD_EXAMPLE = {"parameters": {"config": '{"d_model": 4, "num_heads": 2, "seed": 7}'}}
+V2Document = Health | ServerMetadata | ModelMetadata | ModelConfig | ModelReady | Statistics
 D = TypeVar("D", bound=StrictModel)
 
 
 def _model(path: str) -> dict[str, Any]:
-    """The path of a model, the same path of its version, and the check of that version, as arguments of `EndpointTable.add`."""
-    return {"path": MODEL_PATH + path, "aliases": (VERSION_PATH + path,), "dependencies": [Depends(_require_version)]}
-
-
-async def _require_version(record: CurrentRecord) -> None:
-    """Raises LayerNotFound for an unknown version."""
-    require_version(record.path_parameters.get("version"))
+    """The path of a model, and the same path of its version, as arguments of `EndpointTable.add`."""
+    return {"path": MODEL_PATH + path, "aliases": (VERSION_PATH + path,)}
 
 
 def _header_length(record: HttpRecord) -> str:
@@ -73,6 +71,11 @@ def _header_length(record: HttpRecord) -> str:
     return record.header(HEADER_LENGTH)
 
 
+def _document(document: V2Document, status: int = 200) -> Response:
+    """The response with a document, without the members that are None."""
+    return Response(document.model_dump_json(exclude_none=True), status, media_type=JSON)
+
+
 def health_of(ready: bool) -> Health:
     """The body of a health reply; different clients read different members."""
     return Health(live=True, ready=ready, error=None if ready else "not ready")
@@ -80,17 +83,22 @@ def health_of(ready: bool) -> Health:
 
 def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolExtensions) -> None:
     """Adds the endpoints."""
-    options: dict[str, Any] = {"tags": ["v2"], "response_model_exclude_none": True}
+    options: dict[str, Any] = {"tags": ["v2"]}
+
+    def find(record: HttpRecord, name: str) -> LoadedLayer:
+        """The layer of a path. Raises LayerNotFound, also for an unknown version, or LayerUnloaded."""
+        require_version(record.path_parameters.get("version"))
+        return service.registry.find(name, at="")
 
     @table.add("GET", "/v2", READ, grpc_methods=("ServerMetadata",), **options, response_model=ServerMetadata)
-    async def server() -> ServerMetadata:
+    async def server(record: HttpRecord) -> Response:
         """Name, version, and which extensions of the protocol work here."""
-        return extensions.metadata()
+        return _document(extensions.metadata())
 
     @table.add("GET", "/v2/health/live", PUBLIC, grpc_methods=("ServerLive",), **options, response_model=Health)
-    async def live() -> Health:
+    async def live(record: HttpRecord) -> Response:
         """The process is alive. `ready` says whether calls are answered, without checking the device."""
-        return health_of(service.ready and len(service.registry) > 0)
+        return _document(health_of(service.ready and len(service.registry) > 0))
 
     @table.add(
         "GET",
@@ -101,14 +109,13 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         response_model=Health,
         responses={503: {"model": Health, "description": "Not ready."}},
     )
-    async def ready(response: Response) -> Health:
+    async def ready(record: HttpRecord) -> Response:
         """200 if /health/ready is 200 and the server has a layer."""
         is_ready = await service.is_serving_layers()
-        response.status_code = 200 if is_ready else 503
-        return health_of(is_ready)
+        return _document(health_of(is_ready), 200 if is_ready else 503)
 
     @table.add("GET", "/v2/models/stats", READ, **options, response_model=Statistics, refusals=(*TIMED, LayerConflict))
-    async def all_statistics(record: CurrentRecord) -> Response:
+    async def all_statistics(record: HttpRecord) -> Response:
         """Statistics of every model."""
         extensions.require_statistics()
         layers = service.registry.all()
@@ -130,9 +137,9 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         response_model=ModelMetadata,
         refusals=LAYER,
     )
-    async def model(name: str) -> ModelMetadata:
+    async def model(record: HttpRecord, name: str) -> Response:
         """Inputs and outputs of a model. Like every path of a model, it also exists below /versions/1."""
-        return metadata_of(service.registry.find(name, at=""))
+        return _document(metadata_of(find(record, name)))
 
     @table.add(
         "GET",
@@ -145,12 +152,11 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         responses={503: {"model": ModelReady, "description": "Not ready."}},
         refusals=LAYER,
     )
-    async def model_ready(name: str, response: Response) -> ModelReady:
+    async def model_ready(record: HttpRecord, name: str) -> Response:
         """Whether calls to a model are answered. 409 for an unloaded one."""
-        service.registry.find(name, at="")
+        find(record, name)
         is_ready = await service.is_answering()
-        response.status_code = 200 if is_ready else 503
-        return ModelReady(name=name, ready=is_ready)
+        return _document(ModelReady(name=name, ready=is_ready), 200 if is_ready else 503)
 
     @table.add(
         "GET",
@@ -162,9 +168,9 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         response_model=ModelConfig,
         refusals=LAYER,
     )
-    async def config(name: str) -> ModelConfig:
+    async def config(record: HttpRecord, name: str) -> Response:
         """Model configuration, as in Triton."""
-        return config_of(service.registry.find(name, at=""), service, service.wire_limits.body_bytes)
+        return _document(config_of(find(record, name), service, service.wire_limits.body_bytes))
 
     @table.add(
         "GET",
@@ -176,16 +182,15 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         response_model=Statistics,
         refusals=(*LAYER, LayerConflict),
     )
-    async def statistics(name: str) -> Statistics:
+    async def statistics(record: HttpRecord, name: str) -> Response:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         extensions.require_statistics()
-        return statistics_of(service, [service.registry.find(name, at="")], extensions.workers)
+        return _document(statistics_of(service, [find(record, name)], extensions.workers))
 
     @table.add(
         "POST",
         scopes=INFER,
         needs_layers=True,
-        direct=True,
         grpc_methods=("ModelInfer", "ModelStreamInfer"),
         **_model("/infer"),
         tags=["v2"],
@@ -194,13 +199,12 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         body=Body(InferenceRequest, ((INFER_EXAMPLE, "Three positions, causal; for the layer `tiny` of PUT /layers/{name}."),)),
         refusals=LAYER,
     )
-    async def infer(name: str, record: CurrentRecord) -> None:
+    async def infer(record: HttpRecord, name: str) -> Response:
         """POST /attend in this protocol: JSON, or JSON and tensors as bytes."""
-        service.registry.find(name, at="")  # before the body is read
-        require_version(record.path_parameters.get("version"))
+        find(record, name)  # before the body is read
         # Content-Type and Accept are ignored: clients send arbitrary ones
         raw = await read_request(record, service, CODEC, {"model": name, "header_length": _header_length(record)})
-        await send_reply(await service.engine.answer(raw, ATTEND), record)
+        return response_of_call(await service.engine.answer(raw, ATTEND), record)
 
     _add_repository(table, service, extensions)
 
@@ -217,7 +221,7 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         response_model=list[RepositoryModel],
         body=Body(IndexRequest, (({"ready": True}, "Those that are ready."),), required=False),
     )
-    async def index(record: CurrentRecord) -> Response:
+    async def index(record: HttpRecord) -> Response:
         """The loaded models, with state READY, and the unloaded ones, UNAVAILABLE, unless the body is {"ready": true}."""
         body, raw = await _read(record, service, IndexRequest)
         layers = service.registry.with_unloaded()
@@ -239,7 +243,7 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         body=Body(LoadRequest, ((LOAD_EXAMPLE, "A seeded layer."),), required=False),
         refusals=(LayerNotFound, LayerConflict, StorageFull),
     )
-    async def load(name: NewName, record: CurrentRecord) -> Response:
+    async def load(record: HttpRecord, name: NewName) -> Response:
         """Creates or replaces a layer by the LayerSpec in `parameters.config`; without it, loads an unloaded layer. The layer is usable
         once the reply arrives."""
         extensions.require_writable()
@@ -258,7 +262,7 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         body=Body(UnloadRequest, (({}, "No body is needed."),), required=False),
         refusals=(LayerNotFound, LayerConflict),
     )
-    async def unload(name: str, record: CurrentRecord) -> Response:
+    async def unload(record: HttpRecord, name: str) -> Response:
         """Unloads a layer: it answers no new calls until it is loaded again. DELETE /layers/{name} removes it."""
         extensions.require_writable()
         _, raw = await _read(record, service, UnloadRequest)
@@ -278,7 +282,7 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters, de
     try:
         await make_layer(service, name, spec, deadline)
     except RequestError as refusal:
-        raise refusal.with_paths(lambda at: CONFIG_PATH + at.removeprefix("/spec")) from None
+        raise refusal.translated(lambda problem: replace(problem, at=CONFIG_PATH + problem.at.removeprefix("/spec"))) from None
 
 
 async def _read(record: HttpRecord, service: Service, model: type[D]) -> tuple[D, RawRequest]:

@@ -51,7 +51,7 @@ class RawValue(NamedTuple):
         try:
             return parse_strictly(self.text[self.start : self.stop], position_of=position_of, limits=self.limits)
         except TooLarge as refusal:
-            raise refusal.with_paths(lambda _: at) from None
+            raise refusal.translated(lambda problem: replace(problem, at=at)) from None
 
 
 class NumberList(RawValue):
@@ -91,7 +91,7 @@ class NumberList(RawValue):
             try:
                 items = self._parse(piece, start, open_before, open_after, stop == self.stop)
             except RequestError as refusal:
-                raise type(refusal)(problems=[builder.problem_in_list(problem) for problem in refusal.problems]) from None
+                raise refusal.translated(builder.problem_in_list) from None
             builder.add(items, open_before, open_after)
             if stop == self.stop:
                 return builder.array()
@@ -157,7 +157,7 @@ class ArrayBuilder:
         for depth, before in enumerate(self.counts):
             if depth < len(index) and not any(index[:depth]):
                 index[depth] += before
-        return Problem(self.at + pointer(index), problem.expected, problem.got)
+        return replace(problem, at=self.at + pointer(index))
 
     def pointer_to_next(self, skipped: int = 0) -> str:
         """Pointer to the next item, or to the one after `skipped` others."""

@@ -95,7 +95,7 @@ def parse_nested(text: str, at: str, nonfinite: bool = False) -> Any:
     try:
         return parse_strictly(encoded, "text", nonfinite=nonfinite)
     except RequestError as refusal:
-        raise refusal.with_paths(at.__add__) from None
+        raise refusal.translated(lambda problem: problem.below(at)) from None
 
 
 def _require_few_values(text: bytes, name: str, limits: WireLimits, uncounted: int) -> bool:

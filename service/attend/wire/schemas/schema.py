@@ -53,6 +53,7 @@ class ProblemDocument(BaseModel):
     detail: str
     request_id: str
     errors: list[Refusal]
+    length: int | None = Field(default=None, description="Number of rows of the session, if it does not have `expected_length` (412).")
 
 
 def unique(noun: str) -> AfterValidator:
