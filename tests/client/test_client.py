@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,11 @@ from attend import errors
 from attend.client import AsyncClient, BadReply, Client, Retries, TimedOut, TopWeights, Unreachable, Untrusted, operations
 from attend.client.connection import Attempts
 from attend.client.responses import CLASSES
+from attend.settings import Settings
 from attend.spec import LayerSpec
+from attend.web.app import create_app
 from attend.web.errors import STATUSES, problem_document
+from attend.web.records import is_v2
 from attend.wire.schemas.analysis import AnalysisRequest
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.figure import FigureRequest
@@ -568,9 +572,23 @@ ARGUMENTS = {  # of every method, what it is called with
     "layer_weights": ("x",),
     "circuits": ("x",),
     "delete_layer": ("x",),
+    "tokens": ("{}", "a text"),
+    "about": (),
+    "metrics": (),
+    "live": (),
+    "started": (),
     "ready": (),
     "session": (),
     "sessions": (),
+}
+SESSION_ARGUMENTS = {
+    "attend": (SMALL[:1],),
+    "info": (),
+    "truncate": (1,),
+    "fork": (),
+    "export": (),
+    "load": (b"",),
+    "delete": (),
 }
 
 
@@ -600,6 +618,29 @@ def test_every_method_takes_a_timeout(kind, method, monkeypatch):
             asyncio.run(awaited(reply))
     assert waited == [2.5, None, 7.0]
     assert {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"} == {*ARGUMENTS, "perform", "close"}
+
+
+def test_every_documented_endpoint_has_a_method():
+    """Of the client or of its sessions; those of the Open Inference Protocol have clients of their own."""
+    table = create_app(Settings()).table
+    asked = set()
+    info = {"id": "some", "layer": {"name": "x", "fingerprint": "0"}, "length": 0, "capacity": None, "bytes": 0, "idle_seconds": 9}
+
+    def handle(request):
+        endpoints, _ = table.find(request.url.path)
+        asked.add((request.method, endpoints[request.method].path))
+        starts = (request.method, request.url.path) == ("POST", "/sessions")
+        return httpx.Response(201, json={**info, "expires_at": ""}) if starts else httpx.Response(404)
+
+    client = Client(transport=httpx.MockTransport(handle))
+    session = client.session()
+    missing = {"put_layer_from"}  # reads a folder; its request is that of put_layer_file
+    for found, arguments in ((client, ARGUMENTS), (session, SESSION_ARGUMENTS)):
+        for name in arguments.keys() - missing:
+            with suppress(errors.AttendError):
+                getattr(found, name)(*arguments[name])
+    documented = {(endpoint.method, endpoint.path) for endpoint in table if endpoint.documented and not is_v2(endpoint.path)}
+    assert asked == documented
 
 
 def test_the_timeout_of_a_call_replaces_that_of_the_client(silent):

@@ -67,6 +67,7 @@ class Client(Connections[httpx.BaseTransport]):
     figure = _method(operations.figure)
     words = _method(operations.words)
     vocabulary = _method(operations.vocabulary)
+    tokens = _method(operations.tokens)
     layers = _method(operations.layers)
     layer = _method(operations.layer)
     put_layer = _method(operations.put_layer)
@@ -77,6 +78,8 @@ class Client(Connections[httpx.BaseTransport]):
     circuits = _method(operations.circuits)
     delete_layer = _method(operations.delete_layer)
     sessions = _method(operations.sessions)
+    about = _method(operations.about)
+    metrics = _method(operations.metrics)
 
     def _open(self) -> None:
         self._opened, self._process = httpx.Client(**self._httpx_options()), os.getpid()
@@ -91,10 +94,21 @@ class Client(Connections[httpx.BaseTransport]):
             self._open()
         return self._opened
 
+    def live(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
+        """Whether the server responds."""
+        return self._succeeds(operations.live(timeout=timeout))
+
+    def started(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
+        """Whether the server responds and its start is over."""
+        return self._succeeds(operations.started(timeout=timeout))
+
     def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
         """Whether the server responds and has loaded its layers."""
+        return self._succeeds(operations.ready(timeout=timeout))
+
+    def _succeeds(self, operation: Operation[bool]) -> bool:
         try:
-            return self.perform(operations.ready(timeout=timeout))
+            return self.perform(operation)
         except (Unreachable, CapacityError):
             return False
 
@@ -179,6 +193,7 @@ class AsyncClient(Connections[httpx.AsyncBaseTransport]):
     figure = _async_method(operations.figure)
     words = _async_method(operations.words)
     vocabulary = _async_method(operations.vocabulary)
+    tokens = _async_method(operations.tokens)
     layers = _async_method(operations.layers)
     layer = _async_method(operations.layer)
     put_layer = _async_method(operations.put_layer)
@@ -189,14 +204,27 @@ class AsyncClient(Connections[httpx.AsyncBaseTransport]):
     circuits = _async_method(operations.circuits)
     delete_layer = _async_method(operations.delete_layer)
     sessions = _async_method(operations.sessions)
+    about = _async_method(operations.about)
+    metrics = _async_method(operations.metrics)
 
     def _open(self) -> None:
         self.http = httpx.AsyncClient(**self._httpx_options())
 
+    async def live(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
+        """As `Client.live`."""
+        return await self._succeeds(operations.live(timeout=timeout))
+
+    async def started(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
+        """As `Client.started`."""
+        return await self._succeeds(operations.started(timeout=timeout))
+
     async def ready(self, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> bool:
         """As `Client.ready`."""
+        return await self._succeeds(operations.ready(timeout=timeout))
+
+    async def _succeeds(self, operation: Operation[bool]) -> bool:
         try:
-            return await self.perform(operations.ready(timeout=timeout))
+            return await self.perform(operation)
         except (Unreachable, CapacityError):
             return False
 

@@ -31,7 +31,7 @@ from attend.client.responses import (
 from attend.errors import InvalidRequest, pointer
 from attend.spec import LayerSpec
 from attend.tensors import Array
-from attend.wire.client_codec import encode_binary_request, encode_json_request
+from attend.wire.client_codec import decode_document, encode_binary_request, encode_json_request
 from attend.wire.negotiation import JSON, SAFETENSORS
 from attend.wire.problems import unknown_field
 from attend.wire.safetensors import read_tensors, write_tensors
@@ -41,7 +41,7 @@ from attend.wire.schemas.figure import FigureRequest
 from attend.wire.schemas.layers import Circuits, LayerInfo, Layers, PutLayer
 from attend.wire.schemas.schema import require_layer_name
 from attend.wire.schemas.sessions import SessionInfo, Sessions
-from attend.wire.schemas.words import Vocabulary
+from attend.wire.schemas.words import TokenizedText, Vocabulary
 
 T = TypeVar("T")
 Repeat = Literal["always", "if_not_begun", "never"]
@@ -198,6 +198,13 @@ def vocabulary(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[Vocabulary
     return Operation("GET", "/words", None, partial(read_document, Vocabulary), timeout)
 
 
+def tokens(tokenizer: str, text: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[TokenizedText]:
+    """The tokens of a text by a tokenizer, the text of a model's tokenizer.json. The server needs the package `tokenizers`, and must allow
+    changes of layers."""
+    body = encode_json_request({"tokenizer": tokenizer, "text": text}, {})
+    return Operation("POST", "/words/tokens", body, partial(read_document, TokenizedText), timeout)
+
+
 def layers(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[LayerInfo]]:
     """All layers of the server."""
     return Operation("GET", "/layers", None, lambda response: read_document(Layers, response).layers, timeout)
@@ -293,6 +300,26 @@ def delete_layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operati
 def ready(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:
     """Whether the server responds and has loaded its layers."""
     return Operation("GET", "/health/ready", None, lambda _: True, timeout, repeat="never")
+
+
+def live(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:
+    """Whether the server responds."""
+    return Operation("GET", "/health/live", None, lambda _: True, timeout, repeat="never")
+
+
+def started(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:
+    """Whether the server responds and its start is over."""
+    return Operation("GET", "/health/startup", None, lambda _: True, timeout, repeat="never")
+
+
+def about(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[dict[str, Any]]:
+    """Version, threads, device, limits and layers of the server."""
+    return Operation("GET", "/", None, lambda response: decode_document(response.content), timeout, accept=JSON)
+
+
+def metrics(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[str]:
+    """The metrics of the server, in Prometheus' format."""
+    return Operation("GET", "/metrics", None, lambda response: response.text, timeout)
 
 
 def sessions(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[SessionInfo]]:
