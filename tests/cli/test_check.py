@@ -315,8 +315,9 @@ def test_the_report_fits_80_columns_and_begins_with_the_verdict(package):
     done = run_attend("check", "--module", "theirs:Unscaled", cwd=package, env={**WIDE, "COLUMNS": "80"})
     lines = done.stdout.decode().splitlines()
     assert lines[0].startswith("theirs:Unscaled disagrees with the reference in ")
-    assert lines[1] == "hint: this is what comes out when the scores are not divided by sqrt(head_dim)"
-    assert lines[2:4] == ["  you compute: softmax(Q Kᵀ) V", "  expected:    softmax(Q Kᵀ / √d) V"]
+    assert lines[1].startswith("first wrong step: scaled_products: ") and lines[2].startswith("  line ")
+    assert lines[3] == "hint: this is what comes out when the scores are not divided by sqrt(head_dim)"
+    assert lines[4:6] == ["  you compute: softmax(Q Kᵀ) V", "  expected:    softmax(Q Kᵀ / √d) V"]
     assert all(len(line) <= 80 for line in lines)
 
 

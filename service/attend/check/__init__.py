@@ -17,6 +17,8 @@ In the order in which to read it:
     candidate.py, weights.py constructs a candidate and reads its weights
     adapter.py               calls a candidate
     sizes.py                 the candidate in other sizes, in which a mistake has to hold before it is named
+    trace.py                 the arrays that a candidate makes, with the lines of its source
+    divergence.py            the first step of the reference whose numbers are not among them
     explanation.py           the search for the known mistakes that explain a candidate's numbers
     fitting.py               constant factors, fitted to the candidate's numbers
     mistakes/, changes.py    the known mistakes with their arithmetic, and the changes that they are made of

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from html import escape
+from itertools import islice
 from textwrap import fill
 from typing import Any
 
@@ -16,10 +17,12 @@ from attend.check.candidate import Candidate, load_candidate, prepare
 from attend.check.cases import CheckCase, Group, lengths_for
 from attend.check.computation import RELATIVE, Computation
 from attend.check.convention import make_convention
+from attend.check.divergence import Divergence, FirstWrongStep, first_wrong_step
 from attend.check.explanation import Explanation, Observation, OtherSizes, explain
 from attend.check.low_precision import HALF
 from attend.check.rounded_steps import rounded_steps
 from attend.check.sizes import in_other_sizes, other_lengths
+from attend.check.trace import Trace, recorded, source_folder
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -80,19 +83,21 @@ class Disagreement:
     index: tuple[int, ...] | None = None
     hint: str | None = None
     explanation: Explanation = field(default_factory=Explanation)
+    step: FirstWrongStep | None = None  # where the candidate leaves the reference, if it makes arrays that can be recorded
 
     @property
     def mistakes(self) -> tuple[str, ...]:
         return self.explanation.mistakes
 
     def __str__(self) -> str:
-        """The mistake with its arithmetic, and then the first wrong number."""
+        """The first wrong step, the mistake with its arithmetic, and then the first wrong number."""
         place = "" if self.index is None else f"[{', '.join(map(str, self.index))}]"
         axes = AXES.get(self.output, ())
         words = ""
         if self.index is not None and len(self.index) == len(axes):
             words = f" ({', '.join(f'{axis} {i}' for axis, i in zip(axes, self.index, strict=True))})"
-        lines = [f"hint: {self.hint}"] if self.hint else []
+        lines = [str(self.step)] if self.step else []
+        lines += [f"hint: {self.hint}"] if self.hint else []
         for computed, expected in self.explanation.arithmetic:
             lines += [f"  you compute: {computed}", f"  expected:    {expected}"]
         return "\n".join([*lines, f"disagreement: {self.case}, {self.output}{place}{words}: expected {self.expected}, got {self.got}"])
@@ -231,6 +236,8 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **o
             partial(_in_other_sizes, prepared, partial(in_other_sizes, loaded, spec, convention, prepared, seed), seed, groups)
         )
         explained = _explained(evidence, further, _observe(prepared, prepared.draw_partial_cases(seed)), elsewhere)
+        if explained and explained[0].index is not None:
+            explained = (replace(explained[0], step=_first_wrong_step(prepared, seed, evidence)), *explained[1:])
     disagreements = (*explained, *called.failures[:1])
     return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
 
@@ -328,6 +335,27 @@ def _explained(
     if shaped and misshaped:
         explanation = explain([x.observation for x in compared if x.has_shapes], further, elsewhere=elsewhere)
     return [x.disagreement(explanation) for x in (*shaped[:1], *misshaped[:1])]
+
+
+def _first_wrong_step(prepared: Candidate, seed: int, compared: Sequence["_ComparedCase"]) -> FirstWrongStep | None:
+    """Where the candidate leaves the reference in the first wrong case, and in another draw of it; None if no array can be recorded."""
+    case = next(x.right.case for x in compared if x.wrong is not None)
+    again = (x for x in prepared.draw_cases(seed + 1, (case.group,)) if x.name == case.name)
+    calls = [divergence for x in (case, *islice(again, 1)) if (divergence := _divergence(prepared, x)) is not None]
+    return first_wrong_step(*calls) if calls else None
+
+
+def _divergence(prepared: Candidate, case: CheckCase) -> Divergence | None:
+    """What a candidate makes in a call beside the steps of the reference; None if it is right, or cannot be recorded."""
+    adapter = prepared.adapter
+    if (folder := source_folder(adapter.function)) is None:
+        return None
+    trace = Trace(folder)
+    with suppress(Exception):  # what it makes of arrays that record may differ from what it makes of others
+        called = _call(replace(prepared, adapter=replace(adapter, function=recorded(adapter.function, trace))), case)
+        if called.wrong is not None and trace.is_complete:
+            return Divergence(called.right.steps(), trace, called.right.dtype)
+    return None
 
 
 def _in_other_sizes(prepared: Candidate, make: Callable[[], Candidate | None], seed: int, groups: Collection[Group]) -> OtherSizes:

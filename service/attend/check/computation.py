@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from attend.attention.reference.forward import Outputs
+from attend.attention.program import constants, needed, program_of
+from attend.attention.reference.arithmetic import NumpyArithmetic
+from attend.attention.reference.forward import Outputs, features_of, inputs_of, run_steps
 from attend.attention.reference.request import Request
 from attend.check.cases import CheckCase
 from attend.check.chunks import in_chunks
+from attend.check.divergence import RunStep
 from attend.check.layer import Layer
 from attend.check.low_precision import EVERY_STEP, NUDGE, in_low_precision
 from attend.spec import LayerSpec
@@ -99,6 +102,22 @@ class Computation:
     returned: str = "attention_weights"  # which output is compared with the weights
     rounded: tuple[str, frozenset[str]] | None = None  # a dtype, and which numbers are rounded to it
 
+    @np.errstate(all="ignore")
+    def steps(self) -> list[RunStep]:
+        """The steps of the layer's program that the output depends on and that write real numbers, with what they write."""
+        m, request = NumpyArithmetic(self.weights), self._request
+        values, steps, written = m.weights | inputs_of(self.spec, request), list[RunStep](), dict[str, int]()
+        program = program_of(self.spec, features_of(self.spec, request))
+        run_steps(m, constants(program), values)
+        for step in needed(program, {"output"}, given=[name for constant in constants(program) for name in constant.writes]):
+            run_steps(m, (step,), values)
+            made = next((x for name in step.writes if (x := values[name]) is not None), None)
+            parents = frozenset(written[name] for name in step.reads if name in written)
+            if made is not None and np.asarray(made).dtype.kind == "f":
+                written |= dict.fromkeys(step.writes, len(steps))
+                steps.append(RunStep(step, np.asarray(made), parents))
+        return steps
+
     def with_scale(self, scale: float) -> "Computation":
         """The computation with another factor on the scores."""
         return replace(self, spec=self.spec.model_copy(update={"scale": scale}))
@@ -165,13 +184,18 @@ class Computation:
         numbers = self.case.numbers
         return self.added if numbers is None else numbers if self.added is None else numbers + self.added
 
-    @np.errstate(all="ignore")
-    def _attend(self, nudge: float = 0.0) -> Outputs:
-        """Every output. `nudge` moves numbers before they are rounded."""
+    @property
+    def _request(self) -> Request:
+        """The call as the reference gets it."""
         case = self.case
         visible = case.visible & case.exists if case.chunks else case.visible
         mask = None if visible.all() else visible
-        request = Request(query=case.query, key=case.key, value=case.value, attend_mask=mask, bias=self._bias)
+        return Request(query=case.query, key=case.key, value=case.value, attend_mask=mask, bias=self._bias)
+
+    @np.errstate(all="ignore")
+    def _attend(self, nudge: float = 0.0) -> Outputs:
+        """Every output. `nudge` moves numbers before they are rounded."""
+        case, request = self.case, self._request
         layer = self.layer if self.rounded is None else in_low_precision(self.layer, *self.rounded, nudge)
         if case.chunks and layer is not Layer:
             with suppress(ValueError):

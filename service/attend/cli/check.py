@@ -175,7 +175,9 @@ class ModuleReport:
         if self.comparison.first is None:
             return document
         explanation = self.comparison.first.explanation
-        found = {"mistakes": list(explanation.mistakes), "arithmetic": [list(lines) for lines in explanation.arithmetic]}
+        step = self.comparison.first.step
+        found: dict[str, Any] = {"step": None if step is None else step.document()}
+        found |= {"mistakes": list(explanation.mistakes), "arithmetic": [list(lines) for lines in explanation.arithmetic]}
         return {**document, "first": self.comparison.conclusion, **found, "again": self._command()}
 
     def show(self, console: Console, verbose: bool) -> None:
