@@ -25,7 +25,7 @@ from typing import Any
 import structlog
 import torch
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from attend.cli.logs import configure_logs
 from attend.serving.service import Service
@@ -206,7 +206,7 @@ def exit_within(seconds: float, status: Callable[[], int]) -> None:
     threading.Thread(target=wait, name="exit", daemon=True).start()
 
 
-def application(settings: Settings, threads: int, pages: Mapping[str, str]) -> FastAPI:
+def application(settings: Settings, threads: int, pages: Mapping[str, str]) -> Starlette:
     """Sets up this process (threads, memory, logs, signals) and returns its application. Once it is ready, it logs the `pages`."""
     exit_with_supervisor(exit_timeout_of(settings))
     torch.set_num_threads(threads)
@@ -217,7 +217,7 @@ def application(settings: Settings, threads: int, pages: Mapping[str, str]) -> F
     service, inner = app.state.service, app.router.lifespan_context
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
+    async def lifespan(app: Starlette) -> AsyncIterator[Mapping[str, Any]]:
         SignalHandlers(service, settings.drain_seconds, is_worker=settings.workers > 1).install()
         async with inner(app) as state:
             yield state or {}
