@@ -475,14 +475,12 @@ def test_a_large_reply_is_not_encoded_after_its_caller_left() -> None:
             service = app.state.service
             body = json.dumps({"query": [[0.5] * 4] * 300, "outputs": ["attention_weights"]}).encode()
             assert (
-                await service.engine.answer(
-                    RawRequest(body, reply_codec=Watched(JSON, parse, encode_json, writes_text=True, is_file=False)), ATTEND
-                )
+                await service.engine.answer(RawRequest(body, reply_codec=Watched(JSON, parse, encode_json, writes_text=True)), ATTEND)
             ).pieces
             computed = service.scheduler.finished_at
             raw = RawRequest(
                 body,
-                reply_codec=Watched(JSON, parse, encode_json, writes_text=True, is_file=False),
+                reply_codec=Watched(JSON, parse, encode_json, writes_text=True),
                 gone=lambda: service.scheduler.finished_at > computed,
             )
             with pytest.raises(CallerGone):

@@ -759,7 +759,7 @@ def test_rule_12_a_compressed_body_is_decoded_in_a_thread() -> None:
             packed = gzip.compress(body)
             assert len(packed) < 64 * 1024
             await service.engine.answer(
-                RawRequest(packed, codec=Watched(JSON, parse, encode_json, writes_text=True, is_file=False), coding="gzip"), ATTEND
+                RawRequest(packed, codec=Watched(JSON, parse, encode_json, writes_text=True), coding="gzip"), ATTEND
             )
         service.close()
         assert len(threads) == 2

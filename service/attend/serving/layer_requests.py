@@ -38,7 +38,7 @@ from attend.wire.codec import Buffer
 from attend.wire.compression import unpack
 from attend.wire.json.strict import parse_strictly
 from attend.wire.limits import WireLimits
-from attend.wire.negotiation import JSON, SAFETENSORS
+from attend.wire.negotiation import FILE_CODEC, JSON, SAFETENSORS
 from attend.wire.problems import describe_value, validate
 from attend.wire.schemas.layers import Circuits, PutLayer
 from attend.wire.schemas.schema import LayerReference, Schema
@@ -124,8 +124,8 @@ def _decode_object(raw: RawRequest, limits: WireLimits) -> dict[str, Any]:
 
 def _decode_layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
     """The layer of the body of a PUT. The loader has one thread, and decompresses the body there: few such bodies are in memory at once."""
-    body = unpack(raw.take_body(), raw.coding, limits.layer_bytes if raw.codec.is_file else limits.body_bytes)
-    if raw.codec.is_file:
+    body = unpack(raw.take_body(), raw.coding, limits.layer_bytes if raw.codec is FILE_CODEC else limits.body_bytes)
+    if raw.codec is FILE_CODEC:
         return read_layer_file(body, source)
     members = _decode_members(body, raw, PutLayer, limits)
     checkpoint = _is_checkpoint(members)

@@ -28,7 +28,7 @@ from attend.version import __version__
 from attend.web.endpoints import READ, EndpointTable
 from attend.web.errors import STATUSES, status_in
 from attend.web.records import Body, Endpoint, HttpRecord, is_v2
-from attend.wire.negotiation import CODECS, JSON, PROBLEM_JSON
+from attend.wire.negotiation import JSON, PROBLEM_JSON
 from attend.wire.schemas.schema import ProblemDocument
 from attend.wire.schemas.tensors import json_schemas
 from attend.wire.v2.schemas import InferenceReply, V2Error
@@ -158,8 +158,7 @@ def _request_body(body: Body) -> dict[str, Any]:
     if body.model is not None:
         examples = {f"example{i}": {"summary": summary, "value": value} for i, (value, summary) in enumerate(body.examples, 1)}
         content[JSON] = {"schema": schema(body.model), "examples": examples}
-    if body.safetensors:
-        content |= {media_type: {"schema": BINARY} for media_type, codec in CODECS.items() if codec.is_file}
+    content |= {media_type: {"schema": BINARY} for media_type in body.binary}
     return {"required": body.required, "content": content}
 
 

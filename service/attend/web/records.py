@@ -75,9 +75,9 @@ Handler = Callable[[HttpRecord], Awaitable[None]]  # answers a request: an endpo
 class Body:
     """The body of a request in the OpenAPI document. `examples`: bodies in JSON and their summaries."""
 
-    model: type | None  # the schema of JSON; None: a safetensors file alone
+    model: type | None  # the schema of JSON; None: no JSON
     examples: tuple[tuple[Any, str], ...] = ()
-    safetensors: bool = False
+    binary: Sequence[str] = ()  # other media types
     required: bool = True
 
 

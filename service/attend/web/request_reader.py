@@ -12,7 +12,7 @@ from attend.serving.service import Service
 from attend.web.records import HttpRecord
 from attend.wire.codec import Codec
 from attend.wire.compression import coding_of_reply
-from attend.wire.negotiation import CODECS, media_type_of_body, media_type_of_reply
+from attend.wire.negotiation import CODECS, FILE_CODEC, media_type_of_body, media_type_of_reply
 
 Limit = tuple[str, int]  # (name of the setting or "" without one, bytes)
 UNIX_SOCKET = "unix socket"  # the caller without an address; "" is the process itself
@@ -39,7 +39,7 @@ async def read_request(
         codec, reply_codec = _codecs(headers.get(b"content-type", b""), headers.get(b"accept", b""))
     else:
         reply_codec = codec
-    limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec.is_file else ("max_body_bytes", limits.body_bytes)
+    limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec is FILE_CODEC else ("max_body_bytes", limits.body_bytes)
     if largest is not None and largest < limit[1]:
         limit = ("", largest)
     timed = service.timeout is not None or b"x-request-timeout" in headers

@@ -73,7 +73,6 @@ class Codec(ABC):
     """One format of bodies."""
 
     writes_text: bool = True  # whether replies have numbers as text, which is larger than their bytes
-    is_file: bool = False  # whether a body may be a file of tensors: weights of a layer, or rows of a session
     largest_text: float = math.inf  # bytes of text in a reply, if the format limits it
     largest_reply: tuple[str, int] | None = None  # (setting, largest reply in bytes), if the protocol limits replies
 

@@ -31,10 +31,9 @@ class AttendCodec(Codec):
         write: Callable[[Reply, ReplyOptions], list[Buffer]],
         *,
         writes_text: bool,
-        is_file: bool,
         largest_text: float = math.inf,
     ) -> None:
-        self.parse, self.write, self.writes_text, self.is_file, self.largest_text = parse, write, writes_text, is_file, largest_text
+        self.parse, self.write, self.writes_text, self.largest_text = parse, write, writes_text, largest_text
         self.headers: Headers = ((b"content-type", media_type.encode()),)
 
     def decode(
@@ -47,17 +46,18 @@ class AttendCodec(Codec):
 
 
 CODECS: dict[str, Codec] = {  # in order of preference
-    JSON: AttendCodec(JSON, json_reader.parse, encode_json, writes_text=True, is_file=False),
+    JSON: AttendCodec(JSON, json_reader.parse, encode_json, writes_text=True),
     SAFETENSORS: AttendCodec(
         SAFETENSORS,
         safetensors.parse,
         safetensors.encode,
         writes_text=False,
-        is_file=True,
         largest_text=safetensors.MAX_HEADER_BYTES // 2,  # the other half for the tensors' entries
     ),
 }
 SUPPORTED = tuple(CODECS)
+BINARY_TYPES = tuple(media_type for media_type in CODECS if media_type != JSON)  # in which a request to compute may be sent, besides JSON
+FILE_CODEC = CODECS[SAFETENSORS]  # whose bodies may also be files: weights of a layer, rows of a session
 
 
 def media_type_of_body(content_type: str) -> str:

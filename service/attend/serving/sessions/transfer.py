@@ -16,7 +16,7 @@ from attend.serving.sessions.locks import lock_session
 from attend.serving.sessions.registry import Session, SessionRegistry
 from attend.wire.codec import Buffer
 from attend.wire.compression import unpack_start
-from attend.wire.negotiation import SAFETENSORS
+from attend.wire.negotiation import FILE_CODEC, SAFETENSORS
 from attend.wire.problems import describe_value
 from attend.wire.safetensors import read_header, read_tensors, write_tensors
 
@@ -75,7 +75,7 @@ def _file_of(session: Session) -> list[Buffer]:
 
 def _announced_by(raw: RawRequest, layer: LoadedLayer) -> CacheFile:
     """What the header of an exported file announces, checked against the layer. The rest of the body stays compressed."""
-    if not raw.codec.is_file:
+    if raw.codec is not FILE_CODEC:
         expected = f"a body of type {SAFETENSORS}, as GET of the cache returns it"
         raise UnsupportedMediaType.where("", expected, "another Content-Type, or none")
     raw.body = body = raw.take_body()  # joined

@@ -15,7 +15,7 @@ from attend.web.openapi import BINARY
 from attend.web.records import Body, HttpRecord
 from attend.web.replies import response_of_call
 from attend.web.request_reader import read_request
-from attend.wire.negotiation import CODECS, JSON, PICTURES, accepted_type, media_type_of_body
+from attend.wire.negotiation import BINARY_TYPES, CODECS, JSON, PICTURES, accepted_type, media_type_of_body
 from attend.wire.schemas.analysis import AnalysisReply, AnalysisRequest
 from attend.wire.schemas.attend import AttendReply, AttendRequest, Plan
 from attend.wire.schemas.figure import FigureRequest
@@ -51,9 +51,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         needs_layers=True,
         tags=["attend"],
         response_model=AttendReply,
-        body=Body(
-            AttendRequest, ((DEFAULT_LAYER_EXAMPLE, "Four rows, causal."), (ATTEND_EXAMPLE, "For the layer `tiny`.")), safetensors=True
-        ),
+        body=Body(AttendRequest, ((DEFAULT_LAYER_EXAMPLE, "Four rows, causal."), (ATTEND_EXAMPLE, "For the layer `tiny`.")), BINARY_TYPES),
         refusals=(*LAYER, NotAcceptable),
     )
     async def attend(record: HttpRecord) -> Response:
@@ -71,7 +69,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         needs_layers=True,
         tags=["attend"],
         response_model=AnalysisReply,
-        body=Body(AnalysisRequest, ((ANALYSIS_EXAMPLE, "What each head does with four words."),), safetensors=True),
+        body=Body(AnalysisRequest, ((ANALYSIS_EXAMPLE, "What each head does with four words."),), BINARY_TYPES),
         refusals=(*LAYER, *SESSION, NotAcceptable),
     )
     async def analysis(record: HttpRecord) -> Response:
@@ -89,7 +87,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         needs_layers=True,
         tags=["attend"],
         response_model=Plan,
-        body=Body(AttendRequest, ((PLAN_EXAMPLE, "Tensors may be given by shape alone."),), safetensors=True),
+        body=Body(AttendRequest, ((PLAN_EXAMPLE, "Tensors may be given by shape alone."),), BINARY_TYPES),
         refusals=(*LAYER, *SESSION),
     )
     async def plan(record: HttpRecord) -> Response:
@@ -108,7 +106,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         tags=["attend"],
         response_class=Response,
         responses={200: {"description": "The picture.", "content": PICTURE_CONTENT}},
-        body=Body(FigureRequest, ((FIGURE_EXAMPLE, "Heat maps of all heads."),), safetensors=True),
+        body=Body(FigureRequest, ((FIGURE_EXAMPLE, "Heat maps of all heads."),), BINARY_TYPES),
         refusals=(*LAYER, *SESSION, NotAcceptable),
     )
     async def figure(record: HttpRecord) -> Response:

@@ -56,7 +56,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         responses={
             201: {"model": LayerInfo, "description": "The layer is new."},
         },
-        body=Body(PutLayer, ((PUT_LAYER_EXAMPLE, "A seeded layer."),), safetensors=True),
+        body=Body(PutLayer, ((PUT_LAYER_EXAMPLE, "A seeded layer."),), (SAFETENSORS,)),
         refusals=(LayerConflict, StorageFull),
     )
     async def put_layer(

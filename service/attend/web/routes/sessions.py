@@ -16,7 +16,7 @@ from attend.web.openapi import BINARY
 from attend.web.records import Body, HttpRecord
 from attend.web.replies import response_of_call, response_of_file
 from attend.web.request_reader import read_request, request_without_body
-from attend.wire.negotiation import JSON, SAFETENSORS
+from attend.wire.negotiation import BINARY_TYPES, JSON, SAFETENSORS
 from attend.wire.schemas.sessions import (
     PatchSession,
     PostFork,
@@ -140,7 +140,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         needs_layers=True,
         tags=["sessions"],
         response_model=SessionAttendReply,
-        body=Body(SessionAttendRequest, ((STEP_EXAMPLE, "Appends a row, and attends to all."),), safetensors=True),
+        body=Body(SessionAttendRequest, ((STEP_EXAMPLE, "Appends a row, and attends to all."),), BINARY_TYPES),
         refusals=(*SESSION, SessionConflict, LengthMismatch, NotAcceptable),
     )
     async def attend_in_session(record: HttpRecord, id: SessionIdPath) -> Response:
@@ -175,7 +175,7 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         needs_layers=True,
         tags=["sessions"],
         response_model=SessionInfo,
-        body=Body(None, safetensors=True),
+        body=Body(None, binary=(SAFETENSORS,)),
         refusals=(*SESSION, SessionConflict),
     )
     async def put_cache(record: HttpRecord, id: SessionIdPath) -> Response:
