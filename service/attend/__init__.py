@@ -1,6 +1,6 @@
-"""Multi-head attention as a service. `from attend import Client` is the Python client; the server and the commands are in the rooms below.
+"""Multi-head attention as a service. `from attend import Client` imports the Python client; the command `attend serve` starts the server.
 
-The client is imported when it is first used, so that the server does not load it.
+The names of the client are imported when they are first used, so that the server does not load httpx. docs/design.md lists the packages.
 """
 
 from importlib import import_module

@@ -68,7 +68,7 @@ FORWARD = ForwardPass()
 
 @dataclass(frozen=True, slots=True)
 class ShortForwardPass(Operation):
-    """The forward pass of a call like an earlier one, which the kernel for short calls computes. Calls are not stacked."""
+    """A forward pass by the C kernel for short calls, chosen once for all calls of one shape. Calls are not stacked into batches."""
 
     is_one_pass = True
 

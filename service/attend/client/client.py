@@ -1,7 +1,7 @@
 """The synchronous and the asynchronous client.
 
-A method such as `client.attend(…)` makes the `Operation` of the function of its name in `operations.py`: an HTTP request, and the reader of
-its response (`responses.py`). `perform` sends the request and repeats it as `connection.py` decides.
+A method such as `client.attend(…)` makes the `ApiRequest` of the function of its name in `operations.py`: an HTTP request, and the reader
+of its response (`responses.py`). `perform` sends the request and repeats it as `connection.py` decides.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ import httpx
 from attend.client import operations
 from attend.client.arguments import USE_CLIENT_DEFAULT, Timeout
 from attend.client.connection import API_KEY, SECRET, Attempts, Connections, Outcome, connection_error
-from attend.client.methods import make_operation, signed
-from attend.client.operations import Operation
+from attend.client.methods import make_request, signed
+from attend.client.operations import ApiRequest
 from attend.client.sessions import AsyncSession, Session, StartingSession, start_or_resume
 from attend.errors import CapacityError, NotAcceptable, Unreachable, UnsupportedMediaType
 
@@ -27,24 +27,24 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def _method(operation: Callable[P, Operation[T]]) -> Callable[Concatenate["Client", P], T]:
+def _method(operation: Callable[P, ApiRequest[T]]) -> Callable[Concatenate["Client", P], T]:
     """A method of `Client` with the arguments of the operation; it returns the result."""
 
     @wraps(operation)
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.perform(make_operation(operation, *args, **kwargs))
+        return self.perform(make_request(operation, *args, **kwargs))
 
     return signed(method)
 
 
 def _async_method(
-    operation: Callable[P, Operation[T]], in_thread: bool = False
+    operation: Callable[P, ApiRequest[T]], in_thread: bool = False
 ) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, T]]:
     """A method of `AsyncClient`, as from `_method`. `in_thread`: the operation reads a file, which would block the event loop."""
 
     @wraps(operation)
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        make = partial(make_operation, operation, *args, **kwargs)
+        make = partial(make_request, operation, *args, **kwargs)
         return await self.perform(await asyncio.to_thread(make) if in_thread else make())
 
     return signed(method)
@@ -106,9 +106,9 @@ class Client(Connections[httpx.BaseTransport]):
         """Whether the server responds and has loaded its layers."""
         return self._succeeds(operations.ready(timeout=timeout))
 
-    def _succeeds(self, operation: Operation[bool]) -> bool:
+    def _succeeds(self, request: ApiRequest[bool]) -> bool:
         try:
-            return self.perform(operation)
+            return self.perform(request)
         except (Unreachable, CapacityError):
             return False
 
@@ -128,28 +128,28 @@ class Client(Connections[httpx.BaseTransport]):
         """
         return self.perform(start_or_resume(partial(Session, self), layer, id, capacity, idle_seconds, timeout))
 
-    def perform(self, operation: Operation[T]) -> T:
-        """The result of an operation; with a JSON body once a server or proxy has refused safetensors."""
-        if operation.json_body is not None and self._binary:
+    def perform(self, request: ApiRequest[T]) -> T:
+        """The result of a request; with a JSON body once a server or proxy has refused safetensors."""
+        if request.json_body is not None and self._binary:
             try:
-                return operation.result(self._exchange(operation))
+                return request.result(self._exchange(request))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return operation.result(self._exchange(operation.as_json()))
+        return request.result(self._exchange(request.as_json()))
 
-    def _exchange(self, operation: Operation[Any]) -> httpx.Response:
+    def _exchange(self, request: ApiRequest[Any]) -> httpx.Response:
         """The last response. Raises Unreachable or one of its subclasses if there is none."""
-        attempts = Attempts(self.retries, operation, self.timeout)
-        while (delay := attempts.next_delay(outcome := self._once(operation, attempts.left))) is not None:
+        attempts = Attempts(self.retries, request, self.timeout)
+        while (delay := attempts.next_delay(outcome := self._once(request, attempts.left))) is not None:
             time.sleep(delay)
         if isinstance(outcome, Exception):
             raise connection_error(outcome, self.base_url) from outcome
         return outcome
 
-    def _once(self, operation: Operation[Any], seconds: float | None) -> Outcome:
-        request, headers = self.http.request, operation.headers
+    def _once(self, request: ApiRequest[Any], seconds: float | None) -> Outcome:
+        send, headers = self.http.request, request.headers
         try:
-            return request(operation.method, operation.path, content=operation.body, headers=headers, timeout=seconds)
+            return send(request.method, request.path, content=request.body, headers=headers, timeout=seconds)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             return error
 
@@ -222,9 +222,9 @@ class AsyncClient(Connections[httpx.AsyncBaseTransport]):
         """As `Client.ready`."""
         return await self._succeeds(operations.ready(timeout=timeout))
 
-    async def _succeeds(self, operation: Operation[bool]) -> bool:
+    async def _succeeds(self, request: ApiRequest[bool]) -> bool:
         try:
-            return await self.perform(operation)
+            return await self.perform(request)
         except (Unreachable, CapacityError):
             return False
 
@@ -240,27 +240,27 @@ class AsyncClient(Connections[httpx.AsyncBaseTransport]):
         """As `Client.session`, in `async with client.session() as session:` or after `await`."""
         return StartingSession(self.perform(start_or_resume(partial(AsyncSession, self), layer, id, capacity, idle_seconds, timeout)))
 
-    async def perform(self, operation: Operation[T]) -> T:
+    async def perform(self, request: ApiRequest[T]) -> T:
         """As `Client.perform`."""
-        if operation.json_body is not None and self._binary:
+        if request.json_body is not None and self._binary:
             try:
-                return operation.result(await self._exchange(operation))
+                return request.result(await self._exchange(request))
             except (UnsupportedMediaType, NotAcceptable):
                 self._binary = False
-        return operation.result(await self._exchange(operation.as_json()))
+        return request.result(await self._exchange(request.as_json()))
 
-    async def _exchange(self, operation: Operation[Any]) -> httpx.Response:
-        attempts = Attempts(self.retries, operation, self.timeout)
-        while (delay := attempts.next_delay(outcome := await self._once(operation, attempts.left))) is not None:
+    async def _exchange(self, request: ApiRequest[Any]) -> httpx.Response:
+        attempts = Attempts(self.retries, request, self.timeout)
+        while (delay := attempts.next_delay(outcome := await self._once(request, attempts.left))) is not None:
             await asyncio.sleep(delay)
         if isinstance(outcome, Exception):
             raise connection_error(outcome, self.base_url) from outcome
         return outcome
 
-    async def _once(self, operation: Operation[Any], seconds: float | None) -> Outcome:
-        request, headers = self.http.request, operation.headers
+    async def _once(self, request: ApiRequest[Any], seconds: float | None) -> Outcome:
+        send, headers = self.http.request, request.headers
         try:
-            return await request(operation.method, operation.path, content=operation.body, headers=headers, timeout=seconds)
+            return await send(request.method, request.path, content=request.body, headers=headers, timeout=seconds)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             return error
 

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from attend.client.arguments import USE_CLIENT_DEFAULT
-from attend.client.operations import Operation
+from attend.client.operations import ApiRequest
 from attend.errors import AttendError, TimedOut, Unreachable, Untrusted
 from attend.version import __version__
 from attend.wire.negotiation import PROBLEM_JSON
@@ -122,10 +122,10 @@ def certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationErr
 
 @dataclass(slots=True)
 class Attempts:
-    """The attempts of one operation. `timeout`: seconds for all attempts together, unless the operation has its own; None is no limit."""
+    """The attempts of one request. `timeout`: seconds for all attempts together, unless the request has its own; None is no limit."""
 
     retries: Retries
-    operation: Operation[Any]
+    request: ApiRequest[Any]
     timeout: float | None
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
@@ -134,8 +134,8 @@ class Attempts:
 
     def __post_init__(self) -> None:
         self._started = self.clock()
-        if self.operation.timeout is not USE_CLIENT_DEFAULT:
-            self.timeout = self.operation.timeout
+        if self.request.timeout is not USE_CLIENT_DEFAULT:
+            self.timeout = self.request.timeout
 
     @property
     def left(self) -> float | None:
@@ -145,8 +145,8 @@ class Attempts:
     def next_delay(self, outcome: Outcome) -> float | None:
         """Seconds to wait before the next attempt; None if this outcome is final."""
         if may_be_computed(outcome):
-            self.operation.on_unanswered()
-        if self.failed >= self.retries.times or not may_repeat(self.operation, outcome):
+            self.request.on_unanswered()
+        if self.failed >= self.retries.times or not may_repeat(self.request, outcome):
             return None
         bound = min(self.retries.longest, self.retries.first * 2**self.failed)
         self.failed += 1
@@ -154,22 +154,22 @@ class Attempts:
         return delay if (left := self.left) is None or delay < left else None
 
 
-def may_repeat(operation: Operation[Any], outcome: Outcome) -> bool:
-    """Whether to repeat the operation after this outcome. Timeouts are final."""
-    if operation.repeat == "never":
+def may_repeat(request: ApiRequest[Any], outcome: Outcome) -> bool:
+    """Whether to repeat the request after this outcome. Timeouts are final."""
+    if request.repeat == "never":
         return False
     if isinstance(outcome, httpx.ConnectError):
         return certificate_error(outcome) is None  # a retry does not help with an untrusted certificate
     if not isinstance(outcome, httpx.Response):
-        return operation.repeat == "always" and isinstance(outcome, LOST_CONNECTION)
+        return request.repeat == "always" and isinstance(outcome, LOST_CONNECTION)
     from_service = outcome.headers.get("content-type", "").startswith(PROBLEM_JSON)
-    if operation.repeat == "always":  # a 500 without a problem document comes from a proxy that lost its server
+    if request.repeat == "always":  # a 500 without a problem document comes from a proxy that lost its server
         return outcome.status_code in (429, 502, 503) or (outcome.status_code == 500 and not from_service)
     return outcome.status_code in (429, 503) and from_service  # a proxy's 503 may come after the change
 
 
 def may_be_computed(outcome: Outcome) -> bool:
-    """Whether the server may have computed the operation, although this outcome is not the reply to it."""
+    """Whether the server may have computed the request, although this outcome is not the reply to it."""
     return outcome.status_code >= 500 if isinstance(outcome, httpx.Response) else not isinstance(outcome, httpx.ConnectError)
 
 

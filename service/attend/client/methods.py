@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast, get_args
 
-from attend.client.operations import Operation, put_layer
+from attend.client.operations import ApiRequest, put_layer
 from attend.errors import InvalidRequest, pointer
 from attend.wire.problems import unknown_field
 from attend.wire.schemas.analysis import AnalysisRequest
@@ -19,8 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 
 
-def make_operation(operation: Callable[P, Operation[T]], *args: P.args, **kwargs: P.kwargs) -> Operation[T]:
-    """The operation of these arguments. Raises InvalidRequest, not TypeError, for arguments under their names in another library."""
+def make_request(operation: Callable[P, ApiRequest[T]], *args: P.args, **kwargs: P.kwargs) -> ApiRequest[T]:
+    """The request of an operation. Raises InvalidRequest, not TypeError, for arguments under their names in another library."""
     try:
         return operation(*args, **kwargs)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The operations of the API. Each function makes one `Operation`; `Client` and `AsyncClient` have a method of the same name and arguments.
+"""The operations of the API. Each function makes one `ApiRequest`; `Client` and `AsyncClient` have a method of the same name and arguments.
 
 In every operation, `timeout` in seconds replaces that of the client; None is no limit.
 """
@@ -49,7 +49,7 @@ read_layer = partial(read_document, LayerInfo)
 
 
 @dataclass(frozen=True, slots=True)
-class Operation(Generic[T]):
+class ApiRequest(Generic[T]):
     """One HTTP request and the reader of its response.
 
     `repeat`: whether to repeat it after a failure: a computation "always", a change "if_not_begun", that is, if the server certainly
@@ -85,7 +85,7 @@ class Operation(Generic[T]):
         """The result that the response contains. Raises the refusal if it is no success."""
         return self.read(self.check(response))
 
-    def as_json(self) -> "Operation[T]":
+    def as_json(self) -> "ApiRequest[T]":
         """The operation with a JSON body, and JSON in reply where the reply may be safetensors."""
         if self.json_body is None:
             return self
@@ -101,7 +101,7 @@ def attend(
     layer: str = "default",
     timeout: Timeout = USE_CLIENT_DEFAULT,
     **more: Unpack[AttendFields],
-) -> Operation[AttendResult]:
+) -> ApiRequest[AttendResult]:
     """Attention of `query` over `key` and `value`, [b, n, width] or [n, width]: arrays, torch tensors or nested lists.
 
     A missing key is the query, a missing value the key; None leaves a field out. Arrays have the layer's dtype, or that of
@@ -119,7 +119,7 @@ def analysis(
     metrics: Sequence[str] | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
     **more: Unpack[AnalysisFields],
-) -> Operation[AnalysisResult]:
+) -> ApiRequest[AnalysisResult]:
     """Metrics of each head; `metrics` has their names, by default all cheap ones that these arguments suffice for.
 
     Tensors are those of `attend`. Undefined numbers are NaN, undefined indices -1.
@@ -138,7 +138,7 @@ def plan(
     metrics: Sequence[str] | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
     **more: Unpack[PlanFields],
-) -> Operation[Plan]:
+) -> ApiRequest[Plan]:
     """Shapes and cost of `attend` with the same arguments, and whether it is admitted; with `metrics`, of `analysis`.
 
     A tensor may be `{"shape": [2, 9, 64]}`. Only the shapes of large tensors are sent.
@@ -151,7 +151,7 @@ def plan(
         if fields.get(name) is not None and not isinstance(fields[name], Mapping)
     }
     body = encode_json_request({**fields, **shapes}, AnalysisRequest.tensor_kinds)
-    return Operation("POST", "/attend/plan", body, partial(read_document, Plan), timeout, session=fields.get("session"))
+    return ApiRequest("POST", "/attend/plan", body, partial(read_document, Plan), timeout, session=fields.get("session"))
 
 
 def figure(
@@ -165,7 +165,7 @@ def figure(
     figure: FigureOptions | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
     **more: Unpack[FigureFields],
-) -> Operation[Picture]:
+) -> ApiRequest[Picture]:
     """A figure of the heads of `attend` with the same arguments: the bytes of a PNG, an SVG or an HTML page, which a notebook shows.
 
     `figure` has the other options of the picture, such as `{"theme": "dark", "title": …, "heads": [0, 3]}`; `tokens={"query": […],
@@ -184,35 +184,35 @@ def _layer_beside(session: str | None, layer: str | None) -> str | None:
 
 def words(
     text: str, *, layer: str = "default", part: Literal["query", "key", "value"] = "query", timeout: Timeout = USE_CLIENT_DEFAULT
-) -> Operation[WordsResult]:
+) -> ApiRequest[WordsResult]:
     """The tokens of a text, and a vector of each for the input `part` of a layer.
 
     A layer of a trained model gets its inputs in that model; any other gets vectors drawn from a hash of each word, which mean nothing.
     """
     body = encode_json_request({"text": text, "layer": layer, "part": part}, {})
-    return Operation("POST", "/words", body, read_words, timeout)
+    return ApiRequest("POST", "/words", body, read_words, timeout)
 
 
-def vocabulary(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[Vocabulary]:
+def vocabulary(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[Vocabulary]:
     """The trained models whose layers `words` can load, by name; and, in the note, what to install on the server for others."""
-    return Operation("GET", "/words", None, partial(read_document, Vocabulary), timeout)
+    return ApiRequest("GET", "/words", None, partial(read_document, Vocabulary), timeout)
 
 
-def tokens(tokenizer: str, text: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[TokenizedText]:
+def tokens(tokenizer: str, text: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[TokenizedText]:
     """The tokens of a text by a tokenizer, the text of a model's tokenizer.json. The server needs the package `tokenizers`, and must allow
     changes of layers."""
     body = encode_json_request({"tokenizer": tokenizer, "text": text}, {})
-    return Operation("POST", "/words/tokens", body, partial(read_document, TokenizedText), timeout)
+    return ApiRequest("POST", "/words/tokens", body, partial(read_document, TokenizedText), timeout)
 
 
-def layers(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[LayerInfo]]:
+def layers(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[list[LayerInfo]]:
     """All layers of the server."""
-    return Operation("GET", "/layers", None, lambda response: read_document(Layers, response).layers, timeout)
+    return ApiRequest("GET", "/layers", None, lambda response: read_document(Layers, response).layers, timeout)
 
 
-def layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[LayerInfo]:
+def layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[LayerInfo]:
     """One layer: its spec with all defaults filled in, its fingerprint, its device."""
-    return Operation("GET", layer_path(name), None, read_layer, timeout)
+    return ApiRequest("GET", layer_path(name), None, read_layer, timeout)
 
 
 def put_layer(
@@ -221,13 +221,13 @@ def put_layer(
     weights: Mapping[str, TensorLike] | None = None,
     *,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-) -> Operation[LayerInfo]:
+) -> ApiRequest[LayerInfo]:
     """Create or replace a layer, with weights drawn from the spec's `init` and `seed`, or given, by canonical names or those of another
     framework, such as `W_q`."""
     drawn = {"init", "seed", "gain"} if weights is not None else None  # a LayerSpec has them, but then nothing is drawn
     document = spec.model_dump(mode="json", exclude=drawn) if isinstance(spec, LayerSpec) else spec
     body = encode_json_request({"spec": document, "weights": weights}, PutLayer.tensor_kinds)
-    return Operation("PUT", layer_path(name), body, read_layer, timeout, repeat="if_not_begun")
+    return ApiRequest("PUT", layer_path(name), body, read_layer, timeout, repeat="if_not_begun")
 
 
 def put_layer_file(
@@ -238,7 +238,7 @@ def put_layer_file(
     prefix: str | None = None,
     spec: Mapping[str, Any] | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-) -> Operation[LayerInfo]:
+) -> ApiRequest[LayerInfo]:
     """Create or replace a layer from safetensors, a path or bytes: a result of `layer_file`, or a checkpoint.
 
     One layer of a checkpoint is read: `prefix` selects it if there are several, `layout` is needed if the names fit several frameworks,
@@ -248,7 +248,7 @@ def put_layer_file(
     parameters = {"layout": layout, "prefix": prefix, "spec": None if spec is None else json.dumps(dict(spec))}
     query = urlencode({key: value for key, value in parameters.items() if value is not None})
     path = layer_path(name) + (f"?{query}" if query else "")
-    return Operation("PUT", path, body, read_layer, timeout, SAFETENSORS, repeat="if_not_begun")
+    return ApiRequest("PUT", path, body, read_layer, timeout, SAFETENSORS, repeat="if_not_begun")
 
 
 def put_layer_from(
@@ -259,7 +259,7 @@ def put_layer_from(
     part: str | None = None,
     spec: Mapping[str, Any] | None = None,
     timeout: Timeout = USE_CLIENT_DEFAULT,
-) -> Operation[LayerInfo]:
+) -> ApiRequest[LayerInfo]:
     """Create or replace a layer from a model's folder as `save_pretrained` writes it; the model's config.json decides what it computes.
 
     Only the tensors of layer number `layer` are read and sent. `part` is encoder, decoder, cross, …, where the model has several. `spec`
@@ -271,17 +271,17 @@ def put_layer_from(
     return put_layer_file(name, b"".join(write_tensors(tensors, metadata)), spec=spec, timeout=timeout)
 
 
-def layer_file(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bytes]:
+def layer_file(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[bytes]:
     """A layer as safetensors: weights by canonical name, its spec in the metadata."""
-    return Operation("GET", f"{layer_path(name)}/weights", None, lambda response: response.content, timeout)
+    return ApiRequest("GET", f"{layer_path(name)}/weights", None, lambda response: response.content, timeout)
 
 
-def layer_weights(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[dict[str, Array]]:
+def layer_weights(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[dict[str, Array]]:
     """A layer's weights by canonical name, in its dtype; read-only views of the response."""
-    return Operation("GET", f"{layer_path(name)}/weights", None, lambda response: read_tensors(response.content)[0], timeout)
+    return ApiRequest("GET", f"{layer_path(name)}/weights", None, lambda response: read_tensors(response.content)[0], timeout)
 
 
-def circuits(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[dict[str, Array]]:
+def circuits(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[dict[str, Array]]:
     """The QK and OV circuits of a layer's heads: `qk_singular_values` and `ov_singular_values` [h, n], `matching_score` and
     `copying_score` [h]. Undefined numbers are NaN."""
 
@@ -289,47 +289,47 @@ def circuits(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[d
         numbers = read_document(Circuits, response).model_dump(exclude={"layer"})
         return {name: np.array(value, np.float64) for name, value in numbers.items()}
 
-    return Operation("GET", f"{layer_path(name)}/circuits", None, read, timeout)
+    return ApiRequest("GET", f"{layer_path(name)}/circuits", None, read, timeout)
 
 
-def delete_layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[None]:
+def delete_layer(name: str, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[None]:
     """Remove a layer."""
-    return Operation("DELETE", layer_path(name), None, lambda _: None, timeout, repeat="if_not_begun")
+    return ApiRequest("DELETE", layer_path(name), None, lambda _: None, timeout, repeat="if_not_begun")
 
 
-def ready(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:
+def ready(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[bool]:
     """Whether the server responds and has loaded its layers."""
-    return Operation("GET", "/health/ready", None, lambda _: True, timeout, repeat="never")
+    return ApiRequest("GET", "/health/ready", None, lambda _: True, timeout, repeat="never")
 
 
-def live(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:
+def live(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[bool]:
     """Whether the server responds."""
-    return Operation("GET", "/health/live", None, lambda _: True, timeout, repeat="never")
+    return ApiRequest("GET", "/health/live", None, lambda _: True, timeout, repeat="never")
 
 
-def started(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bool]:
+def started(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[bool]:
     """Whether the server responds and its start is over."""
-    return Operation("GET", "/health/startup", None, lambda _: True, timeout, repeat="never")
+    return ApiRequest("GET", "/health/startup", None, lambda _: True, timeout, repeat="never")
 
 
-def about(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[dict[str, Any]]:
+def about(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[dict[str, Any]]:
     """Version, threads, device, limits and layers of the server."""
-    return Operation("GET", "/", None, lambda response: decode_document(response.content), timeout, accept=JSON)
+    return ApiRequest("GET", "/", None, lambda response: decode_document(response.content), timeout, accept=JSON)
 
 
-def metrics(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[str]:
+def metrics(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[str]:
     """The metrics of the server, in Prometheus' format."""
-    return Operation("GET", "/metrics", None, lambda response: response.text, timeout)
+    return ApiRequest("GET", "/metrics", None, lambda response: response.text, timeout)
 
 
-def sessions(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[list[SessionInfo]]:
+def sessions(*, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[list[SessionInfo]]:
     """The sessions of this API key, least recently used first."""
-    return Operation("GET", "/sessions", None, lambda response: read_document(Sessions, response).sessions, timeout)
+    return ApiRequest("GET", "/sessions", None, lambda response: read_document(Sessions, response).sessions, timeout)
 
 
-def post(path: str, body: bytes, repeat: Repeat = "always") -> Operation[httpx.Response]:
+def post(path: str, body: bytes, repeat: Repeat = "always") -> ApiRequest[httpx.Response]:
     """The response to a JSON body."""
-    return Operation("POST", path, body, lambda response: response, repeat=repeat)
+    return ApiRequest("POST", path, body, lambda response: response, repeat=repeat)
 
 
 def layer_path(name: str) -> str:
@@ -356,7 +356,7 @@ def request_fields(model: type[AttendRequest], **fields: Any) -> dict[str, Any]:
     return fields
 
 
-def attend_at(path: str, fields: dict[str, Any], timeout: Timeout) -> Operation[AttendResult]:
+def attend_at(path: str, fields: dict[str, Any], timeout: Timeout) -> ApiRequest[AttendResult]:
     """POST /attend, or a call with the same body and reply at another path."""
     reply = fields.get("reply") or {}
     only_json = reply.get("form") is not None or reply.get("decimals") is not None
@@ -371,9 +371,9 @@ def _computation(
     read: Callable[[httpx.Response], T],
     timeout: Timeout,
     accept: str = "*/*",
-) -> Operation[T]:
+) -> ApiRequest[T]:
     """A POST of these fields. A reply in JSON has its tensors in a form that keeps their datatypes, unless `reply` chooses another."""
     reply = fields.get("reply") or {}
     fields["reply"] = {"form": "base64" if reply.get("decimals") is None else "flat", **reply}
     body, json_body = encode_binary_request(fields, model.tensor_kinds), partial(encode_json_request, fields, model.tensor_kinds)
-    return Operation("POST", path, body, read, timeout, SAFETENSORS, accept, json_body=json_body, session=fields.get("session"))
+    return ApiRequest("POST", path, body, read, timeout, SAFETENSORS, accept, json_body=json_body, session=fields.get("session"))

@@ -19,8 +19,8 @@ import numpy as np
 
 from attend.client.arguments import USE_CLIENT_DEFAULT, TensorLike, Timeout
 from attend.client.fields import StepFields
-from attend.client.methods import make_operation, signed
-from attend.client.operations import Operation, attend_at, request_fields
+from attend.client.methods import make_request, signed
+from attend.client.operations import ApiRequest, attend_at, request_fields
 from attend.client.responses import AttendResult, raise_for_status, read_document
 from attend.errors import AttendError, InvalidRequest, LengthMismatch, ReplyLost
 from attend.wire.client_codec import encode_json_request
@@ -57,24 +57,24 @@ def session_path(id: str) -> str:
 
 def start_or_resume(
     make_session: MakeSession[T], layer: str | None, id: str | None, capacity: int | None, idle_seconds: float | None, timeout: Timeout
-) -> Operation[T]:
+) -> ApiRequest[T]:
     """Start a session, or find the one with that id. Raises InvalidRequest for an id together with properties of a new session."""
     properties = {"layer": layer, "capacity": capacity, "idle_seconds": idle_seconds}
     if id is None:
         return _create(SESSIONS, properties, make_session, timeout)
     if given := [name for name, value in properties.items() if value is not None]:
         raise InvalidRequest.where("/id", f"an id, or {', '.join(given)} of a new session", "both")
-    return Operation("GET", session_path(id), None, lambda response: make_session(_document(response), True), timeout)
+    return ApiRequest("GET", session_path(id), None, lambda response: make_session(_document(response), True), timeout)
 
 
-def fork(make_session: MakeSession[T], session: SessionState, length: int | None, timeout: Timeout) -> Operation[T]:
+def fork(make_session: MakeSession[T], session: SessionState, length: int | None, timeout: Timeout) -> ApiRequest[T]:
     """Start a session with the first rows of another one."""
     return _create(f"{session.path}/fork", {"length": length}, make_session, timeout)
 
 
-def _create(path: str, fields: Mapping[str, Any], make_session: MakeSession[T], timeout: Timeout) -> Operation[T]:
+def _create(path: str, fields: Mapping[str, Any], make_session: MakeSession[T], timeout: Timeout) -> ApiRequest[T]:
     body = encode_json_request(fields, {})
-    return Operation("POST", path, body, lambda response: make_session(_document(response), False), timeout, repeat="if_not_begun")
+    return ApiRequest("POST", path, body, lambda response: make_session(_document(response), False), timeout, repeat="if_not_begun")
 
 
 def _document(response: httpx.Response) -> SessionInfo:
@@ -89,7 +89,7 @@ def attend(
     *,
     timeout: Timeout = USE_CLIENT_DEFAULT,
     **more: Unpack[StepFields],
-) -> Operation[AttendResult]:
+) -> ApiRequest[AttendResult]:
     """Append `key` and `value`, by default the query, and attend to all rows of the session. Tensors are those of `Client.attend`.
 
     Masks, biases and tokens cover all rows. `query_offset` is by default the length before the call, and so is `expected_length`.
@@ -99,13 +99,13 @@ def attend(
     """
     given = {"expected_length": session.length, **{name: value for name, value in more.items() if value is not None}}
     fields = request_fields(SessionAttendRequest, query=query, key=key, value=value, **given)
-    operation = attend_at(f"{session.path}/attend", fields, timeout)
+    request = attend_at(f"{session.path}/attend", fields, timeout)
 
     def keep_body() -> None:
-        session._unanswered = operation.body
+        session._unanswered = request.body
 
     def read(response: httpx.Response) -> AttendResult:
-        result = operation.read(response)
+        result = request.read(response)
         session.length, session._unanswered = result.session_length or 0, None
         return result
 
@@ -114,7 +114,7 @@ def attend(
             return raise_for_status(response)
         except LengthMismatch as error:
             appended = 0 if fields.get("append") is False else _rows(query if key is None else key)
-            computed = operation.body == session._unanswered and error.length == fields["expected_length"] + appended
+            computed = request.body == session._unanswered and error.length == fields["expected_length"] + appended
             session._unanswered = None
             if error.length is not None:
                 session.length = error.length
@@ -123,7 +123,7 @@ def attend(
             detail = f"the session has {error.length} rows, as after this step: an earlier attempt was computed, and its reply lost"
             raise ReplyLost(detail, error.problems, error.length) from None
 
-    return replace(operation, read=read, check=check, on_unanswered=keep_body)
+    return replace(request, read=read, check=check, on_unanswered=keep_body)
 
 
 def _rows(tensor: Any) -> int:
@@ -132,30 +132,30 @@ def _rows(tensor: Any) -> int:
     return int(shape[-2])
 
 
-def info(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[SessionInfo]:
+def info(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[SessionInfo]:
     """The session as the server describes it: its bytes, and when it ends without another call. Sets `length`."""
-    return Operation("GET", session.path, None, _updating(session, lambda document: document), timeout)
+    return ApiRequest("GET", session.path, None, _updating(session, lambda document: document), timeout)
 
 
-def truncate(session: SessionState, length: int, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[None]:
+def truncate(session: SessionState, length: int, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[None]:
     """Keep the first `length` rows. Raises SessionConflict if the layer's window needs rows that have been freed."""
-    return Operation("PATCH", session.path, encode_json_request({"length": length}, {}), _updating(session, lambda _: None), timeout)
+    return ApiRequest("PATCH", session.path, encode_json_request({"length": length}, {}), _updating(session, lambda _: None), timeout)
 
 
-def export(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[bytes]:
+def export(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[bytes]:
     """The rows as a safetensors file, for `load`."""
-    return Operation("GET", f"{session.path}/cache", None, lambda response: response.content, timeout)
+    return ApiRequest("GET", f"{session.path}/cache", None, lambda response: response.content, timeout)
 
 
-def load(session: SessionState, file: bytes | str | Path, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[None]:
+def load(session: SessionState, file: bytes | str | Path, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[None]:
     """Replace the rows by those of a file of `export`, a path or bytes. Raises SessionConflict for that of another layer."""
     body = file if isinstance(file, bytes) else Path(file).read_bytes()
-    return Operation("PUT", f"{session.path}/cache", body, _updating(session, lambda _: None), timeout, SAFETENSORS)
+    return ApiRequest("PUT", f"{session.path}/cache", body, _updating(session, lambda _: None), timeout, SAFETENSORS)
 
 
-def delete(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> Operation[None]:
+def delete(session: SessionState, *, timeout: Timeout = USE_CLIENT_DEFAULT) -> ApiRequest[None]:
     """End the session, and free its memory."""
-    return Operation("DELETE", session.path, None, lambda _: None, timeout, repeat="if_not_begun")
+    return ApiRequest("DELETE", session.path, None, lambda _: None, timeout, repeat="if_not_begun")
 
 
 def _updating(session: SessionState, result: Callable[[SessionInfo], T]) -> Callable[[httpx.Response], T]:
@@ -168,31 +168,31 @@ def _updating(session: SessionState, result: Callable[[SessionInfo], T]) -> Call
 
 
 class Performer(Protocol):
-    def perform(self, operation: Operation[T]) -> T: ...
+    def perform(self, request: ApiRequest[T]) -> T: ...
 
 
 class AsyncPerformer(Protocol):
-    async def perform(self, operation: Operation[T]) -> T: ...
+    async def perform(self, request: ApiRequest[T]) -> T: ...
 
 
-def _method(operation: Callable[Concatenate[SessionState, P], Operation[T]]) -> Callable[Concatenate["Session", P], T]:
+def _method(operation: Callable[Concatenate[SessionState, P], ApiRequest[T]]) -> Callable[Concatenate["Session", P], T]:
     """A method of `Session` with the arguments of the operation; it returns the result."""
 
     @wraps(operation)
     def method(self: "Session", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._client.perform(make_operation(operation, self, *args, **kwargs))
+        return self._client.perform(make_request(operation, self, *args, **kwargs))
 
     return signed(method)
 
 
 def _async_method(
-    operation: Callable[Concatenate[SessionState, P], Operation[T]], in_thread: bool = False
+    operation: Callable[Concatenate[SessionState, P], ApiRequest[T]], in_thread: bool = False
 ) -> Callable[Concatenate["AsyncSession", P], Coroutine[Any, Any, T]]:
     """A method of `AsyncSession`, as from `_method`. `in_thread`: the operation reads a file, which would block the event loop."""
 
     @wraps(operation)
     async def method(self: "AsyncSession", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        make = partial(make_operation, operation, self, *args, **kwargs)
+        make = partial(make_request, operation, self, *args, **kwargs)
         return await self._client.perform(await asyncio.to_thread(make) if in_thread else make())
 
     return signed(method)

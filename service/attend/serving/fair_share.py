@@ -11,14 +11,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 from attend.errors import Overloaded, Problem
 
-C = TypeVar("C", bound=Hashable)  # who shares: a caller, or one of its flows
+C = TypeVar("C", bound=Hashable)  # the key of a caller: its name, or the name and size class of one of its flows
 
 
 class Shortage(NamedTuple):
-    """What is missing for a taking: of everything, or, if `of_caller`, of the caller's share."""
+    """Why a caller may not take more: `missing` units have to be given back, by the caller itself if `of_caller`, else by anyone."""
 
-    missing: int  # that somebody, or the caller, has to give back
-    of_caller: bool
+    missing: int
+    of_caller: bool  # whether the caller has taken its share; else the capacity is used up
 
 
 def shortage(capacity: int, used: int, taken: int, size: int, times: int, least: int = 0) -> Shortage | None:

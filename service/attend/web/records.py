@@ -38,14 +38,13 @@ class Record:
 class HttpRecord(Record):
     """An HTTP request: its headers, its channels, its endpoint, and how much of body and reply has been transferred.
 
-    Who writes what changes: `send`, `status` and `sent` `replies.py` (`send` also `cors.py`); `api_key` `guard.py`; `reason`
-    `error_replies.py`; `reason`, `detail` and `reply_headers` `access_log.py`; `received`, `body_complete` and `lease` `request_reader.py`;
-    `phases` and `log_fields` the endpoint, by `response_of_call`.
+    A comment beside a field that changes names the files that change it. Of `Record`, `guard.py` changes `api_key`, `access_log.py` and
+    `error_replies.py` change `reason` and `detail`, and `replies.py` `phases` and `log_fields`.
     """
 
     scope: Scope
     receive: Receive
-    send: Send
+    send: Send  # changed in replies.py and cors.py
     headers: dict[bytes, bytes]  # names in lower case
     repeated: Sequence[tuple[bytes, bytes]]  # all headers in order, if one occurs twice; else empty
     method: str
@@ -56,12 +55,12 @@ class HttpRecord(Record):
     path_parameters: Mapping[str, str]
     address: str  # the caller's, "" on a Unix socket
     connection: Connection | None  # None under another ASGI server
-    status: int = 0
-    received: int = 0
-    body_complete: bool = False  # whether the body has been read to its end
-    reply_headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # that middleware adds to the reply
-    sent: int = 0
-    lease: Lease | None = None  # the request's share of the byte budget, once it has one
+    status: int = 0  # of the reply, once it has begun; replies.py
+    received: int = 0  # bytes of the body; request_reader.py
+    body_complete: bool = False  # whether the body has been read to its end; request_reader.py
+    reply_headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # added to the reply; access_log.py
+    sent: int = 0  # bytes of the reply's body; replies.py
+    lease: Lease | None = None  # the request's share of the byte budget, once it has one; request_reader.py
 
     def header(self, name: bytes) -> str:
         """The value of a header, "" if there is none."""

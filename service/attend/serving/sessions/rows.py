@@ -1,4 +1,4 @@
-"""The rows of a session in a request: as its keys, in members that `validate` reads, and whether those that it needs are still there."""
+"""Validation of requests to a session, whose keys are its cached rows: only their shapes are needed. Checks that no needed row is freed."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -84,7 +84,7 @@ class SplitJson(NamedTuple):
     values: list[RawValue]
 
     def document(self, limits: WireLimits) -> Any:
-        """The parsed template, which must not be changed, with a value of `values`, or its `Slot`, in place of each placeholder.
+        """The parsed template, which must not be changed, with a value of `values`, or its `Placeholder`, in place of each placeholder.
 
         Raises MalformedBody, InvalidRequest or TooLarge.
         """
@@ -104,14 +104,14 @@ class SplitJson(NamedTuple):
         return line_and_column(self.text, min(offset, len(self.text)))
 
 
-class Slot(int):
-    """Takes, in a parsed template, the place of the value of that index. Every slot is the value of a member of an object."""
+class Placeholder(int):
+    """Stands, in a parsed template, for the value of that index. It is always the value of a member of an object."""
 
 
 @lru_cache(256)  # clients repeat what is around the numbers, and parsing it costs more than reading the numbers of a small call
 def _parse_template(template: bytes, count: int) -> Any:
-    """The document of a template, with a `Slot` for each of its `count` placeholders. Raises MalformedBody, InvalidRequest or TooLarge."""
-    return parse_strictly(template, replacements=[Slot(i) for i in range(count)])
+    """The document of a template with `count` placeholders, each as a `Placeholder`. Raises MalformedBody, InvalidRequest or TooLarge."""
+    return parse_strictly(template, replacements=[Placeholder(i) for i in range(count)])
 
 
 def split_json(text: bytes, limits: WireLimits, before: re.Pattern[bytes] = BEFORE_VALUE) -> SplitJson:
@@ -159,7 +159,7 @@ def _base64_text(text: bytes, start: int, limits: WireLimits) -> Base64Text | No
 
 
 class DocumentReader:
-    """Converts the members of one document, and limits their depth and number. `values`: those that its slots stand for."""
+    """Converts the members of one document, and limits their depth and number. `values`: those that its placeholders stand for."""
 
     def __init__(self, limits: WireLimits, shapes_alone: bool = False, values: Sequence[RawValue] = ()) -> None:
         self.limits, self.shapes_alone, self.values = limits, shapes_alone, values
@@ -192,7 +192,7 @@ class DocumentReader:
             raise TooLarge.where(at, f"at most {largest} members of objects in one body ({MEMBERS_PER_TENSOR} x max_tensors)", "more")
         members: dict[str, Any] = {}
         for key, value in document.items():
-            if type(value) is Slot:
+            if type(value) is Placeholder:
                 value = self.values[value]
             place = f"{at}/{key}" if key.isidentifier() else at + pointer([key])
             if kind := kinds.get(key) or kinds.get("*"):
@@ -227,7 +227,7 @@ class DocumentReader:
                 raise InvalidRequest.where(
                     at + pointer([key]), "one of " + ", ".join(TENSOR_KEYS), describe_value(key) + did_you_mean(key, TENSOR_KEYS)
                 )
-        value = {key: self.values[part] if type(part) is Slot else part for key, part in value.items()}
+        value = {key: self.values[part] if type(part) is Placeholder else part for key, part in value.items()}
         data, base64 = value.get("data"), value.get("base64")
         if "data" in value and "base64" in value:
             raise InvalidRequest.where(at, "either data or base64", "both")

@@ -50,16 +50,16 @@ HEADER_LENGTH = b"inference-header-content-length"
 JSON_HEADERS: Headers = ((b"content-type", JSON.encode()),)
 
 
-class ListSlot(NamedTuple):
-    """Takes, in a parsed header template, the place of the `data` list of that index. `nested`: whether the list contains lists."""
+class ListPlaceholder(NamedTuple):
+    """Stands, in a parsed header template, for the `data` list of that index. `nested`: whether the list contains lists."""
 
     number: int
     nested: bool
 
 
 class V2Input(NamedTuple):
-    """An input without its numbers. `data` has them, as a `ListSlot` or as the value in the JSON; if it is None, they are the bytes from
-    `start` to `stop` after the JSON. `at` points to the input."""
+    """An input without its numbers. `data` has them, as a `ListPlaceholder` or as the value in the JSON; if it is None, they are the bytes
+    from `start` to `stop` after the JSON. `at` points to the input."""
 
     kind: Kind
     datatype: Datatype
@@ -144,7 +144,7 @@ def _parse_template(template: bytes, nested: tuple[bool, ...], binary_size: int,
 
     Raises MalformedBody, InvalidRequest or TooLarge.
     """
-    document = parse_strictly(template, replacements=[ListSlot(i, is_nested) for i, is_nested in enumerate(nested)], limits=limits)
+    document = parse_strictly(template, replacements=[ListPlaceholder(i, is_nested) for i, is_nested in enumerate(nested)], limits=limits)
     return _parse_header(DocumentReader(limits).members(document, {}), binary_size, model)
 
 
@@ -194,7 +194,9 @@ def _input(entry: InferenceInput, at: str, position: int, binary_size: int) -> t
     if (data is None) == (size is None):
         raise InvalidRequest.where(at, "either data or binary_data_size", "neither" if data is None else "both")
     if size is None:
-        nested = data.nested if isinstance(data, ListSlot) else isinstance(data, list) and len(data) > 0 and isinstance(data[0], list)
+        nested = (
+            data.nested if isinstance(data, ListPlaceholder) else isinstance(data, list) and len(data) > 0 and isinstance(data[0], list)
+        )
         return InputPath(name, shape, "/data", nested), V2Input(kind, datatype, shape, at, data, stop=position)
     wanted = math.prod(shape) * datatype.size
     if size != wanted:
@@ -206,7 +208,7 @@ def _input(entry: InferenceInput, at: str, position: int, binary_size: int) -> t
 
 
 def _with_arrays(header: Decoded, lists: Sequence[NumberList], binary: memoryview) -> Decoded:
-    """The request with arrays in place of each `V2Input`: of `lists`, which the slots number, or of the bytes after the JSON."""
+    """The request with arrays in place of each `V2Input`: of `lists`, by the number of a placeholder, or of the bytes after the JSON."""
     members = dict(header.members)
     for name, tensor in header.members.items():
         if type(tensor) is not V2Input:
@@ -215,7 +217,7 @@ def _with_arrays(header: Decoded, lists: Sequence[NumberList], binary: memoryvie
         if data is None:
             members[name] = array_of_bytes(binary[start:stop], datatype, shape, at)
         else:
-            numbers = lists[data.number] if isinstance(data, ListSlot) else data
+            numbers = lists[data.number] if isinstance(data, ListPlaceholder) else data
             members[name] = array_of_data(numbers, kind, shape, datatype.numpy, f"{at}/data")
     squeeze_per_item(members)
     return Decoded(members, *header[1:])
