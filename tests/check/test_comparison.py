@@ -370,13 +370,13 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_correct_candidates_agree(name):
     candidate, options = RIGHT[name]
-    comparison = compare(candidate, **options)
+    comparison = compare(candidate, longest=128, **options)
     assert comparison.agrees, f"\n{comparison}"
     assert not all(result.skipped for result in comparison.results)
 
 
 def _skipped(candidate, **options):
-    return {result.case for result in compare(candidate, **options).results if result.skipped}
+    return {result.case for result in compare(candidate, longest=7, **options).results if result.skipped}
 
 
 def test_comparisons_in_threads_do_not_affect_each_other():
@@ -388,7 +388,7 @@ def test_comparisons_in_threads_do_not_affect_each_other():
 
     candidates = [numpy_function, unscaled, without_key_mask] * 3
     with ThreadPoolExecutor(4) as threads:
-        comparisons = list(threads.map(lambda candidate: compare(candidate, framework="numpy", mask_means="add"), candidates))
+        comparisons = list(threads.map(lambda candidate: compare(candidate, framework="numpy", mask_means="add", longest=7), candidates))
     hints = ["" if comparison.agrees else comparison.first.hint for comparison in comparisons]
     assert all(text in hint for hint, text in zip(hints, ["", "not divided by sqrt(head_dim)", "the mask is ignored"] * 3, strict=True))
     assert hints[::3] == [""] * 3
@@ -407,9 +407,9 @@ def test_cases_that_a_candidate_cannot_run_are_reported_with_the_reason():
     assert _skipped(FromScratch, mask_means="attend") == set()
     assert _skipped(functional.scaled_dot_product_attention) == {"is_causal=True with a causal mask"}
     assert _skipped(nn.MultiheadAttention) == {"is_causal=True", "is_causal=True with padded keys"}
-    assert _skipped(DiveIntoDeepLearning) == masked | {"causal mask", "packed sequences", "130 keys, causal"}
-    assert _skipped(flash_like, layout="b,n,h,d") == masked | {"padded keys", "packed sequences", "257 keys, padded"}
-    assert _skipped(PackedPerHead, mask_means="attend", fused="per_head") == cross | {"113 keys, cross-attention"}
+    assert _skipped(DiveIntoDeepLearning) == masked | {"causal mask", "packed sequences"}
+    assert _skipped(flash_like, layout="b,n,h,d") == masked | {"padded keys", "packed sequences"}
+    assert _skipped(PackedPerHead, mask_means="attend", fused="per_head") == cross
     assert "not run: it takes one input" in str(compare(PackedPerHead, mask_means="attend", fused="per_head"))
 
 
@@ -1096,20 +1096,21 @@ def test_a_factor_on_the_scores_is_found_beside_another_mistake_in_outputs_alone
 
 
 def test_cases_without_a_known_parameter_are_reported_as_not_tried():
-    comparison = compare(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True)
+    comparison = compare(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True, longest=65)
     assert comparison.agrees
     assert comparison.untried == ("mask", "cross-attention", "cross-attention with a mask", "padded keys", "packed sequences")
     not_tried = (
         "not tried: mask, padded keys, packed sequences, since no parameter is known for them; "
         "cross-attention, cross-attention with a mask, since query_offset is not given"
     )
-    assert comparison.conclusion == f"agrees with the reference in all 5 cases that were tried, with up to 257 keys; {not_tried}"
+    looked = "with up to 65 keys, heads of 4 to 256 numbers, in float32"
+    assert comparison.conclusion == f"agrees with the reference in all 5 cases that were tried, {looked}; {not_tried}"
     wrong = compare(causal_scores(lambda n: torch.ones(n, n).triu(2) == 1), framework="torch", causal=True)
     assert not_tried in str(wrong).replace("\n", " ")
 
 
 def test_the_only_case_that_was_tried_is_one():
-    results = compare(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True).results
+    results = compare(causal_scores(lambda n: torch.ones(n, n).triu(1) == 1), framework="torch", causal=True, longest=7).results
     one = Comparison(tuple(result for result in results if result.untried or result.case == "no mask"), (), keys=5)
     assert one.conclusion.startswith("agrees with the reference in the only case that was tried, with up to 5 keys; not tried: mask, ")
     none = Comparison(tuple(result for result in results if result.untried), ())
@@ -1454,7 +1455,8 @@ def test_the_report_names_the_case_the_index_and_the_numbers():
     assert float(first.expected) != float(first.got)
     with pytest.raises(AssertionError, match="first disagreement: no mask, output"):
         assert_agrees(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
-    assert str(compare(Wrong, mask_means="attend")).startswith("agrees with the reference, with up to 257 keys\n")
+    right = compare(Wrong, mask_means="attend", longest=7)
+    assert right.conclusion == "agrees with the reference, with up to 7 keys, in float32, and with mask"
 
 
 def test_a_notebook_shows_the_report():
@@ -1665,12 +1667,12 @@ def test_a_case_that_rounding_may_change_as_much_shows_nothing(factor):
         q, k, v = (torch.from_numpy(x).half() for x in (q, k, v))
         return (factor * (q @ k.mT).float() / q.shape[-1] ** 0.5).softmax(-1).half() @ v
 
-    comparison = compare(candidate)
+    comparison = compare(candidate, longest=7)
     found = {result.case: result for result in comparison.results}
     assert found["large logits"].agrees is None and "shows nothing" in str(found["large logits"])
     assert found["no mask"].agrees is (factor == 1.0)
     if factor == 1.0:
-        assert "agrees with the reference in all 6 cases that show anything, with up to 257 keys; " in comparison.conclusion
+        assert "agrees with the reference in all 3 cases that show anything, with up to 7 keys, " in comparison.conclusion
         assert "nothing is shown by large logits" in comparison.conclusion
     else:
-        assert comparison.verdict == "disagrees with the reference in 6 of 6 cases"
+        assert comparison.verdict == "disagrees with the reference in 2 of 2 cases"

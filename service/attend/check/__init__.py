@@ -13,7 +13,8 @@ of query, key and value that are split into heads already. Torch is used only if
 
 In the order in which to read it:
 
-    comparison.py            `compare`: calls the candidate on every case, and finds the first wrong number
+    comparison.py            `compare`: the verdict, and the first disagreement with its explanation
+    calls.py                 calls the candidate on every case, and compares the numbers
     candidate.py, weights.py constructs a candidate and reads its weights
     adapter.py               calls a candidate
     sizes.py                 the candidate in other sizes, in which a mistake has to hold before it is named
@@ -23,6 +24,7 @@ In the order in which to read it:
     fitting.py               constant factors, fitted to the candidate's numbers
     mistakes/, changes.py    the known mistakes with their arithmetic, and the changes that they are made of
     cases.py                 the inputs
+    lengths.py               further calls of many lengths, widths and positions, if those agree
     parameters.py            cases that pass each parameter a value that changes the result
     computation.py           what the reference computes for them, with mistakes too, and the largest error that rounding explains
     rounded_steps.py         which steps a candidate in half precision rounds
@@ -33,8 +35,9 @@ In the order in which to read it:
     rounding.py              the largest error that the roundings of a half-precision layer explain
 """
 
+from attend.check.calls import CaseResult
 from attend.check.candidate import NoSuchCandidate
-from attend.check.comparison import CaseResult, Comparison, Disagreement, assert_agrees, compare
+from attend.check.comparison import Comparison, Disagreement, assert_agrees, compare
 from attend.check.computation import tolerance
 from attend.check.convention import Convention
 

@@ -35,13 +35,14 @@ from attend.check.cases import (
     lengths_for,
 )
 from attend.check.convention import CALL, HEADS, Convention, constructor_arguments
+from attend.check.lengths import Sweep, draw_sweeps
 from attend.check.parameters import draw_parameter_cases
 from attend.check.weights import complete_weights, is_matrix, multi_head, plain_spec, read_weights
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
 
-GROUPS: tuple[Group, ...] = get_args(Group)
+GROUPS: tuple[Group, ...] = ("short", "parameters", "long")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,12 @@ class Candidate:
     def draw_partial_cases(self, seed: int) -> Iterator[CheckCase]:
         """Cases on which most mistakes change nothing."""
         yield from map(self._as_passed, draw_partial_cases(self._draw(seed, None)))
+
+    def draw_sweeps(self, seed: int, longest: int) -> Iterator[Sweep]:
+        """Calls of many lengths and widths, with at most `longest` rows."""
+        adapter, longest = self.adapter, longest if "mask" not in self.adapter.required else 0
+        for sweep in draw_sweeps(self._draw(seed, None), adapter.roles, longest, widths=adapter.heads_given):
+            yield replace(sweep, cases=tuple(map(self._as_passed, sweep.cases)))
 
     def _draw(self, seed: int, lengths: Lengths | None) -> Draw:
         """What draws the cases of this candidate."""

@@ -18,8 +18,9 @@ from attend.tensors import BY_TORCH, Array
 POSITIONAL_QUERIES = 31  # where results depend on positions, so that windows and scaled frequencies show
 LONG = (65, 130, 257)  # keys of the long cases: one or two more than tiles of 64 and 128 hold
 CROSS = 113  # keys of a long cross-attention: tiles of 16, 32 and 64 leave 1, 17 and 49 of them
+ENOUGH_QUERIES = 64  # of which one has a score that is near the largest
 CaseKind = Literal["plain", "mask", "causal", "padding", "segments", "numbers"]
-Group = Literal["short", "parameters", "long"]
+Group = Literal["short", "parameters", "long", "lengths", "widths"]
 ALL = np.ones((), bool)  # the mask of a case without one
 
 
@@ -55,10 +56,17 @@ class CheckCase:
     beside: Array | None = None  # [b, q, k], true = not padded, if padded keys are passed beside the mask
     numbers: Array | None = None  # [b, q, k], which a mask of numbers adds to the scores
     undefined: bool = False  # whether libraries disagree about what such a call returns, so that no numbers are wrong
+    whole: "CheckCase | None" = None  # the call that is made, if only its last queries, which this case has, are compared
+    relative: float = 0.0  # an error of the scores, relative to the largest, that rounding explains besides the usual one
 
     @property
     def is_cross(self) -> bool:
         return len(self.key[0]) != len(self.query[0])
+
+    @property
+    def call(self) -> "CheckCase":
+        """What the candidate gets."""
+        return self.whole or self
 
     @property
     def may_raise(self) -> bool:
@@ -100,7 +108,7 @@ class CheckCase:
         return spec.model_copy(update=self.fields) if self.fields else spec
 
     def reference(self, spec: LayerSpec, weights: Mapping[str, Array]) -> Outputs:
-        inputs = {"query": self.query, "key": self.key, "value": self.value}
+        inputs = {"query": self.query, "key": self.key, "value": self.value, "query_offset": self.query_offset}
         return attend(self.layer(spec), weights, **inputs, attend_mask=self.visible, bias=self.numbers)
 
 
@@ -239,15 +247,23 @@ def draw_long_cases(draw: Draw, *, decodes: bool = False) -> Iterator[CheckCase]
 
 def _scaled(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array], dtype: str, largest: float) -> CheckCase:
     """The case with its inputs multiplied by one number, so that its highest score is within a factor 2 of `largest`, if it can be."""
-    highest = float(case.reference(spec, weights).scores.max())
+    highest = _highest_score(case, spec, weights)
     for _ in range(64):
         if largest / 2 <= highest <= largest * 2:
             break
         factor = 2**0.5 if highest < largest else 0.5**0.5  # scores are products of two inputs
         scaled = replace(case, query=case.query * factor, key=case.key * factor, value=case.value * factor)
-        before, highest = highest, float(scaled.reference(spec, weights).scores.max())
+        before, highest = highest, _highest_score(scaled, spec, weights)
         if abs(highest - before) < 0.1 * abs(before):  # a norm or a softcap bounds the scores
             break
         case = scaled
     query, key, value = (x.astype(BY_TORCH[dtype].numpy).astype(np.float64) for x in (case.query, case.key, case.value))
     return replace(case, query=query, key=key, value=value)
+
+
+def _highest_score(case: CheckCase, spec: LayerSpec, weights: Mapping[str, Array]) -> float:
+    """That of the first queries."""
+    rows = slice(0, ENOUGH_QUERIES)
+    numbers = None if case.numbers is None else case.numbers[:, rows]
+    few = replace(case, query=case.query[:, rows], visible=case.visible[:, rows], numbers=numbers)
+    return float(few.reference(spec, weights).scores.max())

@@ -1,7 +1,7 @@
 """Compares a candidate with the reference: the largest error of every case, and the first disagreement with its explanation."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -13,63 +13,25 @@ from typing import Any
 import numpy as np
 
 from attend.check.adapter import NO_PARAMETER, NO_POSITIONS, CallFailed
+from attend.check.calls import RAISED, UNDEFINED, Calls, CaseResult, ComparedCase, ComparedOutput, Failure, call, observe
 from attend.check.candidate import Candidate, load_candidate, prepare
 from attend.check.cases import CheckCase, Group, lengths_for
-from attend.check.computation import RELATIVE, Computation
 from attend.check.convention import make_convention
 from attend.check.divergence import Divergence, FirstWrongStep, first_wrong_step
 from attend.check.explanation import Explanation, Observation, OtherSizes, explain
+from attend.check.lengths import LONGEST
 from attend.check.low_precision import HALF
 from attend.check.rounded_steps import rounded_steps
 from attend.check.sizes import in_other_sizes, other_lengths
 from attend.check.trace import Trace, recorded, source_folder
 from attend.spec import LayerSpec
-from attend.tensors import Array
-
-
-@dataclass(frozen=True, slots=True)
-class CaseResult:
-    """One case: the largest error of any output and its tolerance; or why it was skipped, or what the candidate raised."""
-
-    case: str
-    error: float = 0.0
-    tolerance: float = 0.0
-    skipped: str | None = None
-    untried: bool = False  # whether it was skipped only because an option or a known parameter is missing
-    raised: str | None = None
-    vague: bool = False  # whether rounding alone may change its numbers so much that hardly any are excluded
-
-    @property
-    def agrees(self) -> bool | None:
-        """Whether the case agrees with the reference; None if it was skipped, or its agreement says nothing."""
-        if self.skipped:
-            return None
-        agrees = self.raised is None and self.error <= self.tolerance
-        return None if agrees and self.vague else agrees
-
-    @property
-    def verdict(self) -> str:
-        """Of a case with numbers."""
-        return {True: "agrees", False: "DISAGREES", None: "shows nothing"}[self.agrees]
-
-    def __str__(self) -> str:
-        if self.skipped is not None:
-            return f"{self.case:<28} not run: {self.skipped}"
-        if self.raised is not None:
-            return f"{self.case:<28} raised {self.raised}"
-        return f"{self.case:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {self.verdict}"
-
 
 NOT_FINITE = "no number is finite: a row may have no key that is not blocked, exp may overflow, or a number is divided by 0"
 UNEXPLAINED = "no known mistake gives these numbers, nor do any two together"
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
 AXES = {"output": ("item", "query", "number"), "attention_weights": ("item", "head", "query", "key")}
+MOST_NAMES = 6  # of calls that a hint lists
 FURTHER_SEEDS = 3  # draws of further cases
-RAISED = "it raised"  # the beginning of the reason why a case that it may refuse is left out
-UNDEFINED = {  # what is undefined -> why wrong numbers of an undefined case are not wrong
-    "numbers": "since its numbers are not those of a mask that is added to the scores, which this one need not be",
-    "flag": "since its numbers are not those of both together, which some libraries exclude",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +70,18 @@ class Comparison:
     """The results of `compare`; its string is the report, which a notebook shows too.
 
     `disagreements`: the first, and later ones that show other mistakes. `rounding`: which steps a half-precision candidate that agrees
-    rounds, if its numbers show it. `parameters`: those of the candidate that no call passed a value that changes the result. `keys`: the
-    number of keys of the longest call.
+    rounds, if its numbers show it. `parameters`: those of the candidate that no call passed a value that changes the result; `tried`: the
+    others. `keys`: the number of keys of the longest call. `widths`: those of heads, from the narrowest to the widest.
     """
 
     results: tuple[CaseResult, ...]
     disagreements: tuple[Disagreement, ...]
     rounding: str = ""
     parameters: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
     keys: int = 0
+    widths: tuple[int, ...] = ()
+    dtype: str = ""
 
     @property
     def first(self) -> Disagreement | None:
@@ -179,20 +144,34 @@ class Comparison:
             is_one = agreeing == 1
             verb = f"{'shows' if is_one else 'show'} anything" if self.vague else f"{'was' if is_one else 'were'} tried"
             cases = f" in {'the only case' if is_one else f'all {agreeing} cases'} that {verb}"
-        return f"agrees with the reference{cases}{f', with up to {self.keys} keys' if self.keys else ''}"
+        return f"agrees with the reference{cases}{self.scope}"
+
+    @property
+    def scope(self) -> str:
+        """Up to which length, in which dtype, in which widths and with which parameters it was looked at, as a clause."""
+        if not self.keys:
+            return ""
+        widths = f", heads of {self.widths[0]} to {self.widths[-1]} numbers" if len(self.widths) > 1 else ""
+        given = f", and with {_listed(self.tried)}" if self.tried else ""
+        return f", with up to {self.keys:,} keys{widths}{f', in {self.dtype}' if self.dtype else ''}{given}"
 
     @property
     def omissions(self) -> str:
         """Which cases were not tried that would show more, and why, and which parameters; empty if there are none."""
         untried = [result for result in self.results if result.untried]
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, list[CaseResult]] = {}
         for result in untried:
-            reasons.setdefault(_short_reason(result.skipped or ""), []).append(result.case)
-        words = [f"{', '.join(cases)}, {reason}" for reason, cases in reasons.items()]
+            kind = (result.skipped or "").partition(":")[0]  # of exceptions of one type, the first is shown
+            reasons.setdefault(kind if kind.startswith(RAISED) else _short_reason(result.skipped or ""), []).append(result)
+        words = [f"{', '.join(x.case for x in results)}, {_short_reason(results[0].skipped or '')}" for results in reasons.values()]
         if self.parameters:
             is_one = len(self.parameters) == 1
             words.append(f"the parameter{'' if is_one else 's'} {', '.join(self.parameters)}")
         return f"not tried: {'; '.join(words)}" if words else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _short_reason(reason: str) -> str:
@@ -212,132 +191,124 @@ def _wrapped(text: str) -> str:
     return fill(text, 80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, **options: Any) -> Comparison:
+def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, longest: int = LONGEST, **options: Any) -> Comparison:
     """Compare a candidate, or the one that "my_package:MyAttention" names, with the reference on a few cases of rising difficulty.
 
     The reference computes the layer `spec`; without it, multi-head attention with a bias wherever the candidate has one. Options are the
-    fields of `Convention`. ValueError: how to construct or call the candidate, or to read its weights, is ambiguous, and the message names
-    the option that decides; or the weights are not those of the spec. TypeError: no such option.
+    fields of `Convention`; no call has more rows than `longest`, but for short ones.
+
+    ValueError: how to construct or call the candidate, or to read its weights, is ambiguous, and the message names the option that decides;
+    or the weights are not those of the spec. TypeError: no such option.
     """
     convention = make_convention(options)
     loaded = load_candidate(candidate) if isinstance(candidate, str) else candidate
     prepared = prepare(loaded, spec, convention, seed)
-    called = _Calls()
+    called = Calls(prepared)
     with prepared.evaluating():
         for case in prepared.draw_cases(seed):
-            _compare_case(prepared, case, called)
-        comparison = Comparison(tuple(called.results), (), parameters=_parameters_not_tried(prepared, called), keys=called.keys)
+            if case.group != "long" or case.key.shape[1] <= longest:
+                called.compare(case)
+        if called.agree:
+            for sweep in prepared.draw_sweeps(seed, longest):
+                called.compare_together(sweep)
+        comparison = _compared(called)
+        failures = [_failure(x) for x in called.failures[:1]]
         if (changing := _changing(prepared, called.compared)) is not None:
-            return replace(comparison, disagreements=(changing, *called.failures[:1]))
+            return replace(comparison, disagreements=(changing, *failures))
+        if (in_sweep := _in_sweep(called)) is not None:
+            return replace(comparison, disagreements=(in_sweep,))
         evidence = _evidence(called.compared)
         groups = tuple({x.right.case.group: None for x in evidence})
         further = _observe_further(prepared, seed, groups)
         elsewhere = cache(
             partial(_in_other_sizes, prepared, partial(in_other_sizes, loaded, spec, convention, prepared, seed), seed, groups)
         )
-        explained = _explained(evidence, further, _observe(prepared, prepared.draw_partial_cases(seed)), elsewhere)
+        explained = _explained(evidence, further, observe(prepared, prepared.draw_partial_cases(seed)), elsewhere)
         if explained and explained[0].index is not None:
             explained = (replace(explained[0], step=_first_wrong_step(prepared, seed, evidence)), *explained[1:])
-    disagreements = (*explained, *called.failures[:1])
+    disagreements = (*explained, *failures)
     return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
 
 
-@dataclass(slots=True)
-class _Calls:
-    """What the calls of a candidate gave."""
-
-    results: list[CaseResult] = field(default_factory=list)
-    compared: list["_ComparedCase"] = field(default_factory=list)  # cases that the candidate answered with numbers
-    failures: list[Disagreement] = field(default_factory=list)  # exceptions and wrong shapes
-    tried: set[str] = field(default_factory=set)  # parameters that got another value than their default
-    refused: dict[str, str] = field(default_factory=dict)  # parameter -> what the candidate raised for its value
-    keys: int = 0  # of the longest case
-
-
-def _compare_case(prepared: Candidate, case: CheckCase, called: _Calls) -> None:
-    """Calls the candidate on a case, and adds what came of it."""
-    if reason := prepared.adapter.skip_reason(case):
-        untried = case.group == "short" and (reason.startswith(NO_PARAMETER) or reason == NO_POSITIONS)
-        called.results.append(CaseResult(case.name, skipped=reason, untried=untried))
-        return
-    changed = prepared.adapter.changed_by(case)
-    try:
-        compared = _call(prepared, case)
-    except CallFailed as failure:
-        if not case.may_raise and prepared.adapter.mask_role(case.kind) != "causal":  # a flag may be refused, too
-            called.results.append(CaseResult(case.name, np.inf, raised=str(failure)))
-            called.failures.append(Disagreement(case.name, "output", "a result", str(failure), hint=_hint_of_exception(str(failure), case)))
-            return
-        called.refused |= {name: str(failure) for name in changed}
-        called.results.append(CaseResult(case.name, skipped=f"{RAISED} {failure}", untried=case.group == "long"))
-        return
-    if case.undefined and compared.wrong is not None:
-        reason = UNDEFINED["numbers" if case.kind == "numbers" else "flag"]
-        called.results.append(CaseResult(case.name, skipped=reason, untried=not prepared.adapter.is_torch))
-        return
-    called.tried |= changed
-    called.keys = max(called.keys, case.key.shape[1])
-    called.results.append(compared.result)
-    called.compared.append(compared)
-
-
-def _parameters_not_tried(prepared: Candidate, called: _Calls) -> tuple[str, ...]:
-    """The parameters that no call passed a value that changes the result."""
-    adapter = prepared.adapter
+def _compared(called: Calls) -> Comparison:
+    """What was looked at, without the disagreements."""
+    adapter = called.prepared.adapter
     left = [*(name for name in adapter.roles.values() if name not in called.tried), *adapter.others]
-    return tuple(name for name in adapter.signature.parameters if name in left) or tuple(left)
+    inputs = {adapter.roles.get(role) for role in ("query", "key", "value", *adapter.matrices)}
+    return Comparison(
+        tuple(called.results),
+        (),
+        parameters=tuple(name for name in adapter.signature.parameters if name in left) or tuple(left),
+        tried=tuple(name for name in adapter.signature.parameters if name in called.tried and name not in inputs),
+        keys=called.keys,
+        widths=tuple(sorted(called.widths)),
+        dtype=adapter.dtype,
+    )
 
 
-def _evidence(compared: Sequence["_ComparedCase"]) -> Sequence["_ComparedCase"]:
+def _failure(failure: Failure) -> Disagreement:
+    return Disagreement(failure.case.name, "output", "a result", failure.message, hint=failure.hint)
+
+
+def _evidence(compared: Sequence[ComparedCase]) -> Sequence[ComparedCase]:
     """The cases that a disagreement is explained by: the calls without further arguments, if one of them is wrong. A name for what those
     calls compute does not depend on what else the candidate ignores."""
     usual = [x for x in compared if x.right.case.group != "parameters"]
     return usual if any(x.wrong is not None for x in usual) else compared
 
 
-def _hint_of_exception(message: str, case: CheckCase) -> str | None:
-    """What may have caused the exception that a candidate raised; None if nothing is known."""
-    if "Half without overflow" in message:  # torch's words
-        return "a number such as -1e9, in place of -inf, is larger than float16 can hold: use -inf, or torch.finfo(x.dtype).min"
-    return None if case.kind == "plain" else "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype"
+def _in_sweep(called: Calls) -> Disagreement | None:
+    """The first wrong call of a sweep, with those that are wrong in it and those that are right."""
+    if called.wrong_in_sweep is None:
+        return None
+    sweep, first, wrong, right = called.wrong_in_sweep
+    hint = f"all other kinds of calls agree; of the {sweep.name}, wrong: {_first_of(wrong)}; right: {_first_of(right)}"
+    found = _divergence(called.prepared, first.right.case) if first.right.case.whole is None else None
+    return replace(_disagreement(first, Explanation()), hint=hint, step=None if found is None else first_wrong_step(found))
 
 
-def _rounding(compared: Sequence["_ComparedCase"]) -> str:
+def _first_of(names: Sequence[str]) -> str:
+    """A list of names; of many, the first and the number of the others."""
+    more = f", and {len(names) - MOST_NAMES} others" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}" if names else "none"
+
+
+def _rounding(compared: Sequence[ComparedCase]) -> str:
     """Which steps a half-precision candidate rounds; empty if its numbers do not show it, or in a higher precision."""
     clear = [(x.right, x.outputs[0].got) for x in compared if x.right.dtype in HALF and not x.outputs[0].vague]
     return rounded_steps(clear)
 
 
-def _changing(prepared: Candidate, compared: Sequence["_ComparedCase"]) -> Disagreement | None:
+def _changing(prepared: Candidate, compared: Sequence[ComparedCase]) -> Disagreement | None:
     """The first disagreement, if a second call with the same inputs returns other numbers; then no mistake can explain them."""
     first = next((x for x in compared if x.wrong is not None and x.has_shapes), None)
     if first is None:
         return None
     with suppress(CallFailed):
-        again = _call(prepared, first.right.case)
+        again = call(prepared, first.right.case)
         compared_twice = [(one, two) for one, two in zip(first.outputs, again.outputs, strict=True) if one.got.shape == two.got.shape]
         pairs = (replace(one, got=np.nan_to_num(one.got), expected=np.nan_to_num(two.got)) for one, two in compared_twice)  # NaN repeats
         if any(pair.error > pair.tolerance for pair in pairs):
-            return replace(first.disagreement(Explanation()), hint=CHANGING)
+            return replace(_disagreement(first, Explanation()), hint=CHANGING)
     return None
 
 
 def _explained(
-    compared: Sequence["_ComparedCase"], further: Iterator[Observation], parts: Iterator[Observation], elsewhere: Callable[[], OtherSizes]
+    compared: Sequence[ComparedCase], further: Iterator[Observation], parts: Iterator[Observation], elsewhere: Callable[[], OtherSizes]
 ) -> Sequence[Disagreement]:
     """The first disagreement with the explanation of all; without one, a wrong shape is a disagreement of its own."""
     wrong = [x for x in compared if x.wrong is not None]
     if not wrong:
         return ()
     if explanation := explain([x.observation for x in compared], further, parts, elsewhere):
-        return (wrong[0].disagreement(explanation),)
+        return (_disagreement(wrong[0], explanation),)
     shaped, misshaped = ([x for x in wrong if x.has_shapes == has_shapes] for has_shapes in (True, False))
     if shaped and misshaped:
         explanation = explain([x.observation for x in compared if x.has_shapes], further, elsewhere=elsewhere)
-    return [x.disagreement(explanation) for x in (*shaped[:1], *misshaped[:1])]
+    return [_disagreement(x, explanation) for x in (*shaped[:1], *misshaped[:1])]
 
 
-def _first_wrong_step(prepared: Candidate, seed: int, compared: Sequence["_ComparedCase"]) -> FirstWrongStep | None:
+def _first_wrong_step(prepared: Candidate, seed: int, compared: Sequence[ComparedCase]) -> FirstWrongStep | None:
     """Where the candidate leaves the reference in the first wrong case, and in another draw of it; None if no array can be recorded."""
     case = next(x.right.case for x in compared if x.wrong is not None)
     again = (x for x in prepared.draw_cases(seed + 1, (case.group,)) if x.name == case.name)
@@ -352,7 +323,7 @@ def _divergence(prepared: Candidate, case: CheckCase) -> Divergence | None:
         return None
     trace = Trace(folder)
     with suppress(Exception):  # what it makes of arrays that record may differ from what it makes of others
-        called = _call(replace(prepared, adapter=replace(adapter, function=recorded(adapter.function, trace))), case)
+        called = call(replace(prepared, adapter=replace(adapter, function=recorded(adapter.function, trace))), case)
         if called.wrong is not None and trace.is_complete:
             return Divergence(called.right.steps(), trace, called.right.dtype)
     return None
@@ -365,7 +336,7 @@ def _in_other_sizes(prepared: Candidate, make: Callable[[], Candidate | None], s
         other.module.eval()
     drawn = other or prepared
     lengths = other_lengths(drawn.spec, batched=drawn.adapter.convention.batched)
-    observed = _observe(drawn, drawn.draw_cases(seed + 7_000_003, groups, lengths))
+    observed = observe(drawn, drawn.draw_cases(seed + 7_000_003, groups, lengths))
     heads, width = prepared.spec.num_heads, prepared.spec.head_dim
     return OtherSizes(tuple(observed), "" if other is not None else f"{heads} head{'s' if heads > 1 else ''} of {width} numbers")
 
@@ -374,15 +345,7 @@ def _observe_further(prepared: Candidate, seed: int, groups: Collection[Group]) 
     """More cases that the candidate can be called on, which tell explanations apart that agree in all earlier ones."""
     for other in range(seed + 1, seed + 1 + FURTHER_SEEDS):
         larger = lengths_for(prepared.spec, batched=prepared.adapter.convention.batched, larger=other % 2 != seed % 2)
-        yield from _observe(prepared, prepared.draw_cases(other * 1_000_003, groups, larger))
-
-
-def _observe(prepared: Candidate, cases: Iterable[CheckCase]) -> Iterator[Observation]:
-    """What the candidate returns for those of the cases that it can be called on and does not raise for, and whose numbers are defined."""
-    for case in cases:
-        with suppress(CallFailed):
-            if not case.undefined and not prepared.adapter.skip_reason(case):
-                yield _call(prepared, case).observation
+        yield from observe(prepared, prepared.draw_cases(other * 1_000_003, groups, larger))
 
 
 def assert_agrees(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, allow_skipped: bool = False, **options: Any) -> None:
@@ -397,85 +360,21 @@ def assert_agrees(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 
         warnings.warn(comparison.conclusion, stacklevel=2)
 
 
-@dataclass(frozen=True, slots=True)
-class _ComparedOutput:
-    """One output of one case, expected and got."""
-
-    name: str
-    expected: Array
-    got: Array
-    tolerance: float
-    vague: bool
-
-    @property
-    def has_shape(self) -> bool:
-        return self.got.shape == self.expected.shape
-
-    @property
-    def error(self) -> float:
-        """max|got - expected|; infinite for another shape and for NaN."""
-        if not self.has_shape:
-            return float("inf")
-        error = float(np.abs(self.got - self.expected).max())
-        return float("inf") if np.isnan(error) else error
+def _disagreement(compared: ComparedCase, explanation: Explanation) -> Disagreement:
+    """The first wrong number, or the wrong shape, with its explanation."""
+    wrong, case = compared.wrong, compared.right.case.name
+    assert wrong is not None
+    if not wrong.has_shape:
+        shapes = f"shape {list(wrong.expected.shape)}", f"shape {list(wrong.got.shape)}"
+        hint, explanation = (str(explanation), explanation) if explanation else (_explain_shape(wrong), Explanation())
+        return Disagreement(case, wrong.name, *shapes, hint=hint, explanation=explanation)
+    index = tuple(np.argwhere(~(np.abs(wrong.got - wrong.expected) <= wrong.tolerance))[0].tolist())
+    expected, got = (f"{x[index]:.{17 if compared.right.dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
+    unexplained = UNEXPLAINED if np.isfinite(wrong.got).any() else NOT_FINITE
+    return Disagreement(case, wrong.name, expected, got, index, str(explanation) or unexplained, explanation)
 
 
-@dataclass(frozen=True, slots=True)
-class _ComparedCase:
-    """A case, what the reference computes for it, and the candidate's outputs."""
-
-    right: Computation
-    outputs: Sequence[_ComparedOutput]
-
-    @property
-    def wrong(self) -> _ComparedOutput | None:
-        """The first output with a wrong number, or of a wrong shape."""
-        return next((x for x in self.outputs if x.error > x.tolerance), None)
-
-    @property
-    def has_shapes(self) -> bool:
-        """Whether the wrong output, if there is one, has the right shape."""
-        return self.wrong is None or self.wrong.has_shape
-
-    @property
-    def result(self) -> CaseResult:
-        worst = max(self.outputs, key=lambda x: x.error / x.tolerance)
-        return CaseResult(self.right.case.name, worst.error, worst.tolerance, vague=all(x.vague for x in self.outputs))
-
-    @property
-    def observation(self) -> Observation:
-        return Observation(self.right, {x.name: x.got for x in self.outputs}, self.wrong is None)
-
-    def disagreement(self, explanation: Explanation) -> Disagreement:
-        """The first wrong number, or the wrong shape, with its explanation."""
-        wrong, case = self.wrong, self.right.case.name
-        assert wrong is not None
-        if not wrong.has_shape:
-            shapes = f"shape {list(wrong.expected.shape)}", f"shape {list(wrong.got.shape)}"
-            hint, explanation = (str(explanation), explanation) if explanation else (_explain_shape(wrong), Explanation())
-            return Disagreement(case, wrong.name, *shapes, hint=hint, explanation=explanation)
-        index = tuple(np.argwhere(~(np.abs(wrong.got - wrong.expected) <= wrong.tolerance))[0].tolist())
-        expected, got = (f"{x[index]:.{17 if self.right.dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
-        unexplained = UNEXPLAINED if np.isfinite(wrong.got).any() else NOT_FINITE
-        return Disagreement(case, wrong.name, expected, got, index, str(explanation) or unexplained, explanation)
-
-
-def _call(candidate: Candidate, case: CheckCase) -> _ComparedCase:
-    """Call the candidate on a case. Raises CallFailed if it raises."""
-    result, options = candidate.adapter.call(case), candidate.adapter.convention
-    dtype = max((candidate.adapter.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
-    averaged = options.average_weights or bool(case.passed.get("average"))
-    right = Computation(case.layer(candidate.spec), candidate.weights, case, dtype, options.tolerance, averaged)
-    expected, got = right.run(), {"output": result.output, "attention_weights": result.attention_weights}
-    outputs = [
-        _ComparedOutput(name, x, y, expected.largest_tolerance(name), expected.is_vague_in(name))
-        for name, x in expected.outputs.items()
-        if (y := got[name]) is not None
-    ]
-    return _ComparedCase(right, outputs)
-
-
-def _explain_shape(wrong: _ComparedOutput) -> str | None:
+def _explain_shape(wrong: ComparedOutput) -> str | None:
     """A hint, if a known rearrangement of the expected array equals the received one; else None."""
     expected = wrong.expected
     known = [

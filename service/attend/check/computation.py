@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -190,7 +191,8 @@ class Computation:
         case = self.case
         visible = case.visible & case.exists if case.chunks else case.visible
         mask = None if visible.all() else visible
-        return Request(query=case.query, key=case.key, value=case.value, attend_mask=mask, bias=self._bias)
+        inputs: dict[str, Any] = {"query": case.query, "key": case.key, "value": case.value, "query_offset": case.query_offset}
+        return Request(**inputs, attend_mask=mask, bias=self._bias)
 
     @np.errstate(all="ignore")
     def _attend(self, nudge: float = 0.0) -> Outputs:

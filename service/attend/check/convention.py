@@ -186,7 +186,7 @@ _ANNOTATED = re.compile(r"linears\.([0-3])\.(weight|bias)")  # The Annotated Tra
 BARE = frozenset([*PROJECTIONS, *_ROLES]) - {"query_key_value"}  # these may also be inputs
 UNTYPED = tuple(name for operator in OPERATORS for name in operator.axes if "." not in name)  # weights without a kind
 WEIGHT_ROLES = ("qkv", *PROJECTIONS, *WEIGHTS)
-POSITIONS = 264  # the longest sequence that a class is constructed for
+POSITIONS = 4104  # the longest sequence that a class is constructed for
 
 
 def parse_weight_name(path: str) -> str | None:

@@ -17,6 +17,7 @@ import numpy as np
 from attend.check.candidate import Candidate, prepare
 from attend.check.cases import Lengths, lengths_for
 from attend.check.convention import CONSTRUCTOR, HEADS, Convention
+from attend.check.lengths import resized
 from attend.spec import LayerSpec
 
 HEAD_COUNTS = (5, 7, 3, 4, 6, 8)  # of keys and values, those first that are likely to differ from all else
@@ -24,7 +25,6 @@ HEAD_DIMS = (10, 14, 6, 18, 22, 16, 32)  # even, for RoPE
 TRIES = 4  # sizes in which a candidate is constructed, until it can be called
 WIDEST = 200  # if the layer can be so narrow
 LENGTHS = Lengths(batch=4, queries=11, keys=13)
-DERIVED = ("head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "scale")
 
 
 def in_other_sizes(candidate: Any, spec: LayerSpec | None, convention: Convention, given: Candidate, seed: int) -> Candidate | None:
@@ -71,26 +71,7 @@ def other_specs(spec: LayerSpec, seed: int, *, keeps_heads: bool) -> Iterator[La
     found = 0
     for kv, dim in (*(sizes[i] for i in order), *((kv, dim) for kv in kept for dim in (16, 32))):
         with suppress(ValueError):
-            yield _resized(spec, kv * group, kv, dim)
+            yield resized(spec, kv * group, kv, dim)
             found += 1
         if found == TRIES:
             return
-
-
-def _resized(spec: LayerSpec, heads: int, kv_heads: int, head_dim: int) -> LayerSpec:
-    """The layer with these heads. ValueError: it cannot have them."""
-    usual = LayerSpec.model_validate(_fields(spec, DERIVED) | {"head_dim": spec.head_dim})
-    fields = _fields(spec, [name for name in DERIVED if getattr(spec, name) == getattr(usual, name) or name == "head_dim"])
-    d_model = heads * head_dim if spec.d_model == spec.num_heads * spec.head_dim else spec.d_model + 2 * head_dim
-    if spec.rope is not None:
-        if spec.rope.dims == spec.head_dim:  # all of a head is rotated
-            fields["rope"] = fields["rope"] | {"dims": head_dim}
-        if spec.rope.scaling is not None:  # mscale multiplies the usual scale of any width
-            fields["scale"] = spec.scale * (spec.head_dim / head_dim) ** 0.5
-    if spec.value_head_dim != spec.head_dim:
-        fields["value_head_dim"] = spec.value_head_dim + 2
-    return LayerSpec.model_validate(fields | {"d_model": d_model, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim})
-
-
-def _fields(spec: LayerSpec, left_out: Any) -> dict[str, Any]:
-    return {name: value for name, value in spec.model_dump(mode="json").items() if name not in left_out and value is not None}

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from attend.check import Comparison, NoSuchCandidate, compare
 from attend.check.convention import option_table
+from attend.check.lengths import LONGEST
 from attend.cli.clients import open_client
 from attend.cli.server_check import ServerReport, check_server
 from attend.cli.terminal import AsJson, Ca, Config, Url, fail, progress_line, report_errors, with_settings
@@ -60,6 +61,7 @@ Options = Annotated[
     typer.Option("--with", metavar="NAME=VALUE", help="A convention of the --module; the list is below. Repeatable."),
 ]
 
+Longest = Annotated[int, typer.Option(min=1, help="Rows of the longest call of a --module.")]
 AllowSkipped = Annotated[bool, typer.Option("--allow-skipped", help="Exit code 0 also if cases of a --module were not tried.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show all cases of a --module, also if it agrees.")]
 
@@ -74,6 +76,7 @@ def check(
     module: Modules = None,
     spec: Spec = None,
     options: Options = None,
+    longest: Longest = LONGEST,
     allow_skipped: AllowSkipped = False,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -92,8 +95,9 @@ def check(
         raise typer.BadParameter("--with and --spec need a --module")
     console = Console(quiet=as_json)
     if module:
-        arguments = _read_spec(spec) | _read_options(options or [])
+        arguments = _read_spec(spec) | _read_options(options or []) | {"longest": longest}
         repeated = ["--spec", spec] if spec else []
+        repeated += ["--longest", str(longest)] if longest != LONGEST else []
         for option in options or []:
             repeated += ["--with", option]
         reports = []
@@ -171,7 +175,8 @@ class ModuleReport:
         ]
         document = {"module": self.name, "agrees": self.agrees, "calls": self.calls, "seed": self.seed, "cases": cases}
         document |= {"untried": list(self.comparison.untried), "parameters_not_tried": list(self.comparison.parameters)}
-        document["keys"] = self.comparison.keys
+        document |= {"keys": self.comparison.keys, "widths": list(self.comparison.widths), "dtype": self.comparison.dtype}
+        document["parameters_tried"] = list(self.comparison.tried)
         if self.comparison.first is None:
             return document
         explanation = self.comparison.first.explanation
@@ -207,7 +212,7 @@ class ModuleReport:
                 table.add_row(result.case, "", "", f"not run: {result.skipped}" if result.skipped else "[bold red]RAISED")
             else:
                 verdict = "[bold red]WRONG" if result.agrees is False else result.verdict
-                table.add_row(result.case, f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict)
+                table.add_row(result.name, f"{result.error:.2g}", f"{result.tolerance:.2g}", verdict)
         return table
 
     def _command(self) -> str:
@@ -224,7 +229,7 @@ def check_module(name: str, arguments: Mapping[str, Any], seed: int, calls: int,
     with progress_line(f"checking {name}", Console(stderr=True)):
         while True:
             comparison = _compare(name, seed + rounds, arguments)
-            done, rounds = done + sum(result.skipped is None for result in comparison.results), rounds + 1
+            done, rounds = done + sum(result.calls for result in comparison.results if result.skipped is None), rounds + 1
             if done >= calls or not done or not comparison.agrees:
                 break
     return ModuleReport(name, flags, comparison, done, seed + rounds - 1)

@@ -1,0 +1,251 @@
+"""Calls a candidate on cases, and compares what it returns with the reference."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from time import thread_time
+from typing import NamedTuple
+
+import numpy as np
+
+from attend.check.adapter import NO_PARAMETER, NO_POSITIONS, CallFailed
+from attend.check.candidate import Candidate
+from attend.check.cases import CheckCase
+from attend.check.computation import RELATIVE, Computation
+from attend.check.explanation import Observation
+from attend.check.lengths import Sweep
+from attend.tensors import Array
+
+RAISED = "it raised"  # the beginning of the reason why a case that it may refuse is left out
+UNDEFINED = {  # what is undefined -> why wrong numbers of an undefined case are not wrong
+    "numbers": "since its numbers are not those of a mask that is added to the scores, which this one need not be",
+    "flag": "since its numbers are not those of both together, which some libraries exclude",
+}
+MOST_SECONDS = 5.0  # of this thread that a call of a sweep may take, so that another process's load changes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """One case: the largest error of any output and its tolerance; or why it was skipped, or what the candidate raised."""
+
+    case: str
+    error: float = 0.0
+    tolerance: float = 0.0
+    skipped: str | None = None
+    untried: bool = False  # whether it was skipped only because an option or a known parameter is missing
+    raised: str | None = None
+    vague: bool = False  # whether rounding alone may change its numbers so much that hardly any are excluded
+    calls: int = 1  # that agree, and are told together
+
+    @property
+    def name(self) -> str:
+        """The case, and how many calls it stands for."""
+        return self.case if self.calls == 1 else f"{self.case} ({self.calls} calls)"
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the case agrees with the reference; None if it was skipped, or its agreement says nothing."""
+        if self.skipped:
+            return None
+        agrees = self.raised is None and self.error <= self.tolerance
+        return None if agrees and self.vague else agrees
+
+    @property
+    def verdict(self) -> str:
+        """Of a case with numbers."""
+        return {True: "agrees", False: "DISAGREES", None: "shows nothing"}[self.agrees]
+
+    def __str__(self) -> str:
+        if self.skipped is not None:
+            return f"{self.case:<28} not run: {self.skipped}"
+        if self.raised is not None:
+            return f"{self.case:<28} raised {self.raised}"
+        return f"{self.name:<28} error {self.error:<9.3g} tolerance {self.tolerance:<9.3g} {self.verdict}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of the candidate."""
+
+    case: CheckCase
+    message: str
+
+    @property
+    def hint(self) -> str | None:
+        """What may have caused it; None if nothing is known."""
+        if "Half without overflow" in self.message:  # torch's words
+            return "a number such as -1e9, in place of -inf, is larger than float16 can hold: use -inf, or torch.finfo(x.dtype).min"
+        return None if self.case.kind == "plain" else "if yours takes its mask in another shape or kind, see mask_shape and mask_dtype"
+
+
+class WrongInSweep(NamedTuple):
+    """A sweep that a candidate is wrong in, the first wrong call, and the names of the wrong and of the right ones."""
+
+    sweep: Sweep
+    first: "ComparedCase"
+    wrong: Sequence[str]
+    right: Sequence[str]
+
+
+@dataclass(slots=True)
+class Calls:
+    """What the calls of a candidate gave."""
+
+    prepared: Candidate
+    results: list[CaseResult] = field(default_factory=list)
+    compared: list["ComparedCase"] = field(default_factory=list)  # cases that the candidate answered with numbers
+    failures: list[Failure] = field(default_factory=list)
+    tried: dict[str, None] = field(default_factory=dict)  # parameters that got another value than their default
+    refused: dict[str, str] = field(default_factory=dict)  # parameter -> what the candidate raised for its value
+    wrong_in_sweep: "WrongInSweep | None" = None
+    keys: int = 0  # of the longest case
+    widths: set[int] = field(default_factory=set)  # of heads
+    slowest: tuple[int, float] = (1, 0.0)  # pairs of rows of the largest call, and its seconds
+
+    def compare(self, case: CheckCase) -> None:
+        """Calls the candidate on a case, and adds what came of it."""
+        self.results.append(self._result(case))
+
+    @property
+    def agree(self) -> bool:
+        """Whether no call was wrong, and one was right."""
+        return bool(self.compared) and not self.failures and all(x.wrong is None for x in self.compared)
+
+    def compare_together(self, sweep: Sweep) -> None:
+        """The same with the cases of a sweep: those that agree, and those that the candidate refuses, have one result."""
+        kept = len(self.compared)
+        results = [result for case in sweep.cases for result in [self._result(case)]]
+        wrong = [x for x in self.compared[kept:] if x.wrong is not None]
+        agreeing = [result for result in results if result.agrees is not False and result.skipped is None]
+        if wrong and self.wrong_in_sweep is None:
+            right = [result.case for result in agreeing]
+            self.wrong_in_sweep = WrongInSweep(sweep, wrong[0], [x.right.case.name for x in wrong], right)
+        del self.compared[kept:]
+        if agreeing:
+            worst = max(agreeing, key=lambda result: result.error / result.tolerance)
+            self.results.append(replace(worst, case=sweep.name, calls=len(agreeing)))
+        self.results += [result for result in results if result.agrees is False]
+        skipped = [result for result in results if result.skipped is not None]
+        for untried in (True, False):
+            if alike := [result for result in skipped if result.untried is untried]:
+                names = [result.case for result in alike]
+                name = names[0] if len(names) == 1 else f"{len(names)} of the {sweep.name} ({names[0]} to {names[-1]})"
+                self.results.append(replace(alike[0], case=name))
+
+    def _result(self, case: CheckCase) -> CaseResult:
+        adapter = self.prepared.adapter
+        if reason := adapter.skip_reason(case.call):
+            untried = case.group == "short" and (reason.startswith(NO_PARAMETER) or reason == NO_POSITIONS)
+            return CaseResult(case.name, skipped=reason, untried=untried)
+        if (seconds := self._seconds_of(case.call)) > MOST_SECONDS:
+            return CaseResult(case.name, skipped=f"it would take about {seconds:.0f} s")
+        changed = adapter.changed_by(case.call)
+        if case.group == "lengths" and (names := [name for role in case.passed if (name := adapter.roles[role]) in self.refused]):
+            return CaseResult(case.name, skipped=f"it refused {', '.join(names)} before")
+        try:
+            compared = call(self.prepared, case)
+        except CallFailed as failure:
+            if not case.may_raise and adapter.mask_role(case.kind) != "causal":  # a flag may be refused, too
+                self.failures.append(Failure(case, str(failure)))
+                return CaseResult(case.name, np.inf, raised=str(failure))
+            self.refused |= {name: str(failure) for name in changed}
+            return CaseResult(case.name, skipped=f"{RAISED} {failure}", untried=case.group != "parameters")
+        if case.undefined and compared.wrong is not None:
+            reason = UNDEFINED["numbers" if case.kind == "numbers" else "flag"]
+            return CaseResult(case.name, skipped=reason, untried=not adapter.is_torch)
+        self.slowest = max(self.slowest, (_pairs(case.call), compared.seconds))
+        self.tried |= dict.fromkeys(changed)
+        self.keys = max(self.keys, case.key.shape[1])
+        self.widths.add(compared.right.spec.head_dim)
+        self.compared.append(compared)
+        return compared.result
+
+    def _seconds_of(self, case: CheckCase) -> float:
+        """About how long a call would take, by the largest one before."""
+        pairs, seconds = self.slowest
+        return seconds * _pairs(case) / pairs if _pairs(case) > pairs > 1000 else 0.0
+
+
+def _pairs(case: CheckCase) -> int:
+    return int(case.query.shape[0] * case.query.shape[1] * case.key.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedOutput:
+    """One output of one case, expected and got."""
+
+    name: str
+    expected: Array
+    got: Array
+    tolerance: float
+    vague: bool
+
+    @property
+    def has_shape(self) -> bool:
+        return self.got.shape == self.expected.shape
+
+    @property
+    def error(self) -> float:
+        """max|got - expected|; infinite for another shape and for NaN."""
+        if not self.has_shape:
+            return float("inf")
+        error = float(np.abs(self.got - self.expected).max())
+        return float("inf") if np.isnan(error) else error
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedCase:
+    """A case, what the reference computes for it, and the candidate's outputs."""
+
+    right: Computation
+    outputs: Sequence[ComparedOutput]
+    seconds: float = 0.0  # of this thread, that the candidate took
+
+    @property
+    def wrong(self) -> ComparedOutput | None:
+        """The first output with a wrong number, or of a wrong shape."""
+        return next((x for x in self.outputs if x.error > x.tolerance), None)
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether the wrong output, if there is one, has the right shape."""
+        return self.wrong is None or self.wrong.has_shape
+
+    @property
+    def result(self) -> CaseResult:
+        worst = max(self.outputs, key=lambda x: x.error / x.tolerance)
+        return CaseResult(self.right.case.name, worst.error, worst.tolerance, vague=all(x.vague for x in self.outputs))
+
+    @property
+    def observation(self) -> Observation:
+        return Observation(self.right, {x.name: x.got for x in self.outputs}, self.wrong is None)
+
+
+def call(candidate: Candidate, case: CheckCase) -> ComparedCase:
+    """Call the candidate on a case. Raises CallFailed if it raises."""
+    start, options = thread_time(), candidate.adapter.convention
+    result = candidate.adapter.call(case.call)
+    seconds = thread_time() - start
+    got = {"output": result.output, "attention_weights": result.attention_weights}
+    if case.whole is not None:
+        last = slice(case.whole.query.shape[1] - case.query.shape[1], None)
+        got = {name: None if x is None or x.ndim < 3 else x[:, last] if name == "output" else x[..., last, :] for name, x in got.items()}
+    dtype = max((candidate.adapter.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
+    averaged = options.average_weights or bool(case.passed.get("average"))
+    relative = options.tolerance if options.tolerance or not case.relative else RELATIVE.get(dtype, 0.0) + case.relative
+    right = Computation(case.layer(candidate.spec), candidate.weights, case, dtype, relative, averaged)
+    expected = right.run()
+    outputs = [
+        ComparedOutput(name, x, y, expected.largest_tolerance(name), expected.is_vague_in(name))
+        for name, x in expected.outputs.items()
+        if (y := got[name]) is not None
+    ]
+    return ComparedCase(right, outputs, seconds)
+
+
+def observe(candidate: Candidate, cases: Iterable[CheckCase]) -> Iterator[Observation]:
+    """What the candidate returns for those of the cases that it can be called on and does not raise for, and whose numbers are defined."""
+    for case in cases:
+        with suppress(CallFailed):
+            if not case.undefined and not candidate.adapter.skip_reason(case.call):
+                yield call(candidate, case).observation

@@ -1,0 +1,140 @@
+"""Calls of many lengths and widths, which a candidate gets if it agrees in the others.
+
+Kernels compute in tiles of rows, and what is wrong at the edge of a tile shows only in calls that end just before it, at it, or just after
+it. Lengths of queries and keys are therefore 1, and t - 1, t, t + 1 and 2t + 1 of tiles t of 16 to 256 rows, of queries and keys apart
+where a candidate takes both. Long calls have more rows than a block of tiles, or than positions that bfloat16 can tell apart. Of those
+whose queries are as many, the last alone are compared, so the reference stays fast.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from attend.check.cases import CheckCase, Draw
+from attend.spec import LayerSpec
+from attend.tensors import Array
+
+TILES = (16, 32, 64, 128, 256)
+LENGTHS = (1, *sorted({n for t in TILES for n in (t - 1, t, t + 1, 2 * t + 1)}))
+FEW_QUERIES, FEW_KEYS = 7, 11  # of calls with many keys, and with many queries
+CAUSAL = (65, 129, 257)  # rows of calls with a causal flag
+LONGEST = 4097  # rows of the longest call, by default
+LAST = 5  # rows of queries of it that are compared, if it has as many queries as keys
+WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))  # of heads of queries and keys, and of values
+DERIVED = ("head_dim", "value_head_dim", "key_dim", "value_dim", "output_dim", "scale")
+POSITIONS = (2048, 32768)  # from which positions count, where they are an argument
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Cases that are reported together."""
+
+    name: str
+    cases: tuple[CheckCase, ...]
+
+
+def draw_sweeps(draw: Draw, roles: Collection[str], longest: int, *, widths: bool) -> Iterator[Sweep]:
+    """The sweeps for a candidate with parameters of these `roles`; `widths`: whether it takes heads of any width."""
+    lengths = [n for n in LENGTHS if n <= longest]
+    if longest >= TILES[0] and all(extent.negative for extent in draw.spec.extents):  # else the number of rows is fixed
+        separate = "key" in draw.inputs and not draw.spec.positional and not draw.causal
+        yield Sweep("lengths", (*(_apart(draw, roles, lengths) if separate else _together(draw, lengths)),))
+        if longest > LENGTHS[-1] and separate:
+            yield Sweep("many keys or queries", (*_long_apart(draw, longest),))
+        elif longest > LENGTHS[-1]:
+            yield Sweep("last rows of a long call", (_long_together(draw, longest, decodes="cache" in roles or "first_position" in roles),))
+    if widths:
+        yield Sweep("widths of heads", (*_wide(draw),))
+    if "positions" in roles and draw.spec.rope:
+        yield Sweep("distant positions", (*_distant(draw),))
+
+
+def _apart(draw: Draw, roles: Collection[str], lengths: Sequence[int]) -> Iterator[CheckCase]:
+    """Every length of keys with few queries, of queries with few keys, and some of both; rows of one large case."""
+    whole = draw.case("", "plain", lengths[-1], queries=lengths[-1], batch=1, group="lengths")
+    yield from (_rows(whole, FEW_QUERIES, n) for n in lengths)
+    yield from (_rows(whole, n, FEW_KEYS) for n in lengths)
+    yield from (_rows(whole, *pair) for pair in ((129, 257), (257, 129)) if max(pair) <= lengths[-1])
+    for n in CAUSAL if "causal" in roles else ():
+        if n <= lengths[-1]:
+            yield replace(_rows(whole, n, n), name=f"{n} keys, causal", causal=True, passed={"causal": True}).seeing()
+
+
+def _together(draw: Draw, lengths: Sequence[int]) -> Iterator[CheckCase]:
+    """As many queries as keys, of every length."""
+    whole = draw.case("", "plain", lengths[-1], queries=lengths[-1], batch=1, group="lengths")
+    yield from (_rows(whole, n, n) for n in lengths)
+
+
+def _rows(case: CheckCase, queries: int, keys: int) -> CheckCase:
+    """The first rows of a case alone."""
+    of_keys = f"{keys} keys" if keys > 1 else "1 key"
+    name = of_keys if queries == keys else f"{queries} {'queries' if queries > 1 else 'query'}, {of_keys}"
+    mask = np.ones((1, queries, keys), bool)
+    rows: dict[str, Any] = {"query": case.query[:, :queries], "key": case.key[:, :keys], "value": case.value[:, :keys]}
+    return replace(case, name=name, mask=mask, visible=mask, **rows).seeing()
+
+
+def _long_apart(draw: Draw, longest: int) -> Iterator[CheckCase]:
+    """Many keys with few queries, and many queries with few keys."""
+    for queries, keys in ((LAST, longest), (longest, LAST)):
+        yield draw.case(f"{queries} queries, {keys} keys", "plain", keys, queries=queries, batch=1, group="lengths")
+
+
+def _long_together(draw: Draw, rows: int, decodes: bool) -> CheckCase:
+    """As many queries as keys, of which the last queries are compared; decoded after a long first call, if there is a cache."""
+    last = draw.case(f"{rows} keys", "plain", rows, queries=LAST, batch=1, group="lengths", query_offset=rows - LAST)
+    same_widths = last.query.shape[2] == last.key.shape[2]
+    if "key" not in draw.inputs and same_widths:
+        query = last.key
+        last = replace(last, query=query[:, -LAST:])
+    else:
+        before = draw.rng.standard_normal((1, rows - LAST, last.query.shape[2])) * last.query.std()
+        query = np.concatenate([before, last.query], axis=1)
+    everything: Array = np.broadcast_to(np.ones((), bool), (1, rows, rows))
+    chunks = (rows - LAST, 1, LAST - 1) if decodes and draw.causal else ()
+    whole = replace(last, query=query, mask=everything, visible=everything, chunks=chunks, query_offset=0)
+    return replace(last, whole=whole)
+
+
+def _wide(draw: Draw) -> Iterator[CheckCase]:
+    """Heads of other widths."""
+    for width, value_width in WIDTHS:
+        try:
+            spec = resized(draw.spec, draw.spec.num_heads, draw.spec.num_kv_heads, width)
+            if width != value_width:
+                spec = LayerSpec.model_validate(_fields(spec, DERIVED) | {"head_dim": width, "value_head_dim": value_width})
+        except ValueError:  # the layer cannot have such heads
+            continue
+        name = f"heads of {width}" if width == value_width else f"heads of {width}/{value_width}"
+        fields = {name: getattr(spec, name) for name in LayerSpec.model_fields if getattr(spec, name) != getattr(draw.spec, name)}
+        keys = draw.lengths.keys if not draw.spec.positional and "key" in draw.inputs and not draw.causal else draw.queries
+        yield replace(draw, spec=spec).case(name, "plain", keys, group="widths", fields=fields)
+
+
+def _distant(draw: Draw) -> Iterator[CheckCase]:
+    """Positions that are so large that few digits do not tell them apart. Only their differences change the numbers."""
+    for first in POSITIONS:
+        case = draw.case(f"positions from {first}", "plain", draw.queries, group="lengths")
+        yield replace(case, first_row=first, relative=2.0**-24 * first)
+
+
+def resized(spec: LayerSpec, heads: int, kv_heads: int, head_dim: int) -> LayerSpec:
+    """The layer with these heads. ValueError: it cannot have them."""
+    usual = LayerSpec.model_validate(_fields(spec, DERIVED) | {"head_dim": spec.head_dim})
+    fields = _fields(spec, [name for name in DERIVED if getattr(spec, name) == getattr(usual, name) or name == "head_dim"])
+    d_model = heads * head_dim if spec.d_model == spec.num_heads * spec.head_dim else spec.d_model + 2 * head_dim
+    if spec.rope is not None:
+        if spec.rope.dims == spec.head_dim:  # all of a head is rotated
+            fields["rope"] = fields["rope"] | {"dims": head_dim}
+        if spec.rope.scaling is not None:  # mscale multiplies the usual scale of any width
+            fields["scale"] = spec.scale * (spec.head_dim / head_dim) ** 0.5
+    if spec.value_head_dim != spec.head_dim:
+        fields["value_head_dim"] = spec.value_head_dim + 2
+    return LayerSpec.model_validate(fields | {"d_model": d_model, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim})
+
+
+def _fields(spec: LayerSpec, left_out: Any) -> dict[str, Any]:
+    return {name: value for name, value in spec.model_dump(mode="json").items() if name not in left_out and value is not None}

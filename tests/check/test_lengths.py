@@ -1,0 +1,106 @@
+"""Calls of many lengths, widths and positions: what goes wrong only there is found, and the report says how far it looked."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from attend.check import compare
+from attend.spec import LayerSpec
+
+
+def attention(wrong):
+    """A function that a rule makes wrong: it returns queries, keys and values."""
+
+    def attend(q, k, v):
+        return scaled_dot_product_attention(*wrong(q, k, v))
+
+    return attend
+
+
+def loses_the_last_of_a_full_tile(q, k, v):
+    kept = k.shape[2] - (k.shape[2] > 1 and k.shape[2] % 16 == 0)
+    return q, k[:, :, :kept], v[:, :, :kept]
+
+
+def forgets_the_last_query_of_a_tile_without_one(q, k, v):
+    return (torch.cat((q[:, :, :-1], 0 * q[:, :, -1:]), 2) if q.shape[2] % 16 == 15 else q), k, v
+
+
+def multiplies_64_numbers_of_each_head(q, k, v):
+    return q * (torch.arange(q.shape[3]) < 64), k, v
+
+
+def keeps_1024_keys(q, k, v):
+    return q, k[:, :, :1024], v[:, :, :1024]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case"),
+    [
+        (loses_the_last_of_a_full_tile, "7 queries, 16 keys"),
+        (forgets_the_last_query_of_a_tile_without_one, "15 queries, 11 keys"),
+        (multiplies_64_numbers_of_each_head, "heads of 80"),
+        (keeps_1024_keys, "5 queries, 4097 keys"),
+    ],
+)
+def test_what_is_wrong_in_some_lengths_or_widths_alone_is_found(wrong, case):
+    comparison = compare(attention(wrong), framework="torch")
+    assert comparison.first.case == case, f"\n{comparison}"
+
+
+def rotated(x, positions):
+    """The halves of heads [b, h, n, d], rotated by these positions [n] or [b, n]."""
+    frequencies = 10000.0 ** (-torch.arange(0, x.shape[-1], 2) / x.shape[-1])
+    angles = (positions[..., None] * frequencies).unflatten(0, (-1, 1, positions.shape[-1]) if positions.ndim == 1 else (-1, 1))
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), dim=-1)
+
+
+class Rotary(nn.Module):
+    """Causal attention with RoPE, whose positions are a parameter."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def positions(self, position_ids):
+        return position_ids.float()
+
+    def forward(self, x, position_ids):
+        q, k, v = (layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        positions = self.positions(position_ids)
+        heads = scaled_dot_product_attention(rotated(q, positions), rotated(k, positions), v, is_causal=True)
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+
+class InBfloat16(Rotary):
+    """Has the positions in bfloat16, which tells them apart below 257."""
+
+    def positions(self, position_ids):
+        return position_ids.bfloat16().float()
+
+
+class LastOfTable(Rotary):
+    """Has a table of 600 positions, of which the last stands for all that come after."""
+
+    def positions(self, position_ids):
+        return position_ids.clamp(max=600).float()
+
+
+ROTARY = {"spec": LayerSpec(d_model=12, num_heads=3, rope={}), "causal": True}
+
+
+@pytest.mark.parametrize(("wrong", "case"), [(InBfloat16, "513 keys"), (LastOfTable, "4097 keys")])
+def test_positions_that_few_digits_do_not_tell_apart_are_found(wrong, case):
+    assert case in {result.case for result in compare(wrong, **ROTARY).results if result.agrees is False}
+
+
+def test_the_report_says_how_far_it_looked():
+    comparison = compare(Rotary, **ROTARY)
+    assert "agrees with the reference in all 8 cases that were tried, with up to 4,097 keys, in float32, " in comparison.conclusion
+    assert " and with position_ids; not tried: mask, padded keys, packed sequences, since no parameter" in comparison.conclusion
+    assert "distant positions (2 calls)" in str(comparison) and "lengths (17 calls)" in str(comparison)
+    bare = compare(scaled_dot_product_attention, longest=257)
+    assert ", with up to 257 keys, heads of 4 to 256 numbers, in float32, and with attn_mask, is_causal and scale; " in bare.conclusion
