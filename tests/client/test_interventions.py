@@ -395,6 +395,11 @@ def test_what_does_not_fit_is_refused(server: Any) -> None:
                 study.attribution(inputs, 3)
             with pytest.raises(InvalidRequest, match="tokenizer"):
                 study.run("a text")
+            run = study.run(one)
+            assert repr(run) == "Run(logits [1, 7, 31], 2 layers)"
+            for token in ("Mary", 31, 1.0, None):
+                with pytest.raises(InvalidRequest, match=f"the number of a token, below 31, .*, got {token!r}, at /token"):
+                    run.probability(token)
     import transformers as hf
 
     own = hf.BloomForCausalLM(hf.BloomConfig(hidden_size=24, n_layer=1, n_head=3, vocab_size=31))
@@ -414,7 +419,8 @@ def test_what_does_not_fit_is_refused(server: Any) -> None:
     with Client(server.url) as client:
         with attend.interventions(model, client) as study, pytest.raises(InvalidRequest, match=r"type attend\.Change, got \{'layer': 0\}"):
             study.run(one, {"layer": 0})
-        with pytest.raises(InvalidRequest, match="a model of transformers, got Linear"):
-            attend.interventions(torch.nn.Linear(2, 3), client)
+        for wrong, got in ((torch.nn.Linear(2, 3), "Linear"), ("gpt2", "the text 'gpt2'")):
+            with pytest.raises(InvalidRequest, match=rf"a model of transformers, as AutoModel.* returns it, got {got}, at /model"):
+                attend.interventions(wrong, client)
     with pytest.raises(InvalidRequest, match="scale"):
         Change(0, scale=0, queries=[1])

@@ -9,8 +9,9 @@
 The model is one of transformers that takes attention functions; the service computes the attention of each of its layers.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -32,7 +33,7 @@ FINAL_NORMS = {  # model_type -> the norm between the residual stream and the ou
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Run:
     """One pass of a model: its logits, and of each layer the weights and outputs of its heads."""
 
@@ -41,8 +42,13 @@ class Run:
     attention_weights: list[Array]  # [b, h, q, k]
     head_outputs: list[Array]  # [b, h, q, d], before the output projection
 
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f"loss {self.loss:.4g}, "
+        return f"Run(logits {list(self.logits.shape)}, {loss}{len(self.attention_weights)} layers)"
+
     def probability(self, token: int, position: int = -1, item: int = 0) -> float:
-        """The probability of a token, or another class, at a position of a batch item."""
+        """The probability of a token, or another class, at a position of a batch item. Raises InvalidRequest for a token's text."""
+        token = _token_number(token, self.logits.shape[-1])
         row = self.logits[item].astype(np.float64)
         row = row[position] if row.ndim == 2 else row
         shifted = np.exp(row - row.max())
@@ -88,11 +94,12 @@ class Interventions:
 
     def __init__(self, model: Any, client: Client, tokenizer: Any = None) -> None:
         self.model, self.client, self.tokenizer = model, client, tokenizer
+        if not hasattr(model, "set_attn_implementation"):
+            expected = "a model of transformers, as AutoModelForCausalLM.from_pretrained(NAME) returns it"
+            raise InvalidRequest.where("/model", expected, f"the text {model!r}" if isinstance(model, str) else type(model).__name__)
         self._layers: list[str] = []
         self._names = {module: name for name, module in model.named_modules()}
         self._stack, self._is_entered = ExitStack(), False
-        if not hasattr(model, "set_attn_implementation"):
-            raise InvalidRequest.where("", "a model of transformers", type(model).__name__)
         self._changes: Sequence[Change] = ()
         self._arguments: Mapping[str, Array] = {}
         self._calls: list[tuple[Any, AttendResult]] | None = None  # module and reply of each, in the current run
@@ -177,7 +184,7 @@ class Interventions:
         """What each head adds to the logit of a token, or to its difference from that of another token, `[layers,heads]`, directly: through
         its output projection, the final norm with the statistics of this run, and the output embeddings; not through later layers.
 
-        Raises InvalidRequest for a family whose final norm is not known.
+        Raises InvalidRequest for a family whose final norm is not known, and for a token's text.
         """
         from attend.client.recording import attention_layers
 
@@ -192,7 +199,9 @@ class Interventions:
         finally:
             handle.remove()
         embeddings = self.model.get_output_embeddings().weight.detach()
-        direction = embeddings[token] - (0 if other is None else embeddings[other])
+        direction = embeddings[_token_number(token, len(embeddings))]
+        if other is not None:
+            direction = direction - embeddings[_token_number(other, len(embeddings))]
         before, after = seen[-1]
         direction = _through_norm(norm, before, after, direction)
         weights = {layer.modules["query"]: layer.weights["output.weight"] for layer in attention_layers(self.model)[0]}
@@ -250,6 +259,14 @@ class Interventions:
 def interventions(model: Any, client: Client, *, tokenizer: Any = None) -> Interventions:
     """Runs of a model of transformers with changes of its heads, in a `with` block. With a `tokenizer`, inputs may be texts."""
     return Interventions(model, client, tokenizer)
+
+
+def _token_number(token: Any, count: int) -> int:
+    """The number of one of `count` tokens as an int. Raises InvalidRequest for anything else, such as its text."""
+    with suppress(TypeError):
+        if -count <= (number := operator.index(token)) < count:
+            return number
+    raise InvalidRequest.where("/token", f"the number of a token, below {count}, such as tokenizer(TEXT).input_ids[0]", repr(token))
 
 
 def _rows(change: Change, shape: tuple[int, ...]) -> Array:

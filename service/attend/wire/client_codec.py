@@ -93,7 +93,7 @@ def _array(value: Any, kind: Kind, at: str) -> Array:
     except (ValueError, TypeError, RuntimeError) as error:
         raise InvalidRequest.where(at, "a tensor", f"a value that numpy cannot convert to an array ({error})") from None
     if array.dtype.newbyteorder("<") not in BY_NUMPY:
-        raise InvalidRequest.where(at, "numbers", f"elements of type {array.dtype}")
+        raise InvalidRequest.where(at, "numbers", "text" if array.dtype.kind == "U" else f"elements of type {array.dtype}")
     return array
 
 
