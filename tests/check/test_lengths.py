@@ -104,3 +104,9 @@ def test_the_report_says_how_far_it_looked():
     assert "distant positions (2 calls)" in str(comparison) and "lengths (17 calls)" in str(comparison)
     bare = compare(scaled_dot_product_attention, longest=257)
     assert ", with up to 257 keys, heads of 4 to 256 numbers, in float32, and with attn_mask, is_causal and scale; " in bare.conclusion
+
+
+def test_a_function_with_a_fixed_scale_was_tried_with_heads_of_one_width_alone():
+    comparison = compare(lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v, framework="torch", longest=7)
+    assert comparison.agrees and comparison.widths == (4,) and "widths of heads" in comparison.untried
+    assert "its numbers are those of heads of 4 alone" in comparison.conclusion

@@ -24,6 +24,7 @@ In the order in which to read it:
     fitting.py               constant factors, fitted to the candidate's numbers
     mistakes/, changes.py    the known mistakes with their arithmetic, and the changes that they are made of
     cases.py                 the inputs
+    spread.py                how far outputs in half precision may be from the reference
     lengths.py               further calls of many lengths, widths and positions, if those agree
     parameters.py            cases that pass each parameter a value that changes the result
     computation.py           what the reference computes for them, with mistakes too, and the largest error that rounding explains

@@ -11,9 +11,11 @@ import numpy as np
 from attend.check.adapter import NO_PARAMETER, NO_POSITIONS, CallFailed
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
-from attend.check.computation import RELATIVE, Computation
+from attend.check.computation import RELATIVE, Computation, Expected
 from attend.check.explanation import Observation
 from attend.check.lengths import Sweep
+from attend.check.low_precision import HALF
+from attend.check.spread import Measure, Spread, spread_of
 from attend.tensors import Array
 
 RAISED = "it raised"  # the beginning of the reason why a case that it may refuse is left out
@@ -117,6 +119,11 @@ class Calls:
         results = [result for case in sweep.cases for result in [self._result(case)]]
         wrong = [x for x in self.compared[kept:] if x.wrong is not None]
         agreeing = [result for result in results if result.agrees is not False and result.skipped is None]
+        if wrong and not agreeing and wrong[0].right.case.group == "widths":  # a function may be made for one width, with its scale
+            width = self.prepared.spec.head_dim
+            reason = f"since its numbers are those of heads of {width} alone, as with a fixed scale"
+            self.results.append(CaseResult(sweep.name, skipped=reason, untried=True))
+            results, wrong, self.widths = [], [], {width}
         if wrong and self.wrong_in_sweep is None:
             right = [result.case for result in agreeing]
             self.wrong_in_sweep = WrongInSweep(sweep, wrong[0], [x.right.case.name for x in wrong], right)
@@ -179,6 +186,18 @@ class ComparedOutput:
     got: Array
     tolerance: float
     vague: bool
+    spread: Spread | None = None  # of a candidate in half precision
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        """Its errors and their bounds: the largest error, and in half precision others."""
+        if self.spread is None or not np.isfinite(self.error):
+            return (Measure(self.error, self.tolerance),)
+        return self.spread.measures(self.name, self.got)
+
+    @property
+    def is_wrong(self) -> bool:
+        return any(measure.error > measure.bound for measure in self.measures)
 
     @property
     def has_shape(self) -> bool:
@@ -204,7 +223,7 @@ class ComparedCase:
     @property
     def wrong(self) -> ComparedOutput | None:
         """The first output with a wrong number, or of a wrong shape."""
-        return next((x for x in self.outputs if x.error > x.tolerance), None)
+        return next((x for x in self.outputs if x.is_wrong), None)
 
     @property
     def has_shapes(self) -> bool:
@@ -213,8 +232,10 @@ class ComparedCase:
 
     @property
     def result(self) -> CaseResult:
-        worst = max(self.outputs, key=lambda x: x.error / x.tolerance)
-        return CaseResult(self.right.case.name, worst.error, worst.tolerance, vague=all(x.vague for x in self.outputs))
+        worst = max((x.measures[0] for x in self.outputs), key=lambda x: x.ratio)
+        if self.wrong is not None:
+            worst = max(self.wrong.measures, key=lambda x: x.ratio)
+        return CaseResult(self.right.case.name, worst.error, worst.bound, vague=all(x.vague for x in self.outputs))
 
     @property
     def observation(self) -> Observation:
@@ -235,12 +256,22 @@ def call(candidate: Candidate, case: CheckCase) -> ComparedCase:
     relative = options.tolerance if options.tolerance or not case.relative else RELATIVE.get(dtype, 0.0) + case.relative
     right = Computation(case.layer(candidate.spec), candidate.weights, case, dtype, relative, averaged)
     expected = right.run()
+    moved = (
+        spread_of(right, expected, rounds_inputs=candidate.adapter.dtype != dtype)
+        if dtype in HALF and options.tolerance is None and not case.relative
+        else None
+    )
     outputs = [
-        ComparedOutput(name, x, y, expected.largest_tolerance(name), expected.is_vague_in(name))
+        ComparedOutput(name, x, y, *_bounds(name, expected, moved), moved)
         for name, x in expected.outputs.items()
         if (y := got[name]) is not None
     ]
     return ComparedCase(right, outputs, seconds)
+
+
+def _bounds(name: str, expected: Expected, moved: Spread | None) -> tuple[float, bool]:
+    """The largest error of an output that rounding explains, and whether that excludes hardly any numbers."""
+    return (expected.largest_tolerance(name), expected.is_vague_in(name)) if moved is None else (moved.largest(name), moved.is_vague(name))
 
 
 def observe(candidate: Candidate, cases: Iterable[CheckCase]) -> Iterator[Observation]:

@@ -201,6 +201,8 @@ def draw_short_cases(draw: Draw, *, decodes: bool = False) -> Iterator[CheckCase
         yield padded
     if not (spec.normalises_heads or spec.softcap):  # these bound the scores
         yield draw.case("large logits", "plain", queries, largest=1500.0)
+    if draw.dtype in ("bfloat16", "float16"):  # rounding then hides less of what is wrong with scores
+        yield draw.case("larger scores", "plain", queries, largest=30.0)
     if spec.normalizer != "sigmoid":  # sigmoid weights depend on the length of a segment, but not on a mask
         segments = np.stack([1 + np.arange(queries) * parts // queries for parts in (3, 2)])
         segments = segments[np.arange(draw.batch) % 2 if "segments" in draw.masks_per_item else np.zeros(draw.batch, int)]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from attend.check.adapter import NO_PARAMETER, NO_POSITIONS, CallFailed
-from attend.check.calls import RAISED, UNDEFINED, Calls, CaseResult, ComparedCase, ComparedOutput, Failure, call, observe
+from attend.check.calls import RAISED, Calls, CaseResult, ComparedCase, ComparedOutput, Failure, call, observe
 from attend.check.candidate import Candidate, load_candidate, prepare
 from attend.check.cases import CheckCase, Group, lengths_for
 from attend.check.convention import make_convention
@@ -180,7 +180,7 @@ def _short_reason(reason: str) -> str:
         return "since no parameter is known for them"
     if reason == NO_POSITIONS:
         return "since query_offset is not given"
-    if reason in UNDEFINED.values():
+    if reason.startswith("since "):
         return reason
     return f"since {reason.partition('; called with')[0]}"
 
@@ -224,7 +224,7 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, lon
             partial(_in_other_sizes, prepared, partial(in_other_sizes, loaded, spec, convention, prepared, seed), seed, groups)
         )
         explained = _explained(evidence, further, observe(prepared, prepared.draw_partial_cases(seed)), elsewhere)
-        if explained and explained[0].index is not None:
+        if explained and explained[0].index is not None and any(_is_far(x) for x in evidence):
             explained = (replace(explained[0], step=_first_wrong_step(prepared, seed, evidence)), *explained[1:])
     disagreements = (*explained, *failures)
     return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
@@ -300,6 +300,8 @@ def _explained(
     wrong = [x for x in compared if x.wrong is not None]
     if not wrong:
         return ()
+    if not any(_is_far(x) for x in wrong):  # only as many small errors show it, which mistakes are not told apart by
+        return (replace(_disagreement(wrong[0], Explanation()), hint=_words([x.wrong for x in wrong])),)
     if explanation := explain([x.observation for x in compared], further, parts, elsewhere):
         return (_disagreement(wrong[0], explanation),)
     shaped, misshaped = ([x for x in wrong if x.has_shapes == has_shapes] for has_shapes in (True, False))
@@ -368,10 +370,24 @@ def _disagreement(compared: ComparedCase, explanation: Explanation) -> Disagreem
         shapes = f"shape {list(wrong.expected.shape)}", f"shape {list(wrong.got.shape)}"
         hint, explanation = (str(explanation), explanation) if explanation else (_explain_shape(wrong), Explanation())
         return Disagreement(case, wrong.name, *shapes, hint=hint, explanation=explanation)
-    index = tuple(np.argwhere(~(np.abs(wrong.got - wrong.expected) <= wrong.tolerance))[0].tolist())
+    errors = np.abs(wrong.got - wrong.expected)
+    far = np.argwhere(~(errors <= wrong.tolerance))
+    index = tuple(map(int, far[0] if len(far) else np.unravel_index(errors.argmax(), errors.shape)))
     expected, got = (f"{x[index]:.{17 if compared.right.dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
-    unexplained = UNEXPLAINED if np.isfinite(wrong.got).any() else NOT_FINITE
+    unexplained = _words([wrong]) or (UNEXPLAINED if np.isfinite(wrong.got).any() else NOT_FINITE)
     return Disagreement(case, wrong.name, expected, got, index, str(explanation) or unexplained, explanation)
+
+
+def _is_far(compared: ComparedCase) -> bool:
+    """Whether a number is so wrong that no rounding of the dtype explains it."""
+    wrong = compared.wrong
+    return wrong is not None and not compared.right.run().agrees(wrong.name, wrong.got)
+
+
+def _words(wrong: Sequence[ComparedOutput | None]) -> str:
+    """What the errors of outputs in half precision have in common, though each is small."""
+    measures = [x for output in wrong if output is not None for x in output.measures if x.error > x.bound and x.words]
+    return max(measures, key=lambda x: x.ratio).words if measures else ""
 
 
 def _explain_shape(wrong: ComparedOutput) -> str | None:

@@ -251,7 +251,8 @@ def tolerance(
 def root_mean_square(x: Array) -> float:
     """That of the finite numbers, 0 if there are none."""
     finite = x[np.isfinite(x)]
-    return float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
+    with np.errstate(over="ignore"):
+        return float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
 
 
 def _near(x: Array, y: Array, tolerance: float | Array) -> Array:
