@@ -23,7 +23,7 @@ from attend.wire.problems import validate
 from attend.wire.safetensors import MAX_HEADER_BYTES, read_tensors, write_tensors
 from attend.wire.schemas.analysis import INDEX_PARTS
 from attend.wire.schemas.schema import LayerReference
-from attend.wire.schemas.sessions import SessionReference
+from attend.wire.schemas.sessions import SessionLength
 from attend.wire.schemas.tensors import Base64Tensor
 
 REPLY_LIMITS = WireLimits(values=MAX_HEADER_BYTES)  # a server's reply may have the weights of many sequences, each as a tensor
@@ -120,7 +120,7 @@ class ReplyMetadata(BaseModel):
 
     layer: LayerReference
     fully_masked_rows: int
-    session: SessionReference | None = None
+    session: SessionLength | None = None
 
 
 def decode_json_reply(body: bytes) -> tuple[ReplyMetadata, dict[str, Any]]:

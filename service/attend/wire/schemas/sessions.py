@@ -51,7 +51,9 @@ class Sessions(Schema):
     sessions: list[SessionInfo]
 
 
-class SessionReference(Schema):
+class SessionLength(Schema):
+    """The session of a call, and how long it is after the call."""
+
     id: str
     length: int = Field(description="Number of rows after the call.")
 
@@ -82,4 +84,4 @@ class SessionAttendRequest(AttendRequest, StepOptions):
 class SessionAttendReply(AttendReply):
     """The reply of POST /attend, and the session after the call."""
 
-    session: SessionReference
+    session: SessionLength
