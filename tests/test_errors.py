@@ -108,4 +108,4 @@ def test_a_refusal_keeps_its_text_when_its_places_are_translated() -> None:
     moved = InvalidRequest(problems=[Problem("/rope", "an object", "5")]).translated(below_spec)
     assert moved.problems[0].at == "/spec/rope" and moved.detail == "expected an object, got 5, at /spec/rope"
     mismatch = LengthMismatch("too short", [Problem("/expected_length", "7", "5")], 7).translated(below_spec)
-    assert (mismatch.problems[0].at, mismatch.length, mismatch.members) == ("/spec/expected_length", 7, {"length": 7})
+    assert (mismatch.problems[0].at, mismatch.length, mismatch.extensions) == ("/spec/expected_length", 7, {"length": 7})

@@ -90,8 +90,8 @@ class AttendError(Exception):
         super().__init__(self.detail)
 
     @property
-    def members(self) -> Mapping[str, Any]:
-        """What the class has to say beside them, as further members of a problem document."""
+    def extensions(self) -> Mapping[str, Any]:
+        """What the class has to say beside them: the extension members of a problem document (RFC 9457)."""
         return {}
 
     @classmethod
@@ -166,7 +166,7 @@ class LengthMismatch(RequestError):
         self.length = length
 
     @property
-    def members(self) -> Mapping[str, Any]:
+    def extensions(self) -> Mapping[str, Any]:
         return {} if self.length is None else {"length": self.length}
 
 

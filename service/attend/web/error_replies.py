@@ -45,7 +45,7 @@ def _response_to(error: Exception, record: HttpRecord) -> Response:
         headers["Retry-After"] = retry_after(error)
     elif isinstance(error, errors.Unauthenticated):
         headers["WWW-Authenticate"] = 'Bearer realm="attend"'
-    return _response(record, row_of(type(error)).status, error.title, error.detail, error.problems, error.members, headers)
+    return _response(record, row_of(type(error)).status, error.title, error.detail, error.problems, error.extensions, headers)
 
 
 def no_endpoint(record: HttpRecord, paths: Sequence[str]) -> Response:
@@ -74,13 +74,13 @@ def _response(
     title: str,
     detail: str,
     problems: tuple[errors.Problem, ...] = (),
-    members: Mapping[str, Any] = {},
+    extensions: Mapping[str, Any] = {},
     headers: Mapping[str, str] = {},
 ) -> Response:
     """A refusal, as the protocol of the path defines it."""
     if is_v2(record.path):
         return Response(json.dumps({"error": detail}), status_in(True, status), headers, media_type=JSON)
-    document = problem_document(status, title, detail, record.request_id, problems, members)
+    document = problem_document(status, title, detail, record.request_id, problems, extensions)
     return Response(document, status, headers, media_type=PROBLEM_JSON)
 
 

@@ -67,12 +67,12 @@ def problem_document(
     detail: str,
     request_id: str,
     problems: tuple[errors.Problem, ...] = (),
-    members: Mapping[str, Any] = MappingProxyType({}),
+    extensions: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """The body of a refusal as problem details, with these further members."""
+    """The body of a refusal as problem details, with these extension members."""
     found = [{"at": p.at, "expected": p.expected, "got": p.got} for p in problems]
     document: dict[str, Any] = {"type": "about:blank", "title": title, "status": status, "detail": detail}
-    return json.dumps({**document, "request_id": request_id, "errors": found, **members}).encode()
+    return json.dumps({**document, "request_id": request_id, "errors": found, **extensions}).encode()
 
 
 def retry_after(error: errors.Overloaded | errors.NotReady, draw: Callable[[int, int], int] = random.randint) -> str:
