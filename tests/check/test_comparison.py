@@ -1445,6 +1445,8 @@ def test_the_report_names_the_case_the_index_and_the_numbers():
     comparison = compare(type("Wrong", (Wrong,), {"scale": lambda self, s: s}), mask_means="attend")
     lines = str(comparison).splitlines()
     assert lines[0] == "disagrees with the reference in 13 of 14 cases"
+    assert lines[1].startswith("first wrong step: scaled_products: ") and lines[2].endswith("scores = self.scale(q @ k.transpose(-2, -1))")
+    lines = [lines[0], *lines[3:]]
     assert lines[1] == "hint: this is what comes out when the scores are not divided by sqrt(head_dim)"
     assert lines[2:4] == ["  you compute: softmax(Q Kᵀ) V", "  expected:    softmax(Q Kᵀ / √d) V"]
     first = comparison.first
