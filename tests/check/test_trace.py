@@ -124,7 +124,7 @@ WRONG = {  # candidate -> the steps, what it has, its line, and how it is called
 @pytest.mark.parametrize("candidate", WRONG, ids=lambda candidate: candidate.__name__)
 def test_the_first_wrong_step_is_told_with_its_line(candidate):
     name, last, found, text, options = WRONG[candidate]
-    comparison = compare(candidate, **({"framework": "numpy" if candidate in (over_queries, loops) else "torch"} | options))
+    comparison = compare(candidate, longest=7, **({"framework": "numpy" if candidate in (over_queries, loops) else "torch"} | options))
     step = comparison.first.step
     assert step is not None and (step.name, step.document()["last"]) == (name, last), f"\n{comparison}"
     assert found in step.found and text in step.line.text, f"\n{comparison}"
@@ -133,9 +133,9 @@ def test_the_first_wrong_step_is_told_with_its_line(candidate):
 
 def test_what_has_no_source_or_makes_no_arrays_has_no_first_wrong_step():
     builtin = torch.nn.functional.scaled_dot_product_attention
-    comparison = compare(functools.partial(builtin, scale=3.0), arguments={"query": "query", "key": "key", "value": "value"})
+    comparison = compare(functools.partial(builtin, scale=3.0), longest=7, arguments={"query": "query", "key": "key", "value": "value"})
     assert not comparison.agrees and comparison.first.step is None
 
 
 def test_the_right_one_agrees():
-    assert compare(Module, causal=True, spec=GROUPED).agrees
+    assert compare(Module, causal=True, spec=GROUPED, longest=7).agrees
