@@ -370,7 +370,8 @@ def test_the_check_of_a_module_prints_json(package):
     printed = json.loads(done.stdout)
     assert done.returncode == 1 and not printed["agrees"]
     right, unscaled, raises = printed["modules"]
-    assert right["agrees"] and right["calls"] == 19 and all(case["agrees"] for case in right["cases"] if not case["skipped"])
+    assert right["agrees"] and right["calls"] == 57 and all(case["agrees"] for case in right["cases"] if not case["skipped"])
+    assert right["spec"]["num_heads"] == 3 and right["versions"]["numpy"] == np.__version__ and "torch" in right["versions"]
     assert not unscaled["agrees"] and "not divided by sqrt(head_dim)" in unscaled["first"] and unscaled["cases"][0]["agrees"] is False
     assert unscaled["mistakes"] == ["the scores are not divided by sqrt(head_dim)"]
     assert unscaled["arithmetic"] == [["softmax(Q Kᵀ) V", "softmax(Q Kᵀ / √d) V"]]

@@ -24,6 +24,8 @@ In the order in which to read it:
     fitting.py               constant factors, fitted to the candidate's numbers
     mistakes/, changes.py    the known mistakes with their arithmetic, and the changes that they are made of
     cases.py                 the inputs
+    alignment.py             causal calls with more or fewer keys than queries
+    gradients.py             gradients of the inputs of torch candidates
     spread.py                how far outputs in half precision may be from the reference
     lengths.py               further calls of many lengths, widths and positions, if those agree
     parameters.py            cases that pass each parameter a value that changes the result

@@ -164,7 +164,7 @@ class Adapter:
         weights = parts[1] if has_weights and hasattr(parts[1], "dtype") else None
         dtype = _dtype_of(parts[0])
         return CandidateResult(
-            self._as_output(_as_float64(parts[0])), None if weights is None else self._as_weights(_as_float64(weights)), dtype
+            self.as_output(_as_float64(parts[0])), None if weights is None else self._as_weights(_as_float64(weights)), dtype
         )
 
     def mask_role(self, kind: CaseKind) -> str | None:
@@ -194,7 +194,7 @@ class Adapter:
             return case.passed[role]
         mask = case.mask if takes_mask else case.passed.get(role, np.ones_like(case.mask))
         if role in ("query", "key", "value"):
-            return self._tensor(self._in_layout(getattr(case, role), self.heads if role == "query" else self.kv_heads), self.dtype)
+            return self._tensor(self.in_layout(getattr(case, role), role), self.dtype)
         if role in ("mask", "padding"):
             return self._mask(mask, role) if case.numbers is None else self._tensor(self._in_mask_shape(case.numbers, role), self.dtype)
         if role in self.matrices:
@@ -225,6 +225,10 @@ class Adapter:
             "cache_positions": lambda: rows,
         }
         return self._tensor(made[role](), "int64") if role in made else None
+
+    def in_layout(self, x: Array, role: str) -> Array:
+        """A query, key or value [b, n, width] in the layout of the candidate."""
+        return self._in_layout(x, self.heads if role == "query" else self.kv_heads)
 
     def _in_layout(self, x: Array, heads: int) -> Array:
         """[b, n, width] in the layout of the candidate."""
@@ -267,7 +271,8 @@ class Adapter:
         array = x.astype(BY_TORCH[dtype].numpy if dtype in BY_TORCH else dtype)
         return array if self.framework == "numpy" else _array_function(self.framework)(array)
 
-    def _as_output(self, x: Array) -> Array:
+    def as_output(self, x: Array) -> Array:
+        """What the candidate returned as [b, q, width], if it has the right shape."""
         x = x if self.convention.batched else x[None]
         if self.heads_given and x.ndim == 4:
             return Layer.merge_heads(x if self.convention.layout == "b,h,n,d" else x.swapaxes(1, 2))

@@ -1,6 +1,6 @@
 """Calls a candidate on cases, and compares what it returns with the reference."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import thread_time
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attend.check.adapter import NO_PARAMETER, NO_POSITIONS, CallFailed
+from attend.check.alignment import Alignment
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
 from attend.check.computation import RELATIVE, Computation, Expected
@@ -100,6 +101,8 @@ class Calls:
     tried: dict[str, None] = field(default_factory=dict)  # parameters that got another value than their default
     refused: dict[str, str] = field(default_factory=dict)  # parameter -> what the candidate raised for its value
     wrong_in_sweep: "WrongInSweep | None" = None
+    alignments: list[Alignment] = field(default_factory=list)  # of causal calls with fewer, and with more queries than keys
+    misaligned: "ComparedCase | None" = None  # the first such call that has none of them
     keys: int = 0  # of the longest case
     widths: set[int] = field(default_factory=set)  # of heads
     slowest: tuple[int, float] = (1, 0.0)  # pairs of rows of the largest call, and its seconds
@@ -138,6 +141,24 @@ class Calls:
                 names = [result.case for result in alike]
                 name = names[0] if len(names) == 1 else f"{len(names)} of the {sweep.name} ({names[0]} to {names[-1]})"
                 self.results.append(replace(alike[0], case=name))
+
+    def align(self, cases: Mapping[Alignment, CheckCase], required: Alignment | None) -> None:
+        """Find which alignment a causal call has, and add what came of it. `required`: the only right one; None: either is."""
+        case = cases["top-left"]
+        if self.prepared.adapter.roles["causal"] in self.refused:
+            return
+        try:
+            compared = {alignment: call(self.prepared, x) for alignment, x in cases.items()}
+        except CallFailed as failure:
+            self.results.append(CaseResult(case.name, skipped=f"{RAISED} {failure}", untried=True))
+            return
+        right: list[Alignment] = [alignment for alignment, x in compared.items() if x.wrong is None]
+        shown = compared[required or (right[0] if right else "bottom-right")]
+        self.results.append(shown.result)
+        self.keys = max(self.keys, case.key.shape[1])
+        self.alignments += right[:1]
+        if shown.wrong is not None:
+            self.misaligned = self.misaligned or shown
 
     def _result(self, case: CheckCase) -> CaseResult:
         adapter = self.prepared.adapter

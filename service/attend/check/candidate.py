@@ -22,6 +22,7 @@ from typing import Any, get_args
 import numpy as np
 
 from attend.check.adapter import Adapter, CallFailed, is_module, make_adapter
+from attend.check.alignment import Alignment, draw_alignments
 from attend.check.cases import (
     POSITIONAL_QUERIES,
     CaseKind,
@@ -79,6 +80,13 @@ class Candidate:
         adapter, longest = self.adapter, longest if "mask" not in self.adapter.required else 0
         for sweep in draw_sweeps(self._draw(seed, None), adapter.roles, longest, widths=adapter.heads_given):
             yield replace(sweep, cases=tuple(map(self._as_passed, sweep.cases)))
+
+    def draw_alignments(self, seed: int) -> Iterator[dict[Alignment, CheckCase]]:
+        """Causal calls with fewer and with more queries than keys, if a parameter makes them causal."""
+        roles, causal = self.adapter.roles, self.adapter.convention.causal
+        if {"causal", "key"} <= roles.keys() and not causal and not self.spec.positional and "mask" not in self.adapter.required:
+            for cases in draw_alignments(self._draw(seed, None), roles["causal"]):
+                yield {alignment: self._as_passed(case) for alignment, case in cases.items()}
 
     def _draw(self, seed: int, lengths: Lengths | None) -> Draw:
         """What draws the cases of this candidate."""

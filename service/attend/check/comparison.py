@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from attend.check.adapter import NO_PARAMETER, NO_POSITIONS, CallFailed
+from attend.check.alignment import BY_SIGNATURE, FLASH, WORDS, signature_of
 from attend.check.calls import RAISED, Calls, CaseResult, ComparedCase, ComparedOutput, Failure, call, observe
 from attend.check.candidate import Candidate, load_candidate, prepare
 from attend.check.cases import CheckCase, Group, lengths_for
 from attend.check.convention import make_convention
 from attend.check.divergence import Divergence, FirstWrongStep, first_wrong_step
 from attend.check.explanation import Explanation, Observation, OtherSizes, explain
+from attend.check.gradients import compare_gradients
 from attend.check.lengths import LONGEST
 from attend.check.low_precision import HALF
 from attend.check.rounded_steps import rounded_steps
@@ -29,7 +31,11 @@ from attend.spec import LayerSpec
 NOT_FINITE = "no number is finite: a row may have no key that is not blocked, exp may overflow, or a number is divided by 0"
 UNEXPLAINED = "no known mistake gives these numbers, nor do any two together"
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
-AXES = {"output": ("item", "query", "number"), "attention_weights": ("item", "head", "query", "key")}
+AXES = {
+    "output": ("item", "query", "number"),
+    **dict.fromkeys(("dQ", "dK", "dV", "dX"), ("item", "row", "number")),
+    "attention_weights": ("item", "head", "query", "key"),
+}
 MOST_NAMES = 6  # of calls that a hint lists
 FURTHER_SEEDS = 3  # draws of further cases
 
@@ -71,7 +77,8 @@ class Comparison:
 
     `disagreements`: the first, and later ones that show other mistakes. `rounding`: which steps a half-precision candidate that agrees
     rounds, if its numbers show it. `parameters`: those of the candidate that no call passed a value that changes the result; `tried`: the
-    others. `keys`: the number of keys of the longest call. `widths`: those of heads, from the narrowest to the widest.
+    others. `keys`: the number of keys of the longest call. `widths`: those of heads, from the narrowest to the widest. `causality`: where
+    queries are in causal calls with q != k.
     """
 
     results: tuple[CaseResult, ...]
@@ -82,6 +89,8 @@ class Comparison:
     keys: int = 0
     widths: tuple[int, ...] = ()
     dtype: str = ""
+    causality: str = ""
+    spec: LayerSpec | None = None  # that of the reference
 
     @property
     def first(self) -> Disagreement | None:
@@ -131,7 +140,8 @@ class Comparison:
             return "\n".join(x.replace("disagreement: ", f"{'also' if i else 'first'} disagreement: ", 1) for i, x in enumerate(shown))
         about_vague = f"nothing is shown by {', '.join(self.vague)}, whose numbers rounding alone may change as much" if self.vague else ""
         agreement = "; ".join(x for x in (self._agreement, self.omissions, about_vague) if x)
-        return f"{agreement}\nrounding: {self.rounding}" if self.rounding else agreement
+        more = {"causality": self.causality, "rounding": self.rounding}
+        return "\n".join([agreement, *(f"{name}: {words}" for name, words in more.items() if words)])
 
     @property
     def _agreement(self) -> str:
@@ -152,7 +162,8 @@ class Comparison:
         if not self.keys:
             return ""
         widths = f", heads of {self.widths[0]} to {self.widths[-1]} numbers" if len(self.widths) > 1 else ""
-        given = f", and with {_listed(self.tried)}" if self.tried else ""
+        given = ", gradients too" if any(x.case == "gradients" and x.agrees for x in self.results) else ""
+        given += f", and with {_listed(self.tried)}" if self.tried else ""
         return f", with up to {self.keys:,} keys{widths}{f', in {self.dtype}' if self.dtype else ''}{given}"
 
     @property
@@ -191,11 +202,14 @@ def _wrapped(text: str) -> str:
     return fill(text, 80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, longest: int = LONGEST, **options: Any) -> Comparison:
+def compare(
+    candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, longest: int = LONGEST, backward: bool = False, **options: Any
+) -> Comparison:
     """Compare a candidate, or the one that "my_package:MyAttention" names, with the reference on a few cases of rising difficulty.
 
     The reference computes the layer `spec`; without it, multi-head attention with a bias wherever the candidate has one. Options are the
-    fields of `Convention`; no call has more rows than `longest`, but for short ones.
+    fields of `Convention`; no call has more rows than `longest`, but for short ones. `backward`: gradients of
+    the inputs are compared, too.
 
     ValueError: how to construct or call the candidate, or to read its weights, is ambiguous, and the message names the option that decides;
     or the weights are not those of the spec. TypeError: no such option.
@@ -211,12 +225,20 @@ def compare(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, lon
         if called.agree:
             for sweep in prepared.draw_sweeps(seed, longest):
                 called.compare_together(sweep)
+            is_flash = getattr(prepared.adapter.function, "__name__", "").startswith(FLASH)
+            for cases in prepared.draw_alignments(seed):
+                called.align(cases, BY_SIGNATURE[FLASH] if is_flash else None)
+        wrong_gradient = _compare_gradients(called, seed) if backward and called.agree else None
         comparison = _compared(called)
         failures = [_failure(x) for x in called.failures[:1]]
         if (changing := _changing(prepared, called.compared)) is not None:
             return replace(comparison, disagreements=(changing, *failures))
         if (in_sweep := _in_sweep(called)) is not None:
             return replace(comparison, disagreements=(in_sweep,))
+        if (misaligned := _misaligned(called)) is not None:
+            return replace(comparison, disagreements=(misaligned,))
+        if wrong_gradient is not None:
+            return replace(comparison, disagreements=(wrong_gradient,))
         evidence = _evidence(called.compared)
         groups = tuple({x.right.case.group: None for x in evidence})
         further = _observe_further(prepared, seed, groups)
@@ -242,6 +264,8 @@ def _compared(called: Calls) -> Comparison:
         tried=tuple(name for name in adapter.signature.parameters if name in called.tried and name not in inputs),
         keys=called.keys,
         widths=tuple(sorted(called.widths)),
+        causality=_causality(called),
+        spec=called.prepared.spec,
         dtype=adapter.dtype,
     )
 
@@ -255,6 +279,49 @@ def _evidence(compared: Sequence[ComparedCase]) -> Sequence[ComparedCase]:
     calls compute does not depend on what else the candidate ignores."""
     usual = [x for x in compared if x.right.case.group != "parameters"]
     return usual if any(x.wrong is not None for x in usual) else compared
+
+
+def _compare_gradients(called: Calls, seed: int) -> Disagreement | None:
+    """The first wrong gradient of an input; what came of all is added to the results."""
+    found = [*compare_gradients(called.prepared, called.prepared.draw_cases(seed, ("short", "parameters")))]
+    compared, skipped = [x for x in found if not x.skipped], [x for x in found if x.skipped]
+    right = [CaseResult("gradients", x.error, x.tolerance) for x in compared if x.error <= x.tolerance]
+    wrong = [x for x in compared if not x.error <= x.tolerance]
+    if right:
+        called.results.append(replace(max(right, key=lambda x: x.error / x.tolerance), calls=len(right)))
+    called.results += [CaseResult(f"{x.name}, {x.case.name}", x.error, x.tolerance) for x in wrong]
+    called.results += [CaseResult("gradients", skipped=f"since {x.skipped}", untried=True) for x in skipped[:1]]
+    if not wrong:
+        return None
+    first = wrong[0]
+    assert first.expected is not None and first.got is not None
+    index = tuple(map(int, np.argwhere(~(np.abs(first.got - first.expected) <= first.tolerance))[0]))
+    expected, got = (f"{x[index]:.9g}" for x in (first.expected, first.got))
+    hint = first.hint or "the output is right, and its gradient is not"
+    return Disagreement(first.case.name, first.name, expected, got, index, hint)
+
+
+def _misaligned(called: Calls) -> Disagreement | None:
+    """A causal call with q != k that has none of the two alignments, or not the one that it has to have."""
+    if called.misaligned is None:
+        return None
+    hint = "with q = k it is causal; with q != k, its numbers are those of neither top-left nor bottom-right alignment"
+    if called.alignments:
+        hint = f"with q != k, causality is {WORDS[called.alignments[0]]}; that of {FLASH} is {WORDS[BY_SIGNATURE[FLASH]]}"
+    return replace(_disagreement(called.misaligned, Explanation()), hint=hint)
+
+
+def _causality(called: Calls) -> str:
+    """Which alignment causal calls have, and which one the candidate's signature stands for; empty if that was not tried."""
+    if not called.alignments:
+        return ""
+    adapter, found = called.prepared.adapter, dict.fromkeys(called.alignments)
+    words = " with q < k, ".join(WORDS[x] for x in found) + (" with q > k" if len(found) > 1 else "")
+    of = signature_of(adapter.signature)
+    expected = (
+        "" if of is None or [*found] == [BY_SIGNATURE[of]] else f"; that of {of}, whose parameters it has, is {WORDS[BY_SIGNATURE[of]]}"
+    )
+    return f"with q != k, {adapter.roles['causal']} is {words}{expected}"
 
 
 def _in_sweep(called: Calls) -> Disagreement | None:

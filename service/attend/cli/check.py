@@ -21,6 +21,7 @@ from attend.cli.server_check import ServerReport, check_server
 from attend.cli.terminal import AsJson, Ca, Config, Url, fail, progress_line, report_errors, with_settings
 from attend.errors import InvalidRequest
 from attend.spec import LayerSpec
+from attend.version import __version__
 from attend.wire.problems import validate
 
 EPILOG = """\b
@@ -62,6 +63,7 @@ Options = Annotated[
 ]
 
 Longest = Annotated[int, typer.Option(min=1, help="Rows of the longest call of a --module.")]
+Backward = Annotated[bool, typer.Option("--backward", help="Compare gradients of the inputs of a --module in torch, too.")]
 AllowSkipped = Annotated[bool, typer.Option("--allow-skipped", help="Exit code 0 also if cases of a --module were not tried.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show all cases of a --module, also if it agrees.")]
 
@@ -77,6 +79,7 @@ def check(
     spec: Spec = None,
     options: Options = None,
     longest: Longest = LONGEST,
+    backward: Backward = False,
     allow_skipped: AllowSkipped = False,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -95,9 +98,10 @@ def check(
         raise typer.BadParameter("--with and --spec need a --module")
     console = Console(quiet=as_json)
     if module:
-        arguments = _read_spec(spec) | _read_options(options or []) | {"longest": longest}
+        arguments = _read_spec(spec) | _read_options(options or []) | {"longest": longest, "backward": backward}
         repeated = ["--spec", spec] if spec else []
         repeated += ["--longest", str(longest)] if longest != LONGEST else []
+        repeated += ["--backward"] if backward else []
         for option in options or []:
             repeated += ["--with", option]
         reports = []
@@ -177,6 +181,7 @@ class ModuleReport:
         document |= {"untried": list(self.comparison.untried), "parameters_not_tried": list(self.comparison.parameters)}
         document |= {"keys": self.comparison.keys, "widths": list(self.comparison.widths), "dtype": self.comparison.dtype}
         document["parameters_tried"] = list(self.comparison.tried)
+        document |= {"spec": self.comparison.spec and self.comparison.spec.model_dump(mode="json"), "versions": _versions()}
         if self.comparison.first is None:
             return document
         explanation = self.comparison.first.explanation
@@ -217,6 +222,12 @@ class ModuleReport:
 
     def _command(self) -> str:
         return shlex.join(["attend", "check", "--module", self.name, *self.flags, "--seed", str(self.seed)])
+
+
+def _versions() -> dict[str, str]:
+    """Those of attend, and of the libraries that are imported."""
+    imported = {name: sys.modules[name] for name in ("numpy", "torch", "jax", "mlx") if name in sys.modules}
+    return {"attend": __version__} | {name: str(getattr(module, "__version__", "")) for name, module in imported.items()}
 
 
 def check_module(name: str, arguments: Mapping[str, Any], seed: int, calls: int, flags: Sequence[str]) -> ModuleReport:

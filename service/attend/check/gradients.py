@@ -1,0 +1,126 @@
+"""Gradients of a torch candidate's inputs, compared with differences of the float64 reference.
+
+The loss is the sum of the output times random numbers. The reference has no gradients of its own: each number of an input is moved up and
+down by a little, and the losses of all these inputs are computed in one batch.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from attend.check.candidate import Candidate
+from attend.check.cases import CheckCase
+from attend.tensors import Array
+
+STEP = 1e-5  # by which inputs are moved
+RELATIVE = {"float64": 1e-7, "float32": 64 * 2.0**-23}  # errors of gradients, of the largest and for scores of at most 1
+NAMES = {"query": "dQ", "key": "dK", "value": "dV"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of one input in one case, or why there is none."""
+
+    case: CheckCase
+    name: str = ""
+    expected: Array | None = None
+    got: Array | None = None
+    tolerance: float = 0.0
+    hint: str = ""
+    skipped: str = ""
+
+    @property
+    def error(self) -> float:
+        if self.expected is None or self.got is None:
+            return 0.0
+        error = float(np.abs(self.got - self.expected).max())
+        return float("inf") if np.isnan(error) else error
+
+
+def compare_gradients(candidate: Candidate, cases: Iterator[CheckCase]) -> Iterator[Gradient]:
+    """The gradients of every input, in those of the cases that have nothing but a mask or causality."""
+    for case in cases:
+        is_usual = case.kind in ("plain", "mask", "causal") and not case.chunks and not case.undefined and case.name != "large logits"
+        if is_usual and not candidate.adapter.skip_reason(case):
+            yield from _of_case(candidate, case)
+
+
+def _of_case(candidate: Candidate, case: CheckCase) -> Iterator[Gradient]:
+    adapter, torch = candidate.adapter, sys.modules.get("torch")
+    if torch is None or adapter.framework != "torch" or adapter.dtype not in RELATIVE:
+        yield Gradient(case, skipped="gradients are compared of torch candidates in float32 and float64")
+        return
+    try:
+        outside, got = _backward(candidate, case, torch)
+    except Exception as error:  # whatever the backward pass raises
+        yield Gradient(case, skipped=f"its backward pass raised {error}")
+        return
+    result = case.reference(candidate.spec, candidate.weights)
+    scores = float(np.abs(result.scores, where=np.isfinite(result.scores), out=np.zeros(result.scores.shape)).max(initial=0.0))
+    for name, gradient in got.items():
+        expected = _differences(candidate, case, name, outside, [*got])
+        tolerance = RELATIVE[adapter.dtype] * max(1.0, scores) * max(float(np.abs(expected).max()), 1e-30)
+        hint = _hint(expected, gradient, tolerance)
+        yield Gradient(case, NAMES[name] if len(got) > 1 else "dX", expected, gradient, tolerance, hint)
+
+
+def _backward(candidate: Candidate, case: CheckCase, torch: Any) -> tuple[Array, dict[str, Array]]:
+    """The random numbers of the loss [b, q, width], and the candidate's gradients by the role of the input."""
+    adapter, made = candidate.adapter, dict[str, Any]()
+    parameters = {adapter.roles[role]: role for role in NAMES if role in adapter.roles}
+
+    def differentiable(*args: Any, **kwargs: Any) -> Any:
+        bound = adapter.signature.bind(*args, **kwargs)
+        for name, role in parameters.items():
+            bound.arguments[name] = made[role] = bound.arguments[name].detach().requires_grad_()
+        result = adapter.function(*bound.args, **bound.kwargs)
+        made["output"] = result[0] if isinstance(result, tuple | list) else result
+        return result
+
+    with torch.enable_grad():
+        replace(adapter, function=differentiable).call(case)
+        output = made.pop("output")
+        numbers = np.random.default_rng(0).standard_normal(tuple(output.shape))
+        (output * torch.as_tensor(numbers, dtype=output.dtype, device=output.device)).sum().backward()
+    outside = adapter.as_output(np.asarray(torch.as_tensor(numbers, dtype=output.dtype).double().numpy()))
+    gradients = {}
+    for role, x in made.items():
+        shape = getattr(case, role).shape
+        places = adapter.in_layout(np.arange(np.prod(shape)).reshape(shape), role)
+        flat = np.zeros(int(np.prod(shape)))
+        if x.grad is not None:
+            flat[places.astype(int).ravel()] = x.grad.detach().cpu().double().numpy().ravel()
+        gradients[role] = flat.reshape(shape)
+    return outside, gradients
+
+
+def _differences(candidate: Candidate, case: CheckCase, name: str, outside: Array, inputs: list[str]) -> Array:
+    """The gradient of the reference by an input [b, n, width]; an input that stands for others is moved in their places, too."""
+    moved = {"query": ["query", *(x for x in ("key", "value") if "key" not in inputs)], "key": ["key"], "value": ["value"]}[name]
+    moved += ["value"] if name == "key" and "value" not in inputs else []
+    x = getattr(case, name)
+    batch, size = len(x), x[0].size
+    steps = STEP * np.eye(size).reshape(size, 1, *x.shape[1:])
+
+    def losses(sign: float) -> Array:
+        arrays: dict[str, Any] = {part: np.broadcast_to(getattr(case, part), (size, *getattr(case, part).shape)) for part in NAMES}
+        arrays |= {part: arrays[part] + sign * steps for part in moved}
+        arrays = {part: array.reshape(size * batch, *array.shape[2:]) for part, array in arrays.items()}
+        arrays |= {part: np.tile(getattr(case, part), (size, 1, 1)) for part in ("mask", "visible")}
+        output = replace(case, **arrays).reference(candidate.spec, candidate.weights).output
+        return np.asarray((output.reshape(size, *outside.shape) * outside).sum(axis=(2, 3)))
+
+    return np.asarray(((losses(1) - losses(-1)) / (2 * STEP)).T.reshape(x.shape))
+
+
+def _hint(expected: Array, got: Array, tolerance: float) -> str:
+    """What a wrong gradient is, if it is the right one times a factor, or nothing."""
+    if not np.abs(got).max() > 0:
+        return "it is 0: no gradient reaches this input"
+    factor = float(np.sum(got * expected) / max(float(np.sum(expected**2)), 1e-300))
+    if np.abs(got - factor * expected).max() <= tolerance * max(1.0, abs(factor)) and abs(factor - 1) > 1e-3:
+        return f"it is the right gradient times {factor:.4g}"
+    return ""
