@@ -21,8 +21,12 @@ from attend.web.app import create_app
 from attend.web.connections import Connection
 
 ROOT = str(Path(attend.__file__).parent) + "/"
-BODY = {"query": [[0.25] * 64] * 16, "reply": {"decimals": 4}}
-FIELDS = {"mask": {"attend_mask": [[1] * 16] * 16}, "bias": {"bias": [[0.5] * 16] * 16}, "causal": {"causal": True}}
+BODY: dict[str, object] = {"query": [[0.25] * 64] * 16, "reply": {"decimals": 4}}
+FIELDS: dict[str, dict[str, object]] = {
+    "mask": {"attend_mask": [[1] * 16] * 16},
+    "bias": {"bias": [[0.5] * 16] * 16},
+    "causal": {"causal": True},
+}
 WARM = 5  # requests before the one that is counted
 
 
