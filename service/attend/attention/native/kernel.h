@@ -85,7 +85,7 @@ INLINE void attend(const struct layer *layer, const struct item *item)
                 row_of(transposed, i)[key] = key < keys ? row_of(projected[KEY], key)[head * depth + i] * item->scale : 0;
         multiply(columns_from(projected[QUERY], head * depth), queries, depth, transposed, keys, NULL, scores);
         for (int query = 0; query < queries; query++)
-            if (!item->masks || mask_row(layer, item, head, query, row_of(scores, query), row_of(scores, queries))) softmax(row_of(scores, query), keys);
+            if (!item->masks || mask_row(layer, item, head, query, row_of(scores, query), row_of(scores, queries + query))) softmax(row_of(scores, query), keys);
         copy_rows(scores, queries, keys, item->weights + (size_t)head * queries * keys);
         multiply(scores, queries, keys, columns_from(projected[VALUE], head * depth), depth, NULL, columns_from(concatenated, head * depth));
         if (item->masks && item->masks->head_scale.at) {

@@ -46,7 +46,8 @@ INLINE int write_addends(const struct masks *masks, int item, int head, int quer
 {
     int64_t first = 0, last = keys - 1;
     interval(masks, item, query, &first, &last);
-    for (int key = 0; key < keys; key++) row[key] = first <= key && key <= last ? 0 : -INFINITY;
+    const int start = (int)(first < keys ? first : keys), stop = (int)(last < start ? start : last + 1);
+    for (int key = 0; key < keys; key++) row[key] = (key >= start) & (key < stop) ? 0 : -INFINITY;
     if (masks->attend_mask.at) hide(&masks->attend_mask, item, head, query, keys, row);
     if (masks->attend_keys.at) hide(&masks->attend_keys, item, 0, 0, keys, row);
     if (masks->key_segments.at) {
@@ -65,11 +66,17 @@ INLINE int write_addends(const struct masks *masks, int item, int head, int quer
     return visible;
 }
 
-/* Mask a row of scores, whose `addends` are written, and note whether no key is visible. Returns whether one is. */
+/* Mask a row of scores, and note whether no key is visible. Returns whether one is. `addends`: those of the row, which are written for the
+   first head, and for others if they differ. */
 INLINE int mask_row(const struct layer *layer, const struct item *item, int head, int query, float *scores, float *addends)
 {
-    const int visible = write_addends(item->masks, item->index, head, query, item->keys, addends), end = whole_vectors(item->keys);
-    item->masks->fully_masked[((size_t)item->index * layer->heads + head) * item->queries + query] = !visible;
-    for (int i = 0; i < end; i += LANES) store(scores + i, visible ? load(scores + i) + load(addends + i) : (vector){0});
-    return visible;
+    const struct masks *const masks = item->masks;
+    unsigned char *const empty = masks->fully_masked + ((size_t)item->index * layer->heads + head) * item->queries + query;
+    const int end = whole_vectors(item->keys);
+    if (!head || masks->attend_mask.step[HEAD_AXIS] || masks->bias.step[HEAD_AXIS])
+        *empty = !write_addends(masks, item->index, head, query, item->keys, addends);
+    else
+        *empty = empty[-item->queries];
+    for (int i = 0; i < end; i += LANES) store(scores + i, *empty ? (vector){0} : load(scores + i) + load(addends + i));
+    return !*empty;
 }

@@ -85,7 +85,7 @@ static inline int stride_of(int width) { return whole_vectors(width + MOST_LANES
 static inline size_t scratch_size(const struct layer *layer, int queries, int keys)
 {
     const size_t rows = 2 * (size_t)queries + 2 * (size_t)keys, depth = layer->width / layer->heads;
-    return rows * layer->stride + (depth + queries + 1) * whole_vectors(keys) + MOST_LANES;
+    return rows * layer->stride + (depth + 2 * (size_t)queries) * whole_vectors(keys) + MOST_LANES;
 }
 
 #endif

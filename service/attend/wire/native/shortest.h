@@ -22,7 +22,7 @@
 #define SMALLEST_NORMAL 0x00800000u
 #define INFINITE 0x7f800000u
 
-#define SPECIAL 1000 /* in place of the position of a point: zeros, subnormals, infinities, NaN */
+#define SPECIAL 1000 /* in place of the position of a point: subnormals, infinities, NaN */
 #define DIGITS 3     /* where a number's characters are in its 16: nine digits, */
 #define ZERO 12      /* a zero, and the point */
 #define POINT 15
@@ -159,9 +159,13 @@ INLINE void convert_block(const float *restrict numbers, int decimals, block_of_
         for (int i = 0; i < BLOCK; i++)
             if (doubtful[i] && !is_special(numbers[i])) digits[i] = (int32_t)shortest_digits(bits_of(numbers[i]) & MAGNITUDE, &units[i]);
     }
+    for (int i = 0; i < BLOCK; i++) digits[i] = bits_of(numbers[i]) & MAGNITUDE ? digits[i] : 0; /* masks make many zeros */
     for (int i = 0; i < BLOCK; i++) out->minus[i] = bits_of(numbers[i]) >> 31 & (uint32_t)(decimals == NO_LIMIT || digits[i]);
     write_digits(digits, units, out);
-    for (int i = 0; i < BLOCK; i++) out->point[i] = is_special(numbers[i]) ? SPECIAL : digits[i] ? out->point[i] : 1;
+    for (int i = 0; i < BLOCK; i++) {
+        int special = is_special(numbers[i]) & ((bits_of(numbers[i]) & MAGNITUDE) != 0);
+        out->point[i] = special ? SPECIAL : digits[i] ? out->point[i] : 1;
+    }
 }
 
 #endif

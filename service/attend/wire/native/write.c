@@ -47,7 +47,7 @@ static char *write_scientific(const char *digits, int point, char *out)
     return out;
 }
 
-/* Writes a zero, a subnormal, or null. */
+/* Writes a subnormal, or null. */
 static char *write_special(float number, int decimals, char *out)
 {
     uint32_t bits = bits_of(number) & MAGNITUDE;
@@ -57,7 +57,7 @@ static char *write_special(float number, int decimals, char *out)
     }
     *out = '-';
     if (decimals == NO_LIMIT) out += bits_of(number) >> 31;
-    if (!bits || decimals != NO_LIMIT) {
+    if (decimals != NO_LIMIT) {
         memcpy(out, "0.0", 3);
         return out + 3;
     }
