@@ -56,7 +56,7 @@ class BlockSelectionOperator(Operator):
         means = Step(
             "block_means",
             ("key_projection", "keys"),
-            {"block_means": Value("b,kv heads,blocks,head_dim", "float64")},
+            {"block_means": Value("b,kv heads,k / block_size,head_dim", "float64")},
             f"M_c = mean of K_j over the block ⌊j / {blocks.block_size}⌋ = c",
             partial(_means, size=blocks.block_size),
             all_keys=True,
@@ -66,7 +66,7 @@ class BlockSelectionOperator(Operator):
         select = Step(
             "select_blocks",
             ("query_projection", "block_means", "positions", "keys", "visible"),
-            {"visible": Value("b,h,q,k")},
+            {"visible": Value("b,h,q,k", "bool")},
             f"j is visible to i if its block is that of i{earlier}",
             partial(_select, blocks=blocks),
             all_keys=True,
