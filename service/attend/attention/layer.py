@@ -25,6 +25,7 @@ from attend.attention.torch_arithmetic import TorchArithmetic
 from attend.axes import GRADIENTS
 from attend.spec import LayerSpec
 
+LEAST_ROWS = 64  # of a block of a kernel that need not compute all keys for them
 MOST_PLANS = 256  # of a layer: features and outputs of calls recur
 
 
@@ -187,11 +188,12 @@ class MultiHeadAttention:
             values |= {name: selection.of(values[name], plan.axes.get(name, ()), spec.num_heads) for name in plan.inputs if name in values}
         num_queries = options.num_queries if options.queries is None else len(options.queries)
         heads = spec.num_heads if options.heads is None or plan.all_heads else len(options.heads)
-        slices = row_slices(options.items * heads * options.num_keys, num_queries, self.device) if blocks is None else blocks
+        most_rows = num_queries
         if keys_of is None:
             fused = any(step.name == SdpaKernel.name for step in plan.block) and self.device.type == "cpu"  # others would wait
             if fused and values["masks"].has_intervals and not any("k" in plan.axes.get(name, ()) for name in plan.results):
-                keys_of = self._keys_of(values["masks"])
+                keys_of, most_rows = self._keys_of(values["masks"]), max(LEAST_ROWS, num_queries // 8)  # fewer rows need fewer keys
+        slices = row_slices(options.items * heads * options.num_keys, num_queries, self.device, most_rows) if blocks is None else blocks
         return run_blocks(self.arithmetic, plan, values, slices, keys_of or (lambda rows: slice(0, options.num_keys)))
 
     @staticmethod

@@ -171,11 +171,7 @@ def _keys(m: Arithmetic, key: Any, *turning: Any, indexer: Indexer, rope: Rope |
 
 def _select(m: Arithmetic, query: Any, key: Any, factors: Any, visible: Any, *, top_k: int) -> Any:
     """Whether a key is visible and among the `top_k` visible ones with the largest index scores: bool [b, 1, q, k]."""
-    if key.shape[1] <= top_k:
-        return visible
-    products = m.xp.clip(query @ key[:, None].mT, 0, None)  # [b, heads, q, k]
-    scores = (factors[:, :, None] @ m.xp.swapaxes(products, 1, 2))[:, None, :, 0]  # [b, 1, q, k]
-    return visible & m.largest(m.where(visible, scores, float("-inf")), top_k)
+    return visible if key.shape[1] <= top_k else m.select_by_index(query, key, factors, visible, top_k)
 
 
 def _mask(m: Arithmetic, visible: Any, keys: Any) -> Any:

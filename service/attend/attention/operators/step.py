@@ -138,5 +138,11 @@ class Arithmetic(Protocol):
     def gather(self, x: Any, index: Any) -> Any:
         """x at these indices of the last axis."""
 
+    def select_by_index(self, query: Any, key: Any, factors: Any, visible: Any, n: int) -> Any:
+        """Whether a key is visible and among the n visible ones with the largest Σ_h w_ih relu(q_ih · k_j); ties go to the lower key.
+
+        float64 [b, heads, q, d], [b, k, d] and [b, q, heads], bool [b, 1, q, k] -> bool [b, 1, q, k].
+        """
+
     def largest(self, x: Any, n: int) -> Any:
-        """Whether a number is among the n largest of the last axis, where ties go to the lower index: bool."""
+        """Whether a number is among the n largest of the last axis, where ties go to the lower index: bool. Any of the -inf may be, too."""
