@@ -9,7 +9,7 @@ and keys are those of the scores, after RoPE. A rounding error could choose anot
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -40,6 +40,7 @@ class BlockSelection(Part):
 class BlockSelectionOperator(Operator):
     name, field, positional = "block_selection", "block_selection", True
     amplifies_rounding = True  # of the projections, which may choose another block
+    conflicts: ClassVar[dict[str, str]] = {"differential": "a head selects blocks by one query, of which differential attention has two"}
     left_out = LeftOut(
         "the selection of blocks", "all keys (that no mask blocks) are seen", "keys of blocks that are not selected are blocked"
     )
@@ -89,9 +90,10 @@ class BlockSelectionOperator(Operator):
 
 
 def _means(m: Arithmetic, key: Any, keys: Any, *, size: int) -> Any:
-    """[b, kv heads, k, d] -> [b, kv heads, blocks, d]."""
+    """[b, kv heads, k, d] -> [b, kv heads, blocks, d]. A masked key may have numbers that are infinite or NaN, and then counts as 0."""
+    key = m.exact(key)
     in_block = m.exact(keys // size == m.counting(-(-len(keys) // size), keys)[:, None])  # [blocks, k]
-    return in_block / in_block.sum(axis=1, keepdims=True) @ m.exact(key)
+    return in_block / in_block.sum(axis=1, keepdims=True) @ m.where(m.xp.isfinite(key).all(axis=-1)[..., None], key, 0)
 
 
 def _select(m: Arithmetic, query: Any, means: Any, positions: Any, keys: Any, visible: Any, *, blocks: BlockSelection) -> Any:

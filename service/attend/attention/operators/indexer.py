@@ -120,11 +120,12 @@ class IndexerOperator(Operator):
             numbers = frequencies(rope, rope.dims or indexer.head_dim)
             turns = (Step("index_frequencies", (), {"index_frequencies": Value("dims / 2", "float64")}, "", lambda m: m.constant(numbers)),)
             turned = ("index_frequencies",)
+        down = "x W_DQ + b_DQ" if latent and latent.bias else "x W_DQ"
         query = Step(
             "index_query",
             ("query", *(("query_coordinates", *turned) if rope else ())),
             {"index_query": Value("b,index_heads,q,index_head_dim", "float64")},
-            f"q = {'R(i) ' if rope else ''}split({'RMSNorm(x W_DQ)' if latent and latent.query_rank else 'x'} W_IQ)",
+            f"q = {'R(i) ' if rope else ''}split({f'RMSNorm({down})' if latent and latent.query_rank else 'x'} W_IQ)",
             partial(_queries, indexer=indexer, rope=rope, latent=latent),
         )
         key = Step(
