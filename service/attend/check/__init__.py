@@ -3,10 +3,10 @@
     from attend.check import assert_agrees, compare
 
     def test_my_attention():
-        assert_agrees(MyAttention, mask_means="attend")
+        assert_agrees(MyAttention)
 
-    print(compare("my_package:my_kernel", framework="torch", layout="b,n,h,d"))
-    print(compare(MyRotaryAttention, spec=LayerSpec(d_model=12, num_heads=3, rope={}), causal=True))
+    print(compare("my_package:my_kernel", mask_means="attend"))
+    print(compare(MyRotaryAttention, spec=LayerSpec(d_model=12, num_heads=3, rope={})))
 
 A candidate is a `torch.nn.Module` or NumPy class, or an instance of one, whose weights are read and given to the reference; or a function
 of query, key and value that are split into heads already. Torch is used only if it is already imported.
@@ -16,7 +16,9 @@ In the order in which to read it:
     comparison.py            `compare`: the verdict, and the first disagreement with its explanation
     calls.py                 calls the candidate on every case, and compares the numbers
     candidate.py, weights.py constructs a candidate and reads its weights
+    constructor.py           arguments for the constructor of a class
     adapter.py               calls a candidate
+    trial.py                 finds by calls what names and options leave open
     sizes.py                 the candidate in other sizes, in which a mistake has to hold before it is named
     trace.py                 the arrays that a candidate makes, with the lines of its source
     divergence.py            the first step of the reference whose numbers are not among them

@@ -36,6 +36,7 @@ OPTIONAL = frozenset(  # roles of parameters that are passed only where a case i
 SDPA = ("is_causal", "dropout_p", "scale", "enable_gqa")  # parameters that show that `attn_mask` may be as in torch's function
 SDPA_OTHERS = ("dropout_p", "enable_gqa")  # parameters of torch's function that no case passes
 
+LAYOUTS = {"b,h,n,d": (0, 1, 2, 3), "b,n,h,d": (0, 2, 1, 3), "n,b,h,d": (2, 0, 1, 3)}  # places of the axes b, h, n, d
 ARRAYS = {"jax": ("jax.numpy", "asarray"), "mlx": ("mlx.core", "array")}  # frameworks, and what makes their arrays
 NO_PARAMETER = "no parameter is known as"  # the beginning of the reason why a case is not tried
 NO_POSITIONS = "it is always causal, and q != k leaves the positions of its queries open; pass query_offset"
@@ -50,8 +51,13 @@ class CandidateResult:
     """The candidate's result in the reference's layout, as float64; `dtype` is that of its output."""
 
     output: Array  # [b, q, d_model] if it has the right shape
-    attention_weights: Array | None  # [b, h, q, k] if they have the right shape
+    attention_weights: Array | None  # [b, h, q, k] if they have the right shape, or averaged over the heads [b, q, k]
     dtype: str
+
+    @property
+    def has_averaged_weights(self) -> bool:
+        weights = self.attention_weights
+        return weights is not None and weights.ndim == 3 and weights.shape[:2] == self.output.shape[:2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +175,7 @@ class Adapter:
 
     def mask_role(self, kind: CaseKind) -> str | None:
         """The role of the parameter that takes the mask of such a case; None where the candidate has none, or the case is plain."""
-        over_pairs = self.convention.mask_shape != "b,k"
+        over_pairs = self.convention.mask_shape not in ("b,k", "b,1,1,k")
         roles = (role for role in MASKS[kind][0] if role in self.roles)
         unfit = {"boundaries"} if self.convention.batched else set()  # they are of rows without a batch
         unfit |= {"mask"} if not over_pairs and kind != "padding" else set()
@@ -233,8 +239,7 @@ class Adapter:
     def _in_layout(self, x: Array, heads: int) -> Array:
         """[b, n, width] in the layout of the candidate."""
         if self.heads_given and self.convention.layout != "b,n,d":
-            x = Layer.split_heads(x, heads)
-            x = x if self.convention.layout == "b,h,n,d" else x.swapaxes(1, 2)
+            x = np.transpose(Layer.split_heads(x, heads), LAYOUTS[self.convention.layout])
         elif self.convention.batched and not self.batch_first:
             x = x.swapaxes(0, 1)
         return self._unbatched(x)
@@ -260,6 +265,7 @@ class Adapter:
             "b,q,k": mask,
             "b,1,q,k": mask[:, None],
             "b,h,q,k": np.repeat(mask[:, None], self.heads, axis=1),
+            "b,1,1,k": mask[:, None, :1],
         }
         return self._unbatched(per_item[shape])
 
@@ -275,7 +281,7 @@ class Adapter:
         """What the candidate returned as [b, q, width], if it has the right shape."""
         x = x if self.convention.batched else x[None]
         if self.heads_given and x.ndim == 4:
-            return Layer.merge_heads(x if self.convention.layout == "b,h,n,d" else x.swapaxes(1, 2))
+            return Layer.merge_heads(np.transpose(x, np.argsort(LAYOUTS[self.convention.layout])))
         return x.swapaxes(0, 1) if not self.batch_first and self.convention.batched and x.ndim == 3 else x
 
     def _as_weights(self, x: Array) -> Array:
@@ -297,7 +303,7 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
     function, signature = _function_and_signature(candidate, convention)
     roles = find_roles(signature, convention.arguments)
     polarities: dict[str, Polarity] = {
-        r: mask_polarity(convention, roles[r], padding=r == "padding") for r in ("mask", "padding") if r in roles
+        r: mask_polarity(convention, roles[r], padding=r == "padding") or "attend" for r in ("mask", "padding") if r in roles
     }
     others = SDPA_OTHERS if "attn_mask" in known else other_parameters(signature, roles)
     first = next(iter(candidate.parameters()), None) if is_module(candidate) else None

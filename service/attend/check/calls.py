@@ -273,7 +273,7 @@ def call(candidate: Candidate, case: CheckCase) -> ComparedCase:
         last = slice(case.whole.query.shape[1] - case.query.shape[1], None)
         got = {name: None if x is None or x.ndim < 3 else x[:, last] if name == "output" else x[..., last, :] for name, x in got.items()}
     dtype = max((candidate.adapter.dtype, result.dtype), key=lambda name: RELATIVE.get(name, 0.0))
-    averaged = options.average_weights or bool(case.passed.get("average"))
+    averaged = result.has_averaged_weights or bool(case.passed.get("average"))
     relative = options.tolerance if options.tolerance or not case.relative else RELATIVE.get(dtype, 0.0) + case.relative
     right = Computation(case.layer(candidate.spec), candidate.weights, case, dtype, relative, averaged)
     expected = right.run()

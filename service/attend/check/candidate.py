@@ -7,6 +7,7 @@ forgotten norm. So does a copy of another parameter, which would hide that one i
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from attend.check.adapter import Adapter, CallFailed, is_module, make_adapter
+from attend.check.adapter import Adapter, is_module, make_adapter
 from attend.check.alignment import Alignment, draw_alignments
 from attend.check.cases import (
     POSITIONAL_QUERIES,
@@ -35,7 +36,8 @@ from attend.check.cases import (
     draw_short_cases,
     lengths_for,
 )
-from attend.check.convention import CALL, HEADS, Convention, constructor_arguments
+from attend.check.constructor import Configuration, constructor_arguments, meaning_of
+from attend.check.convention import CALL, HEADS, Ambiguous, Convention, Orientation
 from attend.check.lengths import Sweep, draw_sweeps
 from attend.check.parameters import draw_parameter_cases
 from attend.check.weights import complete_weights, is_matrix, multi_head, plain_spec, read_weights
@@ -198,19 +200,10 @@ def _prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, see
     weights = read_weights(candidate, False, convention)
     if convention.framework is None and weights and (convention.weights is None or convention.names_weights):
         convention = replace(convention, framework="numpy")  # its weights are NumPy arrays
-    frameworks = [convention.framework] if convention.framework else ["numpy", "torch"] if "torch" in sys.modules else ["numpy"]
-    failures = []
-    for framework in frameworks:
-        prepared = _add_weights(make_adapter(candidate, convention, framework, heads), spec, weights, heads, None, seed)
-        if len(frameworks) == 1:
-            return prepared
-        try:
-            prepared.adapter.call(next(prepared.draw_cases(seed)))
-        except CallFailed as failure:
-            failures.append(f"with {framework}, it raised {failure}")
-        else:
-            return prepared
-    raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {"; ".join(failures)}')
+    if (framework := convention.framework) is None:
+        usual = ("numpy", "torch") if "torch" in sys.modules else ("numpy",)
+        raise Ambiguous('whose arrays it takes; pass framework="torch" or "numpy"', "framework", usual)
+    return _add_weights(make_adapter(candidate, convention, framework, heads), spec, weights, heads, None, seed)
 
 
 def _add_weights(
@@ -222,7 +215,7 @@ def _add_weights(
         spec, adapter = _prepare_function(adapter, spec, found, arguments, heads, seed)
         found = adapter.matrices
     elif heads is None:
-        raise ValueError("ambiguous: the number of heads; pass num_heads=…")
+        raise _heads_unknown(found)
     spec = spec or plain_spec(found, heads or 1)
     weights = complete_weights(found, spec, adapter.convention)
     _check_lengths(spec)
@@ -230,20 +223,26 @@ def _add_weights(
 
 
 def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: int) -> tuple[Any, int | None]:
-    """An instance, and the number of heads it was constructed with."""
+    """An instance, and the number of heads it was constructed with. Ambiguous: its constructor refuses all that is known to be tried."""
     spec = spec or multi_head(convention.d_model, convention.num_heads or 3)
     torch = sys.modules.get("torch")
     makes_modules = torch is not None and issubclass(cls, torch.nn.Module)
     arguments = constructor_arguments(inspect.signature(cls), convention, spec, evaluates=makes_modules)
-    heads = next((n for name, n in arguments.items() if name.lower() in HEADS.split()), None)
     if torch is None or not makes_modules:
-        return cls(**arguments), heads
+        return cls(**arguments), _heads_constructed(arguments, convention, spec)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         module = cls(**arguments)
         _tell_parameters_apart([parameter for parameter in module.parameters() if not hasattr(parameter, "materialize")])
         dtype = None if convention.dtype is None else getattr(torch, convention.dtype)
-        return module.to(device=convention.device, dtype=dtype), heads
+        return module.to(device=convention.device, dtype=dtype), _heads_constructed(arguments, convention, spec)
+
+
+def _heads_constructed(arguments: Mapping[str, Any], convention: Convention, spec: LayerSpec) -> int | None:
+    """The number of heads that a constructor was given, by a parameter or a configuration; None if by none."""
+    meanings = {convention.sizes.get(name) or meaning_of(name): value for name, value in arguments.items()}
+    asked = {meaning for value in arguments.values() if isinstance(value, Configuration) for meaning in value.asked.values()}
+    return spec.num_heads if "num_heads" in asked else meanings.get("num_heads")
 
 
 def _tell_parameters_apart(parameters: Sequence[Any]) -> None:
@@ -265,10 +264,11 @@ def _prepare_function(
     """
     convention = adapter.convention
     projects = any(is_matrix(name) for name in arguments)
-    if projects and adapter.framework == "torch" and convention.orientation is None:
-        raise ValueError('ambiguous: how the matrices are applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
+    if projects and convention.orientation is None:
+        message = 'how the matrices are applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T'
+        raise Ambiguous(message, "orientation", get_args(Orientation))
     if projects and "heads" not in adapter.roles and heads is None:
-        raise ValueError("ambiguous: the number of heads; pass num_heads=…")
+        raise _heads_unknown({})
     heads = 1 if convention.layout == "b,n,d" and not projects else heads or 3
     if spec is None:
         bias = {name: f"{name}.bias" in arguments for name in PROJECTIONS}
@@ -278,8 +278,13 @@ def _prepare_function(
     rng = np.random.default_rng(seed)
     drawn = {name: rng.uniform(-1, 1, shape).astype(np.float32) for name, shape in spec.weight_shapes().items() if name in arguments}
     matrices = found or {name: x.astype(np.float64) for name, x in drawn.items()}
-    convention = replace(convention, orientation=convention.orientation or "in,out")
     return spec, replace(adapter, heads_given=not projects, matrices=matrices, convention=convention)
+
+
+def _heads_unknown(found: Mapping[str, Array]) -> Ambiguous:
+    """The error that asks for the number of heads, which divides the width of the queries."""
+    rows = len(found["query.weight"]) if "query.weight" in found else 12
+    return Ambiguous("the number of heads; pass num_heads=…", "num_heads", [n for n in range(1, min(rows, 64) + 1) if rows % n == 0])
 
 
 def _check_lengths(spec: LayerSpec) -> None:
@@ -290,8 +295,10 @@ def _check_lengths(spec: LayerSpec) -> None:
 
 
 def _heads_attribute(candidate: Any) -> int | None:
-    """The number of heads of an instance with an attribute of one of the usual names."""
-    found = {n for name in HEADS.split() if isinstance(n := getattr(candidate, name, None), int)}
+    """The number of heads of an instance, by an attribute of one of the usual names, or one whose name speaks of heads."""
+    attributes = {name: n for name, n in getattr(candidate, "__dict__", {}).items() if type(n) is int and n > 0}
+    usual = {n for name, n in attributes.items() if name in HEADS.split()}
+    found = usual or {n for name, n in attributes.items() if re.search("head", name.lower()) and not re.search("dim|size|kv", name.lower())}
     return found.pop() if len(found) == 1 else None
 
 

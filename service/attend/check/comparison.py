@@ -26,6 +26,7 @@ from attend.check.low_precision import HALF
 from attend.check.rounded_steps import rounded_steps
 from attend.check.sizes import in_other_sizes, other_lengths
 from attend.check.trace import Trace, recorded, source_folder
+from attend.check.trial import try_conventions
 from attend.spec import LayerSpec
 
 NOT_FINITE = "no number is finite: a row may have no key that is not blocked, exp may overflow, or a number is divided by 0"
@@ -78,7 +79,7 @@ class Comparison:
     `disagreements`: the first, and later ones that show other mistakes. `rounding`: which steps a half-precision candidate that agrees
     rounds, if its numbers show it. `parameters`: those of the candidate that no call passed a value that changes the result; `tried`: the
     others. `keys`: the number of keys of the longest call. `widths`: those of heads, from the narrowest to the widest. `causality`: where
-    queries are in causal calls with q != k.
+    queries are in causal calls with q != k. `found`: what calls told about conventions that no option gives.
     """
 
     results: tuple[CaseResult, ...]
@@ -91,6 +92,7 @@ class Comparison:
     dtype: str = ""
     causality: str = ""
     spec: LayerSpec | None = None  # that of the reference
+    found: tuple[str, ...] = ()
 
     @property
     def first(self) -> Disagreement | None:
@@ -113,7 +115,13 @@ class Comparison:
     def __str__(self) -> str:
         about = [] if self.agrees else [self.verdict, self.omissions]
         cases = [str(result) for result in self.results if not result.untried]
-        return "\n".join(_wrapped(line) for line in (*about[:1], *self.conclusion.splitlines(), *about[1:], *cases) if line)
+        lines = (*about[:1], *self.conclusion.splitlines(), self.conventions, *about[1:], *cases)
+        return "\n".join(_wrapped(line) for line in lines if line)
+
+    @property
+    def conventions(self) -> str:
+        """The line that says what calls told about conventions; empty if that is nothing."""
+        return f"found by calls: {'; '.join(self.found)}" if self.found else ""
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -214,8 +222,9 @@ def compare(
     ValueError: how to construct or call the candidate, or to read its weights, is ambiguous, and the message names the option that decides;
     or the weights are not those of the spec. TypeError: no such option.
     """
-    convention = make_convention(options)
     loaded = load_candidate(candidate) if isinstance(candidate, str) else candidate
+    tried = try_conventions(loaded, spec, make_convention(options), seed)
+    convention = tried.convention
     prepared = prepare(loaded, spec, convention, seed)
     called = Calls(prepared)
     with prepared.evaluating():
@@ -229,7 +238,7 @@ def compare(
             for cases in prepared.draw_alignments(seed):
                 called.align(cases, BY_SIGNATURE[FLASH] if is_flash else None)
         wrong_gradient = _compare_gradients(called, seed) if backward and called.agree else None
-        comparison = _compared(called)
+        comparison = replace(_compared(called), found=tried.found)
         failures = [_failure(x) for x in called.failures[:1]]
         if (changing := _changing(prepared, called.compared)) is not None:
             return replace(comparison, disagreements=(changing, *failures))
@@ -461,7 +470,6 @@ def _explain_shape(wrong: ComparedOutput) -> str | None:
     """A hint, if a known rearrangement of the expected array equals the received one; else None."""
     expected = wrong.expected
     known = [
-        ("these are the weights averaged over the heads: return [b, h, q, k], or pass average_weights=True", expected.mean(axis=1)),
         ("batch and heads are one axis: return [b, h, q, k]", expected.reshape(-1, *expected.shape[2:])),
         ("queries and keys are exchanged, and the numbers are right", expected.swapaxes(-1, -2)),
         ("batch and queries are exchanged, and the numbers are right: return [b, q, d_model]", expected.swapaxes(0, 1)),

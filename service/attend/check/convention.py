@@ -1,22 +1,35 @@
 """What the parameters and weights of a candidate mean: by their usual names, or by the options of a `Convention`.
 
-A name is used where its meaning is beyond doubt. Options say what libraries disagree about: does true in a mask mean "may attend"? Is W
-applied as x @ W? How is a packed matrix split? Nothing is guessed: without the option a ValueError names it.
+A name is used where its meaning is beyond doubt. Libraries disagree about the rest: does true in a mask mean "may attend"? Is W applied as
+x @ W? How is a packed matrix split? An option that is given decides; what is left open is tried (trial.py).
 """
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from attend.attention.operators import OPERATORS
 from attend.errors import did_you_mean
-from attend.spec import DType, LayerSpec
+from attend.spec import DType
 from attend.spec_parts import PROJECTIONS
 
 Polarity = Literal["attend", "block", "add"]
+MaskShape = Literal["q,k", "b,1,q,k", "b,q,k", "b,h,q,k", "b,k", "b,1,1,k"]
+MaskDType = Literal["bool", "int", "float"]
+Layout = Literal["b,h,n,d", "b,n,h,d", "n,b,h,d", "b,n,d"]
+Orientation = Literal["in,out", "out,in"]
+Fused = Literal["q,k,v", "per_head", "q,v,k", "k,q,v", "k,v,q", "v,q,k", "v,k,q", "per_number"]
+
+
+class Ambiguous(ValueError):
+    """Neither names nor options decide; the message asks for the `option`, of which `values` may be tried."""
+
+    def __init__(self, message: str, option: str, values: Sequence[Any] = ()) -> None:
+        super().__init__(f"ambiguous: {message}")
+        self.option, self.values = option, values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +37,8 @@ class Convention:
     """The conventions of a candidate; each field is also an option of `compare`, `assert_agrees` and `attend check --with`."""
 
     mask_means: Annotated[Polarity | None, "true in a mask: may attend, is blocked, or is added to the scores (0 and -inf)"] = None
-    mask_shape: Annotated[Literal["q,k", "b,k", "b,q,k", "b,1,q,k", "b,h,q,k"], "axes of a mask"] = "q,k"
-    mask_dtype: Annotated[Literal["bool", "int", "float"], "of a mask that is not added"] = "bool"
+    mask_shape: Annotated[MaskShape, "axes of a mask"] = "q,k"
+    mask_dtype: Annotated[MaskDType, "of a mask that is not added"] = "bool"
     padding_means: Annotated[Polarity | None, "true in a separate mask over the keys, [b, k]: may attend, is blocked, or is added"] = None
     arguments: Annotated[Mapping[str, str], 'what parameters are: {"x": "query", "A": "query.weight", …}'] = field(default_factory=dict)
     method: Annotated[str | None, "the method to call; by default the object itself, forward or call"] = None
@@ -35,20 +48,14 @@ class Convention:
     query_offset: Annotated[
         Literal["start", "end"] | None, "of an always causal one, if q != k: query i is at key i, or the last query at the last key"
     ] = None
-    average_weights: Annotated[bool, "true: the returned weights are averaged over the heads"] = False
-    layout: Annotated[Literal["b,h,n,d", "b,n,h,d", "b,n,d"], "axes of the query, key and value of a function"] = "b,h,n,d"
-    framework: Annotated[
-        Literal["torch", "numpy", "jax", "mlx"] | None, "whose arrays it takes; by default torch or numpy, found by calling it"
-    ] = None
+    layout: Annotated[Layout, "axes of the query, key and value of a function"] = "b,h,n,d"
+    framework: Annotated[Literal["torch", "numpy", "jax", "mlx"] | None, "whose arrays it takes; torch and numpy are tried"] = None
     dtype: Annotated[DType | None, "not for a module instance; by default float64 in NumPy, else float32"] = None
     device: Annotated[str | None, "of torch, such as cuda; not for a module instance"] = None
-    orientation: Annotated[
-        Literal["in,out", "out,in"] | None,
-        "of a matrix that is not in a layer: applied as x @ W, or as x @ W.T; NumPy classes: in,out by default",
-    ] = None
+    orientation: Annotated[Orientation | None, "of a matrix that is not in a layer: applied as x @ W, or as x @ W.T"] = None
     fused: Annotated[
-        Literal["q,k,v", "per_head"] | None,
-        "rows of one matrix for query, key and value: [3, h, d], or [h, 3, d]; for query and gate: [2, h, d], or [h, 2, d]",
+        Fused | None,
+        "rows of one matrix for query, key and value: [3, h, d], in this order; per_head: [h, 3, d]; per_number: [d, 3, h]",
     ] = None
     norm_weights: Annotated[Literal["w", "1 + w"], "what norms of queries and keys multiply by, where w is their parameter"] = "w"
     weights: Annotated[
@@ -62,6 +69,13 @@ class Convention:
     num_heads: Annotated[int | None, "of an instance without such an attribute; a class is constructed with 3 by default"] = None
     construct: Annotated[Mapping[str, Any], 'further arguments of the constructor: {"max_len": 64}'] = field(default_factory=dict)
     tolerance: Annotated[float | None, "relative; by default by dtype"] = None
+    sizes: Mapping[str, str] = field(default_factory=dict)  # what parameters of the constructor are, by trial
+    longest: int = 4104  # rows of a sequence that a class is constructed for
+    given: frozenset[str] = frozenset()  # the options that are given, which no trial changes
+
+    def tried(self, **values: Any) -> "Convention":
+        """The convention with these values of options that are not given."""
+        return replace(self, **{name: value for name, value in values.items() if name not in self.given})
 
     @property
     def names_weights(self) -> bool:
@@ -69,7 +83,7 @@ class Convention:
         return any(isinstance(x, str) for x in (self.weights or {}).values())
 
 
-OPTIONS: dict[str, Any] = {option.name: option.type for option in fields(Convention)}  # their `Annotated` types
+OPTIONS: dict[str, Any] = {option.name: option.type for option in fields(Convention) if hasattr(option.type, "__metadata__")}
 
 
 def make_convention(options: Mapping[str, Any]) -> Convention:
@@ -80,7 +94,7 @@ def make_convention(options: Mapping[str, Any]) -> Convention:
         if not _fits(value, OPTIONS[name].__origin__):
             values = _values(OPTIONS[name].__origin__)
             raise ValueError(f"expected {name} to be {' or '.join(values)}, got {value!r}{did_you_mean(value, values)}")
-    return Convention(**options)
+    return Convention(**options, given=frozenset(options))
 
 
 def option_table() -> list[tuple[str, list[str], str]]:
@@ -107,7 +121,7 @@ def _fits(value: Any, annotation: Any) -> bool:
     return isinstance(value, (float, int) if annotation is float else get_origin(annotation) or annotation)
 
 
-def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+def by_name(table: Mapping[str, str]) -> dict[str, str]:
     """Name -> what it means, from meaning -> names."""
     return {name: meaning for meaning, names in table.items() for name in names.split()}
 
@@ -136,22 +150,6 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "heads": HEADS,
     "average": "average_attn_weights",
 }
-CONSTRUCTOR = {
-    "d_model": "embed_dim d_model num_hiddens hidden_size hidden_dim dim embed_size emb_dim emb_size embedding_dim model_dim dim_model "
-    "n_embd d_in d_out input_dim output_dim in_dim out_dim query_size key_size value_size",
-    "num_heads": HEADS,
-    "num_kv_heads": "num_kv_heads n_kv_heads num_key_value_heads kv_heads",
-    "head_dim": "head_dim d_k d_q d_head dim_head head_size",
-    "length": "context_length block_size max_len max_length max_seq_len max_seq_length seq_len ctx_len",
-    "dropout": "dropout dropout_p dropout_rate attn_dropout attn_drop drop p",
-    "batch_first": "batch_first",
-    "theta": "rope_theta theta",
-    "query_rank": "q_lora_rank",
-    "key_value_rank": "kv_lora_rank",
-    "rope_key_dim": "qk_rope_head_dim",
-    "own_key_dim": "qk_nope_head_dim",
-    "value_head_dim": "v_head_dim d_v",
-}
 WEIGHTS = {  # besides q_proj, W_q, wq, w_qs, query, queries, to_q, q_lin, linear_q, fc_out, b_o, bias_q, qkv_proj, …
     "in_proj": "in_proj c_attn",  # query, key and value in this order
     "output": "c_proj dense proj projection fc unify_heads combine_heads",
@@ -175,18 +173,18 @@ KNOWN_DEFAULTS: dict[str, Callable[[Any], bool]] = {  # with another default, th
     "softcap": lambda default: default is None or (isinstance(default, int | float) and not default),
     "window": lambda default: isinstance(default, tuple | list) and len(default) == 2,  # (left, right), as in FlashAttention
 }
-_CALL, _CONSTRUCTOR, _WEIGHTS = _by_name(CALL), _by_name(CONSTRUCTOR), _by_name(WEIGHTS)
+_CALL, _WEIGHTS = by_name(CALL), by_name(WEIGHTS)
 _PROJECTION = re.compile(
     r"(?:(?:w|b|weight|bias|linear|lin|fc|to)_?)?"
     r"(?P<role>qkv|query_key_value|queries|query|q|keys?|k|values?|v|output|out|o)s?"
     r"(?P<tail>(?:_?(?:projection|proj|linear|lin|layer|dense|weights?|bias|kernel|matrix|w|b))*)"
 )
-_ROLES = {"query_key_value": "qkv"} | _by_name({"query": "q queries", "key": "k keys", "value": "v values", "output": "o out"})
+_ROLES = {"query_key_value": "qkv"} | by_name({"query": "q queries", "key": "k keys", "value": "v values", "output": "o out"})
 _ANNOTATED = re.compile(r"linears\.([0-3])\.(weight|bias)")  # The Annotated Transformer: query, key, value, output in a list
 BARE = frozenset([*PROJECTIONS, *_ROLES]) - {"query_key_value"}  # these may also be inputs
+INPUTS = ("query", "key", "value", "mask")  # what a required parameter of unknown name may be
 UNTYPED = tuple(name for operator in OPERATORS for name in operator.axes if "." not in name)  # weights without a kind
 WEIGHT_ROLES = ("qkv", *PROJECTIONS, *WEIGHTS)
-POSITIONS = 4104  # the longest sequence that a class is constructed for
 
 
 def parse_weight_name(path: str) -> str | None:
@@ -224,9 +222,12 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
             role = weight
         if role is None and parameter.default is parameter.empty:
             known = f"one of {', '.join(CALL)}, or a weight such as query.weight"
-            raise ValueError(f'ambiguous: the meaning of parameter {name!r}; pass arguments={{"{name}": …}}, {known}')
+            message = f'the meaning of parameter {name!r}; pass arguments={{"{name}": …}}, {known}'
+            raise Ambiguous(message, "arguments", [{**arguments, name: guess} for guess in INPUTS if guess not in arguments.values()])
         if role in roles:
-            raise ValueError(f'ambiguous: which is the {role}, {roles[role]!r} or {name!r}; pass arguments={{"{name}": …}}')
+            if parameter.default is not parameter.empty:
+                continue
+            raise Ambiguous(f'which is the {role}, {roles[role]!r} or {name!r}; pass arguments={{"{name}": …}}', "arguments")
         if role is not None:
             roles[role] = name
     if unknown := {*arguments} - {*signature.parameters} or {*arguments.values()} - {*CALL, *weights}:
@@ -234,7 +235,7 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
         raise ValueError(f"expected arguments to map {', '.join(signature.parameters)} to {known}, got {sorted(unknown)}")
     if "query" not in roles:
         names = ", ".join(signature.parameters)
-        raise ValueError(f'ambiguous: which parameter of ({names}) is the query; pass arguments={{…: "query"}}')
+        raise Ambiguous(f'which parameter of ({names}) is the query; pass arguments={{…: "query"}}', "arguments")
     return roles
 
 
@@ -250,38 +251,7 @@ def other_parameters(signature: inspect.Signature, roles: Mapping[str, str]) -> 
     return tuple(name for name, parameter in signature.parameters.items() if parameter.kind not in kinds and name not in roles.values())
 
 
-def mask_polarity(convention: Convention, name: str, padding: bool = False) -> Polarity:
-    """The meaning of true in the mask `name`. ValueError: neither its name nor the convention states it."""
-    means = convention.padding_means if padding else convention.mask_means
+def mask_polarity(convention: Convention, name: str, padding: bool = False) -> Polarity | None:
+    """The meaning of true in the mask `name`; None if neither its name nor the convention states it."""
     named: dict[str, Polarity] = {"attend_mask": "attend", "block_mask": "block"}
-    if means is None and name not in named:
-        option = "padding_means" if padding else "mask_means"
-        raise ValueError(f'ambiguous: the meaning of true in {name!r}; pass {option}="attend", "block" or "add" (libraries disagree)')
-    return means or named[name]
-
-
-def constructor_arguments(signature: inspect.Signature, convention: Convention, spec: LayerSpec, *, evaluates: bool) -> dict[str, Any]:
-    """Arguments for a class: the sizes of the spec under its names for them, and batch first.
-
-    `evaluates`: it has an evaluation mode, in which dropout must not act. It then keeps its own default of dropout, or gets 0.1 if there
-    is none, so that dropout that acts shows; other classes get 0. ValueError: a required parameter of unknown name.
-    """
-    sizes: dict[str, Any] = {name: getattr(spec, name) for name in ("d_model", "num_heads", "num_kv_heads", "head_dim", "value_head_dim")}
-    sizes |= {"length": POSITIONS, "dropout": 0.1 if evaluates else 0.0, "batch_first": convention.batch_first is not False}
-    if spec.rope:
-        sizes["theta"] = spec.rope.theta
-    if spec.latent:
-        sizes |= {name: getattr(spec.latent, name) for name in ("query_rank", "key_value_rank", "rope_key_dim")}
-        sizes["own_key_dim"] = spec.head_dim - spec.latent.rope_key_dim
-    given: dict[str, Any] = {}
-    for name, parameter in signature.parameters.items():
-        if name in convention.construct or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        meaning, is_required = _CONSTRUCTOR.get(name.lower()), parameter.default is parameter.empty
-        if meaning == "dropout" and evaluates and not is_required:
-            continue
-        if meaning in sizes and parameter.default is not None:
-            given[name] = sizes[meaning]
-        elif is_required:
-            raise ValueError(f"ambiguous: the value of constructor parameter {name!r}; pass construct={{{name!r}: …}}, or an instance")
-    return given | dict(convention.construct)
+    return (convention.padding_means if padding else convention.mask_means) or named.get(name)

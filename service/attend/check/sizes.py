@@ -16,7 +16,8 @@ import numpy as np
 
 from attend.check.candidate import Candidate, prepare
 from attend.check.cases import Lengths, lengths_for
-from attend.check.convention import CONSTRUCTOR, HEADS, Convention
+from attend.check.constructor import CONFIGURATION, meaning_of
+from attend.check.convention import Convention
 from attend.check.lengths import resized
 from attend.spec import LayerSpec
 
@@ -33,9 +34,12 @@ def in_other_sizes(candidate: Any, spec: LayerSpec | None, convention: Conventio
     if convention.weights is not None and not convention.names_weights:
         return None  # arrays of one size
     if is_class:
-        arguments = {name.lower() for name in inspect.signature(candidate).parameters if name not in convention.construct}
-        widths, heads = arguments & {*CONSTRUCTOR["d_model"].split()}, arguments & {*HEADS.split()}
-        if not widths:
+        names = [name for name in inspect.signature(candidate).parameters if name not in convention.construct]
+        meanings = {convention.sizes.get(name) or meaning_of(name) for name in names}
+        heads = {"num_heads"} & meanings
+        if any(CONFIGURATION.fullmatch(name.lower()) for name in names):
+            meanings, heads = {"d_model"}, {"num_heads"}
+        if "d_model" not in meanings:
             return None
     elif given.adapter.heads_given or given.adapter.matrices:
         heads = {"heads"} if given.adapter.heads_given or "heads" in given.adapter.roles else set()

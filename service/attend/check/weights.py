@@ -6,11 +6,11 @@ The orientation of torch.nn.Linear and the packing of torch, GPT-2 and DeepSeek 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from attend.check.convention import BARE, UNTYPED, WEIGHT_ROLES, Convention, parse_weight_name
+from attend.check.convention import BARE, UNTYPED, WEIGHT_ROLES, Ambiguous, Convention, Fused, Orientation, parse_weight_name
 from attend.spec import LayerSpec
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
@@ -90,7 +90,7 @@ def _of_attributes(owner: Any, convention: Convention) -> Iterator[tuple[str, _T
         if isinstance(array, list | tuple) and array and all(isinstance(x, np.ndarray) and x.ndim for x in array):
             array = np.stack(array)  # one per head
         if isinstance(array, np.ndarray) and array.dtype.kind in "iuf":
-            yield str(name), (array.astype(np.float64), convention.orientation or "in,out")
+            yield str(name), (array.astype(np.float64), convention.orientation)
 
 
 def is_matrix(name: str) -> bool:
@@ -105,7 +105,8 @@ def _oriented(name: str, path: str, array: Array, orientation: str | None) -> Ar
     if array.ndim not in (2, 3):
         raise ValueError(f"expected the weight {path!r} to be a matrix, or one per head, got {array.shape}: pass weights={{…}}")
     if orientation is None:
-        raise ValueError(f'ambiguous: how the matrix {path!r} is applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T')
+        message = f'how the matrix {path!r} is applied; pass orientation="in,out" for x @ W or "out,in" for x @ W.T'
+        raise Ambiguous(message, "orientation", get_args(Orientation))
     matrices = array.swapaxes(-1, -2) if orientation == "in,out" else array
     if matrices.ndim == 3:  # one per head, concatenated along the heads' axis
         matrices = np.concatenate(list(matrices), axis=1 if name == "output.weight" else 0)
@@ -114,18 +115,28 @@ def _oriented(name: str, path: str, array: Array, orientation: str | None) -> Ar
 
 def plain_spec(found: Mapping[str, Array], heads: int) -> LayerSpec:
     """Multi-head attention with these weights. ValueError: no weight of queries, or heads that do not divide its width."""
-    widths = {role: found[f"{role}.weight"].shape[1] for role in ("qkv", "in_proj", *PROJECTIONS) if f"{role}.weight" in found}
-    d_model = next((widths[role] for role in ("query", "qkv", "in_proj") if role in widths), None)
+    shapes = {role: found[f"{role}.weight"].shape for role in ("qkv", "in_proj", "kv", *PROJECTIONS) if f"{role}.weight" in found}
+    d_model = next((shapes[role][1] for role in ("query", "qkv", "in_proj") if role in shapes), None)
     if d_model is None:
         raise ValueError("found no weight of query: pass weights={…}")
-    bias = {role: not found.keys().isdisjoint({f"{role}.bias", "qkv.bias", "in_proj.bias"}) for role in PROJECTIONS[:3]}
-    bias["output"] = "output.bias" in found
-    return multi_head(d_model, heads, bias=bias, key_dim=widths.get("key"), value_dim=widths.get("value"))
+    packed = {"query": ("qkv", "in_proj"), "key": ("kv", "qkv", "in_proj"), "value": ("kv", "qkv", "in_proj"), "output": ()}
+    bias = {role: not found.keys().isdisjoint(f"{name}.bias" for name in (role, *packed[role])) for role in PROJECTIONS}
+    rows = shapes["query"][0] if "query" in shapes else shapes["qkv" if "qkv" in shapes else "in_proj"][0] // 3
+    if rows % heads:
+        raise ValueError(f"expected a number of heads that divides {rows}, got {heads}: pass num_heads=… or d_model=…")
+    head_dim, fields = rows // heads, dict[str, Any]()
+    if {"key", "value"} <= shapes.keys() and shapes["key"][0] % head_dim == 0:
+        fields["num_kv_heads"] = kv_heads = shapes["key"][0] // head_dim
+        fields["value_head_dim"] = max(1, shapes["value"][0] // kv_heads)
+    if "output" not in shapes:
+        fields["output_dim"] = heads * fields.get("value_head_dim", head_dim)
+    widths = {f"{role}_dim": shapes[name][1] for role in ("key", "value") for name in ("kv", role) if name in shapes}
+    return multi_head(d_model, heads, bias=bias, head_dim=head_dim, **widths, **fields)
 
 
 def multi_head(d_model: int, heads: int, **fields: Any) -> LayerSpec:
-    """Multi-head attention with these fields. ValueError: heads that do not divide d_model."""
-    if d_model % heads:
+    """Multi-head attention with these fields. ValueError: heads that do not divide d_model, without a width of a head."""
+    if d_model % heads and "head_dim" not in fields:
         raise ValueError(f"expected a number of heads that divides {d_model}, got {heads}: pass num_heads=… or d_model=…")
     return LayerSpec.model_validate({"d_model": d_model, "num_heads": heads, "dtype": "float64", **fields})
 
@@ -190,22 +201,38 @@ def _unpack(role: str, array: Array, found: Mapping[str, Array], spec: LayerSpec
 def split_packed(roles: Sequence[str], array: Array, spec: LayerSpec, order: str | None) -> dict[str, Array]:
     """The parts of a weight or bias that is one for these roles. ValueError: unknown order, or another number of rows."""
     if order is None:
-        what = f"one matrix for {', '.join(roles)}"
-        raise ValueError(
-            f'ambiguous: how {what} is cut; pass fused="q,k,v" for rows [{len(roles)}, h, d] or fused="per_head" for [h, {len(roles)}, d]'
-        )
+        what, cut = f"one matrix for {', '.join(roles)}", f"[{len(roles)}, h, d]"
+        message = f'how {what} is cut; pass fused="q,k,v" for rows {cut} or fused="per_head" for [h, {len(roles)}, d]'
+        raise Ambiguous(message, "fused", get_args(Fused))
+    if order == "per_number":
+        array = _heads_first(array, len(roles), spec.num_heads)
+        order = "q,k,v"
     groups = _groups(roles, spec, order)
-    return split_rows(array, groups, {role: _rows(spec, role) // groups for role in roles})
+    parts = split_rows(array, groups, {role: _rows(spec, role) // groups for role in _ordered(roles, order)})
+    return {role: parts[role] for role in roles}
+
+
+def _ordered(roles: Sequence[str], order: str) -> Sequence[str]:
+    """The roles in the order in which the parts of one matrix have them."""
+    letters = order.split(",")
+    return sorted(roles, key=lambda role: letters.index(role[0])) if {role[0] for role in roles} <= {*letters} else roles
+
+
+def _heads_first(array: Array, parts: int, heads: int) -> Array:
+    """Rows [d, parts, h] as [parts, h, d]. ValueError: another number of rows."""
+    if len(array) % (parts * heads):
+        raise ValueError(f"expected one matrix of rows for {parts} x {heads} heads, got {len(array)}")
+    return array.reshape(-1, parts, heads, *array.shape[1:]).transpose(1, 2, 0, *range(3, array.ndim + 2)).reshape(array.shape)
 
 
 def pack(weights: Sequence[Array], roles: Sequence[str], spec: LayerSpec, order: str) -> Array:
-    """The inverse of `split_packed`."""
+    """The inverse of `split_packed` in one of its two usual orders."""
     return join_rows(weights, _groups(roles, spec, order))
 
 
 def _groups(roles: Sequence[str], spec: LayerSpec, order: str) -> int:
     """The number of groups of rows that have a part for each role: one, or one for each head of keys (or of queries and gates)."""
-    return 1 if order == "q,k,v" else spec.num_kv_heads if "key" in roles else spec.num_heads
+    return 1 if order != "per_head" else spec.num_kv_heads if "key" in roles else spec.num_heads
 
 
 def _rows(spec: LayerSpec, role: str) -> int:

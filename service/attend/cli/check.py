@@ -31,7 +31,7 @@ Examples:
   attend check --cases 50 --json
   attend check --module my_package:MyAttention --with mask_means=block --cases 70
   attend check --module ./attention.py:MyAttention --with 'weights={"query": "a", "key": "b", "value": "c", "output": "d"}'
-  attend check --module rotary.py:Rotary --with causal=true \\
+  attend check --module rotary.py:Rotary \\
     --spec '{"d_model": 30, "num_heads": 3, "rope": {"scaling": {"type": "linear", "factor": 8}}}'
 
 What --with takes:
@@ -182,6 +182,7 @@ class ModuleReport:
         document |= {"keys": self.comparison.keys, "widths": list(self.comparison.widths), "dtype": self.comparison.dtype}
         document["parameters_tried"] = list(self.comparison.tried)
         document |= {"spec": self.comparison.spec and self.comparison.spec.model_dump(mode="json"), "versions": _versions()}
+        document["found"] = list(self.comparison.found)
         if self.comparison.first is None:
             return document
         explanation = self.comparison.first.explanation
@@ -197,15 +198,21 @@ class ModuleReport:
             if not self.comparison.untried and not self.comparison.vague:
                 line = line.replace("agrees with the reference", f"agrees with the reference in {self.calls} calls", 1)
             console.print(f"{self.name} {line}", highlight=False, markup=False)
+            self._print_conventions(console)
             if verbose:
                 console.print(self._table(verbose))
             return
         console.print(f"{self.name} {self.comparison.verdict}", highlight=False, markup=False)
         console.print(self.comparison.conclusion, highlight=False, markup=False)
+        self._print_conventions(console)
         console.print(self._table(verbose))
         if self.comparison.omissions:
             console.print(self.comparison.omissions, highlight=False, markup=False)
         console.print(f"again: {self._command()}", soft_wrap=True, highlight=False, markup=False)
+
+    def _print_conventions(self, console: Console) -> None:
+        if self.comparison.conventions:
+            console.print(self.comparison.conventions, highlight=False, markup=False)
 
     def _table(self, verbose: bool) -> Table:
         """The cases; those that were not run only if `verbose`."""

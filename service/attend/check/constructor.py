@@ -1,0 +1,150 @@
+"""Arguments for the constructor of a class: sizes under the names that people give them, and objects that have them as attributes.
+
+A parameter whose name says nothing is tried as each size that is still missing (trial.py). What a configuration is asked for by a name
+that says nothing raises AttributeError, or KeyError, as of one without it.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+from typing import Any
+
+from attend.check.convention import HEADS, Ambiguous, Convention, by_name
+from attend.spec import LayerSpec
+
+NAMES = by_name(
+    {
+        "d_model": "d_model n_embd d_in d_out query_size key_size value_size nx",
+        "num_heads": HEADS,
+        "num_kv_heads": "num_kv_heads n_kv_heads num_key_value_heads kv_heads n_kv_head n_local_heads num_query_groups n_groups",
+        "head_dim": "head_dim d_k d_q d_head dim_head head_size kv_channels",
+        "length": "context_length block_size n_ctx ctx_len n_positions max_position_embeddings",
+        "dropout": "p p_drop",
+        "theta": "rope_theta theta rope_base",
+        "query_rank": "q_lora_rank",
+        "key_value_rank": "kv_lora_rank",
+        "rope_key_dim": "qk_rope_head_dim",
+        "own_key_dim": "qk_nope_head_dim",
+        "value_head_dim": "v_head_dim d_v",
+    }
+)
+PATTERNS = (  # of a name in lower case, the first that is found in it
+    ("dropout", "drop"),
+    ("num_kv_heads", "kv.*heads|(key|value)s?.*heads"),
+    ("head_dim", "head_?(dim|size|width)|(dim|size)_(per_)?head|_per_head"),
+    ("num_heads", "head"),
+    ("length", "(max|seq|ctx|context|block|window|num)_?.*(len|pos|size|tokens)|len$|length"),
+    ("d_model", "dim|size|width|hid|emb|model|channels|features|units|inputs?$|outputs?$"),
+)
+OTHERS: dict[str, Any] = {  # names in configurations and required parameters that are no sizes
+    "bias": True, "qkv_bias": True, "use_bias": True, "attention_bias": True, "attn_bias": True, "device": "cpu", "batch_size": 2,
+    "layer_idx": 0, "layer_id": 0, "layer_number": 1, "n_layer": 1, "num_layers": 1, "num_hidden_layers": 1, "vocab_size": 64,
+    "is_decoder": False, "flash": False, "masked": False, "mask": False, "causal": False, "scale": True,
+    "max_batch_size": 4, "rope_scaling": None, "sliding_window": None, "_attn_implementation": "eager", "attention_type": "eager",
+    "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "norm_eps": 1e-6, "seed": 0, "rng": None,
+}  # fmt: skip
+CONFIGURATION = re.compile("(.*_)?(config|configuration|cfg|conf|args|params|hparams|opts?|options|hp)")
+SIZES = ("d_model", "num_heads", "head_dim", "length", "num_kv_heads")  # what a name that says nothing may stand for
+
+
+class Configuration(dict[str, Any]):
+    """What a constructor asks a configuration for, by attribute or key. `asked` becomes the meanings of the sizes among them."""
+
+    def __init__(self, sizes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.sizes, self.asked = sizes, dict[str, str]()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(f"a configuration without {error}: pass construct={{…}} with an object that has it") from None
+
+    def __missing__(self, name: str) -> Any:
+        meaning = None if name.startswith("__") else meaning_of(name)
+        if meaning is not None and meaning in self.sizes:
+            self.asked[name] = meaning
+            return self.sizes[meaning]
+        if name in OTHERS:
+            return OTHERS[name]
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and (name in NAMES or name in OTHERS))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401
+
+
+def meaning_of(name: str) -> str | None:
+    """What size a parameter of this name stands for; None if its name does not say."""
+    name = name.lower()
+    if name in OTHERS:
+        return None
+    return NAMES.get(name) or next((meaning for meaning, pattern in PATTERNS if re.search(pattern, name)), None)
+
+
+def sizes_of(spec: LayerSpec, length: int, *, evaluates: bool, batch_first: bool) -> dict[str, Any]:
+    """The values of the sizes, and of other arguments whose names are known.
+
+    `evaluates`: the class has an evaluation mode, in which dropout must not act, so that it gets 0.1; other classes get 0.
+    """
+    sizes: dict[str, Any] = {name: getattr(spec, name) for name in ("d_model", "num_heads", "num_kv_heads", "head_dim", "value_head_dim")}
+    sizes |= {"length": length, "dropout": 0.1 if evaluates else 0.0, "batch_first": batch_first}
+    if spec.rope:
+        sizes["theta"] = spec.rope.theta
+    if spec.latent:
+        sizes |= {name: getattr(spec.latent, name) for name in ("query_rank", "key_value_rank", "rope_key_dim")}
+        sizes["own_key_dim"] = spec.head_dim - spec.latent.rope_key_dim
+    return sizes
+
+
+def constructor_arguments(signature: inspect.Signature, convention: Convention, spec: LayerSpec, *, evaluates: bool) -> dict[str, Any]:
+    """Arguments for a class: the sizes of the spec under its names for them, and batch first.
+
+    A class with an evaluation mode keeps its own default of dropout, so that dropout that acts shows. Ambiguous: a required parameter of
+    unknown name.
+    """
+    sizes = sizes_of(spec, convention.longest, evaluates=evaluates, batch_first=convention.batch_first is not False)
+    given, unknown = dict[str, Any](), list[str]()
+    for name, parameter in signature.parameters.items():
+        if name in convention.construct or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        meaning = convention.sizes.get(name) or ("batch_first" if name == "batch_first" else meaning_of(name))
+        is_required = parameter.default is parameter.empty
+        if is_required and (CONFIGURATION.fullmatch(name.lower()) or hasattr(parameter.annotation, "__dataclass_fields__")):
+            given[name] = _configuration(parameter.annotation, sizes)
+        elif meaning in sizes:
+            if is_required or (parameter.default is not None and not (meaning == "dropout" and evaluates)):
+                given[name] = sizes[meaning]
+        elif is_required and name in OTHERS:
+            given[name] = OTHERS[name]
+        elif is_required:
+            unknown.append(name)
+    if unknown:
+        text = f"the value of constructor parameter {unknown[0]!r}; pass construct={{{unknown[0]!r}: …}}, or an instance"
+        raise Ambiguous(text, "sizes", [dict(convention.sizes) | meanings for meanings in _meanings(unknown, signature)])
+    return given | dict(convention.construct)
+
+
+def _meanings(unknown: list[str], signature: inspect.Signature) -> Iterator[dict[str, str]]:
+    """What parameters may be whose names do not say: sizes that no other parameter is."""
+    if len(unknown) > 3:
+        return
+    known = {meaning_of(name) for name in signature.parameters if name not in unknown}
+    left = [size for size in SIZES if size not in known]
+    yield from (dict(zip(unknown, sizes, strict=True)) for sizes in permutations(left, len(unknown)))
+
+
+def _configuration(annotation: Any, sizes: Mapping[str, Any]) -> Any:
+    """An object with these sizes: of the annotated class, if its fields are known, or one that answers to all usual names."""
+    if hasattr(annotation, "__dataclass_fields__"):
+        fields = annotation.__dataclass_fields__
+        values = {name: sizes[meaning] for name in fields if (meaning := meaning_of(name)) is not None and meaning in sizes}
+        values |= {name: OTHERS[name] for name in fields if name in OTHERS and name not in ("mask", "causal")}
+        try:
+            return annotation(**values)
+        except TypeError:
+            pass
+    return Configuration(sizes, {})

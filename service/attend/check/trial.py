@@ -1,0 +1,277 @@
+"""Finds by calls what names and options of a candidate leave open: axes, packing, causality, the meaning of masks.
+
+Each convention that people have is tried on a small case, in the order in which they are common. One under which the candidate's numbers
+are those of the reference is right: random numbers agree to six digits by chance under no other one, unless the two are the same. A wrong
+candidate agrees under none. What its numbers depend on then tells causality and the meaning of a mask, since a key that is blocked changes
+no output; a row alone, whose softmax is 1, tells axes and the order of packed values; and of what is left, the most common.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, product, zip_longest
+from typing import Any, get_args
+
+import numpy as np
+
+from attend.check.adapter import CallFailed
+from attend.check.candidate import Candidate, prepare
+from attend.check.cases import CaseKind, CheckCase
+from attend.check.computation import Computation
+from attend.check.convention import Ambiguous, Convention, Layout, MaskDType, MaskShape, Polarity
+from attend.spec import LayerSpec
+from attend.tensors import Array
+
+MOST_READINGS = 400  # of axes and weights together
+ALL_AGREE = 4
+LONGEST = 64  # rows that a class is constructed for until it is compared
+CHANGED = 1e-3  # of the largest number: by how much an output differs that depends on a key
+MEANS = {"attend": "means attend", "block": "means blocked", "add": "is added to the scores"}
+GUESSED = ("sizes", "arguments", "weights")  # options of which most values fit no candidate
+ROLES: dict[str, CaseKind] = {"mask": "mask", "padding": "padding"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What is left of the conventions, and what was found by calls, in words."""
+
+    convention: Convention
+    found: tuple[str, ...]
+
+
+def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int) -> Tried:
+    """The convention with what calls tell. ValueError: no convention fits, and the message names the option that decides."""
+    trial = _Trial(candidate, spec, seed)
+    with np.errstate(all="ignore"):
+        read = trial.offset(trial.reading(convention))
+        words = list(_words(convention, read))
+        for role in ROLES:
+            read, meaning = trial.mask(role, read)
+            words += [meaning] if meaning else []
+        return Tried(read, tuple(words))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    candidate: Any
+    spec: LayerSpec | None
+    seed: int
+
+    def prepare(self, convention: Convention) -> Candidate:
+        return prepare(self.candidate, self.spec, replace(convention, longest=LONGEST), self.seed)
+
+    def reading(self, convention: Convention) -> Convention:
+        """Axes, the order of packed weights and causality: the first reading that agrees, or else the first of those that agree most."""
+        best: tuple[int, Convention] | None = None
+        failures: dict[str | None, str] = {}
+        for _, reading in zip(range(MOST_READINGS), self._readings(convention), strict=False):
+            try:
+                reading = self._with_causality(reading)
+            except CallFailed as failure:
+                failures.setdefault(reading.framework, f"with {reading.framework}, it raised {failure}")
+                agreeing = 0
+            else:
+                agreeing = self._agreement(self.prepare(reading))
+            if agreeing == ALL_AGREE:
+                return reading
+            if best is None or agreeing > best[0]:
+                best = agreeing, reading
+        if best is None or (best[0] == 0 and best[1].framework != convention.framework):
+            raised = "; ".join(failures.values())
+            raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {raised}')
+        return best[1]
+
+    def _readings(self, convention: Convention) -> Iterator[Convention]:
+        """The conventions under which a candidate can be prepared, the most common first. Ambiguous: there is none."""
+        refused: list[ValueError] = []
+        fits = False
+        for reading in self._expanded(convention):
+            if isinstance(reading, ValueError):
+                refused.append(reading)
+            else:
+                fits = True
+                yield from _axes(self.prepare(reading), reading)
+        if not fits:
+            raise refused[0]
+
+    def _expanded(self, convention: Convention) -> Iterator[Convention | ValueError]:
+        """The convention with each value of what is ambiguous; an error instead of one that fits no candidate."""
+        try:
+            self.prepare(convention)
+        except Ambiguous as ambiguous:
+            if not ambiguous.values:
+                yield ambiguous
+            readings = [self._expanded(replace(convention, **{ambiguous.option: value})) for value in ambiguous.values]
+            in_turn = chain.from_iterable(zip_longest(*readings)) if ambiguous.option == "framework" else chain.from_iterable(readings)
+            for reading in filter(None, in_turn):
+                yield ambiguous if isinstance(reading, ValueError) and ambiguous.option in GUESSED else reading
+        except ValueError as error:
+            yield error
+        except Exception as error:
+            if not convention.sizes:
+                raise
+            yield ValueError(f"{type(error).__name__}: {error}")
+        else:
+            yield convention
+
+    def _with_causality(self, convention: Convention) -> Convention:
+        """Causal if the first rows do not depend on the last key. CallFailed: it cannot be called."""
+        prepared = self.prepare(convention)
+        case = next(prepared.draw_cases(self.seed))
+        before = _output(prepared, case)
+        if "causal" in convention.given or before.shape[:2] != case.query.shape[:2]:
+            return convention
+        changed = _changed_rows(before, _output(prepared, _perturbed(case, -1, prepared)))
+        is_causal = changed[-1] and not changed[: max(1, len(changed) - 2)].any()
+        limited = prepared.spec.positional and any(interval.right is not None for interval in prepared.spec.intervals)
+        return convention if limited else convention.tried(causal=bool(is_causal))
+
+    def _agreement(self, prepared: Candidate) -> int:
+        """How much agrees: ALL_AGREE if all cases do that depend on no meaning of a mask; one less if the first does; or only one row."""
+        first, *others = [case for case in prepared.draw_cases(self.seed, {"short"}) if not case.chunks and case.name != "large logits"]
+        if self._agrees(prepared, first):
+            adapter = prepared.adapter
+            cases = [case for case in others if not adapter.skip_reason(case) and adapter.mask_role(case.kind) not in ROLES]
+            return ALL_AGREE if all(self._agrees(prepared, case) for case in cases) else ALL_AGREE - 1
+        return 1 + any(self._agrees(prepared, case) for case in prepared.draw_partial_cases(self.seed) if case.name == "one row")
+
+    def _agrees(self, prepared: Candidate, case: CheckCase) -> bool:
+        """Whether the output is the reference's."""
+        with prepared.evaluating(), suppress(CallFailed, ValueError):
+            result = prepared.adapter.call(case)
+            expected = Computation(case.layer(prepared.spec), prepared.weights, case, result.dtype).run()
+            return bool(np.isfinite(result.output).all()) and expected.agrees("output", result.output) and len(result.output[0]) > 0
+        return False
+
+    def offset(self, convention: Convention) -> Convention:
+        """Where the queries of an always causal candidate are, if there are more keys: the last query sees the last key, or does not."""
+        prepared = self.prepare(convention)
+        if "query_offset" in convention.given or not convention.causal or "key" not in prepared.adapter.roles:
+            return convention
+        at_start = convention.tried(query_offset="start")
+        prepared = self.prepare(at_start)
+        case = next((case for case in prepared.draw_cases(self.seed, {"short"}) if case.name == "cross-attention"), None)
+        with suppress(CallFailed, ValueError):
+            if case is not None:
+                before, after = (_output(prepared, x) for x in (case, _perturbed(case, -1, prepared)))
+                return convention.tried(query_offset="end") if _changed_rows(before, after)[-1] else at_start
+        return convention
+
+    def mask(self, role: str, convention: Convention) -> tuple[Convention, str]:
+        """What a mask means, and its axes, also in words; empty if its name or an option says so."""
+        prepared, option = self.prepare(convention), f"{role}_means"
+        adapter = prepared.adapter
+        name = adapter.roles.get(role)
+        if name is None or adapter.is_torch or {option, "mask_shape", "mask_dtype"} <= convention.given:
+            return convention, ""
+        found = self._first(role, convention, lambda x: self._agrees_on(x, ROLES[role]))
+        found = found or self._first(role, convention, lambda x: self._hides(x, role))
+        read = found or self._first(role, convention, lambda x: self._accepts(x, role)) or convention
+        means = getattr(read, option)
+        if option in convention.given or means is None:
+            return read, ""
+        axes = read.mask_shape if role == "mask" else "b,k"
+        kind = "" if means == "add" else "true in " if read.mask_dtype == "bool" else "1 in "
+        words = f"{kind}{name} [{axes}] {MEANS[means]}"
+        return read, words if found else f"no meaning of {name} blocks a key; here {words}"
+
+    def _first(self, role: str, convention: Convention, fits: Callable[[Convention], bool]) -> Convention | None:
+        """The first reading of a mask that fits."""
+        return next((reading for reading in _mask_readings(role, convention) if fits(reading)), None)
+
+    def _agrees_on(self, convention: Convention, kind: CaseKind) -> bool:
+        """Whether the candidate agrees on a case of this kind."""
+        prepared = self.prepare(convention)
+        case = next((case for case in prepared.draw_cases(self.seed, {"short"}) if case.kind == kind), None)
+        return case is not None and not prepared.adapter.skip_reason(case) and self._agrees(prepared, case)
+
+    def _hides(self, convention: Convention, role: str) -> bool:
+        """Whether a key that the mask blocks changes no row, and one that it does not block changes the last."""
+        prepared = self.prepare(convention)
+        case = next(prepared.draw_cases(self.seed))
+        kept = np.broadcast_to(np.arange(case.key.shape[1]) != 1, case.mask.shape)
+        case = replace(case, kind=ROLES[role], mask=kept, visible=kept & case.own)
+        with suppress(CallFailed, ValueError):
+            before = _output(prepared, case)
+            hidden, seen = (_changed_rows(before, _output(prepared, _perturbed(case, key, prepared))) for key in (1, 0))
+            others = np.arange(len(hidden)) != (1 if "key" not in prepared.adapter.roles else -1)  # its own row may depend on its input
+            return bool(seen[-1] and not hidden[others].any())
+        return False
+
+    def _accepts(self, convention: Convention, role: str) -> bool:
+        """Whether the candidate takes a mask that is read so."""
+        prepared = self.prepare(convention)
+        case = next((case for case in prepared.draw_cases(self.seed, {"short"}) if case.kind == ROLES[role]), None)
+        with suppress(CallFailed, ValueError):
+            return case is not None and _output(prepared, case).shape[:2] == case.query.shape[:2]
+        return False
+
+
+def _axes(prepared: Candidate, convention: Convention) -> Iterator[Convention]:
+    """The convention with the usual orders of the inputs' axes; and what a mask may mean that has to be passed."""
+    yield convention
+    for role in ROLES.keys() & prepared.adapter.required:
+        yield from _mask_readings(role, convention)
+    if prepared.adapter.heads_given:
+        for layout, batched in product(get_args(Layout), (True, False)):
+            if (layout, batched) != ("b,h,n,d", True):
+                yield convention.tried(layout=layout, batched=batched)
+    else:
+        yield convention.tried(batch_first=not prepared.adapter.batch_first)
+        yield convention.tried(batched=False)
+
+
+def _mask_readings(role: str, convention: Convention) -> Iterator[Convention]:
+    """The conventions that a mask may have."""
+    shapes: Sequence[Any] = get_args(MaskShape) if role == "mask" else (convention.mask_shape,)
+    for shape, dtype, means in product(shapes, get_args(MaskDType), get_args(Polarity)):
+        if means == "add" and dtype != "bool":
+            continue
+        values = {"mask_means": means, "mask_shape": shape, "mask_dtype": dtype} if role == "mask" else {"padding_means": means}
+        yield convention.tried(**values)
+
+
+def _output(prepared: Candidate, case: CheckCase) -> Array:
+    """The output of the candidate. CallFailed: it raised."""
+    with prepared.evaluating():
+        return prepared.adapter.call(case).output
+
+
+def _perturbed(case: CheckCase, key: int, prepared: Candidate) -> CheckCase:
+    """The case with other numbers in one row of the inputs of keys and values, which are those of the queries for some candidates."""
+    added = np.zeros((case.key.shape[1], 1))
+    added[key] = 1.0
+    alike = case.query if "key" not in prepared.adapter.roles else None
+    query = case.query if alike is None else case.query + added * np.sin(1.0 + np.arange(case.query.shape[-1]))
+    inputs = {name: x + added * np.sin(1.0 + np.arange(x.shape[-1])) for name, x in (("key", case.key), ("value", case.value))}
+    return replace(case, query=query, **inputs)
+
+
+def _changed_rows(before: Array, after: Array) -> Array:
+    """Which rows of queries differ: [q]."""
+    if before.shape != after.shape:
+        return np.ones(before.shape[1], bool)
+    differences = np.abs(np.nan_to_num(after) - np.nan_to_num(before)).max(axis=(0, *range(2, before.ndim)))
+    return np.asarray(differences > CHANGED * np.abs(np.nan_to_num(before)).max())
+
+
+def _words(before: Convention, after: Convention) -> Iterator[str]:
+    """What was found, where it is not the default."""
+    if after.causal and not before.causal:
+        ends = {None: "", "start": ", query i at key i", "end": ", the last query at the last key"}
+        yield f"it is always causal{ends[after.query_offset]}"
+    if after.layout != before.layout:
+        yield f"its axes are [{after.layout}]"
+    if after.batched != before.batched:
+        yield "it takes one item, without a batch"
+    if after.batch_first != before.batch_first and after.batch_first is not None:
+        yield f"its inputs are {'[b, n, d_model]' if after.batch_first else '[n, b, d_model]'}"
+    if after.fused != before.fused and after.fused is not None:
+        rows = {"per_head": "[h, 3, d]", "per_number": "[d, 3, h]"}.get(after.fused, f"[3, h, d] of {after.fused}")
+        yield f"rows of one matrix for query, key and value are {rows}"
+    if after.orientation != before.orientation:
+        yield f"its matrices are applied as x @ {'W' if after.orientation == 'in,out' else 'W.T'}"
+    if after.num_heads != before.num_heads:
+        yield f"it has {after.num_heads} head{'s' if after.num_heads != 1 else ''}"
+    yield from (f"{name} is {size}" for name, size in after.sizes.items())
+    yield from (f"{name} is the {role}" for name, role in after.arguments.items() if name not in before.arguments)
