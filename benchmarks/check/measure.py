@@ -10,13 +10,14 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from bugs import BUGS, Bug
-from judging import Verdict, check, check_source, judge_line, judge_name, judge_step, names_untried
+from judging import Verdict, check, check_source, judge_name, judge_step, names_untried
 from right import RIGHT, Right
 
 
@@ -30,21 +31,19 @@ class Row:
     outcome: str
     name: str = ""
     step: str = ""
-    line: str = ""
     shown_step: str = ""
     seconds: float = 0.0
     said: str = ""
     true: str = ""
 
 
-def of_bug(bug: Bug) -> Iterator[Row]:
+def of_bug(bug: Bug, options: dict[str, Any]) -> Iterator[Row]:
     """A row of the fixed candidate and one of the bug. Both get the author's conventions only if the fixed one does not agree without."""
-    options: dict[str, object] = {}
-    fixed = check_source(bug, fixed=True, options={})
+    fixed = check_source(bug, fixed=True, options=options)
     outcome = right_outcome(fixed)
     if fixed.outcome != "agrees" and bug.options:
-        again = check_source(bug, fixed=True, options=bug.options)
-        options = bug.options
+        options = {**bug.options, **options}
+        again = check_source(bug, fixed=True, options=options)
         outcome = f"{outcome}; {right_outcome(again)} with options"
         fixed = again
     yield Row(f"{bug.target} (fixed)", bug.link, bug.kind, outcome, seconds=fixed.seconds, said=said(fixed), true="right")
@@ -56,7 +55,6 @@ def of_bug(bug: Bug) -> Iterator[Row]:
         wrong_outcome(bug, verdict, fixed),
         judge_name(bug, verdict),
         judge_step(bug, verdict),
-        judge_line(bug, verdict),
         verdict.step,
         verdict.seconds,
         said(verdict),
@@ -76,11 +74,11 @@ def right_outcome(verdict: Verdict) -> str:
     return "ACCUSED" if verdict.outcome == "disagrees" else verdict.outcome
 
 
-def of_right(right: Right) -> Iterator[Row]:
-    verdict = check(right.target, right.spec)
+def of_right(right: Right, options: dict[str, Any]) -> Iterator[Row]:
+    verdict = check(right.target, right.spec, options)
     outcome = right_outcome(verdict)
     if verdict.outcome != "agrees" and right.options:
-        verdict = check(right.target, right.spec, right.options)
+        verdict = check(right.target, right.spec, {**right.options, **options})
         outcome = f"{outcome}; {right_outcome(verdict)} with options"
     yield Row(right.shown, right.package, "right", outcome, seconds=verdict.seconds, said=said(verdict), true="right")
 
@@ -137,8 +135,6 @@ def counts(rows: list[Row]) -> Iterator[str]:
             ("named by their effect", sum(row.name == "effect" for row in found)),
             ("named wrongly", sum(row.name == "wrong" for row in found)),
             ("step right", sum(row.step == "right" for row in found)),
-            ("line right", sum(row.line == "right" for row in found)),
-            ("line wrong", sum(row.line == "wrong" for row in found)),
             ("step wrong", sum(row.step == "wrong" for row in found)),
         ):
             yield f"{number:4} {label}"
@@ -156,13 +152,14 @@ def counts(rows: list[Row]) -> Iterator[str]:
 
 
 def run(jobs: list[Callable[[], list[Row]]], processes: int, record: Path | None) -> list[Row]:
+    """The rows of all jobs in their order; the record has those that are finished."""
     with ThreadPoolExecutor(processes) as pool:
-        rows: list[Row] = []
-        for done in pool.map(lambda job: job(), jobs):
-            rows += done
+        running = [pool.submit(job) for job in jobs]
+        for finished in as_completed(running):
             if record:
-                record.write_text("\n".join(json.dumps(asdict(row)) for row in rows))
-        return rows
+                with record.open("a") as file:
+                    file.writelines(json.dumps(asdict(row)) + "\n" for row in finished.result())
+        return [row for job in running for row in job.result()]
 
 
 def main() -> None:
@@ -171,7 +168,9 @@ def main() -> None:
     parser.add_argument("--part", default="wrong,right")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--record", type=Path, help="a file for the rows in JSON, with all that was said")
+    parser.add_argument("--longest", type=int, help="bounds the lengths of calls, as that of attend check")
     arguments = parser.parse_args()
+    options = {} if arguments.longest is None else {"longest": arguments.longest}
     for name, value in (("OMP_NUM_THREADS", "1"), ("TRITON_INTERPRET", "1"), ("KERAS_BACKEND", "torch")):
         os.environ.setdefault(name, value)
     import torch  # once, before the forks
@@ -183,9 +182,9 @@ def main() -> None:
         from transformers.models.llama import modeling_llama  # noqa: F401  takes seconds
     jobs: list[Callable[[], list[Row]]] = []
     if "wrong" in arguments.part:
-        jobs += [lambda bug=bug: list(of_bug(bug)) for bug in BUGS if arguments.only in bug.target]
+        jobs += [lambda bug=bug: list(of_bug(bug, options)) for bug in BUGS if arguments.only in bug.target]
     if "right" in arguments.part:
-        jobs += [lambda one=one: list(of_right(one)) for one in RIGHT if arguments.only in one.shown and one.installed]
+        jobs += [lambda one=one: list(of_right(one, options)) for one in RIGHT if arguments.only in one.shown and one.installed]
     print(table(run(jobs, arguments.processes, arguments.record)))
 
 
