@@ -27,7 +27,6 @@ from attend.web.app import create_app
 from attend.web.errors import retry_after
 from attend.web.replies import MAX_UNSPLIT_REPLY
 from attend.web.request_reader import network_of
-from attend.wire.codec import Encoded
 from attend.wire.json.reader import parse
 from attend.wire.json.writer import encode_json
 from attend.wire.negotiation import JSON, SAFETENSORS, AttendCodec
@@ -466,7 +465,7 @@ def test_a_large_reply_is_not_encoded_after_its_caller_left() -> None:
     encoded: list[Any] = []
 
     class Watched(AttendCodec):
-        def encode(self, *args: Any) -> Encoded:
+        def encode(self, *args: Any) -> Any:
             encoded.append(args)
             return super().encode(*args)
 

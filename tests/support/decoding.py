@@ -19,7 +19,7 @@ from attend.attention.reference.request import Request
 from attend.check.random_cases import FEATURES, REQUEST_FEATURES, Case, Draw, Sizes, draw_options, random_case, rounded
 from attend.cli.server_check import compare_output, largest_score, outputs_of
 from attend.serving.admission import Admission, ServingLimits
-from attend.serving.binding import BoundCall
+from attend.serving.binding import Prepared
 from attend.serving.casting import numpy_of
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.sessions.registry import Session
@@ -88,7 +88,7 @@ class Sequence:
         members = self.draw(rng, queries, 0, *features, appended=0)
         return {name: x for name, x in members.items() if name not in ("key", "value", "key_positions")} | {"append": False}
 
-    def bind(self, members: Mapping[str, Any], **fields: Any) -> BoundCall:
+    def bind(self, members: Mapping[str, Any], **fields: Any) -> Prepared:
         """The bound call; its pages are reserved."""
         bound = STEP.bind_to_session(self.session, Decoded({"outputs": self.outputs, **members, **fields}), LIMITS)
         self.cache.reserve(bound.call.masks.num_keys)

@@ -12,7 +12,7 @@ from attend.attention.call import Call, Result
 from attend.attention.operations import FORWARD, Operation
 from attend.serving.admission import ServingLimits
 from attend.serving.batching import BatchLimits, batch_key
-from attend.serving.binding import ATTEND, BoundCall
+from attend.serving.binding import ATTEND, Prepared
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome
@@ -115,12 +115,12 @@ def layer_with(attention: Any, name: str = "layer") -> LoadedLayer:
     return LoadedLayer(name, SPEC, "fingerprint", attention)
 
 
-def bound_call(layer: LoadedLayer, call: Call, cost: Cost, operation: Operation = FORWARD, key: Any = None) -> BoundCall:
+def bound_call(layer: LoadedLayer, call: Call, cost: Cost, operation: Operation = FORWARD, key: Any = None) -> Prepared:
     """A bound call without a request. `key`: its batch key."""
-    return BoundCall(ATTEND, None, layer, call, cost, operation, batch_key=key)
+    return Prepared(ATTEND, None, layer, call, cost, operation, batch_key=key)
 
 
-def heavy_call(attention: Any, operations: int = HEAVY, b: int = 1) -> BoundCall:
+def heavy_call(attention: Any, operations: int = HEAVY, b: int = 1) -> Prepared:
     """A call that `attention` computes, of so many operations."""
     return bound_call(layer_with(attention), request(b), Cost({}, operations, 0, 1, 0))
 

@@ -21,7 +21,7 @@ from attend.attention.call import Call, Result
 from attend.cli.logs import configure_logs
 from attend.deploy.session_router import SessionRouter
 from attend.errors import AttendError, CapacityError, NotReady
-from attend.serving.binding import ATTEND, BoundCall
+from attend.serving.binding import ATTEND, Prepared
 from attend.serving.cost import Cost
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.requests import RawRequest
@@ -68,7 +68,7 @@ class Shard:
     async def compute(self, name: str, fingerprint: str, part: Call, cost: Cost) -> Result:
         """The result of a part. Raises LayerNotFound; LayerConflict if the actor's layer of that name has another fingerprint."""
         layer = find_layer(self._service.registry, name, fingerprint)
-        return (await self._service.scheduler.submit(BoundCall(ATTEND, None, layer, part, cost), RawRequest(b""))).result
+        return (await self._service.scheduler.submit(Prepared(ATTEND, None, layer, part, cost), RawRequest(b""))).result
 
     async def check_health(self) -> None:
         if not await self._service.is_answering():

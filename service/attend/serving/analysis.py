@@ -12,7 +12,7 @@ from attend.errors import InvalidRequest, SessionConflict
 from attend.heads.metrics.compute import OVERFLOWED, MetricsOperation
 from attend.heads.metrics.rows import MetricsOptions
 from attend.serving.admission import Admission
-from attend.serving.binding import Binding, BoundCall
+from attend.serving.binding import Binding, Prepared
 from attend.serving.casting import aligned, cast, numpy_of
 from attend.serving.cost import Cost, predict, reply_sizes
 from attend.serving.layer_checks import refuse_packed, require_masks_of_all_heads
@@ -32,9 +32,9 @@ BLOCK_WEIGHTS = 1 << 20  # weights computed at once; the metrics need about a do
 class AnalysisBinding(Binding[AnalysisRequest]):
     """Metrics of heads."""
 
-    keeps_validations = in_shards = False
+    is_kept = in_shards = False
 
-    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> BoundCall:
+    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
         """As `Binding.bind_to_session`. Raises SessionConflict also for metrics of values that are freed."""
         bound = super().bind_to_session(session, decoded, admission)
         for name in bound.request.metrics_for(session.layer.spec) if session.cache.first else ():
@@ -139,7 +139,7 @@ class AnalysisBinding(Binding[AnalysisRequest]):
             return "INT64"
         return request.reply.datatype or BY_TORCH["float64" if spec.dtype == "float64" else "float32"].name
 
-    def build_reply(self, bound: BoundCall, result: Result) -> Reply:
+    def build_reply(self, bound: Prepared, result: Result) -> Reply:
         """The metrics under the names and in the order of the request, without the batch axis if the request has none.
 
         Raises InvalidRequest for infinite metrics and for overflow in their inputs, unless the request allows non-finite numbers.

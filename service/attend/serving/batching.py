@@ -13,7 +13,7 @@ import torch
 
 from attend.attention.call import Call
 from attend.attention.operations import FORWARD, Operation
-from attend.serving.binding import BoundCall
+from attend.serving.binding import Prepared
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.queueing import INTERNAL, Flow
 from attend.serving.requests import RawRequest
@@ -32,9 +32,9 @@ def batch_key(layer: LoadedLayer, call: Call, operation: Operation = FORWARD) ->
 
 @dataclass(eq=False)
 class Entry:
-    """A bound call of a request on its way through the scheduler. `arrived` is a time of the scheduler's clock."""
+    """A prepared request on its way through the scheduler. `arrived` is a time of the scheduler's clock."""
 
-    bound: BoundCall
+    bound: Prepared
     raw: RawRequest
     arrived: float
     flow: Flow = INTERNAL

@@ -1,4 +1,4 @@
-"""What an endpoint computes of a request, `Binding`, and the call that it makes of one, `BoundCall`.
+"""What an endpoint computes of a request, `Binding`, and what it makes of one, `Prepared`.
 
 To bind is to validate a request, to compare it with its layer, to admit its predicted cost, and to make its call. Invalid requests are
 refused here at the latest. Only shapes are read before the cost is admitted, so that no array is allocated for a call that is refused.
@@ -8,22 +8,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from attend.attention.call import Call, Result
+import torch
+
+from attend.attention.call import Call, CallOptions, Result
 from attend.attention.decoding import CachedOperation
+from attend.attention.masks import MASK_TENSORS, Masks
 from attend.attention.operations import FORWARD, Operation, forward_pass
-from attend.axes import TENSOR_FIELDS
+from attend.axes import INPUTS, TENSOR_FIELDS
 from attend.errors import InvalidRequest
 from attend.serving.admission import Admission
-from attend.serving.calls import make_call, packed_attention
+from attend.serving.calls import call_tensors, given_arrays, input_tensors, make_call, packed_attention
 from attend.serving.casting import numpy_of
 from attend.serving.cost import Cost, predict, wire_datatype
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LoadedLayer
+from attend.serving.prepared_cache import cache_key
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_with_session_keys, require_rows
-from attend.serving.validation_cache import CachedValidation, cache_key
 from attend.spec import LayerSpec
-from attend.tensors import BY_TORCH
+from attend.tensors import BY_TORCH, shape_alone
 from attend.wire.codec import Decoded, Reply
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
@@ -31,12 +34,15 @@ from attend.wire.schemas.attend import AttendRequest
 R = TypeVar("R", bound=AttendRequest)
 INDIVISIBLE = ("dropout", *(name for name, field in TENSOR_FIELDS.items() if not field.divisible))  # fields of calls that are never cut
 
+MAX_QUERIES = 4096  # of a request that is kept: positions of more would take memory, and to prepare it is quick beside such a call
 
-class BoundCall(NamedTuple):
-    """A call that has nothing left to refuse: shapes fit the layer, the cost is admitted, arrays are cast to the layer's dtype."""
+
+class Prepared(NamedTuple):
+    """A request that has nothing left to refuse, and how it is computed and answered: its shapes fit the layer, its cost is admitted, its
+    arrays are cast to the layer's dtype. One that a cache keeps (`without_numbers`) is the same for all requests of its shape."""
 
     binding: "Binding[Any]"
-    request: Any  # validated, of the binding's schema; None for a part of a call that another process has bound
+    request: Any  # validated, of the binding's schema; None for a part of a call that another process has prepared
     layer: LoadedLayer
     call: Call
     cost: Cost
@@ -45,6 +51,43 @@ class BoundCall(NamedTuple):
     log_fields: Mapping[str, Any] = {}  # of the request's log line
     session: Session | None = None  # to which the call appends rows
     batch_key: tuple[Any, ...] | None = None  # calls with equal keys may share a batch; None: the call runs alone
+    options: CallOptions | None = None  # without numbers, in place of the call: its options,
+    masks: Masks | None = None  # its masks without tensors other than positions,
+    tensors: tuple[str, ...] = ()  # and the fields that have tensors, beside query, key and value
+
+    def without_numbers(self) -> "Prepared | None":
+        """What requests with the same cache key have in common; None if it depends on numbers, or takes much memory."""
+        request, call = self.request, self.call
+        arrays = given_arrays(request)
+        others = tuple(name for name in arrays if name not in INPUTS)
+        if call.masks.positions.shape[1] > MAX_QUERIES or (others and request.query_offset == "end"):  # the last key that is not masked
+            return None
+        shapes = {name: shape_alone(array.shape, array.dtype) for name, array in arrays.items()}
+        no_masks: dict[str, Any] = dict.fromkeys(name for name in MASK_TENSORS if name != "positions") | {"bias_blocks": False}
+        kept: dict[str, Any] = {"layer": None, "call": None, "request": request.model_copy(update=shapes)}  # the layer has the cache
+        return self._replace(**kept, options=call.options, masks=replace(call.masks, **no_masks), tensors=others)
+
+    def with_numbers(self, members: Mapping[str, Any], layer: LoadedLayer) -> "Prepared | None":
+        """The prepared request with these members, whose cache key is that of `self`. None if an element of a mask is wrong: to validate
+        the request says which one.
+
+        Raises InvalidRequest if a number is not finite in the layer's dtype.
+        """
+        options, masks, arrays = self.options, self.masks, {}
+        assert options is not None and masks is not None
+        for name in self.tensors:
+            if (array := AttendRequest.tensors[name].valid(members[name])) is None:
+                return None
+            arrays[name] = array
+        if "valid_lens" in arrays and arrays["valid_lens"].max(initial=0) > options.num_keys:
+            return None
+        inputs = input_tensors(members["query"], members.get("key"), members.get("value"), layer.spec, options.reproducible)
+        others: dict[str, Any] = {}
+        if arrays:
+            others, of_masks = call_tensors(arrays, members["query"].ndim == 3, layer.spec, options.reproducible)
+            masks = replace(masks, **of_masks) if of_masks else masks
+        call = Call(options, *inputs, masks, **others)
+        return Prepared(self.binding, self.request, layer, call, self.cost, self.operation, self.in_parts, self.log_fields)
 
 
 class Binding(Generic[R]):
@@ -53,7 +96,7 @@ class Binding(Generic[R]):
     `bind` calls `validated`, `predict`, `may_be_cut`, `operation` and `describe`, in this order; `build_reply` makes the reply of a result.
     """
 
-    keeps_validations = True  # whether a request of an earlier one's shape is not validated again
+    is_kept = True  # whether a request of an earlier one's shape is not prepared again
     in_shards = True  # whether shards may compute parts of a call that is too large for one process
     draws = False  # whether the reply is a picture
 
@@ -62,27 +105,28 @@ class Binding(Generic[R]):
         self.schema = schema
         self.session_in_body = "session" in schema.model_fields
 
-    def bind(self, decoded: Decoded, layer: LoadedLayer, admission: Admission) -> BoundCall:
-        """The bound call of a request. Raises InvalidRequest, or TooLarge for a cost beyond the limits, and what the hooks raise."""
+    def bind(self, decoded: Decoded, layer: LoadedLayer, admission: Admission) -> Prepared:
+        """The prepared request. Raises InvalidRequest, or TooLarge for a cost beyond the limits, and what the hooks raise."""
         members = decoded.members
-        key = cache_key(members) if self.keeps_validations else None
-        cached = None if key is None else layer.validated.get(key)
-        if cached is not None and (call := cached.call(members, layer.spec)) is not None:
-            return BoundCall(self, cached.request, layer, call, cached.cost, cached.operation, cached.in_parts, cached.log_fields)
+        key = cache_key(members) if self.is_kept else None
+        kept: Prepared | None = None if key is None else layer.prepared.get(key)
+        if kept is not None and (again := kept.with_numbers(members, layer)) is not None:
+            return again
         request = self.validated(decoded, layer.spec)
         cost = self.predict(request, layer.spec)
         in_parts = admission.require(cost, self.may_be_cut(request, layer.spec))
         call = make_call(request, layer.spec)
         operation = self.operation(request, layer, call)
         log_fields = self.log_fields(request, layer, call, cost)
-        if key is not None:
-            is_forward = operation is FORWARD and not in_parts
-            kept = forward_pass(layer.attention, call) if is_forward else operation  # later calls need not choose
-            layer.validated.keep(key, CachedValidation(request, call.options, call.masks, cost, in_parts, log_fields, kept))
-        return BoundCall(self, request, layer, call, cost, operation, in_parts, log_fields)
+        prepared = Prepared(self, request, layer, call, cost, operation, in_parts, log_fields)
+        if key is not None and (same := prepared.without_numbers()) is not None:
+            if operation is FORWARD and not in_parts:  # later calls need not choose a kernel
+                same = same._replace(operation=forward_pass(layer.attention, call))
+            layer.prepared.keep(key, same)
+        return prepared
 
-    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> BoundCall:
-        """The bound call of a request that names a session in place of keys: it reads the rows and appends none.
+    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
+        """The prepared form of a request that names a session in place of keys: it reads the rows and appends none.
 
         Raises what `bind` raises, or SessionConflict.
         """
@@ -127,12 +171,13 @@ class Binding(Generic[R]):
         """The V2 datatype of an output in the reply."""
         return wire_datatype(name, request.reply.datatype, spec)
 
-    def build_reply(self, bound: BoundCall, result: Result) -> Reply:
+    def build_reply(self, bound: Prepared, result: Result) -> Reply:
         """The outputs under the names and in the order of the request, without the batch axis if the request has none."""
         request, layer = bound.request, bound.layer
         batched, arrays = request.batched, {}
         for name, tensor in result.tensors.items():
-            arrays[name] = numpy_of(tensor if batched else tensor[0])
+            tensor = tensor if batched else tensor[0]
+            arrays[name] = tensor.numpy() if tensor.dtype is torch.float32 else numpy_of(tensor)
         tensors: dict[str, Any] = {}
         for name in request.outputs:
             tensors[name] = arrays[name] if name in arrays else _parts(name, arrays)
@@ -145,7 +190,7 @@ class Binding(Generic[R]):
 ATTEND = Binding(AttendRequest)  # POST /attend, and infer of the Open Inference Protocol
 
 
-def refuse_fully_masked(bound: BoundCall, result: Result) -> None:
+def refuse_fully_masked(bound: Prepared, result: Result) -> None:
     """Raises InvalidRequest for fully masked rows if the request asks for an error."""
     if bound.call.options.fully_masked == "error" and (first := result.first_fully_masked()):
         rows = ", ".join(f"(batch {b}, head {h}, query {i})" for b, h, i in first)

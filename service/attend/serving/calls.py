@@ -52,12 +52,12 @@ def make_call(request: AttendRequest, spec: LayerSpec, inputs: tuple[torch.Tenso
     Raises InvalidRequest if a number is not finite in the layer's dtype.
     """
     query, key, value = inputs or input_tensors(request.query, request.key, request.value, spec, request.reproducible)
-    options, arrays = call_options(request, spec), given_arrays(request)
-    tensors = call_tensors(arrays, request.batched, spec, request.reproducible)
+    options = call_options(request, spec)
+    others, of_masks = call_tensors(given_arrays(request), request.batched, spec, request.reproducible)
     if request.key_positions is None and request.positions is not None:
-        tensors["key_coordinates"] = tensors["query_coordinates"]
-    masks = _masks(request, spec, options.items, options.num_queries, options.num_keys)
-    return Call(options=options, query=query, key=key, value=value, masks=masks, **tensors)
+        others["key_coordinates"] = others["query_coordinates"]
+    masks = _masks(request, spec, options.items, options.num_queries, options.num_keys, of_masks)
+    return Call(options=options, query=query, key=key, value=value, masks=masks, **others)
 
 
 def given_arrays(request: AttendRequest) -> dict[str, Array]:
@@ -68,7 +68,7 @@ def given_arrays(request: AttendRequest) -> dict[str, Array]:
 def packed_attention(request: AttendRequest, spec: LayerSpec) -> PackedAttention:
     """The operation that computes each of several sequences in one query by itself."""
     queries, keys = zip(*request.sequence_lengths, strict=True)
-    return PackedAttention(queries, keys, {(q, k): _masks(request, spec, 1, q, k) for q, k in set(request.sequence_lengths)})
+    return PackedAttention(queries, keys, {(q, k): _masks(request, spec, 1, q, k, {}) for q, k in set(request.sequence_lengths)})
 
 
 def input_tensors(
@@ -105,27 +105,26 @@ def field_tensor(name: str, array: Array, batched: bool, spec: LayerSpec, reprod
     return aligned(tensor) if reproducible else tensor
 
 
-def call_tensors(arrays: Mapping[str, Array], batched: bool, spec: LayerSpec, reproducible: bool) -> dict[str, Any]:
-    """The tensors of `Call` beside its inputs and masks, by their names there. Raises as `field_tensor`."""
-    given = ((name, OTHERS[name].tensor or name) for name in OTHERS if name in arrays)
-    return {tensor: field_tensor(name, arrays[name], batched, spec, reproducible) for name, tensor in given}
+def call_tensors(arrays: Mapping[str, Array], batched: bool, spec: LayerSpec, reproducible: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of `Call` beside its inputs, and what the masks among the arrays are in `Masks`, by their names there.
 
-
-def mask_tensors(arrays: Mapping[str, Array], batched: bool, spec: LayerSpec, reproducible: bool) -> dict[str, Any]:
-    """What the tensors among the arrays are in `Masks`, by the names there. Raises as `field_tensor`."""
-    tensors: dict[str, Any] = {}
+    Raises as `field_tensor`.
+    """
+    others: dict[str, Any] = {}
+    masks: dict[str, Any] = {}
     for name, array in arrays.items():
-        if (field := MASKS.get(name)) is not None:
-            tensor = field_tensor(name, array, batched, spec, reproducible)
-            tensors |= dict.fromkeys((field.tensor or name).split(), tensor)
-    if (segments := tensors.get("key_segments")) is not None:
-        tensors["key_segments"] = segments.where(segments >= 0, PADDING)
-    if (bias := tensors.get("bias")) is not None:
-        tensors["bias_blocks"] = bool((bias == -torch.inf).any())
-    return tensors
+        if name in OTHERS:
+            others[OTHERS[name].tensor or name] = field_tensor(name, array, batched, spec, reproducible)
+        elif name in MASKS:
+            masks |= dict.fromkeys((MASKS[name].tensor or name).split(), field_tensor(name, array, batched, spec, reproducible))
+    if (segments := masks.get("key_segments")) is not None:
+        masks["key_segments"] = segments.where(segments >= 0, PADDING)
+    if (bias := masks.get("bias")) is not None:
+        masks["bias_blocks"] = bool((bias == -torch.inf).any())
+    return others, masks
 
 
-def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> Masks:
+def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int, tensors: Mapping[str, Any]) -> Masks:
     own = Interval() if request.window is None else Interval(request.window.left, request.window.right)
     interval = reduce(and_, spec.intervals, own & Interval(right=0 if request.causal else None))
     masks = Masks(
@@ -135,7 +134,7 @@ def _masks(request: AttendRequest, spec: LayerSpec, b: int, q: int, k: int) -> M
         right=_bound(interval.right),
         chunk=interval.chunk,
         aligned=q == k and request.query_offset in (None, 0),
-        **mask_tensors(given_arrays(request), request.batched, spec, request.reproducible),
+        **tensors,
     )
     offset = request.query_offset or 0
     if not offset:

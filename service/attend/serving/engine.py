@@ -18,7 +18,7 @@ from attend.errors import InvalidRequest, RequestError, SessionNotFound, TooLarg
 from attend.serving import codec_pool
 from attend.serving.admission import Admission, ServingLimits
 from attend.serving.batching import batch_key
-from attend.serving.binding import Binding, BoundCall
+from attend.serving.binding import Binding, Prepared
 from attend.serving.codec_pool import CodecPool
 from attend.serving.figures import FigureRenderer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
@@ -82,7 +82,7 @@ class Engine:
             bound = await self.run_by_size(raw, size, self.bind, raw, decoded, binding, session)
             return await self.complete(raw, decoded, bound, started, waited)
 
-    def decode_and_bind(self, raw: RawRequest, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, BoundCall | SessionReference]:
+    def decode_and_bind(self, raw: RawRequest, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, Prepared | SessionReference]:
         """Decode the body and bind the call to its layer. A call with a session is not bound yet: it waits for earlier ones of it."""
         decoded = self.decode(raw, binding.schema)
         if decoded.sequence is not None and self.sessions is None:
@@ -95,7 +95,7 @@ class Engine:
         """Decode the body; its members are not validated yet. Raises MalformedBody, InvalidRequest or TooLarge."""
         return raw.codec.decode(raw.take_body(), raw.parameters, schema.tensor_kinds, self.wire_limits, shapes_alone)
 
-    def bind(self, raw: RawRequest, decoded: Decoded, binding: Binding[Any], session: Session | None = None) -> BoundCall:
+    def bind(self, raw: RawRequest, decoded: Decoded, binding: Binding[Any], session: Session | None = None) -> Prepared:
         """Bind a call to its layer, or to the rows of its session. Raises RequestError with pointers into the body."""
         try:
             if session is None:
@@ -120,8 +120,8 @@ class Engine:
         layer = self.registry.get(name) if isinstance(name, str) else None
         return self.registry.find(validate(schema, members).layer) if layer is None else layer
 
-    async def complete(self, raw: RawRequest, decoded: Decoded, bound: BoundCall, started: float, waited: float = 0.0) -> EncodedReply:
-        """Compute a bound call that arrived at `started` and has `waited` for earlier calls, encode its result, and count it."""
+    async def complete(self, raw: RawRequest, decoded: Decoded, bound: Prepared, started: float, waited: float = 0.0) -> EncodedReply:
+        """Compute a prepared request that arrived at `started` and has `waited` for earlier calls, encode its result, and count it."""
         bound_at, cost, layer = self.clock(), bound.cost, bound.layer.name
         if decoded.timeout is not None:
             raw.limit_seconds(decoded.timeout, started)
@@ -137,11 +137,11 @@ class Engine:
                 bound.session.require_finite_rows(bound.layer.spec)
             computed_at = self.clock()
             if bound.binding.draws:
-                encoded = await self.renderer.reply(bound, outcome.result, raw)
+                headers, pieces = await self.renderer.reply(bound, outcome.result, raw)
             elif cost.reply_bytes <= INLINE_BYTES:
-                encoded = encode_reply(bound, outcome.result, decoded, raw)
+                headers, pieces = encode_reply(bound, outcome.result, decoded, raw)
             else:
-                encoded = await self.run(raw, cost.reply_bytes, encode_reply, bound, outcome.result, decoded, raw)
+                headers, pieces = await self.run(raw, cost.reply_bytes, encode_reply, bound, outcome.result, decoded, raw)
         except BaseException as error:  # including CancelledError when the caller disconnects
             self.statistics.count_failed(layer, self.clock() - started)
             if isinstance(error, RequestError):
@@ -152,9 +152,9 @@ class Engine:
         if bound.session is not None:
             self.metrics.count_step()
         self.statistics.count_answered(layer, phases, bound.call.options.items, outcome.execution, cost.operations)
-        return EncodedReply(encoded.headers, encoded.pieces, phases, {**bound.log_fields, "batch": outcome.batch})
+        return EncodedReply(headers, pieces, phases, {**bound.log_fields, "batch": outcome.batch})
 
-    def _reserve(self, raw: RawRequest, decoded: Decoded, bound: BoundCall) -> None:
+    def _reserve(self, raw: RawRequest, decoded: Decoded, bound: Prepared) -> None:
         """Reserve the memory of a large request's arrays and of the reply. Raises Overloaded.
 
         The text `0,` becomes a number of 8 bytes as decoded and one of 4 or 8 in the layer's dtype.
@@ -226,7 +226,7 @@ def bytes_in_memory(values: Iterable[Any], tensors: Iterable[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def _require_small_reply(bound: BoundCall, setting: str, largest: int) -> None:
+def _require_small_reply(bound: Prepared, setting: str, largest: int) -> None:
     """Raises TooLarge if the reply's tensors have more than `largest` bytes."""
     if (size := bound.cost.tensor_bytes) > largest:
         raise TooLarge.where("", f"a reply of at most {largest} bytes ({setting}); ask for fewer outputs, or over HTTP", str(size))

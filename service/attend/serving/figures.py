@@ -24,7 +24,7 @@ from attend.attention.operations import FORWARD, Operation
 from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, TooLarge
 from attend.heads.figures import FigureSpec, compose, draw, operation_for
 from attend.serving.analysis import counted_queries
-from attend.serving.binding import Binding, BoundCall, refuse_fully_masked
+from attend.serving.binding import Binding, Prepared, refuse_fully_masked
 from attend.serving.cost import Cost
 from attend.serving.fair_share import FairShare
 from attend.serving.layer_checks import refuse_packed
@@ -33,7 +33,7 @@ from attend.serving.replies import compress
 from attend.serving.requests import RawRequest
 from attend.serving.threads import lower_priority
 from attend.spec import LayerSpec
-from attend.wire.codec import Decoded, Encoded
+from attend.wire.codec import Buffer, Decoded, Headers
 from attend.wire.negotiation import PICTURES
 from attend.wire.schemas.figure import FigureRequest
 
@@ -50,7 +50,7 @@ MAX_WAITING = 32  # most drawings that are waiting or being drawn; each is bound
 class FigureBinding(Binding[FigureRequest]):
     """A picture of the weights of heads, or of their outputs."""
 
-    keeps_validations = in_shards = False
+    is_kept = in_shards = False
     draws = True
 
     def validated(self, decoded: Decoded, spec: LayerSpec) -> FigureRequest:
@@ -139,8 +139,8 @@ class FigureRenderer:
         self.waiting = FairShare[str](MAX_WAITING, times=1, least=1)  # number of drawings of each caller
         self._seconds = 0.5  # moving average of the seconds per figure
 
-    async def reply(self, bound: BoundCall, result: Result, raw: RawRequest) -> Encoded:
-        """The reply with the figure of a bound call. Raises what `draw` and `refuse_fully_masked` raise."""
+    async def reply(self, bound: Prepared, result: Result, raw: RawRequest) -> tuple[Headers, list[Buffer]]:
+        """The reply with the figure of a prepared request. Raises what `draw` and `refuse_fully_masked` raise."""
         refuse_fully_masked(bound, result)
         return await self.draw(partial(_reply, bound, result, raw.reply_coding), raw)
 
@@ -178,14 +178,14 @@ class FigureRenderer:
         self._thread.shutdown(wait=False)
 
 
-def _reply(bound: BoundCall, result: Result, coding: str, check: Check) -> Encoded:
+def _reply(bound: Prepared, result: Result, coding: str, check: Check) -> tuple[Headers, list[Buffer]]:
     """The picture of a result, with this Content-Encoding."""
     spec = figure_spec(bound.request, bound.layer.spec)
     metadata = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}
     picture = draw(compose(spec, result.tensors, metadata), spec, check)
     media_type = next(media for media, format in PICTURES.items() if format == spec.format)
-    encoded = Encoded(((b"content-type", media_type.encode()),), [picture])
-    return compress(encoded, coding) if coding and spec.format != "png" else encoded  # PNG is compressed already
+    headers: Headers = ((b"content-type", media_type.encode()),)
+    return compress(headers, [picture], coding) if coding and spec.format != "png" else (headers, [picture])  # PNG is compressed already
 
 
 def _start() -> None:

@@ -17,7 +17,7 @@ from attend.checkpoints.families import COMPOSITES, FAMILIES
 from attend.checkpoints.model import SECTIONS
 from attend.errors import InvalidRequest
 from attend.heads.circuits import CircuitsOperation, require_circuits
-from attend.serving.binding import ATTEND, BoundCall
+from attend.serving.binding import ATTEND, Prepared
 from attend.serving.calls import make_call
 from attend.serving.cost import predict_circuits
 from attend.serving.layers.files import (
@@ -96,7 +96,7 @@ async def layer_circuits(service: Service, name: str, raw: RawRequest) -> str:
     step = max(1, CIRCUITS_OPERATIONS // of_head.operations)
     for first in range(0, layer.spec.num_heads, step):
         heads = range(first, min(first + step, layer.spec.num_heads))
-        bound = BoundCall(ATTEND, request, layer, call, predict_circuits(layer.spec, len(heads)), CircuitsOperation(heads))
+        bound = Prepared(ATTEND, request, layer, call, predict_circuits(layer.spec, len(heads)), CircuitsOperation(heads))
         results.append((await engine.scheduler.submit(bound, raw)).result)
     return await engine.run_by_size(raw, cost.reply_bytes, _circuits_text, layer, results)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from attend.errors import AttendError
 from attend.serving.admission import Admission, ServingLimits
-from attend.serving.binding import ATTEND, BoundCall
+from attend.serving.binding import ATTEND, Prepared
 from attend.serving.calls import make_call
 from attend.serving.cost import predict
 from attend.serving.executor import Outcome
@@ -78,7 +78,7 @@ class Probe:
 
     async def _submit_zeros(self, layer: LoadedLayer, length: int) -> Outcome:
         request = zeros(layer, length)
-        bound = BoundCall(ATTEND, request, layer, make_call(request, layer.spec), predict(request, layer.spec))
+        bound = Prepared(ATTEND, request, layer, make_call(request, layer.spec), predict(request, layer.spec))
         return await self.scheduler.submit(bound, RawRequest(b""))
 
 

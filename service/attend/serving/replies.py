@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 from attend.attention.call import Result
-from attend.serving.binding import BoundCall, refuse_fully_masked
+from attend.serving.binding import Prepared, refuse_fully_masked
 from attend.serving.requests import RawRequest
-from attend.wire.codec import Buffer, Decoded, Encoded
+from attend.wire.codec import Buffer, Decoded, Headers
 from attend.wire.compression import pack
 
 MANY_PIECES = 16  # of a reply: fewer are sent as they are, so that binary tensors are not copied
 PIECE_BYTES = 1 << 16  # of what short pieces are joined to
 
 
-def encode_reply(bound: BoundCall, result: Result, decoded: Decoded, raw: RawRequest) -> Encoded:
+def encode_reply(bound: Prepared, result: Result, decoded: Decoded, raw: RawRequest) -> tuple[Headers, list[Buffer]]:
     """Headers and bytes of the reply.
 
     Raises InvalidRequest for non-finite numbers, for fully masked rows if the request asks for an error, and what `build_reply` raises.
@@ -20,14 +20,14 @@ def encode_reply(bound: BoundCall, result: Result, decoded: Decoded, raw: RawReq
     if result.fully_masked is not None:
         refuse_fully_masked(bound, result)
     reply = bound.binding.build_reply(bound, result)
-    encoded = raw.reply_codec.encode(reply, bound.request.reply, decoded.reply_format)
-    return compress(encoded, raw.reply_coding) if raw.reply_coding else Encoded(encoded.headers, joined(encoded.pieces))
+    headers, pieces = raw.reply_codec.encode(reply, bound.request.reply, decoded.reply_format)
+    if raw.reply_coding:
+        return compress(headers, pieces, raw.reply_coding)
+    return headers, pieces if len(pieces) < MANY_PIECES else joined(pieces)
 
 
 def joined(pieces: Sequence[Buffer]) -> list[Buffer]:
     """The same bytes, with short pieces joined: the event loop sends each piece by itself, and a reply of thousands of tensors has many."""
-    if len(pieces) < MANY_PIECES:
-        return list(pieces)
     whole: list[Buffer] = []
     some: list[Buffer] = []  # what the next piece has so far
     size = 0
@@ -40,6 +40,6 @@ def joined(pieces: Sequence[Buffer]) -> list[Buffer]:
     return [*whole, b"".join(some)]
 
 
-def compress(encoded: Encoded, coding: str) -> Encoded:
+def compress(headers: Headers, pieces: Sequence[Buffer], coding: str) -> tuple[Headers, list[Buffer]]:
     """The reply with this Content-Encoding."""
-    return Encoded((*encoded.headers, (b"content-encoding", coding.encode())), pack(encoded.pieces, coding))
+    return (*headers, (b"content-encoding", coding.encode())), pack(pieces, coding)

@@ -29,7 +29,7 @@ import torch
 
 from attend.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
 from attend.serving.batching import BatchLimits, Entry, form_batch
-from attend.serving.binding import BoundCall
+from attend.serving.binding import Prepared
 from attend.serving.executor import Outcome, Outcomes, compute
 from attend.serving.faults import error_of_batch
 from attend.serving.metrics import Metrics
@@ -119,8 +119,8 @@ class Scheduler:
         """Whole seconds until the queue is empty if no calls arrive; at least 1."""
         return max(1, round(self.backlog))
 
-    async def submit(self, bound: BoundCall, raw: RawRequest) -> Outcome:
-        """Compute a bound call of a request and return its outcome.
+    async def submit(self, bound: Prepared, raw: RawRequest) -> Outcome:
+        """Compute a prepared request and return its outcome.
 
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
         """
@@ -133,7 +133,7 @@ class Scheduler:
         finally:
             del entry  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
 
-    def computes_inline(self, bound: BoundCall) -> bool:
+    def computes_inline(self, bound: Prepared) -> bool:
         """Whether a call is computed on the event loop at once, alone."""
         # a reproducible call may wait for the one thread that computes such calls, and the first gradient loads modules of torch
         may_be_inline = bound.operation.is_one_pass and not bound.call.options.reproducible and bound.call.output_gradient is None

@@ -20,7 +20,7 @@ from attend.attention.masks import Masks
 from attend.attention.numerics import matmul_precision
 from attend.errors import DeadlinePassed, LayerConflict
 from attend.serving.admission import cost_of_part
-from attend.serving.binding import BoundCall
+from attend.serving.binding import Prepared
 from attend.serving.codec_pool import CodecPool
 from attend.serving.cost import Cost
 from attend.serving.executor import Execution, Outcome
@@ -38,7 +38,7 @@ class Shards(Protocol):
         ...
 
 
-async def compute_in_shards(shards: Shards, bound: BoundCall, raw: RawRequest, clock: Callable[[], float], codecs: CodecPool) -> Outcome:
+async def compute_in_shards(shards: Shards, bound: Prepared, raw: RawRequest, clock: Callable[[], float], codecs: CodecPool) -> Outcome:
     """Compute a call in parts on all shards. Raises DeadlinePassed, and what `Shards.compute` raises."""
     started, parts = clock(), split_call(bound.call, shards.count)
     try:

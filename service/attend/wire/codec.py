@@ -62,13 +62,6 @@ class Reply:
                 yield name, tensor
 
 
-class Encoded(NamedTuple):
-    """A reply: the headers that describe its bytes, and the bytes in pieces."""
-
-    headers: Headers
-    pieces: list[Buffer]
-
-
 class Codec(ABC):
     """One format of bodies."""
 
@@ -86,5 +79,8 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any) -> Encoded:
-        """Encodes a reply. Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error"."""
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any) -> tuple[Headers, list[Buffer]]:
+        """The headers that describe the bytes of a reply, and the bytes in pieces.
+
+        Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error".
+        """

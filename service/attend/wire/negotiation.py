@@ -7,7 +7,7 @@ from typing import Any, Literal
 from attend.axes import Kind
 from attend.errors import NotAcceptable, UnsupportedMediaType
 from attend.wire import safetensors
-from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
+from attend.wire.codec import Buffer, Codec, Decoded, Headers, Reply
 from attend.wire.json import reader as json_reader
 from attend.wire.json.writer import encode_json
 from attend.wire.limits import WireLimits
@@ -41,8 +41,8 @@ class AttendCodec(Codec):
     ) -> Decoded:
         return Decoded(self.parse(body, kinds, limits, shapes_alone), reply_format=parameters)
 
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
-        return Encoded(self.headers, self.write(reply, options))
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> tuple[Headers, list[Buffer]]:
+        return self.headers, self.write(reply, options)
 
 
 CODECS: dict[str, Codec] = {  # in order of preference

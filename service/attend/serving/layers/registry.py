@@ -15,8 +15,8 @@ from attend.checkpoints.reader import biases_of
 from attend.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, did_you_mean, pointer
 from attend.serving.admission import ServingLimits
 from attend.serving.casting import aligned, cast, numpy_of
+from attend.serving.prepared_cache import PreparedCache
 from attend.serving.rounding import score_deviation
-from attend.serving.validation_cache import ValidationCache
 from attend.spec import LayerSpec, fingerprint
 from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
@@ -38,7 +38,7 @@ class LoadedLayer:
     attention: MultiHeadAttention
     score_deviation: float = 1.0  # standard deviation of its scores before scale, for inputs of unit variance
     origin: str | None = None  # where the weights are from, if that is known
-    validated: ValidationCache = field(default_factory=ValidationCache, compare=False, repr=False)
+    prepared: PreparedCache = field(default_factory=PreparedCache, compare=False, repr=False)
 
     def arrays(self) -> dict[str, Array]:
         """The weights by canonical name, on the CPU."""

@@ -14,12 +14,12 @@ from attend.attention.masks import Masks
 from attend.axes import MASKS, OTHERS, OUTPUTS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
-from attend.serving.binding import Binding, BoundCall
+from attend.serving.binding import Binding, Prepared
 from attend.serving.calls import call_options, field_tensor, input_tensors, make_call
 from attend.serving.cost import predict_call, reply_contents
+from attend.serving.prepared_cache import cache_key
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import KEY_ROWS, SEQUENCE_LENGTHS, given, new_rows, require_rows, widths_of_rows, with_all_keys
-from attend.serving.validation_cache import CachedValidation, cache_key
 from attend.spec import LayerSpec
 from attend.wire.codec import Decoded
 from attend.wire.problems import unknown_field, validate
@@ -35,8 +35,8 @@ class StepBinding(Binding[AttendRequest]):
 
     in_shards = False  # it is computed where its cache is
 
-    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> BoundCall:
-        """The bound call. The validation result of an earlier step is reused if only numbers and the session's length differ.
+    def bind_to_session(self, session: Session, decoded: Decoded, admission: Admission) -> Prepared:
+        """The prepared step. An earlier prepared step is reused if only numbers and the session's length differ.
 
         Raises InvalidRequest, LengthMismatch, SessionConflict, or TooLarge for a cost or length beyond the limits.
         """
@@ -45,7 +45,7 @@ class StepBinding(Binding[AttendRequest]):
             del members["layer"]  # the model of the sequence, which is the layer of the session
         step = _options(members, session)
         key = _cache_key(members, step, spec)
-        cached = None if key is None else layer.validated.get(key)
+        cached = None if key is None else layer.prepared.get(key)
         if cached is None:
             rows = new_rows(members, layer, step.append)
             stop = _length_after(members, step, session)
@@ -62,14 +62,14 @@ class StepBinding(Binding[AttendRequest]):
         inputs = (query, appended[0], appended[1])
         if cached is None:
             call = _with_new_rows(make_call(request, spec, inputs), members, rows, step.append, spec)
-            if key is not None:
-                layer.validated.keep(key, CachedValidation(request, call.options, call.masks, cost, False, {}))
+            if key is not None and (same := Prepared(self, request, layer, call, cost).without_numbers()) is not None:
+                layer.prepared.keep(key, same)
         else:
             call = Call(options, *inputs, _at_length(cached.masks, session.length, stop))
         require_rows(session, call)
         operation = CachedStep(session.cache, session.length)
         log_fields = self.log_fields(request, layer, call, cost)
-        return BoundCall(self, request, layer, call, cost, operation, log_fields=log_fields, session=session)
+        return Prepared(self, request, layer, call, cost, operation, log_fields=log_fields, session=session)
 
     def check(self, request: AttendRequest, spec: LayerSpec) -> None:
         """Raises InvalidRequest also for outputs that depend on the inputs of earlier calls, which a session does not keep."""

@@ -38,6 +38,12 @@ def encode_json(reply: Reply, options: ReplyOptions) -> list[Buffer]:
         if isinstance(tensor, dict):
             pieces += write_json({part: _tensor(f"{name}.{part}", array, reply.datatype, options) for part, array in tensor.items()})
         else:
+            array, nonfinite = wire_array(name, tensor, reply.datatype, options.nonfinite)
+            if nonfinite is None and options.form == "nested" and 0 < array.size <= NUMBERS_PER_PIECE:
+                text = numbers.write(array, options.decimals)  # of most replies
+                if text is not None:
+                    pieces.append(text)
+                    continue
             value = _tensor(name, tensor, reply.datatype, options)
             pieces += value if isinstance(value, JsonText) else write_json(value)
     if reply.session is not None:

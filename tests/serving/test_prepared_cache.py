@@ -1,4 +1,4 @@
-"""The validation cache never changes a result: an engine with a cache against one without."""
+"""The cache of prepared requests never changes a result: an engine with a cache against one without."""
 
 import sys
 from dataclasses import fields
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from attend.errors import AttendError, InvalidRequest
 from attend.serving.admission import ServingLimits
-from attend.serving.binding import ATTEND, BoundCall
+from attend.serving.binding import ATTEND, Prepared
 from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry
+from attend.serving.prepared_cache import MAX_KEY_CHARACTERS, MAX_REQUESTS, PreparedCache, cache_key
 from attend.serving.requests import RawRequest
 from attend.serving.service import ServiceOptions, open_service
-from attend.serving.validation_cache import MAX_KEY_CHARACTERS, MAX_RESULTS, CachedValidation, ValidationCache, cache_key
 from attend.spec import LayerSpec
 
 SPECS = {"default": LayerSpec(d_model=6, num_heads=2, seed=3), "half": LayerSpec(d_model=6, num_heads=3, dtype="float16")}
@@ -56,7 +56,7 @@ def engine() -> Engine:
     return Engine(registry, SERVICE.scheduler, SERVICE.metrics, SERVICE.statistics, SERVICE.wire_limits, SERVICE.limits)
 
 
-def bind(engine: Engine, body: dict[str, Any]) -> BoundCall:
+def bind(engine: Engine, body: dict[str, Any]) -> Prepared:
     return engine.decode_and_bind(RawRequest(orjson.dumps(body)), ATTEND)[1]
 
 
@@ -100,7 +100,7 @@ def test_a_cached_request_gives_the_same_call_or_refusal_as_an_uncached_one(body
     assert outcome(REMEMBERING, body) == anew  # from the cache
 
 
-def bound_twice(*bodies: dict[str, Any]) -> tuple[BoundCall, BoundCall]:
+def bound_twice(*bodies: dict[str, Any]) -> tuple[Prepared, Prepared]:
     remembering = engine()
     first, second = (bind(remembering, body) for body in bodies)
     return first, second
@@ -131,21 +131,20 @@ def test_requests_whose_masks_differ_are_validated_once_and_have_their_own() -> 
 
 def test_the_cache_is_bounded_and_keeps_no_numbers() -> None:
     remembering = engine()
-    for n in range(1, MAX_RESULTS + 20):
+    for n in range(1, MAX_REQUESTS + 20):
         bind(remembering, {"query": np.ones((n, 2, 6)).tolist(), "outputs": ["output"]})
-    assert len(remembering.registry.find("default").validated) == MAX_RESULTS
-    again = bind(remembering, {"query": np.ones((MAX_RESULTS + 19, 2, 6)).tolist(), "outputs": ["output"]})
+    assert len(remembering.registry.find("default").prepared) == MAX_REQUESTS
+    again = bind(remembering, {"query": np.ones((MAX_REQUESTS + 19, 2, 6)).tolist(), "outputs": ["output"]})
     assert again.request.query.strides == (0, 0, 0)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same shape", "another shape"])
 def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
     """A second insertion runs completely between any two bytecode instructions of the first, as in another thread."""
-    bound = bind(engine(), {"query": np.ones((1, 2, 6)).tolist()})
-    validated = CachedValidation(bound.request, bound.call.options, bound.call.masks, bound.cost, bound.in_parts, bound.log_fields)
-    code = ValidationCache.keep.__code__
+    prepared = bind(engine(), {"query": np.ones((1, 2, 6)).tolist()}).without_numbers()
+    code = PreparedCache.keep.__code__
     instructions = place = 0
-    cache = ValidationCache()
+    cache = PreparedCache()
 
     def interrupt(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal instructions
@@ -153,26 +152,26 @@ def test_concurrent_insertions_leave_the_cache_consistent(same: bool) -> None:
         if frame.f_code is code and event == "opcode":
             instructions += 1
             if instructions == place:
-                cache.keep("first" if same else "second", validated)
+                cache.keep("first" if same else "second", object())
         return interrupt
 
     before, most = sys.gettrace(), 1
     while place < most:
-        place, instructions, cache = place + 1, 0, ValidationCache()
-        for number in range(MAX_RESULTS):
-            cache.keep(number, validated)
+        place, instructions, cache = place + 1, 0, PreparedCache()
+        for number in range(MAX_REQUESTS):
+            cache.keep(number, object())
         sys.settrace(interrupt)
         try:
-            cache.keep("first", validated)
+            cache.keep("first", prepared)
         finally:
             sys.settrace(before)
         most = instructions
-        assert cache.get("first") is not None and len(cache) == MAX_RESULTS
-        for number in range(MAX_RESULTS):
-            cache.keep(("later", number), validated)
-        assert all(cache.get(("later", number)) is not None for number in range(MAX_RESULTS))
-        assert len(cache) == MAX_RESULTS, f"an entry remained at instruction {place}"
-    assert most > 50
+        assert cache.get("first") is not None and len(cache) == MAX_REQUESTS
+        for number in range(MAX_REQUESTS):
+            cache.keep(("later", number), object())
+        assert all(cache.get(("later", number)) is not None for number in range(MAX_REQUESTS))
+        assert len(cache) == MAX_REQUESTS, f"an entry remained at instruction {place}"
+    assert most > 30
 
 
 def test_requests_with_long_plain_fields_are_not_cached() -> None:
@@ -189,7 +188,7 @@ def test_requests_with_long_plain_fields_are_not_cached() -> None:
 def test_a_cached_short_call_gives_the_result_of_the_first(batch: tuple[int, ...], largest: float) -> None:
     query = (largest * np.random.default_rng(3).standard_normal((*batch, 3, 6))).tolist()
 
-    def computed(bound: BoundCall) -> dict[str, torch.Tensor]:
+    def computed(bound: Prepared) -> dict[str, torch.Tensor]:
         attention = bound.layer.attention
         return bound.operation.run(attention, bound.call).tensors
 
