@@ -19,7 +19,7 @@ from attend.check.candidate import Candidate, load_candidate, prepare
 from attend.check.cases import CheckCase, Group, lengths_for
 from attend.check.convention import make_convention
 from attend.check.divergence import Divergence, FirstWrongStep, first_wrong_step
-from attend.check.explanation import Explanation, Observation, OtherSizes, explain
+from attend.check.explanation import Explanation, Observation, OtherSizes, explain, explain_in_turn
 from attend.check.gradients import compare_gradients
 from attend.check.lengths import LONGEST
 from attend.check.low_precision import HALF
@@ -30,7 +30,7 @@ from attend.check.trial import try_conventions
 from attend.spec import LayerSpec
 
 NOT_FINITE = "no number is finite: a row may have no key that is not blocked, exp may overflow, or a number is divided by 0"
-UNEXPLAINED = "no known mistake gives these numbers, nor do any two together"
+UNEXPLAINED = "no known mistake gives these numbers"
 CHANGING = "a second call with the same inputs returns other numbers: dropout is active, or a call leaves something behind for the next one"
 AXES = {
     "output": ("item", "query", "number"),
@@ -380,6 +380,9 @@ def _explained(
         return (replace(_disagreement(wrong[0], Explanation()), hint=_words([x.wrong for x in wrong])),)
     if explanation := explain([x.observation for x in compared], further, parts, elsewhere):
         return (_disagreement(wrong[0], explanation),)
+    in_turn = explain_in_turn([x.observation for x in compared if x.has_shapes], further, elsewhere())
+    if in_turn and (masked := [x for x in wrong if not x.observation.is_unmasked]):
+        return tuple(_disagreement(x, explanation) for x, explanation in zip((wrong[0], masked[0]), in_turn, strict=True))
     shaped, misshaped = ([x for x in wrong if x.has_shapes == has_shapes] for has_shapes in (True, False))
     if shaped and misshaped:
         explanation = explain([x.observation for x in compared if x.has_shapes], further, elsewhere=elsewhere)

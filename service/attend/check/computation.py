@@ -52,11 +52,6 @@ class Expected:
         rows = [slice(0, n) for n in got.shape]  # it may have fewer queries
         return root_mean_square(got - self.outputs[name][tuple(rows)])
 
-    def right_rows(self, name: str, got: Array) -> Array:
-        """The rows of queries in which an output of this shape has these numbers: bool [q]."""
-        near = _near(got, self.outputs[name], self.tolerances[name])
-        return np.asarray(near.all(axis=(0, 2)) if name == "output" else near.all(axis=(*range(near.ndim - 2), near.ndim - 1)))
-
     @property
     def is_vague(self) -> bool:
         """Whether roundings may change the numbers of an output so much that hardly any are excluded."""

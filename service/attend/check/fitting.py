@@ -29,19 +29,6 @@ def fitted_scale(right: Computation, results: Mapping[str, Array]) -> tuple[str,
     return None
 
 
-def scale_fitted_to_few(parts: Iterator[tuple[Computation, Array]]) -> tuple[str, Mistake] | None:
-    """As `fitted_scale`, to the output of the first of some small computations that depends on the factor.
-
-    It soon returns None where no factor gives it, so that hundreds of computations can be tried.
-    """
-    for near, output in parts:
-        error, expected = _error_of_scale(near, output), near.spec.scale
-        if abs(expected) > SMALLEST and np.abs(error(expected) - error(2 * expected)).max() > 1e-3 * np.abs(output).max():
-            factor = _zero_of(error, abs(expected), float(np.abs(output).max()))
-            return None if factor is None else _other_scale(factor, expected, near.dtype)
-    return None
-
-
 def _error_of_scale(c: Computation, output: Array) -> Callable[[float], Array]:
     """The error of the output as a function of the factor on the scores, 0 where it is not finite."""
 
