@@ -604,7 +604,7 @@ def test_the_report_shows_a_mistake_and_a_later_exception():
         return Wrong.forward(self, query, key, value, None if mask is None else mask.view(7, 7))
 
     changed = {"scale": lambda self, s: s, "forward": forward}
-    report = str(compare(type("Wrong", (Wrong,), changed), mask_means="attend"))
+    report = str(compare(type("Wrong", (Wrong,), changed), mask_means="attend", mask_shape="q,k"))
     assert "first disagreement: no mask, output" in report
     assert "also disagreement: mask, output: expected a result, got RuntimeError" in report
 
