@@ -462,7 +462,7 @@ def test_bias_broadcasts_from_all_accepted_shapes(cross: Callable[..., dict[str,
 
 def test_reproducible_calls_are_computed_alone_bit_for_bit() -> None:
     """Each is a batch of its own; the same calls without the flag share a batch."""
-    query = np.random.default_rng(621).standard_normal((2, 37, 64)).tolist()
+    query = np.random.default_rng(621).standard_normal((2, 211, 64)).tolist()
     with collecting_server(64) as (url, collect), httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(3) as threads:
 
         def attend(reproducible: bool) -> dict[str, Any]:

@@ -227,7 +227,7 @@ class Plot:
         bar = self.figure.colorbar(ScalarMappable(self.norm, self.map), cax=self._axes(area), format="{x:.3g}", ticks=ticks)
         self.colour_bars.append(bar)
         assert bar.solids is not None
-        bar.solids.set(rasterized=False, gid="cells-bar")  # matplotlib would clear a bitmap of the whole picture for it, without a pause
+        bar.solids.set(rasterized=False, gid="colour-bar")  # matplotlib would clear a bitmap of the whole picture for it, without a pause
         bar.outline.set_visible(False)
         bar.minorticks_off()
         bar.ax.tick_params(length=4 * PIXEL, pad=3 * PIXEL, labelsize=NOTE * PIXEL)
