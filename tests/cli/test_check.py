@@ -388,9 +388,9 @@ def test_the_exception_of_a_module_is_shown(package):
 
 
 def test_the_options_reach_the_comparison(package):
-    """With a wrong option, the same module disagrees in another way."""
+    """With a wrong option, the same module leaves the reference at another step."""
     shown = check_module(package, "--module", "theirs:Unscaled", "--with", "orientation=out,in").stdout.decode()
-    assert "every matrix is applied the other way round" in shown
+    assert "first wrong step: project_query" in shown
 
 
 @pytest.mark.parametrize(

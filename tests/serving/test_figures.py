@@ -162,5 +162,8 @@ def test_rule_12_a_picture_of_many_heads_begins_no_full_garbage_collection():
         return left
 
     assert asyncio.run(scenario()) == 0
+    for thread in threading.enumerate():
+        if thread.name.startswith("drawing"):
+            thread.join()  # it restores the thresholds after it has answered
     assert set(generations) == {0, 1}
     assert gc.get_threshold()[2] < 1000

@@ -92,7 +92,8 @@ class _Trial:
                 fits = True
                 yield from _axes(self.prepare(reading), reading)
         if not fits:
-            raise refused[0]
+            first, *_ = refused
+            raise first
 
     def _expanded(self, convention: Convention) -> Iterator[Convention | ValueError]:
         """The convention with each value of what is ambiguous; an error instead of one that fits no candidate."""
