@@ -4,26 +4,22 @@ import dataclasses
 from typing import get_args
 
 from attend.attention.call import Call
-from attend.attention.operators import OPERATORS
-from attend.axes import CALL_TENSORS, OUTPUTS, TENSOR_FIELDS, outputs_from
+from attend.axes import CALL_TENSORS, TENSOR_FIELDS
+from attend.spec import LayerSpec
 from attend.wire.schemas.analysis import AnalysisRequest
-from attend.wire.schemas.attend import AttendReply, AttendRequest, BySequence, Output
+from attend.wire.schemas.attend import AttendReply, AttendRequest, BySequence
+
+LATENT = {"key_value_rank": 3, "rope_key_dim": 2}
+INDEXER = {"num_heads": 2, "head_dim": 3, "top_k": 2}
 
 
-def test_every_output_has_one_row_in_the_order_of_the_schemas() -> None:
-    assert get_args(Output) == tuple(OUTPUTS) == tuple(AttendReply.model_fields)[2:]
-
-
-def test_operators_make_the_outputs_of_which_the_table_says_so() -> None:
-    own = [name for operator in OPERATORS for name in operator.own_outputs]
-    assert sorted(own) == sorted(outputs_from("operator"))
-
-
-def test_outputs_with_an_axis_of_queries_and_one_of_keys_may_be_given_for_each_sequence() -> None:
-    fields = AttendReply.model_fields
-    assert {name for name, field in fields.items() if BySequence in get_args(field.annotation)} == {
-        name for name, output in OUTPUTS.items() if output.by_sequence
-    }
+def test_outputs_that_the_schema_describes_are_values_of_programs_with_the_axes_that_it_says() -> None:
+    """Those with an axis of queries and one of keys may be given for each sequence."""
+    specs = [LayerSpec.model_validate({"d_model": 8, "num_heads": 2, **part}) for part in ({}, {"latent": LATENT}, {"indexer": INDEXER})]
+    every = {name: value for spec in reversed(specs) for name, value in spec.every_output.items()}
+    for name, field in [*AttendReply.model_fields.items()][2:]:
+        assert (field.description or "").startswith(f"[{','.join(every[name].output_axes)}]"), name
+        assert (BySequence in get_args(field.annotation)) == every[name].by_sequence
 
 
 def test_every_tensor_of_a_request_has_a_row_whose_elements_are_those_of_its_schema() -> None:

@@ -4,8 +4,7 @@ By TENSOR_FIELDS requests are checked (`wire/shapes.py`), compared with their la
 (`serving/binding.py`), bound to sessions (`serving/sessions/`), turned into calls (`serving/calls.py`, `attention/call.py`),
 described in the OpenAPI document and under /v2, and given a batch axis in the reference.
 
-By OUTPUTS the shapes of replies are predicted (`serving/cost.py`), calls computed (`attention/call.py`), several sequences in one query put
-together, and outputs described in the OpenAPI document and under /v2.
+The outputs of a layer are the values of its program (`outputs_of` in `attention/program.py`), and the gradients that are declared here.
 
 b batch items, h heads, q queries, k keys, n rows of query and key alike; query_dim and the like are widths of the layer. A request whose
 query has no batch axis has none in any tensor.
@@ -153,58 +152,9 @@ OF_ANALYSES = {"direction": TensorField("b,q,output_dim")}
 TENSOR_FIELDS: Mapping[str, TensorField] = INPUTS | MASKS | LENGTHS | OTHERS | OF_ANALYSES
 CALL_TENSORS = {field.tensor or name: field for name, field in OTHERS.items()}  # by their names in `Call`
 
-Source = Literal["projections", "scores", "heads", "operator", "gradients"]
-
-
-@dataclass(frozen=True)
-class OutputTensor:
-    """An output: its axes, such as `b,h,q,k`, what it is computed from, and its V2 datatype, "" for that of the reply.
-
-    Layers have an output of an operator if they have the operator; its other axes are fields of the operator's part of the spec.
-    """
-
-    text: str
-    source: Source
-    datatype: str = ""
-    minus_infinity: bool = False  # whether -inf is a value of it
-
-    @cached_property
-    def axes(self) -> Shape:
-        return tuple(self.text.split(","))
-
-    @property
-    def by_sequence(self) -> bool:
-        """Whether each of several sequences in one query has its own, since it has an axis of queries and one of keys."""
-        return "q" in self.axes and "k" in self.axes
-
-    @property
-    def row_axis(self) -> int:
-        """The axis of queries, or else of keys, counted from the end."""
-        return (self.axes.index("q") if "q" in self.axes else self.axes.index("k")) - len(self.axes)
-
-    def __str__(self) -> str:
-        return f"[{self.text}]" + f", of datatype {self.datatype}" * bool(self.datatype)
-
-
-OUTPUTS: Mapping[str, OutputTensor] = {
-    "output": OutputTensor("b,q,output_dim", "heads"),
-    "attention_weights": OutputTensor("b,h,q,k", "scores"),
-    "scores": OutputTensor("b,h,q,k", "scores", minus_infinity=True),
-    "log_sum_exp": OutputTensor("b,h,q", "scores", minus_infinity=True),
-    "query_projection": OutputTensor("b,h,q,head_dim", "projections"),
-    "key_projection": OutputTensor("b,kv heads,k,head_dim", "projections"),
-    "value_projection": OutputTensor("b,kv heads,k,value_head_dim", "projections"),
-    "head_outputs": OutputTensor("b,h,q,value_head_dim", "heads"),
-    "concatenated": OutputTensor("b,q,h * value_head_dim", "heads"),
-    "indexer_mask": OutputTensor("b,q,k", "operator", "BOOL"),
-    "latent": OutputTensor("b,k,key_value_rank", "operator"),
-    "rope_key": OutputTensor("b,k,rope_key_dim", "operator"),
-    "query_gradient": OutputTensor("b,q,query_dim", "gradients"),
-    "key_gradient": OutputTensor("b,k,key_dim", "gradients"),
-    "value_gradient": OutputTensor("b,k,value_dim", "gradients"),
+GRADIENTS: Mapping[str, str] = {  # outputs that are no value of a program -> their axes
+    "query_gradient": "b,q,query_dim",
+    "key_gradient": "b,k,key_dim",
+    "value_gradient": "b,k,value_dim",
 }
-
-
-def outputs_from(source: Source) -> tuple[str, ...]:
-    """The names of the outputs that are computed from this."""
-    return tuple(name for name, output in OUTPUTS.items() if output.source == source)
+MINUS_INFINITY = frozenset({"scores", "log_sum_exp", "score_bias"})  # outputs of which -inf is a value

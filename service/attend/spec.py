@@ -16,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from attend.attention.operators import OPERATORS, OperatorFields, num_softmaxes
 from attend.attention.operators.declarations import Coordinates, Extent, Interval
 from attend.attention.operators.operator import Operator
-from attend.attention.program import SINGLE, Program, program_of
+from attend.attention.operators.step import Value
+from attend.attention.program import OPTIONAL, SINGLE, Program, outputs_of, program_of
+from attend.axes import GRADIENTS
 from attend.spec_parts import PROJECTIONS, WHOLE, Biases, field_error, whole
 from attend.tensors import Array, datatype_of, raw
 
@@ -201,16 +203,9 @@ class LayerSpec(OperatorFields):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with other values of some fields, which are not validated. What is derived from them is derived again."""
         copied = super().model_copy(update=update, deep=deep)
-        for name in (
-            "operators",
-            "all_operators",
-            "program",
-            "signed_weights",
-            "splits_over_keys",
-            "undefined_outputs",
-            "undefined_options",
-        ):
-            copied.__dict__.pop(name, None)
+        for name, attribute in vars(LayerSpec).items():
+            if isinstance(attribute, cached_property):
+                copied.__dict__.pop(name, None)
         return copied
 
     @property
@@ -284,16 +279,25 @@ class LayerSpec(OperatorFields):
         """Whether results depend on keys that are masked for every query: they are neither left out of calls nor freed in caches."""
         return any(step.expands and step.all_keys for step in self.program)
 
+    def outputs(self, features: Collection[str] = ()) -> Mapping[str, Value]:
+        """What calls with these features beside the layer's own may ask for, gradients aside, with the axes of each output."""
+        return outputs_of(self, frozenset({*self.features, *features}))
+
     @cached_property
-    def undefined_outputs(self) -> dict[str, str]:
-        """Outputs that the layer does not have -> why."""
-        undefined = {
-            name: f"which has no {operator.field}"
-            for operator in OPERATORS
-            if operator not in self.operators
-            for name in operator.own_outputs
-        }
-        return undefined | {name: reason for operator in self.operators for name, reason in operator.undefined_outputs(self).items()}
+    def every_output(self) -> Mapping[str, Value]:
+        """Every output that some call may ask for."""
+        return {**self.outputs(OPTIONAL), **{name: Value(axes) for name, axes in GRADIENTS.items()}}
+
+    def output_shape(self, name: str, b: int, q: int, k: int) -> tuple[int, ...]:
+        """The shape of an output for b items of q queries and k keys, -1 for unknown numbers, without a selection."""
+        lengths = {"b": b, "q": q, "k": k}
+
+        def length(axis: str) -> int:
+            whole, _, divisor = axis.partition(" / ")
+            n = lengths[whole] if whole in lengths else self.length_of(whole)
+            return n if n < 0 or not divisor else -(-n // self.length_of(divisor))
+
+        return tuple(map(length, self.every_output[name].output_axes))
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every weight. A projection is applied as `x @ W.T + b`, so W is [out, in]."""
@@ -311,9 +315,11 @@ class LayerSpec(OperatorFields):
 
     def length_of(self, axis: str) -> int:
         """The length of an axis of a value that does not depend on the call, such as `h`, `head_dim` or a width of an operator."""
-        fixed = {"h": self.num_heads, "kv heads": self.num_kv_heads, "h * value_head_dim": self.concatenated_dim}
+        fixed = {"h": self.num_heads, "kv heads": self.num_kv_heads}
         if axis.isdigit():
             return int(axis)
+        if " * " in axis:
+            return math.prod(map(self.length_of, axis.split(" * ")))
         parts = (self, *(getattr(self, operator.field) for operator in self.operators))
         return fixed[axis] if axis in fixed else next(int(getattr(part, axis)) for part in parts if hasattr(part, axis))
 

@@ -21,7 +21,7 @@ from attend.attention.layer import MultiHeadAttention
 from attend.attention.reference import forward
 from attend.attention.reference.forward import Outputs
 from attend.check.random_cases import LAYER_FEATURES, REQUEST_FEATURES, Case, random_case
-from attend.cli.server_check import compare_reply, largest_score, outputs_of, with_roundings
+from attend.cli.server_check import compare_reply, compared_outputs, largest_score, with_roundings
 from attend.client import Client
 from attend.spec import Init, LayerSpec
 from support.cases import weights_of
@@ -281,7 +281,7 @@ def test_any_layer_agrees_with_the_reference(client: Client, dtype: str | None, 
     weights = weights_of(case)
     exact, rounded = forward.attend(case.spec, weights, **case.request), with_roundings(case, weights)
 
-    result = client.attend(**case.request, layer="operator", outputs=outputs_of(case.spec))
+    result = client.attend(**case.request, layer="operator", outputs=compared_outputs(case.spec))
     alone = client.attend(**case.request, layer="operator", outputs=["output"])
 
     for reply in (result, {**result, "output": alone["output"]}):

@@ -23,7 +23,7 @@ from attend.check.convention import option_table
 from attend.check.low_precision import HALF
 from attend.check.random_cases import random_case
 from attend.check.rounding import RoundedLayer
-from attend.cli.server_check import OUTPUTS, compare_output, compare_reply, draw_case, outputs_of, with_roundings
+from attend.cli.server_check import OUTPUTS, compare_output, compare_reply, compared_outputs, draw_case, with_roundings
 from attend.cli.terminal import progress_line
 from attend.spec import DType, LayerSpec
 from attend.tensors import datatype_of
@@ -61,7 +61,9 @@ def test_the_check_of_a_server_prints_json(server):
     printed = json.loads(done.stdout)
     assert done.returncode == 0 and set(printed) == {"agrees", "cases", "seed", "outputs"}
     assert (printed["agrees"], printed["cases"], printed["seed"]) == (True, 3, 3)
-    assert {row["output"] for row in printed["outputs"]} == {name for number in range(3) for name in outputs_of(draw_case(3, number).spec)}
+    assert {row["output"] for row in printed["outputs"]} == {
+        name for number in range(3) for name in compared_outputs(draw_case(3, number).spec)
+    }
     assert all(row["agrees"] and row["error"] <= row["allowed"] and 0 <= row["case"] < 3 for row in printed["outputs"])
 
 
@@ -162,7 +164,7 @@ def test_other_weights_are_detected(relay, server, monkeypatch):
 def has_numbers(case):
     """Whether every output of a case has a finite number."""
     outputs = attend(case.spec, weights_of(case), **case.request)
-    return all(np.isfinite(getattr(outputs, name)).any() for name in outputs_of(case.spec))
+    return all(np.isfinite(getattr(outputs, name)).any() for name in compared_outputs(case.spec))
 
 
 @pytest.mark.parametrize("dtype", get_args(DType))
@@ -172,7 +174,7 @@ def test_every_output_is_compared(dtype):
     weights = weights_of(case)
     reference, rounded = attend(case.spec, weights, **case.request), with_roundings(case, weights)
     masked = reference.fully_masked_rows
-    right = {name: getattr(reference, name) for name in outputs_of(case.spec)}
+    right = {name: getattr(reference, name) for name in compared_outputs(case.spec)}
     allowed = {found.output: found.tolerance for found in compare_reply(case, reference, right, masked, rounded)}
     assert all(found.agrees for found in compare_reply(case, reference, right, masked, rounded))
     for name, tensor in right.items():
@@ -202,7 +204,7 @@ def test_a_half_precision_layer_with_fewer_digits_is_detected(dtype):
         reference, rounded = attend(case.spec, weights, **case.request), with_roundings(case, weights)
         right, wrong = rounded, Coarse(case.spec, weights).attend(Request(**case.request))
         for outputs, agrees in ((right, True), (wrong, False)):
-            reply = {name: getattr(outputs, name).reshape(getattr(reference, name).shape) for name in outputs_of(case.spec)}
+            reply = {name: getattr(outputs, name).reshape(getattr(reference, name).shape) for name in compared_outputs(case.spec)}
             found = compare_reply(case, reference, reply, reference.fully_masked_rows, rounded)
             assert all(each.agrees for each in found) or not agrees
             detected += not (agrees or all(each.agrees for each in found))

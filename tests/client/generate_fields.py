@@ -9,13 +9,13 @@ from pydantic import BaseModel
 
 from attend.axes import TENSOR_FIELDS
 from attend.wire.schemas.analysis import REFUSED_FIELDS, AnalysisRequest, Metric
-from attend.wire.schemas.attend import AttendRequest, Output
+from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.figure import Figure, FigureRequest
 from attend.wire.schemas.sessions import SessionAttendRequest
 
 FILE = Path(__file__).parents[2] / "service" / "attend" / "client" / "fields.py"
 PARAMETERS = {"layer", "query", "key", "value", "metrics", "figure"}  # that operations have besides these fields
-ALIASES: dict[Any, str] = {Output: "Output", Metric: "str"}
+ALIASES: dict[Any, str] = {Metric: "str"}
 ALSO_ARRAYS = {"query_offset"}  # lists in the schema, of which its validator makes arrays lists
 HEADER = '''"""Types of the fields of requests, besides those that operations have as parameters of their own. None leaves a field out.
 
@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from typing import Literal, Required, TypedDict
 
 from attend.client.arguments import TensorLike
-from attend.wire.schemas.attend import Output
 '''
 
 

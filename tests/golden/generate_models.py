@@ -10,16 +10,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
 from casefile import array, tensor
 from model_variants import SIZES, VARIANTS
 from tiny_models import TinyModel, tiny_config
 
-from attend.attention.call import Call, CallOptions
-from attend.attention.masks import Masks
-from attend.attention.operators.indexer import IndexerOperator
-from attend.attention.operators.operator import Layer
-from attend.attention.reference.forward import attend
+from attend.attention.reference.forward import attend, every_output
 from attend.checkpoints.families import FAMILIES, number_of_layers
 from attend.checkpoints.model import describe, parts_of, read_model_layer
 from attend.errors import InvalidRequest
@@ -49,15 +44,11 @@ def is_causal(described, config):
 
 def tied_rows(spec, weights, inputs):
     """bool [1, n]: the rows whose last selected key has the index score of one that is not selected: torch.topk selects any of the two."""
-    x, n, top_k = torch.from_numpy(np.asarray(inputs, np.float64)), inputs.shape[1], spec.indexer.top_k
-    options = CallOptions(1, n, n, frozenset(), spec.scale, self_attention=True, keys_as_values=True)
-    call = Call(options, x, x, x, Masks(torch.arange(n)[None], n, right=0, aligned=True))
-    tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in weights.items()}
-    indexer = IndexerOperator(Layer(spec, tensors, torch.float64, torch.device("cpu")))
-    key, (query, factors) = indexer.keys(call), indexer.queries(call)
-    scores = (factors[:, :, None] @ (query @ key.transpose(2, 3)).relu().transpose(1, 2))[:, :, 0]
-    best = scores.masked_fill(~call.masks.visible(slice(0, n))[0], -torch.inf).sort(-1, descending=True).values
-    return (best[..., top_k - 1] == best[..., top_k]).numpy() & np.isfinite(best[..., top_k - 1].numpy())
+    values, top_k = every_output(spec, weights, query=inputs, causal=True), spec.indexer.top_k
+    products = np.clip(values["index_query"] @ values["index_key"][:, None].swapaxes(2, 3), 0, None)
+    scores = np.einsum("bhqk,bqh->bqk", products, values["index_factors"])
+    best = -np.sort(-np.where(np.tri(inputs.shape[1], dtype=bool), scores, -np.inf))
+    return (best[..., top_k - 1] == best[..., top_k]) & np.isfinite(best[..., top_k - 1])
 
 
 def compare(config, in_memory=False):

@@ -1,5 +1,7 @@
 """Configs of tiny models beyond the common sizes: fields that a family needs to be made, and variants of some families."""
 
+from attend.checkpoints.families.encoders import WITH_CROSS
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 5.0, 7.0], "rope_theta": 10000.0}
@@ -152,10 +154,7 @@ VARIANTS = {  # name -> (model_type, fields)
     "vit_unbiased": ("vit", {"qkv_bias": False}),
     "laguna_elementwise": ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": [4, 2, 4, 6, 4, 4], **TWO_KINDS}),
     "qwen3_next_biased": ("qwen3_next", {"attention_bias": True}),
-    **{
-        f"{name}_cross": (name, {"is_decoder": True, "add_cross_attention": True})
-        for name in ("bert", "roberta", "electra", "roberta-prelayernorm", "bert-generation", "rembert")
-    },
+    **{f"{name}_cross": (name, {"is_decoder": True, "add_cross_attention": True}) for name in WITH_CROSS.split()},
     "gpt2_cross": ("gpt2", {"add_cross_attention": True}),
     "beit_tables": ("beit", {"use_relative_position_bias": True}),
     "data2vec-vision_tables": ("data2vec-vision", {"use_relative_position_bias": True}),

@@ -515,7 +515,7 @@ def _without_batch(fields: dict[str, Any]) -> dict[str, Any]:
 
 def random_outputs(rng: np.random.Generator, layer: LoadedLayer, queries: int) -> dict[str, Any]:
     """Random fields `outputs` and `select`: all outputs, one of them, or some of the weights."""
-    choice, outputs = rng.integers(5), [name for name in OUTPUTS if name not in layer.spec.undefined_outputs]
+    choice, outputs = rng.integers(5), [name for name in OUTPUTS if name in layer.spec.outputs()]
     if choice < 2:
         return {"outputs": outputs}
     if choice == 2:

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from attend.attention import cache, decoding
-from attend.attention.cache import KeyValueCache, PagePool, cached_tensors
+from attend.attention.cache import KeyValueCache, PagePool, cached_tensors, follows_from_cache
 from attend.attention.call import Result
 from attend.attention.decoding import CachedStep, forward_steps
 from attend.attention.reference import forward
 from attend.attention.reference.forward import Outputs
 from attend.attention.reference.request import Request
 from attend.check.random_cases import FEATURES, REQUEST_FEATURES, Case, Draw, Sizes, draw_options, random_case, rounded
-from attend.cli.server_check import compare_output, largest_score, outputs_of
+from attend.cli.server_check import compare_output, compared_outputs, largest_score
 from attend.serving.admission import Admission, ServingLimits
 from attend.serving.binding import Prepared
 from attend.serving.casting import numpy_of
@@ -43,7 +43,7 @@ class Sequence:
         self.layer = layer or REGISTRY.make("layer", case.spec, case.weights)
         self.pool = pool or PagePool(torch.device("cpu"))
         self.session = Session("id", self.layer, KeyValueCache(case.spec, self.pool, "owner"), "owner", None, 300.0, 0.0)
-        self.outputs = [name for name in outputs_of(self.spec) if name != "latent" or "latent" in cached_tensors(self.spec)]
+        self.outputs = [name for name in compared_outputs(self.spec) if follows_from_cache(self.spec, name)]
         self.rows = {name: np.zeros((0, getattr(case.spec, f"{name}_dim"))) for name in ("key", "value") if self.has(name)}
         if not self.rows:
             self.rows = {"key": np.zeros((0, case.spec.query_dim))}

@@ -55,7 +55,7 @@ REASONS = {
         r"(key|key_lengths), since query_lengths and key(_lengths)? are given",
         r"no \w+ beside query_lengths|at least one sequence|lengths with the sum .*|\d+ lengths, as query_lengths has",
         r"segments, which keep sequences in one query apart here",
-        r"(none|an output other than \w+) for layer .*",
+        r"none for layer .*|one of .*, which this call for layer .* computes",
         r"data or base64 in addition to the shape",  # only the plan accepts a shape without data
         r"attention_weights among the outputs",
         r"a gradient of the output, since \w+_gradient is among the outputs",

@@ -350,7 +350,7 @@ FIELDS = [
     Bad("unknown-in-tokens", 422, "/tokens/value", "no field of that name", "", tiny(tokens={"value": WORDS})),
     Bad("layer-unknown", 404, "/layer", "a loaded layer", '"nobody"', tiny(layer="nobody")),
     Bad("layer-misspelt", 404, "/layer", "a loaded layer", '"tinny" (did you mean tiny?)', tiny(layer="tinny")),
-    Bad("output-misspelt", 422, "/outputs/0", '"scores"', '"score" (did you mean scores?)', tiny(outputs=["score"])),
+    Bad("output-misspelt", 422, "/outputs/0", "scores", '"score" (did you mean scores?)', tiny(outputs=["score"])),
     Bad("layer-number", 422, "/layer", "a string", "5", tiny(layer=5)),
     Bad("layer-null", 422, "/layer", "a string", "null", tiny(layer=None)),
     Bad("layer-empty", 422, "/layer", "", '""', tiny(layer="")),
@@ -582,12 +582,12 @@ MASKS = [
 ]
 
 REPLIES = [
-    Bad("outputs-unknown", 422, "/outputs/1", '"attention_weights"', '"weights"', tiny(outputs=["output", "weights"])),
+    Bad("outputs-unknown", 422, "/outputs/1", "attention_weights", '"weights"', tiny(outputs=["output", "weights"])),
     Bad("outputs-empty", 422, "/outputs", "at least 1", "a list of 0", tiny(outputs=[])),
     Bad("outputs-twice", 422, "/outputs/2", "each output once", '"output" twice', tiny(outputs=["output", "scores", "output"])),
     Bad("outputs-string", 422, "/outputs", "a list", '"output"', tiny(outputs="output")),
     Bad("outputs-null", 422, "/outputs", "a list", "null", tiny(outputs=None)),
-    Bad("outputs-number", 422, "/outputs/0", '"output"', "1", tiny(outputs=[1])),
+    Bad("outputs-number", 422, "/outputs/0", "a string", "1", tiny(outputs=[1])),
     Bad(
         "select-without-weights",
         422,

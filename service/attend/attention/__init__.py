@@ -8,7 +8,8 @@ In the order in which to read it:
                              step is and what it is written in, projection.py projects into heads
     layer.py                 plans which steps a call needs, with or without a kernel, and runs them
     executor.py              runs steps by blocks of query rows, which rows.py bounds
-    torch_arithmetic.py      what steps are written in, for torch, with linear.py (products) and numerics.py (datatypes); dropout.py
+    torch_arithmetic.py      what steps are written in, for torch, with linear.py (products), index_scores.py (the indexer's selection) and
+                             numerics.py (datatypes); dropout.py
     kernels/                 fuse several steps; each kernel declares which, choice.py tells which one a layer gets
     native/                  the C of two kernels: short calls, and the pages of a cache
     operations.py            what is computed for a call: the forward pass, or another; which calls may be computed together

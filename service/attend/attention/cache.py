@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attend.attention.numerics import torch_dtype
-from attend.attention.program import cached_values
+from attend.attention.program import OF_KEYS, cached_values, needed, program_of
 from attend.errors import InvalidRequest
 from attend.spec import LayerSpec
 
@@ -238,6 +238,13 @@ def cached_tensors(spec: LayerSpec) -> dict[str, CachedTensor]:
         heads = 1 if axes[1] == "k" else spec.length_of(axes[1])
         tensors[NAMES.get(name, name)] = CachedTensor(heads, spec.length_of(axes[-1]), value.dtype or spec.dtype, axes[1] == "k", name)
     return tensors
+
+
+def follows_from_cache(spec: LayerSpec, name: str) -> bool:
+    """Whether an output of a call with a cache can be computed, without the inputs of its keys."""
+    cached = [one.value for one in cached_tensors(spec).values()]
+    program = program_of(spec, spec.features | {"bias"})
+    return any(name in step.writes for step in program) and all(OF_KEYS.isdisjoint(step.reads) for step in needed(program, {name}, cached))
 
 
 def as_values(cached: Mapping[str, CachedTensor], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:

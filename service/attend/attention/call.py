@@ -13,10 +13,11 @@ from torch import Tensor
 
 from attend.attention.masks import MASK_TENSORS, Masks
 from attend.attention.torch_arithmetic import top_k
-from attend.axes import CALL_TENSORS, outputs_from
+from attend.axes import CALL_TENSORS
 
 FullyMasked = Literal["zero", "uniform", "error"]
-SCORED, FROM_HEADS, GRADIENTS = (frozenset(outputs_from(source)) for source in ("scores", "heads", "gradients"))  # names of outputs
+SCORED = frozenset({"scores", "attention_weights", "log_sum_exp"})
+FROM_HEADS = frozenset({"head_outputs", "concatenated", "output"})  # outputs that follow from weighted values
 TOP_K = frozenset({"keys", "values"})  # in place of attention weights, with `top_k`
 
 
@@ -32,7 +33,7 @@ class CallOptions:
     items: int  # of the batch axis
     num_queries: int
     num_keys: int  # those of a cache included
-    outputs: frozenset[str]  # of the names in OUTPUTS
+    outputs: frozenset[str]  # values of the program, and gradients
     scale: float
     softcap: float | None = None
     self_attention: bool = False

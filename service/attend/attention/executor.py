@@ -144,7 +144,9 @@ class Assembly:
         self.tensors: dict[str, Tensor] = {}
 
     def put(self, name: str, axis: int, rows: slice, part: Tensor) -> None:
-        """Add these rows of a tensor, which are on this axis."""
+        """Add these rows of a tensor, which are on this axis, or are all the same on an axis of 1."""
+        if part.shape[axis] != (count := rows.stop - rows.start):
+            part = part.movedim(axis, 0).expand(count, *part.movedim(axis, 0).shape[1:]).movedim(0, axis)
         if part.shape[axis] == self.num_rows:
             self.tensors[name] = part
             return

@@ -19,12 +19,13 @@ from attend.attention.kernels.sdpa import DTYPES, CausalSdpaKernel, SdpaKernel
 from attend.attention.kernels.short import ShortKernel
 from attend.attention.masks import Masks
 from attend.attention.numerics import torch_dtype
-from attend.attention.program import WEIGHTED_VALUES, Program, constants, needed, program_of
+from attend.attention.program import WEIGHTED_VALUES, Program, as_output, constants, needed, program_of
 from attend.attention.rows import row_slices
 from attend.attention.torch_arithmetic import TorchArithmetic
+from attend.axes import GRADIENTS
 from attend.spec import LayerSpec
 
-GRADIENTS = {"query_gradient": "query", "key_gradient": "key", "value_gradient": "value"}
+LEAST_ROWS = 64  # of a block of a kernel that need not compute all keys for them
 MOST_PLANS = 256  # of a layer: features and outputs of calls recur
 
 
@@ -80,7 +81,8 @@ class MultiHeadAttention:
             ):
                 call = call.without_padding()
             tensors |= self._compute(call, wanted, fully_masked, exact=exact)
-        if (empty := tensors.pop("fully_masked", None)) is not None:
+        if self._empties:
+            empty = tensors["fully_masked"] if "fully_masked" in call.options.outputs else tensors.pop("fully_masked")
             fully_masked = empty if empty.any() else None
         return Result(tensors, fully_masked)
 
@@ -162,7 +164,12 @@ class MultiHeadAttention:
             top_k = {name: assembly.tensors.pop(name) for name in TOP_K & {*assembly.tensors}}
             values |= assembly.tensors
         run_steps(self.arithmetic, plan.after, values, plan.wanted)
-        return top_k | {name: values[name] for name in plan.wanted if name in values}
+        options = call.options
+        lengths = {"b": options.items, "h": self.spec.num_heads, "q": options.num_queries, "k": options.num_keys}
+        whole = {name: as_output(torch, values[name], plan.axes[name], lengths) for name in plan.wanted - {"attention_weights"}}
+        if "attention_weights" in plan.wanted and not top_k:
+            whole["attention_weights"] = values["attention_weights"]
+        return top_k | whole
 
     def _blocks(
         self,
@@ -181,19 +188,19 @@ class MultiHeadAttention:
             values |= {name: selection.of(values[name], plan.axes.get(name, ()), spec.num_heads) for name in plan.inputs if name in values}
         num_queries = options.num_queries if options.queries is None else len(options.queries)
         heads = spec.num_heads if options.heads is None or plan.all_heads else len(options.heads)
-        slices = row_slices(options.items * heads * options.num_keys, num_queries, self.device) if blocks is None else blocks
+        most_rows = num_queries
         if keys_of is None:
             fused = any(step.name == SdpaKernel.name for step in plan.block) and self.device.type == "cpu"  # others would wait
-            keys_of = self._keys_of(values["masks"]) if fused else lambda rows: slice(0, options.num_keys)
-        return run_blocks(self.arithmetic, plan, values, slices, keys_of)
+            if fused and values["masks"].has_intervals and not any("k" in plan.axes.get(name, ()) for name in plan.results):
+                keys_of, most_rows = self._keys_of(values["masks"]), max(LEAST_ROWS, num_queries // 8)  # fewer rows need fewer keys
+        slices = row_slices(options.items * heads * options.num_keys, num_queries, self.device, most_rows) if blocks is None else blocks
+        return run_blocks(self.arithmetic, plan, values, slices, keys_of or (lambda rows: slice(0, options.num_keys)))
 
     @staticmethod
     def _keys_of(masks: Masks) -> Callable[[slice], slice]:
         """The shortest range with all keys that lengths, causality, windows and chunks leave to some rows; at least one key."""
 
         def keys(rows: slice) -> slice:
-            if not masks.has_intervals:
-                return slice(0, masks.num_keys)
             first, last = masks.interval(rows)
             start = min(max(int(first.min()), 0), masks.num_keys - 1)
             return slice(start, max(int(last.max()) + 1, start + 1))

@@ -14,7 +14,7 @@ from attend.attention.kernels.short import ShortKernel, has_masks
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.stacking import stack, stacking_key
-from attend.axes import CALL_TENSORS, OUTPUTS
+from attend.axes import CALL_TENSORS
 
 
 class Operation(ABC):
@@ -106,10 +106,10 @@ class PackedAttention(Operation):
         tensors: dict[str, Tensor] = {}
         for name in call.options.outputs:
             parts = [result.tensors[name] for result in ordered]
-            if OUTPUTS[name].by_sequence:
+            if layer.spec.every_output[name].by_sequence:
                 tensors |= {f"{name}.{i}": part for i, part in enumerate(parts)}
             else:
-                tensors[name] = torch.cat(parts, OUTPUTS[name].row_axis)
+                tensors[name] = torch.cat(parts, layer.spec.every_output[name].row_axis)
         return Result(tensors, _fully_masked(ordered, self.queries, layer.spec.num_heads))
 
     def _groups(self) -> dict[tuple[int, int], list[int]]:

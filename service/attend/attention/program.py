@@ -3,8 +3,9 @@
     Attention(Q, K, V) = softmax(mask(cap(scale · Q Kᵀ) + bias)) V        (Vaswani et al. 2017, equation 1; masks and cap as in ONNX)
 
 `executor.py` runs a program with torch, `reference/` runs the same one whole in NumPy float64. The steps of operators are in their files
-(`operators/`); those that every layer has are here. What follows from a program: which steps the wanted values need (`needed`), what a
-cache keeps (`cached_values`), what is computed once for a layer (`constants`), and its formulas (`formulas`).
+(`operators/`); those that every layer has are here. What follows from a program: what calls may ask for (`outputs_of`), which steps the
+wanted values need (`needed`), what a cache keeps (`cached_values`), what is computed once for a layer (`constants`), and its formulas
+(`formulas`).
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ INPUTS: Mapping[str, str] = {
 }
 
 OF_KEYS = frozenset({"key", "value", "key_coordinates"})
+OPTIONAL = frozenset({"bias", "values"})  # features by which calls have more values
 HEAD_OUTPUTS = {"head_outputs": Value("b,h,q,value_head_dim")}
-WEIGHTS, SCORES = {"attention_weights": Value(PAIRS)}, {"scores": Value(PAIRS)}
+WEIGHTS, SCORES, VISIBLE = {"attention_weights": Value(PAIRS)}, {"scores": Value(PAIRS)}, {"visible": Value(PAIRS, "bool")}
 
 
 def program_of(spec: Dimensions, features: Collection[str] = ()) -> Program:
@@ -89,6 +91,8 @@ def _parts_of(spec: Dimensions, features: frozenset[str]) -> Mapping[str, Progra
         ),
         "averages": (WEIGHTED_VALUES,),
     }
+    if spec.num_softmaxes > 1:
+        parts |= {name: tuple(_of_softmaxes(step, spec.num_softmaxes) for step in parts[name]) for name in OF_EACH_SOFTMAX}
     if "part" in features:
         return parts
     return parts | {
@@ -100,6 +104,14 @@ def _parts_of(spec: Dimensions, features: frozenset[str]) -> Mapping[str, Progra
         ),
         "output": (MERGE, _output(spec)),
     }
+
+
+OF_EACH_SOFTMAX = ("products", "capped", "mixed", "scores", "softmax")
+
+
+def _of_softmaxes(step: Step, count: int) -> Step:
+    """The step for several softmaxes of each head, whose scores and weights are side by side on a first axis."""
+    return step._replace(writes={name: value._replace(axes=f"{count},{value.axes}") for name, value in step.writes.items()})
 
 
 def _operator_steps(spec: Dimensions, features: Collection[str]) -> dict[str, tuple[Step, ...]]:
@@ -129,7 +141,7 @@ def _all_visible(m: Arithmetic, keys: Any) -> Any:
 
 
 # Whether query i may attend to key j, by what restricts it: kernels compute some of these without a mask of each pair.
-VISIBLE: Mapping[str, str] = {
+RESTRICTIONS: Mapping[str, str] = {
     "causal": "j is visible to i if j ≤ i",
     "intervals": "j is visible to i if first_i ≤ j ≤ last_i",
     "sets": "j is visible to i if all masks allow it",
@@ -141,18 +153,18 @@ def visibility(spec: Dimensions, features: Collection[str]) -> Program:
     for kind in ("sets", "intervals", "causal"):
         if kind in features:
             intervals = [str(operator.interval(spec)) for operator in spec.operators] + ["j ≤ i"] * ("causal" in features)
-            own = f"j is visible to i if {' and '.join(filter(None, intervals))}" if any(intervals) else VISIBLE[kind]
-            return (Step(f"visible_{kind}", ("masks",), {"visible": Value(PAIRS)}, own, _visible),)
+            own = f"j is visible to i if {' and '.join(filter(None, intervals))}" if any(intervals) else RESTRICTIONS[kind]
+            return (Step(f"visible_{kind}", ("masks",), VISIBLE, own, _visible),)
     return ()
 
 
-ALL_VISIBLE = Step("all_visible", ("keys",), {"visible": Value(PAIRS)}, "every j is visible to i", _all_visible)
+ALL_VISIBLE = Step("all_visible", ("keys",), VISIBLE, "every j is visible to i", _all_visible)
 
 
 EMPTY_ROWS = Step(
     "empty_rows",
     ("visible",),
-    {"fully_masked": Value("b,h,q")},
+    {"fully_masked": Value("b,h,q", "bool")},
     "rows in which no key is visible are fully masked",
     lambda m, visible: ~visible.any(axis=-1),
 )
@@ -243,6 +255,25 @@ def _output(spec: Dimensions) -> Step:
     return Step("output", ("concatenated",), writes, formula, lambda m, concatenated: m.project(concatenated, "output"))
 
 
+@lru_cache(1024)
+def outputs_of(spec: Dimensions, features: frozenset[str]) -> Mapping[str, Value]:
+    """What calls with these features may ask for: every value that a step writes, but those of a length that numbers of the call decide."""
+    written = {name: value for step in program_of(spec, features) for name, value in step.writes.items()}
+    return {name: value for name, value in written.items() if "?" not in value.axes}
+
+
+def as_output(xp: Any, value: Any, axes: Sequence[str], lengths: Mapping[str, int]) -> Any:
+    """A value of a call with the axes that it has as an output (`Value.output_axes`), in full. `lengths`: those of b, h, q and k."""
+    array = xp.asarray(value, dtype=xp.float64) if isinstance(value, float) else value
+    if "b" not in axes:
+        array, axes = array.reshape(1, *(array.shape or (1,))), ("b", *axes)
+    elif axes[0] != "b":
+        array = xp.moveaxis(array, 0, 1)  # several softmaxes, whose heads follow each other
+        array, axes = array.reshape(len(array), -1, *array.shape[3:]), ("b", "heads", *axes[3:])
+    shape = tuple([lengths.get(name, n) for name, n in zip(axes, array.shape, strict=True)])
+    return array if array.shape == shape else xp.broadcast_to(array, shape)
+
+
 def needed(program: Sequence[Step], wanted: Collection[str], given: Collection[str] = ()) -> Program:
     """The steps that compute the wanted values, which are names of values or of steps, from the `given` ones and the inputs."""
     values, steps = {*wanted} - {*given}, list[Step]()
@@ -289,6 +320,12 @@ def cached_values(program: Sequence[Step]) -> dict[str, Value]:
             for name in step.writes:
                 of_keys.pop(name, None)
     return kept
+
+
+def is_of_rows(program: Sequence[Step], name: str) -> bool:
+    """Whether a value is computed of rows of queries or of keys alone, without a number for each pair of them."""
+    steps = needed(program, {name})
+    return not any(is_pair(value.axes) for step in steps for value in step.writes.values())
 
 
 def formulas(program: Sequence[Step]) -> dict[str, str]:

@@ -8,10 +8,13 @@ MAX_BLOCK_SCORES = 1 << 20  # on a CPU: 4 MB in float32, which fits into caches
 SHARE = 64  # of the free memory of another device, in bytes for each score: a block has few tensors of its size
 
 
-def row_slices(scores_per_row: int, rows: int, device: torch.device | None = None) -> Iterator[slice]:
-    """The rows of each block; one empty block if there are no rows. A device other than a CPU starts as few rounds as its memory allows."""
+def row_slices(scores_per_row: int, rows: int, device: torch.device | None = None, most_rows: int | None = None) -> Iterator[slice]:
+    """The rows of each block; one empty block if there are no rows. A device other than a CPU starts as few rounds as its memory allows.
+
+    `most_rows`: of a block, if its memory does not bound them.
+    """
     most = MAX_BLOCK_SCORES if device is None or device.type == "cpu" else max(MAX_BLOCK_SCORES, free_bytes(device) // SHARE)
-    step = max(1, most // max(1, scores_per_row))
+    step = max(1, min(most // max(1, scores_per_row), rows if most_rows is None else most_rows))
     for start in range(0, max(rows, 1), step):
         yield slice(start, min(start + step, rows))
 

@@ -15,7 +15,7 @@ from attend.attention.operators.sinks import sum_with_sinks
 from attend.attention.operators.step import Step
 from attend.attention.program import needed, parts_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
-from attend.attention.reference.forward import Outputs, Values, features_of, inputs_of, outputs_of
+from attend.attention.reference.forward import Outputs, Values, features_of, inputs_of, named_outputs
 from attend.attention.reference.request import Request
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -65,7 +65,7 @@ class Layer(NumpyArithmetic):
         weights = self._weights(request, q, self.repeat_kv_heads(k, spec.num_heads), ahead, biases)
         values["head_outputs"] = self.apply_weights(weights, self.repeat_kv_heads(v, spec.num_heads))
         self.run((*self.parts["head outputs"], *self.parts["output"]), values)
-        return outputs_of(spec, values)
+        return named_outputs(spec, values)
 
     def _weights(self, request: Request, q: Array, k: Array, ahead: Array, biases: Array) -> Array:
         """The attention weights [b, h, q, k], of queries and keys of every head."""

@@ -4,7 +4,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 import numpy as np
@@ -14,7 +14,6 @@ from rich.table import Table
 
 from attend.attention.reference.forward import Outputs, attend
 from attend.attention.reference.request import Request
-from attend.axes import outputs_from
 from attend.check import tolerance
 from attend.check.low_precision import HALF
 from attend.check.random_cases import Case, random_case
@@ -23,9 +22,8 @@ from attend.client import BadReply, Client, operations
 from attend.errors import InvalidRequest, LayerNotFound, MalformedBody, ServiceFault
 from attend.spec import DType, LayerSpec, fingerprint
 from attend.tensors import Array
-from attend.wire.schemas.attend import Output
 
-OUTPUTS: tuple[Output, ...] = tuple(name for name in get_args(Output) if name not in outputs_from("gradients"))
+OUTPUTS = tuple(field.name for field in fields(Outputs) if field.name not in ("normalised", "fully_masked"))
 LOGARITHMIC = {"scores", "log_sum_exp"}
 
 
@@ -140,7 +138,7 @@ def _check(client: Client, name: str, case: Case) -> list[OutputError]:
         layer = client.put_layer(name, case.spec, case.weights)
         if layer.fingerprint != fingerprint(case.spec, weights):
             return [_wrong("weights", f"differ from those that {case.spec.init} draws from seed {case.spec.seed}")]
-        result = client.perform(operations.attend(**case.request, layer=name, outputs=outputs_of(case.spec)).as_json())
+        result = client.perform(operations.attend(**case.request, layer=name, outputs=compared_outputs(case.spec)).as_json())
     except (InvalidRequest, ServiceFault, MalformedBody, BadReply) as error:
         return [_wrong("reply", f"none: {error}")]
     return compare_reply(case, attend(case.spec, weights, **case.request), result, result.fully_masked_rows, with_roundings(case, weights))
@@ -151,9 +149,9 @@ def with_roundings(case: Case, weights: Mapping[str, Array]) -> Outputs | None:
     return RoundedLayer(case.spec, weights).attend(Request(**case.request)) if case.spec.dtype in HALF else None
 
 
-def outputs_of(spec: LayerSpec) -> list[Output]:
-    """The outputs that the layer has, without gradients."""
-    return [name for name in OUTPUTS if name not in spec.undefined_outputs]
+def compared_outputs(spec: LayerSpec) -> list[str]:
+    """The outputs of the reference that the layer has."""
+    return [name for name in OUTPUTS if name in spec.outputs()]
 
 
 def compare_reply(
@@ -162,7 +160,7 @@ def compare_reply(
     """The errors of all outputs. `rounded` is from `with_roundings`."""
     largest = largest_score(case, reference)
     errors = []
-    for name in outputs_of(case.spec):
+    for name in compared_outputs(case.spec):
         moved = None if rounded is None else np.asarray(getattr(rounded, name))
         errors.append(compare_output(name, np.asarray(getattr(reference, name)), reply.get(name), case.spec, largest, moved))
     if fully_masked_rows != reference.fully_masked_rows:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Literal, Required, TypedDict
 
 from attend.client.arguments import TensorLike
-from attend.wire.schemas.attend import Output
 
 
 class FigureOptions(TypedDict, total=False):
@@ -104,7 +103,7 @@ class CallFields(TypedDict, total=False):
     head_output_rows: TensorLike | None  # [h], [b,h] or [b,h,q]; axes of 1 broadcast
     scale: float | None
     softcap: float | None
-    outputs: Sequence[Output] | None
+    outputs: Sequence[str] | None
     select: Select | None
     reply: ReplyOptions | None
     reproducible: bool | None

@@ -10,10 +10,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from attend.attention.call import Call, CallOptions, Result
+from attend.attention.call import FROM_HEADS, SCORED, Call, CallOptions, Result
 from attend.attention.decoding import CachedOperation
 from attend.attention.masks import MASK_TENSORS, Masks
 from attend.attention.operations import FORWARD, Operation, forward_pass
+from attend.attention.program import is_of_rows
 from attend.axes import INPUTS, TENSOR_FIELDS
 from attend.errors import InvalidRequest
 from attend.serving.admission import Admission
@@ -152,7 +153,9 @@ class Binding(Generic[R]):
     def may_be_cut(self, request: R, spec: LayerSpec) -> bool:
         """Whether shards may compute the call in parts, cut along its keys. Dropout, gradients and replaced rows depend on all keys at
         once, and several sequences in one query are not cut either."""
-        return self.in_shards and spec.splits_over_keys and all(getattr(request, name, None) is None for name in INDIVISIBLE)
+        if not self.in_shards or not spec.splits_over_keys or any(getattr(request, name, None) is not None for name in INDIVISIBLE):
+            return False
+        return all(name in SCORED | FROM_HEADS or is_of_rows(spec.program, name) for name in request.outputs)
 
     def operation(self, request: R, layer: LoadedLayer, call: Call) -> Operation:
         """What is computed of the call."""

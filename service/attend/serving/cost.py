@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from attend.attention.call import GRADIENTS, CallOptions
+from attend.attention.call import CallOptions
 from attend.attention.operators import OPERATORS
-from attend.axes import OUTPUTS
+from attend.attention.program import is_pair
+from attend.axes import GRADIENTS
 from attend.serving.calls import call_options
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, DATATYPES
@@ -32,8 +33,7 @@ SUMMED_FIELDS = (
     "items",
 )  # of the costs of sequences
 TEXT_BYTES = {1: 6, 2: 9, 4: 12, 8: 20}  # size of the datatype -> average bytes of a number in JSON; measured on normal variates
-FIXED_DATATYPES = {"attention_weights.keys": "INT64"}  # of outputs that a request cannot choose
-FIXED_DATATYPES |= {name: output.datatype for name, output in OUTPUTS.items()}
+FIXED_DATATYPES = {"bool": "BOOL", "int64": "INT64"}  # of outputs of these datatypes, which are no numbers of the layer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def predict(request: AttendRequest, spec: LayerSpec) -> Cost:
         return _predict_recurring(options, reply, spec)
     pairs = request.sequence_lengths
     costs = {(q, k): _predict_recurring(replace(options, num_queries=q, num_keys=k), reply, spec) for q, k in set(pairs)}
-    return _sum_of_sequences([costs[pair] for pair in pairs])
+    return _sum_of_sequences([costs[pair] for pair in pairs], spec)
 
 
 def reply_contents(request: AttendRequest) -> ReplyContents:
@@ -77,15 +77,15 @@ def reply_contents(request: AttendRequest) -> ReplyContents:
     return ReplyContents(tuple(request.outputs), request.batched, reply.form, reply.datatype, reply.decimals)
 
 
-def _sum_of_sequences(costs: Sequence[Cost]) -> Cost:
+def _sum_of_sequences(costs: Sequence[Cost], spec: LayerSpec) -> Cost:
     """The cost of sequences that are rows of one query. Weights and scores are outputs of each, other outputs have the rows of all."""
     outputs: dict[str, tuple[int, ...]] = {}
     for name, shape in costs[0].outputs.items():
         shapes = [cost.outputs[name] for cost in costs]
-        if OUTPUTS[name].by_sequence:
+        if spec.every_output[name].by_sequence:
             outputs |= {f"{name}.{i}": own for i, own in enumerate(shapes)}
         else:
-            rows = OUTPUTS[name].row_axis
+            rows = spec.every_output[name].row_axis
             outputs[name] = (*shape[:rows], sum(own[rows] for own in shapes), *shape[len(shape) + rows + 1 :])
     totals = {name: sum(getattr(cost, name) for cost in costs) for name in SUMMED_FIELDS}
     return Cost(outputs, **{**totals, "operations": totals["operations"] + len(costs) * OPERATIONS_PER_SEQUENCE})
@@ -103,10 +103,11 @@ def predict_call(options: CallOptions, reply: ReplyContents, spec: LayerSpec, ca
     per_score = 10 * softmaxes + 110 * (options.dropout is not None) + 20 * bool(options.top_k)
     passes = 1 if options.outputs.isdisjoint(GRADIENTS) else 3
     operations = b * (2 * products + pairs * per_score) * passes + b * sum(cost.operations for cost in added)
-    scores = b * k * _score_rows(options, h)
+    scores = _output_scores(options, spec)
     wide = softmaxes * min(b * pairs, 1 << 21) + b * sum(cost.wide_elements for cost in added)
     rows = _row_elements(spec, q, k, cached) + sum(cost.elements for cost in added)
-    elements = b * rows + sum(math.prod(shape) for shape in outputs.values())
+    wider = [math.prod(shape) for name, shape in outputs.items() if (output := spec.every_output.get(name)) and output.dtype == "float64"]
+    elements = b * rows + sum(math.prod(shape) for shape in outputs.values()) + 8 // size * sum(wider)
     memory = elements * size + max(4, size) * (2 * scores + wide)
     memory += b * sum(cost.memory_bytes for cost in added)
     datatypes = {name: wire_datatype(name, reply.datatype, spec) for name in outputs}
@@ -136,13 +137,13 @@ def _projections(options: CallOptions, spec: LayerSpec, cached: int) -> int:
     return q * per_query + (k - cached) * per_key
 
 
-def _score_rows(options: CallOptions, h: int) -> int:
-    """The number of rows [k] of one batch item that weights, scores, masks and gradients among the outputs hold."""
-    q, outputs = options.num_queries, options.outputs
+def _output_scores(options: CallOptions, spec: LayerSpec) -> int:
+    """The numbers for pairs of a query and a key that weights, other outputs and gradients hold."""
+    b, q, k, h = options.items, options.num_queries, options.num_keys, spec.num_heads
     heads, queries = _selected(options, h)
-    rows = heads * queries * ("attention_weights" in outputs) + 3 * h * q * (not outputs.isdisjoint(GRADIENTS))
-    others = [OUTPUTS[name] for name in outputs - {"attention_weights"}]
-    return rows + sum(q * (h if "h" in output.axes else 1) for output in others if output.by_sequence)
+    weights = heads * queries * ("attention_weights" in options.outputs) + 3 * h * q * (not options.outputs.isdisjoint(GRADIENTS))
+    others = [name for name in options.outputs - {"attention_weights"} if is_pair(spec.every_output[name].axes)]
+    return b * k * weights + sum(math.prod(spec.output_shape(name, b, q, k)) for name in others)
 
 
 def _selected(options: CallOptions, h: int) -> tuple[int, int]:
@@ -160,10 +161,11 @@ def _row_elements(spec: LayerSpec, q: int, k: int, cached: int) -> int:
 
 def _shapes(options: CallOptions, reply: ReplyContents, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
     """Output name -> shape, with b, in the order of the request."""
-    shapes = output_shapes(spec, options.items, options.num_queries, options.num_keys)
+    lengths = options.items, options.num_queries, options.num_keys
     requested: dict[str, tuple[int, ...]] = {}
     for name in reply.outputs:
-        requested |= _weights_shapes(options, spec.num_heads) if name == "attention_weights" else {name: shapes[name]}
+        weights = name == "attention_weights"
+        requested |= _weights_shapes(options, spec.num_heads) if weights else {name: spec.output_shape(name, *lengths)}
     return requested
 
 
@@ -177,20 +179,12 @@ def _weights_shapes(options: CallOptions, h: int) -> dict[str, tuple[int, ...]]:
     return {"attention_weights.keys": shape, "attention_weights.values": shape}
 
 
-def output_shapes(spec: LayerSpec, b: int, q: int, k: int) -> dict[str, tuple[int, ...]]:
-    """Output name -> shape, for b items of q queries and k keys, without a selection."""
-    lengths = {"b": b, "q": q, "k": k, "h": spec.num_heads, "kv heads": spec.num_kv_heads, "h * value_head_dim": spec.concatenated_dim}
-    parts = {name: getattr(spec, operator.field) for operator in spec.operators for name in operator.own_outputs}
-    return {
-        name: tuple(lengths[axis] if axis in lengths else getattr(parts.get(name, spec), axis) for axis in output.axes)
-        for name, output in OUTPUTS.items()
-        if output.source != "operator" or name in parts
-    }
-
-
 def wire_datatype(name: str, datatype: str | None, spec: LayerSpec) -> str:
     """The V2 datatype of an output in the reply; `datatype` is the requested one, None for the layer's."""
-    return FIXED_DATATYPES.get(name) or FIXED_DATATYPES.get(name.partition(".")[0]) or datatype or BY_TORCH[spec.dtype].name
+    if name == "attention_weights.keys":
+        return "INT64"
+    output = spec.every_output.get(name.partition(".")[0])
+    return (output and FIXED_DATATYPES.get(output.dtype)) or datatype or BY_TORCH[spec.dtype].name
 
 
 def reply_sizes(form: str, decimals: int | None, outputs: Mapping[str, tuple[int, ...]], datatypes: Mapping[str, str]) -> tuple[int, int]:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from attend.attention.operators.declarations import Extent
-from attend.axes import MASKS, TENSOR_FIELDS
-from attend.errors import InvalidRequest
+from attend.axes import GRADIENTS, MASKS, TENSOR_FIELDS
+from attend.errors import InvalidRequest, did_you_mean
 from attend.spec import LayerSpec
-from attend.wire.problems import describe_value
+from attend.wire.problems import describe_value, one_of
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.shapes import unaligned
 
@@ -43,9 +43,7 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
             or_one = " (or 1)" if axis in TENSOR_FIELDS[name].broadcast else ""
             noun = "heads" if axis == "h" else "values per query"
             raise InvalidRequest.where(f"/{name}", f"{wanted} {noun}{or_one} {layer}", str(n))
-    for i, name in enumerate(request.outputs):
-        if (reason := spec.undefined_outputs.get(name)) is not None:
-            raise InvalidRequest.where(f"/outputs/{i}", f"an output other than {name} {layer}, {reason}", name)
+    _check_outputs(request, spec, layer)
     for operator in spec.operators:
         if operator.same_keys_for_all_heads:
             require_masks_of_all_heads(request, f"since the {operator.name} of layer {request.layer} selects the same keys for all")
@@ -56,6 +54,16 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
         for i, head in enumerate(request.select.heads):
             if head >= h:
                 raise InvalidRequest.where(f"/select/heads/{i}", f"a head below {h} {layer}", str(head))
+
+
+def _check_outputs(request: AttendRequest, spec: LayerSpec, layer: str) -> None:
+    """Raises InvalidRequest for an output that no step of the layer writes in such a call."""
+    present = {"bias": request.bias, "values": request.value}
+    names = (*spec.outputs([feature for feature, tensor in present.items() if tensor is not None]), *GRADIENTS)
+    for i, name in enumerate(request.outputs):
+        if name not in names:
+            got = describe_value(name) + did_you_mean(name, names)
+            raise InvalidRequest.where(f"/outputs/{i}", f"{one_of(names)}, which this call {layer} computes", got)
 
 
 def _lengths_by_layer(request: AttendRequest) -> Iterator[tuple[str, str, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pybase64
 
-from attend.axes import OUTPUTS
+from attend.axes import MINUS_INFINITY
 from attend.errors import InvalidRequest, pointer
 from attend.tensors import BY_NUMPY, DATATYPES, Array, Datatype
 from attend.wire.problems import describe_value
@@ -100,8 +100,7 @@ def without_broadcast(array: Array) -> Array:
 
 def may_be_minus_infinity(name: str) -> bool:
     """Whether -inf is a value of this output, or of a part of it such as `scores.0`."""
-    output = OUTPUTS.get(name.partition(".")[0])
-    return output is not None and output.minus_infinity
+    return name.partition(".")[0] in MINUS_INFINITY
 
 
 def wire_array(name: str, array: Array, datatype: str, nonfinite: str) -> tuple[Array, Array | None]:

@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attend.axes import TENSOR_FIELDS, TensorField, outputs_from
+from attend.axes import GRADIENTS, TENSOR_FIELDS, TensorField
 from attend.errors import did_you_mean
 from attend.spec_parts import field_error
 from attend.tensors import Array
@@ -15,7 +15,6 @@ from attend.wire.problems import describe_value
 
 MAX_POSITION = 2**31  # of those by which RoPE rotates, whose angles are float64
 NOT_PACKED = (*(name for name, field in TENSOR_FIELDS.items() if not field.packed), "dropout")  # with sequences one after the other
-GRADIENTS = outputs_from("gradients")
 
 
 def check_fields_together(request: Any) -> None:

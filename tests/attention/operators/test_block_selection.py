@@ -50,3 +50,14 @@ def test_each_head_selects_blocks_of_its_own(client: Client) -> None:
     seen = np.asarray(weights_of(client, {"block_selection": {"block_size": 2, "top_k": 2}}, RNG.standard_normal((1, 12, 15)))) > 0
     assert (seen[0, :, 11].sum(-1) == 4).all()
     assert len({tuple(row) for row in seen[0, :, 11].tolist()}) > 1
+
+
+def test_a_masked_key_that_overflows_adds_nothing_to_the_mean_of_its_block(client: Client) -> None:
+    """No number of its projection is finite in float32, by the gain; that of zeros, which has no bias, adds 0."""
+    x = RNG.standard_normal((1, 11, 15)).astype(np.float32)
+    client.put_layer(LAYER, {**PLAIN, "dtype": "float32", "bias": False, "gain": 100.0, "block_selection": {"block_size": 4, "top_k": 2}})
+    large, zero = x.copy(), x.copy()
+    large[0, 1], zero[0, 1] = np.sign(x[0, 1]) * 3e38, 0
+    fields: dict[str, Any] = {"layer": LAYER, "causal": True, "attend_keys": [[0 if j == 1 else 1 for j in range(11)]]}
+    ours, expected = (client.attend(x, key, x, **fields).attention_weights for key in (large, zero))
+    np.testing.assert_array_equal(ours, expected)

@@ -691,8 +691,8 @@ def test_factors_that_overflow_are_refused_with_a_pointer(http: httpx.Client, la
 @pytest.mark.parametrize(
     ("fields", "at"),
     [
-        ({"outputs": ["output", "scores"]}, "/outputs/1"),
-        ({"outputs": ["log_sum_exp"]}, "/outputs/0"),
+        ({"outputs": ["output", "latent"]}, "/outputs/1"),
+        ({"outputs": ["score_bias"]}, "/outputs/0"),
         ({"dropout": {"p": 0.5, "seed": 1}}, "/dropout"),
     ],
 )
@@ -703,7 +703,7 @@ def test_what_differential_attention_does_not_define_is_refused(http: httpx.Clie
         assert answer.status_code == 422 and answer.json()["errors"][0]["at"] == at
     outputs = {tensor["name"] for tensor in http.get("/v2/models/differential").json()["outputs"]}
     http.delete("/layers/differential")
-    assert "attention_weights" in outputs and not {"scores", "log_sum_exp"} & outputs
+    assert {"attention_weights", "scores", "lambda"} <= outputs and not {"latent", "score_bias"} & outputs
 
 
 @pytest.mark.parametrize("normalizer", ["sigmoid", "scalable_softmax"])
@@ -780,4 +780,4 @@ def test_fields_that_an_indexer_excludes_are_refused(http: httpx.Client) -> None
         assert refused.status_code == 422 and refused.json()["errors"][0]["at"] == at
     http.delete("/layers/indexed")
     refused = http.post("/attend", json={"query": np.ones((3, 64)).tolist(), "outputs": ["indexer_mask"]})
-    assert refused.status_code == 422 and "has no indexer" in refused.json()["errors"][0]["expected"]
+    assert refused.status_code == 422 and "one of attention_weights, concatenated" in refused.json()["errors"][0]["expected"]

@@ -9,7 +9,7 @@ and keys are those of the scores, after RoPE. A rounding error could choose anot
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -40,6 +40,7 @@ class BlockSelection(Part):
 class BlockSelectionOperator(Operator):
     name, field, positional = "block_selection", "block_selection", True
     amplifies_rounding = True  # of the projections, which may choose another block
+    conflicts: ClassVar[dict[str, str]] = {"differential": "a head selects blocks by one query, of which differential attention has two"}
     left_out = LeftOut(
         "the selection of blocks", "all keys (that no mask blocks) are seen", "keys of blocks that are not selected are blocked"
     )
@@ -56,7 +57,7 @@ class BlockSelectionOperator(Operator):
         means = Step(
             "block_means",
             ("key_projection", "keys"),
-            {"block_means": Value("b,kv heads,blocks,head_dim", "float64")},
+            {"block_means": Value("b,kv heads,k / block_size,head_dim", "float64")},
             f"M_c = mean of K_j over the block ⌊j / {blocks.block_size}⌋ = c",
             partial(_means, size=blocks.block_size),
             all_keys=True,
@@ -66,7 +67,7 @@ class BlockSelectionOperator(Operator):
         select = Step(
             "select_blocks",
             ("query_projection", "block_means", "positions", "keys", "visible"),
-            {"visible": Value("b,h,q,k")},
+            {"visible": Value("b,h,q,k", "bool")},
             f"j is visible to i if its block is that of i{earlier}",
             partial(_select, blocks=blocks),
             all_keys=True,
@@ -89,9 +90,10 @@ class BlockSelectionOperator(Operator):
 
 
 def _means(m: Arithmetic, key: Any, keys: Any, *, size: int) -> Any:
-    """[b, kv heads, k, d] -> [b, kv heads, blocks, d]."""
+    """[b, kv heads, k, d] -> [b, kv heads, blocks, d]. A masked key may have numbers that are infinite or NaN, and then counts as 0."""
+    key = m.exact(key)
     in_block = m.exact(keys // size == m.counting(-(-len(keys) // size), keys)[:, None])  # [blocks, k]
-    return in_block / in_block.sum(axis=1, keepdims=True) @ m.exact(key)
+    return in_block / in_block.sum(axis=1, keepdims=True) @ m.where(m.xp.isfinite(key).all(axis=-1)[..., None], key, 0)
 
 
 def _select(m: Arithmetic, query: Any, means: Any, positions: Any, keys: Any, visible: Any, *, blocks: BlockSelection) -> Any:

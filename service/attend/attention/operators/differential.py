@@ -44,8 +44,6 @@ class Differential(Part):
 
 
 class DifferentialOperator(Operator):
-    """Layers have scores of two softmaxes, so requests cannot ask for scores."""
-
     name, field, num_softmaxes = "differential", "differential", 2
     conflicts: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("qk_norm", "latent", "relative_scores", "sinks"), "differential attention is not defined with it"),
@@ -68,11 +66,6 @@ class DifferentialOperator(Operator):
         return shapes | ({"head_norm.weight": (spec.value_head_dim,)} if getattr(spec, cls.field).norm_weights else {})
 
     @classmethod
-    def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
-        reason = "whose differential attention has two scores of each query and key"
-        return dict.fromkeys(("scores", "log_sum_exp"), reason)
-
-    @classmethod
     def random(cls, draw: Draw, fields: Fields) -> Any:
         norm = {"eps": draw.one_of(1e-5, 0.1), "norm_weights": draw.flag()}
         return {**norm, "lambda_init": draw.number(0.2, 0.5)}
@@ -90,11 +83,11 @@ class DifferentialOperator(Operator):
         factor = Step(
             "lambda",
             LAMBDAS,
-            {"lambda": Value("")},
+            {"lambda": Value("1", "float64")},
             "λ = exp(λ_q1 · λ_k1) - exp(λ_q2 · λ_k2) + lambda_init",
             lambda m, q1, k1, q2, k2: _dot(m, q1, k1) - _dot(m, q2, k2) + config.lambda_init,
         )
-        reads, pairs = ("query_projection", "key_projection", "scale"), {"scores": Value("2,b,h,q,k")}
+        reads, pairs = ("query_projection", "key_projection", "scale"), {"scores": Value("b,h,q,k")}
         scores = Step("two_scores", reads, pairs, "S1, S2 = scale · Q1 K1ᵀ, scale · Q2 K2ᵀ, of both halves of each head", _two_scores)
         difference = Step(
             "difference",

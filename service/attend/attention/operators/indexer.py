@@ -48,8 +48,13 @@ class Indexer(Part):
     eps: Eps = Field(default=1e-6, description="Of the layer norm of its keys.")
 
     @property
+    def index_heads(self) -> int:
+        """Number of its heads, under a name that no other number has."""
+        return self.num_heads
+
+    @property
     def index_head_dim(self) -> int:
-        """Width of its heads, under a name that no other width has."""
+        """Width of its heads, likewise."""
         return self.head_dim
 
 
@@ -63,7 +68,6 @@ class IndexerOperator(Operator):
         **dict.fromkeys(("index_key_norm.weight", "index_key_norm.bias"), ("n",)),
     }
     identifying_weight = "index_key.weight"
-    own_outputs = ("indexer_mask",)
     same_keys_for_all_heads = True
 
     @classmethod
@@ -114,13 +118,14 @@ class IndexerOperator(Operator):
         turns, turned = tuple[Step, ...](), tuple[str, ...]()
         if rope:
             numbers = frequencies(rope, rope.dims or indexer.head_dim)
-            turns = (Step("index_frequencies", (), {"index_frequencies": Value("pairs")}, "", lambda m: m.constant(numbers)),)
+            turns = (Step("index_frequencies", (), {"index_frequencies": Value("dims / 2", "float64")}, "", lambda m: m.constant(numbers)),)
             turned = ("index_frequencies",)
+        down = "x W_DQ + b_DQ" if latent and latent.bias else "x W_DQ"
         query = Step(
             "index_query",
             ("query", *(("query_coordinates", *turned) if rope else ())),
-            {"index_query": Value("b,index heads,q,index_head_dim", "float64")},
-            f"q = {'R(i) ' if rope else ''}split({'RMSNorm(x W_DQ)' if latent and latent.query_rank else 'x'} W_IQ)",
+            {"index_query": Value("b,index_heads,q,index_head_dim", "float64")},
+            f"q = {'R(i) ' if rope else ''}split({f'RMSNorm({down})' if latent and latent.query_rank else 'x'} W_IQ)",
             partial(_queries, indexer=indexer, rope=rope, latent=latent),
         )
         key = Step(
@@ -133,14 +138,14 @@ class IndexerOperator(Operator):
         factors = Step(
             "index_factors",
             ("query",),
-            {"index_factors": Value("b,q,index heads", "float64")},
+            {"index_factors": Value("b,q,index_heads", "float64")},
             "w = x W_w",
             lambda m, query: m.project_exactly(m.exact(query), "index_head_weights"),
         )
         select = Step(
             "select",
             ("index_query", "index_key", "index_factors", "visible"),
-            {"visible": Value("b,h,q,k")},
+            {"visible": Value("b,h,q,k", "bool")},
             f"j is visible to i if it is among the {indexer.top_k} visible keys with the largest I_ij = Σ_h w_ih relu(q_ih · k_j)",
             partial(_select, top_k=indexer.top_k),
             all_keys=True,
@@ -167,11 +172,7 @@ def _keys(m: Arithmetic, key: Any, *turning: Any, indexer: Indexer, rope: Rope |
 
 def _select(m: Arithmetic, query: Any, key: Any, factors: Any, visible: Any, *, top_k: int) -> Any:
     """Whether a key is visible and among the `top_k` visible ones with the largest index scores: bool [b, 1, q, k]."""
-    if key.shape[1] <= top_k:
-        return visible
-    products = m.xp.clip(query @ key[:, None].mT, 0, None)  # [b, heads, q, k]
-    scores = (factors[:, :, None] @ m.xp.swapaxes(products, 1, 2))[:, None, :, 0]  # [b, 1, q, k]
-    return visible & m.largest(m.where(visible, scores, float("-inf")), top_k)
+    return visible if key.shape[1] <= top_k else m.select_by_index(query, key, factors, visible, top_k)
 
 
 def _mask(m: Arithmetic, visible: Any, keys: Any) -> Any:

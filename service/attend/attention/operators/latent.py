@@ -57,7 +57,6 @@ class LatentOperator(Operator):
         **dict.fromkeys(("key_value_down_norm.weight", "query_down_norm.weight"), ("n",)),
     }
     identifying_weight = "key_value_down.weight"
-    own_outputs = ("latent", "rope_key")
 
     @classmethod
     def fill_in(cls, fields: Fields, width: int) -> None:
@@ -105,14 +104,6 @@ class LatentOperator(Operator):
     @classmethod
     def shared_key_dim(cls, part: Mapping[str, Any]) -> int:
         return int(part["rope_key_dim"])
-
-    @classmethod
-    def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
-        """`rope_key` is defined if the numbers that heads share are the same for all of them in the end."""
-        latent, rope = getattr(spec, cls.field), getattr(spec, "rope", None)
-        if getattr(spec, "qk_norm", None) or (rope and (rope.dims or 0) > latent.rope_key_dim):
-            return {"rope_key": "whose qk_norm, or rope of more than rope_key_dim numbers, makes them differ between heads"}
-        return {}
 
     @classmethod
     def widest(cls, spec: Dimensions) -> int:

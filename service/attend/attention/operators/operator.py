@@ -52,7 +52,6 @@ class Operator:
     normalises_heads: ClassVar[bool] = False  # whether queries and keys do not grow with their inputs
     amplifies_rounding: ClassVar[bool] = False  # whether it may amplify it without bound, so that calls run alone and not in batches
     undefined_options: ClassVar[Mapping[str, str]] = {}  # field of a request that is refused -> why
-    own_outputs: ClassVar[tuple[str, ...]] = ()  # those that layers without it do not have
     newer_fields: ClassVar[tuple[str, ...]] = ()  # those newer than its part, which fingerprints omit at their defaults
     axes: ClassVar[Axes] = {}  # canonical name of each weight that it may have -> its axes
     identifying_weight: ClassVar[str] = ""  # one that layers have with it alone; "": no tensor shows that they have it
@@ -139,11 +138,6 @@ class Operator:
     def coordinates(cls, spec: Dimensions) -> Coordinates | None:
         """What it uses of the field `positions` of calls; None: nothing."""
         return None
-
-    @classmethod
-    def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
-        """Outputs that layers with it do not have -> why."""
-        return {}
 
     @classmethod
     def widest(cls, spec: Dimensions) -> int:

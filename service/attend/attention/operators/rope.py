@@ -89,6 +89,8 @@ class RopeOperator(Operator):
         """By default all of a head is rotated."""
         if isinstance(rope := fields.get(cls.field), Mapping) and rope.get("dims") is None:
             fields[cls.field] = {**rope, "dims": width}
+        elif isinstance(rope, Rope) and rope.dims is None:
+            fields[cls.field] = rope.model_copy(update={"dims": width})
 
     @classmethod
     def check(cls, spec: Dimensions) -> None:
@@ -151,7 +153,13 @@ class RopeOperator(Operator):
         own += f", by positions on {rope.num_axes} axes" if rope.num_axes > 1 else ""
         kind = f"{'pairs' if rope.interleaved else 'halves'}{where}{own}"
         width = spec.head_dim // parts
-        turns = Step("frequencies", (), {"frequencies": Value("pairs")}, "", lambda m: m.constant(frequencies(rope, rope.dims or width)))
+        turns = Step(
+            "frequencies",
+            (),
+            {"frequencies": Value("dims / 2", "float64")},
+            "",
+            lambda m: m.constant(frequencies(rope, rope.dims or width)),
+        )
         compute = partial(_rotate_heads, rope=rope, parts=parts)
         query = Step(
             "rotate_query",

@@ -28,10 +28,6 @@ class SigmoidOperator(Operator):
         return cls.name
 
     @classmethod
-    def undefined_outputs(cls, spec: Dimensions) -> dict[str, str]:
-        return {"log_sum_exp": "whose sigmoid weights are not divided by a sum"}
-
-    @classmethod
     def steps(cls, spec: Dimensions, features: Collection[str] = ()) -> Steps:
         """The scores less ln n, and the sigmoid in place of the softmax."""
         pairs = Value("b,h,q,k")

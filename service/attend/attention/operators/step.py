@@ -19,10 +19,31 @@ if TYPE_CHECKING:
 
 
 class Value(NamedTuple):
-    """What a step writes: its axes, and its datatype, "" for that of the layer or of scores."""
+    """What a step writes: its axes, and its datatype, "" for that of the layer or of scores.
+
+    An axis such as `k / block_size` has that many numbers, rounded up. The length of one with a `?` depends on the numbers of the call.
+    """
 
     axes: str
     dtype: str = ""
+
+    @property
+    def output_axes(self) -> tuple[str, ...]:
+        """Its axes as an output: those of batch items come first, although the value may be the same for all of them. The heads of several
+        softmaxes are on one axis."""
+        axes = tuple(axis for axis in self.axes.split(",") if axis != "b")
+        return ("b", f"{axes[0]} * h", *axes[2:]) if axes[0].isdigit() and "h" in axes else ("b", *axes)
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether each of several sequences in one query has its own: the output has no rows of queries or keys that follow each other."""
+        return ("q" in self.output_axes) == ("k" in self.output_axes)
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of queries, or else of keys, of an output, counted from the end."""
+        axes = self.output_axes
+        return axes.index("q" if "q" in axes else "k") - len(axes)
 
 
 class Step(NamedTuple):
@@ -117,5 +138,11 @@ class Arithmetic(Protocol):
     def gather(self, x: Any, index: Any) -> Any:
         """x at these indices of the last axis."""
 
+    def select_by_index(self, query: Any, key: Any, factors: Any, visible: Any, n: int) -> Any:
+        """Whether a key is visible and among the n visible ones with the largest Σ_h w_ih relu(q_ih · k_j); ties go to the lower key.
+
+        float64 [b, heads, q, d], [b, k, d] and [b, q, heads], bool [b, 1, q, k] -> bool [b, 1, q, k].
+        """
+
     def largest(self, x: Any, n: int) -> Any:
-        """Whether a number is among the n largest of the last axis, where ties go to the lower index: bool."""
+        """Whether a number is among the n largest of the last axis, where ties go to the lower index: bool. Any of the -inf may be, too."""

@@ -111,6 +111,11 @@ class NumpyArithmetic:
         rows, at = np.broadcast_to(x, (*shape, x.shape[-1])), np.broadcast_to(index, (*shape, index.shape[-1]))
         return np.take_along_axis(rows, at, axis=-1)
 
+    def select_by_index(self, query: Array, key: Array, factors: Array, visible: Array, n: int) -> Array:
+        products = np.maximum(query @ key[:, None].swapaxes(-1, -2), 0)  # [b, heads, q, k]
+        scores = np.einsum("bhqk,bqh->bqk", products, factors)[:, None]
+        return np.asarray(visible & self.largest(np.where(visible, scores, -np.inf), n))
+
     def largest(self, x: Array, n: int) -> Array:
         chosen = np.zeros(x.shape, bool)
         np.put_along_axis(chosen, np.argsort(-x, axis=-1, kind="stable")[..., :n], True, axis=-1)

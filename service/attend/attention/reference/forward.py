@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from attend.attention.operators.step import Step
-from attend.attention.program import program_of
+from attend.attention.program import as_output, outputs_of, program_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
 from attend.attention.reference.request import Request
 from attend.spec import LayerSpec
@@ -31,8 +31,8 @@ class Outputs:
 
     output: Array  # [b, q, output_dim]; without projections, concatenated
     attention_weights: Array  # [b, h, q, k], after dropout
-    scores: Array  # [b, h, q, k], after everything added and blocked, before the softmax; with several before the first
-    log_sum_exp: Array  # [b, h, q], of the scores and the sink
+    scores: Array  # [b, h, q, k], after everything added and blocked, before the softmax; [b, n * h, q, k] before n softmaxes
+    log_sum_exp: Array  # [b, h, q], of the scores and the sink; [b, n * h, q] of n softmaxes
     normalised: Array  # [b, n, h, q, k], each softmax or sigmoid, before dropout, 0 in fully masked rows; n softmaxes
     query_projection: Array  # [b, h, q, d], after the norm, RoPE and query_scale
     key_projection: Array  # [b, kv heads, k, d], after the norm and RoPE
@@ -41,7 +41,7 @@ class Outputs:
     concatenated: Array  # [b, q, h*dv]
     indexer_mask: Array  # [b, q, k], 1 for the keys that the indexer selects; without an indexer, for those that may be attended to
     latent: Array  # [b, k, key_value_rank], of the key, after the norm; rank 0 without latent attention
-    rope_key: Array  # [b, k, rope_key_dim], what the keys of all heads begin with, after RoPE; likewise
+    rope_key: Array  # [b, k, rope_key_dim], what the keys of all heads begin with, after RoPE if it is rotated by itself; likewise
     fully_masked: Array  # [b, h, q], true where no key is left
 
     @property
@@ -55,7 +55,7 @@ def attend(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> O
     ValueError: a value without a key; q != k without query_offset where positions matter; fully masked rows with fully_masked="error".
     """
     request = Request(**arguments)
-    outputs = outputs_of(spec, run(spec, weights, request))
+    outputs = named_outputs(spec, run(spec, weights, request))
     return outputs if request.batched else Outputs(**{field.name: getattr(outputs, field.name)[0] for field in fields(Outputs)})
 
 
@@ -86,7 +86,7 @@ def features_of(spec: LayerSpec, request: Request) -> set[str]:
         "softcap": softcap,
         "dropout": request.dropout is not None,
         "uniform": request.fully_masked == "uniform",
-        "values": request.value is not request.key,
+        "values": request.has_values,
         "pattern": request.pattern is not None,
         "head_scale": request.head_scale is not None,
         "other_heads": request.head_outputs is not None,
@@ -140,22 +140,34 @@ def inputs_of(spec: LayerSpec, request: Request) -> Values:
     }
 
 
-def outputs_of(spec: LayerSpec, values: Values) -> Outputs:
+def every_output(spec: LayerSpec, weights: Mapping[str, Array], **arguments: Any) -> dict[str, Array]:
+    """Each value that the layer's steps write, by name, with the axes that it has as an output. Arguments and errors as `attend`."""
+    request = Request(**arguments)
+    values, features = run(spec, weights, request), features_of(spec, request)
+    (b, h, q), k = values["fully_masked"].shape, len(values["keys"])
+    lengths = {"b": b, "h": h, "q": q, "k": k}
+    outputs = {
+        name: as_output(np, values[name], one.axes.split(","), lengths) for name, one in outputs_of(spec, frozenset(features)).items()
+    }
+    return outputs if request.batched else {name: array[0] for name, array in outputs.items()}
+
+
+def named_outputs(spec: LayerSpec, values: Values) -> Outputs:
     """The outputs among the values of a program."""
     (b, h, q), k = values["fully_masked"].shape, len(values["keys"])
     softmaxes: Any = values["softmax()"] if "softmax()" in values else values["attention_weights"]
     normalised = values.get("sigmoid()", values.get("sinks()", softmaxes))
-    scores = values["scores"] if values["scores"].ndim == 4 else values["scores"][0]
+    scores = values["scores"]
     visible = np.broadcast_to(values["visible"], (b, h, q, k))
     keys = values["key_projection"]
     totals = values.get("log_sum_exp", NumpyArithmetic({}).log_sum_exp(scores))
     return Outputs(
-        scores=scores,
-        log_sum_exp=totals if totals.ndim == 3 else totals[0],
+        scores=scores if scores.ndim == 4 else np.moveaxis(scores, 0, 1).reshape(b, -1, q, k),
+        log_sum_exp=totals if totals.ndim == 3 else np.moveaxis(totals, 0, 1).reshape(b, -1, q),
         normalised=normalised[:, None] if normalised.ndim == 4 else np.moveaxis(normalised, 0, 1),
         indexer_mask=1.0 * np.any(visible, axis=1),
         latent=values.get("latent", keys[:, 0, :, :0]),
-        rope_key=keys[:, 0, :, : spec.latent.rope_key_dim if spec.latent else 0],
+        rope_key=values.get("rope_key", keys[:, 0, :, :0]),
         fully_masked=values["fully_masked"],
         **{name: values[name] for name in ("output", "attention_weights", "query_projection", "key_projection", "value_projection")},
         **{name: values[name] for name in ("head_outputs", "concatenated")},

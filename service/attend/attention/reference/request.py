@@ -50,11 +50,12 @@ class Request:
     scale: float | None = None  # in place of the layer's
     softcap: float | None = None  # in place of the layer's
     batched: bool = field(init=False)
+    has_values: bool = field(init=False)  # whether values are not the keys
 
     def __post_init__(self) -> None:
         if self.value is not None and self.key is None:
             raise ValueError("expected a key beside the value, got a value alone")
-        self.batched = np.ndim(self.query) == 3
+        self.batched, self.has_values = np.ndim(self.query) == 3, self.value is not None
         self.key = self.query if self.key is None else self.key
         self.value = self.key if self.value is None else self.value
         if self.segments is not None:
@@ -67,9 +68,10 @@ class Request:
         return np.asarray(x) if self.batched else np.asarray(x)[None]
 
     def per_pair(self, x: ArrayLike) -> Array:
-        """A mask or bias, to be broadcast to [b, h, q, k]; rank 3 is [b, q, k], or [h, q, k] without a batch."""
+        """A mask or bias [b|1, h|1, q|1, k|1]; rank 3 is [b, q, k], or [h, q, k] without a batch."""
         x = np.asarray(x)
-        return x[:, None] if x.ndim == 3 and self.batched else x
+        x = x[:, None] if x.ndim == 3 and self.batched else x
+        return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
     def per_row(self, rows: ArrayLike | None) -> Array | None:
         """Which rows are replaced, to be broadcast to [b, h, q, n], of [h], [b, h] or [b, h, q]; None: all."""

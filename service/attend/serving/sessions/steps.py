@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from attend.attention.cache import cached_tensors
+from attend.attention.cache import follows_from_cache
 from attend.attention.call import Call
 from attend.attention.decoding import CachedStep
 from attend.attention.masks import Masks
-from attend.axes import MASKS, OTHERS, OUTPUTS
+from attend.axes import GRADIENTS, MASKS, OTHERS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
 from attend.serving.binding import Binding, Prepared
@@ -75,11 +75,11 @@ class StepBinding(Binding[AttendRequest]):
         """Raises InvalidRequest also for outputs that depend on the inputs of earlier calls, which a session does not keep."""
         super().check(request, spec)
         for i, name in enumerate(request.outputs):
-            output = OUTPUTS[name]
-            if output.source == "gradients":
+            if name in GRADIENTS:
                 raise InvalidRequest.where(f"/outputs/{i}", "no gradients, since a session does not keep the inputs of earlier calls", name)
-            if output.source == "operator" and "q" not in output.axes and name not in cached_tensors(spec):
-                raise InvalidRequest.where(f"/outputs/{i}", f"no {name}, since sessions of this layer keep its keys and values", name)
+            if not follows_from_cache(spec, name):
+                expected = f"no {name}, since sessions of this layer do not keep what it is computed from"
+                raise InvalidRequest.where(f"/outputs/{i}", expected, name)
 
 
 STEP = StepBinding(AttendRequest)  # POST /sessions/{id}/attend, and parts of sequences of the Open Inference Protocol

@@ -89,7 +89,7 @@ class GrpcCodec(Codec):
         refuse_decimals(members)
         marks_final = self.stream and options.triton_enable_empty_final_response
         reply_format = V2ReplyFormat(request.id, outputs, marks_final=marks_final)
-        translate = partial(translate_problem, inputs=tuple(paths), model="/model_name")
+        translate = partial(translate_problem, inputs=tuple(paths), outputs=outputs, model="/model_name")
         return Decoded(members, reply_format, options.seconds, options.sequence, translate)
 
     def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> tuple[Headers, list[Buffer]]:

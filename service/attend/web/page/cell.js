@@ -138,7 +138,7 @@ export class Cell {
     this.weights = row(tensors.attention_weights, item, head, q);
     this.values = Array.from(this.weights, (_, j) => row(tensors.value_projection, item, keys, j));
     this.heads = row(tensors.head_outputs, item, head, q);
-    this.scores = tensors.scores && row(tensors.scores, item, head, q); // layers with several softmaxes have none
+    this.scores = tensors.scores && !names.includes("two_scores") ? row(tensors.scores, item, head, q) : null; // one row, not one of each softmax
     this.isMasked = this.scores?.[k] === -Infinity;
     this.total = this.scores && logSumExp(this.scores);
     this.given = { score: this.scores?.[k], weight: this.weights[k], total: tensors.log_sum_exp && row(tensors.log_sum_exp, item, head)[q] };

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attend.axes import OUTPUTS, TENSOR_FIELDS, Kind
+from attend.axes import TENSOR_FIELDS, Kind
 from attend.serving.admission import largest_batch
-from attend.serving.cost import output_shapes, wire_datatype
+from attend.serving.cost import wire_datatype
 from attend.serving.layers.registry import LoadedLayer, UnloadedLayer, by_name
 from attend.serving.service import Service
 from attend.serving.sessions.registry import MAX_SESSIONS
@@ -182,9 +182,10 @@ def _required(spec: LayerSpec) -> set[str]:
 
 def _outputs(spec: LayerSpec) -> list[TensorMetadata]:
     """Every output of the layer but the gradients, in the datatype of a request that chooses none."""
-    shapes = output_shapes(spec, -1, -1, -1)
-    names = [name for name in shapes if OUTPUTS[name].source != "gradients" and name not in spec.undefined_outputs]
-    return [TensorMetadata(name=name, datatype=wire_datatype(name, None, spec), shape=list(shapes[name])) for name in names]
+    return [
+        TensorMetadata(name=name, datatype=wire_datatype(name, None, spec), shape=list(spec.output_shape(name, -1, -1, -1)))
+        for name in dict.fromkeys((*DEFAULT_OUTPUTS, *spec.outputs()))
+    ]
 
 
 def _config(tensor: TensorMetadata, optional: bool | None) -> ConfigTensor:

@@ -9,10 +9,9 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from attend.axes import OUTPUTS
 from attend.spec import LayerSpec
 from attend.spec_parts import WHOLE, Finite, Window, field_error, whole
 from attend.tensors import Array
@@ -82,26 +81,10 @@ ADVICE = {
 }
 OTHER_NAMES = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 
-Output = Literal[
-    "output",
-    "attention_weights",
-    "scores",
-    "log_sum_exp",
-    "query_projection",
-    "key_projection",
-    "value_projection",
-    "head_outputs",
-    "concatenated",
-    "indexer_mask",
-    "latent",
-    "rope_key",
-    "query_gradient",
-    "key_gradient",
-    "value_gradient",
-]
+OutputName = Annotated[str, Field(max_length=64, examples=["output"])]  # of which the layer refuses those that it does not have
 
 
-def _default_outputs() -> list[Output]:
+def _default_outputs() -> list[str]:
     return ["output", "attention_weights"]
 
 
@@ -263,8 +246,10 @@ class AttendRequest(Schema):
     softcap: Annotated[Finite, Field(ge=0)] | None = Field(
         default=None, description="c in c·tanh(scores/c), 0 for none; the layer's if null."
     )
-    outputs: Annotated[list[Output], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("output")] = Field(
-        default_factory=_default_outputs, description="Tensors to return; output and attention_weights if left out."
+    outputs: Annotated[list[OutputName], Field(min_length=1, json_schema_extra={"uniqueItems": True}), unique("output")] = Field(
+        default_factory=_default_outputs,
+        description="Tensors to return, by their names in AttendReply or those of other values of the layer's steps; output and "
+        "attention_weights if left out.",
     )
     output_gradient: Sequences | None = tensor_field("output_gradient", "Required by the outputs that are gradients.")
     select: Select | None = Field(default=None, description="Which attention weights to return; all if null.")
@@ -310,9 +295,9 @@ class AttendRequest(Schema):
         return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
 
 
-def _output(name: str, about: str = "") -> Any:
+def _output(about: str) -> Any:
     """The field of an output, whose description begins with its axes. An output that is not requested is absent, not null."""
-    return Field(default=None, description=f"{OUTPUTS[name]}. {about}".rstrip(), json_schema_extra=without_default)
+    return Field(default=None, description=about, json_schema_extra=without_default)
 
 
 class Selection(Schema):
@@ -327,35 +312,42 @@ OptionalTensor: TypeAlias = ReplyTensor | SkipJsonSchema[None]
 
 
 class AttendReply(Schema):
-    """The requested outputs, and no others. Shapes are without b if the request has none."""
+    """The requested outputs, and no others: those below and other values of the layer's steps, which are tensors, too.
+
+    Shapes are without b if the request has none."""
+
+    model_config = ConfigDict(extra="allow")
 
     layer: LayerReference
     fully_masked_rows: int = Field(description="Number of rows (batch, head, query) without a key to attend to.")
-    output: OptionalTensor = _output("output")
+    output: OptionalTensor = _output("[b,q,output_dim].")
     attention_weights: OptionalTensor | Selection | BySequence = _output(
-        "attention_weights",
-        "Without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, "
+        "[b,h,q,k]. Without h if averaged; a Selection with `top_k`; a tensor for each sequence with `query_lengths`. From 0 to 1, "
         "and rows sum to 1, except after dropout, with sinks, in fully masked rows and in layers with sigmoid weights. Some operators make "
         "them negative, with any sum.",
     )
     scores: OptionalTensor | BySequence = _output(
-        "scores",
-        "Before softmax or sigmoid, after scale, softcap, biases, ln n and masks; -inf as text. Layers with several softmaxes have none.",
+        "[b,h,q,k], or [b,2 * h,q,k] in layers with two softmaxes. Before softmax or sigmoid, after scale, softcap, biases, ln n and "
+        "masks; -inf as text.",
     )
     log_sum_exp: OptionalTensor = _output(
-        "log_sum_exp", "ln of the sum of exp(scores). Layers with several softmaxes or sigmoid weights have none."
+        "[b,h,q], or [b,2 * h,q] in layers with two softmaxes. ln of the sum of exp(scores). Layers with sigmoid weights have none."
     )
-    query_projection: OptionalTensor = _output("query_projection", "After norm, rotation and query_scale.")
-    key_projection: OptionalTensor = _output("key_projection", "After norm and rotation.")
-    value_projection: OptionalTensor = _output("value_projection")
-    head_outputs: OptionalTensor = _output("head_outputs", "After head_scale and the layer's norm and output gate.")
-    concatenated: OptionalTensor = _output("concatenated")
-    indexer_mask: OptionalTensor | BySequence = _output("indexer_mask", "Whether the layer's indexer selects the key for the query.")
-    latent: OptionalTensor = _output("latent", "The latent vectors of the key after their norm, in layers with `latent`.")
-    rope_key: OptionalTensor = _output("rope_key", "The numbers that the keys of all heads share in layers with `latent`, after rotation.")
-    query_gradient: OptionalTensor = _output("query_gradient", "Gradient of <output_gradient, output>.")
-    key_gradient: OptionalTensor = _output("key_gradient")
-    value_gradient: OptionalTensor = _output("value_gradient")
+    query_projection: OptionalTensor = _output("[b,h,q,head_dim]. After norm, rotation and query_scale.")
+    key_projection: OptionalTensor = _output("[b,kv heads,k,head_dim]. After norm and rotation.")
+    value_projection: OptionalTensor = _output("[b,kv heads,k,value_head_dim].")
+    head_outputs: OptionalTensor = _output("[b,h,q,value_head_dim]. After head_scale and the layer's norm and output gate.")
+    concatenated: OptionalTensor = _output("[b,q,h * value_head_dim].")
+    indexer_mask: OptionalTensor | BySequence = _output(
+        "[b,q,k], of datatype BOOL. Whether the layer's indexer selects the key for the query."
+    )
+    latent: OptionalTensor = _output("[b,k,key_value_rank]. The latent vectors of the key after their norm, in layers with `latent`.")
+    rope_key: OptionalTensor = _output(
+        "[b,k,rope_key_dim]. What the keys of all heads begin with in layers with `latent`, after rotation if it is rotated by itself."
+    )
+    query_gradient: OptionalTensor = _output("[b,q,query_dim]. Gradient of <output_gradient, output>.")
+    key_gradient: OptionalTensor = _output("[b,k,key_dim].")
+    value_gradient: OptionalTensor = _output("[b,k,value_dim].")
 
 
 class PlannedTensor(Schema):

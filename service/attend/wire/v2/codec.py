@@ -181,7 +181,9 @@ def _parse_header(document: Mapping[str, Any], binary_size: int, model: str) -> 
     reply_format = V2ReplyFormat(request.id, outputs, parameters.binary_data_output, binary_outputs)
     if not any(reply_format.in_text(name) for name in outputs or DEFAULT_OUTPUTS if name != TOP_K_KEYS):
         refuse_decimals(members)
-    return Decoded(members, reply_format, parameters.seconds, parameters.sequence, partial(translate_problem, inputs=tuple(paths)))
+    return Decoded(
+        members, reply_format, parameters.seconds, parameters.sequence, partial(translate_problem, inputs=tuple(paths), outputs=outputs)
+    )
 
 
 def _input(entry: InferenceInput, at: str, position: int, binary_size: int) -> tuple[InputPath, V2Input]:

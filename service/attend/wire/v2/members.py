@@ -21,7 +21,7 @@ from attend.wire.codec import Reply
 from attend.wire.json.strict import parse_nested
 from attend.wire.problems import describe_value, one_of
 from attend.wire.safetensors import LIST_FIELDS
-from attend.wire.schemas.attend import AttendRequest, Output
+from attend.wire.schemas.attend import AttendRequest
 
 
 def has_members(annotation: Any) -> bool:
@@ -42,7 +42,6 @@ PER_ITEM_FIELDS = {name for name, field in TENSOR_FIELDS.items() if ("b",) in fi
 DEFAULT_OUTPUTS: tuple[str, ...] = tuple(AttendRequest.model_fields["outputs"].get_default(call_default_factory=True, validated_data={}))
 TOP_K_KEYS = "attention_weights.keys"
 TOP_K_OUTPUTS = (TOP_K_KEYS, "attention_weights.values")  # outputs that replace the weights if `select.top_k` is set
-OUTPUT_NAMES = (*get_args(Output), *TOP_K_OUTPUTS)
 
 
 def members_of(layer: str, tensors: Sequence[tuple[str, Any]], parameters: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
@@ -94,8 +93,8 @@ def _outputs(names: Sequence[str], select: Any) -> list[str]:
     outputs: list[str] = []
     for i, name in enumerate(names):
         at, output = f"/outputs/{i}", name.partition(".")[0]
-        if name not in OUTPUT_NAMES:
-            raise InvalidRequest.where(at, one_of(OUTPUT_NAMES), describe_value(name) + did_you_mean(name, OUTPUT_NAMES))
+        if output != name and name not in TOP_K_OUTPUTS:
+            raise InvalidRequest.where(at, f"an output of the layer, {' or '.join(TOP_K_OUTPUTS)}", describe_value(name))
         if name in names[:i] or (name in TOP_K_OUTPUTS and output in names):
             raise InvalidRequest.where(at, "each output once", f'"{name}" twice')
         if name in TOP_K_OUTPUTS and not (isinstance(select, dict) and select.get("top_k") is not None):
@@ -188,12 +187,15 @@ class InputPath(NamedTuple):
     nested: bool = False
 
 
-def translate_problem(problem: Problem, inputs: Sequence[InputPath], model: str = "") -> Problem:
-    """The same problem, with a pointer into the V2 request that has these inputs. `model`: the pointer to the model's name, "" if the name
-    is in the URL."""
+def translate_problem(problem: Problem, inputs: Sequence[InputPath], outputs: Sequence[str], model: str = "") -> Problem:
+    """The same problem, with a pointer into the V2 request that has these inputs and outputs. `model`: the pointer to the model's name, ""
+    if the name is in the URL."""
     name, *index = problem.at.split("/")[1:] or [""]
     if name == "layer":
         return replace(problem, at=model)
+    if name == "outputs" and outputs and index:
+        names = [output.partition(".")[0] for output in outputs]
+        return replace(problem, at=f"/outputs/{names.index([*dict.fromkeys(names)][int(index[0])])}")
     for i, input_path in enumerate(inputs):
         if input_path.name == name:
             return _in_input(problem, f"/inputs/{i}", input_path, index)

@@ -13,7 +13,7 @@ from attend.wire.problems import HALF_SURROGATE, describe_value, is_unicode
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.schema import without_default
 from attend.wire.schemas.tensors import MAX_AXIS, REFERENCE
-from attend.wire.v2.members import INPUT_NAMES, JSON_TEXT_FIELDS, OUTPUT_NAMES, PARAMETER_FIELDS
+from attend.wire.v2.members import INPUT_NAMES, JSON_TEXT_FIELDS, PARAMETER_FIELDS
 
 MAX_INPUTS = 64  # of one request; there are fewer names of inputs
 Parameters = dict[str, str | float | bool]
@@ -125,7 +125,7 @@ class InferenceInput(StrictModel):  # codec.py validates name, shape, datatype a
 
 
 class InferenceOutput(StrictModel):
-    name: Annotated[str, WithJsonSchema({"type": "string", "enum": list(OUTPUT_NAMES)})]
+    name: str = Field(description="An output in the metadata of the model, a gradient, or attention_weights.keys or .values with top_k.")
     parameters: OutputParameters | None = None
 
 
