@@ -13,7 +13,8 @@ of query, key and value that are split into heads already. Torch is used only if
 
 In the order in which to read it:
 
-    comparison.py            `compare`: the verdict, and the first disagreement with its explanation
+    comparison.py            `compare`: calls the candidate, and explains the first disagreement
+    report.py                what it found, and how that is written
     calls.py                 calls the candidate on every case, and compares the numbers
     candidate.py, weights.py constructs a candidate and reads its weights
     constructor.py           arguments for the constructor of a class
@@ -42,8 +43,9 @@ In the order in which to read it:
 
 from attend.check.calls import CaseResult
 from attend.check.candidate import NoSuchCandidate
-from attend.check.comparison import Comparison, Disagreement, assert_agrees, compare
+from attend.check.comparison import assert_agrees, compare
 from attend.check.computation import tolerance
 from attend.check.convention import Convention
+from attend.check.report import Comparison, Disagreement
 
 __all__ = ["CaseResult", "Comparison", "Convention", "Disagreement", "NoSuchCandidate", "assert_agrees", "compare", "tolerance"]

@@ -2,7 +2,8 @@
 
 A mistake is named only if the reference, with this mistake made in it, gives the candidate's numbers in every case, each within its
 tolerance, and also those of the candidate in other sizes. If several explain all cases, more cases are drawn, until one is left or they
-never differ. Two mistakes together have no name: the first wrong step says where to look, and the second shows once the first is mended.
+never differ. Of two mistakes, `explain_in_turn` finds the one that shows without a mask and then the one that shows with it. Two that
+show in the same calls have no name; the first wrong step says where to look, and the second shows once the first is mended.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from attend.check.mistakes import MISTAKES, Mistake
 from attend.tensors import Array
 
 Named = tuple[str, Mistake]
-Mistakes = tuple[Named, ...]
 PRECISION = frozenset(MISTAKES["precision"])
 CONFIRMATIONS = 6  # further cases that an explanation must give, too
 TYPICAL = 2  # times the root mean square of the changes by rounding is that of a half-precision candidate's errors at most
@@ -78,7 +78,7 @@ class Explanation:
     arithmetic: tuple[tuple[str, str], ...] = ()  # of each of the mistakes: what the candidate computes, and what is expected
     half: str = ""  # the candidate's dtype, if it is half precision
     alone: str = ""  # the only heads and widths in which the candidate has these mistakes for sure
-    made: Mistake | None = None  # the first of the mistakes
+    made: Mistake | None = None  # the mistake itself
 
     def __bool__(self) -> bool:
         return bool(self.mistakes)
@@ -114,25 +114,23 @@ def explain(
     search, more = _Search(probe, parts), _Repeatable(further)
     with np.errstate(all="ignore"):
         for tried in (search.singles, search.factors, search.ratios):
-            found = [mistakes for mistakes in tried() if all(_may_be(mistakes, x) for x in others)]
+            found = [mistake for mistake in tried() if all(_may_be(mistake, x) for x in others)]
             sizes = elsewhere() if found and elsewhere is not None else None
             found = found if sizes is None else _confirmed(found, sizes.observed)
             if found := _told_apart(found, iter(more)):
-                first, *equals = (tuple(name for name, _ in mistakes) for mistakes in found)
-                arithmetic = tuple(mistake.arithmetic(probe.right) for _, mistake in found[0])
+                first, *equals = ((name,) for name, _ in found)
+                arithmetic = (found[0][1].arithmetic(probe.right),)
                 half = probe.right.dtype if probe.right.dtype in HALF else ""
-                return Explanation(
-                    first, tuple(equals[:MOST_EQUALS]), arithmetic, half, "" if sizes is None else sizes.alone, found[0][0][1]
-                )
+                return Explanation(first, tuple(equals[:MOST_EQUALS]), arithmetic, half, "" if sizes is None else sizes.alone, found[0][1])
     return Explanation()
 
 
 def explain_in_turn(observed: Sequence[Observation], further: Iterator[Observation], elsewhere: OtherSizes) -> Sequence[Explanation]:
-    """The mistake that gives the numbers of calls without a mask, and the one that, beside it, gives those of the others; empty if the
-    first has no name.
+    """The mistake that gives the numbers of calls without a mask, and the one that, beside it, gives those of the others, if it has a name;
+    empty if the first has none, or no call with a mask is wrong besides.
     """
     unmasked, masked = ([x for x in observed if x.is_unmasked == is_unmasked] for is_unmasked in (True, False))
-    if not masked or all(x.agrees for x in unmasked):
+    if all(x.agrees for x in masked) or all(x.agrees for x in unmasked):
         return ()
     more, sizes = _Repeatable(further), [x for x in elsewhere.observed if x.is_unmasked]
     first = explain(unmasked, (x for x in more if x.is_unmasked), (), lambda: replace(elsewhere, observed=sizes))
@@ -140,7 +138,7 @@ def explain_in_turn(observed: Sequence[Observation], further: Iterator[Observati
         return ()
     beside = [[x.beside(first.made) for x in group] for group in (masked, elsewhere.observed)]
     if all(x.agrees for x in beside[0]):
-        return (first, Explanation())
+        return ()
     return (first, explain(beside[0], (x.beside(first.made) for x in more), (), lambda: replace(elsewhere, observed=beside[1])))
 
 
@@ -167,7 +165,7 @@ class _Search:
     def fitted(self) -> Named | None:
         """Another factor on the scores that gives the numbers."""
         fitted = fitted_scale(self.probe.right, self.probe.results)
-        return fitted if fitted and _gives((fitted,), self.probe) else None
+        return fitted if fitted and _gives(fitted, self.probe) else None
 
     @cached_property
     def parts(self) -> list[Observation]:
@@ -175,35 +173,35 @@ class _Search:
         of_probe = [self.probe.part("attention_weights")] if "attention_weights" in self.probe.results else []
         return [*of_probe, *self._of_small_cases]
 
-    def singles(self) -> Iterator[Mistakes]:
+    def singles(self) -> Iterator[Named]:
         """One known mistake. Those that enlarge rounding so much that this case does not say are last."""
         vague = list[Named]()
         for mistake in (named for mistakes in MISTAKES.values() for named in mistakes.items()):
             if (changed := _changed(mistake, self.probe)) is None:
                 continue
             if gives := _results_agree(changed, self.probe):
-                yield (mistake,)
+                yield mistake
             elif gives is not None and _results_agree(changed, self.probe, vague=True):
                 vague.append(mistake)
-        yield from ((mistake,) for mistake in vague if self._gives_a_part(mistake))
+        yield from (mistake for mistake in vague if self._gives_a_part(mistake))
 
-    def factors(self) -> Iterator[Mistakes]:
+    def factors(self) -> Iterator[Named]:
         """Another factor on the scores or after them."""
         if self.fitted:
-            yield (self.fitted,)
+            yield self.fitted
         fitted = fitted_factors(self.probe.right, self.probe.results)
-        yield from ((factor,) for factor in fitted if _gives((factor,), self.probe))
+        yield from (factor for factor in fitted if _gives(factor, self.probe))
 
-    def ratios(self) -> Iterator[Mistakes]:
+    def ratios(self) -> Iterator[Named]:
         """Another factor on the scores in proportion to the right one."""
         if self.fitted:
             right = self.probe.right
-            yield (ratio_of_scales(self.fitted[1].change(right).spec.scale, right.spec.scale, right.dtype),)
+            yield ratio_of_scales(self.fitted[1].change(right).spec.scale, right.spec.scale, right.dtype)
 
     def _gives_a_part(self, mistake: Named) -> bool:
         """Whether a mistake gives a wrong part for certain, and may give all others."""
         wrong = [part for part in self.parts if not part.agrees]
-        return all(_may_be((mistake,), part) for part in self.parts) and any(_gives((mistake,), part) for part in wrong)
+        return all(_may_be(mistake, part) for part in self.parts) and any(_gives(mistake, part) for part in wrong)
 
 
 def _changed(mistake: Named, observed: Observation) -> Computation | None:
@@ -257,47 +255,43 @@ def _errors_are_typical(changed: Computation, expected: Expected, results: Mappi
     )
 
 
-def _confirmed(found: list[Mistakes], observed: Sequence[Observation]) -> list[Mistakes]:
+def _confirmed(found: list[Named], observed: Sequence[Observation]) -> list[Named]:
     """Those that give what was observed in other sizes, where some of it has to be wrong.
 
     Errors of few digits grow with the length of a sum and depend on its order, so other widths say nothing about those.
     """
     if all(x.agrees for x in observed):
         return []
-    return [mistakes for mistakes in found if mistakes[0][0] in PRECISION or all(_may_be(mistakes, x) for x in observed)]
+    return [mistake for mistake in found if mistake[0] in PRECISION or all(_may_be(mistake, x) for x in observed)]
 
 
-def _told_apart(found: list[Mistakes], further: Iterator[Observation]) -> list[Mistakes]:
+def _told_apart(found: list[Named], further: Iterator[Observation]) -> list[Named]:
     """Those that also give the numbers of a few further cases; of several, of all further cases until one is left."""
     confirmations = 0
     while found and (confirmations < CONFIRMATIONS or len(found) > 1):
         if (x := next(further, None)) is None:
             break
-        found = [mistakes for mistakes in found if _may_be(mistakes, x)]
+        found = [mistake for mistake in found if _may_be(mistake, x)]
         confirmations += 1
     return found
 
 
-def _may_be(mistakes: Mistakes, observed: Observation) -> bool:
-    """Whether these mistakes give what was observed, or are so sensitive to rounding in this case that it says nothing about them.
+def _may_be(mistake: Named, observed: Observation) -> bool:
+    """Whether this mistake gives what was observed, or is so sensitive to rounding in this case that it says nothing about it.
 
     Errors of a sum in few digits grow with its length, so a long case says nothing about those.
     """
-    if observed.right.case.group == "long" and not observed.agrees and any(name in PRECISION for name, _ in mistakes):
+    if observed.right.case.group == "long" and not observed.agrees and mistake[0] in PRECISION:
         return True
-    return _gives(mistakes, observed, vague=True)
+    return _gives(mistake, observed, vague=True)
 
 
-def _gives(mistakes: Mistakes, observed: Observation, vague: bool = False, after: Computation | None = None) -> bool:
-    """Whether the reference with these mistakes returns what was observed. A mistake that a case has no room for changes nothing there.
-
-    `after`: the computation with earlier mistakes.
-    """
-    changed = after or observed.right
+def _gives(mistake: Named, observed: Observation, vague: bool = False) -> bool:
+    """Whether the reference with this mistake returns what was observed. A mistake that a case has no room for changes nothing there."""
     try:
-        for _, mistake in mistakes:
-            with suppress(Impossible):
-                changed = mistake.change(changed)
-    except (ValueError, IndexError):  # shapes for which these mistakes cannot be made
+        changed = mistake[1].change(observed.right)
+    except Impossible:
+        return observed.agrees
+    except (ValueError, IndexError):  # shapes for which the mistake cannot be made
         return False
     return observed.agrees if changed is observed.right else bool(_results_agree(changed, observed, vague))
