@@ -113,9 +113,6 @@ class Windowed(Rotary):
 class LongerWindow(Windowed):
     left = 5
 
-class UnscaledPairs(Unscaled, Pairs):
-    pass
-
 class UnscaledWithoutOne(Unscaled, WithoutOne):
     pass
 
@@ -352,7 +349,6 @@ WRONG = [
     ("Rotary", ROTARY | {"scale": 0.2}, CAUSAL, ["the layer's own scale is ignored"]),
     ("Rotary", WINDOW, CAUSAL, ["the window is left out"]),
     ("LongerWindow", WINDOW, CAUSAL, ["the window has one key more"]),
-    ("UnscaledPairs", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored", "RoPE rotates neighbouring pairs"]),
     ("Swapped", GATED, PER_HEAD, ["the halves of one matrix for query and gate are swapped"]),
     ("Ungated", GATED, PER_HEAD, ["the output gate is left out"]),
     ("Halved", GATED, PER_HEAD, ["one matrix for query and gate is cut as [2, h, d] and not as [h, 2, d]"]),
@@ -444,7 +440,6 @@ def test_a_spec_may_be_in_a_file_and_the_printed_command_names_it(folder):
         ("Latent", LATENT | {"qk_norm": {}}, CAUSAL, "found no weight of query_norm, key_norm"),
         ("Rotary", {**ROTARY, "bias": True}, CAUSAL, "found no weight of query.bias"),
         ("Rotary", {**ROTARY, "qk_norm": {}}, CAUSAL, "expected query_norm.weight (11,), got (33,)"),
-        ("Gated", GATED, [], "how one matrix for query, gate is cut"),
         ("Rotary", WINDOW | {"window": {"left": 4096}}, CAUSAL, "expected a window or chunk of at most 29 keys"),
         ("sliding", ROTARY, ["framework=torch"], "found no weights"),
         ("Rotary", {**ROTARY, "rope_theta": 500}, CAUSAL, '--spec: expected rope {"theta"}, got a field "rope_theta", at /rope_theta'),

@@ -70,7 +70,7 @@ class Layer(NumpyArithmetic):
     def _weights(self, request: Request, q: Array, k: Array, ahead: Array, biases: Array) -> Array:
         """The attention weights [b, h, q, k], of queries and keys of every head."""
         values, blocked = self.values, ~self.values["visible"]
-        all_scores, normalised, mixed = [], [], []
+        all_scores, totals, normalised, mixed = [], [], [], []
         for queries, keys in zip(self.split(q), self.split(k), strict=True):
             scores = self.mixed_scores(request, queries, keys, ahead) + biases
             values["scores"] = scores
@@ -81,9 +81,10 @@ class Layer(NumpyArithmetic):
             all_scores.append(values["scores"])
             normalised.append(weights)
             mixed.append(self.mixed_weights(weights, blocked))
-            values.setdefault("log_sum_exp", total)
+            totals.append(total)
         values["softmax()"] = np.stack(normalised)
-        values["scores"], values["attention_weights"] = all_scores[0], np.stack(mixed) if len(mixed) > 1 else mixed[0]
+        lists = {"scores": all_scores, "log_sum_exp": totals, "attention_weights": mixed}
+        values |= {name: np.stack(x) if len(x) > 1 else x[0] for name, x in lists.items()}  # of several softmaxes, each has its own
         later = [step for step in self.parts["softmax"] if step.name == "fill"]
         self.run((*later, *(step for step in self.parts["weights"] if step.name != "mix_weights")), values)
         return np.asarray(values["attention_weights"])
