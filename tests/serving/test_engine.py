@@ -46,9 +46,9 @@ def no_request_stays_in_memory() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
-        earlier = requests_in_memory()  # of other tests
+        earlier, others = requests_in_memory(), {*threading.enumerate()}  # of other tests
         yield
-        for thread in threading.enumerate():
+        for thread in {*threading.enumerate()} - others:
             if thread.name.startswith(("codec", "compute")):
                 thread.join()  # the service is closed; a thread holds its last job until it ends
         left = [found for found in requests_in_memory() if all(found is not x for x in earlier)]
