@@ -22,6 +22,7 @@ NAMES = by_name(
         "length": "context_length block_size n_ctx ctx_len n_positions max_position_embeddings",
         "dropout": "p p_drop",
         "theta": "rope_theta theta rope_base",
+        "original_max_position": "original_max_position original_max_position_embeddings original_max_pos old_context_len",
         "query_rank": "q_lora_rank",
         "key_value_rank": "kv_lora_rank",
         "rope_key_dim": "qk_rope_head_dim",
@@ -94,6 +95,8 @@ def sizes_of(spec: LayerSpec, length: int, *, evaluates: bool, batch_first: bool
     sizes |= {"length": length, "dropout": 0.1 if evaluates else 0.0, "batch_first": batch_first}
     if spec.rope:
         sizes["theta"] = spec.rope.theta
+        if spec.rope.scaling:
+            sizes["original_max_position"] = spec.rope.scaling.original_max_position
     if spec.latent:
         sizes |= {name: getattr(spec.latent, name) for name in ("query_rank", "key_value_rank", "rope_key_dim")}
         sizes["own_key_dim"] = spec.head_dim - spec.latent.rope_key_dim

@@ -96,7 +96,7 @@ def _long_together(draw: Draw, rows: int, decodes: bool) -> CheckCase:
     everything: Array = np.broadcast_to(np.ones((), bool), (1, rows, rows))
     chunks = (rows - LAST, 1, LAST - 1) if decodes and draw.causal else ()
     whole = replace(last, query=query, mask=everything, visible=everything, chunks=chunks, query_offset=0)
-    return replace(last, whole=whole)
+    return replace(last, whole=whole, relative=_of_angles(rows) if draw.spec.rope else 0.0)
 
 
 def _wide(draw: Draw) -> Iterator[CheckCase]:
@@ -118,7 +118,12 @@ def _distant(draw: Draw) -> Iterator[CheckCase]:
     """Positions that are so large that few digits do not tell them apart. Only their differences change the numbers."""
     for first in POSITIONS:
         case = draw.case(f"positions from {first}", "plain", draw.queries, group="lengths")
-        yield replace(case, first_row=first, relative=2.0**-24 * first)
+        yield replace(case, first_row=first, relative=_of_angles(first))
+
+
+def _of_angles(position: int) -> float:
+    """The relative error of scores that rounding the angles of RoPE to float32 makes, at a position."""
+    return 2.0**-24 * position
 
 
 def resized(spec: LayerSpec, heads: int, kv_heads: int, head_dim: int) -> LayerSpec:
