@@ -70,29 +70,9 @@ class NormLast(Rotary):
 class Pairs(Rotary):
     interleaved = True
 
-class Backwards(Rotary):
-    factor = -4.0
-
 class QueriesAlone(Rotary):
     def prepare(self, x, w):
         return super().prepare(x, w) if w is self.q_norm else self.norm(x, w)
-
-class CosinesOfQueriesAlone(QueriesAlone):
-    def prepare(self, x, w):
-        if w is not self.q_norm:
-            return self.norm(x, w)
-        x = self.norm(x, w)
-        angles = torch.arange(x.shape[2])[:, None] * 500.0 ** (-torch.arange(0, 10, 2) / 10) / 4
-        a, b = x[..., :10].chunk(2, -1)
-        return torch.cat(((a - b) * angles.cos(), (a + b) * angles.cos(), x[..., 10:]), -1)
-
-class Interleaved(Rotary):
-    def prepare(self, x, w):
-        x = self.norm(x, w)
-        angles = torch.arange(x.shape[2])[:, None] * 500.0 ** (-torch.arange(0, 10, 2) / 10) / 4
-        angles, part = angles.repeat_interleave(2, -1), x[..., :10]
-        a, b = part.chunk(2, -1)
-        return torch.cat((part * angles.cos() + torch.cat((-b, a), -1) * angles.sin(), x[..., 10:]), -1)
 
 class FullWidth(Rotary):
     full_width = True
@@ -112,9 +92,6 @@ class Windowed(Rotary):
 
 class LongerWindow(Windowed):
     left = 5
-
-class UnscaledWithoutOne(Unscaled, WithoutOne):
-    pass
 
 class Packed(Rotary):
     """Several sequences in a row, distinguished by their numbers."""
@@ -151,10 +128,6 @@ class Boundaries(Rotary):
         self.mask = lambda n: number == number[:, None]
         return super().forward(x[None])[0]
 
-class LeakingBoundaries(Boundaries):
-    def bounds(self, cu_seqlens):
-        return [0, int(cu_seqlens[-1])]
-
 class Masked(nn.Module):
     """T5's, with a mask and 32 buckets."""
 
@@ -179,17 +152,9 @@ class Masked(nn.Module):
         bias = self.relative_attention_bias(self.buckets(self.distances(x.shape[1]))).permute(2, 0, 1)[None]
         return self.o(scaled_dot_product_attention(q, k, v, self.block(bias, mask), scale=1.0).transpose(1, 2).flatten(2))
 
-class Unmasked(Masked):
-    def block(self, bias, mask):
-        return bias
-
 class BucketBefore(Masked):
     def buckets(self, ahead):
         return (super().buckets(ahead) - 1) % 32
-
-class KeyAfter(Masked):
-    def distances(self, n):
-        return super().distances(n) + 1
 
 class Gated:
     """NumPy, x @ W; the columns of W_q are a query and a gate for each head."""
@@ -216,9 +181,6 @@ class Gated:
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         heads = weights / weights.sum(-1, keepdims=True) @ v * self.activate(gate)
         return heads.swapaxes(1, 2).reshape(*x.shape[:2], -1) @ self.W_o
-
-class Swapped(Gated):
-    order = slice(None, None, -1)
 
 class Ungated(Gated):
     def activate(self, gate):
@@ -262,17 +224,6 @@ class Latent(nn.Module):
 
 class WithoutMscale(Latent):
     factor = 1
-
-class Mscale(Latent):
-    factor = 1.3
-
-class Halves(Latent):
-    def turn(self, x):
-        return rotate(x, self.shared)
-
-class Reshaped(Latent):
-    def share(self, k):
-        return k.transpose(1, 2).expand(-1, -1, self.heads, -1).reshape(k.shape[0], self.heads, k.shape[2], -1)
 
 class FirstHead(Latent):
     def share(self, k):
@@ -335,41 +286,24 @@ RIGHT = [
 WRONG = [
     ("Unscaled", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored"]),
     ("WithoutOne", ROTARY, CAUSAL, ["1 + w is forgotten"]),
-    ("Rotary", ROTARY, CAUSAL[:1], ["norms multiply by 1 + w and not by their parameter w"]),
     ("NormLast", ROTARY, CAUSAL, ["the norm of queries and keys is applied after RoPE and not before"]),
-    ("Rotary", LATE, CAUSAL, ["the norm of queries and keys is applied before RoPE and not after"]),
     ("Pairs", ROTARY, CAUSAL, ["RoPE rotates neighbouring pairs and not halves"]),
-    ("Rotary", PAIRED, CAUSAL, ["RoPE rotates halves of each head and not neighbouring pairs"]),
-    ("Backwards", ROTARY, CAUSAL, ["RoPE turns the other way"]),
     ("QueriesAlone", ROTARY, CAUSAL, ["RoPE rotates the queries and not the keys"]),
-    ("Interleaved", ROTARY, CAUSAL, ["RoPE's angles are repeated as for neighbours and applied to halves"]),
     ("Rotary", FULL, CAUSAL, ["the norm is taken per head and not over the full width"]),
-    ("FullWidth", ROTARY, CAUSAL, ["the norm is taken over the full width of all heads and not per head"]),
     ("Tiled", GROUPED, CAUSAL, ["query head i uses head i mod num_kv_heads of the keys"]),
     ("Rotary", ROTARY | {"scale": 0.2}, CAUSAL, ["the layer's own scale is ignored"]),
-    ("Rotary", WINDOW, CAUSAL, ["the window is left out"]),
     ("LongerWindow", WINDOW, CAUSAL, ["the window has one key more"]),
-    ("Swapped", GATED, PER_HEAD, ["the halves of one matrix for query and gate are swapped"]),
     ("Ungated", GATED, PER_HEAD, ["the output gate is left out"]),
     ("Halved", GATED, PER_HEAD, ["one matrix for query and gate is cut as [2, h, d] and not as [h, 2, d]"]),
     ("WithoutMscale", LATENT, CAUSAL[:1], ["mscale is forgotten"]),
-    ("Mscale", LATENT, CAUSAL[:1], ["multiplied by mscale and not by its square"]),
-    ("Halves", LATENT, CAUSAL[:1], ["RoPE rotates halves of each head and not neighbouring pairs"]),
-    ("Reshaped", LATENT, CAUSAL[:1], ["the rotary part of the keys is not shared across heads, but spread by a reshape"]),
     ("FirstHead", LATENT, CAUSAL[:1], ["the rotary part of the keys is not shared across heads, but in the first head alone"]),
     ("Leaking", ROTARY, CAUSAL, ["sequences leak across segments"]),
-    ("LeakingBoundaries", ROTARY, ["batched=false", *CAUSAL[1:]], ["sequences leak across segments"]),
     ("FirstItem", ROTARY, CAUSAL, ["the mask is that of the first item for the whole batch"]),
-    ("Unmasked", BIASED, MASK, ["the mask is ignored"]),
     ("BucketBefore", BIASED, MASK, ["relative biases are off by one: each is that of the bucket before"]),
-    ("KeyAfter", BIASED, MASK, ["relative biases are off by one: each is that of the key after"]),
     ("sliding", SLIDING | {"softcap": None}, ["framework=torch"], []),
 ]  # fmt: skip
 PAIRS = [  # of mistakes; they take seconds
-    ("UnscaledWithoutOne", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored", "1 + w is forgotten"]),
-    ("NormLast", PAIRED, CAUSAL, ["RoPE rotates halves of each head", "the norm of queries and keys is applied after RoPE"]),
     ("FirstHeadWithoutMscale", LATENT, CAUSAL[:1], ["mscale is forgotten", "the rotary part of the keys is not shared across heads"]),
-    ("CosinesOfQueriesAlone", ROTARY, CAUSAL, ["x * cos(a) + rotate_half(x) * cos(a)", "RoPE rotates the queries and not the keys"]),
     ("LeakingAndUnscaled", ROTARY, CAUSAL, ["the scaling of RoPE's frequencies is ignored", "sequences leak across segments"]),
 ]  # fmt: skip
 

@@ -1,0 +1,195 @@
+"""`compare` of candidates with a cache."""
+
+import pytest
+import torch
+from torch import nn
+
+from attend.check import assert_agrees, compare
+from attend.spec import LayerSpec
+from support.candidates import merge, scaled_dot_product, split
+
+
+class Cached(nn.Module):
+    """Causal attention with a cache of keys and values, whose last query is at the last key."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def first_position(self, queries, keys):
+        return keys - queries
+
+    def used(self, cache):
+        return cache
+
+    def forward(self, x, kv_cache=None):
+        q, k, v = (split(layer(x), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if (cache := self.used(kv_cache)) is not None:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(cache, (k, v), strict=True))
+        rows = torch.arange(q.shape[2])[:, None] + self.first_position(q.shape[2], k.shape[2])
+        output, _ = scaled_dot_product(q, k, v, torch.arange(k.shape[2]) <= rows)
+        return self.o_proj(merge(output)), (k, v)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "named"),
+    [
+        ({}, None),
+        ({"first_position": lambda self, queries, keys: 0}, "in a call with a cache, the causal mask is aligned at the first key"),
+        (
+            {"first_position": lambda self, queries, keys: keys - 1 if queries == 1 else 0},
+            "in a call of several rows with a cache, the causal mask is aligned at the first key",
+        ),
+        ({"used": lambda self, cache: None}, "the cache is not used: each call sees its own rows alone"),
+    ],
+)
+def test_a_candidate_with_a_cache_is_decoded_and_compared_with_one_causal_call(replaced, named):
+    comparison = compare(type("Cached", (Cached,), replaced), causal=True, longest=65)
+    cases = {result.case: result.agrees for result in comparison.results}
+    assert cases["no mask"] is True
+    assert cases["decoding row by row"] is (named is None or "several rows" in named)
+    assert cases["decoding in chunks"] is (named is None)
+    assert comparison.agrees if named is None else comparison.first.mistakes[0].startswith(named)
+
+
+class LengthOfAnotherAxis(Cached):
+    """Reads the length of the cache from one of its axes, 2 if it is right; `alone`: calls of one row have a mask too."""
+
+    axis, alone = 2, True
+
+    def used(self, cache):
+        self.length = 0 if cache is None else len(cache) if self.axis is None else cache[0].shape[self.axis]
+        return cache
+
+    def first_position(self, queries, keys):
+        return self.length if self.alone or queries > 1 else keys - 1
+
+
+class KeysOfAnotherAxis(LengthOfAnotherAxis):
+    """Reads the number of all keys from one of their axes."""
+
+    def first_position(self, queries, keys):
+        sizes = {0: self.batch, 1: self.num_heads, 2: keys, 3: self.q_proj.out_features // self.num_heads}
+        return sizes[self.axis] - queries if self.alone or queries > 1 else keys - 1
+
+    def forward(self, x, kv_cache=None):
+        self.batch = len(x)
+        return super().forward(x, kv_cache)
+
+
+AXES = {0: "the size of the batch", 1: "the number of key heads", 3: "head_dim", None: "len((K, V))"}
+
+
+@pytest.mark.parametrize(("axis", "alone"), [(0, True), (None, False)])
+def test_a_length_that_is_read_from_another_axis_of_the_cache_is_named(axis, alone):
+    assert_agrees(type("Right", (LengthOfAnotherAxis,), {"alone": alone}), causal=True, allow_skipped=True, longest=65)
+    explanation = compare(type("Wrong", (LengthOfAnotherAxis,), {"axis": axis, "alone": alone}), causal=True).first.explanation
+    call = "a call" if alone else "a call of several rows"
+    assert explanation.mistakes == (f"in {call} with a cache, {AXES[axis]} is taken for the length of the cache in the causal mask",)
+    assert not explanation.equals
+
+
+@pytest.mark.parametrize(("axis", "alone"), [(1, True), (3, False)])
+def test_a_number_of_keys_that_is_read_from_another_axis_is_named(axis, alone):
+    assert_agrees(type("Right", (KeysOfAnotherAxis,), {"alone": alone}), causal=True, allow_skipped=True, longest=65)
+    explanation = compare(type("Wrong", (KeysOfAnotherAxis,), {"axis": axis, "alone": alone}), causal=True).first.explanation
+    call = "" if alone else "in a call of several rows, "
+    assert explanation.mistakes == (f"{call}{AXES[axis]} is taken for the number of keys in the causal mask",)
+    assert not explanation.equals
+
+
+class RotatedCache(nn.Module):
+    """Grouped heads with RoPE, whose positions begin at the length of the cache [b, n, h, d]: that is axis 1."""
+
+    query_axis = key_axis = 1
+
+    def __init__(self, d_model, num_heads, num_kv_heads, head_dim):
+        super().__init__()
+        self.head_dim = head_dim
+        heads = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+        for name, number in heads.items():
+            setattr(self, name, nn.Linear(d_model, number * head_dim, bias=False))
+        self.o_proj = nn.Linear(num_heads * head_dim, d_model, bias=False)
+
+    def rotate(self, x, role, past):
+        start = 0 if past is None else past[0].shape[getattr(self, f"{role}_axis")]
+        frequencies = 10000.0 ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
+        angles = ((start + torch.arange(x.shape[1]))[:, None] * frequencies)[:, None]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), dim=-1)
+
+    def forward(self, x, past=None):
+        q, k, v = (layer(x).unflatten(2, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.rotate(q, "query", past), self.rotate(k, "key", past)
+        k, v = (k, v) if past is None else (torch.cat(pair, dim=1) for pair in zip(past, (k, v), strict=True))
+        keys, values = (rows.transpose(1, 2).repeat_interleave(q.shape[2] // rows.shape[2], dim=1) for rows in (k, v))
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        output, _ = scaled_dot_product(q.transpose(1, 2), keys, values, visible)
+        return self.o_proj(merge(output)), (k, v)
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "roles", "of"),
+    [
+        (0, "the size of the batch", ("query", "key"), ""),
+        (2, "the number of key heads", ("query",), " of queries"),
+        (3, "head_dim", ("key",), " of keys"),
+    ],
+)
+def test_positions_of_rope_that_begin_at_another_axis_of_the_cache_are_named(axis, size, roles, of):
+    rope = {"theta": 10000.0, "interleaved": False}
+    spec = LayerSpec(d_model=26, num_heads=6, num_kv_heads=3, head_dim=10, bias=False, rope=rope)
+    wrong = type("Wrong", (RotatedCache,), {f"{role}_axis": axis for role in roles})
+    assert compare(RotatedCache, spec=spec, causal=True, longest=65).agrees
+    explanation = compare(wrong, spec=spec, causal=True).first.explanation
+    assert explanation.mistakes == (f"in a call with a cache, {size} is taken for the length of the cache in RoPE's positions{of}",)
+    assert not explanation.equals
+
+
+class InPlace(Cached):
+    """A cache that is a list of keys and values, which each call changes."""
+
+    def forward(self, x, kv_cache=None):
+        kv_cache = [] if kv_cache is None else kv_cache
+        output, kv_cache[:] = super().forward(x, tuple(kv_cache) or None)
+        return output
+
+
+class KeepsPositions(InPlace):
+    """Its last position is not in the cache, so that it survives a roll-back."""
+
+    def first_position(self, queries, keys):
+        self.rows = queries if keys == queries else self.rows + queries
+        return self.rows - queries
+
+
+class Llama(Cached):
+    """A cache in the module, and the position of the first row as an argument."""
+
+    def forward(self, x, start_pos):
+        kept = [rows[:, :, :start_pos] for rows in self.kept] if start_pos else None
+        output, self.kept = super().forward(x, kept)
+        return output
+
+
+class ForgetsToRollBack(Llama):
+    def forward(self, x, start_pos):
+        output, self.kept = Cached.forward(self, x, self.kept if start_pos else None)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("candidate", "options", "wrong", "named"),
+    [
+        (InPlace, {"new_cache": "list"}, set(), ()),
+        (KeepsPositions, {"new_cache": "list"}, {"decoding with roll-back"}, ()),
+        (Llama, {}, set(), ()),
+        (ForgetsToRollBack, {}, {"decoding with roll-back"}, ("rows that were rolled back stay in the cache",)),
+    ],
+)
+def test_caches_in_place_and_in_the_candidate_are_decoded_and_rolled_back(candidate, options, wrong, named):
+    comparison = compare(candidate, causal=True, **options)
+    assert {result.case for result in comparison.results if result.agrees is False} == wrong
+    assert sum(result.case.startswith("decoding") for result in comparison.results) == 4
+    assert (comparison.first.mistakes if comparison.first else ()) == named
