@@ -65,7 +65,7 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     from attend.serving.batching import Entry
     from attend.serving.binding import ATTEND
     from attend.serving.executor import compute
-    from attend.serving.requests import RawRequest
+    from attend.serving.requests import Request
     from attend.serving.service import open_service
     from attend.spec import LayerSpec
     from attend.wire.negotiation import CODECS, JSON, SAFETENSORS
@@ -77,9 +77,9 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     codec = CODECS[SAFETENSORS if form == "st" else JSON]
 
     def answer(body: bytes) -> None:
-        raw = RawRequest(body, codec=codec, reply_codec=codec)
-        decoded, bound = service.engine.decode_and_bind(raw, ATTEND)
-        [(_, outcome)] = compute([Entry(bound, raw, 0.0)], service.clock)
+        request = Request(body, codec=codec, reply_codec=codec)
+        decoded, bound = service.engine.decode_and_bind(request, ATTEND)
+        [(_, outcome)] = compute([Entry(bound, request, 0.0)], service.clock)
         if isinstance(outcome, AttendError):
             raise outcome
         codec.encode(ATTEND.build_reply(bound, outcome.result), bound.request.reply, decoded.reply_format)

@@ -34,7 +34,7 @@ from attend.settings import Settings
 from attend.spec import LayerSpec
 from attend.web.app import create_app
 from attend.web.errors import STATUSES, problem_document
-from attend.web.records import is_v2
+from attend.web.requests import is_v2
 from attend.wire.schemas.analysis import AnalysisRequest
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.figure import FigureRequest

@@ -15,7 +15,7 @@ from attend.serving import layer_requests
 from attend.serving.admission import ServingLimits
 from attend.serving.cost import predict_circuits
 from attend.serving.layer_requests import layer_circuits
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
 
@@ -118,16 +118,16 @@ def test_circuits_are_computed_a_few_heads_at_a_time_until_the_caller_leaves(mon
     async def read() -> None:
         service, spec = open_service("cpu"), LayerSpec(**SPECS["grouped"])
         await service.start({"grouped": spec})
-        whole = await layer_circuits(service, "grouped", RawRequest(b""))
+        whole = await layer_circuits(service, "grouped", Request(b""))
         monkeypatch.setattr(layer_requests, "CIRCUITS_OPERATIONS", at_once * predict_circuits(spec, 1).operations)
         monkeypatch.setattr(CircuitsOperation, "run", counted)
-        for name, numbers in json.loads(await layer_circuits(service, "grouped", RawRequest(b""))).items():
+        for name, numbers in json.loads(await layer_circuits(service, "grouped", Request(b""))).items():
             if name != "layer":
                 np.testing.assert_allclose(numbers, json.loads(whole)[name], rtol=1e-12)
         assert computed == [range(first, min(first + at_once, 6)) for first in range(0, 6, at_once)]
         computed.clear()
         with pytest.raises(CallerGone):
-            await layer_circuits(service, "grouped", RawRequest(b"", gone=lambda: bool(computed)))
+            await layer_circuits(service, "grouped", Request(b"", gone=lambda: bool(computed)))
         assert len(computed) == 1
         service.close()
 

@@ -22,8 +22,8 @@ from attend.client import AnalysisResult, Client
 from attend.client.responses import read_analysis
 from attend.errors import InvalidRequest, TooLarge
 from attend.heads.metrics.compute import OF_WEIGHTS, MetricsOperation
+from attend.serving import requests
 from attend.serving.analysis import ANALYSIS
-from attend.serving.requests import RawRequest
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
 from attend.wire.schemas.analysis import METRICS, AnalysisRequest
@@ -440,7 +440,7 @@ def test_metrics_are_computed_on_the_device_thread(monkeypatch: pytest.MonkeyPat
 
     async def ask() -> bytes:
         await service.start({"default": LayerSpec(d_model=4, num_heads=2)})
-        return b"".join((await service.engine.answer(RawRequest(b'{"query": [[1, 0, 0, 0]]}'), ANALYSIS)).pieces)
+        return b"".join((await service.engine.answer(requests.Request(b'{"query": [[1, 0, 0, 0]]}'), ANALYSIS))[1])
 
     monkeypatch.setattr(MetricsOperation, "run", watched)
     service = open_service("cpu")

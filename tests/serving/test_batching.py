@@ -24,7 +24,7 @@ from attend.serving.cost import Cost, predict
 from attend.serving.executor import Outcome, compute
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.spec import LayerSpec
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
@@ -73,7 +73,7 @@ def entry(kind: int = 2, layer: LoadedLayer = LAYER, operations: int = 1, memory
 
 def entry_of(layer: LoadedLayer, call: Call, cost: Cost, arrived: float = 0.0, **knobs: Any) -> Entry:
     """A call that waits, with its batch key; `knobs` are those of its request."""
-    return Entry(bound_call(layer, call, cost, key=batch_key(layer, call)), RawRequest(b"", **knobs), arrived)
+    return Entry(bound_call(layer, call, cost, key=batch_key(layer, call)), Request(b"", **knobs), arrived)
 
 
 def remove_batch(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
@@ -189,7 +189,7 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
     while (new := next(arriving, None)) is not None or waiting:
         for kind, operations, memory, fate in new or []:
             one = entry(kind, operations=operations, memory=memory, gone=lambda fate=fate: fate == "gone")
-            one.raw.deadline = 1.0 if fate == "late" else None
+            one.request.deadline = 1.0 if fate == "late" else None
             ahead[id(one)] = len(waiting)
             submitted.append((one, fate))
             waiting.append(one)
@@ -744,7 +744,7 @@ def test_steps_share_a_batch_if_rounding_does_not_matter(factor: float, shares: 
         solo = fork.bind({"query": query, "outputs": ["output"]})
         alone.append(solo.operation.run(first.layer.attention, solo.call).tensors["output"])
         bound.append(sequence.bind({"query": query, "outputs": ["output"]}))
-    waiting = [Entry(each._replace(batch_key=batch_key(each.layer, each.call, each.operation)), RawRequest(b""), 0.0) for each in bound]
+    waiting = [Entry(each._replace(batch_key=batch_key(each.layer, each.call, each.operation)), Request(b""), 0.0) for each in bound]
     batch, _, _ = form_batch(waiting, UNLIMITED, 0.0)
     assert len(batch) == (8 if shares else 1)
     for (_, outcome), expected in zip(compute(batch, lambda: 0.0), alone, strict=False):
@@ -771,7 +771,7 @@ def test_steps_of_a_batch_that_runs_out_of_memory_append_their_rows_once(monkeyp
             sequence.step(sequence.draw(rng, start, start))
     steps = [sequence.draw(rng, 1, 1) for sequence in sequences]
     bound = [sequence.bind(members) for sequence, members in zip(sequences, steps, strict=True)]
-    waiting = [Entry(each, RawRequest(b""), 0.0) for each in bound]
+    waiting = [Entry(each, Request(b""), 0.0) for each in bound]
     outcomes = compute(waiting, lambda: 0.0)
     assert [size for size in sizes if size > 1] == [5, 2, 3, 2]
     assert sizes.count(1) == 5

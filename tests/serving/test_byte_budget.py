@@ -19,7 +19,7 @@ from attend.serving.figures import FIGURE
 from attend.serving.layer_requests import put_layer
 from attend.serving.layers.files import CheckpointQuery
 from attend.serving.plan import plan_call
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.words import encoder, hashed
 from attend.serving.words.sentence import Sentence
 from attend.settings import Settings
@@ -381,13 +381,13 @@ def test_rule_13_decoded_numbers_count_against_the_budget() -> None:
                     other.add(taken)
                     lease.add(len(body))
                     look = partial(lambda budget, used: bool(used.append(budget.held)), budget, used)
-                    answer = service.engine.answer(RawRequest(body, caller="caller", lease=lease, gone=look), ATTEND)
+                    answer = service.engine.answer(Request(body, caller="caller", lease=lease, gone=look), ATTEND)
                     if taken:
                         with pytest.raises(Overloaded):
                             await answer
                         assert max(used) == taken + len(body)
                     else:
-                        assert (await answer).pieces
+                        assert (await answer)[1]
                         assert max(used) >= 12 * numbers
                 assert budget.held == 0
 
@@ -398,14 +398,14 @@ def test_rule_13_decoded_numbers_count_against_the_budget() -> None:
 def test_rule_12_a_large_body_is_joined_in_the_thread_that_decodes_it(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the pieces in which it arrived. A small one is joined on the event loop."""
     threads: list[int] = []
-    take = RawRequest.take_body
+    take = Request.take_body
 
-    def take_body(raw: RawRequest) -> bytes:
+    def take_body(request: Request) -> bytes:
         threads.append(threading.get_ident())
-        return take(raw)
+        return take(request)
 
     async def test() -> None:
-        monkeypatch.setattr(RawRequest, "take_body", take_body)
+        monkeypatch.setattr(Request, "take_body", take_body)
         async with serving(max_queue_bytes=1 << 30) as app:
             exchange = Exchange(app, size, "192.0.2.1")
             body = b'{"query": [[1, 2, 3, 4]]}'.ljust(size)
@@ -441,9 +441,9 @@ def test_a_deadline_that_passes_while_the_body_is_read_is_504() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        *(lambda service, raw, kind=kind: service.engine.answer(raw, kind) for kind in (ATTEND, ANALYSIS, FIGURE)),
-        lambda service, raw: plan_call(service.engine, raw),
-        lambda service, raw: put_layer(service, "new", raw, CheckpointQuery()),
+        *(lambda service, request, kind=kind: service.engine.answer(request, kind) for kind in (ATTEND, ANALYSIS, FIGURE)),
+        lambda service, request: plan_call(service.engine, request),
+        lambda service, request: put_layer(service, "new", request, CheckpointQuery()),
     ],
     ids=["attend", "analysis", "figure", "plan", "put_layer"],
 )
@@ -452,10 +452,10 @@ def test_a_body_is_not_decoded_after_its_caller_left_or_its_deadline_passed(call
 
     async def test() -> None:
         async with serving() as app:
-            raw = RawRequest(b"not JSON".ljust(1 << 20), **knobs)
+            request = Request(b"not JSON".ljust(1 << 20), **knobs)
             with pytest.raises(error):
-                await call(app.state.service, raw)
-            assert len(raw.body) == 1 << 20
+                await call(app.state.service, request)
+            assert len(request.body) == 1 << 20
 
     run(test())
 
@@ -473,17 +473,15 @@ def test_a_large_reply_is_not_encoded_after_its_caller_left() -> None:
         async with serving() as app:
             service = app.state.service
             body = json.dumps({"query": [[0.5] * 4] * 300, "outputs": ["attention_weights"]}).encode()
-            assert (
-                await service.engine.answer(RawRequest(body, reply_codec=Watched(JSON, parse, encode_json, writes_text=True)), ATTEND)
-            ).pieces
+            assert (await service.engine.answer(Request(body, reply_codec=Watched(JSON, parse, encode_json, writes_text=True)), ATTEND))[1]
             computed = service.scheduler.finished_at
-            raw = RawRequest(
+            request = Request(
                 body,
                 reply_codec=Watched(JSON, parse, encode_json, writes_text=True),
                 gone=lambda: service.scheduler.finished_at > computed,
             )
             with pytest.raises(CallerGone):
-                await service.engine.answer(raw, ATTEND)
+                await service.engine.answer(request, ATTEND)
             assert len(encoded) == 1
 
     run(test())

@@ -17,7 +17,7 @@ from attend.serving.binding import ATTEND
 from attend.serving.byte_budget import Lease
 from attend.serving.codec_pool import LARGE_BYTES, CodecPool
 from attend.serving.metrics import Metrics
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.service import open_service
 from attend.serving.threads import NICE
@@ -105,7 +105,7 @@ def test_threads_of_heavy_work_have_a_lower_priority() -> None:
         scheduler, computing = Scheduler(torch.device("cpu"), Metrics()), list[int]()
         attention = Attention()
         attention.fault = lambda call: computing.append(priority())
-        await scheduler.submit(heavy_call(attention), RawRequest(b""))
+        await scheduler.submit(heavy_call(attention), Request(b""))
         lower = min(19, priority() + NICE)
         assert await pool.run(priority, LARGE_BYTES, "") == computing.pop() == lower
         assert await pool.run(priority, 1, "") == priority() != lower
@@ -166,16 +166,16 @@ def test_a_medium_body_is_decoded_while_large_ones_wait(monkeypatch: pytest.Monk
         service.registry.put(replace(REAL, name="layer"))
         decode = service.engine.decode
 
-        def decode_slowly(raw: RawRequest, *more: Any) -> Decoded:
-            if len(raw.body) >= LARGE_BYTES:
+        def decode_slowly(request: Request, *more: Any) -> Decoded:
+            if len(request.body) >= LARGE_BYTES:
                 work.function("large")()
-            return decode(raw, *more)
+            return decode(request, *more)
 
         monkeypatch.setattr(service.engine, "decode", decode_slowly)
         text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
-        large = [asyncio.create_task(service.engine.answer(RawRequest(text.ljust(LARGE_BYTES), caller="a"), ATTEND)) for _ in range(4)]
+        large = [asyncio.create_task(service.engine.answer(Request(text.ljust(LARGE_BYTES), caller="a"), ATTEND)) for _ in range(4)]
         await work.until_entered()
-        assert (await service.engine.answer(RawRequest(text.ljust(LARGE_BYTES // 2), caller="a"), ATTEND)).pieces
+        assert (await service.engine.answer(Request(text.ljust(LARGE_BYTES // 2), caller="a"), ATTEND))[1]
         assert work.order == ["large"]
         work.free.set()
         await asyncio.gather(*large)
@@ -194,22 +194,22 @@ def test_a_compressed_body_is_decoded_as_one_of_its_true_size(monkeypatch: pytes
         service.registry.put(replace(REAL, name="layer"))
         decode, sizes = service.engine.decode, list[int]()
 
-        def decode_slowly(raw: RawRequest, *more: Any) -> Decoded:
-            sizes.append(raw.size)
-            if raw.size >= LARGE_BYTES:
+        def decode_slowly(request: Request, *more: Any) -> Decoded:
+            sizes.append(request.size)
+            if request.size >= LARGE_BYTES:
                 work.function("large")()
-            return decode(raw, *more)
+            return decode(request, *more)
 
         def answered(size: int, lease: Lease | None = None) -> "asyncio.Task[Any]":
             body = gzip.compress(text.ljust(size) if size >= LARGE_BYTES else text + bytes(random.Random(3).choices(b" \t\r\n", k=size)))
-            return asyncio.create_task(service.engine.answer(RawRequest(body, coding="gzip", caller="a", lease=lease), ATTEND))
+            return asyncio.create_task(service.engine.answer(Request(body, coding="gzip", caller="a", lease=lease), ATTEND))
 
         monkeypatch.setattr(service.engine, "decode", decode_slowly)
         text = b'{"layer": "layer", "outputs": ["output"], "query": [[1, 2, 3, 4, 5, 6]]}'
         with service.budget.lease("a") as lease:
             large = [answered(LARGE_BYTES, lease), *(answered(LARGE_BYTES) for _ in range(3))]
             await work.until_entered()
-            assert (await answered(LARGE_BYTES // 2)).pieces
+            assert (await answered(LARGE_BYTES // 2))[1]
             assert work.order == ["large"] and sizes[0] == LARGE_BYTES and sizes[1] < LARGE_BYTES
             assert lease.held > LARGE_BYTES - 5000
             work.free.set()

@@ -20,7 +20,7 @@ from attend.serving import batching
 from attend.serving.batching import BatchLimits, Entry
 from attend.serving.binding import ATTEND
 from attend.serving.codec_pool import LARGE_BYTES, Job
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
 from attend.wire.negotiation import CODECS, JSON, SAFETENSORS
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def requests_in_memory() -> list[Any]:
-    return [found for found in gc.get_objects() if type(found) in (Call, RawRequest, Job, Entry)]
+    return [found for found in gc.get_objects() if type(found) in (Call, Request, Job, Entry)]
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def test_a_finished_request_leaves_no_reference_cycle(kind: str) -> None:
         for _ in range(3):
             deadline = service.clock() if kind == "a deadline that has passed" else None
             try:
-                await service.engine.answer(RawRequest(body, codec=CODECS[media], reply_codec=CODECS[media], deadline=deadline), ATTEND)
+                await service.engine.answer(Request(body, codec=CODECS[media], reply_codec=CODECS[media], deadline=deadline), ATTEND)
                 assert not is_refused
             except AttendError:
                 assert is_refused
@@ -98,7 +98,7 @@ def test_a_failed_batch_leaves_no_reference_cycle(monkeypatch: pytest.MonkeyPatc
         service = open_service("cpu")
         service.registry.put(replace(REAL, name="layer"))
         try:
-            await service.engine.answer(RawRequest(body, codec=CODECS[SAFETENSORS], reply_codec=CODECS[SAFETENSORS]), ATTEND)
+            await service.engine.answer(Request(body, codec=CODECS[SAFETENSORS], reply_codec=CODECS[SAFETENSORS]), ATTEND)
         except AttendError as error:
             logged.extend(traceback.format_exception(error.__cause__))
         service.close()
@@ -124,7 +124,7 @@ def test_a_small_gradient_is_not_computed_on_the_event_loop(monkeypatch: pytest.
         service.registry.put(service.registry.make("default", LayerSpec(d_model=6, num_heads=3)))
         row = [[0.5] * 6]
         body = json.dumps({"query": row, "output_gradient": row, "outputs": ["query_gradient"]}).encode()
-        await service.engine.answer(RawRequest(body), ATTEND)
+        await service.engine.answer(Request(body), ATTEND)
         service.close()
 
     run(check())
@@ -149,7 +149,7 @@ def test_the_numbers_that_decide_on_a_batch_are_read_where_the_body_is(monkeypat
         service = open_service("cpu")
         service.registry.put(replace(REAL, name="layer"))
         service.scheduler.batch_limits = BatchLimits(calls)
-        await service.engine.answer(RawRequest(body, codec=CODECS[SAFETENSORS], reply_codec=CODECS[SAFETENSORS]), ATTEND)
+        await service.engine.answer(Request(body, codec=CODECS[SAFETENSORS], reply_codec=CODECS[SAFETENSORS]), ATTEND)
         service.close()
 
     run(check())

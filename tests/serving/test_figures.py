@@ -12,7 +12,7 @@ import pytest
 
 from attend.errors import CallerGone, DeadlinePassed, Overloaded
 from attend.serving.figures import FIGURE, MAX_WAITING, FigureRenderer
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
 
@@ -39,7 +39,7 @@ def renderer():
 
 
 async def begin(renderer, figure, deadline=None, gone=lambda: False, caller=""):
-    task = asyncio.create_task(renderer.draw(figure.draw, RawRequest(b"", deadline=deadline, gone=gone, caller=caller)))
+    task = asyncio.create_task(renderer.draw(figure.draw, Request(b"", deadline=deadline, gone=gone, caller=caller)))
     await asyncio.sleep(0)
     return task
 
@@ -51,10 +51,10 @@ def test_too_many_waiting_drawings_are_overloaded(renderer):
         figure = BlockedFigure()
         tasks = [await begin(renderer, figure, caller="many") for _ in range(MAX_WAITING // 2)]
         with pytest.raises(Overloaded, match="of one caller"):
-            await renderer.draw(figure.draw, RawRequest(b"", caller="many"))
+            await renderer.draw(figure.draw, Request(b"", caller="many"))
         tasks += [await begin(renderer, figure, caller=f"one {i}") for i in range(MAX_WAITING - len(tasks))]
         with pytest.raises(Overloaded) as refusal:
-            await renderer.draw(figure.draw, RawRequest(b"", caller="another"))
+            await renderer.draw(figure.draw, Request(b"", caller="another"))
         for task in tasks:
             task.cancel()
         figure.go.set()
@@ -72,7 +72,7 @@ def test_a_drawing_whose_deadline_passes_while_it_waits_never_starts(renderer):
         first, second = BlockedFigure(), BlockedFigure()
         task = await begin(renderer, first)
         with pytest.raises(DeadlinePassed):
-            await renderer.draw(second.draw, RawRequest(b"", deadline=renderer.clock() + 0.01))
+            await renderer.draw(second.draw, Request(b"", deadline=renderer.clock() + 0.01))
         task.cancel()
         first.go.set()
         await asyncio.gather(task, return_exceptions=True)
@@ -120,7 +120,7 @@ def test_matplotlib_is_imported_without_a_full_garbage_collection() -> None:
     script = """
 import asyncio, gc, sys
 from attend.serving.figures import FigureRenderer
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 
 async def draw():
     renderer, full = FigureRenderer(), []
@@ -128,7 +128,7 @@ async def draw():
     gc.collect()
     gc.set_threshold(700, 1, 1)  # a few thousand objects from here on cause a full collection
     gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
-    await renderer.draw(lambda check: b"", RawRequest(b""))
+    await renderer.draw(lambda check: b"", Request(b""))
     assert "matplotlib" in sys.modules and gc.isenabled() and not full, full
     renderer.close()
 
@@ -154,7 +154,7 @@ def test_rule_12_a_picture_of_many_heads_begins_no_full_garbage_collection():
         body = json.dumps({"query": [[0.5] * 40] * 3, "figure": {"format": "svg"}}).encode()
         gc.callbacks.append(note)
         try:
-            assert (await service.engine.answer(RawRequest(body, parameters={}), FIGURE)).pieces
+            assert (await service.engine.answer(Request(body, parameters={}), FIGURE))[1]
         finally:
             gc.callbacks.remove(note)
         left = sum(isinstance(found, Axes) for found in gc.get_objects())

@@ -18,7 +18,7 @@ from attend.serving.binding import ATTEND, Prepared
 from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.prepared_cache import MAX_KEY_CHARACTERS, MAX_REQUESTS, PreparedCache, cache_key
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import ServiceOptions, open_service
 from attend.spec import LayerSpec
 
@@ -57,7 +57,7 @@ def engine() -> Engine:
 
 
 def bind(engine: Engine, body: dict[str, Any]) -> Prepared:
-    return engine.decode_and_bind(RawRequest(orjson.dumps(body)), ATTEND)[1]
+    return engine.decode_and_bind(Request(orjson.dumps(body)), ATTEND)[1]
 
 
 @st.composite

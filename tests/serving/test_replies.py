@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attend.serving.binding import ATTEND
 from attend.serving.replies import MANY_PIECES, PIECE_BYTES, joined
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
 from support.scheduler import run
@@ -35,10 +35,10 @@ def test_rule_12_a_reply_of_many_tensors_has_few_pieces() -> None:
         await service.start({"default": LayerSpec(d_model=6, num_heads=2)})
         count = 700
         body = {"query": [[0.5] * 6] * count, "query_lengths": [1] * count, "outputs": ["attention_weights"]}
-        reply = await service.engine.answer(RawRequest(json.dumps(body).encode()), ATTEND)
+        _, pieces = await service.engine.answer(Request(json.dumps(body).encode()), ATTEND)
         service.close()
-        text = b"".join(reply.pieces)
+        text = b"".join(pieces)
         assert json.loads(text)["attention_weights"] == {str(i): [[[1.0]]] * 2 for i in range(count)}
-        assert len(reply.pieces) <= 2 * len(text) / PIECE_BYTES + 1
+        assert len(pieces) <= 2 * len(text) / PIECE_BYTES + 1
 
     run(test())

@@ -28,7 +28,7 @@ from attend.serving.calls import make_call
 from attend.serving.cost import Cost, predict
 from attend.serving.executor import Execution, Outcome
 from attend.serving.layer_checks import check_against_layer
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.settings import Settings
 from attend.web.app import create_app
@@ -87,22 +87,22 @@ def test_rule_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) -
         service = open_service("cpu")
         attention = Attention()
         service.registry.put(layer_with(attention))
-        good = RawRequest(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
+        good = Request(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
         attention.gate.clear()
-        busy = asyncio.create_task(service.scheduler.submit(heavy_call(attention), RawRequest(b"")))
+        busy = asyncio.create_task(service.scheduler.submit(heavy_call(attention), Request(b"")))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
         waiting = asyncio.create_task(service.engine.answer(good, ATTEND))
         await loop_iterations()
 
         before = list(service.scheduler.waiting)
         with pytest.raises(AttendError):
-            await service.engine.answer(RawRequest(body), ATTEND)
+            await service.engine.answer(Request(body), ATTEND)
         assert list(service.scheduler.waiting) == before
         assert len(before) == 1
 
         attention.gate.set()
         await busy
-        assert b'"output"' in b"".join((await waiting).pieces)
+        assert b'"output"' in b"".join((await waiting)[1])
         assert attention.sizes == [1, 1]
         service.close()
 
@@ -175,7 +175,7 @@ def test_rule_2_closing_the_connection_drops_the_waiting_call(size: int) -> None
             await asyncio.sleep(0.001)
         service.registry.put(layer_with(attention))
         attention.gate.clear()
-        busy = asyncio.create_task(service.scheduler.submit(heavy_call(attention), RawRequest(b"")))
+        busy = asyncio.create_task(service.scheduler.submit(heavy_call(attention), Request(b"")))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
 
         _, writer = await asyncio.open_connection(*listening.getsockname())
@@ -184,9 +184,9 @@ def test_rule_2_closing_the_connection_drops_the_waiting_call(size: int) -> None
         while not service.scheduler.waiting:
             await asyncio.sleep(0.001)
         (waits,) = service.scheduler.waiting
-        assert not waits.raw.gone()
+        assert not waits.request.gone()
         writer.close()
-        while not waits.raw.gone():
+        while not waits.request.gone():
             await asyncio.sleep(0.001)
         attention.gate.set()
         await busy
@@ -268,7 +268,7 @@ def test_rule_2_a_settled_future_is_not_set_again() -> None:
         late, fault = DeadlinePassed("late"), ServiceFault("fault")
 
         def entry() -> Entry:
-            return Entry(bound_call(REAL, request(1), Cost({}, 1, 0, 1, 0)), RawRequest(b""), 0.0, future=loop.create_future())
+            return Entry(bound_call(REAL, request(1), Cost({}, 1, 0, 1, 0)), Request(b""), 0.0, future=loop.create_future())
 
         for first in (outcome, late):
             one = entry()
@@ -734,7 +734,7 @@ def test_rule_12_only_inline_calls_are_computed_on_the_event_loop(small: bool, f
         harness = Harness()
         body = validate(AttendRequest, {"layer": "layer", **fields})
         check_against_layer(body, SPEC)
-        await harness.scheduler.submit(bound_call(harness.layer, make_call(body, SPEC), predict(body, SPEC)), RawRequest(b""))
+        await harness.scheduler.submit(bound_call(harness.layer, make_call(body, SPEC), predict(body, SPEC)), Request(b""))
         assert (harness.attention.threads == [threading.get_ident()]) == small
         harness.scheduler.close()
 
@@ -758,9 +758,7 @@ def test_rule_12_a_compressed_body_is_decoded_in_a_thread() -> None:
             body = b'{"layer": "layer", "outputs": ["log_sum_exp"], "key": [[0,0,0,0,0,0]], "query": [' + (row * rows)[:-1] + b"]}"
             packed = gzip.compress(body)
             assert len(packed) < 64 * 1024
-            await service.engine.answer(
-                RawRequest(packed, codec=Watched(JSON, parse, encode_json, writes_text=True), coding="gzip"), ATTEND
-            )
+            await service.engine.answer(Request(packed, codec=Watched(JSON, parse, encode_json, writes_text=True), coding="gzip"), ATTEND)
         service.close()
         assert len(threads) == 2
         assert threads[1] != threading.get_ident()
@@ -963,7 +961,7 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
                 layer = others[int(rng.integers(2))]
                 outcomes[i] = await harness.scheduler.submit(
                     bound_call(layer, call, Cost({}, int(rng.choice([1, HEAVY])), 0, 1, 0), key=batch_key(layer, call)),
-                    RawRequest(b"", deadline=deadline, gone=lambda: i in hung_up),
+                    Request(b"", deadline=deadline, gone=lambda: i in hung_up),
                 )
             except (AttendError, asyncio.CancelledError) as error:
                 outcomes[i] = error

@@ -22,7 +22,7 @@ from attend.errors import (
 from attend.serving.admission import ServingLimits
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.metrics import Metrics
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.scheduler import QueueLimits
 from attend.serving.service import Service, ServiceOptions, open_service
 from attend.serving.sessions import registry
@@ -62,7 +62,7 @@ class Sessions:
         session.cache.write(session.length, {name: torch.zeros(3, rows, 2) for name in ("key", "value")})
 
     async def use(self, session: Session, rows: int = 0) -> None:
-        async with lock_session(self.registry, session.id, session.owner, RawRequest(b"")) as used:
+        async with lock_session(self.registry, session.id, session.owner, Request(b"")) as used:
             await self.append(used, rows)
 
     def reason(self, session: Session) -> str:
@@ -112,7 +112,7 @@ async def test_the_least_recently_used_session_of_the_same_owner_ends_first() ->
     other, first, second, third = await sessions.create("other", 1), *[await sessions.create("owner", 1) for _ in range(3)]
     await sessions.use(first)
 
-    async with lock_session(sessions.registry, second.id, "owner", RawRequest(b"")):
+    async with lock_session(sessions.registry, second.id, "owner", Request(b"")):
         await sessions.append(await sessions.create("owner"), 1)  # ends the third: the second is in use
         assert "a session of the same owner needed its memory" in sessions.reason(third)
         with pytest.raises(OutOfMemory, match="session_memory"):
@@ -134,11 +134,11 @@ async def test_a_session_whose_next_call_waits_is_in_use() -> None:
     session = await sessions.create(rows=1)
 
     async def call(number: int) -> None:
-        async with lock_session(sessions.registry, session.id, "", RawRequest(b"")) as used:
+        async with lock_session(sessions.registry, session.id, "", Request(b"")) as used:
             order.append((number, used.length))
             await sessions.append(used, 1)
 
-    async with lock_session(sessions.registry, session.id, "", RawRequest(b"")):
+    async with lock_session(sessions.registry, session.id, "", Request(b"")):
         waiting = [asyncio.create_task(call(number)) for number in range(3)]
         await asyncio.sleep(0)
     assert not session.lock.locked()
@@ -220,7 +220,7 @@ async def test_a_fork_that_cannot_be_added_shares_no_page() -> None:
         patch.setattr(registry, "MAX_SESSIONS", 1)
         sessions = Sessions()
         session = await sessions.create(rows=1)
-        async with lock_session(sessions.registry, session.id, "", RawRequest(b"")):
+        async with lock_session(sessions.registry, session.id, "", Request(b"")):
             with pytest.raises(Overloaded):
                 sessions.registry.fork(session, None)
         assert sessions.registry.pool.shared == 0
@@ -248,7 +248,7 @@ async def test_the_memory_of_a_session_that_ends_in_use_is_free_afterwards() -> 
     session = await sessions.create(rows=3)
     equal = sessions.layers.make("default", SPEC)
     sessions.layers.put(equal)
-    async with lock_session(sessions.registry, session.id, "", RawRequest(b"")) as used:
+    async with lock_session(sessions.registry, session.id, "", Request(b"")) as used:
         assert used.layer is equal  # so the step before it needs no memory
         sessions.layers.put(sessions.layers.make("default", SPEC.model_copy(update={"seed": 2})))
         assert "its layer was replaced" in sessions.reason(session)
@@ -281,7 +281,7 @@ def service_of(sessions: Sessions) -> Service:
 
 async def step(service: Service, session: Session, rows: Any, **fields: Any) -> None:
     body = orjson.dumps({"query": rows.tolist(), "outputs": ["output"], **fields})
-    await service.engine.answer(RawRequest(body), STEP, session.id)
+    await service.engine.answer(Request(body), STEP, session.id)
 
 
 @loop
@@ -289,9 +289,9 @@ async def test_waiting_for_an_earlier_call_of_the_session_counts_as_queue() -> N
     sessions = Sessions()
     service, session = service_of(sessions), await sessions.create()
     service.engine.clock = sessions.clock
-    async with lock_session(sessions.registry, session.id, "", RawRequest(b"")):
-        raw = RawRequest(orjson.dumps({"query": [[0.5] * 6], "outputs": ["output"]}))
-        waiting = asyncio.create_task(service.engine.answer(raw, STEP, session.id))
+    async with lock_session(sessions.registry, session.id, "", Request(b"")):
+        request = Request(orjson.dumps({"query": [[0.5] * 6], "outputs": ["output"]}))
+        waiting = asyncio.create_task(service.engine.answer(request, STEP, session.id))
         await loop_iterations()
         sessions.clock.now += 5
     phases = (await waiting).phases

@@ -22,7 +22,7 @@ from attend.serving.calls import make_call
 from attend.serving.cost import predict
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.plan import plan_call
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import ServiceOptions, open_service
 from attend.serving.shards import find_layer, merge_results, split_call
 from attend.spec import LayerSpec
@@ -157,9 +157,9 @@ def ask(shards, limits=None, deadline=None, **fields):
                 service.engine.use_shards(shards)
             body = orjson.dumps({**BODY, **fields})
             until = None if deadline is None else service.clock() + deadline
-            answer = await service.engine.answer(RawRequest(body, deadline=until), ATTEND)
-            plan = await plan_call(service.engine, RawRequest(body))
-            return orjson.loads(b"".join(answer.pieces)), plan
+            answer = await service.engine.answer(Request(body, deadline=until), ATTEND)
+            plan = await plan_call(service.engine, Request(body))
+            return orjson.loads(b"".join(answer[1])), plan
         finally:
             service.close()
 

@@ -52,7 +52,7 @@ def interposed(world: World, chosen: Configuration) -> Iterator[None]:
         "attend.serving.figures.compose": lambda spec, tensors, metadata: tensors,
         "attend.serving.figures.draw": partial(_draw_picture, world),
         "attend.serving.executor._results": partial(_compute, world, chosen, world.random("compute"), executor._results),
-        "attend.web.records.getrandbits": secrets.getrandbits,
+        "attend.web.requests.getrandbits": secrets.getrandbits,
         "attend.web.grpc.server.grpc": SimpleNamespace(aio=SimpleNamespace(server=partial(_grpc_server, world))),
         "attend.web.grpc.server.MemoryWatch": lambda memory, end: SimpleNamespace(close=lambda: None),
         "attend.web.connections.os": SimpleNamespace(urandom=secrets.randbytes),

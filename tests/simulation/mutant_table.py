@@ -11,9 +11,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "cycle of a picture": (
         FIGURES,
         """                async with asyncio.timeout(deadline - self.clock()):
-                    return await asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, request.gone)
 """,
-        """                drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
+        """                drawn = asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, request.gone)
                 return await asyncio.wait_for(drawn, max(0.0, deadline - self.clock()))
 """,
     ),
@@ -24,10 +24,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # past: an entry in a frame of its own exception's traceback
     "cycle of a waiting call": (SCHEDULER, "            del entry, future  # as in `submit`\n", "            pass\n"),
     # past: exports were computed before their bytes were admitted, and for callers who had left
-    "export without lease": (TRANSFER, "            raw.lease.add(session.cache.size)\n", "            pass\n"),
+    "export without lease": (TRANSFER, "            request.lease.add(session.cache.size)\n", "            pass\n"),
     "work for callers who left": (
         "attend.serving.engine",
-        "        raw.check_caller(self.clock())\n        return function",
+        "        request.check_caller(self.clock())\n        return function",
         "        return function",
     ),
     # past: a session ended between two awaits of a call to it
@@ -53,14 +53,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "double settle": (BATCHING, "if self.future is None or self.future.done():", "if self.future is None:"),
     "lease released twice": (
         REPLIES,
-        "                record.lease.release()\n",
-        "                record.lease.budget.change(record.lease.caller, -record.lease.held, -record.lease.used)\n"
-        "                record.lease.release()\n",
+        "                request.lease.release()\n",
+        "                request.lease.budget.change(request.lease.caller, -request.lease.held, -request.lease.used)\n"
+        "                request.lease.release()\n",
     ),
     "lease kept when the caller leaves": (
         REPLIES,
-        "            if record.lease is not None:\n                record.lease.release()",
-        "            if record.lease is not None and record.status:\n                record.lease.release()",
+        "            if request.lease is not None:\n                request.lease.release()",
+        "            if request.lease is not None and request.status:\n                request.lease.release()",
     ),
     "lost wake-up of the device": (
         SCHEDULER,
@@ -274,7 +274,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # past: the index of models was made on the event loop
     "index of models on the loop": (
         "attend.web.v2.routes",
-        "await service.engine.run(raw, MODEL_BYTES * len(layers), text)",
+        "await service.engine.run(request, MODEL_BYTES * len(layers), text)",
         "text()",
     ),
     "all connections in one iteration": (CONNECTIONS, "list(islice(unchecked, CHECKED_AT_ONCE))", "list(unchecked)"),

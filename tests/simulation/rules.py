@@ -53,9 +53,9 @@ class Rules:
         check_and_run, start, file_of = engine.check_and_run, scheduler._start, transfer._file_of
         add = byte_budget.Lease.add
 
-        def watched_run(raw: Any, function: Any, *args: Any) -> Any:
-            gone = raw.gone()
-            result = check_and_run(raw, function, *args)
+        def watched_run(request: Any, function: Any, *args: Any) -> Any:
+            gone = request.gone()
+            result = check_and_run(request, function, *args)
             self._require(not gone, "rule 2", f"{function} was called for a caller who had left")
             return result
 

@@ -19,7 +19,7 @@ from attend.serving.executor import Outcome
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics
 from attend.serving.queueing import INLINE_OPERATIONS
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.scheduler import QueueLimits, Scheduler
 from attend.spec import LayerSpec
 from attend.wire.problems import validate
@@ -91,7 +91,7 @@ class Harness:
         layer = knobs.pop("layer", self.layer)
         operation = knobs.pop("operation", FORWARD)
         bound = bound_call(layer, call, Cost({}, operations, 0, memory, 0), operation, batch_key(layer, call, operation))
-        return asyncio.get_running_loop().create_task(self.scheduler.submit(bound, RawRequest(b"", **knobs)))
+        return asyncio.get_running_loop().create_task(self.scheduler.submit(bound, Request(b"", **knobs)))
 
     async def occupy(self) -> asyncio.Task[Outcome]:
         """Close the gate and submit a call that waits there, so that the device is busy."""

@@ -19,7 +19,7 @@ from attend.serving.service import ServiceOptions
 from attend.serving.sessions.registry import Session, SessionRegistry
 from attend.settings import Settings
 from attend.web.app import create_app, service_options
-from attend.web.records import HttpRecord
+from attend.web.requests import HttpRequest
 from support.app import answers, serve_here
 from support.waiting import until
 
@@ -56,7 +56,7 @@ def test_a_record_is_freed_with_its_request(start_here: Callable[..., str]) -> N
         try:
             replies = {(method, path): client.request(method, path, json=body) for method, path in statuses}
             assert {request: reply.status_code for request, reply in replies.items()} == statuses
-            until(lambda: not any(isinstance(each, HttpRecord) for each in gc.get_objects()), "all records are freed")
+            until(lambda: not any(isinstance(each, HttpRequest) for each in gc.get_objects()), "all records are freed")
         finally:
             gc.enable()
 

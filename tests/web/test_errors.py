@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 from attend.serving import layer_requests
 from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.settings import Settings
 from attend.web.app import create_app
 from attend.web.endpoints import PUBLIC
-from attend.web.records import HttpRecord
+from attend.web.requests import HttpRequest
 from support.app import application
 
 QUERY = {"query": [[0.5] * 4]}
@@ -27,8 +27,8 @@ PLACES: list[tuple[str, str, Any, Any, str]] = [  # of each a request, and what 
     ("POST", "/attend/analysis", {**QUERY, "metrics": ["entropy"]}, Engine, "decode"),
     ("POST", "/attend/plan", QUERY, Engine, "decode"),
     ("POST", "/attend/figure", {**QUERY, "figure": {}}, Engine, "decode"),
-    ("POST", "/words", {"text": "a cat"}, RawRequest, "take_body"),
-    ("POST", "/words/tokens", {"tokenizer": "{}", "text": "a cat"}, RawRequest, "take_body"),
+    ("POST", "/words", {"text": "a cat"}, Request, "take_body"),
+    ("POST", "/words/tokens", {"tokenizer": "{}", "text": "a cat"}, Request, "take_body"),
     ("PUT", "/layers/new", {"spec": {"d_model": 8, "num_heads": 2}}, LayerRegistry, "make"),
     ("GET", "/layers/default/weights", None, layer_requests, "write_layer_file"),
     ("POST", "/v2/models/default/infer", V2, Engine, "decode"),
@@ -68,7 +68,7 @@ def test_a_parameter_with_a_wrong_value_is_422_and_named() -> None:
 
     @app.table.add("GET", "/rows/{row}", PUBLIC)
     async def get_row(
-        record: HttpRecord, row: int, head: int, causal: bool, count: Annotated[int, Query(ge=2)], scale: float = 0.5
+        request: HttpRequest, row: int, head: int, causal: bool, count: Annotated[int, Query(ge=2)], scale: float = 0.5
     ) -> Response:
         return JSONResponse([row, head, causal, count, scale])
 

@@ -24,7 +24,7 @@ from attend.errors import AttendError, CapacityError, NotReady
 from attend.serving.binding import ATTEND, Prepared
 from attend.serving.cost import Cost
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.shards import find_layer
 from attend.serving.threads import prepare_torch
 from attend.settings import Settings, read_settings
@@ -68,7 +68,7 @@ class Shard:
     async def compute(self, name: str, fingerprint: str, part: Call, cost: Cost) -> Result:
         """The result of a part. Raises LayerNotFound; LayerConflict if the actor's layer of that name has another fingerprint."""
         layer = find_layer(self._service.registry, name, fingerprint)
-        return (await self._service.scheduler.submit(Prepared(ATTEND, None, layer, part, cost), RawRequest(b""))).result
+        return (await self._service.scheduler.submit(Prepared(ATTEND, None, layer, part, cost), Request(b""))).result
 
     async def check_health(self) -> None:
         if not await self._service.is_answering():

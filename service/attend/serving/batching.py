@@ -16,7 +16,7 @@ from attend.attention.operations import FORWARD, Operation
 from attend.serving.binding import Prepared
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.queueing import INTERNAL, Flow
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.rounding import may_amplify_rounding
 
 MAX_EXAMINED = 4096  # waiting calls that are looked at for one batch, so that forming it takes a few milliseconds at most
@@ -35,7 +35,7 @@ class Entry:
     """A prepared request on its way through the scheduler. `arrived` is a time of the scheduler's clock."""
 
     bound: Prepared
-    raw: RawRequest
+    request: Request
     arrived: float
     flow: Flow = INTERNAL
     future: "asyncio.Future[Any] | None" = None  # the caller waits for it
@@ -44,7 +44,7 @@ class Entry:
 
     def is_abandoned(self) -> bool:
         """Whether the caller has cancelled the call or disconnected."""
-        return (self.future is not None and self.future.cancelled()) or self.raw.gone()
+        return (self.future is not None and self.future.cancelled()) or self.request.gone()
 
     def settle(self, outcome: Any) -> None:
         """Give the caller an outcome or an exception, unless it has one already or was cancelled."""
@@ -83,7 +83,7 @@ def form_batch(waiting: Iterable[Entry], limits: BatchLimits, now: float) -> tup
     operations = memory = examined = 0
     largest = limits.calls
     for entry in waiting:
-        cost, deadline = entry.bound.cost, entry.raw.deadline
+        cost, deadline = entry.bound.cost, entry.request.deadline
         if entry.is_abandoned():
             abandoned.append(entry)
         elif deadline is not None and deadline <= now:

@@ -24,7 +24,7 @@ from attend.serving.figures import FigureRenderer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics, Phases
 from attend.serving.replies import encode_reply
-from attend.serving.requests import EncodedReply, RawRequest
+from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.locks import lock_for_call
 from attend.serving.sessions.reference import SessionReference, reference_of
@@ -33,7 +33,7 @@ from attend.serving.sessions.steps import STEP
 from attend.serving.shards import Shards, compute_in_shards
 from attend.serving.statistics import LayerStatistics
 from attend.serving.threads import usable_cores
-from attend.wire.codec import Decoded
+from attend.wire.codec import Decoded, Encoded
 from attend.wire.limits import WireLimits
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
@@ -62,51 +62,55 @@ class Engine:
         self.shards: Shards | None = None
         self.sessions: SessionRegistry | None = None
 
-    async def answer(self, raw: RawRequest, binding: Binding[Any], session_id: str = "") -> EncodedReply:
-        """Decode, bind, compute and encode one call. `session_id`: the session that its path names.
+    async def answer(self, request: Request, binding: Binding[Any], session_id: str = "") -> Encoded:
+        """Decode, bind, compute and encode one call; its phases and log fields are written into the request.
+
+        `session_id`: the session that its path names.
 
         Raises AttendError, whose paths point into the body that was sent.
         """
         started = self.clock()
-        if raw.coding:
-            await self.unpack(raw, self.wire_limits.body_bytes)
-        size = raw.size  # decoding takes the body out of `raw`
-        decoded, found = await self.run_by_size(raw, size, self.decode_and_bind, raw, binding, session_id)
+        if request.coding:
+            await self.unpack(request, self.wire_limits.body_bytes)
+        size = request.size  # decoding takes the body out of the request
+        decoded, found = await self.run_by_size(request, size, self.decode_and_bind, request, binding, session_id)
         if not isinstance(found, SessionReference):
-            return await self.complete(raw, decoded, found, started)
+            return await self.complete(request, decoded, found, started)
         if decoded.sequence is not None:
             binding = STEP
         asked = self.clock()
-        async with lock_for_call(self.require_sessions(), found, raw) as session:
+        async with lock_for_call(self.require_sessions(), found, request) as session:
             waited = self.clock() - asked
-            bound = await self.run_by_size(raw, size, self.bind, raw, decoded, binding, session)
-            return await self.complete(raw, decoded, bound, started, waited)
+            bound = await self.run_by_size(request, size, self.bind, request, decoded, binding, session)
+            return await self.complete(request, decoded, bound, started, waited)
 
-    def decode_and_bind(self, raw: RawRequest, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, Prepared | SessionReference]:
+    def decode_and_bind(self, request: Request, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, Prepared | SessionReference]:
         """Decode the body and bind the call to its layer. A call with a session is not bound yet: it waits for earlier ones of it."""
-        decoded = self.decode(raw, binding.schema)
+        decoded = self.decode(request, binding.schema)
         if decoded.sequence is not None and self.sessions is None:
             expected = "no sequence, since this server keeps none; `attend serve --session-memory BYTES` does"
             raise InvalidRequest.where("/parameters/sequence_id", expected, decoded.sequence.id)
         reference = reference_of(session_id, decoded, binding.session_in_body)
-        return decoded, self.bind(raw, decoded, binding) if reference is None else reference
+        return decoded, self.bind(request, decoded, binding) if reference is None else reference
 
-    def decode(self, raw: RawRequest, schema: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
+    def decode(self, request: Request, schema: type[AttendRequest], shapes_alone: bool = False) -> Decoded:
         """Decode the body; its members are not validated yet. Raises MalformedBody, InvalidRequest or TooLarge."""
-        return raw.codec.decode(raw.take_body(), raw.parameters, schema.tensor_kinds, self.wire_limits, shapes_alone)
+        return request.codec.decode(request.take_body(), request.parameters, schema.tensor_kinds, self.wire_limits, shapes_alone)
 
-    def bind(self, raw: RawRequest, decoded: Decoded, binding: Binding[Any], session: Session | None = None) -> Prepared:
+    def bind(self, request: Request, decoded: Decoded, binding: Binding[Any], session: Session | None = None) -> Prepared:
         """Bind a call to its layer, or to the rows of its session. Raises RequestError with pointers into the body."""
         try:
             if session is None:
                 bound = binding.bind(decoded, self.find(decoded.members, binding.schema), self.admission)
             else:
                 bound = binding.bind_to_session(session, decoded, self.admission)
-            if bound.cost.word_bytes > raw.reply_codec.largest_text:
-                expected = f"at most {raw.reply_codec.largest_text} bytes of words in a safetensors reply; ask for fewer links, or for JSON"
+            if bound.cost.word_bytes > request.reply_codec.largest_text:
+                expected = (
+                    f"at most {request.reply_codec.largest_text} bytes of words in a safetensors reply; ask for fewer links, or for JSON"
+                )
                 raise TooLarge.where("", expected, f"up to {bound.cost.word_bytes}")
-            if raw.reply_codec.largest_reply is not None:
-                _require_small_reply(bound, *raw.reply_codec.largest_reply)
+            if request.reply_codec.largest_reply is not None:
+                _require_small_reply(bound, *request.reply_codec.largest_reply)
         except RequestError as error:
             raise decoded.in_body(error) from None
         shares_batches = (bound.operation.largest_batch or self.scheduler.batch_limits.calls) > 1
@@ -120,28 +124,28 @@ class Engine:
         layer = self.registry.get(name) if isinstance(name, str) else None
         return self.registry.find(validate(schema, members).layer) if layer is None else layer
 
-    async def complete(self, raw: RawRequest, decoded: Decoded, bound: Prepared, started: float, waited: float = 0.0) -> EncodedReply:
+    async def complete(self, request: Request, decoded: Decoded, bound: Prepared, started: float, waited: float = 0.0) -> Encoded:
         """Compute a prepared request that arrived at `started` and has `waited` for earlier calls, encode its result, and count it."""
         bound_at, cost, layer = self.clock(), bound.cost, bound.layer.name
         if decoded.timeout is not None:
-            raw.limit_seconds(decoded.timeout, started)
+            request.limit_seconds(decoded.timeout, started)
         try:
-            self._reserve(raw, decoded, bound)
+            self._reserve(request, decoded, bound)
             if bound.session is not None:
                 await self.require_sessions().reserve(bound.session.cache, bound.call.masks.num_keys)
             if self.shards is not None and bound.in_parts:
-                outcome = await compute_in_shards(self.shards, bound, raw, self.clock, self.codecs)
+                outcome = await compute_in_shards(self.shards, bound, request, self.clock, self.codecs)
             else:
-                outcome = await self.scheduler.submit(bound, raw)
+                outcome = await self.scheduler.submit(bound, request)
             if bound.session is not None:
                 bound.session.require_finite_rows(bound.layer.spec)
             computed_at = self.clock()
             if bound.binding.draws:
-                headers, pieces = await self.renderer.reply(bound, outcome.result, raw)
+                headers, pieces = await self.renderer.reply(bound, outcome.result, request)
             elif cost.reply_bytes <= INLINE_BYTES:
-                headers, pieces = encode_reply(bound, outcome.result, decoded, raw)
+                headers, pieces = encode_reply(bound, outcome.result, decoded, request)
             else:
-                headers, pieces = await self.run(raw, cost.reply_bytes, encode_reply, bound, outcome.result, decoded, raw)
+                headers, pieces = await self.run(request, cost.reply_bytes, encode_reply, bound, outcome.result, decoded, request)
         except BaseException as error:  # including CancelledError when the caller disconnects
             self.statistics.count_failed(layer, self.clock() - started)
             if isinstance(error, RequestError):
@@ -152,49 +156,50 @@ class Engine:
         if bound.session is not None:
             self.metrics.count_step()
         self.statistics.count_answered(layer, phases, bound.call.options.items, outcome.execution, cost.operations)
-        return EncodedReply(headers, pieces, phases, {**bound.log_fields, "batch": outcome.batch})
+        request.phases, request.log_fields = phases, {**bound.log_fields, "batch": outcome.batch}
+        return headers, pieces
 
-    def _reserve(self, raw: RawRequest, decoded: Decoded, bound: Prepared) -> None:
+    def _reserve(self, request: Request, decoded: Decoded, bound: Prepared) -> None:
         """Reserve the memory of a large request's arrays and of the reply. Raises Overloaded.
 
         The text `0,` becomes a number of 8 bytes as decoded and one of 4 or 8 in the layer's dtype.
         """
-        if raw.lease is not None:
-            if raw.lease.held > INLINE_BYTES:
-                raw.lease.add(max(0, bytes_in_memory(decoded.members.values(), bound.call.tensors()) - raw.lease.held))
-            raw.lease.add(bound.cost.reply_bytes if raw.reply_codec.writes_text else bound.cost.tensor_bytes + bound.cost.word_bytes)
+        if (lease := request.lease) is not None:
+            if lease.held > INLINE_BYTES:
+                lease.add(max(0, bytes_in_memory(decoded.members.values(), bound.call.tensors()) - lease.held))
+            lease.add(bound.cost.reply_bytes if request.reply_codec.writes_text else bound.cost.tensor_bytes + bound.cost.word_bytes)
 
-    async def unpack(self, raw: RawRequest, limit: int) -> None:
+    async def unpack(self, request: Request, limit: int) -> None:
         """Decompress the body of a request, if it is compressed, to at most `limit` bytes, which its lease counts from then on.
 
         Few bytes may unpack to many. So the threads for small bodies stop at the size of a large one, and the thread for large bodies
-        begins anew. Raises what `RawRequest.unpack` and `run` raise, and Overloaded.
+        begins anew. Raises what `Request.unpack` and `run` raise, and Overloaded.
         """
-        if not raw.coding:
+        if not request.coding:
             return
-        received, large = raw.size, codec_pool.LARGE_BYTES
-        if received >= large or not await self.run(raw, received, raw.unpack, limit, large - 1):
-            await self.run(raw, max(received, large), raw.unpack, limit, limit)
-        if raw.lease is not None:
-            raw.lease.add(max(0, raw.size - received))
+        received, large = request.size, codec_pool.LARGE_BYTES
+        if received >= large or not await self.run(request, received, request.unpack, limit, large - 1):
+            await self.run(request, max(received, large), request.unpack, limit, limit)
+        if request.lease is not None:
+            request.lease.add(max(0, request.size - received))
 
-    async def run_by_size(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
+    async def run_by_size(self, request: Request, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads a body of `size` bytes: on the event loop if it is small, else in a thread of the codec pool."""
         if size <= INLINE_BYTES:
             return function(*args)
-        return await self.run(raw, size, function, *args)
+        return await self.run(request, size, function, *args)
 
-    async def run(self, raw: RawRequest, size: int, function: Callable[..., T], *args: Any) -> T:
+    async def run(self, request: Request, size: int, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads or writes `size` bytes in a thread of the codec pool, and return its result.
 
         Raises CallerGone or DeadlinePassed, without running it, if the caller has disconnected or its deadline has passed when a thread is
         free.
         """
-        return await self.codecs.run(partial(self.check_and_run, raw, function, *args), size, raw.caller)
+        return await self.codecs.run(partial(self.check_and_run, request, function, *args), size, request.caller)
 
-    def check_and_run(self, raw: RawRequest, function: Callable[..., T], *args: Any) -> T:
+    def check_and_run(self, request: Request, function: Callable[..., T], *args: Any) -> T:
         """Run the function. Raises CallerGone or DeadlinePassed instead if its result is no longer needed."""
-        raw.check_caller(self.clock())
+        request.check_caller(self.clock())
         return function(*args)
 
     def use_shards(self, shards: Shards) -> None:

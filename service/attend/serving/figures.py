@@ -30,10 +30,10 @@ from attend.serving.fair_share import FairShare
 from attend.serving.layer_checks import refuse_packed
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.replies import compress
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.threads import lower_priority
 from attend.spec import LayerSpec
-from attend.wire.codec import Buffer, Decoded, Headers
+from attend.wire.codec import Decoded, Encoded, Headers
 from attend.wire.negotiation import PICTURES
 from attend.wire.schemas.figure import FigureRequest
 
@@ -139,24 +139,24 @@ class FigureRenderer:
         self.waiting = FairShare[str](MAX_WAITING, times=1, least=1)  # number of drawings of each caller
         self._seconds = 0.5  # moving average of the seconds per figure
 
-    async def reply(self, bound: Prepared, result: Result, raw: RawRequest) -> tuple[Headers, list[Buffer]]:
+    async def reply(self, bound: Prepared, result: Result, request: Request) -> Encoded:
         """The reply with the figure of a prepared request. Raises what `draw` and `refuse_fully_masked` raise."""
         refuse_fully_masked(bound, result)
-        return await self.draw(partial(_reply, bound, result, raw.reply_coding), raw)
+        return await self.draw(partial(_reply, bound, result, request.reply_coding), request)
 
-    async def draw(self, drawing: Callable[[Check], T], raw: RawRequest) -> T:
+    async def draw(self, drawing: Callable[[Check], T], request: Request) -> T:
         """Run `drawing` in the thread and return its result; it calls its argument at intervals.
 
         Raises Overloaded, DeadlinePassed, CallerGone, and what `drawing` raises.
         """
         deadline = self.clock() + MAX_SECONDS
-        if raw.deadline is not None:
-            deadline = min(deadline, raw.deadline)
-        with self.waiting.slot(raw.caller, "pictures", math.ceil((1 + self.waiting.used) * self._seconds)):
+        if request.deadline is not None:
+            deadline = min(deadline, request.deadline)
+        with self.waiting.slot(request.caller, "pictures", math.ceil((1 + self.waiting.used) * self._seconds)):
             try:
                 # no variable has the future, as one of asyncio.wait_for does: its error refers to this frame, and would keep the result
                 async with asyncio.timeout(deadline - self.clock()):
-                    return await asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, raw.gone)
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, self._draw, drawing, deadline, request.gone)
             except TimeoutError:
                 raise _too_late() from None
 
@@ -178,7 +178,7 @@ class FigureRenderer:
         self._thread.shutdown(wait=False)
 
 
-def _reply(bound: Prepared, result: Result, coding: str, check: Check) -> tuple[Headers, list[Buffer]]:
+def _reply(bound: Prepared, result: Result, coding: str, check: Check) -> Encoded:
     """The picture of a result, with this Content-Encoding."""
     spec = figure_spec(bound.request, bound.layer.spec)
     metadata = {"Source": f"layer {bound.layer.name}", "Fingerprint": bound.layer.fingerprint}

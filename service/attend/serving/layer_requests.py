@@ -31,7 +31,7 @@ from attend.serving.layers.files import (
 from attend.serving.layers.loader import AddedLayer
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.probe import zeros
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.tensors import BY_TORCH
 from attend.wire.codec import Buffer
@@ -47,22 +47,22 @@ D = TypeVar("D", bound=Schema)
 CIRCUITS_OPERATIONS = 1 << 30  # predicted operations of the heads whose circuits are computed at once
 
 
-async def read_body(service: Service, raw: RawRequest, model: type[D]) -> D:
+async def read_body(service: Service, request: Request, model: type[D]) -> D:
     """Decode the body and validate it as `model`. An empty body has no fields."""
-    await service.engine.unpack(raw, service.wire_limits.body_bytes)
-    return await service.engine.run(raw, raw.size, _decode_body, raw, model, service.wire_limits)
+    await service.engine.unpack(request, service.wire_limits.body_bytes)
+    return await service.engine.run(request, request.size, _decode_body, request, model, service.wire_limits)
 
 
-async def read_object(service: Service, raw: RawRequest, largest: int) -> dict[str, Any]:
+async def read_object(service: Service, request: Request, largest: int) -> dict[str, Any]:
     """The body as a JSON object of at most `largest` bytes after decompression; {} if it is empty."""
-    await service.engine.unpack(raw, largest)
-    return await service.engine.run(raw, raw.size, _decode_object, raw, service.wire_limits)
+    await service.engine.unpack(request, largest)
+    return await service.engine.run(request, request.size, _decode_object, request, service.wire_limits)
 
 
-async def put_layer(service: Service, name: str, raw: RawRequest, source: CheckpointQuery) -> AddedLayer:
+async def put_layer(service: Service, name: str, request: Request, source: CheckpointQuery) -> AddedLayer:
     """PUT /layers/{name}: load the layer. Returns once calls to it are answered."""
-    read = partial(service.engine.check_and_run, raw, _decode_layer, raw, source, service.wire_limits)
-    return await service.loader.put(name, read, raw.deadline)
+    read = partial(service.engine.check_and_run, request, _decode_layer, request, source, service.wire_limits)
+    return await service.loader.put(name, read, request.deadline)
 
 
 async def make_layer(service: Service, name: str, spec: Any, deadline: float | None) -> AddedLayer:
@@ -70,16 +70,16 @@ async def make_layer(service: Service, name: str, spec: Any, deadline: float | N
     return await service.loader.put(name, partial(_layer_of, {"spec": spec}), deadline)
 
 
-async def export_layer(service: Service, name: str, raw: RawRequest) -> list[Buffer]:
+async def export_layer(service: Service, name: str, request: Request) -> list[Buffer]:
     """GET /layers/{name}/weights: the layer as safetensors, which PUT accepts. Raises Overloaded before anything is copied."""
     layer = service.registry.find(name, at="")
     size = layer.spec.num_parameters * BY_TORCH[layer.spec.dtype].size
-    if raw.lease is not None:
-        raw.lease.add(size)
-    return await service.engine.run(raw, size, write_layer_file, layer)
+    if request.lease is not None:
+        request.lease.add(size)
+    return await service.engine.run(request, size, write_layer_file, layer)
 
 
-async def layer_circuits(service: Service, name: str, raw: RawRequest) -> str:
+async def layer_circuits(service: Service, name: str, request: Request) -> str:
     """GET /layers/{name}/circuits: the circuits of the layer, as JSON. They are computed a few heads at a time, in their turn among the
     calls to layers; if the caller leaves, or at its deadline, no more heads are computed.
 
@@ -89,16 +89,16 @@ async def layer_circuits(service: Service, name: str, raw: RawRequest) -> str:
     require_circuits(layer.spec)
     cost, of_head = (predict_circuits(layer.spec, heads) for heads in (layer.spec.num_heads, 1))
     engine.admission.require(cost)
-    if raw.lease is not None:
-        raw.lease.add(cost.reply_bytes)
-    request = zeros(layer, 1)
-    call, results = make_call(request, layer.spec), []
+    if request.lease is not None:
+        request.lease.add(cost.reply_bytes)
+    body = zeros(layer, 1)
+    call, results = make_call(body, layer.spec), []
     step = max(1, CIRCUITS_OPERATIONS // of_head.operations)
     for first in range(0, layer.spec.num_heads, step):
         heads = range(first, min(first + step, layer.spec.num_heads))
-        bound = Prepared(ATTEND, request, layer, call, predict_circuits(layer.spec, len(heads)), CircuitsOperation(heads))
-        results.append((await engine.scheduler.submit(bound, raw)).result)
-    return await engine.run_by_size(raw, cost.reply_bytes, _circuits_text, layer, results)
+        bound = Prepared(ATTEND, body, layer, call, predict_circuits(layer.spec, len(heads)), CircuitsOperation(heads))
+        results.append((await engine.scheduler.submit(bound, request)).result)
+    return await engine.run_by_size(request, cost.reply_bytes, _circuits_text, layer, results)
 
 
 def _circuits_text(layer: LoadedLayer, results: Sequence[Result]) -> str:
@@ -106,28 +106,28 @@ def _circuits_text(layer: LoadedLayer, results: Sequence[Result]) -> str:
     return Circuits(layer=LayerReference(name=layer.name, fingerprint=layer.fingerprint), **numbers).model_dump_json()
 
 
-def _decode_body(raw: RawRequest, model: type[D], limits: WireLimits) -> D:
-    return validate(model, _decode_members(raw.take_body(), raw, model, limits) if raw.body else {})
+def _decode_body(request: Request, model: type[D], limits: WireLimits) -> D:
+    return validate(model, _decode_members(request.take_body(), request, model, limits) if request.body else {})
 
 
-def _decode_members(body: bytes, raw: RawRequest, model: type[Schema], limits: WireLimits) -> dict[str, Any]:
-    return dict(raw.codec.decode(body, raw.parameters, model.tensor_kinds, limits).members)
+def _decode_members(body: bytes, request: Request, model: type[Schema], limits: WireLimits) -> dict[str, Any]:
+    return dict(request.codec.decode(body, request.parameters, model.tensor_kinds, limits).members)
 
 
-def _decode_object(raw: RawRequest, limits: WireLimits) -> dict[str, Any]:
-    text = raw.take_body()
+def _decode_object(request: Request, limits: WireLimits) -> dict[str, Any]:
+    text = request.take_body()
     document = parse_strictly(text, limits=limits) if text.strip() else {}
     if not isinstance(document, dict):
         raise InvalidRequest.where("", "a JSON object", describe_value(document))
     return document
 
 
-def _decode_layer(raw: RawRequest, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
+def _decode_layer(request: Request, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
     """The layer of the body of a PUT. The loader has one thread, and decompresses the body there: few such bodies are in memory at once."""
-    body = unpack(raw.take_body(), raw.coding, limits.layer_bytes if raw.codec is FILE_CODEC else limits.body_bytes)
-    if raw.codec is FILE_CODEC:
+    body = unpack(request.take_body(), request.coding, limits.layer_bytes if request.codec is FILE_CODEC else limits.body_bytes)
+    if request.codec is FILE_CODEC:
         return read_layer_file(body, source)
-    members = _decode_members(body, raw, PutLayer, limits)
+    members = _decode_members(body, request, PutLayer, limits)
     checkpoint = _is_checkpoint(members)
     for name in ("spec",) if checkpoint else ("layout", "prefix", "spec"):
         if getattr(source, name) is not None:

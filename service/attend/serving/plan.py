@@ -6,7 +6,7 @@ from typing import Any
 from attend.serving.analysis import ANALYSIS
 from attend.serving.binding import ATTEND, Binding
 from attend.serving.engine import Engine
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.sessions.reference import reference_of
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_with_session_keys
@@ -18,15 +18,16 @@ from attend.wire.schemas.attend import Plan, PlannedTensor
 from attend.wire.schemas.schema import LayerReference, Refusal
 
 
-async def plan_call(engine: Engine, raw: RawRequest) -> Plan:
+async def plan_call(engine: Engine, request: Request) -> Plan:
     """The plan of a request to POST /attend, or with `metrics` to POST /attend/analysis. Raises InvalidRequest, and what finding the layer
     or the session raises."""
-    await engine.unpack(raw, engine.wire_limits.body_bytes)
-    size = raw.size  # decoding takes the body out of `raw`
-    decoded = await engine.run(raw, size, engine.decode, raw, AnalysisRequest, True)
+    await engine.unpack(request, engine.wire_limits.body_bytes)
+    size = request.size  # decoding takes the body out of the request
+    decoded = await engine.run(request, size, engine.decode, request, AnalysisRequest, True)
     reference = reference_of("", decoded, in_body=True)
-    session = None if reference is None else reference.find(engine.require_sessions(), raw.api_key)  # on the event loop, as all sessions
-    return await engine.run(raw, size, _plan, engine, decoded, session)
+    # on the event loop, as all sessions
+    session = None if reference is None else reference.find(engine.require_sessions(), request.api_key)
+    return await engine.run(request, size, _plan, engine, decoded, session)
 
 
 def _plan(engine: Engine, decoded: Decoded, session: Session | None) -> Plan:

@@ -12,7 +12,7 @@ from attend.serving.calls import make_call
 from attend.serving.cost import predict
 from attend.serving.executor import Outcome
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.wire.schemas.attend import AttendRequest
 
@@ -79,7 +79,7 @@ class Probe:
     async def _submit_zeros(self, layer: LoadedLayer, length: int) -> Outcome:
         request = zeros(layer, length)
         bound = Prepared(ATTEND, request, layer, make_call(request, layer.spec), predict(request, layer.spec))
-        return await self.scheduler.submit(bound, RawRequest(b""))
+        return await self.scheduler.submit(bound, Request(b""))
 
 
 def zeros(layer: LoadedLayer, length: int) -> AttendRequest:

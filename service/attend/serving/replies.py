@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from attend.attention.call import Result
 from attend.serving.binding import Prepared, refuse_fully_masked
-from attend.serving.requests import RawRequest
-from attend.wire.codec import Buffer, Decoded, Headers
+from attend.serving.requests import Request
+from attend.wire.codec import Buffer, Decoded, Encoded, Headers
 from attend.wire.compression import pack
 
 MANY_PIECES = 16  # of a reply: fewer are sent as they are, so that binary tensors are not copied
 PIECE_BYTES = 1 << 16  # of what short pieces are joined to
 
 
-def encode_reply(bound: Prepared, result: Result, decoded: Decoded, raw: RawRequest) -> tuple[Headers, list[Buffer]]:
+def encode_reply(bound: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
     """Headers and bytes of the reply.
 
     Raises InvalidRequest for non-finite numbers, for fully masked rows if the request asks for an error, and what `build_reply` raises.
@@ -20,9 +20,9 @@ def encode_reply(bound: Prepared, result: Result, decoded: Decoded, raw: RawRequ
     if result.fully_masked is not None:
         refuse_fully_masked(bound, result)
     reply = bound.binding.build_reply(bound, result)
-    headers, pieces = raw.reply_codec.encode(reply, bound.request.reply, decoded.reply_format)
-    if raw.reply_coding:
-        return compress(headers, pieces, raw.reply_coding)
+    headers, pieces = request.reply_codec.encode(reply, bound.request.reply, decoded.reply_format)
+    if request.reply_coding:
+        return compress(headers, pieces, request.reply_coding)
     return headers, pieces if len(pieces) < MANY_PIECES else joined(pieces)
 
 
@@ -40,6 +40,6 @@ def joined(pieces: Sequence[Buffer]) -> list[Buffer]:
     return [*whole, b"".join(some)]
 
 
-def compress(headers: Headers, pieces: Sequence[Buffer], coding: str) -> tuple[Headers, list[Buffer]]:
+def compress(headers: Headers, pieces: Sequence[Buffer], coding: str) -> Encoded:
     """The reply with this Content-Encoding."""
     return (*headers, (b"content-encoding", coding.encode())), pack(pieces, coding)

@@ -1,13 +1,13 @@
-"""The request as received, and the encoded reply. Independent of HTTP."""
+"""A request of any protocol: what arrived, and how it ended. Independent of HTTP and gRPC, whose requests have more fields."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from attend.errors import CallerGone, DeadlinePassed
 from attend.serving.byte_budget import Lease
 from attend.serving.metrics import Phases
-from attend.wire.codec import Buffer, Codec, Headers
+from attend.wire.codec import Codec
 from attend.wire.compression import unpack, unpack_start
 from attend.wire.negotiation import CODECS, JSON
 
@@ -15,26 +15,34 @@ TOO_LATE = "the caller's deadline (X-Request-Timeout, or the protocol's own) pas
 NO_PARAMETERS: Mapping[str, str] = {}
 
 
-@dataclass(slots=True)
-class RawRequest:
-    """A request body as received, the codecs of body and reply, and whether the caller still needs a reply.
+def never() -> bool:
+    """Whether the client has disconnected, where nothing says so."""
+    return False
 
-    Three fields change after construction: `take_body` empties `body`, `unpack` replaces it and its `coding`, and `limit_seconds` may set
-    an earlier `deadline`.
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, from its arrival until it is logged and counted.
+
+    A comment beside a field says what changes it once the body has been read.
     """
 
-    body: bytes | list[bytes]  # the body, or its pieces in the order of their arrival
-    _: KW_ONLY
+    body: bytes | list[bytes] = b""  # the body, or its pieces in the order of their arrival; `take_body` and `unpack`
     codec: Codec = CODECS[JSON]
-    coding: str = ""  # Content-Encoding; "" once the body is decompressed
+    coding: str = ""  # Content-Encoding; "" once the body is decompressed; `unpack`
     reply_codec: Codec = CODECS[JSON]
     reply_coding: str = ""
-    parameters: Mapping[str, str] = field(default_factory=lambda: NO_PARAMETERS)  # the codec's parameters, from headers and path
-    deadline: float | None = None  # on the engine's clock
-    gone: Callable[[], bool] = lambda: False  # whether the client has disconnected
+    parameters: Mapping[str, str] = field(default_factory=dict)  # the codec's parameters, from headers and path
+    deadline: float | None = None  # on the engine's clock; `limit_seconds` may set an earlier one
+    gone: Callable[[], bool] = never  # whether the client has disconnected
     caller: str = ""  # name of the API key, or address, of the sender
     api_key: str = ""  # name of the sender's, who owns sessions
     lease: Lease | None = None  # counts the bytes of the body, and then of the reply
+    id: str = ""
+    phases: Phases | None = None  # of a call that was answered; engine.py
+    log_fields: Mapping[str, Any] = field(default_factory=dict)  # what the log line has of a call; engine.py
+    reason: str = ""  # of a refusal or failure; the middleware that replies to errors
+    detail: str = ""  # of the same
 
     @property
     def size(self) -> int:
@@ -75,12 +83,3 @@ class RawRequest:
         """
         body, self.body = self.body, b""
         return body if isinstance(body, bytes) else b"".join(body)
-
-
-class EncodedReply(NamedTuple):
-    """A reply: headers that describe its bytes, the bytes in pieces, the duration of each phase, and fields for the log."""
-
-    headers: Headers
-    pieces: list[Buffer]
-    phases: Phases
-    log_fields: Mapping[str, Any]

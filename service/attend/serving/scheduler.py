@@ -34,7 +34,7 @@ from attend.serving.executor import Outcome, Outcomes, compute
 from attend.serving.faults import error_of_batch
 from attend.serving.metrics import Metrics
 from attend.serving.queueing import INLINE_OPERATIONS, FairQueue, Flow, Occupancy, Throughput, size_class
-from attend.serving.requests import TOO_LATE, RawRequest
+from attend.serving.requests import TOO_LATE, Request
 from attend.serving.threads import call_in_loop, lower_priority
 
 OVERHEAD_OPERATIONS = 1 << 20  # operations added to the cost of any call
@@ -119,16 +119,16 @@ class Scheduler:
         """Whole seconds until the queue is empty if no calls arrive; at least 1."""
         return max(1, round(self.backlog))
 
-    async def submit(self, bound: Prepared, raw: RawRequest) -> Outcome:
+    async def submit(self, bound: Prepared, request: Request) -> Outcome:
         """Compute a prepared request and return its outcome.
 
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
         """
-        entry = Entry(bound, raw, self.clock())
+        entry = Entry(bound, request, self.clock())
         try:
             if self.computes_inline(bound):
                 return self._compute_inline(entry)
-            entry.flow = Flow(raw.caller, size_class(bound.cost.operations))
+            entry.flow = Flow(request.caller, size_class(bound.cost.operations))
             return await self._enqueue(entry)
         finally:
             del entry  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
@@ -157,10 +157,10 @@ class Scheduler:
 
     def _compute_inline(self, entry: Entry) -> Outcome:
         """Compute a call on the event loop, in the order in which calls arrive."""
-        if entry.raw.gone():
+        if entry.request.gone():
             self.metrics.count_abandoned(1)
             raise CallerGone
-        if entry.raw.deadline is not None and entry.raw.deadline <= self.clock():
+        if entry.request.deadline is not None and entry.request.deadline <= self.clock():
             raise DeadlinePassed(TOO_LATE)
         self.metrics.count_batch(1)
         settled = compute([entry], self.clock)
@@ -182,8 +182,8 @@ class Scheduler:
         self._queue.append(entry)
         self._occupancy.add(entry.flow, entry.bound.cost)
         self._schedule_batch(loop, self.limits.delay if is_first else 0.0)
-        if entry.raw.deadline is not None:
-            entry.timer = loop.call_later(max(0.0, entry.raw.deadline - self.clock()), self._expire, entry)
+        if entry.request.deadline is not None:
+            entry.timer = loop.call_later(max(0.0, entry.request.deadline - self.clock()), self._expire, entry)
         try:
             outcome: Outcome = await (asyncio.shield(future) if entry.bound.operation.changes_state else future)
             return outcome

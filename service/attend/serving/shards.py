@@ -25,7 +25,7 @@ from attend.serving.codec_pool import CodecPool
 from attend.serving.cost import Cost
 from attend.serving.executor import Execution, Outcome
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
-from attend.serving.requests import TOO_LATE, RawRequest
+from attend.serving.requests import TOO_LATE, Request
 
 
 class Shards(Protocol):
@@ -38,15 +38,15 @@ class Shards(Protocol):
         ...
 
 
-async def compute_in_shards(shards: Shards, bound: Prepared, raw: RawRequest, clock: Callable[[], float], codecs: CodecPool) -> Outcome:
+async def compute_in_shards(shards: Shards, bound: Prepared, request: Request, clock: Callable[[], float], codecs: CodecPool) -> Outcome:
     """Compute a call in parts on all shards. Raises DeadlinePassed, and what `Shards.compute` raises."""
     started, parts = clock(), split_call(bound.call, shards.count)
     try:
-        async with asyncio.timeout(None if raw.deadline is None else raw.deadline - started):
+        async with asyncio.timeout(None if request.deadline is None else request.deadline - started):
             results = await shards.compute(bound.layer, parts, cost_of_part(bound.cost, len(parts)))
     except TimeoutError:
         raise DeadlinePassed(TOO_LATE) from None
-    result = await codecs.run(lambda: merge_results(bound.layer.attention, bound.call, results), 0, raw.caller)
+    result = await codecs.run(lambda: merge_results(bound.layer.attention, bound.call, results), 0, request.caller)
     return Outcome(result, 0.0, clock() - started, 1, Execution(bound.call.options.items))
 
 

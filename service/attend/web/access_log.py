@@ -9,8 +9,9 @@ import structlog
 from attend import errors
 from attend.serving.faults import is_out_of_memory
 from attend.serving.metrics import Metrics
+from attend.serving.requests import Request
 from attend.web.errors import row_of
-from attend.web.records import Handler, HttpRecord, Record
+from attend.web.requests import Handler, HttpRequest
 from attend.web.telemetry import Telemetry
 
 log = structlog.get_logger("attend")
@@ -28,29 +29,29 @@ class AccessLog:
         """Middleware that records each request once `handle` has answered it."""
         metrics, telemetry = self.metrics, self.telemetry
 
-        async def recorded(record: HttpRecord) -> None:
+        async def recorded(request: HttpRequest) -> None:
             started = time.monotonic()
             if telemetry is None:
-                await handle(record)
+                await handle(request)
             else:
-                span = telemetry.begin_request(record)
-                record.reply_headers += span.reply_headers()
-                await handle(record)
-                telemetry.end_request(span, record, time.monotonic() - started)
-            metrics.count_request(record.label, record.status, record.received, record.sent)
-            if record.reason:
-                metrics.count_failure(record.reason)
+                span = telemetry.begin_request(request)
+                request.reply_headers += span.reply_headers()
+                await handle(request)
+                telemetry.end_request(span, request, time.monotonic() - started)
+            metrics.count_request(request.label, request.status, request.received, request.sent)
+            if request.reason:
+                metrics.count_failure(request.reason)
             if self.log_requests:
                 seconds = time.monotonic() - started
                 self.write(
-                    record,
+                    request,
                     seconds,
-                    method=record.method,
-                    path=record.path,
-                    client=record.address,
-                    status=record.status,
-                    received=record.received,
-                    sent=record.sent,
+                    method=request.method,
+                    path=request.path,
+                    client=request.address,
+                    status=request.status,
+                    received=request.received,
+                    sent=request.sent,
                 )
 
         return recorded
@@ -63,24 +64,24 @@ class AccessLog:
             about = {"request_id": request_id, "method": "", "path": "", "client": client, "status": status}
             self.log.info("request", **about, reason=reason, detail=detail)
 
-    def write(self, record: Record, seconds: float, **about: Any) -> None:
+    def write(self, request: Request, seconds: float, **about: Any) -> None:
         """Logs a request or gRPC call that took so many seconds. `about`: what the protocol knows of it."""
-        phases = {} if record.phases is None else record.phases.milliseconds()
-        refusal = {"reason": record.reason, "detail": record.detail[:200]} if record.reason else {}
+        phases = {} if request.phases is None else request.phases.milliseconds()
+        refusal = {"reason": request.reason, "detail": request.detail[:200]} if request.reason else {}
         self.log.info(
             "request",
-            request_id=record.request_id,
+            request_id=request.id,
             **about,
-            key=record.api_key,
+            key=request.api_key,
             ms=round(seconds * 1e3, 3),
-            **record.log_fields,
+            **request.log_fields,
             **phases,
             **refusal,
         )
 
 
-def recorded_error(error: Exception, record: Record, **where: str) -> errors.AttendError:
-    """The error to reply with; the record gets its reason and detail. A fault of the server is logged with its cause and `where`.
+def recorded_error(error: Exception, request: Request, **where: str) -> errors.AttendError:
+    """The error to reply with; the request gets its reason and detail. A fault of the server is logged with its cause and `where`.
 
     An exception that says that there is no memory is OutOfMemory, and what failed is freed; any other unknown one is a ServiceFault.
     """
@@ -88,10 +89,10 @@ def recorded_error(error: Exception, record: Record, **where: str) -> errors.Att
         traceback.clear_frames(error.__traceback__)
         error = errors.OutOfMemory("there was not enough memory for this request")
     if not isinstance(error, errors.AttendError):
-        log.error("internal_error", request_id=record.request_id, **where, exc_info=error)
-        record.reason, record.detail = "internal_error", UNEXPECTED_ERROR
+        log.error("internal_error", request_id=request.id, **where, exc_info=error)
+        request.reason, request.detail = "internal_error", UNEXPECTED_ERROR
         return errors.ServiceFault(UNEXPECTED_ERROR)
     if row_of(type(error)).status == 500:
-        log.error("failed", request_id=record.request_id, **where, exc_info=error.__cause__ or error)
-    record.reason, record.detail = type(error).__name__, error.detail
+        log.error("failed", request_id=request.id, **where, exc_info=error.__cause__ or error)
+    request.reason, request.detail = type(error).__name__, error.detail
     return error

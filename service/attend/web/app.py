@@ -26,8 +26,8 @@ from attend.web.endpoints import EndpointTable
 from attend.web.error_replies import ErrorReplies
 from attend.web.guard import Guard
 from attend.web.keys import Keyring
-from attend.web.records import Handler
 from attend.web.replies import Replies
+from attend.web.requests import Handler
 from attend.web.routes import attend, health, layers, page, sessions, words
 from attend.web.telemetry import start_telemetry
 from attend.web.v2 import routes as v2

@@ -1,4 +1,4 @@
-"""The ASGI application: every HTTP request becomes a record, which passes the middleware to its endpoint."""
+"""The ASGI application: every HTTP request becomes a request, which passes the middleware to its endpoint."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from starlette.types import Lifespan, Receive, Scope, Send
 from attend.serving.service import Service
 from attend.web import openapi
 from attend.web.endpoints import EndpointTable
-from attend.web.records import Handler
+from attend.web.requests import Handler
 
 
 class Application(Starlette):
@@ -27,4 +27,4 @@ class Application(Starlette):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
         else:
-            await self.handle(self.table.record(scope, receive, send))
+            await self.handle(self.table.request(scope, receive, send))

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Sequence
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-from attend.web.records import Handler, HttpRecord, record_of
+from attend.web.requests import Handler, HttpRequest, request_of
 
 EXPOSED_HEADERS = ("X-Request-Id", "Server-Timing", "Retry-After")  # to pages of other origins
 
@@ -17,11 +17,11 @@ class Cors:
         self.handle = handle
         self._app = CORSMiddleware(self._pass_on, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS)
 
-    def __call__(self, record: HttpRecord) -> Awaitable[None]:
-        return self._app(record.scope, record.receive, record.send)
+    def __call__(self, request: HttpRequest) -> Awaitable[None]:
+        return self._app(request.scope, request.receive, request.send)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request that is no preflight request, with a `send` that adds headers."""
-        record = record_of(scope)
-        record.send = send
-        await self.handle(record)
+        request = request_of(scope)
+        request.send = send
+        await self.handle(request)

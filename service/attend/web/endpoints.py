@@ -2,10 +2,10 @@
 
 Everything that depends on an endpoint reads the table: the guard (scopes), the dispatch of requests, the labels of metrics and traces,
 gRPC (scopes), the OpenAPI document, and the refusals of unknown paths and methods. Each file of `web/routes/` and `web/v2/routes.py` add
-the rows of one noun. A row is a function, as starlette has them: from the record of a request, and its parameters, to a response:
+the rows of one noun. A row is a function, as starlette has them: from a request, and its parameters, to a response:
 
     @table.add("GET", "/layers/{name}", READ, refusals=LAYER, tags=["layers"], response_model=LayerInfo)
-    async def get_layer(record: HttpRecord, name: str) -> Response: ...
+    async def get_layer(request: HttpRequest, name: str) -> Response: ...
 
 It reads the body by `request_reader.py`, and makes the response by a function of `replies.py`. FastAPI makes the OpenAPI document of the
 rows (`openapi.py`), and takes no part in requests.
@@ -29,11 +29,12 @@ from attend.errors import (
     TooLarge,
     WrongReplica,
 )
+from attend.serving.requests import never
 from attend.serving.service import Service
-from attend.web.connections import CONNECTION_KEY, RECORD_KEY, STATUS_KEY
+from attend.web.connections import CONNECTION_KEY, REQUEST_KEY, STATUS_KEY
 from attend.web.error_replies import no_endpoint
 from attend.web.parameters import Parameters
-from attend.web.records import OTHER, Body, Endpoint, HttpRecord, valid_request_id
+from attend.web.requests import OTHER, Body, Endpoint, HttpRequest, valid_request_id
 
 PUBLIC = frozenset[str]()  # no key is needed
 READ = frozenset({"infer", "admin", "metrics"})  # any key
@@ -111,16 +112,17 @@ class EndpointTable:
         """The scopes of which a key needs one, by the name of the gRPC method."""
         return {method: endpoint.scopes for endpoint in self for method in endpoint.grpc_methods}
 
-    def record(self, scope: Scope, receive: Receive, send: Send) -> HttpRecord:
-        """The record of a new request."""
+    def request(self, scope: Scope, receive: Receive, send: Send) -> HttpRequest:
+        """The new request with this scope."""
         pairs, method = scope["headers"], scope["method"]
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         headers = dict(pairs)
         endpoints, parameters = (exact, NO_PARAMETERS) if (exact := self._exact.get(path)) is not None else self.find(path)
         endpoint = endpoints.get("GET" if method == "HEAD" else method)
         label = endpoint.path if endpoint is not None else next(iter(endpoints.values())).path if endpoints else OTHER
-        record = scope[RECORD_KEY] = HttpRecord(
-            valid_request_id(headers[b"x-request-id"].decode("latin-1") if b"x-request-id" in headers else None),
+        connection = scope["state"].get(CONNECTION_KEY) if "state" in scope else None
+        request = scope[REQUEST_KEY] = HttpRequest(
+            id=valid_request_id(headers[b"x-request-id"].decode("latin-1") if b"x-request-id" in headers else None),
             scope=scope,
             receive=receive,
             send=send,
@@ -133,23 +135,24 @@ class EndpointTable:
             label=label,
             path_parameters=parameters,
             address=scope["client"][0] if scope.get("client") else "",
-            connection=scope["state"].get(CONNECTION_KEY) if "state" in scope else None,
+            connection=connection,
+            gone=never if connection is None else connection.is_lost,
             status=scope.get(STATUS_KEY, 0),
         )
-        return record
+        return request
 
-    async def call(self, record: HttpRecord) -> None:
+    async def call(self, request: HttpRequest) -> None:
         """Sends the response of the endpoint of a request; without one, 404, 405 or 501.
 
         Raises NotReady if the endpoint needs layers and they are not loaded yet.
         """
-        if record.scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # before anything makes an object of each
+        if request.scope["query_string"].count(b"&") >= MAX_QUERY_PARAMETERS:  # before anything makes an object of each
             raise TooLarge.where("", f"at most {MAX_QUERY_PARAMETERS} query parameters", "more")
-        if (endpoint := record.endpoint) is None:
-            response = no_endpoint(record, [endpoint.path for endpoint in self if endpoint.documented])
+        if (endpoint := request.endpoint) is None:
+            response = no_endpoint(request, [endpoint.path for endpoint in self if endpoint.documented])
         else:
             if endpoint.needs_layers:
                 self.service.require_started()
-            parameters = {} if endpoint.parameters is None else endpoint.parameters(record)
-            response = await endpoint.function(record, **parameters)
-        await response(record.scope, record.receive, record.send)
+            parameters = {} if endpoint.parameters is None else endpoint.parameters(request)
+            response = await endpoint.function(request, **parameters)
+        await response(request.scope, request.receive, request.send)

@@ -11,7 +11,7 @@ from attend import errors
 from attend.web.access_log import recorded_error
 from attend.web.errors import problem_document, retry_after, row_of, status_in
 from attend.web.http_parser import METHODS
-from attend.web.records import Handler, HttpRecord, is_v2
+from attend.web.requests import Handler, HttpRequest, is_v2
 from attend.wire.negotiation import JSON, PROBLEM_JSON
 
 TITLES = {404: "no such page", 405: "method not allowed", 501: "not implemented"}
@@ -19,57 +19,57 @@ MAX_COMPARED = 128  # characters of an unknown path that are compared with the k
 
 
 class ErrorReplies:
-    """Middleware that replies to exceptions, and writes their reasons into the record of the request."""
+    """Middleware that replies to exceptions, and writes their reasons into the request."""
 
     def __init__(self, handle: Handler) -> None:
         self.handle = handle
 
-    async def __call__(self, record: HttpRecord) -> None:
+    async def __call__(self, request: HttpRequest) -> None:
         """If the reply has begun already, it stays without its end, and uvicorn closes the connection."""
         try:
-            await self.handle(record)
+            await self.handle(request)
         except errors.CallerGone:
-            record.reason = "CallerGone"
+            request.reason = "CallerGone"
         except Exception as error:
-            response = _response_to(error, record)
-            if not record.status:
-                await response(record.scope, record.receive, record.send)
+            response = _response_to(error, request)
+            if not request.status:
+                await response(request.scope, request.receive, request.send)
 
 
-def _response_to(error: Exception, record: HttpRecord) -> Response:
+def _response_to(error: Exception, request: HttpRequest) -> Response:
     if isinstance(error, HTTPException):  # of a static file
-        return _without_endpoint(record, error.status_code, f"nothing is served at {record.path}; see /docs")
-    error = recorded_error(error, record, path=record.scope["path"])
+        return _without_endpoint(request, error.status_code, f"nothing is served at {request.path}; see /docs")
+    error = recorded_error(error, request, path=request.scope["path"])
     headers = {}
     if isinstance(error, errors.Overloaded | errors.NotReady):
         headers["Retry-After"] = retry_after(error)
     elif isinstance(error, errors.Unauthenticated):
         headers["WWW-Authenticate"] = 'Bearer realm="attend"'
-    return _response(record, row_of(type(error)).status, error.title, error.detail, error.problems, error.extensions, headers)
+    return _response(request, row_of(type(error)).status, error.title, error.detail, error.problems, error.extensions, headers)
 
 
-def no_endpoint(record: HttpRecord, paths: Sequence[str]) -> Response:
+def no_endpoint(request: HttpRequest, paths: Sequence[str]) -> Response:
     """The reply to a request without an endpoint: 405 if its path has other methods, 501 for a method that HTTP does not define, else 404.
     `paths`:
     those that it may suggest."""
-    headers, given = {}, record.path
-    if record.endpoints:
-        allowed = sorted({*record.endpoints, "HEAD"} if "GET" in record.endpoints else record.endpoints)
-        status, headers, detail = 405, {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {record.method}"
-    elif record.method not in METHODS:
-        status, detail = 501, f"expected a method among {', '.join(METHODS)}, got {record.method}"
+    headers, given = {}, request.path
+    if request.endpoints:
+        allowed = sorted({*request.endpoints, "HEAD"} if "GET" in request.endpoints else request.endpoints)
+        status, headers, detail = 405, {"Allow": ", ".join(allowed)}, f"expected {' or '.join(allowed)}, got {request.method}"
+    elif request.method not in METHODS:
+        status, detail = 501, f"expected a method among {', '.join(METHODS)}, got {request.method}"
     else:
         status, detail = 404, f"nothing is served at {given}{_similar_path(given, paths)}; see /docs"
-    return _without_endpoint(record, status, detail, headers)
+    return _without_endpoint(request, status, detail, headers)
 
 
-def _without_endpoint(record: HttpRecord, status: int, detail: str, headers: Mapping[str, str] = {}) -> Response:
-    record.reason = f"status_{status}"
-    return _response(record, status, TITLES.get(status, "error"), detail, headers=headers)
+def _without_endpoint(request: HttpRequest, status: int, detail: str, headers: Mapping[str, str] = {}) -> Response:
+    request.reason = f"status_{status}"
+    return _response(request, status, TITLES.get(status, "error"), detail, headers=headers)
 
 
 def _response(
-    record: HttpRecord,
+    request: HttpRequest,
     status: int,
     title: str,
     detail: str,
@@ -78,9 +78,9 @@ def _response(
     headers: Mapping[str, str] = {},
 ) -> Response:
     """A refusal, as the protocol of the path defines it."""
-    if is_v2(record.path):
+    if is_v2(request.path):
         return Response(json.dumps({"error": detail}), status_in(True, status), headers, media_type=JSON)
-    document = problem_document(status, title, detail, record.request_id, problems, extensions)
+    document = problem_document(status, title, detail, request.id, problems, extensions)
     return Response(document, status, headers, media_type=PROBLEM_JSON)
 
 

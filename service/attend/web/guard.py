@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Collection, Mapping
 from attend.errors import Forbidden, MalformedRequest, Unauthenticated
 from attend.web.endpoints import READ
 from attend.web.keys import Keyring
-from attend.web.records import Handler, HttpRecord
+from attend.web.requests import Handler, HttpRequest
 from attend.wire.negotiation import HTML, JSON, accepted_type
 
 KEY_HEADERS = ("authorization", "x-api-key")
@@ -25,26 +25,26 @@ class Guard:
         self.handle, self.hosts, self.origins, self.keyring = handle, hosts, frozenset(origins), keyring
         self._known: set[bytes] = set()  # Host headers that were allowed; at most 64
 
-    def __call__(self, record: HttpRecord) -> Awaitable[None]:
-        """Writes the name of the caller's key into the record. Raises MalformedRequest, Unauthenticated or Forbidden."""
-        headers = record.headers
+    def __call__(self, request: HttpRequest) -> Awaitable[None]:
+        """Writes the name of the caller's key into the request. Raises MalformedRequest, Unauthenticated or Forbidden."""
+        headers = request.headers
         host = headers.get(b"host", b"")
-        if record.repeated or not host:
-            _require_one_host(record)
+        if request.repeated or not host:
+            _require_one_host(request)
         if self.hosts is not None and host not in self._known and host:
             self._require_host(host)
         if self.keyring is not None:
-            record.api_key = self._key(record, self.keyring)
-        elif b"origin" in headers and self.hosts is not None and record.method not in SAFE_METHODS:
+            request.api_key = self._key(request, self.keyring)
+        elif b"origin" in headers and self.hosts is not None and request.method not in SAFE_METHODS:
             self._require_origin(headers[b"origin"].decode("latin-1"), host.decode("latin-1"))
-        return self.handle(record)
+        return self.handle(request)
 
-    def _key(self, record: HttpRecord, keyring: Keyring) -> str:
+    def _key(self, request: HttpRequest, keyring: Keyring) -> str:
         """The name of the caller's key, "" if none is needed. Any key may see that there is no endpoint."""
-        endpoint = record.endpoint
-        if endpoint is not None and endpoint.page and accepted_type(record.header(b"accept"), (JSON, HTML)) == HTML:
+        endpoint = request.endpoint
+        if endpoint is not None and endpoint.page and accepted_type(request.header(b"accept"), (JSON, HTML)) == HTML:
             return ""
-        presented = {name: record.header(name.encode()) for name in KEY_HEADERS}
+        presented = {name: request.header(name.encode()) for name in KEY_HEADERS}
         return require_key(keyring, presented, READ if endpoint is None else endpoint.scopes)
 
     def _require_host(self, host: bytes) -> None:
@@ -59,10 +59,10 @@ class Guard:
             raise Forbidden.where("", "an Origin that is this server, or among --cors-origins", f'"{origin[:80]}"')
 
 
-def _require_one_host(record: HttpRecord) -> None:
+def _require_one_host(request: HttpRequest) -> None:
     """Raises MalformedRequest for several Host headers, of which a proxy may have used another, and in HTTP/1.1 for none."""
-    count = sum(name == b"host" for name, _ in record.repeated) if record.repeated else int(b"host" in record.headers)
-    if count > 1 or (count == 0 and record.scope["http_version"] == "1.1"):
+    count = sum(name == b"host" for name, _ in request.repeated) if request.repeated else int(b"host" in request.headers)
+    if count > 1 or (count == 0 and request.scope["http_version"] == "1.1"):
         raise MalformedRequest.where("", "one Host header", f"{count or 'no'}")
 
 

@@ -27,7 +27,7 @@ from attend.errors import (
 from attend.version import __version__
 from attend.web.endpoints import READ, EndpointTable
 from attend.web.errors import STATUSES, status_in
-from attend.web.records import Body, Endpoint, HttpRecord, is_v2
+from attend.web.requests import Body, Endpoint, HttpRequest, is_v2
 from attend.wire.negotiation import JSON, PROBLEM_JSON
 from attend.wire.schemas.schema import ProblemDocument
 from attend.wire.schemas.tensors import json_schemas
@@ -65,15 +65,15 @@ def add_endpoints(table: EndpointTable) -> None:
     files, document = StaticFiles(packages=[("fastapi_swagger", "resources")]), cache(partial(describe, table))
 
     @table.add("GET", "/openapi.json", READ, include_in_schema=False)
-    async def openapi_json(record: HttpRecord) -> Response:
+    async def openapi_json(request: HttpRequest) -> Response:
         """The document of the server as the client sees it: below the prefix that a proxy removes."""
         whole = await run_in_threadpool(document)  # takes a few hundred milliseconds the first time
-        root = record.scope.get("root_path", "")
+        root = request.scope.get("root_path", "")
         return JSONResponse({**whole, "servers": [{"url": root}, *whole["servers"]]} if root else whole)
 
     @table.add("GET", "/docs", READ, include_in_schema=False)
-    async def docs(record: HttpRecord) -> Response:
-        root = record.scope.get("root_path", "")
+    async def docs(request: HttpRequest) -> Response:
+        root = request.scope.get("root_path", "")
         page = get_swagger_ui_html(
             openapi_url=f"{root}/openapi.json",
             title="attend",
@@ -86,8 +86,8 @@ def add_endpoints(table: EndpointTable) -> None:
         return page
 
     @table.add("GET", "/docs/{file}", READ, include_in_schema=False)
-    async def docs_file(record: HttpRecord, file: str) -> Response:
-        return await files.get_response(file, record.scope)
+    async def docs_file(request: HttpRequest, file: str) -> Response:
+        return await files.get_response(file, request.scope)
 
 
 def describe(table: EndpointTable) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def describe(table: EndpointTable) -> dict[str, Any]:
 
 
 def _route(endpoint: Endpoint) -> APIRoute:
-    """The endpoint for FastAPI, which describes the function's parameters but the first one, the record of the request."""
+    """The endpoint for FastAPI, which describes the function's parameters but the first one, the request."""
     function = endpoint.function
     name = f"v2_{function.__name__}" if is_v2(endpoint.path) else function.__name__  # from which generated clients name their methods
     return APIRoute(

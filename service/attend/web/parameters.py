@@ -1,6 +1,6 @@
-"""The parameters of an endpoint's path and query, as its function declares them after the record of the request:
+"""The parameters of an endpoint's path and query, as its function declares them after the request:
 
-    async def get_rows(record: HttpRecord, name: str, first: int, causal: bool = False) -> Response: ...
+    async def get_rows(request: HttpRequest, name: str, first: int, causal: bool = False) -> Response: ...
 
 Names in braces in the path, such as {name}, are parameters of the path; all others are of the query. Their values are validated before the
 function is called. An endpoint without parameters of the query ignores any.
@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from attend.errors import InvalidRequest, Problem, did_you_mean
-from attend.web.records import HttpRecord
+from attend.web.requests import HttpRequest
 from attend.wire.problems import MAX_PROBLEMS, describe_value, model_of_parameters, validate_parameters
 
 
@@ -33,16 +33,16 @@ class Parameters:
     def __bool__(self) -> bool:
         return bool(self.sources)
 
-    def values(self, record: HttpRecord) -> Mapping[str, Any]:
+    def values(self, request: HttpRequest) -> Mapping[str, Any]:
         """The values of the parameters in a request. Raises InvalidRequest without pointers: no parameter is in the body."""
-        texts = {name: record.path_parameters[name] for name in self.path}
+        texts = {name: request.path_parameters[name] for name in self.path}
         if self.query:
-            texts |= self._of_query(record)
+            texts |= self._of_query(request)
         return texts if self.model is None else validate_parameters(self.model, texts, self.sources)
 
-    def _of_query(self, record: HttpRecord) -> dict[str, str]:
+    def _of_query(self, request: HttpRequest) -> dict[str, str]:
         """The parameters of the query as text. Raises InvalidRequest for unknown ones, and for those that stand twice."""
-        pairs = parse_qsl(record.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        pairs = parse_qsl(request.scope["query_string"].decode("latin-1"), keep_blank_values=True)
         texts = dict(pairs)
         problems = [
             Problem("", f"a query parameter among {', '.join(self.query)}", describe_value(name) + did_you_mean(name, self.query))

@@ -5,7 +5,7 @@ Names, units, attributes and buckets follow OpenTelemetry's semantic conventions
 server's own is in the namespace `attend`. Only a fault of this server is an error; `attend.reason` has the reason of any other refusal.
 
 OpenTelemetry's own instrumentation of ASGI and gRPC lacks `traceresponse`, `http.route` in the histogram (requests do not pass a
-framework's router) and the histogram of gRPC calls, so the spans are made here, from the record of each request.
+framework's router) and the histogram of gRPC calls, so the spans are made here, from the request of each request.
 """
 
 import os
@@ -16,10 +16,11 @@ from typing import Any
 from uuid import uuid4
 
 from attend.serving.metrics import PHASE_BUCKETS, PHASES
+from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.version import __version__
 from attend.web.http_parser import METHODS
-from attend.web.records import OTHER, HttpRecord, Record
+from attend.web.requests import OTHER, HttpRequest
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)  # seconds; the conventions' boundaries
@@ -86,64 +87,64 @@ class Telemetry:
             unit = f"{{{name.rpartition('.')[2]}}}"  # the conventions' unit of things that are counted: {call}
             meter.create_observable_up_down_counter(f"attend.{name}.count", [lambda _, value=value: [Observation(value())]], unit)
 
-    def begin_request(self, record: HttpRecord) -> OpenSpan:
+    def begin_request(self, request: HttpRequest) -> OpenSpan:
         """Starts the span of a request, as a child of the caller's span if there is one."""
-        incoming = {name.decode(): value.decode("latin-1") for name, value in record.scope["headers"] if name in TRACE_HEADERS}
-        method = _method(record).replace("_OTHER", "HTTP")
-        return self._open(method if record.label == OTHER else f"{method} {record.label}", incoming)
+        incoming = {name.decode(): value.decode("latin-1") for name, value in request.scope["headers"] if name in TRACE_HEADERS}
+        method = _method(request).replace("_OTHER", "HTTP")
+        return self._open(method if request.label == OTHER else f"{method} {request.label}", incoming)
 
-    def end_request(self, open_span: OpenSpan, record: HttpRecord, seconds: float) -> None:
+    def end_request(self, open_span: OpenSpan, request: HttpRequest, seconds: float) -> None:
         """Closes the span of a request."""
-        scope, method, route, failed = record.scope, _method(record), record.label, record.status >= 500
+        scope, method, route, failed = request.scope, _method(request), request.label, request.status >= 500
         labels: dict[str, Any] = {"http.request.method": method, "url.scheme": scope.get("scheme", "http")}
         if route != OTHER:
             labels["http.route"] = route
-        if record.status:  # 0: the client disconnected before the reply
-            labels["http.response.status_code"] = record.status
+        if request.status:  # 0: the client disconnected before the reply
+            labels["http.response.status_code"] = request.status
         if failed:
-            labels["error.type"] = record.reason or str(record.status)
+            labels["error.type"] = request.reason or str(request.status)
         self._requests.record(seconds, labels)
         about: dict[str, Any] = {"url.path": scope["path"]}
         if scope.get("query_string"):
             about["url.query"] = scope["query_string"].decode("latin-1")
-        if method != record.method:
-            about["http.request.method_original"] = record.method
-        self._close(open_span, {**labels, **about}, record, failed, seconds)
+        if method != request.method:
+            about["http.request.method_original"] = request.method
+        self._close(open_span, {**labels, **about}, request, failed, seconds)
 
     def refusal(self, request_id: str, status: int, reason: str) -> None:
         """Records the span of a request that was refused before its method and path were known."""
         labels: dict[str, Any] = {"http.request.method": "_OTHER", "http.response.status_code": status}
         if failed := status >= 500:
             labels["error.type"] = reason
-        self._close(self._open("HTTP", {}), labels, Record(request_id, reason), failed, 0.0)
+        self._close(self._open("HTTP", {}), labels, Request(id=request_id, reason=reason), failed, 0.0)
 
     def begin_call(self, method: str, metadata: Mapping[str, str]) -> OpenSpan:
         """Starts the span of a gRPC call, for `end_call`. `method` is the full name."""
         return self._open(method, metadata)
 
-    def end_call(self, open_span: OpenSpan, method: str, code: str, record: Record, failed: bool, seconds: float) -> None:
+    def end_call(self, open_span: OpenSpan, method: str, code: str, request: Request, failed: bool, seconds: float) -> None:
         """Closes the span of a call. `failed`: through a fault of this server."""
         labels = {"rpc.system.name": "grpc", "rpc.method": method, "rpc.response.status_code": code}
         if failed:
-            labels["error.type"] = record.reason or code
+            labels["error.type"] = request.reason or code
         self._calls.record(seconds, labels)
-        self._close(open_span, labels, record, failed, seconds)
+        self._close(open_span, labels, request, failed, seconds)
 
     def _open(self, name: str, incoming: Mapping[str, str]) -> OpenSpan:
         now = time.time_ns()
         return OpenSpan(self._tracer.start_span(name, self._propagator.extract(incoming), self._server, start_time=now), now)
 
-    def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], record: Record, failed: bool, seconds: float) -> None:
+    def _close(self, open_span: OpenSpan, labels: Mapping[str, Any], request: Request, failed: bool, seconds: float) -> None:
         """Ends the span. Its phases become consecutive child spans; the last one ends with the span."""
         span, now = open_span.span, open_span.start + int(seconds * 1e9)
-        span.set_attributes({**labels, "attend.request_id": record.request_id})
-        span.set_attributes({f"attend.{name}": value for name, value in record.log_fields.items()})
-        if record.reason:
-            span.set_attribute("attend.reason", record.reason)
+        span.set_attributes({**labels, "attend.request_id": request.id})
+        span.set_attributes({f"attend.{name}": value for name, value in request.log_fields.items()})
+        if request.reason:
+            span.set_attribute("attend.reason", request.reason)
         if failed:
             span.set_status(self._failed)
-        if record.phases is not None:
-            took = [getattr(record.phases, name) for name in PHASES]
+        if request.phases is not None:
+            took = [getattr(request.phases, name) for name in PHASES]
             at = now - int(sum(took) * 1e9)
             for name, phase in zip(PHASES, took, strict=True):
                 child = self._tracer.start_span(name, self._in_context(span), start_time=at)
@@ -158,6 +159,6 @@ class Telemetry:
             provider.shutdown()
 
 
-def _method(record: HttpRecord) -> str:
+def _method(request: HttpRequest) -> str:
     """The method, if HTTP defines it, else _OTHER: clients must not be able to create labels."""
-    return record.method if record.method in METHODS else "_OTHER"
+    return request.method if request.method in METHODS else "_OTHER"

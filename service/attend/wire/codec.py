@@ -18,6 +18,7 @@ from attend.wire.schemas.attend import ReplyOptions
 
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 Buffer: TypeAlias = bytes | memoryview  # a piece of an encoded reply; its len() is its bytes
+Encoded: TypeAlias = tuple[Headers, list[Buffer]]  # a reply: the headers that describe its bytes, and its bytes in pieces
 
 
 class SequencePart(NamedTuple):
@@ -79,7 +80,7 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any) -> tuple[Headers, list[Buffer]]:
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any) -> Encoded:
         """The headers that describe the bytes of a reply, and the bytes in pieces.
 
         Raises InvalidRequest if a number is not finite and `options.nonfinite` is "error".

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from attend.axes import Kind
 from attend.errors import NotAcceptable, UnsupportedMediaType
 from attend.wire import safetensors
-from attend.wire.codec import Buffer, Codec, Decoded, Headers, Reply
+from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
 from attend.wire.json import reader as json_reader
 from attend.wire.json.writer import encode_json
 from attend.wire.limits import WireLimits
@@ -41,7 +41,7 @@ class AttendCodec(Codec):
     ) -> Decoded:
         return Decoded(self.parse(body, kinds, limits, shapes_alone), reply_format=parameters)
 
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> tuple[Headers, list[Buffer]]:
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: Any = None) -> Encoded:
         return self.headers, self.write(reply, options)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from attend.errors import AttendError, CallerGone, MalformedBody, OutOfMemory, Overloaded
 from attend.serving.byte_budget import ByteBudget, Lease
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.serving.sessions import transfer
 from attend.serving.sessions.ids import new_process
@@ -62,11 +62,11 @@ class Transfers:
         return call
 
     async def put(self, body: bytes, coding: str = "", **fields: Any) -> None:
-        raw = RawRequest(body, codec=CODECS[SAFETENSORS], coding=coding, **fields)
-        await transfer.import_cache(self.service, self.sessions, self.session.id, "", raw)
+        request = Request(body, codec=CODECS[SAFETENSORS], coding=coding, **fields)
+        await transfer.import_cache(self.service, self.sessions, self.session.id, "", request)
 
     async def get(self, **fields: Any) -> bytes:
-        pieces = await transfer.export_cache(self.service, self.sessions, self.session.id, "", RawRequest(b"", **fields))
+        pieces = await transfer.export_cache(self.service, self.sessions, self.session.id, "", Request(b"", **fields))
         return b"".join(map(bytes, pieces))
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from attend.errors import CallerGone, DeadlinePassed, Overloaded
 from attend.serving.codec_pool import LARGE_BYTES
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.serving.words import tokens
 from attend.settings import Settings
@@ -161,12 +161,12 @@ def test_a_process_ends_when_its_caller_leaves_and_holds_no_thread(monkeypatch: 
         async with asyncio.timeout(PATIENCE):
             service = open_service("cpu")
             tokenizers = tokens.Tokenizers(service)
-            reading = [asyncio.create_task(tokenizers.read(RawRequest(body, gone=left.is_set, caller="one"))) for _ in range(2)]
+            reading = [asyncio.create_task(tokenizers.read(Request(body, gone=left.is_set, caller="one"))) for _ in range(2)]
             while len(list(tmp_path.iterdir())) < 2:
                 await asyncio.sleep(0.01)
             with pytest.raises(Overloaded, match="at most 4 tokenizers at once"):
-                await tokenizers.read(RawRequest(body, caller="one"))
-            others = [service.engine.run(RawRequest(b""), size, lambda: 7) for size in (1, 1, LARGE_BYTES)]
+                await tokenizers.read(Request(body, caller="one"))
+            others = [service.engine.run(Request(b""), size, lambda: 7) for size in (1, 1, LARGE_BYTES)]
             assert await asyncio.gather(*others) == [7] * 3
             left.set()
             ended = await asyncio.gather(*reading, return_exceptions=True)
@@ -188,7 +188,7 @@ def test_a_process_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_pat
             service, seconds = open_service("cpu"), 0.25
             while not (started := list(tmp_path.iterdir())):  # it may not have started in this time
                 with pytest.raises(DeadlinePassed):
-                    await tokens.Tokenizers(service).read(RawRequest(body, deadline=service.clock() + seconds))
+                    await tokens.Tokenizers(service).read(Request(body, deadline=service.clock() + seconds))
                 seconds *= 2
             assert not any(alive(int(path.name)) for path in started)
             service.close()

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from attend.errors import DeadlinePassed, InvalidRequest
-from attend.serving.requests import TOO_LATE, RawRequest
+from attend.serving.requests import TOO_LATE, Request
 from attend.serving.sessions.reference import SessionReference
 from attend.serving.sessions.registry import Session, SessionRegistry
 from attend.wire.codec import SequencePart
@@ -13,15 +13,15 @@ from attend.wire.problems import describe_value
 from attend.wire.schemas.sessions import PostSession
 
 
-def lock_for_call(sessions: SessionRegistry, reference: SessionReference, raw: RawRequest) -> AbstractAsyncContextManager[Session]:
+def lock_for_call(sessions: SessionRegistry, reference: SessionReference, request: Request) -> AbstractAsyncContextManager[Session]:
     """Lock the session of a call."""
     if reference.sequence is not None:
-        return lock_sequence(sessions, reference.layer, reference.sequence, raw)
-    return lock_session(sessions, reference.find(sessions, raw.api_key).id, raw.api_key, raw)
+        return lock_sequence(sessions, reference.layer, reference.sequence, request)
+    return lock_session(sessions, reference.find(sessions, request.api_key).id, request.api_key, request)
 
 
 @asynccontextmanager
-async def lock_session(sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> AsyncIterator[Session]:
+async def lock_session(sessions: SessionRegistry, session_id: str, owner: str, request: Request) -> AsyncIterator[Session]:
     """The session, for one call at a time. If that call fails, the session keeps the rows that it had.
 
     Raises what `SessionRegistry.find` raises, and CallerGone or DeadlinePassed if the caller cannot wait.
@@ -30,13 +30,13 @@ async def lock_session(sessions: SessionRegistry, session_id: str, owner: str, r
     sessions.use(session)
     try:
         try:
-            async with asyncio.timeout(None if raw.deadline is None else raw.deadline - sessions.clock()):
+            async with asyncio.timeout(None if request.deadline is None else request.deadline - sessions.clock()):
                 await session.lock.acquire()
         except TimeoutError:
             raise DeadlinePassed(TOO_LATE) from None
         length = session.length
         try:
-            raw.check_caller(sessions.clock())
+            request.check_caller(sessions.clock())
             sessions.find(session_id, owner)  # it may have ended meanwhile
             yield session
             length = session.length
@@ -49,19 +49,19 @@ async def lock_session(sessions: SessionRegistry, session_id: str, owner: str, r
 
 
 @asynccontextmanager
-async def lock_sequence(sessions: SessionRegistry, layer: str, part: SequencePart, raw: RawRequest) -> AsyncIterator[Session]:
+async def lock_sequence(sessions: SessionRegistry, layer: str, part: SequencePart, request: Request) -> AsyncIterator[Session]:
     """Lock the session of a sequence of the Open Inference Protocol for one part: its first part starts it, and its last one ends it.
 
     Raises InvalidRequest for a part of a sequence that has not begun.
     """
-    key = (raw.api_key, layer, part.id)
+    key = (request.api_key, layer, part.id)
     before = sessions.of_sequence(key)
     session = sessions.begin_sequence(key, PostSession(layer=layer)) if part.start else before
     if session is None:
         expected = "sequence_start, or the id of a sequence of this model that has begun"
         raise InvalidRequest.where("/parameters/sequence_id", expected, describe_value(part.id))
     try:
-        async with lock_session(sessions, session.id, raw.api_key, raw):
+        async with lock_session(sessions, session.id, request.api_key, request):
             yield session
     except BaseException:
         if part.start:  # a start that is refused leaves a sequence of this id as it was

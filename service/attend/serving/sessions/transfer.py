@@ -10,7 +10,7 @@ from attend.attention.cache import KeyValueCache, cached_tensors
 from attend.errors import InvalidRequest, MalformedBody, SessionConflict, TooLarge, UnsupportedMediaType
 from attend.serving.casting import cast, numpy_of
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.serving.sessions.locks import lock_session
 from attend.serving.sessions.registry import Session, SessionRegistry
@@ -29,37 +29,37 @@ class CacheFile(NamedTuple):
     size: int
 
 
-async def export_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> list[Buffer]:
+async def export_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, request: Request) -> list[Buffer]:
     """The session's rows as safetensors: tensors as in `cached_tensors`, from row `first` on; `fingerprint`, `length` and `first` as
     metadata. Raises what `lock_session` raises, or Overloaded before anything is copied."""
-    async with lock_session(sessions, session_id, owner, raw) as session:
-        if raw.lease is not None:
-            raw.lease.add(session.cache.size)
-        return await service.engine.run(raw, session.cache.size, _file_of, session)
+    async with lock_session(sessions, session_id, owner, request) as session:
+        if request.lease is not None:
+            request.lease.add(session.cache.size)
+        return await service.engine.run(request, session.cache.size, _file_of, session)
 
 
-async def import_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, raw: RawRequest) -> Session:
+async def import_cache(service: Service, sessions: SessionRegistry, session_id: str, owner: str, request: Request) -> Session:
     """Replace the session's rows by those of an exported file. If that fails, the session keeps its rows.
 
     The file is decompressed only once its header fits the session, and its bytes and rows have room.
 
     Raises UnsupportedMediaType, MalformedBody, InvalidRequest, SessionConflict, TooLarge, Overloaded or OutOfMemory.
     """
-    async with lock_session(sessions, session_id, owner, raw) as session:
-        received = raw.size
-        file = await service.engine.run(raw, received, _announced_by, raw, session.layer)
+    async with lock_session(sessions, session_id, owner, request) as session:
+        received = request.size
+        file = await service.engine.run(request, received, _announced_by, request, session.layer)
         if session.capacity is not None and file.length > session.capacity:
             raise TooLarge.where("", f"at most {session.capacity} rows (capacity)", str(file.length))
         if file.size > service.wire_limits.layer_bytes:
             raise TooLarge.where("", f"a file of at most {service.wire_limits.layer_bytes} bytes (max_layer_bytes)", str(file.size))
-        if raw.lease is not None:
-            raw.lease.add(max(0, file.size - received))
+        if request.lease is not None:
+            request.lease.add(max(0, file.size - received))
         cache = KeyValueCache(session.layer.spec, sessions.pool, owner)
         try:
             cache.begin(file.first, file.length)
             cache.largest_row = math.inf  # unknown, so its steps share no batch
             await sessions.reserve(cache, file.length)
-            await service.engine.run(raw, file.size, _write_rows, raw, session.layer, file, cache)
+            await service.engine.run(request, file.size, _write_rows, request, session.layer, file, cache)
             session.cache, cache = cache, session.cache
         finally:
             cache.close()
@@ -73,13 +73,13 @@ def _file_of(session: Session) -> list[Buffer]:
     return write_tensors(arrays, metadata)
 
 
-def _announced_by(raw: RawRequest, layer: LoadedLayer) -> CacheFile:
+def _announced_by(request: Request, layer: LoadedLayer) -> CacheFile:
     """What the header of an exported file announces, checked against the layer. The rest of the body stays compressed."""
-    if raw.codec is not FILE_CODEC:
+    if request.codec is not FILE_CODEC:
         expected = f"a body of type {SAFETENSORS}, as GET of the cache returns it"
         raise UnsupportedMediaType.where("", expected, "another Content-Type, or none")
-    raw.body = body = raw.take_body()  # joined
-    entries, metadata, size = read_header(partial(unpack_start, body, raw.coding))
+    request.body = body = request.take_body()  # joined
+    entries, metadata, size = read_header(partial(unpack_start, body, request.coding))
     if (fingerprint := metadata.get("fingerprint")) != layer.fingerprint:
         expected = f'the cache of a layer with the fingerprint of "{layer.name}", {layer.fingerprint}'
         raise SessionConflict.where("/__metadata__/fingerprint", expected, describe_value(fingerprint))
@@ -98,9 +98,9 @@ def _announced_by(raw: RawRequest, layer: LoadedLayer) -> CacheFile:
     return CacheFile(first, length, size)
 
 
-def _write_rows(raw: RawRequest, layer: LoadedLayer, file: CacheFile, cache: KeyValueCache) -> None:
+def _write_rows(request: Request, layer: LoadedLayer, file: CacheFile, cache: KeyValueCache) -> None:
     """Write the rows of a file with this header to a cache that has their pages. Raises MalformedBody, InvalidRequest or TooLarge."""
-    arrays, _ = read_tensors(unpack_start(raw.take_body(), raw.coding, file.size + 1))  # a byte too many is refused
+    arrays, _ = read_tensors(unpack_start(request.take_body(), request.coding, file.size + 1))  # a byte too many is refused
     rows = {}
     for name, (heads, width, dtype, *_) in cached_tensors(layer.spec).items():
         array = np.ascontiguousarray(arrays[name]).reshape(heads, file.length - file.first, width)

@@ -10,7 +10,7 @@ from attend.serving.codec_pool import LARGE_BYTES
 from attend.serving.layer_requests import read_body
 from attend.serving.layers.files import ParsedLayer
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.requests import RawRequest
+from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.serving.words.hashed import hash_words
 from attend.serving.words.models import MODELS
@@ -41,26 +41,26 @@ class TextEncoder:
             self._vocabulary = await self.service.engine.codecs.run(installed_vocabulary, WORK_BYTES, "")
         return self._vocabulary
 
-    async def reply(self, raw: RawRequest) -> str:
+    async def reply(self, request: Request) -> str:
         """POST /words, as JSON. Raises LayerNotFound, or InvalidRequest for text without words or with too many.
 
         One job makes the vectors and writes them, so that none wait for a thread in memory that nobody has reserved.
         """
-        request = await read_body(self.service, raw, WordsRequest)
-        run = partial(self.service.engine.run, raw, WORK_BYTES)
+        body = await read_body(self.service, request, WordsRequest)
+        run = partial(self.service.engine.run, request, WORK_BYTES)
         try:
-            if (found := await self._model_of(request.layer)) is not None:
+            if (found := await self._model_of(body.layer)) is not None:
                 model, number = found
-                sentence = await run(model.read, request.text, number)
-                layer = await self._layer_of(sentence, raw)
+                sentence = await run(model.read, body.text, number)
+                layer = await self._layer_of(sentence, request)
                 if layer.fingerprint == await run(fingerprint, sentence.spec, sentence.weights):
-                    effects = await run(model.effects, request.text) if request.effects else None
+                    effects = await run(model.effects, body.text) if body.effects else None
                     return await run(_written, layer, sentence, effects)
-            layer = self.service.registry.find(request.layer)
+            layer = self.service.registry.find(body.layer)
             widths = {"query": layer.spec.query_dim, "key": layer.spec.key_dim, "value": layer.spec.value_dim}
-            return await run(_hashed, layer, request.text, widths[request.part])
+            return await run(_hashed, layer, body.text, widths[body.part])
         except InvalidText as error:
-            raise InvalidRequest.where("/text", error.expected, error.got or describe_value(request.text)) from None
+            raise InvalidRequest.where("/text", error.expected, error.got or describe_value(body.text)) from None
 
     async def _model_of(self, name: str) -> tuple[TextModel, int] | None:
         """The model that has a layer, and the layer's number in it; None for other layers."""
@@ -69,12 +69,12 @@ class TextEncoder:
                 return next(model for model in MODELS.values() if model.title == listed.title), listed.layers.index(name)
         return None
 
-    async def _layer_of(self, sentence: Sentence, raw: RawRequest) -> LoadedLayer:
+    async def _layer_of(self, sentence: Sentence, request: Request) -> LoadedLayer:
         """The layer of that name; loaded with the weights in `sentence` if the registry has none."""
         if (layer := self.service.registry.get(sentence.layer)) is not None:
             return layer
         parsed = ParsedLayer(sentence.spec, sentence.weights, origin=sentence.origin)
-        return (await self.service.loader.put(sentence.layer, lambda: parsed, raw.deadline)).layer
+        return (await self.service.loader.put(sentence.layer, lambda: parsed, request.deadline)).layer
 
 
 def installed_vocabulary() -> Vocabulary:

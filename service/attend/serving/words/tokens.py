@@ -16,7 +16,7 @@ from typing import Any
 from attend.errors import DeadlinePassed, InvalidRequest
 from attend.serving.fair_share import FairShare
 from attend.serving.layer_requests import read_object
-from attend.serving.requests import TOO_LATE, RawRequest
+from attend.serving.requests import TOO_LATE, Request
 from attend.serving.service import Service
 from attend.wire.problems import describe_value, validate
 from attend.wire.schemas.words import TokenizedText, TokensRequest
@@ -38,32 +38,32 @@ class Tokenizers:
         self.service = service
         self.processes = FairShare[str](MAX_PROCESSES, times=1, least=1)  # number of processes of each caller
 
-    async def read(self, raw: RawRequest) -> str:
+    async def read(self, request: Request) -> str:
         """POST /words/tokens: the reply as JSON. Raises InvalidRequest, also if the package is not installed, Overloaded, CallerGone or
         DeadlinePassed."""
-        engine, size = self.service.engine, raw.size  # decoding takes the body out of `raw`
-        document = await read_object(self.service, raw, MAX_BODY_BYTES)  # other bodies have at most 4 MiB besides numbers
-        message = await engine.run(raw, size, _message, document)
+        engine, size = self.service.engine, request.size  # decoding takes the body out of `request`
+        document = await read_object(self.service, request, MAX_BODY_BYTES)  # other bodies have at most 4 MiB besides numbers
+        message = await engine.run(request, size, _message, document)
         del document
-        with self.processes.slot(raw.caller, "tokenizers", round(MAX_SECONDS)):
-            status, output = await self._run(message, raw)
-        if raw.lease is not None:
-            raw.lease.add(len(output))
-        return await engine.run(raw, len(output), _reply_text, status, output)
+        with self.processes.slot(request.caller, "tokenizers", round(MAX_SECONDS)):
+            status, output = await self._run(message, request)
+        if request.lease is not None:
+            request.lease.add(len(output))
+        return await engine.run(request, len(output), _reply_text, status, output)
 
-    async def _run(self, message: bytes, raw: RawRequest) -> tuple[int, bytes]:
+    async def _run(self, message: bytes, request: Request) -> tuple[int, bytes]:
         """The exit status of a process and what it has written. It is killed if the caller leaves or its deadline passes."""
         seconds, clock = MAX_SECONDS, self.service.clock
-        if raw.deadline is not None:
-            seconds = min(seconds, raw.deadline - clock())
+        if request.deadline is not None:
+            seconds = min(seconds, request.deadline - clock())
         process = await asyncio.create_subprocess_exec(*COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=ENVIRONMENT)
-        running, leaving = asyncio.ensure_future(_output_of(process, message)), asyncio.ensure_future(_until(raw.gone))
+        running, leaving = asyncio.ensure_future(_output_of(process, message)), asyncio.ensure_future(_until(request.gone))
         try:
             await asyncio.wait((running, leaving), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 return running.result()
-            raw.check_caller(clock())
-            if raw.deadline is not None and seconds < MAX_SECONDS:
+            request.check_caller(clock())
+            if request.deadline is not None and seconds < MAX_SECONDS:
                 raise DeadlinePassed(TOO_LATE)
             expected = f"a tokenizer that takes at most {MAX_SECONDS:g} seconds for the text"
             raise InvalidRequest.where("/tokenizer", expected, "one that takes longer")

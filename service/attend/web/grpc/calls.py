@@ -27,10 +27,10 @@ from attend.web.access_log import AccessLog, recorded_error
 from attend.web.errors import retry_after, row_of
 from attend.web.grpc.codec import refusal_in_stream
 from attend.web.grpc.descriptors import SERVICE
-from attend.web.grpc.methods import REQUEST_ID_KEY, GrpcRecord, Method, Methods
+from attend.web.grpc.methods import REQUEST_ID_KEY, GrpcRequest, Method, Methods
 from attend.web.guard import require_key
 from attend.web.keys import Keyring
-from attend.web.records import valid_request_id
+from attend.web.requests import valid_request_id
 from attend.web.telemetry import OpenSpan
 
 SERVER_FAULTS = {  # the codes that OpenTelemetry's conventions count as errors of the server
@@ -88,90 +88,100 @@ class CallHandlers:
         method: Method = getattr(self.methods, re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
         message_class = GetMessageClass(SERVICE.methods_by_name[name].input_type)
 
-        async def call(message: bytes, record: GrpcRecord) -> bytes:
+        async def call(message: bytes, request: GrpcRequest) -> bytes:
             if len(message) > MAX_PLAIN_MESSAGE:
                 raise TooLarge.where("", f"a message of at most {MAX_PLAIN_MESSAGE} bytes", str(len(message)))
             try:
-                request = message_class.FromString(message)
+                read = message_class.FromString(message)
             except DecodeError:
                 raise MalformedBody.where("", f"a {message_class.DESCRIPTOR.name}", f"{len(message)} bytes of something else") from None
-            return bytes((await method(request, record)).SerializeToString())
+            return bytes((await method(read, request)).SerializeToString())
 
         return method if name == "ModelInfer" else call
 
     async def _unary(self, name: str, method: Method, _: Any, context: Any) -> None:
         """Handles any method but ModelStreamInfer. A request without fields is not read."""
-        record = _record_of(context)
-        with self._observed(name, record):
-            caller = self._caller(name, record, context)
-            with self._calls.slot(caller, "calls"), self.service.budget.lease(caller) as record.lease:
+        request = self._request_of(context)
+        with self._observed(name, request):
+            self._identify(name, request, context)
+            with self._calls.slot(request.caller, "calls"), self.service.budget.lease(request.caller) as lease:
+                request.lease = lease
                 has_message = bool(SERVICE.methods_by_name[name].input_type.fields)
-                reply = await method(await self._reader.read(context.read, record.lease) if has_message else b"", record)
-                context.set_trailing_metadata(tuple(record.trailing))
+                reply = await method(await self._reader.read(context.read, lease) if has_message else b"", request)
+                context.set_trailing_metadata(tuple(request.trailing))
                 await _send(context, reply)
-        await _abort_failed(context, record)
+        await _abort_failed(context, request)
 
     async def _stream(self, _: Any, context: Any) -> None:
         """ModelStreamInfer: replies to each request, in order. Each request counts as a call; a failed one does not end the stream.
         The stream itself is logged only if it is refused or fails."""
-        record = _record_of(context)
+        request = self._request_of(context)
         try:
-            caller = self._caller(STREAM_METHOD, record, context)
-            with self._streams.slot(caller, "streams"):
-                await self._replies(caller, record.api_key, context)
+            self._identify(STREAM_METHOD, request, context)
+            with self._streams.slot(request.caller, "streams"):
+                await self._replies(request, context)
         except* AttendError as errors:
-            with self._observed(STREAM_METHOD, record):
+            with self._observed(STREAM_METHOD, request):
                 raise errors.exceptions[0] from None
-        await _abort_failed(context, record)
+        await _abort_failed(context, request)
 
-    async def _replies(self, caller: str, key: str, context: Any) -> None:
+    async def _replies(self, stream: GrpcRequest, context: Any) -> None:
         """Answers a stream's requests until the client ends it or its connection is lost; an idle stream stays open, as in Triton."""
 
         async def reply(message: bytes, previous_sent: PreviousSent) -> None:
-            record, written = _record_of(context, key), b""
-            with self.service.budget.lease(caller) as record.lease:
-                with self._observed(STREAM_METHOD, record):
-                    record.lease.add(len(message))
-                    written = await self.methods.model_infer(message, record, self.methods.stream_codec)
-                if record.reason:
-                    written = refusal_in_stream(message, record.detail)
+            request, written = self._request_of(context), b""
+            request.caller, request.api_key = stream.caller, stream.api_key
+            with self.service.budget.lease(stream.caller) as request.lease:
+                with self._observed(STREAM_METHOD, request):
+                    request.lease.add(len(message))
+                    written = await self.methods.model_infer(message, request, self.methods.stream_codec)
+                if request.reason:
+                    written = refusal_in_stream(message, request.detail)
                 await previous_sent()
                 await _send(context, written)
 
         await answer_stream(context.read, reply, self.service.gate, MAX_IN_FLIGHT)
 
-    def _caller(self, name: str, record: GrpcRecord, context: Any) -> str:
-        """The name of the caller's key, or the caller's address. Raises Unauthenticated or Forbidden."""
+    def _identify(self, name: str, request: GrpcRequest, context: Any) -> None:
+        """Write the name of the caller's key, or the caller's address, into the request. Raises Unauthenticated or Forbidden."""
         if self.options.keyring is not None:
-            record.api_key = require_key(self.options.keyring, record.metadata, self.options.scopes[name])
-        return record.api_key or address_of(context.peer())
+            request.api_key = require_key(self.options.keyring, request.metadata, self.options.scopes[name])
+        request.caller = request.api_key or address_of(context.peer())
+
+    def _request_of(self, context: Any) -> GrpcRequest:
+        """The call of this context, whose deadline is the earlier one of the client's and the server's."""
+        metadata = dict(context.invocation_metadata())
+        request_id = valid_request_id(metadata.get(REQUEST_ID_KEY))
+        timeouts = [seconds for seconds in (context.time_remaining(), self.service.timeout) if seconds is not None]
+        deadline = self.service.clock() + min(timeouts) if timeouts else None
+        return GrpcRequest(id=request_id, deadline=deadline, metadata=metadata, trailing=[(REQUEST_ID_KEY, request_id)])
 
     @contextmanager
-    def _observed(self, name: str, record: GrpcRecord) -> Iterator[None]:
-        """Counts, logs and traces the call that the `with` block answers. Writes an exception into the record and swallows it."""
+    def _observed(self, name: str, request: GrpcRequest) -> Iterator[None]:
+        """Counts, logs and traces the call that the `with` block answers. Writes an exception into the request and swallows it."""
         full_name, service, telemetry = f"{SERVICE.full_name}/{name}", self.service, self.options.access_log.telemetry
         started = service.clock()
-        span = None if telemetry is None else telemetry.begin_call(full_name, record.metadata)
+        span = None if telemetry is None else telemetry.begin_call(full_name, request.metadata)
         if span is not None:
-            record.trailing.append(("traceresponse", span.traceparent))
-        record.code, record.reason = grpc.StatusCode.CANCELLED, "CallerGone"  # unless set below
+            request.trailing.append(("traceresponse", span.traceparent))
+        request.code, request.reason = grpc.StatusCode.CANCELLED, "CallerGone"  # unless set below
         try:
             yield
-            record.code, record.reason = grpc.StatusCode.OK, ""
+            request.code, request.reason = grpc.StatusCode.OK, ""
         except Exception as raised:
-            _write_error(recorded_error(raised, record, method=name), record)  # no variable: it would keep the tensors of the call
+            _write_error(recorded_error(raised, request, method=name), request)  # no variable: it would keep the tensors of the call
         finally:
-            self._log_call(full_name, record, span, service.clock() - started)
+            self._log_call(full_name, request, span, service.clock() - started)
 
-    def _log_call(self, full_name: str, record: GrpcRecord, span: OpenSpan | None, seconds: float) -> None:
+    def _log_call(self, full_name: str, request: GrpcRequest, span: OpenSpan | None, seconds: float) -> None:
         metrics, access_log = self.service.metrics, self.options.access_log
-        metrics.count_request(full_name, record.code.name)
-        if record.reason:
-            metrics.count_failure(record.reason)
+        metrics.count_request(full_name, request.code.name)
+        if request.reason:
+            metrics.count_failure(request.reason)
         if access_log.telemetry is not None and span is not None:
-            access_log.telemetry.end_call(span, full_name, record.code.name, record, record.code in SERVER_FAULTS, seconds)
+            access_log.telemetry.end_call(span, full_name, request.code.name, request, request.code in SERVER_FAULTS, seconds)
         if access_log.log_requests:
-            access_log.write(record, seconds, method=full_name, status=record.code.name)
+            access_log.write(request, seconds, method=full_name, status=request.code.name)
 
 
 async def _handle(handler: Callable[[Any, Any], Coroutine[Any, Any, None]], request: Any, context: Any) -> None:
@@ -179,22 +189,15 @@ async def _handle(handler: Callable[[Any, Any], Coroutine[Any, Any, None]], requ
     await without_frames(handler(request, context))
 
 
-def _record_of(context: Any, key: str = "") -> GrpcRecord:
-    metadata = dict(context.invocation_metadata())
-    request_id = valid_request_id(metadata.get(REQUEST_ID_KEY))
-    trailing = [(REQUEST_ID_KEY, request_id)]
-    return GrpcRecord(request_id, api_key=key, metadata=metadata, seconds_left=context.time_remaining(), trailing=trailing)
-
-
-def _write_error(error: AttendError, record: GrpcRecord) -> None:
-    record.code, record.detail = grpc.StatusCode[row_of(type(error)).code], truncated_detail(error.detail)
+def _write_error(error: AttendError, request: GrpcRequest) -> None:
+    request.code, request.detail = grpc.StatusCode[row_of(type(error)).code], truncated_detail(error.detail)
     if isinstance(error, Overloaded | NotReady):
-        record.trailing.append(("retry-after", retry_after(error)))
+        request.trailing.append(("retry-after", retry_after(error)))
 
 
-async def _abort_failed(context: Any, record: GrpcRecord) -> None:
-    if record.reason:
-        await context.abort(record.code, record.detail, tuple(record.trailing))
+async def _abort_failed(context: Any, request: GrpcRequest) -> None:
+    if request.reason:
+        await context.abort(request.code, request.detail, tuple(request.trailing))
 
 
 async def abort(context: Any, refusal: AttendError) -> None:

@@ -19,7 +19,7 @@ from attend.web.grpc import messages
 from attend.web.grpc.descriptors import DESCRIPTOR
 from attend.web.grpc.messages import RAW_OUTPUTS_FIELD, SplitRequest, length_prefixed, request_id, split_request, varints
 from attend.wire.arrays import array_of_bytes, require_exact, wire_array
-from attend.wire.codec import Buffer, Codec, Decoded, Headers, Reply
+from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Reply
 from attend.wire.json.reader import shape_of
 from attend.wire.limits import WireLimits
 from attend.wire.problems import describe_value, validate
@@ -92,7 +92,7 @@ class GrpcCodec(Codec):
         translate = partial(translate_problem, inputs=tuple(paths), outputs=outputs, model="/model_name")
         return Decoded(members, reply_format, options.seconds, options.sequence, translate)
 
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> tuple[Headers, list[Buffer]]:
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
         """The reply as one message. The tensors are appended without the protobuf library, which would copy them once more."""
         response = messages.ModelInferResponse(model_name=reply.layer["name"], model_version=VERSION, id=reply_format.id)
         response.parameters["fully_masked_rows"].int64_param = reply.fully_masked_rows

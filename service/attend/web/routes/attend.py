@@ -12,9 +12,9 @@ from attend.serving.plan import plan_call
 from attend.serving.service import Service
 from attend.web.endpoints import INFER, LAYER, SESSION, EndpointTable
 from attend.web.openapi import BINARY
-from attend.web.records import Body, HttpRecord
 from attend.web.replies import response_of_call
-from attend.web.request_reader import read_request
+from attend.web.request_reader import receive_body
+from attend.web.requests import Body, HttpRequest
 from attend.wire.negotiation import BINARY_TYPES, CODECS, JSON, PICTURES, accepted_type, media_type_of_body
 from attend.wire.schemas.analysis import AnalysisReply, AnalysisRequest
 from attend.wire.schemas.attend import AttendReply, AttendRequest, Plan
@@ -54,13 +54,13 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(AttendRequest, ((DEFAULT_LAYER_EXAMPLE, "Four rows, causal."), (ATTEND_EXAMPLE, "For the layer `tiny`.")), BINARY_TYPES),
         refusals=(*LAYER, NotAcceptable),
     )
-    async def attend(record: HttpRecord) -> Response:
+    async def attend(request: HttpRequest) -> Response:
         """Attention output and weights for queries, keys, values and masks.
 
         With `Accept: application/vnd.safetensors` the reply is a safetensors file with the same outputs.
         """
-        raw = await read_request(record, service)
-        return response_of_call(await service.engine.answer(raw, ATTEND), record)
+        await receive_body(request, service)
+        return response_of_call(await service.engine.answer(request, ATTEND), request)
 
     @table.add(
         "POST",
@@ -72,13 +72,13 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(AnalysisRequest, ((ANALYSIS_EXAMPLE, "What each head does with four words."),), BINARY_TYPES),
         refusals=(*LAYER, *SESSION, NotAcceptable),
     )
-    async def analysis(record: HttpRecord) -> Response:
+    async def analysis(request: HttpRequest) -> Response:
         """Numbers on what each head does.
 
         The body is that of POST /attend, and the metrics to compute.
         """
-        raw = await read_request(record, service)
-        return response_of_call(await service.engine.answer(raw, ANALYSIS), record)
+        await receive_body(request, service)
+        return response_of_call(await service.engine.answer(request, ANALYSIS), request)
 
     @table.add(
         "POST",
@@ -90,12 +90,13 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(AttendRequest, ((PLAN_EXAMPLE, "Tensors may be given by shape alone."),), BINARY_TYPES),
         refusals=(*LAYER, *SESSION),
     )
-    async def plan(record: HttpRecord) -> Response:
+    async def plan(request: HttpRequest) -> Response:
         """Shapes and cost of the reply to a body, and whether it is admitted. Computes nothing.
 
         The body is that of POST /attend; with `metrics`, that of POST /attend/analysis.
         """
-        found = await plan_call(service.engine, await read_request(record, service))
+        await receive_body(request, service)
+        found = await plan_call(service.engine, request)
         return Response(found.model_dump_json(), media_type=JSON)
 
     @table.add(
@@ -109,9 +110,9 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(FigureRequest, ((FIGURE_EXAMPLE, "Heat maps of all heads."),), BINARY_TYPES),
         refusals=(*LAYER, *SESSION, NotAcceptable),
     )
-    async def figure(record: HttpRecord) -> Response:
+    async def figure(request: HttpRequest) -> Response:
         """A picture of the attention weights: PNG, SVG or a standalone HTML page. The same request gives the same bytes."""
-        codec = CODECS[media_type_of_body(record.header(b"content-type"))]
-        picture_type = accepted_type(record.header(b"accept"), tuple(PICTURES))
-        raw = await read_request(record, service, codec, {"picture_type": picture_type})
-        return response_of_call(await service.engine.answer(raw, FIGURE), record, PICTURE_POLICY)
+        codec = CODECS[media_type_of_body(request.header(b"content-type"))]
+        picture_type = accepted_type(request.header(b"accept"), tuple(PICTURES))
+        await receive_body(request, service, codec, {"picture_type": picture_type})
+        return response_of_call(await service.engine.answer(request, FIGURE), request, PICTURE_POLICY)

@@ -13,9 +13,9 @@ from attend.serving.layers.registry import by_name
 from attend.serving.service import Service
 from attend.web.endpoints import ADMIN, LAYER, READ, TIMED, EndpointTable
 from attend.web.openapi import BINARY
-from attend.web.records import Body, HttpRecord
 from attend.web.replies import response_of_file
-from attend.web.request_reader import deadline_of, read_request, request_without_body
+from attend.web.request_reader import begin_without_body, deadline_of, receive_body
+from attend.web.requests import Body, HttpRequest
 from attend.wire.negotiation import JSON, SAFETENSORS
 from attend.wire.schemas.layers import Circuits, LayerInfo, Layers, PutLayer
 from attend.wire.schemas.schema import LAYER_NAME, require_layer_name
@@ -29,7 +29,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
     """Adds the endpoints. `require_writable` raises an error if layers cannot be changed over HTTP."""
 
     @table.add("GET", "/layers", READ, tags=["layers"], response_model=Layers, refusals=TIMED)
-    async def get_layers(record: HttpRecord) -> Response:
+    async def get_layers(request: HttpRequest) -> Response:
         """All layers, loaded and unloaded."""
         registry = service.registry
         layers = registry.with_unloaded()
@@ -37,12 +37,12 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         def text() -> str:
             return Layers(layers=list(map(registry.info_of, by_name(layers)))).model_dump_json()
 
-        raw = request_without_body(record, service)
+        begin_without_body(request, service)
         # in a thread: a thousand layers take tenths of a second
-        return Response(await service.engine.run(raw, INFO_BYTES * len(layers), text), media_type=JSON)
+        return Response(await service.engine.run(request, INFO_BYTES * len(layers), text), media_type=JSON)
 
     @table.add("GET", "/layers/{name}", READ, needs_layers=True, tags=["layers"], response_model=LayerInfo, refusals=(LayerNotFound,))
-    async def get_layer(record: HttpRecord, name: str) -> Response:
+    async def get_layer(request: HttpRequest, name: str) -> Response:
         """One layer: its spec with all defaults filled in, its fingerprint, its device."""
         return Response(service.registry.layer_info(name).model_dump_json(), media_type=JSON)
 
@@ -60,7 +60,7 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         refusals=(LayerConflict, StorageFull),
     )
     async def put_layer(
-        record: HttpRecord,
+        request: HttpRequest,
         name: NewName,
         layout: Annotated[str | None, Query(description="Layout of the checkpoint; needed only if its names fit several layouts.")] = None,
         prefix: Annotated[str | None, Query(description="Name of the layer in the checkpoint, or enough of it to select one.")] = None,
@@ -74,8 +74,8 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         """
         require_writable()
         require_layer_name(name)
-        raw = await read_request(record, service, layer=True)
-        layer, new, assumed = await layer_requests.put_layer(service, name, raw, CheckpointQuery(layout, prefix, spec))
+        await receive_body(request, service, layer=True)
+        layer, new, assumed = await layer_requests.put_layer(service, name, request, CheckpointQuery(layout, prefix, spec))
         info = service.registry.info_of(layer).model_copy(update={"assumed": dict(assumed) or None})
         return Response(info.model_dump_json(), 201 if new else 200, media_type=JSON)
 
@@ -91,9 +91,10 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         },
         refusals=(*LAYER, *TIMED, Overloaded, OutOfMemory),
     )
-    async def get_weights(record: HttpRecord, name: str) -> Response:
+    async def get_weights(request: HttpRequest, name: str) -> Response:
         """The weights under their canonical names, as a safetensors file that PUT accepts; its metadata contains the spec."""
-        return response_of_file(await layer_requests.export_layer(service, name, request_without_body(record, service)), name)
+        begin_without_body(request, service)
+        return response_of_file(await layer_requests.export_layer(service, name, request), name)
 
     @table.add(
         "GET",
@@ -104,13 +105,14 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         response_model=Circuits,
         refusals=(*LAYER, *TIMED, TooLarge, Overloaded, OutOfMemory),
     )
-    async def get_circuits(record: HttpRecord, name: str) -> Response:
+    async def get_circuits(request: HttpRequest, name: str) -> Response:
         """The QK and OV circuits of each head: singular values, and scores of matching and copying (Elhage et al. 2021).
 
         They depend on the weights alone. A layer is refused if it has no projections, or more than one matrix for each input of a head
         (`latent`, `differential`).
         """
-        return Response(await layer_requests.layer_circuits(service, name, request_without_body(record, service)), media_type=JSON)
+        begin_without_body(request, service)
+        return Response(await layer_requests.layer_circuits(service, name, request), media_type=JSON)
 
     @table.add(
         "DELETE",
@@ -122,8 +124,8 @@ def add_endpoints(table: EndpointTable, service: Service, require_writable: Call
         response_class=Response,  # without a body and its type
         refusals=(LayerNotFound, LayerConflict, *TIMED, ServiceFault),
     )
-    async def delete_layer(record: HttpRecord, name: str) -> Response:
+    async def delete_layer(request: HttpRequest, name: str) -> Response:
         """Removes a layer; calls that are bound to it are still answered."""
         require_writable()
-        await service.loader.remove(name, deadline_of(record, service))
+        await service.loader.remove(name, deadline_of(request, service))
         return Response(status_code=204)

@@ -15,8 +15,8 @@ from attend.serving.layers.registry import by_name
 from attend.serving.service import Service
 from attend.version import __version__
 from attend.web.endpoints import PUBLIC, READ, TIMED, EndpointTable
-from attend.web.records import HttpRecord
-from attend.web.request_reader import request_without_body
+from attend.web.request_reader import begin_without_body
+from attend.web.requests import HttpRequest
 from attend.wire.negotiation import HTML, JSON, accepted_type
 
 CONTRACT = "1"  # version of the wire contract; a new version requires changes in clients
@@ -52,10 +52,10 @@ def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any
         response_model=dict[str, Any],
         responses={200: {"description": "The index, or the page for callers that prefer text/html.", "content": {HTML: {}}}},
     )
-    async def index(record: HttpRecord) -> Response:
+    async def index(request: HttpRequest) -> Response:
         """Version, threads, limits and layers; in a browser, a page that shows heads."""
-        if accepted_type(record.header(b"accept"), (JSON, HTML)) == HTML:
-            response = await files.get_response("index.html", record.scope)
+        if accepted_type(request.header(b"accept"), (JSON, HTML)) == HTML:
+            response = await files.get_response("index.html", request.scope)
         else:
             layers = service.registry.all()
 
@@ -63,13 +63,13 @@ def add_endpoints(table: EndpointTable, service: Service, members: dict[str, Any
                 about = {"name": "attend", "version": __version__, "contract": CONTRACT}
                 return JSONResponse({**about, **members, "layers": [layer.name for layer in by_name(layers)], "documentation": "/docs"})
 
-            raw = request_without_body(record, service)
-            response = await service.engine.run(raw, NAME_BYTES * len(layers), reply)  # in a thread, as GET /layers
+            begin_without_body(request, service)
+            response = await service.engine.run(request, NAME_BYTES * len(layers), reply)  # in a thread, as GET /layers
         response.headers["Vary"] = "Accept"
         return response
 
     @table.add("GET", "/page/{file}", PUBLIC, include_in_schema=False)
-    async def page_file(record: HttpRecord, file: str) -> Response:
+    async def page_file(request: HttpRequest, file: str) -> Response:
         if file == "families.json":  # with which the page offers the parts of a model's folder
             return JSONResponse(known_families(), headers=HEADERS)
-        return await files.get_response(file, record.scope)
+        return await files.get_response(file, request.scope)

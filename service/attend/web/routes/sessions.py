@@ -13,9 +13,9 @@ from attend.serving.sessions.steps import STEP
 from attend.serving.sessions.transfer import export_cache, import_cache
 from attend.web.endpoints import INFER, LAYER, SESSION, TIMED, EndpointTable
 from attend.web.openapi import BINARY
-from attend.web.records import Body, HttpRecord
 from attend.web.replies import response_of_call, response_of_file
-from attend.web.request_reader import read_request, request_without_body
+from attend.web.request_reader import begin_without_body, receive_body
+from attend.web.requests import Body, HttpRequest
 from attend.wire.negotiation import BINARY_TYPES, JSON, SAFETENSORS
 from attend.wire.schemas.sessions import (
     PatchSession,
@@ -47,23 +47,24 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(PostSession, (({"layer": "default"}, "A session of the layer `default`."),), required=False),
         refusals=(*LAYER, SessionNotFound),
     )
-    async def post_session(record: HttpRecord) -> Response:
+    async def post_session(request: HttpRequest) -> Response:
         """Starts a session: a sequence whose keys and values the server keeps."""
         sessions = service.engine.require_sessions()
-        raw = await read_request(record, service, largest=MAX_BODY_BYTES)
-        session = sessions.create(await read_body(service, raw, PostSession), record.api_key)
-        return _created(record, sessions.info_of(session))
+        await receive_body(request, service, largest=MAX_BODY_BYTES)
+        session = sessions.create(await read_body(service, request, PostSession), request.api_key)
+        return _created(request, sessions.info_of(session))
 
     @table.add("GET", "/sessions", INFER, tags=["sessions"], response_model=Sessions, refusals=(SessionNotFound, *TIMED))
-    async def get_sessions(record: HttpRecord) -> Response:
+    async def get_sessions(request: HttpRequest) -> Response:
         """The caller's sessions, least recently used first."""
         sessions = service.engine.require_sessions()
-        raw, found = request_without_body(record, service), await sessions.infos_of_owner(record.api_key)
+        begin_without_body(request, service)
+        found = await sessions.infos_of_owner(request.api_key)
 
         def text() -> str:
             return Sessions(sessions=found).model_dump_json()
 
-        return Response(await service.engine.run(raw, INFO_BYTES * len(found), text), media_type=JSON)
+        return Response(await service.engine.run(request, INFO_BYTES * len(found), text), media_type=JSON)
 
     @table.add(
         "GET",
@@ -73,10 +74,10 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         response_model=SessionInfo,
         refusals=SESSION,
     )
-    async def get_session(record: HttpRecord, id: SessionIdPath) -> Response:
+    async def get_session(request: HttpRequest, id: SessionIdPath) -> Response:
         """One session."""
         sessions = service.engine.require_sessions()
-        return _info(sessions.info_of(sessions.find(id, record.api_key)))
+        return _info(sessions.info_of(sessions.find(id, request.api_key)))
 
     @table.add(
         "DELETE",
@@ -87,10 +88,11 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         response_class=Response,  # without a body and its type
         refusals=(*SESSION, *TIMED),
     )
-    async def delete_session(record: HttpRecord, id: SessionIdPath) -> Response:
+    async def delete_session(request: HttpRequest, id: SessionIdPath) -> Response:
         """Ends a session, after the call that uses it; its memory is free when the reply arrives."""
         sessions = service.engine.require_sessions()
-        async with lock_session(sessions, id, record.api_key, request_without_body(record, service)) as session:
+        begin_without_body(request, service)
+        async with lock_session(sessions, id, request.api_key, request) as session:
             sessions.end(session, "deleted")
         return Response(status_code=204)
 
@@ -103,13 +105,13 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(PatchSession, (({"length": 3}, "Keeps the first three rows."),)),
         refusals=(*SESSION, SessionConflict),
     )
-    async def patch_session(record: HttpRecord, id: SessionIdPath) -> Response:
+    async def patch_session(request: HttpRequest, id: SessionIdPath) -> Response:
         """Rolls a session back to a shorter length."""
         sessions = service.engine.require_sessions()
-        sessions.find(id, record.api_key)
-        raw = await read_request(record, service, largest=MAX_BODY_BYTES)
-        body = await read_body(service, raw, PatchSession)
-        async with lock_session(sessions, id, record.api_key, raw) as session:
+        sessions.find(id, request.api_key)
+        await receive_body(request, service, largest=MAX_BODY_BYTES)
+        body = await read_body(service, request, PatchSession)
+        async with lock_session(sessions, id, request.api_key, request) as session:
             session.truncate(body.length)
         return _info(sessions.info_of(session))
 
@@ -123,15 +125,15 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(PostFork, (({"length": None}, "A copy of the whole session."),), required=False),
         refusals=(*SESSION, SessionConflict),
     )
-    async def fork_session(record: HttpRecord, id: SessionIdPath) -> Response:
+    async def fork_session(request: HttpRequest, id: SessionIdPath) -> Response:
         """Starts a session with the first rows of another. Both share pages until one of them writes to them."""
         sessions = service.engine.require_sessions()
-        sessions.find(id, record.api_key)
-        raw = await read_request(record, service, largest=MAX_BODY_BYTES)
-        body = await read_body(service, raw, PostFork)
-        async with lock_session(sessions, id, record.api_key, raw) as session:
+        sessions.find(id, request.api_key)
+        await receive_body(request, service, largest=MAX_BODY_BYTES)
+        body = await read_body(service, request, PostFork)
+        async with lock_session(sessions, id, request.api_key, request) as session:
             fork = sessions.fork(session, body.length)
-        return _created(record, sessions.info_of(fork))
+        return _created(request, sessions.info_of(fork))
 
     @table.add(
         "POST",
@@ -143,14 +145,14 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(SessionAttendRequest, ((STEP_EXAMPLE, "Appends a row, and attends to all."),), BINARY_TYPES),
         refusals=(*SESSION, SessionConflict, LengthMismatch, NotAcceptable),
     )
-    async def attend_in_session(record: HttpRecord, id: SessionIdPath) -> Response:
+    async def attend_in_session(request: HttpRequest, id: SessionIdPath) -> Response:
         """Appends rows, and attends to all rows of the session.
 
         The body is that of POST /attend without `layer`. Key and value are projected and appended first; by default they are the query.
         """
-        service.engine.require_sessions().find(id, record.api_key)  # before the body is read
-        raw = await read_request(record, service)
-        return response_of_call(await service.engine.answer(raw, STEP, id), record)
+        service.engine.require_sessions().find(id, request.api_key)  # before the body is read
+        await receive_body(request, service)
+        return response_of_call(await service.engine.answer(request, STEP, id), request)
 
     @table.add(
         "GET",
@@ -161,11 +163,12 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         responses={200: {"content": {SAFETENSORS: {"schema": BINARY}}, "description": "The rows."}},
         refusals=(*SESSION, *TIMED, Overloaded, OutOfMemory),
     )
-    async def get_cache(record: HttpRecord, id: SessionIdPath) -> Response:
+    async def get_cache(request: HttpRequest, id: SessionIdPath) -> Response:
         """The rows of a session as a safetensors file that PUT accepts: `key` and `value` [kv heads, n, d], or `latent` and `rope_key`; and
         `index_key` of an indexer."""
         sessions = service.engine.require_sessions()
-        pieces = await export_cache(service, sessions, id, record.api_key, request_without_body(record, service))
+        begin_without_body(request, service)
+        pieces = await export_cache(service, sessions, id, request.api_key, request)
         return response_of_file(pieces, "cache")
 
     @table.add(
@@ -178,19 +181,19 @@ def add_endpoints(table: EndpointTable, service: Service) -> None:
         body=Body(None, binary=(SAFETENSORS,)),
         refusals=(*SESSION, SessionConflict),
     )
-    async def put_cache(record: HttpRecord, id: SessionIdPath) -> Response:
+    async def put_cache(request: HttpRequest, id: SessionIdPath) -> Response:
         """Replaces the rows of a session by those of an exported file. The layers must have the same fingerprint."""
         sessions = service.engine.require_sessions()
-        sessions.find(id, record.api_key)
-        raw = await read_request(record, service, layer=True)
-        return _info(sessions.info_of(await import_cache(service, sessions, id, record.api_key, raw)))
+        sessions.find(id, request.api_key)
+        await receive_body(request, service, layer=True)
+        return _info(sessions.info_of(await import_cache(service, sessions, id, request.api_key, request)))
 
 
 def _info(info: SessionInfo) -> Response:
     return Response(info.model_dump_json(), media_type=JSON)
 
 
-def _created(record: HttpRecord, info: SessionInfo) -> Response:
+def _created(request: HttpRequest, info: SessionInfo) -> Response:
     """201, with the path of the new session."""
-    location = f"{record.scope.get('root_path', '')}/sessions/{info.id}"
+    location = f"{request.scope.get('root_path', '')}/sessions/{info.id}"
     return Response(info.model_dump_json(), 201, {"Location": location}, media_type=JSON)

@@ -10,8 +10,8 @@ from attend.serving.service import Service
 from attend.serving.words.encoder import TextEncoder
 from attend.serving.words.tokens import MAX_BODY_BYTES, Tokenizers
 from attend.web.endpoints import ADMIN, INFER, LAYER, READ, EndpointTable
-from attend.web.records import Body, HttpRecord
-from attend.web.request_reader import read_request
+from attend.web.request_reader import receive_body
+from attend.web.requests import Body, HttpRequest
 from attend.wire.negotiation import JSON
 from attend.wire.schemas.words import TokenizedText, TokensRequest, Vocabulary, Words, WordsRequest
 
@@ -27,7 +27,7 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool, require_
     encoder, tokenizers = TextEncoder(service, models), Tokenizers(service)
 
     @table.add("GET", "/words", READ, tags=["words"], response_model=Vocabulary)
-    async def get_words(record: HttpRecord) -> Response:
+    async def get_words(request: HttpRequest) -> Response:
         """The trained models whose layers are available, and what to install for others."""
         return Response((await encoder.vocabulary()).model_dump_json(), media_type=JSON)
 
@@ -41,9 +41,10 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool, require_
         body=Body(WordsRequest, ((WORDS_EXAMPLE, "A sentence for the layer `default`."),)),
         refusals=LAYER,
     )
-    async def post_words(record: HttpRecord) -> Response:
+    async def post_words(request: HttpRequest) -> Response:
         """Tokens and vectors of a sentence for a layer: of a trained model for its own layers, from hashes of the words for others."""
-        return Response(await encoder.reply(await read_request(record, service, largest=MAX_TEXT_BODY_BYTES)), media_type=JSON)
+        await receive_body(request, service, largest=MAX_TEXT_BODY_BYTES)
+        return Response(await encoder.reply(request), media_type=JSON)
 
     @table.add(
         "POST",
@@ -54,11 +55,12 @@ def add_endpoints(table: EndpointTable, service: Service, models: bool, require_
         body=Body(TokensRequest, ((TOKENS_EXAMPLE, "A tokenizer that knows two words."),)),
         refusals=(LayerConflict,),
     )
-    async def post_words_tokens(record: HttpRecord) -> Response:
+    async def post_words_tokens(request: HttpRequest) -> Response:
         """Tokens of a text by the tokenizer in the request, such as that of a model whose layers were added. The server keeps neither.
 
         It is allowed where layers may be changed: a tokenizer has regular expressions, which can take long. The server needs the package
         `tokenizers`.
         """
         require_writable()
-        return Response(await tokenizers.read(await read_request(record, service, largest=MAX_BODY_BYTES)), media_type=JSON)
+        await receive_body(request, service, largest=MAX_BODY_BYTES)
+        return Response(await tokenizers.read(request), media_type=JSON)

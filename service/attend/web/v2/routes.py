@@ -10,13 +10,12 @@ from attend.errors import LayerConflict, LayerNotFound, MalformedBody, RequestEr
 from attend.serving.binding import ATTEND
 from attend.serving.layer_requests import make_layer, read_object
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.requests import RawRequest
 from attend.serving.service import Service
 from attend.web.endpoints import ADMIN, INFER, LAYER, PUBLIC, READ, TIMED, EndpointTable
 from attend.web.openapi import schema
-from attend.web.records import Body, HttpRecord
 from attend.web.replies import response_of_call
-from attend.web.request_reader import read_request, request_without_body
+from attend.web.request_reader import begin_without_body, receive_body
+from attend.web.requests import Body, HttpRequest
 from attend.web.routes.layers import NewName
 from attend.web.v2.description import ProtocolExtensions, config_of, index_of, metadata_of, statistics_of
 from attend.wire.json.strict import parse_nested
@@ -64,11 +63,11 @@ def _model(path: str) -> dict[str, Any]:
     return {"path": MODEL_PATH + path, "aliases": (VERSION_PATH + path,)}
 
 
-def _header_length(record: HttpRecord) -> str:
+def _header_length(request: HttpRequest) -> str:
     """Inference-Header-Content-Length, "" if there is none. Raises MalformedBody if several differ: a proxy may have used another one."""
-    if len(record.repeated) and len({value for name, value in record.repeated if name == HEADER_LENGTH}) > 1:
+    if len(request.repeated) and len({value for name, value in request.repeated if name == HEADER_LENGTH}) > 1:
         raise MalformedBody.where("", "one Inference-Header-Content-Length", "several that differ")
-    return record.header(HEADER_LENGTH)
+    return request.header(HEADER_LENGTH)
 
 
 def _document(document: V2Document, status: int = 200) -> Response:
@@ -85,18 +84,18 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
     """Adds the endpoints."""
     options: dict[str, Any] = {"tags": ["v2"]}
 
-    def find(record: HttpRecord, name: str) -> LoadedLayer:
+    def find(request: HttpRequest, name: str) -> LoadedLayer:
         """The layer of a path. Raises LayerNotFound, also for an unknown version, or LayerUnloaded."""
-        require_version(record.path_parameters.get("version"))
+        require_version(request.path_parameters.get("version"))
         return service.registry.find(name, at="")
 
     @table.add("GET", "/v2", READ, grpc_methods=("ServerMetadata",), **options, response_model=ServerMetadata)
-    async def server(record: HttpRecord) -> Response:
+    async def server(request: HttpRequest) -> Response:
         """Name, version, and which extensions of the protocol work here."""
         return _document(extensions.metadata())
 
     @table.add("GET", "/v2/health/live", PUBLIC, grpc_methods=("ServerLive",), **options, response_model=Health)
-    async def live(record: HttpRecord) -> Response:
+    async def live(request: HttpRequest) -> Response:
         """The process is alive. `ready` says whether calls are answered, without checking the device."""
         return _document(health_of(service.ready and len(service.registry) > 0))
 
@@ -109,13 +108,13 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         response_model=Health,
         responses={503: {"model": Health, "description": "Not ready."}},
     )
-    async def ready(record: HttpRecord) -> Response:
+    async def ready(request: HttpRequest) -> Response:
         """200 if /health/ready is 200 and the server has a layer."""
         is_ready = await service.is_serving_layers()
         return _document(health_of(is_ready), 200 if is_ready else 503)
 
     @table.add("GET", "/v2/models/stats", READ, **options, response_model=Statistics, refusals=(*TIMED, LayerConflict))
-    async def all_statistics(record: HttpRecord) -> Response:
+    async def all_statistics(request: HttpRequest) -> Response:
         """Statistics of every model."""
         extensions.require_statistics()
         layers = service.registry.all()
@@ -123,9 +122,9 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         def text() -> str:
             return statistics_of(service, layers, extensions.workers).model_dump_json()
 
-        raw = request_without_body(record, service)
+        begin_without_body(request, service)
         # in a thread: a thousand models take tenths of a second
-        return Response(await service.engine.run(raw, STATISTICS_BYTES * len(layers), text), media_type=JSON)
+        return Response(await service.engine.run(request, STATISTICS_BYTES * len(layers), text), media_type=JSON)
 
     @table.add(
         "GET",
@@ -137,9 +136,9 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         response_model=ModelMetadata,
         refusals=LAYER,
     )
-    async def model(record: HttpRecord, name: str) -> Response:
+    async def model(request: HttpRequest, name: str) -> Response:
         """Inputs and outputs of a model. Like every path of a model, it also exists below /versions/1."""
-        return _document(metadata_of(find(record, name)))
+        return _document(metadata_of(find(request, name)))
 
     @table.add(
         "GET",
@@ -152,9 +151,9 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         responses={503: {"model": ModelReady, "description": "Not ready."}},
         refusals=LAYER,
     )
-    async def model_ready(record: HttpRecord, name: str) -> Response:
+    async def model_ready(request: HttpRequest, name: str) -> Response:
         """Whether calls to a model are answered. 409 for an unloaded one."""
-        find(record, name)
+        find(request, name)
         is_ready = await service.is_answering()
         return _document(ModelReady(name=name, ready=is_ready), 200 if is_ready else 503)
 
@@ -168,9 +167,9 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         response_model=ModelConfig,
         refusals=LAYER,
     )
-    async def config(record: HttpRecord, name: str) -> Response:
+    async def config(request: HttpRequest, name: str) -> Response:
         """Model configuration, as in Triton."""
-        return _document(config_of(find(record, name), service, service.wire_limits.body_bytes))
+        return _document(config_of(find(request, name), service, service.wire_limits.body_bytes))
 
     @table.add(
         "GET",
@@ -182,10 +181,10 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         response_model=Statistics,
         refusals=(*LAYER, LayerConflict),
     )
-    async def statistics(record: HttpRecord, name: str) -> Response:
+    async def statistics(request: HttpRequest, name: str) -> Response:
         """How many calls a model has answered, and how long each phase took, since the server started."""
         extensions.require_statistics()
-        return _document(statistics_of(service, [find(record, name)], extensions.workers))
+        return _document(statistics_of(service, [find(request, name)], extensions.workers))
 
     @table.add(
         "POST",
@@ -199,12 +198,12 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
         body=Body(InferenceRequest, ((INFER_EXAMPLE, "Three positions, causal; for the layer `tiny` of PUT /layers/{name}."),)),
         refusals=LAYER,
     )
-    async def infer(record: HttpRecord, name: str) -> Response:
+    async def infer(request: HttpRequest, name: str) -> Response:
         """POST /attend in this protocol: JSON, or JSON and tensors as bytes."""
-        find(record, name)  # before the body is read
+        find(request, name)  # before the body is read
         # Content-Type and Accept are ignored: clients send arbitrary ones
-        raw = await read_request(record, service, CODEC, {"model": name, "header_length": _header_length(record)})
-        return response_of_call(await service.engine.answer(raw, ATTEND), record)
+        await receive_body(request, service, CODEC, {"model": name, "header_length": _header_length(request)})
+        return response_of_call(await service.engine.answer(request, ATTEND), request)
 
     _add_repository(table, service, extensions)
 
@@ -221,16 +220,16 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         response_model=list[RepositoryModel],
         body=Body(IndexRequest, (({"ready": True}, "Those that are ready."),), required=False),
     )
-    async def index(record: HttpRecord) -> Response:
+    async def index(request: HttpRequest) -> Response:
         """The loaded models, with state READY, and the unloaded ones, UNAVAILABLE, unless the body is {"ready": true}."""
-        body, raw = await _read(record, service, IndexRequest)
+        body = await _read(request, service, IndexRequest)
         layers = service.registry.with_unloaded()
 
         def text() -> str:
             return f"[{','.join(model.model_dump_json() for model in index_of(layers, body.ready))}]"
 
         # in a thread, as GET /layers
-        return Response(await service.engine.run(raw, MODEL_BYTES * len(layers), text), media_type=JSON)
+        return Response(await service.engine.run(request, MODEL_BYTES * len(layers), text), media_type=JSON)
 
     @table.add(
         "POST",
@@ -243,12 +242,12 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         body=Body(LoadRequest, ((LOAD_EXAMPLE, "A seeded layer."),), required=False),
         refusals=(LayerNotFound, LayerConflict, StorageFull),
     )
-    async def load(record: HttpRecord, name: NewName) -> Response:
+    async def load(request: HttpRequest, name: NewName) -> Response:
         """Creates or replaces a layer by the LayerSpec in `parameters.config`; without it, loads an unloaded layer. The layer is usable
         once the reply arrives."""
         extensions.require_writable()
-        body, raw = await _read(record, service, LoadRequest)
-        await load_layer(service, name, body.parameters or LoadParameters(), raw.deadline)
+        body = await _read(request, service, LoadRequest)
+        await load_layer(service, name, body.parameters or LoadParameters(), request.deadline)
         return Response()
 
     @table.add(
@@ -262,11 +261,11 @@ def _add_repository(table: EndpointTable, service: Service, extensions: Protocol
         body=Body(UnloadRequest, (({}, "No body is needed."),), required=False),
         refusals=(LayerNotFound, LayerConflict),
     )
-    async def unload(record: HttpRecord, name: str) -> Response:
+    async def unload(request: HttpRequest, name: str) -> Response:
         """Unloads a layer: it answers no new calls until it is loaded again. DELETE /layers/{name} removes it."""
         extensions.require_writable()
-        _, raw = await _read(record, service, UnloadRequest)
-        await service.loader.unload(name, raw.deadline)
+        await _read(request, service, UnloadRequest)
+        await service.loader.unload(name, request.deadline)
         return Response()
 
 
@@ -285,7 +284,7 @@ async def load_layer(service: Service, name: str, parameters: LoadParameters, de
         raise refusal.translated(lambda problem: replace(problem, at=CONFIG_PATH + problem.at.removeprefix("/spec"))) from None
 
 
-async def _read(record: HttpRecord, service: Service, model: type[D]) -> tuple[D, RawRequest]:
-    """(the body, validated as `model`, the request); an empty body is {}."""
-    raw = await read_request(record, service, CODECS[JSON], largest=MAX_BODY_BYTES)
-    return validate(model, await read_object(service, raw, MAX_BODY_BYTES)), raw
+async def _read(request: HttpRequest, service: Service, model: type[D]) -> D:
+    """The body, validated as `model`; an empty body is {}."""
+    await receive_body(request, service, CODECS[JSON], largest=MAX_BODY_BYTES)
+    return validate(model, await read_object(service, request, MAX_BODY_BYTES))

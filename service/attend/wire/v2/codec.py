@@ -18,7 +18,7 @@ from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
 from attend.tensors import Datatype, datatype_of, raw
 from attend.wire.arrays import array_of_bytes, wire_array
-from attend.wire.codec import Buffer, Codec, Decoded, Headers, Reply
+from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
 from attend.wire.json.lists import NumberList
 from attend.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, parse_refused, shape_of, split_json
 from attend.wire.json.strict import parse_strictly
@@ -80,7 +80,7 @@ class V2Codec(Codec):
         text, binary = body if size == len(body) else body[:size], memoryview(body)[size:]
         return _decode(text, binary, parameters["model"], limits)
 
-    def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> tuple[Headers, list[Buffer]]:
+    def encode(self, reply: Reply, options: ReplyOptions, reply_format: V2ReplyFormat) -> Encoded:
         """The JSON, then the bytes of the binary outputs."""
         outputs: list[dict[str, Any]] = []
         pieces: list[Buffer] = []

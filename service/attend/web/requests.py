@@ -1,7 +1,7 @@
-"""The record of one HTTP request or gRPC call, and the endpoint that answers it.
+"""An HTTP request, and the endpoint that answers it.
 
-The record of an HTTP request passes all middleware (`web/app.py`) and reaches the endpoint: what its headers say, its channels, and what
-its log line, its span and the metrics will say about it. `web/grpc/methods.py` has the record of a gRPC call.
+The request passes all middleware (`web/app.py`) and reaches the endpoint: what its head says, its body once it is read, its channels, and
+what its log line, its span and the metrics will say about it. `web/grpc/methods.py` has that of a gRPC call.
 """
 
 import re
@@ -14,32 +14,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from attend.errors import AttendError
-from attend.serving.byte_budget import Lease
-from attend.serving.metrics import Phases
-from attend.web.connections import RECORD_KEY, Connection
+from attend.serving.requests import Request
+from attend.web.connections import REQUEST_KEY, Connection
 
 OTHER = "other"  # label of all paths where nothing is served
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-@dataclass(slots=True)
-class Record:
-    """How an HTTP request or a gRPC call ended."""
-
-    request_id: str
-    reason: str = ""  # of a refusal or failure
-    detail: str = ""
-    api_key: str = ""  # the name of the caller's
-    phases: Phases | None = None
-    log_fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
-class HttpRecord(Record):
+@dataclass(slots=True, kw_only=True, eq=False)
+class HttpRequest(Request):
     """An HTTP request: its headers, its channels, its endpoint, and how much of body and reply has been transferred.
 
-    A comment beside a field that changes names the files that change it. Of `Record`, `guard.py` changes `api_key`, `access_log.py` and
-    `error_replies.py` change `reason` and `detail`, and `replies.py` `phases` and `log_fields`.
+    A comment beside a field that changes names the files that change it. Of `Request`, `request_reader.py` sets the body and how it is
+    read, `guard.py` the key, and `access_log.py` and `error_replies.py` the reason and the detail.
     """
 
     scope: Scope
@@ -60,14 +47,13 @@ class HttpRecord(Record):
     body_complete: bool = False  # whether the body has been read to its end; request_reader.py
     reply_headers: list[tuple[bytes, bytes]] = field(default_factory=list)  # added to the reply; access_log.py
     sent: int = 0  # bytes of the reply's body; replies.py
-    lease: Lease | None = None  # the request's share of the byte budget, once it has one; request_reader.py
 
     def header(self, name: bytes) -> str:
         """The value of a header, "" if there is none."""
         return self.headers[name].decode("latin-1") if name in self.headers else ""
 
 
-Handler = Callable[[HttpRecord], Awaitable[None]]  # answers a request: an endpoint, or middleware around it
+Handler = Callable[[HttpRequest], Awaitable[None]]  # answers a request: an endpoint, or middleware around it
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +73,8 @@ class Endpoint:
     method: str
     path: str  # such as /layers/{name}
     scopes: frozenset[str]  # a key needs one of them; empty: no key is needed
-    function: Callable[..., Awaitable[Response]]  # takes the record of the request, and the parameters by name
-    parameters: Callable[[HttpRecord], Mapping[str, Any]] | None  # their values in a request; None: it has none
+    function: Callable[..., Awaitable[Response]]  # takes the request, and the parameters by name
+    parameters: Callable[[HttpRequest], Mapping[str, Any]] | None  # their values in a request; None: it has none
     description: Mapping[str, Any]  # in the OpenAPI document: arguments of FastAPI's decorators, such as `response_model`
     body: Body | None = None
     refusals: tuple[type[AttendError], ...] = ()  # in the document, beside those that a key, a body or the need of layers imply
@@ -109,10 +95,10 @@ def is_v2(path: str) -> bool:
     return path == "/v2" or path.startswith("/v2/")
 
 
-def record_of(scope: Scope) -> HttpRecord:
-    """The record of the request with this scope."""
-    record: HttpRecord = scope[RECORD_KEY]
-    return record
+def request_of(scope: Scope) -> HttpRequest:
+    """The request with this scope."""
+    request: HttpRequest = scope[REQUEST_KEY]
+    return request
 
 
 def valid_request_id(given: str | None) -> str:
