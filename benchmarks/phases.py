@@ -62,7 +62,7 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     import torch
 
     from attend.errors import AttendError
-    from attend.serving.batching import Entry
+    from attend.serving.batching import Job
     from attend.serving.binding import ATTEND
     from attend.serving.executor import compute
     from attend.serving.requests import Request
@@ -79,7 +79,7 @@ def measure_floor(size: Size, form: str, paths: list[str], seconds: float) -> fl
     def answer(body: bytes) -> None:
         request = Request(body, codec=codec, reply_codec=codec)
         decoded, bound = service.engine.decode_and_bind(request, ATTEND)
-        [(_, outcome)] = compute([Entry(bound, request, 0.0)], service.clock)
+        [(_, outcome)] = compute([Job(bound.layer, bound.operation, bound.cost, bound.call)], service.clock)
         if isinstance(outcome, AttendError):
             raise outcome
         codec.encode(ATTEND.build_reply(bound, outcome.result), bound.request.reply, decoded.reply_format)

@@ -18,7 +18,8 @@ from attend.attention.reference.forward import attend
 from attend.attention.stacking import stack
 from attend.check.random_cases import FEATURES, Case, random_case
 from attend.serving.admission import ServingLimits
-from attend.serving.batching import MAX_EXAMINED, BatchLimits, Entry, batch_key, form_batch, limits_on
+from attend.serving.batching import MAX_EXAMINED, BatchLimits, Job, batch_key, form_batch, limits_on
+from attend.serving.binding import Prepared
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost, predict
 from attend.serving.executor import Outcome, compute
@@ -29,7 +30,6 @@ from attend.spec import LayerSpec
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 from support.decoding import Sequence
-from support.scheduler import bound_call
 
 REGISTRY = LayerRegistry(torch.device("cpu"), ServingLimits())
 LAYER = REGISTRY.make("layer", LayerSpec(d_model=6, num_heads=3, seed=1))
@@ -64,19 +64,24 @@ def bound(layer: LoadedLayer, **fields: Any) -> tuple[Call, Cost]:
     return make_call(request, layer.spec), predict(request, layer.spec)
 
 
-def entry(kind: int = 2, layer: LoadedLayer = LAYER, operations: int = 1, memory: int = 1, **knobs: Any) -> Entry:
+def entry(kind: int = 2, layer: LoadedLayer = LAYER, operations: int = 1, memory: int = 1, **knobs: Any) -> Job:
     """A waiting call; those of the same `kind`, which is its number of rows, can be stacked."""
     call, cost = bound(layer, query=np.ones((1, kind, layer.spec.d_model)))
     cost = replace(cost, operations=operations, memory_bytes=memory)
     return entry_of(layer, call, cost, **knobs)
 
 
-def entry_of(layer: LoadedLayer, call: Call, cost: Cost, arrived: float = 0.0, **knobs: Any) -> Entry:
+def entry_of(layer: LoadedLayer, call: Call, cost: Cost, arrived: float = 0.0, **knobs: Any) -> Job:
     """A call that waits, with its batch key; `knobs` are those of its request."""
-    return Entry(bound_call(layer, call, cost, key=batch_key(layer, call)), Request(b"", **knobs), arrived)
+    return Job(layer, FORWARD, cost, call, Request(**knobs), batch_key(layer, call), arrived=arrived)
 
 
-def remove_batch(waiting: deque[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
+def job_of(bound: Prepared, key: Any = None) -> Job:
+    """The job of a prepared step."""
+    return Job(bound.layer, bound.operation, bound.cost, bound.call, batch_key=key)
+
+
+def remove_batch(waiting: deque[Job], limits: BatchLimits, now: float) -> tuple[list[Job], list[Job], list[Job]]:
     """The batch, the expired and the abandoned calls, all removed from the queue."""
     batch, expired, abandoned = form_batch(waiting, limits, now)
     leaving = {*batch, *expired, *abandoned}
@@ -86,7 +91,7 @@ def remove_batch(waiting: deque[Entry], limits: BatchLimits, now: float) -> tupl
     return batch, expired, abandoned
 
 
-def next_batch(waiting: deque[Entry], limits: BatchLimits = UNLIMITED, now: float = 0.0) -> list[Entry]:
+def next_batch(waiting: deque[Job], limits: BatchLimits = UNLIMITED, now: float = 0.0) -> list[Job]:
     """The batch; asserts that no call has expired or is abandoned."""
     batch, expired, abandoned = remove_batch(waiting, limits, now)
     assert not expired
@@ -181,7 +186,7 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
     """Random queues with arrivals between batches: each call is computed, expired or abandoned exactly once, and later calls do not all
     overtake it."""
     limits = BatchLimits(calls=3, operations=100, memory_bytes=100)
-    waiting: deque[Entry] = deque()
+    waiting: deque[Job] = deque()
     fates: dict[int, str] = {}
     ahead: dict[int, int] = {}
     submitted, arriving = [], iter(rounds)
@@ -202,10 +207,10 @@ def test_every_call_leaves_the_queue_once_and_is_not_starved(rounds: list[list[t
         assert batch == [one for one in before if one in batch]
         assert len(batch) == 1 or (
             len(batch) <= limits.calls
-            and sum(one.bound.cost.operations for one in batch) <= limits.operations
-            and sum(one.bound.cost.memory_bytes for one in batch) <= limits.memory_bytes
+            and sum(one.cost.operations for one in batch) <= limits.operations
+            and sum(one.cost.memory_bytes for one in batch) <= limits.memory_bytes
         )
-        assert len({one.bound.call.query.shape[1] for one in batch}) <= 1
+        assert len({one.call.query.shape[1] for one in batch}) <= 1
         for name, group in (("waits", batch), ("late", expired), ("gone", abandoned)):
             for one in group:
                 assert id(one) not in fates
@@ -252,7 +257,7 @@ def test_forming_a_batch_looks_at_a_bounded_number_of_calls() -> None:
         looks[0] += 1
         return False
 
-    def looked_at(waiting: list[Entry], limits: BatchLimits = UNLIMITED) -> int:
+    def looked_at(waiting: list[Job], limits: BatchLimits = UNLIMITED) -> int:
         looks[0] = 0
         form_batch(waiting, limits, 0.0)
         return looks[0]
@@ -260,7 +265,7 @@ def test_forming_a_batch_looks_at_a_bounded_number_of_calls() -> None:
     alone, others = entry(2, gone=gone), [entry(3, gone=gone)] * (2 * MAX_EXAMINED)
     assert looked_at([alone, *others]) == MAX_EXAMINED + 1
     assert looked_at([alone, *others], BatchLimits(calls=1)) == 1
-    reproducible = replace(alone, bound=alone.bound._replace(batch_key=batch_key(LAYER, alone.bound.call.with_options(reproducible=True))))
+    reproducible = replace(alone, batch_key=batch_key(LAYER, alone.call.with_options(reproducible=True)))
     assert looked_at([reproducible, *others]) == 1
     assert looked_at([entry(3, gone=gone), *others], BatchLimits(calls=7)) == 7
 
@@ -565,16 +570,16 @@ def assert_rule_7(layer: LoadedLayer, calls: list[Call], note: str, limits: Batc
         for one, got in computed(batch):
             assert_same(
                 got,
-                alone.pop(id(one.bound.call)),
+                alone.pop(id(one.call)),
                 layer.spec.dtype,
-                f"{note}, {one.bound.call.query.shape[0]} items in a batch of {len(batch)}",
+                f"{note}, {one.call.query.shape[0]} items in a batch of {len(batch)}",
             )
         sizes.append(len(batch))
     assert not alone
     return sizes
 
 
-def computed(batch: list[Entry]) -> Iterator[tuple[Entry, Result]]:
+def computed(batch: list[Job]) -> Iterator[tuple[Job, Result]]:
     """Every call of the batch with its result."""
     for one, outcome in compute(batch, lambda: 0.0):
         assert isinstance(outcome, Outcome), outcome
@@ -691,7 +696,7 @@ def test_a_call_with_zero_batch_items_can_be_stacked(sizes: tuple[int, ...]) -> 
 def test_rule_7_holds_for_a_mixed_queue() -> None:
     """Calls of many lengths, masks and layers, shuffled, some of which run alone."""
     rng = np.random.default_rng(99)
-    entries: list[Entry] = []
+    entries: list[Job] = []
     alone: dict[int, Result] = {}
     for seed in range(12):
         layer, calls = stackable_requests(1000 + seed, count=5)
@@ -705,7 +710,7 @@ def test_rule_7_holds_for_a_mixed_queue() -> None:
     while waiting:
         batch = next_batch(waiting, BatchLimits(calls=4, operations=120))
         for one, got in computed(batch):
-            assert_same(got, alone.pop(id(one)), one.bound.layer.spec.dtype, f"{one.bound.layer.spec}")
+            assert_same(got, alone.pop(id(one)), one.layer.spec.dtype, f"{one.layer.spec}")
         sizes.append(len(batch))
 
     assert not alone
@@ -744,7 +749,7 @@ def test_steps_share_a_batch_if_rounding_does_not_matter(factor: float, shares: 
         solo = fork.bind({"query": query, "outputs": ["output"]})
         alone.append(solo.operation.run(first.layer.attention, solo.call).tensors["output"])
         bound.append(sequence.bind({"query": query, "outputs": ["output"]}))
-    waiting = [Entry(each._replace(batch_key=batch_key(each.layer, each.call, each.operation)), Request(b""), 0.0) for each in bound]
+    waiting = [job_of(each, batch_key(each.layer, each.call, each.operation)) for each in bound]
     batch, _, _ = form_batch(waiting, UNLIMITED, 0.0)
     assert len(batch) == (8 if shares else 1)
     for (_, outcome), expected in zip(compute(batch, lambda: 0.0), alone, strict=False):
@@ -771,7 +776,7 @@ def test_steps_of_a_batch_that_runs_out_of_memory_append_their_rows_once(monkeyp
             sequence.step(sequence.draw(rng, start, start))
     steps = [sequence.draw(rng, 1, 1) for sequence in sequences]
     bound = [sequence.bind(members) for sequence, members in zip(sequences, steps, strict=True)]
-    waiting = [Entry(each, Request(b""), 0.0) for each in bound]
+    waiting = [job_of(each) for each in bound]
     outcomes = compute(waiting, lambda: 0.0)
     assert [size for size in sizes if size > 1] == [5, 2, 3, 2]
     assert sizes.count(1) == 5

@@ -105,7 +105,7 @@ def test_threads_of_heavy_work_have_a_lower_priority() -> None:
         scheduler, computing = Scheduler(torch.device("cpu"), Metrics()), list[int]()
         attention = Attention()
         attention.fault = lambda call: computing.append(priority())
-        await scheduler.submit(heavy_call(attention), Request(b""))
+        await scheduler.submit(heavy_call(attention))
         lower = min(19, priority() + NICE)
         assert await pool.run(priority, LARGE_BYTES, "") == computing.pop() == lower
         assert await pool.run(priority, 1, "") == priority() != lower

@@ -17,9 +17,9 @@ from attend.attention.call import Call
 from attend.attention.layer import MultiHeadAttention
 from attend.errors import AttendError
 from attend.serving import batching
-from attend.serving.batching import BatchLimits, Entry
+from attend.serving.batching import BatchLimits, Job
 from attend.serving.binding import ATTEND
-from attend.serving.codec_pool import LARGE_BYTES, Job
+from attend.serving.codec_pool import LARGE_BYTES, WorkItem
 from attend.serving.requests import Request
 from attend.serving.service import open_service
 from attend.spec import LayerSpec
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def requests_in_memory() -> list[Any]:
-    return [found for found in gc.get_objects() if type(found) in (Call, Request, Job, Entry)]
+    return [found for found in gc.get_objects() if type(found) in (Call, Request, WorkItem, Job)]
 
 
 @contextmanager

@@ -13,12 +13,13 @@ import torch
 
 from attend.attention import operations, stacking
 from attend.attention.call import Call, Result
+from attend.attention.operations import FORWARD
 from attend.errors import OutOfMemory, ServiceFault
 from attend.serving import probe, scheduler
+from attend.serving.batching import Job
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome
-from attend.serving.requests import Request
 from attend.serving.scheduler import UNHEALTHY_AFTER
 from attend.serving.service import open_service
 from attend.settings import Settings
@@ -33,7 +34,6 @@ from support.scheduler import (
     Attention,
     Harness,
     assert_answers,
-    bound_call,
     heavy_call,
     layer_with,
     loop_iterations,
@@ -318,7 +318,7 @@ def test_rule_9_readiness_falls_after_repeated_out_of_memory_and_recovers() -> N
         async def ask(b: int) -> bool:
             """Whether it fits."""
             try:
-                await service.scheduler.submit(bound_call(layer, request(b), Cost({}, HEAVY, 0, 1, 0)), Request(b""))
+                await service.scheduler.submit(Job(layer, FORWARD, Cost({}, HEAVY, 0, 1, 0), request(b)))
             except OutOfMemory:
                 return False
             return True
@@ -371,7 +371,7 @@ def test_rule_9_readiness_recovers_without_calls() -> None:
                 attention.fault = beyond(0, MemoryError)
                 for _ in range(UNHEALTHY_AFTER):
                     with pytest.raises(OutOfMemory):
-                        await service.scheduler.submit(heavy_call(attention), Request(b""))
+                        await service.scheduler.submit(heavy_call(attention))
                 assert not service.ready
 
             await fall()

@@ -9,7 +9,6 @@ import torch
 from attend.errors import Overloaded, ServiceFault
 from attend.serving.batching import BatchLimits
 from attend.serving.metrics import Metrics
-from attend.serving.requests import Request
 from attend.serving.scheduler import QueueLimits, Scheduler
 from attend.serving.service import Service, open_service
 from attend.spec import LayerSpec
@@ -29,7 +28,7 @@ async def opened(attention: Attention) -> tuple[Service, Clock]:
 
 def occupy(service: Service, attention: Attention) -> "asyncio.Task[Any]":
     """A call that the device's thread computes."""
-    return asyncio.get_running_loop().create_task(service.scheduler.submit(heavy_call(attention), Request(b"")))
+    return asyncio.get_running_loop().create_task(service.scheduler.submit(heavy_call(attention)))
 
 
 def test_readiness_probes_an_idle_device_with_a_tiny_call() -> None:
@@ -111,7 +110,7 @@ def test_a_cancelled_check_ends_although_the_device_answers_at_that_moment(itera
             answered.set()
 
         async def finish() -> None:
-            await compute(heavy_call(attention, 1), Request(b""))  # on the event loop, in this iteration
+            await compute(heavy_call(attention, 1))  # on the event loop, in this iteration
 
         service.scheduler.submit = submit  # type: ignore[assignment]
         for check, end in (service.probe.responds(service.registry.all()[0]), answer), (service.scheduler.wait_for_progress(EVER), finish):
@@ -138,7 +137,7 @@ def test_a_long_call_is_overdue_only_after_ten_times_its_predicted_time() -> Non
         service.probe.timeout = SOON
         service.scheduler.calibrate(10**8, 0.01)
         attention.gate.clear()
-        call = service.scheduler.submit(heavy_call(attention, 10**11), Request(b""))
+        call = service.scheduler.submit(heavy_call(attention, 10**11))
         long = asyncio.create_task(call)
         assert await asyncio.to_thread(attention.entered.acquire, timeout=EVER)
         clock.now += 20
@@ -198,10 +197,10 @@ def test_the_first_retry_after_uses_the_speed_measured_at_the_start() -> None:
         attention.gate.clear()
         calls = []
         for operations in (HEAVY, 10**11):
-            calls.append(asyncio.create_task(scheduler.submit(heavy_call(attention, operations), Request(b""))))
+            calls.append(asyncio.create_task(scheduler.submit(heavy_call(attention, operations))))
             await loop_iterations()
         with pytest.raises(Overloaded) as refusal:
-            await scheduler.submit(heavy_call(attention), Request(b""))
+            await scheduler.submit(heavy_call(attention))
         attention.gate.set()
         await asyncio.gather(*calls)
         scheduler.close()

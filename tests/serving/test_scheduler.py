@@ -19,14 +19,14 @@ import torch
 import uvicorn
 
 from attend.attention.call import Call, Result
-from attend.attention.operations import ForwardPass
+from attend.attention.operations import FORWARD, ForwardPass
 from attend.errors import AttendError, DeadlinePassed, InvalidRequest, Overloaded, ServiceFault
 from attend.serving import scheduler
-from attend.serving.batching import Entry, batch_key
+from attend.serving.batching import Job, batch_key
 from attend.serving.binding import ATTEND
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost, predict
-from attend.serving.executor import Execution, Outcome
+from attend.serving.executor import Outcome
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.requests import Request
 from attend.serving.service import open_service
@@ -48,7 +48,6 @@ from support.scheduler import (
     Clock,
     Harness,
     assert_answers,
-    bound_call,
     heavy_call,
     layer_with,
     loop_iterations,
@@ -89,7 +88,7 @@ def test_rule_1_an_invalid_request_is_refused_before_it_is_queued(body: bytes) -
         service.registry.put(layer_with(attention))
         good = Request(b'{"layer": "layer", "query": [[1, 2, 3, 4, 5, 6]]}')
         attention.gate.clear()
-        busy = asyncio.create_task(service.scheduler.submit(heavy_call(attention), Request(b"")))
+        busy = asyncio.create_task(service.scheduler.submit(heavy_call(attention)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
         waiting = asyncio.create_task(service.engine.answer(good, ATTEND))
         await loop_iterations()
@@ -175,7 +174,7 @@ def test_rule_2_closing_the_connection_drops_the_waiting_call(size: int) -> None
             await asyncio.sleep(0.001)
         service.registry.put(layer_with(attention))
         attention.gate.clear()
-        busy = asyncio.create_task(service.scheduler.submit(heavy_call(attention), Request(b"")))
+        busy = asyncio.create_task(service.scheduler.submit(heavy_call(attention)))
         assert await asyncio.to_thread(attention.entered.acquire, timeout=PATIENCE)
 
         _, writer = await asyncio.open_connection(*listening.getsockname())
@@ -264,20 +263,20 @@ def test_rule_2_a_settled_future_is_not_set_again() -> None:
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        outcome = Outcome(REAL.attention.forward(request(1)), 0.0, 0.0, 1, Execution(1))
+        outcome = Outcome(REAL.attention.forward(request(1)), 0.0, 0.0, 1, 1, 1)
         late, fault = DeadlinePassed("late"), ServiceFault("fault")
 
-        def entry() -> Entry:
-            return Entry(bound_call(REAL, request(1), Cost({}, 1, 0, 1, 0)), Request(b""), 0.0, future=loop.create_future())
+        def job() -> Job:
+            return Job(REAL, FORWARD, Cost({}, 1, 0, 1, 0), request(1), future=loop.create_future())
 
         for first in (outcome, late):
-            one = entry()
+            one = job()
             for what in (first, outcome, late, fault):
                 one.settle(what)
             assert one.future is not None
             assert (one.future.exception() or one.future.result()) is first
             assert not one.is_abandoned()
-        cancelled = entry()
+        cancelled = job()
         assert cancelled.future is not None
         cancelled.future.cancel()
         cancelled.settle(outcome)
@@ -734,7 +733,7 @@ def test_rule_12_only_inline_calls_are_computed_on_the_event_loop(small: bool, f
         harness = Harness()
         body = validate(AttendRequest, {"layer": "layer", **fields})
         check_against_layer(body, SPEC)
-        await harness.scheduler.submit(bound_call(harness.layer, make_call(body, SPEC), predict(body, SPEC)), Request(b""))
+        await harness.scheduler.submit(Job(harness.layer, FORWARD, predict(body, SPEC), make_call(body, SPEC)))
         assert (harness.attention.threads == [threading.get_ident()]) == small
         harness.scheduler.close()
 
@@ -959,10 +958,8 @@ def test_every_call_gets_exactly_one_outcome(seed: int, hang_ups: float) -> None
             deadline = clock.now + float(rng.choice([0.0, 0.004, 1e6])) if rng.random() < 0.2 else None
             try:
                 layer = others[int(rng.integers(2))]
-                outcomes[i] = await harness.scheduler.submit(
-                    bound_call(layer, call, Cost({}, int(rng.choice([1, HEAVY])), 0, 1, 0), key=batch_key(layer, call)),
-                    Request(b"", deadline=deadline, gone=lambda: i in hung_up),
-                )
+                cost, sent = Cost({}, int(rng.choice([1, HEAVY])), 0, 1, 0), Request(deadline=deadline, gone=lambda: i in hung_up)
+                outcomes[i] = await harness.scheduler.submit(Job(layer, FORWARD, cost, call, sent, batch_key(layer, call)))
             except (AttendError, asyncio.CancelledError) as error:
                 outcomes[i] = error
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from attend.serving.executor import Execution
 from attend.serving.statistics import MAX_BATCH_SIZES, LayerStatistics
-from support.layer_statistics import PHASES, count, count_and_leave, started
+from support.layer_statistics import PHASES, count, count_and_leave, outcome, started
 
 
 def series(statistics: LayerStatistics) -> dict[tuple[str, str], float]:
@@ -33,7 +32,7 @@ def test_calls_are_counted_by_batch_size() -> None:
 def test_many_batch_sizes_are_all_counted_in_bounded_memory() -> None:
     statistics = started()
     for size in range(1, 3 * MAX_BATCH_SIZES):
-        statistics.count_answered("a", PHASES, size, Execution(size), 1)
+        statistics.count_answered("a", PHASES, size, 1, outcome(size))
     statistics.count_failed("a", 1.0)
 
     found = statistics.all()["a"]
@@ -59,13 +58,13 @@ def test_processes_that_share_a_folder_report_sums_that_outlive_them(tmp_path: P
 def test_removed_layers_leave_no_series_and_no_file(shared: bool, tmp_path: Path) -> None:
     """Even if a call ends after its layer was removed."""
     statistics = started(tmp_path if shared else None)
-    statistics.count_answered("a", PHASES, 1, Execution(1), 10)
+    statistics.count_answered("a", PHASES, 1, 10, outcome(1))
     for turn in range(50):
         layer = f"layer.{turn}"
         statistics.add_layer(layer)
-        statistics.count_answered(layer, PHASES, 1, Execution(1), 10)
+        statistics.count_answered(layer, PHASES, 1, 10, outcome(1))
         statistics.remove_layer(layer)
-        statistics.count_answered(layer, PHASES, 1, Execution(1), 10)
+        statistics.count_answered(layer, PHASES, 1, 10, outcome(1))
         statistics.count_failed(layer, 1.0)
 
     assert series(statistics) == {("attend_layer_calls_total", "a"): 1, ("attend_layer_operations_total", "a"): 10}

@@ -21,8 +21,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # past: the frames of a cancelled stream kept its calls, and in Python 3.11 for ever (found by the simulation)
     "cycle of a stream that is cancelled": ("attend.serving.streams", "error.with_traceback(None) from None", "error"),
     "cycle of a failed batch": ("attend.serving.faults", "error.with_traceback(None)", "error"),
-    # past: an entry in a frame of its own exception's traceback
-    "cycle of a waiting call": (SCHEDULER, "            del entry, future  # as in `submit`\n", "            pass\n"),
+    # past: a job in a frame of its own exception's traceback
+    "cycle of a waiting call": (SCHEDULER, "            del job, future  # as in `submit`\n", "            pass\n"),
     # past: exports were computed before their bytes were admitted, and for callers who had left
     "export without lease": (TRANSFER, "            request.lease.add(session.cache.size)\n", "            pass\n"),
     "work for callers who left": (
@@ -64,15 +64,15 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "lost wake-up of the device": (
         SCHEDULER,
-        "            entry.settle(outcome)\n        self._schedule_batch(loop)\n",
-        "            entry.settle(outcome)\n",
+        "            job.settle(outcome)\n        self._schedule_batch(loop)\n",
+        "            job.settle(outcome)\n",
     ),
     "lost wake-up of a codec thread": (
         CODECS,
-        "job.future.set_exception(error)\n        self.start_jobs(loop)\n",
-        "job.future.set_exception(error)\n",
+        "item.future.set_exception(error)\n        self.start(loop)\n",
+        "item.future.set_exception(error)\n",
     ),
-    "thread taken for nothing": (CODECS, "            self.free -= 1\n", "            self.free -= job.size % 7 > 0\n"),
+    "thread taken for nothing": (CODECS, "            self.free -= 1\n", "            self.free -= item.size % 7 > 0\n"),
     "drain forces the exit": (
         SERVER,
         "        self.stop(signal.SIGTERM, None)\n",
@@ -103,8 +103,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "deadline of a step that is computed": (
         SCHEDULER,
-        "            if entry.is_computing and entry.timer is not None:",
-        "            if entry.is_computing and entry.timer is None:",
+        "            if job.is_computing and job.timer is not None:",
+        "            if job.is_computing and job.timer is None:",
     ),
     "another owner's session": (
         SESSIONS,
@@ -136,12 +136,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "pages kept after an import": (TRANSFER, "        finally:\n            cache.close()\n", "        finally:\n            pass\n"),
     "expired call stays in the queue": (
         SCHEDULER,
-        "        if entry in self._queue:\n            self._remove([entry])\n        entry.settle(DeadlinePassed",
-        "        entry.settle(DeadlinePassed",
+        "        if job in self._queue:\n            self._remove([job])\n        job.settle(DeadlinePassed",
+        "        job.settle(DeadlinePassed",
     ),
     "abandoned calls are computed": (
         BATCHING,
-        "        if entry.is_abandoned():\n            abandoned.append(entry)\n        elif",
+        "        if job.is_abandoned():\n            abandoned.append(job)\n        elif",
         "        if",
     ),
     "half of a split batch is lost": (
@@ -257,7 +257,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "queue that is swept for each call": (
         SCHEDULER,
-        "        if self._occupancy.refusal(entry.flow, entry.bound.cost) is None:\n            return\n",
+        "        if self._occupancy.refusal(job.flow, job.cost) is None:\n            return\n",
         "        self._arrivals = len(self._queue)\n",
     ),
     "layer that is compared with all others": (

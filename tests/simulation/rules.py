@@ -41,7 +41,7 @@ class Rules:
         results = executor._results
 
         def watched(batch: Any) -> Any:
-            self._tensors += [weakref.ref(entry.bound.call.query) for entry in batch]
+            self._tensors += [weakref.ref(job.call.query) for job in batch if job.call is not None]
             self._require_batch(batch)
             return results(batch)
 
@@ -60,7 +60,7 @@ class Rules:
             return result
 
         def watched_start(loop: Any, batch: Any) -> None:
-            self._require(not any(entry.is_abandoned() for entry in batch), "rule 2", "a batch has calls of callers who have left")
+            self._require(not any(job.is_abandoned() for job in batch), "rule 2", "a batch has calls of callers who have left")
             start(loop, batch)
 
         def watched_export(session: Any) -> Any:
@@ -84,9 +84,9 @@ class Rules:
     def _require_batch(self, batch: Any) -> None:
         """A batch is formed of calls that may share one."""
         first, limits = batch[0], self.service.scheduler.batch_limits
-        self._require(len(batch) <= (first.bound.operation.largest_batch or limits.calls), "rule 6", f"a batch of {len(batch)} calls")
-        self._require(all(entry is first or first.can_share_batch(entry) for entry in batch), "rule 6", "a batch of calls that differ")
-        caches = [id(entry.bound.operation.cache) for entry in batch if entry.bound.operation.changes_state]
+        self._require(len(batch) <= (first.operation.largest_batch or limits.calls), "rule 6", f"a batch of {len(batch)} calls")
+        self._require(all(job is first or first.can_share_batch(job) for job in batch), "rule 6", "a batch of calls that differ")
+        caches = [id(job.operation.cache) for job in batch if job.operation.changes_state]
         self._require(len(set(caches)) == len(caches), "sessions", "two steps of one session in a batch")
 
     def _require(self, holds: bool, rule: str, what: str) -> None:
@@ -119,7 +119,7 @@ class Rules:
         service, require = self.service, self._require
         scheduler, budget = service.scheduler, service.budget
         waiting = list(scheduler._queue)
-        operations = sum(entry.bound.cost.operations for entry in waiting)
+        operations = sum(job.cost.operations for job in waiting)
         require(scheduler._occupancy.operations.used == operations, "rule 5", "the operations of the waiting calls are miscounted")
         require(budget.used == sum(size for _, size in budget.items()), "rule 13", "the bytes of the callers are not those of all")
         if (sessions := service.engine.sessions) is not None:

@@ -12,7 +12,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from attend.serving.batching import BatchLimits
-from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.settings import Settings
 from attend.web.app import create_app
@@ -55,7 +54,7 @@ def collecting_server(batch_calls: int, **settings: Any) -> Iterator[tuple[str, 
     def collect(calls: int) -> Iterator[None]:
         attention = Attention()
         attention.gate.clear()
-        holding = scheduler.submit(heavy_call(attention), Request(b""))
+        holding = scheduler.submit(heavy_call(attention))
         asyncio.run_coroutine_threadsafe(holding, app.state.loop)
         assert attention.entered.acquire(timeout=PATIENCE)
         try:

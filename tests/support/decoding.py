@@ -42,7 +42,7 @@ class Sequence:
         self.weights = weights_of(case)
         self.layer = layer or REGISTRY.make("layer", case.spec, case.weights)
         self.pool = pool or PagePool(torch.device("cpu"))
-        self.session = Session("id", self.layer, KeyValueCache(case.spec, self.pool, "owner"), "owner", None, 300.0, 0.0)
+        self.session = Session("id", self.layer, KeyValueCache(case.spec, self.pool, "owner"), "owner", None, 300.0, 0.0, None)
         self.outputs = [name for name in compared_outputs(self.spec) if follows_from_cache(self.spec, name)]
         self.rows = {name: np.zeros((0, getattr(case.spec, f"{name}_dim"))) for name in ("key", "value") if self.has(name)}
         if not self.rows:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from attend.serving.executor import Execution
+from attend.attention.call import Result
+from attend.serving.executor import Outcome
 from attend.serving.metrics import Phases
 from attend.serving.statistics import LayerStatistics
 
@@ -17,14 +18,18 @@ def started(folder: Path | None = None, now: float = 1.5) -> LayerStatistics:
     return statistics
 
 
+def outcome(items: int, is_counted: bool = True) -> Outcome:
+    """The outcome of a call in a batch of so many items."""
+    return Outcome(Result(), 0.5, 1.0, 1, items, 10, is_counted)
+
+
 def count(statistics: LayerStatistics) -> None:
     """A call by itself, two of a batch of three whose third caller left, one that failed, and one to another layer."""
-    statistics.count_answered("a", PHASES, 3, Execution(3), 10)
-    batch = Execution(8)
-    statistics.count_answered("a", PHASES, 5, batch, 10)
-    statistics.count_answered("a", PHASES, 1, batch, 10)
+    statistics.count_answered("a", PHASES, 3, 10, outcome(3))
+    statistics.count_answered("a", PHASES, 5, 10, outcome(8))
+    statistics.count_answered("a", PHASES, 1, 10, outcome(8, is_counted=False))
     statistics.count_failed("a", 2.0)
-    statistics.count_answered("b", PHASES, 1, Execution(1), 7)
+    statistics.count_answered("b", PHASES, 1, 7, outcome(1))
 
 
 def count_and_leave(folder: Path) -> None:

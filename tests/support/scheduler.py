@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from attend.attention.call import Call, Result
-from attend.attention.operations import FORWARD, Operation
+from attend.attention.operations import FORWARD
 from attend.serving.admission import ServingLimits
-from attend.serving.batching import BatchLimits, batch_key
-from attend.serving.binding import ATTEND, Prepared
+from attend.serving.batching import BatchLimits, Job, batch_key
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome
@@ -90,8 +89,9 @@ class Harness:
         call = request(1) if call is None else call
         layer = knobs.pop("layer", self.layer)
         operation = knobs.pop("operation", FORWARD)
-        bound = bound_call(layer, call, Cost({}, operations, 0, memory, 0), operation, batch_key(layer, call, operation))
-        return asyncio.get_running_loop().create_task(self.scheduler.submit(bound, Request(b"", **knobs)))
+        key = batch_key(layer, call, operation)
+        job = Job(layer, operation, Cost({}, operations, 0, memory, 0), call, Request(**knobs), key)
+        return asyncio.get_running_loop().create_task(self.scheduler.submit(job))
 
     async def occupy(self) -> asyncio.Task[Outcome]:
         """Close the gate and submit a call that waits there, so that the device is busy."""
@@ -115,14 +115,9 @@ def layer_with(attention: Any, name: str = "layer") -> LoadedLayer:
     return LoadedLayer(name, SPEC, "fingerprint", attention)
 
 
-def bound_call(layer: LoadedLayer, call: Call, cost: Cost, operation: Operation = FORWARD, key: Any = None) -> Prepared:
-    """A bound call without a request. `key`: its batch key."""
-    return Prepared(ATTEND, None, layer, call, cost, operation, batch_key=key)
-
-
-def heavy_call(attention: Any, operations: int = HEAVY, b: int = 1) -> Prepared:
+def heavy_call(attention: Any, operations: int = HEAVY, b: int = 1) -> Job:
     """A call that `attention` computes, of so many operations."""
-    return bound_call(layer_with(attention), request(b), Cost({}, operations, 0, 1, 0))
+    return Job(layer_with(attention), FORWARD, Cost({}, operations, 0, 1, 0), request(b))
 
 
 def request(b: int, seed: int = 0, queries: int = 4, **fields: Any) -> Call:

@@ -25,12 +25,12 @@ MAX_WIDTH = 512  # of a head: nothing stops LAPACK, which takes up to a second f
 
 @dataclass(frozen=True, slots=True)
 class CircuitsOperation(Operation):
-    """The operation that computes the circuits of some heads of the layer, on the CPU. The call has no part in it."""
+    """The operation that computes the circuits of some heads of the layer, on the CPU. It needs no call."""
 
     heads: range
 
     @torch.inference_mode()
-    def run(self, layer: MultiHeadAttention, call: Call) -> Result:
+    def run(self, layer: MultiHeadAttention, call: Call | None) -> Result:
         return Result(circuits(layer.spec, {name: layer.weights[name].cpu() for name in MATRICES}, self.heads))
 
 

@@ -6,14 +6,14 @@ alone: batches of mixed lengths gained less than a third (docs/performance.md). 
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from attend.attention.call import Call
 from attend.attention.operations import FORWARD, Operation
-from attend.serving.binding import Prepared
+from attend.serving.cost import Cost
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.queueing import INTERNAL, Flow
 from attend.serving.requests import Request
@@ -30,13 +30,19 @@ def batch_key(layer: LoadedLayer, call: Call, operation: Operation = FORWARD) ->
     return id(layer), *key
 
 
-@dataclass(eq=False)
-class Entry:
-    """A prepared request on its way through the scheduler. `arrived` is a time of the scheduler's clock."""
+@dataclass(slots=True, eq=False)
+class Job:
+    """What the scheduler computes for a request: an operation on a layer, and its cost. The fields below the line are the scheduler's."""
 
-    bound: Prepared
-    request: Request
-    arrived: float
+    layer: LoadedLayer
+    operation: Operation
+    cost: Cost
+    call: Any = None  # of the operation; None if it needs none
+    request: Request = field(default_factory=Request)  # by default one that nobody waits for
+    batch_key: tuple[Any, ...] | None = None  # jobs with equal keys may share a batch; None: the job runs alone
+    in_parts: bool = False  # too large for one process: cut along its keys and computed by the shards
+    # ----
+    arrived: float = 0.0  # on the scheduler's clock
     flow: Flow = INTERNAL
     future: "asyncio.Future[Any] | None" = None  # the caller waits for it
     timer: asyncio.TimerHandle | None = None  # settles the call at its deadline
@@ -55,8 +61,8 @@ class Entry:
         else:
             self.future.set_result(outcome)
 
-    def can_share_batch(self, other: "Entry") -> bool:
-        return self.bound.batch_key is not None and self.bound.batch_key == other.bound.batch_key
+    def can_share_batch(self, other: "Job") -> bool:
+        return self.batch_key is not None and self.batch_key == other.batch_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +79,31 @@ def limits_on(device: torch.device, calls: int) -> BatchLimits:
     return BatchLimits(1 if device.type == "cpu" else calls)
 
 
-def form_batch(waiting: Iterable[Entry], limits: BatchLimits, now: float) -> tuple[list[Entry], list[Entry], list[Entry]]:
+def form_batch(waiting: Iterable[Job], limits: BatchLimits, now: float) -> tuple[list[Job], list[Job], list[Job]]:
     """(batch, expired, abandoned): the first live call with later ones that may join it, and the calls found that need not be computed.
 
     Calls are looked at until the batch can take no more, at most MAX_EXAMINED after the first of the batch.
     """
-    batch: list[Entry] = []
+    batch: list[Job] = []
     expired, abandoned = [], []
     operations = memory = examined = 0
     largest = limits.calls
-    for entry in waiting:
-        cost, deadline = entry.bound.cost, entry.request.deadline
-        if entry.is_abandoned():
-            abandoned.append(entry)
+    for job in waiting:
+        cost, deadline = job.cost, job.request.deadline
+        if job.is_abandoned():
+            abandoned.append(job)
         elif deadline is not None and deadline <= now:
-            expired.append(entry)
+            expired.append(job)
         elif not batch or (
             operations + cost.operations <= limits.operations
             and memory + cost.memory_bytes <= limits.memory_bytes
-            and entry.can_share_batch(batch[0])
+            and job.can_share_batch(batch[0])
         ):
-            batch.append(entry)
+            batch.append(job)
             operations += cost.operations
             memory += cost.memory_bytes
-            largest = entry.bound.operation.largest_batch or limits.calls
+            largest = job.operation.largest_batch or limits.calls
         examined += len(batch) > 0
-        if batch and (len(batch) >= largest or examined > MAX_EXAMINED or batch[0].bound.batch_key is None):
+        if batch and (len(batch) >= largest or examined > MAX_EXAMINED or batch[0].batch_key is None):
             break
     return batch, expired, abandoned

@@ -4,9 +4,9 @@ To bind is to validate a request, to compare it with its layer, to admit its pre
 refused here at the latest. Only shapes are read before the cost is admitted, so that no array is allocated for a call that is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -18,21 +18,29 @@ from attend.attention.program import is_of_rows
 from attend.axes import INPUTS, TENSOR_FIELDS
 from attend.errors import InvalidRequest
 from attend.serving.admission import Admission
+from attend.serving.batching import Job
 from attend.serving.calls import call_tensors, given_arrays, input_tensors, make_call, packed_attention
 from attend.serving.casting import numpy_of
+from attend.serving.codec_pool import INLINE_BYTES
 from attend.serving.cost import Cost, predict, wire_datatype
+from attend.serving.executor import Outcome
 from attend.serving.layer_checks import check_against_layer
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.prepared_cache import cache_key
+from attend.serving.replies import MANY_PIECES, compress, joined
+from attend.serving.requests import Request
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import members_with_session_keys, require_rows
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, shape_alone
-from attend.wire.codec import Decoded, Reply
+from attend.wire.codec import Decoded, Encoded, Reply
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 
 R = TypeVar("R", bound=AttendRequest)
+T = TypeVar("T")
+Submit = Callable[[Job], Coroutine[Any, Any, Outcome]]  # computes a job, as `Scheduler.submit`
+Check = Callable[[], None]  # raises if the caller no longer waits
 INDIVISIBLE = ("dropout", *(name for name, field in TENSOR_FIELDS.items() if not field.divisible))  # fields of calls that are never cut
 
 MAX_QUERIES = 4096  # of a request that is kept: positions of more would take memory, and to prepare it is quick beside such a call
@@ -91,15 +99,27 @@ class Prepared(NamedTuple):
         return Prepared(self.binding, self.request, layer, call, self.cost, self.operation, self.in_parts, self.log_fields)
 
 
+class Threads(Protocol):
+    """The threads that write replies, for the request that they are the replies to."""
+
+    async def run(self, request: Request, size: int, function: Callable[..., T], *args: Any) -> T:
+        """Run a function that writes `size` bytes in a thread of the codec pool."""
+        ...
+
+    async def draw(self, drawing: Callable[[Check], T], request: Request) -> T:
+        """Run a function in the thread that draws; it calls its argument at intervals."""
+        ...
+
+
 class Binding(Generic[R]):
     """What an endpoint computes of a request. This is POST /attend: the outputs of the layer. Other endpoints override what differs.
 
-    `bind` calls `validated`, `predict`, `may_be_cut`, `operation` and `describe`, in this order; `build_reply` makes the reply of a result.
+    `bind` calls `validated`, `predict`, `may_be_cut`, `operation` and `describe`, in this order. Then `compute` has the call computed, and
+    `reply` encodes what `build_reply` makes of the result.
     """
 
     is_kept = True  # whether a request of an earlier one's shape is not prepared again
     in_shards = True  # whether shards may compute parts of a call that is too large for one process
-    draws = False  # whether the reply is a picture
 
     def __init__(self, schema: type[R]) -> None:
         """`schema`: the model of the body. It may have the field `session`, which names a session in place of keys."""
@@ -173,6 +193,29 @@ class Binding(Generic[R]):
     def datatype_of(self, name: str, request: R, spec: LayerSpec) -> str:
         """The V2 datatype of an output in the reply."""
         return wire_datatype(name, request.reply.datatype, spec)
+
+    def compute(self, submit: Submit, bound: Prepared, request: Request) -> Coroutine[Any, Any, Outcome]:
+        """The outcome of a prepared request. Raises what `submit` raises."""
+        return submit(Job(bound.layer, bound.operation, bound.cost, bound.call, request, bound.batch_key, bound.in_parts))
+
+    async def reply(self, threads: Threads, bound: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
+        """The reply, encoded on the event loop if it is small. Raises what `encode` raises."""
+        if bound.cost.reply_bytes <= INLINE_BYTES:
+            return self.encode(bound, result, decoded, request)
+        return await threads.run(request, bound.cost.reply_bytes, self.encode, bound, result, decoded, request)
+
+    def encode(self, bound: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
+        """Headers and bytes of the reply.
+
+        Raises InvalidRequest for non-finite numbers, for fully masked rows if the request asks for an error, and what `build_reply` raises.
+        """
+        if result.fully_masked is not None:
+            refuse_fully_masked(bound, result)
+        reply = self.build_reply(bound, result)
+        headers, pieces = request.reply_codec.encode(reply, bound.request.reply, decoded.reply_format)
+        if request.reply_coding:
+            return compress(headers, pieces, request.reply_coding)
+        return headers, pieces if len(pieces) < MANY_PIECES else joined(pieces)
 
     def build_reply(self, bound: Prepared, result: Result) -> Reply:
         """The outputs under the names and in the order of the request, without the batch axis if the request has none."""

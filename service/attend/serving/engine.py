@@ -19,18 +19,17 @@ from attend.serving import codec_pool
 from attend.serving.admission import Admission, ServingLimits
 from attend.serving.batching import batch_key
 from attend.serving.binding import Binding, Prepared
-from attend.serving.codec_pool import CodecPool
+from attend.serving.codec_pool import INLINE_BYTES, CodecPool
 from attend.serving.figures import FigureRenderer
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics, Phases
-from attend.serving.replies import encode_reply
 from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.serving.sessions.locks import lock_for_call
 from attend.serving.sessions.reference import SessionReference, reference_of
 from attend.serving.sessions.registry import Session, SessionRegistry
 from attend.serving.sessions.steps import STEP
-from attend.serving.shards import Shards, compute_in_shards
+from attend.serving.shards import ShardedScheduler, Shards
 from attend.serving.statistics import LayerStatistics
 from attend.serving.threads import usable_cores
 from attend.wire.codec import Decoded, Encoded
@@ -40,7 +39,6 @@ from attend.wire.schemas.attend import AttendRequest
 
 T = TypeVar("T")
 DEFAULT_LAYER: str = AttendRequest.model_fields["layer"].default
-INLINE_BYTES = 64 * 1024  # bytes up to which decoding and encoding take well under a millisecond
 
 
 class Engine:
@@ -59,7 +57,7 @@ class Engine:
         self.wire_limits, self.admission, self.clock = wire_limits, Admission(limits), scheduler.clock
         self.codecs = CodecPool(min(2, usable_cores()))  # more would contend for the interpreter's lock
         self.renderer = FigureRenderer(self.clock)
-        self.shards: Shards | None = None
+        self.submit, self.draw = scheduler.submit, self.renderer.draw
         self.sessions: SessionRegistry | None = None
 
     async def answer(self, request: Request, binding: Binding[Any], session_id: str = "") -> Encoded:
@@ -73,7 +71,10 @@ class Engine:
         if request.coding:
             await self.unpack(request, self.wire_limits.body_bytes)
         size = request.size  # decoding takes the body out of the request
-        decoded, found = await self.run_by_size(request, size, self.decode_and_bind, request, binding, session_id)
+        if size <= INLINE_BYTES:
+            decoded, found = self.decode_and_bind(request, binding, session_id)
+        else:
+            decoded, found = await self.run(request, size, self.decode_and_bind, request, binding, session_id)
         if not isinstance(found, SessionReference):
             return await self.complete(request, decoded, found, started)
         if decoded.sequence is not None:
@@ -87,6 +88,8 @@ class Engine:
     def decode_and_bind(self, request: Request, binding: Binding[Any], session_id: str = "") -> tuple[Decoded, Prepared | SessionReference]:
         """Decode the body and bind the call to its layer. A call with a session is not bound yet: it waits for earlier ones of it."""
         decoded = self.decode(request, binding.schema)
+        if not session_id and decoded.sequence is None and not binding.session_in_body:
+            return decoded, self.bind(request, decoded, binding)
         if decoded.sequence is not None and self.sessions is None:
             expected = "no sequence, since this server keeps none; `attend serve --session-memory BYTES` does"
             raise InvalidRequest.where("/parameters/sequence_id", expected, decoded.sequence.id)
@@ -114,7 +117,7 @@ class Engine:
         except RequestError as error:
             raise decoded.in_body(error) from None
         shares_batches = (bound.operation.largest_batch or self.scheduler.batch_limits.calls) > 1
-        if shares_batches and not self.scheduler.computes_inline(bound):
+        if shares_batches and not self.scheduler.computes_inline(bound.cost, bound.operation, bound.call):
             return bound._replace(batch_key=batch_key(bound.layer, bound.call, bound.operation))
         return bound
 
@@ -131,33 +134,19 @@ class Engine:
             request.limit_seconds(decoded.timeout, started)
         try:
             self._reserve(request, decoded, bound)
-            if bound.session is not None:
-                await self.require_sessions().reserve(bound.session.cache, bound.call.masks.num_keys)
-            if self.shards is not None and bound.in_parts:
-                outcome = await compute_in_shards(self.shards, bound, request, self.clock, self.codecs)
-            else:
-                outcome = await self.scheduler.submit(bound, request)
-            if bound.session is not None:
-                bound.session.require_finite_rows(bound.layer.spec)
+            outcome = await bound.binding.compute(self.submit, bound, request)
             computed_at = self.clock()
-            if bound.binding.draws:
-                headers, pieces = await self.renderer.reply(bound, outcome.result, request)
-            elif cost.reply_bytes <= INLINE_BYTES:
-                headers, pieces = encode_reply(bound, outcome.result, decoded, request)
-            else:
-                headers, pieces = await self.run(request, cost.reply_bytes, encode_reply, bound, outcome.result, decoded, request)
+            reply = await bound.binding.reply(self, bound, outcome.result, decoded, request)
         except BaseException as error:  # including CancelledError when the caller disconnects
             self.statistics.count_failed(layer, self.clock() - started)
             if isinstance(error, RequestError):
                 raise decoded.in_body(error) from None
             raise
         phases = Phases(bound_at - started - waited, outcome.queue + waited, outcome.compute, self.clock() - computed_at)
-        self.metrics.count_call(phases)
-        if bound.session is not None:
-            self.metrics.count_step()
-        self.statistics.count_answered(layer, phases, bound.call.options.items, outcome.execution, cost.operations)
+        self.metrics.count_call(*phases)
+        self.statistics.count_answered(layer, phases, bound.call.options.items, cost.operations, outcome)
         request.phases, request.log_fields = phases, {**bound.log_fields, "batch": outcome.batch}
-        return headers, pieces
+        return reply
 
     def _reserve(self, request: Request, decoded: Decoded, bound: Prepared) -> None:
         """Reserve the memory of a large request's arrays and of the reply. Raises Overloaded.
@@ -204,7 +193,8 @@ class Engine:
 
     def use_shards(self, shards: Shards) -> None:
         """Let other processes compute parts of the calls that are too large for this one."""
-        self.shards, self.admission = shards, Admission(self.admission.limits, shards.count)
+        self.submit = ShardedScheduler(self.scheduler, shards, self.codecs).submit
+        self.admission = Admission(self.admission.limits, shards.count)
 
     def use_sessions(self, sessions: SessionRegistry) -> None:
         """Let calls use these sessions."""

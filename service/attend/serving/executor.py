@@ -5,61 +5,57 @@ If the computation raises, every call of the batch gets the error. A batch that 
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from attend.attention.call import Result
 from attend.attention.numerics import matmul_precision
 from attend.errors import AttendError, OutOfMemory
-from attend.serving.batching import Entry
+from attend.serving.batching import Job
 from attend.serving.faults import error_of_batch
 from attend.serving.threads import lower_priority
 
-
-@dataclass(slots=True, eq=False)
-class Execution:
-    """One execution of a batch: the number of its items, its predicted operations, and whether the statistics have counted it."""
-
-    items: int
-    operations: int = 0
-    counted: bool = False
+_ON_CPU = nullcontext()  # where products have one precision
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a call, its seconds in the queue and in computation, the number of calls in its batch, and the batch's execution."""
+class Outcome(NamedTuple):
+    """The result of a job; of its batch, the seconds that it took, its jobs (`batch`), and their items and predicted operations."""
 
     result: Result
-    queue: float
+    queue: float  # seconds until the batch began
     compute: float
-    batch: int
-    execution: Execution
+    batch: int  # jobs
+    items: int
+    operations: int
+    is_counted: bool = True  # whether the statistics count the batch with this job: with one of its jobs
 
 
-Outcomes = Sequence[tuple[Entry, Outcome | AttendError]]
+Outcomes = Sequence[tuple[Job, Outcome | AttendError]]
 
 
-def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callable[[], None] = lambda: None) -> Outcomes:
-    """Return every entry with its outcome or error.
+def compute(batch: Sequence[Job], clock: Callable[[], float], on_split: Callable[[], None] = lambda: None) -> Outcomes:
+    """Return every job with its outcome or error.
 
     `on_split` is called each time a batch runs out of memory and is split in halves.
     """
     started = clock()
     try:
-        layer = batch[0].bound.layer
-        with matmul_precision(layer.spec.matmul_precision, layer.attention.device):
-            results = _results(batch)
+        results = _results(batch)
     except Exception as error:
         failed, results = [error_of_batch(error) for _ in batch], None  # one for each caller: a raised error refers to frames
     if results is not None:
-        seconds, execution = clock() - started, Execution(0)
-        outcomes = []
-        for entry, result in zip(batch, results, strict=True):
-            execution.items += entry.bound.call.options.items
-            execution.operations += entry.bound.cost.operations
-            outcomes.append((entry, Outcome(result, started - entry.arrived, seconds, len(batch), execution)))
+        seconds, items, operations = clock() - started, 0, 0
+        for job in batch:
+            items += 1 if job.call is None else job.call.options.items
+            operations += job.cost.operations
+        totals = seconds, len(batch), items, operations
+        counted = batch[0] if len(batch) == 1 else _still_awaited(batch)
+        outcomes: list[tuple[Job, Outcome | AttendError]] = []
+        for job, result in zip(batch, results, strict=True):
+            outcomes.append((job, Outcome(result, started - job.arrived, *totals, job is counted)))
         return outcomes
     if isinstance(failed[0], OutOfMemory) and len(batch) > 1:
         on_split()
@@ -68,20 +64,27 @@ def compute(batch: Sequence[Entry], clock: Callable[[], float], on_split: Callab
     return list(zip(batch, failed, strict=True))
 
 
-def _results(batch: Sequence[Entry]) -> list[Result]:
-    """The result of every entry, with tensors on the CPU.
+def _still_awaited(batch: Sequence[Job]) -> Job:
+    """The first job whose caller still waits, or the first one."""
+    return next((job for job in batch if not job.is_abandoned()), batch[0])
+
+
+def _results(batch: Sequence[Job]) -> list[Result]:
+    """The result of every job, with tensors on the CPU.
 
     A reproducible call is computed by one thread, so that its result does not depend on the server's number of threads.
     """
-    first = batch[0].bound
+    first = batch[0]
     layer, call, operation = first.layer.attention, first.call, first.operation
-    if len(batch) > 1:
-        return operation.run_batch(layer, [(entry.bound.operation, entry.bound.call) for entry in batch])
     is_cpu = layer.device.type == "cpu"
-    if not is_cpu:
-        call, operation = call.to(layer.device), operation.to(layer.device)
-    result = one_core().submit(operation.run, layer, call).result() if call.options.reproducible else operation.run(layer, call)
-    return [result if is_cpu else result.cpu()]
+    with _ON_CPU if is_cpu else matmul_precision(first.layer.spec.matmul_precision, layer.device):
+        if len(batch) > 1:
+            return operation.run_batch(layer, [(job.operation, job.call) for job in batch])
+        if not is_cpu and call is not None:
+            call, operation = call.to(layer.device), operation.to(layer.device)
+        alone = call is not None and call.options.reproducible
+        result = one_core().submit(operation.run, layer, call).result() if alone else operation.run(layer, call)
+        return [result if is_cpu else result.cpu()]
 
 
 @cache

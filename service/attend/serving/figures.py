@@ -24,7 +24,7 @@ from attend.attention.operations import FORWARD, Operation
 from attend.errors import CallerGone, DeadlinePassed, InvalidRequest, NotAcceptable, TooLarge
 from attend.heads.figures import FigureSpec, compose, draw, operation_for
 from attend.serving.analysis import counted_queries
-from attend.serving.binding import Binding, Prepared, refuse_fully_masked
+from attend.serving.binding import Binding, Check, Prepared, Threads, refuse_fully_masked
 from attend.serving.cost import Cost
 from attend.serving.fair_share import FairShare
 from attend.serving.layer_checks import refuse_packed
@@ -40,7 +40,6 @@ from attend.wire.schemas.figure import FigureRequest
 SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
 PLOT_MODULE = "attend.heads.figures.plot"
 T = TypeVar("T")
-Check = Callable[[], None]  # raises if the caller no longer waits
 NEVER = 1 << 30  # collections of younger objects until a full one
 MAX_HEADS = 256  # most heads in one picture
 MAX_SECONDS = 30.0  # most seconds for waiting and drawing, if the caller sets no earlier deadline
@@ -51,7 +50,6 @@ class FigureBinding(Binding[FigureRequest]):
     """A picture of the weights of heads, or of their outputs."""
 
     is_kept = in_shards = False
-    draws = True
 
     def validated(self, decoded: Decoded, spec: LayerSpec) -> FigureRequest:
         """The request with the format of the picture, and the outputs that it shows. Raises InvalidRequest or NotAcceptable."""
@@ -92,6 +90,11 @@ class FigureBinding(Binding[FigureRequest]):
 
     def describe(self, request: FigureRequest, spec: LayerSpec) -> dict[str, Any]:
         return {"figure": request.figure.kind, "format": request.figure.format}
+
+    async def reply(self, threads: Threads, bound: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
+        """The picture. Raises what `FigureRenderer.draw` and `refuse_fully_masked` raise."""
+        refuse_fully_masked(bound, result)
+        return await threads.draw(partial(_reply, bound, result, request.reply_coding), request)
 
 
 FIGURE = FigureBinding(FigureRequest)  # POST /attend/figure
@@ -138,11 +141,6 @@ class FigureRenderer:
         self._thread = ThreadPoolExecutor(1, "drawing", _start)  # starts with the first figure
         self.waiting = FairShare[str](MAX_WAITING, times=1, least=1)  # number of drawings of each caller
         self._seconds = 0.5  # moving average of the seconds per figure
-
-    async def reply(self, bound: Prepared, result: Result, request: Request) -> Encoded:
-        """The reply with the figure of a prepared request. Raises what `draw` and `refuse_fully_masked` raise."""
-        refuse_fully_masked(bound, result)
-        return await self.draw(partial(_reply, bound, result, request.reply_coding), request)
 
     async def draw(self, drawing: Callable[[Check], T], request: Request) -> T:
         """Run `drawing` in the thread and return its result; it calls its argument at intervals.

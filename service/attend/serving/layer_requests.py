@@ -17,8 +17,7 @@ from attend.checkpoints.families import COMPOSITES, FAMILIES
 from attend.checkpoints.model import SECTIONS
 from attend.errors import InvalidRequest
 from attend.heads.circuits import CircuitsOperation, require_circuits
-from attend.serving.binding import ATTEND, Prepared
-from attend.serving.calls import make_call
+from attend.serving.batching import Job
 from attend.serving.cost import predict_circuits
 from attend.serving.layers.files import (
     CheckpointQuery,
@@ -30,7 +29,6 @@ from attend.serving.layers.files import (
 )
 from attend.serving.layers.loader import AddedLayer
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.probe import zeros
 from attend.serving.requests import Request
 from attend.serving.service import Service
 from attend.tensors import BY_TORCH
@@ -91,13 +89,12 @@ async def layer_circuits(service: Service, name: str, request: Request) -> str:
     engine.admission.require(cost)
     if request.lease is not None:
         request.lease.add(cost.reply_bytes)
-    body = zeros(layer, 1)
-    call, results = make_call(body, layer.spec), []
+    results = []
     step = max(1, CIRCUITS_OPERATIONS // of_head.operations)
     for first in range(0, layer.spec.num_heads, step):
         heads = range(first, min(first + step, layer.spec.num_heads))
-        bound = Prepared(ATTEND, body, layer, call, predict_circuits(layer.spec, len(heads)), CircuitsOperation(heads))
-        results.append((await engine.scheduler.submit(bound, request)).result)
+        job = Job(layer, CircuitsOperation(heads), predict_circuits(layer.spec, len(heads)), request=request)
+        results.append((await engine.scheduler.submit(job)).result)
     return await engine.run_by_size(request, cost.reply_bytes, _circuits_text, layer, results)
 
 

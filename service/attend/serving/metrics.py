@@ -6,11 +6,10 @@ import time
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
@@ -31,8 +30,7 @@ PHASE_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 1
 PHASES = ("decode", "queue", "compute", "encode")
 
 
-@dataclass(slots=True)
-class Phases:
+class Phases(NamedTuple):
     """Seconds that a request spent in each phase."""
 
     decode: float = 0.0  # and bind
@@ -156,7 +154,7 @@ class Metrics:
             "attend_phase_seconds", "Time a request spends in a phase.", PHASE_BUCKETS, self.folder, "phase", PHASES
         )
         batches = PlainHistogram("attend_batch_calls", "Calls in a batch.", (1, 2, 4, 8, 16, 32, 64), self.folder)
-        self.count_batch = batches.observe
+        self.count_call, self.count_batch = self._phases.observe, batches.observe
         for histogram in (self._phases, batches):
             self.add(histogram)
 
@@ -188,10 +186,6 @@ class Metrics:
         self._sessions.set(count)
         self._pages.set(used)
         self._shared_pages.set(shared)
-
-    def count_call(self, phases: Phases) -> None:
-        """Count an answered call."""
-        self._phases.observe(phases.decode, phases.queue, phases.compute, phases.encode)
 
     def record(self) -> None:
         """Add what was counted since the last time to the metrics."""

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from attend.attention.operations import FORWARD
 from attend.errors import AttendError
 from attend.serving.admission import Admission, ServingLimits
-from attend.serving.binding import ATTEND, Prepared
+from attend.serving.batching import Job
 from attend.serving.calls import make_call
 from attend.serving.cost import predict
 from attend.serving.executor import Outcome
 from attend.serving.layers.registry import LoadedLayer
-from attend.serving.requests import Request
 from attend.serving.scheduler import Scheduler
 from attend.wire.schemas.attend import AttendRequest
 
@@ -78,8 +78,7 @@ class Probe:
 
     async def _submit_zeros(self, layer: LoadedLayer, length: int) -> Outcome:
         request = zeros(layer, length)
-        bound = Prepared(ATTEND, request, layer, make_call(request, layer.spec), predict(request, layer.spec))
-        return await self.scheduler.submit(bound, Request(b""))
+        return await self.scheduler.submit(Job(layer, FORWARD, predict(request, layer.spec), make_call(request, layer.spec)))
 
 
 def zeros(layer: LoadedLayer, length: int) -> AttendRequest:

@@ -1,29 +1,12 @@
-"""Encodes the reply of a result."""
+"""The bytes of a reply: short pieces joined, or compressed."""
 
 from collections.abc import Sequence
 
-from attend.attention.call import Result
-from attend.serving.binding import Prepared, refuse_fully_masked
-from attend.serving.requests import Request
-from attend.wire.codec import Buffer, Decoded, Encoded, Headers
+from attend.wire.codec import Buffer, Encoded, Headers
 from attend.wire.compression import pack
 
 MANY_PIECES = 16  # of a reply: fewer are sent as they are, so that binary tensors are not copied
 PIECE_BYTES = 1 << 16  # of what short pieces are joined to
-
-
-def encode_reply(bound: Prepared, result: Result, decoded: Decoded, request: Request) -> Encoded:
-    """Headers and bytes of the reply.
-
-    Raises InvalidRequest for non-finite numbers, for fully masked rows if the request asks for an error, and what `build_reply` raises.
-    """
-    if result.fully_masked is not None:
-        refuse_fully_masked(bound, result)
-    reply = bound.binding.build_reply(bound, result)
-    headers, pieces = request.reply_codec.encode(reply, bound.request.reply, decoded.reply_format)
-    if request.reply_coding:
-        return compress(headers, pieces, request.reply_coding)
-    return headers, pieces if len(pieces) < MANY_PIECES else joined(pieces)
 
 
 def joined(pieces: Sequence[Buffer]) -> list[Buffer]:

@@ -27,14 +27,16 @@ from typing import NamedTuple
 
 import torch
 
+from attend.attention.call import Call
+from attend.attention.operations import Operation
 from attend.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
-from attend.serving.batching import BatchLimits, Entry, form_batch
-from attend.serving.binding import Prepared
+from attend.serving.batching import BatchLimits, Job, form_batch
+from attend.serving.cost import Cost
 from attend.serving.executor import Outcome, Outcomes, compute
 from attend.serving.faults import error_of_batch
 from attend.serving.metrics import Metrics
 from attend.serving.queueing import INLINE_OPERATIONS, FairQueue, Flow, Occupancy, Throughput, size_class
-from attend.serving.requests import TOO_LATE, Request
+from attend.serving.requests import TOO_LATE
 from attend.serving.threads import call_in_loop, lower_priority
 
 OVERHEAD_OPERATIONS = 1 << 20  # operations added to the cost of any call
@@ -76,7 +78,7 @@ class Scheduler:
         self.finished_at = -math.inf  # when the device last finished something
         self._finished = asyncio.Event()
         self._inline = device.type == "cpu" and not self.limits.delay
-        self._queue: FairQueue[Entry] = FairQueue(lambda entry: entry.flow, lambda entry: entry.bound.cost.operations + OVERHEAD_OPERATIONS)
+        self._queue: FairQueue[Job] = FairQueue(lambda job: job.flow, lambda job: job.cost.operations + OVERHEAD_OPERATIONS)
         self._occupancy = Occupancy(self.limits.operations, self.limits.memory_bytes)
         self._throughput = Throughput()
         self._running: Running | None = None
@@ -89,7 +91,7 @@ class Scheduler:
         return self.out_of_memory < UNHEALTHY_AFTER
 
     @property
-    def waiting(self) -> list[Entry]:
+    def waiting(self) -> list[Job]:
         """The waiting calls, in the order in which they would be served without batching."""
         return list(self._queue)
 
@@ -119,25 +121,26 @@ class Scheduler:
         """Whole seconds until the queue is empty if no calls arrive; at least 1."""
         return max(1, round(self.backlog))
 
-    async def submit(self, bound: Prepared, request: Request) -> Outcome:
-        """Compute a prepared request and return its outcome.
+    async def submit(self, job: Job) -> Outcome:
+        """Compute a job and return its outcome.
 
         Raises Overloaded, DeadlinePassed, OutOfMemory, CallerGone, or ServiceFault.
         """
-        entry = Entry(bound, request, self.clock())
+        job.arrived = self.clock()
         try:
-            if self.computes_inline(bound):
-                return self._compute_inline(entry)
-            entry.flow = Flow(request.caller, size_class(bound.cost.operations))
-            return await self._enqueue(entry)
+            if self.computes_inline(job.cost, job.operation, job.call):
+                return self._compute_inline(job)
+            job.flow = Flow(job.request.caller, size_class(job.cost.operations))
+            return await self._enqueue(job)
         finally:
-            del entry  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
+            del job  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
 
-    def computes_inline(self, bound: Prepared) -> bool:
-        """Whether a call is computed on the event loop at once, alone."""
+    def computes_inline(self, cost: Cost, operation: Operation, call: Call | None) -> bool:
+        """Whether an operation is computed on the event loop at once, alone."""
+        if not self._inline or not operation.is_one_pass or cost.operations > INLINE_OPERATIONS:
+            return False
         # a reproducible call may wait for the one thread that computes such calls, and the first gradient loads modules of torch
-        may_be_inline = bound.operation.is_one_pass and not bound.call.options.reproducible and bound.call.output_gradient is None
-        return self._inline and may_be_inline and bound.cost.operations <= INLINE_OPERATIONS
+        return call is None or not (call.options.reproducible or call.output_gradient is not None)
 
     async def wait_for_progress(self, seconds: float) -> bool:
         """Wait until the device finishes something, at most `seconds`. Returns whether it did."""
@@ -155,15 +158,15 @@ class Scheduler:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
-    def _compute_inline(self, entry: Entry) -> Outcome:
+    def _compute_inline(self, job: Job) -> Outcome:
         """Compute a call on the event loop, in the order in which calls arrive."""
-        if entry.request.gone():
+        if job.request.gone():
             self.metrics.count_abandoned(1)
             raise CallerGone
-        if entry.request.deadline is not None and entry.request.deadline <= self.clock():
+        if job.request.deadline is not None and job.request.deadline <= self.clock():
             raise DeadlinePassed(TOO_LATE)
         self.metrics.count_batch(1)
-        settled = compute([entry], self.clock)
+        settled = compute([job], self.clock)
         self._record(settled)
         _, outcome = settled[0]
         try:
@@ -173,46 +176,46 @@ class Scheduler:
         finally:
             del settled, outcome  # as in `submit`
 
-    async def _enqueue(self, entry: Entry) -> Outcome:
+    async def _enqueue(self, job: Job) -> Outcome:
         """Wait for the outcome of a call in the queue."""
-        self._require_room(entry)
+        self._require_room(job)
         loop = asyncio.get_running_loop()
-        entry.future = future = loop.create_future()
+        job.future = future = loop.create_future()
         is_first = not self.busy
-        self._queue.append(entry)
-        self._occupancy.add(entry.flow, entry.bound.cost)
+        self._queue.append(job)
+        self._occupancy.add(job.flow, job.cost)
         self._schedule_batch(loop, self.limits.delay if is_first else 0.0)
-        if entry.request.deadline is not None:
-            entry.timer = loop.call_later(max(0.0, entry.request.deadline - self.clock()), self._expire, entry)
+        if job.request.deadline is not None:
+            job.timer = loop.call_later(max(0.0, job.request.deadline - self.clock()), self._expire, job)
         try:
-            outcome: Outcome = await (asyncio.shield(future) if entry.bound.operation.changes_state else future)
+            outcome: Outcome = await (asyncio.shield(future) if job.operation.changes_state else future)
             return outcome
         except asyncio.CancelledError:
             future.add_done_callback(_retrieve)
-            if entry.is_computing:  # its session is in use until it is computed
+            if job.is_computing:  # its session is in use until it is computed
                 await asyncio.wait([future])
             else:
                 future.cancel()
-                if entry in self._queue:
-                    self._drop([entry])
+                if job in self._queue:
+                    self._drop([job])
             raise
         finally:
-            if entry.timer is not None:
-                entry.timer.cancel()
-            del entry, future  # as in `submit`
+            if job.timer is not None:
+                job.timer.cancel()
+            del job, future  # as in `submit`
 
-    def _require_room(self, entry: Entry) -> None:
+    def _require_room(self, job: Job) -> None:
         """Raises Overloaded if the queue is full, also without the calls whose callers have disconnected. An empty queue accepts any call.
 
         To sweep the queue takes time in proportion to its length, so there is one sweep for a share of that number of calls.
         """
         self._arrivals += 1
-        if self._occupancy.refusal(entry.flow, entry.bound.cost) is None:
+        if self._occupancy.refusal(job.flow, job.cost) is None:
             return
         if self._arrivals * SWEEP_SHARE >= len(self._queue):
             self._arrivals = 0
             self._drop([waiting for waiting in self._queue if waiting.is_abandoned()])
-        if (refusal := self._occupancy.refusal(entry.flow, entry.bound.cost)) is not None:
+        if (refusal := self._occupancy.refusal(job.flow, job.cost)) is not None:
             raise Overloaded(self.retry_after, problems=[refusal])
 
     def _schedule_batch(self, loop: asyncio.AbstractEventLoop, delay: float = 0.0) -> None:
@@ -230,11 +233,11 @@ class Scheduler:
     def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Form a batch and start to compute it on the device's thread."""
         self._scheduled = False
-        affected: Sequence[Entry] = ()
+        affected: Sequence[Job] = ()
         try:
             affected, expired, abandoned = form_batch(self._queue, self.batch_limits, self.clock())
-            for entry in expired:
-                self._expire(entry)
+            for job in expired:
+                self._expire(job)
             self._drop(abandoned)
             self._remove(affected, served=True)
             if affected:
@@ -242,22 +245,22 @@ class Scheduler:
                 self._start(loop, affected)
         except Exception as error:  # every call must be settled, whatever failed
             affected = affected or self.waiting
-            self._remove([entry for entry in affected if entry in self._queue])
-            self._finish(loop, [(entry, error_of_batch(error)) for entry in affected])
+            self._remove([job for job in affected if job in self._queue])
+            self._finish(loop, [(job, error_of_batch(error)) for job in affected])
         self._schedule_batch(loop)
 
-    def _start(self, loop: asyncio.AbstractEventLoop, batch: Sequence[Entry]) -> None:
+    def _start(self, loop: asyncio.AbstractEventLoop, batch: Sequence[Job]) -> None:
         """Compute a batch on the device's thread."""
-        predicted = self._throughput.seconds(batch[0].flow.size, sum(entry.bound.cost.operations for entry in batch))
+        predicted = self._throughput.seconds(batch[0].flow.size, sum(job.cost.operations for job in batch))
         self._running = Running(self.clock(), predicted)
-        for entry in batch:
-            entry.is_computing = entry.bound.operation.changes_state
-            if entry.is_computing and entry.timer is not None:
-                entry.timer.cancel()  # its session is in use until it is computed, so the next call to it has to wait
+        for job in batch:
+            job.is_computing = job.operation.changes_state
+            if job.is_computing and job.timer is not None:
+                job.timer.cancel()  # its session is in use until it is computed, so the next call to it has to wait
 
         def finish(computed: Future[Outcomes]) -> None:  # a parameter: a closure would be a cycle, which would keep the tensors
             error = computed.exception()
-            self._finish(loop, computed.result() if error is None else [(entry, error_of_batch(error)) for entry in batch])
+            self._finish(loop, computed.result() if error is None else [(job, error_of_batch(error)) for job in batch])
 
         computed = self._thread.submit(compute, batch, self.clock, self.metrics.count_split)
         computed.add_done_callback(lambda done: call_in_loop(loop, finish, done))
@@ -266,44 +269,44 @@ class Scheduler:
         """Settle the calls of a batch that was computed or failed, and schedule the next one."""
         self._running = None
         self._record(settled)
-        for entry, outcome in settled:
-            entry.settle(outcome)
+        for job, outcome in settled:
+            job.settle(outcome)
         self._schedule_batch(loop)
 
     def _record(self, settled: Outcomes) -> None:
         """Update the measured speed and the health of the device from computed calls. Calls that the event loop computes while the device
         is busy do not show that the device works.
         """
-        measured = None
-        for entry, outcome in settled:
+        is_computed = False
+        for job, outcome in settled:
             self.out_of_memory = self.out_of_memory + 1 if isinstance(outcome, OutOfMemory) else 0
-            if isinstance(outcome, Outcome) and outcome.execution is not measured:
-                measured = outcome.execution
-                self._throughput.observe(entry.flow.size, measured.operations, outcome.compute)
-        if measured is not None and self._running is None:
+            if isinstance(outcome, Outcome) and outcome.is_counted:
+                is_computed = True
+                self._throughput.observe(job.flow.size, outcome.operations, outcome.compute)
+        if is_computed and self._running is None:
             self.finished_at = self.clock()
             self._finished.set()
 
-    def _remove(self, entries: Sequence[Entry], served: bool = False) -> None:
-        """Remove entries from the queue; charge them to their flows if they are served."""
-        for entry in entries:
-            self._occupancy.remove(entry.flow, entry.bound.cost)
+    def _remove(self, jobs: Sequence[Job], served: bool = False) -> None:
+        """Remove jobs from the queue; charge them to their flows if they are served."""
+        for job in jobs:
+            self._occupancy.remove(job.flow, job.cost)
         if served:
-            self._queue.serve(entries)
+            self._queue.serve(jobs)
         else:
-            self._queue.remove(entries)
+            self._queue.remove(jobs)
 
-    def _expire(self, entry: Entry) -> None:
+    def _expire(self, job: Job) -> None:
         """Settle a call whose deadline has passed."""
-        if entry in self._queue:
-            self._remove([entry])
-        entry.settle(DeadlinePassed(TOO_LATE))
+        if job in self._queue:
+            self._remove([job])
+        job.settle(DeadlinePassed(TOO_LATE))
 
-    def _drop(self, abandoned: Sequence[Entry]) -> None:
+    def _drop(self, abandoned: Sequence[Job]) -> None:
         """Remove, settle and count waiting calls whose callers have disconnected."""
         self._remove(abandoned)
-        for entry in abandoned:
-            entry.settle(CallerGone())
+        for job in abandoned:
+            job.settle(CallerGone())
         if abandoned:
             self.metrics.count_abandoned(len(abandoned))
 

@@ -6,7 +6,7 @@ added once, in `merge_results`; parts are computed without it. `Shards` is the i
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
@@ -20,12 +20,13 @@ from attend.attention.masks import Masks
 from attend.attention.numerics import matmul_precision
 from attend.errors import DeadlinePassed, LayerConflict
 from attend.serving.admission import cost_of_part
-from attend.serving.binding import Prepared
+from attend.serving.batching import Job
 from attend.serving.codec_pool import CodecPool
 from attend.serving.cost import Cost
-from attend.serving.executor import Execution, Outcome
+from attend.serving.executor import Outcome
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
-from attend.serving.requests import TOO_LATE, Request
+from attend.serving.requests import TOO_LATE
+from attend.serving.scheduler import Scheduler
 
 
 class Shards(Protocol):
@@ -38,16 +39,25 @@ class Shards(Protocol):
         ...
 
 
-async def compute_in_shards(shards: Shards, bound: Prepared, request: Request, clock: Callable[[], float], codecs: CodecPool) -> Outcome:
-    """Compute a call in parts on all shards. Raises DeadlinePassed, and what `Shards.compute` raises."""
-    started, parts = clock(), split_call(bound.call, shards.count)
-    try:
-        async with asyncio.timeout(None if request.deadline is None else request.deadline - started):
-            results = await shards.compute(bound.layer, parts, cost_of_part(bound.cost, len(parts)))
-    except TimeoutError:
-        raise DeadlinePassed(TOO_LATE) from None
-    result = await codecs.run(lambda: merge_results(bound.layer.attention, bound.call, results), 0, request.caller)
-    return Outcome(result, 0.0, clock() - started, 1, Execution(bound.call.options.items))
+class ShardedScheduler:
+    """Submits jobs to the scheduler of this process, but those that are computed in parts to all shards."""
+
+    def __init__(self, scheduler: Scheduler, shards: Shards, codecs: CodecPool) -> None:
+        self.scheduler, self.shards, self.codecs = scheduler, shards, codecs
+
+    async def submit(self, job: Job) -> Outcome:
+        """As `Scheduler.submit`. Raises also what `Shards.compute` raises."""
+        if not job.in_parts:
+            return await self.scheduler.submit(job)
+        clock, call, attention = self.scheduler.clock, job.call, job.layer.attention
+        started, parts = clock(), split_call(call, self.shards.count)
+        try:
+            async with asyncio.timeout(None if job.request.deadline is None else job.request.deadline - started):
+                results = await self.shards.compute(job.layer, parts, cost_of_part(job.cost, len(parts)))
+        except TimeoutError:
+            raise DeadlinePassed(TOO_LATE) from None
+        result = await self.codecs.run(lambda: merge_results(attention, call, results), 0, job.request.caller)
+        return Outcome(result, 0.0, clock() - started, 1, call.options.items, job.cost.operations)
 
 
 def split_call(call: Call, shards: int) -> list[Call]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from attend.serving.executor import Execution
+from attend.serving.executor import Outcome
 from attend.serving.metrics import Phases
 from attend.serving.shared_counts import are_shared, new_counts, read_counts
 from attend.tensors import Array
@@ -97,9 +97,11 @@ class LayerStatistics(Collector):
             if owner == self._process or not _is_alive(int(owner.partition("-")[0])):
                 path.unlink(missing_ok=True)
 
-    def count_answered(self, layer: str, phases: Phases, items: int, execution: Execution, operations: int) -> None:
-        """Count an answered call of `items` batch items, computed in `execution`. Does nothing if the layer was removed meanwhile."""
-        if (row := self._row(layer, execution.items)) is None:
+    def count_answered(self, layer: str, phases: Phases, items: int, operations: int, outcome: Outcome) -> None:
+        """Count an answered call of `items` batch items and `operations`. Does nothing if the layer was removed meanwhile."""
+        table = self._tables.get(layer)
+        row = (table and table.rows.get(outcome.items)) or self._row(layer, outcome.items)
+        if row is None:
             return
         queue, decode = round(phases.queue * 1e9), round(phases.decode * 1e9)
         compute, encode = round(phases.compute * 1e9), round(phases.encode * 1e9)
@@ -112,8 +114,7 @@ class LayerStatistics(Collector):
         row[DECODE] += decode
         row[COMPUTE] += compute
         row[ENCODE] += encode
-        if not execution.counted:  # by another call of the batch
-            execution.counted = True
+        if outcome.is_counted:
             row[EXECUTIONS] += 1
             row[EXECUTION] += compute
 
@@ -165,13 +166,13 @@ class _Table:
 
     def __init__(self, path: Path | None) -> None:
         self.numbers = new_counts(path, SHAPE)
-        self._rows: dict[int, memoryview] = {}
+        self.rows: dict[int, memoryview] = {}
 
     def row(self, size: int) -> memoryview:
-        if (row := self._rows.get(size)) is None:
-            if size >= 0 and len(self._rows) >= MAX_BATCH_SIZES:
+        if (row := self.rows.get(size)) is None:
+            if size >= 0 and len(self.rows) >= MAX_BATCH_SIZES:
                 return self.row(OTHERS)
-            row = self._rows[size] = memoryview(self.numbers[len(self._rows)])  # faster than numpy for single numbers
+            row = self.rows[size] = memoryview(self.numbers[len(self.rows)])  # faster than numpy for single numbers
             row[SIZE] = size
         return row
 

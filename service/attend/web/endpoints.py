@@ -151,7 +151,7 @@ class EndpointTable:
         if (endpoint := request.endpoint) is None:
             response = no_endpoint(request, [endpoint.path for endpoint in self if endpoint.documented])
         else:
-            if endpoint.needs_layers:
+            if endpoint.needs_layers and not self.service.started:
                 self.service.require_started()
             parameters = {} if endpoint.parameters is None else endpoint.parameters(request)
             response = await endpoint.function(request, **parameters)

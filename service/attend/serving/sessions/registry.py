@@ -64,6 +64,7 @@ class Session:
     capacity: int | None
     idle_seconds: float
     used_at: float
+    registry: "SessionRegistry"
     sequence: SequenceKey | None = None  # the sequence of the Open Inference Protocol that it is
     calls: int = 0  # number of calls that use it or wait for it
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the call that uses it
@@ -183,7 +184,7 @@ class SessionRegistry:
         self.end(next(iter(unused.values())), "memory")
 
     def _add(self, layer: LoadedLayer, cache: KeyValueCache, capacity: int | None, idle_seconds: float) -> Session:
-        session = Session(make_id(self.process), layer, cache, cache.owner, capacity, idle_seconds, self.clock())
+        session = Session(make_id(self.process), layer, cache, cache.owner, capacity, idle_seconds, self.clock(), self)
         self._sessions[session.id] = session
         self._numbers.take(session.owner, 1)
         owned = self._owners.setdefault(session.owner, _OwnedSessions())

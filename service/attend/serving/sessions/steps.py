@@ -14,10 +14,12 @@ from attend.attention.masks import Masks
 from attend.axes import GRADIENTS, MASKS, OTHERS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
-from attend.serving.binding import Binding, Prepared
+from attend.serving.binding import Binding, Prepared, Submit
 from attend.serving.calls import call_options, field_tensor, input_tensors, make_call
 from attend.serving.cost import predict_call, reply_contents
+from attend.serving.executor import Outcome
 from attend.serving.prepared_cache import cache_key
+from attend.serving.requests import Request
 from attend.serving.sessions.registry import Session
 from attend.serving.sessions.rows import KEY_ROWS, SEQUENCE_LENGTHS, given, new_rows, require_rows, widths_of_rows, with_all_keys
 from attend.spec import LayerSpec
@@ -70,6 +72,16 @@ class StepBinding(Binding[AttendRequest]):
         operation = CachedStep(session.cache, session.length)
         log_fields = self.log_fields(request, layer, call, cost)
         return Prepared(self, request, layer, call, cost, operation, log_fields=log_fields, session=session)
+
+    async def compute(self, submit: Submit, bound: Prepared, request: Request) -> Outcome:
+        """As `Binding.compute`. Raises also OutOfMemory, and InvalidRequest for new rows that overflow."""
+        session = bound.session
+        assert session is not None
+        await session.registry.reserve(session.cache, bound.call.masks.num_keys)
+        outcome = await super().compute(submit, bound, request)
+        session.require_finite_rows(bound.layer.spec)
+        session.registry.metrics.count_step()
+        return outcome
 
     def check(self, request: AttendRequest, spec: LayerSpec) -> None:
         """Raises InvalidRequest also for outputs that depend on the inputs of earlier calls, which a session does not keep."""
