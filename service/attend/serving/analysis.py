@@ -48,7 +48,7 @@ class AnalysisBinding(Binding[AnalysisRequest]):
         super().check(request, spec)
         refuse_packed(request)
         layer = f'for layer "{request.layer}"'
-        if not request.query.size or not request.key_rows.size:
+        if not request.query.size or not request.num_keys:
             raise InvalidRequest.where("/query", "at least one query and one key to measure", "none")
         metrics = {name: METRICS[name] for name in request.metrics_for(spec)}
         for name, metric in metrics.items():
@@ -75,7 +75,7 @@ class AnalysisBinding(Binding[AnalysisRequest]):
         """The cost of a request that fits the layer. Few metrics hold a tensor [q, k]."""
         forward = predict(request.model_copy(update={"outputs": ["output"], "select": None}), spec)
         b = request.query.shape[0] if request.batched else 1
-        q, k, h = request.query.shape[-2], request.key_rows.shape[-2], spec.num_heads
+        q, k, h = request.query.shape[-2], request.num_keys, spec.num_heads
         metrics = {name: METRICS[name] for name in request.metrics_for(spec)}
         rows = metrics.values()
         lengths = {"b": b, "h": h, "q": q, "k": k, "n": min(request.analysis.top_links, q * k)}
@@ -182,7 +182,7 @@ def _real_queries(request: AttendRequest, call: Call, lens: int | list[int] | No
     """bool [b|1, q]: the queries that are not padding; None: all. In self-attention, padding keys are padding queries too."""
     if lens is not None:
         return torch.arange(call.query.shape[1]) < torch.tensor(lens if isinstance(lens, list) else [lens])[:, None]
-    if request.key is not None or all(x is None for x in (call.masks.attend_keys, call.masks.key_segments, call.masks.lengths)):
+    if not request.in_self_attention or all(x is None for x in (call.masks.attend_keys, call.masks.key_segments, call.masks.lengths)):
         return None
     return call.masks.real_keys(call.query.shape[0])
 

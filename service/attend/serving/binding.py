@@ -30,12 +30,12 @@ from attend.serving.prepared_cache import cache_key
 from attend.serving.replies import MANY_PIECES, compress, joined
 from attend.serving.requests import Request
 from attend.serving.sessions.registry import Session
-from attend.serving.sessions.rows import members_with_session_keys, require_rows
+from attend.serving.sessions.rows import members_that_read, require_rows
 from attend.spec import LayerSpec
 from attend.tensors import BY_TORCH, shape_alone
 from attend.wire.codec import Decoded, Encoded, Reply
 from attend.wire.problems import validate
-from attend.wire.schemas.attend import AttendRequest
+from attend.wire.schemas.attend import AttendRequest, Past
 
 R = TypeVar("R", bound=AttendRequest)
 T = TypeVar("T")
@@ -126,14 +126,17 @@ class Binding(Generic[R]):
         self.schema = schema
         self.session_in_body = "session" in schema.model_fields
 
-    def bind(self, decoded: Decoded, layer: LoadedLayer, admission: Admission) -> Prepared:
-        """The prepared request. Raises InvalidRequest, or TooLarge for a cost beyond the limits, and what the hooks raise."""
+    def bind(self, decoded: Decoded, layer: LoadedLayer, admission: Admission, past: Past | None = None) -> Prepared:
+        """The prepared request, which reads a session if it has a `past`.
+
+        Raises InvalidRequest, or TooLarge for a cost beyond the limits, and what the hooks raise.
+        """
         members = decoded.members
         key = cache_key(members) if self.is_kept else None
         kept: Prepared | None = None if key is None else layer.prepared.get(key)
         if kept is not None and (again := kept.with_numbers(members, layer)) is not None:
             return again
-        request = self.validated(decoded, layer.spec)
+        request = self.validated(decoded, layer.spec, past)
         cost = self.predict(request, layer.spec)
         in_parts = admission.require(cost, self.may_be_cut(request, layer.spec))
         call = make_call(request, layer.spec)
@@ -151,14 +154,15 @@ class Binding(Generic[R]):
 
         Raises what `bind` raises, or SessionConflict.
         """
-        bound = self.bind(decoded._replace(members=members_with_session_keys(session, decoded.members)), session.layer, admission)
-        call = replace(bound.call, key=bound.call.key[:, :0], value=bound.call.value[:, :0], key_coordinates=None)
+        members = members_that_read(session, decoded.members)
+        bound = self.bind(decoded._replace(members=members), session.layer, admission, Past(session.length, appends=False))
+        call = replace(bound.call, key_coordinates=None)
         require_rows(session, call)
         return bound._replace(call=call, operation=CachedOperation(session.cache, bound.operation))
 
-    def validated(self, decoded: Decoded, spec: LayerSpec) -> R:
-        """The request, which fits the layer. Raises InvalidRequest."""
-        request = validate(self.schema, decoded.members)
+    def validated(self, decoded: Decoded, spec: LayerSpec, past: Past | None = None) -> R:
+        """The request, which fits the layer and, if it has a `past`, the rows of its session. Raises InvalidRequest."""
+        request = validate(self.schema, decoded.members, context=past)
         self.check(request, spec)
         return request
 

@@ -30,12 +30,12 @@ def call_options(request: AttendRequest, spec: LayerSpec) -> CallOptions:
     return CallOptions(
         items=request.query.shape[0] if request.batched else 1,
         num_queries=request.query.shape[-2],
-        num_keys=request.key_rows.shape[-2],
+        num_keys=request.num_keys,
         outputs=frozenset(request.outputs),
         scale=spec.scale if request.scale is None else request.scale,
         softcap=softcap or None,
-        self_attention=request.key is None,
-        keys_as_values=request.value is None,
+        self_attention=request.key is None and request.has_keys,
+        keys_as_values=request.value is None and request.has_keys,
         fully_masked=request.fully_masked,
         dropout=None if request.dropout is None else (request.dropout.p, request.dropout.seed),
         heads=tuple(select.heads) if select and select.heads else None,
@@ -46,18 +46,25 @@ def call_options(request: AttendRequest, spec: LayerSpec) -> CallOptions:
     )
 
 
-def make_call(request: AttendRequest, spec: LayerSpec, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None) -> Call:
-    """The call, with tensors on the CPU. `inputs`: its query, key and value, if they are known; by default those of the request.
+def make_call(request: AttendRequest, spec: LayerSpec) -> Call:
+    """The call, with tensors on the CPU. Of the keys of a session, only the new ones are among its inputs.
 
     Raises InvalidRequest if a number is not finite in the layer's dtype.
     """
-    query, key, value = inputs or input_tensors(request.query, request.key, request.value, spec, request.reproducible)
+    query, key, value = input_tensors(request.query, request.key, request.value, spec, request.reproducible)
+    if not request.has_keys:
+        key, value = no_rows(query, spec)
     options = call_options(request, spec)
     others, of_masks = call_tensors(given_arrays(request), request.batched, spec, request.reproducible)
     if request.key_positions is None and request.positions is not None:
-        others["key_coordinates"] = others["query_coordinates"]
+        others["key_coordinates"] = others["query_coordinates"] if request.has_keys else others["query_coordinates"][:, :0]
     masks = _masks(request, spec, options.items, options.num_queries, options.num_keys, of_masks)
     return Call(options=options, query=query, key=key, value=value, masks=masks, **others)
+
+
+def no_rows(query: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value without rows, of a call that appends none to its session."""
+    return query.new_zeros(1, 0, spec.key_dim), query.new_zeros(1, 0, spec.value_dim)
 
 
 def given_arrays(request: AttendRequest) -> dict[str, Array]:

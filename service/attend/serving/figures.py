@@ -35,6 +35,7 @@ from attend.serving.threads import lower_priority
 from attend.spec import LayerSpec
 from attend.wire.codec import Decoded, Encoded, Headers
 from attend.wire.negotiation import PICTURES
+from attend.wire.schemas.attend import Past
 from attend.wire.schemas.figure import FigureRequest
 
 SIDES: tuple[Literal["query"], Literal["key"]] = ("query", "key")
@@ -51,9 +52,9 @@ class FigureBinding(Binding[FigureRequest]):
 
     is_kept = in_shards = False
 
-    def validated(self, decoded: Decoded, spec: LayerSpec) -> FigureRequest:
+    def validated(self, decoded: Decoded, spec: LayerSpec, past: Past | None = None) -> FigureRequest:
         """The request with the format of the picture, and the outputs that it shows. Raises InvalidRequest or NotAcceptable."""
-        request = super().validated(decoded, spec)
+        request = super().validated(decoded, spec, past)
         format = request.figure.format or PICTURES.get(decoded.reply_format.get("picture_type", ""))
         if format is None:
             raise NotAcceptable.where("", f"an Accept with {' or '.join(PICTURES)}, or a figure.format", "neither")
@@ -111,7 +112,7 @@ def figure_spec(request: FigureRequest, layer: LayerSpec) -> FigureSpec:
         kind=options.kind,
         item=options.item,
         queries=len(labels["query"]) or request.query.shape[-2],
-        keys=len(labels["key"]) or request.key_rows.shape[-2],
+        keys=len(labels["key"]) or request.num_keys,
         heads=tuple(heads),
         query_labels=labels["query"],
         key_labels=labels["key"],

@@ -22,13 +22,14 @@ def refuse_packed(request: AttendRequest) -> None:
 def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
     """Raises InvalidRequest if the request's shapes do not fit the layer."""
     layer = f'for layer "{request.layer}"'
-    rows = (request.query, request.key_rows, request.value_rows)
-    parts = zip(("query", "key", "value"), rows, (spec.query_dim, spec.key_dim, spec.value_dim), strict=True)
+    parts = [("query", request.query, spec.query_dim)]
+    if request.has_keys:
+        parts += [("key", request.key_rows, spec.key_dim), ("value", request.value_rows, spec.value_dim)]
     for name, array, width in parts:
         if array.shape[-1] != width:
             source = "" if getattr(request, name) is not None else f" (taken from the {'query' if array is request.query else 'key'})"
             raise InvalidRequest.where(f"/{name}", f"{width} values per {name} {layer}", f"{array.shape[-1]}{source}")
-    q, k, h = request.query.shape[-2], request.key_rows.shape[-2], spec.num_heads
+    q, k, h = request.query.shape[-2], request.num_keys, spec.num_heads
     if spec.positional and request.query_offset is None and unaligned(request, q, k):
         expected = f'an offset (0, "end", …), since {spec.positional} is on {layer} and {q} queries and {k} keys are given'
         raise InvalidRequest.where("/query_offset", expected, "nothing")
@@ -58,8 +59,8 @@ def check_against_layer(request: AttendRequest, spec: LayerSpec) -> None:
 
 def _check_outputs(request: AttendRequest, spec: LayerSpec, layer: str) -> None:
     """Raises InvalidRequest for an output that no step of the layer writes in such a call."""
-    present = {"bias": request.bias, "values": request.value}
-    names = (*spec.outputs([feature for feature, tensor in present.items() if tensor is not None]), *GRADIENTS)
+    present = {"bias": request.bias is not None, "values": request.value is not None or request.in_session}
+    names = (*spec.outputs([feature for feature, is_present in present.items() if is_present]), *GRADIENTS)
     for i, name in enumerate(request.outputs):
         if name not in names:
             got = describe_value(name) + did_you_mean(name, names)

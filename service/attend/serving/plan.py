@@ -9,12 +9,12 @@ from attend.serving.engine import Engine
 from attend.serving.requests import Request
 from attend.serving.sessions.reference import reference_of
 from attend.serving.sessions.registry import Session
-from attend.serving.sessions.rows import members_with_session_keys
+from attend.serving.sessions.rows import members_that_read
 from attend.serving.sessions.steps import STEP
 from attend.tensors import DATATYPES
 from attend.wire.codec import Decoded
 from attend.wire.schemas.analysis import AnalysisRequest
-from attend.wire.schemas.attend import Plan, PlannedTensor
+from attend.wire.schemas.attend import Past, Plan, PlannedTensor
 from attend.wire.schemas.schema import LayerReference, Refusal
 
 
@@ -37,8 +37,9 @@ def _plan(engine: Engine, decoded: Decoded, session: Session | None) -> Plan:
         members = {name: value for name, value in decoded.members.items() if name != "session"}
         layer = engine.find(members, binding.schema)
     else:
-        layer, members = session.layer, members_with_session_keys(session, decoded.members)
-    request = binding.validated(decoded._replace(members=members), layer.spec)
+        layer, members = session.layer, members_that_read(session, decoded.members)
+    past = None if session is None else Past(session.length, appends=False)
+    request = binding.validated(decoded._replace(members=members), layer.spec, past)
     predicted = binding.predict(request, layer.spec)
     problems, _ = engine.admission.refusals(predicted, binding.may_be_cut(request, layer.spec))
     outputs = {}

@@ -42,10 +42,10 @@ EXPECTED_WITH_LIMIT = {
 }
 
 
-def validate(model: type[Model], document: Any, at: str = "") -> Model:
-    """The document as a `model`. Raises InvalidRequest with pydantic's errors, as pointers below `at`."""
+def validate(model: type[Model], document: Any, at: str = "", context: Any = None) -> Model:
+    """The document as a `model`, whose validators get `context`. Raises InvalidRequest with pydantic's errors, as pointers below `at`."""
     try:
-        return model.model_validate(document)
+        return model.model_validate(document, context=context)
     except ValidationError as refusal:
         problems = [_problem_of(error, at, model) for error in refusal.errors(include_url=False)[:MAX_PROBLEMS]]
     raise InvalidRequest(problems=problems)

@@ -28,7 +28,8 @@ def check_fields_together(request: Any) -> None:
     b, q, k = _check_query_key_value(request)
     for name, field in given.items():
         for n in (q, k) if "n" in field else (q,):
-            _require_axes(name, field, getattr(request, name), {"b": b, "q": q, "k": k, "n": n})
+            keys = k - request.past if field.new_rows else k
+            _require_axes(name, field, getattr(request, name), {"b": b, "q": q, "k": keys, "n": n})
     _check_positions(request)
     _check_valid_lens(request, k)
     _check_query_lengths(request, b, q, k)
@@ -39,8 +40,14 @@ def check_fields_together(request: Any) -> None:
 
 
 def _check_query_key_value(request: Any) -> tuple[int | None, int, int]:
-    """(batch items, None without a batch; queries; keys)."""
-    query, key, value = request.query, request.key_rows, request.value_rows
+    """(batch items, None without a batch; queries; keys, those of a session included)."""
+    query = request.query
+    b, q = query.shape[0] if query.ndim == 3 else None, query.shape[-2]
+    if request.in_session and b not in (None, 1):
+        raise field_error("/query", "one sequence, with a batch axis of 1 or none", f"{b} batch items")
+    if not request.has_keys:
+        return b, q, request.past
+    key, value = request.key_rows, request.value_rows
     for name, array in (("key", key), ("value", value)):
         if array.ndim != query.ndim:
             raise field_error(f"/{name}", f"rank {query.ndim}, as the query has", f"rank {array.ndim}")
@@ -48,7 +55,7 @@ def _check_query_key_value(request: Any) -> tuple[int | None, int, int]:
             raise field_error(f"/{name}", f"{query.shape[0]} batch items, as the query has", str(array.shape[0]))
     if value.shape[-2] != key.shape[-2]:
         raise field_error("/value", f"{key.shape[-2]} rows, as the key has", str(value.shape[-2]))
-    return (query.shape[0] if query.ndim == 3 else None), query.shape[-2], key.shape[-2]
+    return b, q, request.num_keys
 
 
 def _require_axes(name: str, field: TensorField, array: Array, lengths: Mapping[str, int | None]) -> None:

@@ -1,4 +1,4 @@
-"""Binds a call to a session: new rows are checked by themselves, everything else against all rows that the session then has."""
+"""Binds a call to a session, which appends rows to it and attends to all of its rows."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attend.attention.cache import follows_from_cache
+from attend.attention.cache import cached_tensors, follows_from_cache
 from attend.attention.call import Call
 from attend.attention.decoding import CachedStep
 from attend.attention.masks import Masks
@@ -15,17 +15,17 @@ from attend.axes import GRADIENTS, MASKS, OTHERS
 from attend.errors import InvalidRequest, TooLarge, pointer
 from attend.serving.admission import Admission
 from attend.serving.binding import Binding, Prepared, Submit
-from attend.serving.calls import call_options, field_tensor, input_tensors, make_call
+from attend.serving.calls import call_options, input_tensors, make_call, no_rows
 from attend.serving.cost import predict_call, reply_contents
 from attend.serving.executor import Outcome
 from attend.serving.prepared_cache import cache_key
 from attend.serving.requests import Request
 from attend.serving.sessions.registry import Session
-from attend.serving.sessions.rows import KEY_ROWS, SEQUENCE_LENGTHS, given, new_rows, require_rows, widths_of_rows, with_all_keys
+from attend.serving.sessions.rows import KEY_ROWS, SEQUENCE_LENGTHS, given, of_session, require_rows
 from attend.spec import LayerSpec
 from attend.wire.codec import Decoded
 from attend.wire.problems import unknown_field, validate
-from attend.wire.schemas.attend import AttendRequest
+from attend.wire.schemas.attend import AttendRequest, Past
 from attend.wire.schemas.sessions import SessionAttendRequest, StepOptions
 
 MASKS_AND_OTHERS = (*MASKS, *OTHERS)
@@ -49,24 +49,25 @@ class StepBinding(Binding[AttendRequest]):
         key = _cache_key(members, step, spec)
         cached = None if key is None else layer.prepared.get(key)
         if cached is None:
-            rows = new_rows(members, layer, step.append)
-            stop = _length_after(members, step, session)
             _refuse_unknown(members)
-            request = self.validated(Decoded(with_all_keys(members, rows, session, stop)), spec)
+            request = self.validated(Decoded(of_session(session, members)), spec, Past(session.length, step.append))
+            stop, options = request.num_keys, call_options(request, spec)
         else:
-            stop, request = _length_after(members, step, session), cached.request
-        options = replace(call_options(request, spec) if cached is None else cached.options, num_keys=stop)
+            request, stop = cached.request, session.length + (_new_rows(members) if step.append else 0)
+            options = replace(cached.options, num_keys=stop)
+        if session.capacity is not None and stop > session.capacity:
+            at = "/key" if "key" in members else "/query"
+            raise TooLarge.where(at, f"at most {session.capacity} rows (capacity)", str(stop))
         cost = predict_call(options, reply_contents(request), spec, cached=session.length)
         admission.require(cost)
-        query, *appended = input_tensors(members["query"], members.get("key"), members.get("value"), spec, request.reproducible)
-        if not step.append:
-            appended = [query.new_zeros(1, 0, width) for width in widths_of_rows(spec).values()]
-        inputs = (query, appended[0], appended[1])
         if cached is None:
-            call = _with_new_rows(make_call(request, spec, inputs), members, rows, step.append, spec)
+            call = make_call(request, spec)
             if key is not None and (same := Prepared(self, request, layer, call, cost).without_numbers()) is not None:
                 layer.prepared.keep(key, same)
         else:
+            inputs = input_tensors(members["query"], members.get("key"), members.get("value"), spec, request.reproducible)
+            if not step.append:
+                inputs = (inputs[0], *no_rows(inputs[0], spec))
             call = Call(options, *inputs, _at_length(cached.masks, session.length, stop))
         require_rows(session, call)
         operation = CachedStep(session.cache, session.length)
@@ -84,7 +85,11 @@ class StepBinding(Binding[AttendRequest]):
         return outcome
 
     def check(self, request: AttendRequest, spec: LayerSpec) -> None:
-        """Raises InvalidRequest also for outputs that depend on the inputs of earlier calls, which a session does not keep."""
+        """Raises InvalidRequest also for outputs that depend on the inputs of earlier calls, which a session does not keep, and for values
+        that it does not keep."""
+        if request.value is not None and "value" not in cached_tensors(spec):
+            expected = "no value, since sessions of this layer expand keys and values from the same rows"
+            raise InvalidRequest.where("/value", expected, "value")
         super().check(request, spec)
         for i, name in enumerate(request.outputs):
             if name in GRADIENTS:
@@ -97,24 +102,10 @@ class StepBinding(Binding[AttendRequest]):
 STEP = StepBinding(AttendRequest)  # POST /sessions/{id}/attend, and parts of sequences of the Open Inference Protocol
 
 
-def _length_after(members: Mapping[str, Any], options: StepOptions, session: Session) -> int:
-    """The session's length after the step. Raises TooLarge for more rows than its capacity."""
-    name = "key" if "key" in members else "query"
-    length = session.length + (members[name].shape[-2] if options.append else 0)
-    if session.capacity is not None and length > session.capacity:
-        raise TooLarge.where(f"/{name}", f"at most {session.capacity} rows (capacity)", str(length))
-    return int(length)
-
-
-def _with_new_rows(call: Call, members: Mapping[str, Any], rows: AttendRequest, append: bool, spec: LayerSpec) -> Call:
-    """The call of a request with all keys of a session, as one whose new rows alone are inputs."""
-    of_keys = None
-    if rows.positions is not None:
-        of_keys = (
-            call.query_coordinates if rows.key_positions is None else field_tensor("key_positions", rows.key_positions, rows.batched, spec)
-        )
-    new = replace(call.options, self_attention=append and "key" not in members, keys_as_values=append and "value" not in members)
-    return replace(call, options=new, key_coordinates=of_keys)
+def _new_rows(members: Mapping[str, Any]) -> int:
+    """Number of rows that a step with these members appends."""
+    rows: int = members["key" if "key" in members else "query"].shape[-2]
+    return rows
 
 
 def _at_length(masks: Masks, length: int, num_keys: int) -> Masks:

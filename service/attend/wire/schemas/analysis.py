@@ -166,11 +166,11 @@ class AnalysisRequest(AttendRequest):
     @property
     def has_tokens(self) -> bool:
         """Whether every query and every key has a token."""
-        return self.tokens is not None and self.tokens.query is not None and (self.tokens.key is not None or self.key is None)
+        return self.tokens is not None and self.tokens.query is not None and (self.tokens.key is not None or self.in_self_attention)
 
     def has_positions(self, positional: bool) -> bool:
         """Whether the position of queries among the keys is known: in self-attention, or from the request or the layer."""
-        return self.key is None or self.query_offset is not None or self.causal or self.window is not None or positional
+        return self.in_self_attention or self.query_offset is not None or self.causal or self.window is not None or positional
 
     def metrics_for(self, spec: LayerSpec) -> tuple[str, ...]:
         """The metrics to compute: those of the request, or the default ones that the layer has and for which it has what they need."""

@@ -6,10 +6,10 @@ Each field is checked here on its own, and by `shapes.py` against the others. `s
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from attend.spec import LayerSpec
@@ -188,6 +188,13 @@ def is_special(token: str) -> bool:
     return SPECIAL_TOKEN.fullmatch(token) is not None
 
 
+class Past(NamedTuple):
+    """The session of a request: the number of its rows before the request, and whether the request appends its keys."""
+
+    rows: int
+    appends: bool
+
+
 class AttendRequest(Schema):
     """Queries, keys, values and masks for one layer.
 
@@ -256,11 +263,38 @@ class AttendRequest(Schema):
     reply: ReplyOptions = Field(default_factory=ReplyOptions)
     reproducible: StrictBool = Field(default=False, description="The same request returns the same bits on the same machine, at any load.")
     tokens: Tokens | None = Field(default=None, description="Tokens of the queries and keys.")
+    _past: Past | None = PrivateAttr(default=None)  # the context of the validation
 
     @model_validator(mode="after")
-    def _check_fields_together(self) -> Self:
+    def _check_fields_together(self, info: ValidationInfo) -> Self:
+        self._past = info.context
         shapes.check_fields_together(self)
         return self
+
+    @property
+    def past(self) -> int:
+        """Number of keys that a session has before those of the request."""
+        return 0 if self._past is None else self._past.rows
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether `key`, or the query in its place, has new keys. A request that reads a session has none."""
+        return self._past is None or self._past.appends
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys, those of a session included."""
+        return self.past + (self.key_rows.shape[-2] if self.has_keys else 0)
+
+    @property
+    def in_session(self) -> bool:
+        """Whether the keys, or some of them, are those of a session."""
+        return self._past is not None
+
+    @property
+    def in_self_attention(self) -> bool:
+        """Whether queries and keys are the same rows."""
+        return self.key is None and self._past is None
 
     def has_signed_weights(self, spec: LayerSpec) -> bool:
         """Whether attention weights of the call may be negative: those of the layer, or those of `pattern`."""
@@ -292,7 +326,7 @@ class AttendRequest(Schema):
         """The tokens of the queries or keys, empty if there are none. A key that is left out has the query's."""
         if self.tokens is None:
             return []
-        return getattr(self.tokens, side) or (self.tokens.query if self.key is None else None) or []
+        return getattr(self.tokens, side) or (self.tokens.query if self.in_self_attention else None) or []
 
 
 def _output(about: str) -> Any:

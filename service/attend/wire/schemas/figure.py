@@ -79,7 +79,7 @@ class FigureRequest(AttendRequest):
         items = self.query.shape[0] if self.batched else 1
         if items and self.figure.item >= items:
             raise field_error("/figure/item", f"an item below {items}", str(self.figure.item))
-        if 0 in self.query.shape or (self.key is not None and 0 in self.key.shape):
+        if 0 in self.query.shape or not self.num_keys:
             raise field_error("/query", "at least one query and one key to draw", "none")
         return self
 
