@@ -38,6 +38,9 @@ class TensorField:
     new_rows: bool = False  # whether a step of a session has it for its new rows alone
     inverted: bool = False  # whether true means blocked, unlike in its tensor
     prepared: bool = False  # whether requests with it are prepared once: only its elements, each by itself, may make one invalid
+    value: str = ""  # what the steps of a program that read it call it; "": none reads it under its own name
+    adds_step: bool = False  # whether programs have steps for calls with it: that name is a feature of such calls
+    after_heads: bool = False  # whether it changes the heads' outputs, and so is applied once to those of all parts
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
@@ -52,6 +55,12 @@ class TensorField:
     def ranks(self) -> tuple[int, ...]:
         """All ranks, with and without a batch axis."""
         return tuple(sorted({len(shape) for shape in (*self.shapes, *self.unbatched)}))
+
+    @property
+    def axes(self) -> str:
+        """The axes of its tensor, where the axes that it does not have are 1."""
+        own = {axis for shape in self.shapes for axis in shape}
+        return ",".join(axis if axis in own else "1" for axis in (self.onto.split(",") if self.onto else self.shapes[-1]))
 
     def __contains__(self, axis: str) -> bool:
         """Whether one of the shapes has the axis."""
@@ -141,16 +150,20 @@ OTHERS = {  # of `Call`
         divisible=True,
         new_rows=True,
     ),
-    "head_scale": TensorField("h b,h", onto="b,h,q,k", packed=True, divisible=True, prepared=True),
-    "pattern": TensorField(PAIRS, "bhqk", onto="b,h,q,k", at_least="float32"),
-    "pattern_rows": TensorField(ROWS, "bhq", "mask", needs="pattern", onto="b,h,q,k"),
-    "head_outputs": TensorField("b,h,q,value_head_dim", "bhq"),
-    "head_output_rows": TensorField(ROWS, "bhq", "mask", needs="head_outputs", onto="b,h,q,k"),
+    "head_scale": TensorField(
+        "h b,h", onto="b,h,q,k", packed=True, divisible=True, prepared=True, value="head_scale", adds_step=True, after_heads=True
+    ),
+    "pattern": TensorField(PAIRS, "bhqk", onto="b,h,q,k", at_least="float32", value="pattern", adds_step=True),
+    "pattern_rows": TensorField(ROWS, "bhq", "mask", needs="pattern", onto="b,h,q,k", value="pattern_rows"),
+    "head_outputs": TensorField("b,h,q,value_head_dim", "bhq", value="other_heads", adds_step=True),
+    "head_output_rows": TensorField(ROWS, "bhq", "mask", needs="head_outputs", onto="b,h,q,k", value="other_head_rows"),
     "output_gradient": TensorField("b,q,output_dim", needs="outputs", packed=True, stacked=False),
 }
 OF_ANALYSES = {"direction": TensorField("b,q,output_dim")}
 TENSOR_FIELDS: Mapping[str, TensorField] = INPUTS | MASKS | LENGTHS | OTHERS | OF_ANALYSES
 CALL_TENSORS = {field.tensor or name: field for name, field in OTHERS.items()}  # by their names in `Call`
+PROGRAM_TENSORS = {name: field for name, field in CALL_TENSORS.items() if field.value}
+FEATURES = {field.value: name for name, field in PROGRAM_TENSORS.items() if field.adds_step}  # feature -> tensor in `Call`
 
 GRADIENTS: Mapping[str, str] = {  # outputs that are no value of a program -> their axes
     "query_gradient": "b,q,query_dim",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attend.attention.masks import MASK_TENSORS, Masks
 from attend.attention.torch_arithmetic import top_k
-from attend.axes import CALL_TENSORS
+from attend.axes import CALL_TENSORS, FEATURES
 
 FullyMasked = Literal["zero", "uniform", "error"]
 SCORED = frozenset({"scores", "attention_weights", "log_sum_exp"})
@@ -102,11 +102,9 @@ class Call:
             "uniform": options.fully_masked == "uniform",
             "part": options.is_part,
             "values": not options.keys_as_values,
-            "pattern": self.pattern is not None,
-            "head_scale": self.head_scale is not None,
-            "other_heads": self.head_outputs is not None,
         }
-        return frozenset([name for name, value in present.items() if value])
+        given = [name for name, value in present.items() if value]
+        return frozenset(given + [name for name, tensor in FEATURES.items() if getattr(self, tensor) is not None])
 
     def without_padding(self) -> "Call":
         """The call without the last keys, if equal lengths mask them for all queries and nothing else depends on them; else the same."""

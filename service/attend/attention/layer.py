@@ -22,7 +22,7 @@ from attend.attention.numerics import torch_dtype
 from attend.attention.program import WEIGHTED_VALUES, Program, as_output, constants, needed, program_of
 from attend.attention.rows import row_slices
 from attend.attention.torch_arithmetic import TorchArithmetic
-from attend.axes import GRADIENTS
+from attend.axes import GRADIENTS, PROGRAM_TENSORS
 from attend.spec import LayerSpec
 
 LEAST_ROWS = 64  # of a block of a kernel that need not compute all keys for them
@@ -134,11 +134,7 @@ class MultiHeadAttention:
             "bias": masks.bias,
             "scale": options.scale,
             "softcap": options.softcap,
-            "pattern": call.pattern,
-            "pattern_rows": call.pattern_rows,
-            "head_scale": call.head_scale,
-            "other_heads": call.head_outputs,
-            "other_head_rows": call.head_output_rows,
+            **{field.value: getattr(call, name) for name, field in PROGRAM_TENSORS.items()},
             "kept_share": None if options.dropout is None else 1 - options.dropout[0],
             **(call.cached or {}),
         }

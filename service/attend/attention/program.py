@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from attend.attention.operators.projection import product_formula, project_heads
 from attend.attention.operators.step import Step, Steps, Value
+from attend.axes import PROGRAM_TENSORS
 
 if TYPE_CHECKING:
     from attend.attention.operators.step import Arithmetic
@@ -37,11 +38,7 @@ INPUTS: Mapping[str, str] = {
     "fully_masked": "b,h,q",
     "bias": PAIRS,  # of the call
     "kept": PAIRS,  # by dropout
-    "pattern": PAIRS,
-    "pattern_rows": "b,h,q,1",
-    "head_scale": "b,h,1,1",
-    "other_heads": "b,h,q,value_head_dim",  # in place of those that are computed
-    "other_head_rows": "b,h,q,1",
+    **{field.value: field.axes for name, field in PROGRAM_TENSORS.items()},  # of the call
     **dict.fromkeys(("scale", "softcap", "kept_share"), ""),  # numbers
 }
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from attend.attention.call import Call
 from attend.attention.decoding import largest_row
 from attend.attention.operators.declarations import Variances, variance
+from attend.attention.program import needed, program_of
+from attend.axes import PROGRAM_TENSORS
 from attend.spec import LayerSpec
 
 MAX_SCORE = 8.0  # largest estimated score of a call that may share a batch; about 1 for xavier weights and inputs of unit variance
@@ -42,8 +44,18 @@ def may_amplify_rounding(spec: LayerSpec, deviation: float, call: Call, largest_
     score = deviation * abs(call.options.scale)
     for operator in spec.operators:
         score *= operator.score_growth(spec, call.masks)
+    score *= _largest_factor(spec, call)
     if score <= MAX_SCORE and not spec.normalises_heads:
         query = largest_row(call.query)
         score *= query * max(largest_cached_row, query if call.options.self_attention else largest_row(call.key))
     bias = call.masks.bias
     return not score <= MAX_SCORE or (bias is not None and bool((bias.isfinite() & (bias.abs() > MAX_BIAS)).any()))
+
+
+def _largest_factor(spec: LayerSpec, call: Call) -> float:
+    """How much the tensors of a call from which scores are computed may enlarge them, beside its inputs and its bias."""
+    given = {field.value: tensor for name, field in PROGRAM_TENSORS.items() if (tensor := getattr(call, name)) is not None}
+    if not given:
+        return 1.0
+    read = {name for step in needed(program_of(spec, call.features), ("scores",)) for name in step.reads}
+    return math.prod(max(1.0, float(tensor.abs().max())) for name, tensor in given.items() if name in read and tensor.numel())

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from attend.attention.call import FROM_HEADS, SCORED, Call, Result, reduce_weigh
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.masks import Masks
 from attend.attention.numerics import matmul_precision
+from attend.axes import CALL_TENSORS
 from attend.errors import DeadlinePassed, LayerConflict
 from attend.serving.admission import cost_of_part
 from attend.serving.batching import Job
@@ -27,6 +28,8 @@ from attend.serving.executor import Outcome
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.requests import TOO_LATE
 from attend.serving.scheduler import Scheduler
+
+AFTER_PARTS: dict[str, Any] = dict.fromkeys(name for name, field in CALL_TENSORS.items() if field.after_heads)  # which parts do not have
 
 
 class Shards(Protocol):
@@ -74,7 +77,7 @@ def split_call(call: Call, shards: int) -> list[Call]:
         masks = _key_range(call.masks, first, end)
         coordinates = None if call.key_coordinates is None else call.key_coordinates[:, first:end].clone()
         part = replace(options_of_parts, num_keys=end - first)
-        parts.append(replace(call, options=part, key=key, value=value, key_coordinates=coordinates, masks=masks, head_scale=None))
+        parts.append(replace(call, options=part, key=key, value=value, key_coordinates=coordinates, masks=masks, **AFTER_PARTS))
     return parts
 
 

@@ -19,6 +19,7 @@ from attend.attention.operators.step import Step
 from attend.attention.program import as_output, outputs_of, program_of
 from attend.attention.reference.arithmetic import NumpyArithmetic
 from attend.attention.reference.request import Request
+from attend.axes import FEATURES, PROGRAM_TENSORS
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -87,9 +88,7 @@ def features_of(spec: LayerSpec, request: Request) -> set[str]:
         "dropout": request.dropout is not None,
         "uniform": request.fully_masked == "uniform",
         "values": request.has_values,
-        "pattern": request.pattern is not None,
-        "head_scale": request.head_scale is not None,
-        "other_heads": request.head_outputs is not None,
+        **{feature: getattr(request, name) is not None for feature, name in FEATURES.items()},
     }
     return {name for name, is_present in present.items() if is_present}
 
@@ -132,11 +131,7 @@ def inputs_of(spec: LayerSpec, request: Request) -> Values:
         # inverted dropout, Srivastava et al. 2014
         "kept": None if request.dropout is None else np.random.RandomState(dropout["seed"]).random_sample((b, heads, q, k)) >= dropout["p"],
         "kept_share": 1 - dropout["p"],
-        "pattern": None if request.pattern is None else request.per_pair(np.asarray(request.pattern, np.float64)),
-        "pattern_rows": request.per_row(request.pattern_rows),
-        "head_scale": None if request.head_scale is None else np.asarray(request.head_scale, np.float64)[..., None, None],
-        "other_heads": None if request.head_outputs is None else request.per_pair(np.asarray(request.head_outputs, np.float64)),
-        "other_head_rows": request.per_row(request.head_output_rows),
+        **{field.value: request.program_tensor(name, field) for name, field in PROGRAM_TENSORS.items()},
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attend.axes import TENSOR_FIELDS
+from attend.axes import TENSOR_FIELDS, TensorField
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
@@ -73,12 +73,14 @@ class Request:
         x = x[:, None] if x.ndim == 3 and self.batched else x
         return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
-    def per_row(self, rows: ArrayLike | None) -> Array | None:
-        """Which rows are replaced, to be broadcast to [b, h, q, n], of [h], [b, h] or [b, h, q]; None: all."""
-        if rows is None:
+    def program_tensor(self, name: str, field: TensorField) -> Array | None:
+        """A tensor of the request as the program gets it, with all axes, in float64 or as booleans; None if it is not given."""
+        if (given := getattr(self, name)) is None:
             return None
-        chosen = np.asarray(rows, bool)
-        return chosen[..., None] if chosen.ndim == (3 if self.batched else 2) else chosen[..., None, None]
+        x = np.asarray(given, bool if field.kind == "mask" else np.float64)
+        if "k" in field or "value_head_dim" in field:
+            return self.per_pair(x)
+        return x[..., None] if x.ndim == (3 if self.batched else 2) and "q" in field else x[..., None, None]
 
     def masks(self, spec: LayerSpec, positions: Array) -> "Masks":
         """Which keys are visible to queries at these positions [b, q]."""
