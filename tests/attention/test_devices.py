@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attend.attention import cache, decoding
@@ -60,6 +60,7 @@ def agree(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+@settings(max_examples=settings.default.max_examples // 6)  # a device in Python is slow
 @given(seed=SEEDS)
 def test_calls_of_every_operator_are_computed_elsewhere(operator: type[Operator], seed: int) -> None:
     """All outputs, and the output alone, which kernels may compute. No operation mixes tensors of two devices."""

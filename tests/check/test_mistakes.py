@@ -26,25 +26,17 @@ def reshape_merge(self, x):
 WRONG = {
     "no scale": ({"scale": lambda self, s: s}, "no mask", "not divided by sqrt(head_dim)"),
     "scale by d_model": ({"scale": lambda self, s: s / math.sqrt(self.d_model)}, "no mask", "sqrt(d_model)"),
-    "half the scale": ({"scale": lambda self, s: Wrong.scale(self, s) / 2}, "no mask", "multiplied by 0.5, besides their scale"),
     "inverted mask": ({"fill": lambda self, s, m: s.masked_fill(m, -torch.inf)}, "mask", "mask is inverted"),
-    "ignored mask": ({"fill": lambda self, s, m: s}, "mask", "mask is ignored"),
     "transposed mask": ({"fill": lambda self, s, m: s.masked_fill(~m.mT, -1e9) if m.shape[-2] == m.shape[-1] else
         s.masked_fill(~m, -1e9)}, "mask", "mask is transposed"),
     "filled with 1e-9": ({"fill": lambda self, s, m: s.masked_fill(~m, 1e-9)}, "mask", "set to about 0"),
-    "added mask": ({"fill": lambda self, s, m: s + m}, "mask", "(1 = attend) are added"),
-    "causal by itself": ({"softmax": lambda self, s: s.masked_fill(torch.ones_like(s).triu(1).bool(), -1e9).softmax(-1)},
-        "no mask", "causal without being asked"),
     "reshape both": ({"split": reshape_split, "merge": reshape_merge}, "no mask", "both split and merged"),
     "softmax over heads": ({"softmax": lambda self, s: s.softmax(1)}, "no mask", "over the heads"),
     "no maximum": ({"softmax": without_maximum}, "large logits", "exp overflows"),
-    "residual": ({"forward": lambda self, query, key, value: Wrong.forward(self, query, key, value)[0] + query},
-        "no mask", "residual"),
     "scores returned": ({"softmax": lambda self, s: s.softmax(-1), "returned": lambda self, o, w: (o, w.log())}, "no mask", None),
     "keras order": ({"forward": lambda self, query, key, value: Wrong.forward(self, query, value, key)},
         "no mask", "key and value are exchanged"),
     "weights in one axis": ({"returned": lambda self, o, w: (o, w.flatten(0, 1))}, "no mask", "one axis"),
-    "two at once": ({"scale": lambda self, s: s, "merge": reshape_merge}, "no mask", None),
     "nothing known": ({"scale": lambda self, s: s.sin()}, "no mask", None),
 }  # fmt: skip
 

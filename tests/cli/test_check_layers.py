@@ -81,9 +81,6 @@ class Tiled(Rotary):
     def repeat(self, x):
         return x.repeat(1, self.heads // self.kv_heads, 1, 1)
 
-class Scaled(Rotary):
-    scale = 0.2
-
 class Windowed(Rotary):
     left = 4
 
@@ -268,12 +265,8 @@ WINDOW = ROTARY | {"window": {"left": 4}}
 
 RIGHT = [
     ("Rotary", ROTARY, CAUSAL),
-    ("Rotary", GROUPED, CAUSAL),
     ("WithoutOne", ROTARY, CAUSAL[:1]),
-    ("FullWidth", FULL, CAUSAL),
     ("Pairs", PAIRED, CAUSAL),
-    ("NormLast", LATE, CAUSAL),
-    ("Scaled", ROTARY | {"scale": 0.2}, CAUSAL),
     ("Windowed", WINDOW, CAUSAL),
     ("Packed", ROTARY, CAUSAL),
     ("Boundaries", ROTARY, ["batched=false", *CAUSAL[1:]]),

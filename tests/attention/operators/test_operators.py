@@ -144,6 +144,7 @@ def test_selected_weights_agree_with_the_reference(client: Client, operator: typ
 
 
 @each_operator
+@settings(max_examples=settings.default.max_examples // 3)  # each number is two calls
 @given(seed=SEEDS)
 def test_gradients_agree_with_finite_differences(client: Client, operator: type[Operator], seed: int) -> None:
     case = case_with(operator, seed)
