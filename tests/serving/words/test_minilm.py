@@ -100,7 +100,7 @@ def test_a_head_of_the_model_links_each_word_to_the_one_before():
 
 
 @pytest.mark.checkpoint
-@pytest.mark.parametrize(("sentence", "message"), [("", "at least one word"), ("cat " * 600, "at most 512 word pieces, got 602")])
+@pytest.mark.parametrize(("sentence", "message"), [("", "at least one word"), ("cat " * 600, "at most 512 word pieces, .* got 602")])
 def test_empty_and_too_long_sentences_are_refused(sentence, message):
     with pytest.raises(ValueError, match=message):
         MODEL.read(sentence, 0)

@@ -377,7 +377,7 @@ def test_a_long_sequence_is_pooled_and_labelled_so(start):
     assert peak() - before < 200_000
     root, texts = parsed(answer)
     assert any("8192 queries x 8192 keys; each cell is the maximum over the pairs that may attend" in note for note in texts["note"])
-    assert len(root.findall(f".//{SVG}image")) == 3  # two heads and the colour bar
+    assert len(root.findall(f".//{SVG}image")) == 2  # one for each head
 
 
 @pytest.mark.parametrize(
