@@ -12,7 +12,7 @@ from attend.attention.program import program_of
 from attend.attention.reference.request import Request
 from attend.axes import CALL_TENSORS, FEATURES, PROGRAM_TENSORS, TENSOR_FIELDS
 from attend.check.random_cases import REQUEST_FEATURES
-from attend.serving.admission import ServingLimits
+from attend.limits import ServingLimits
 from attend.serving.calls import make_call
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.rounding import may_amplify_rounding

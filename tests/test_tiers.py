@@ -13,10 +13,11 @@ from attend.attention.program import PLACES
 from attend.spec import FIRST_FIELDS
 
 ROOT = Path(__file__).parent.parent / "service" / "attend"
-TIER_1 = {"axes", "errors", "tensors", "spec_parts", "spec"}
+TIER_1 = {"axes", "errors", "limits", "tensors", "spec_parts", "spec"}
 ALLOWED: dict[str, set[str]] = {
     "axes": set(),
     "errors": set(),
+    "limits": set(),
     "tensors": {"errors"},
     "spec_parts": {"errors", "tensors"},
     "spec": {"axes", "errors", "tensors", "spec_parts", "attention"},  # of attention, what imports no torch (WITHOUT_TORCH)
@@ -35,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
 THIRD_PARTIES: dict[str, set[str]] = {
     "axes": set(),
     "errors": set(),
+    "limits": set(),
     "tensors": {"ml_dtypes"},
     "spec_parts": {"pydantic", "pydantic_core"},
     "spec": {"pydantic", "pydantic_core"},

@@ -17,11 +17,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from attend.errors import did_you_mean
+from attend.limits import MIB, BatchLimits, QueueLimits, ServingLimits, WireLimits
 from attend.spec import DType, Init, LayerSpec, MatmulPrecision
-from attend.wire.limits import MIB
 from attend.wire.schemas.schema import LAYER_NAME
 
 PREFIX = "ATTEND_"
+BODY, CALL, QUEUE = WireLimits(), ServingLimits(), QueueLimits()  # the defaults
 CLIENT_VARIABLES = {"ATTEND_API_KEY", "ATTEND_CA"}  # for clients and commands with --url; not settings of a server
 # Kubernetes sets variables in every pod of a namespace with a Service named attend; they are known by their names or by their values
 KUBERNETES_NAME, KUBERNETES_VALUE = re.compile(r"ATTEND_(SERVICE|PORT)_"), re.compile(r"(tcp|udp|sctp)://")
@@ -73,14 +74,18 @@ class Settings(BaseModel):
     )
 
     # limits of layers
-    max_layer_bytes: int = Field(default=1024 * MIB, ge=1024, description="Largest safetensors body or file of a layer, in bytes.")
-    max_layer_parameters: int = Field(default=1 << 28, ge=1, description="Parameters of the largest layer.")
-    max_layer_width: int = Field(default=1 << 16, ge=1, description="Largest width of a layer: of its inputs, projections and outputs.")
-    max_total_parameters: int = Field(default=1 << 30, ge=1, description="Parameters of all layers together.")
-    max_layers: int = Field(default=1000, ge=1, description="Number of layers, including `default`.")
+    max_layer_bytes: int = Field(
+        default=BODY.max_layer_bytes, ge=1024, description="Largest safetensors body or file of a layer, in bytes."
+    )
+    max_layer_parameters: int = Field(default=CALL.max_layer_parameters, ge=1, description="Parameters of the largest layer.")
+    max_layer_width: int = Field(
+        default=CALL.max_layer_width, ge=1, description="Largest width of a layer: of its inputs, projections and outputs."
+    )
+    max_total_parameters: int = Field(default=CALL.max_total_parameters, ge=1, description="Parameters of all layers together.")
+    max_layers: int = Field(default=CALL.max_layers, ge=1, description="Number of layers, including `default`.")
 
     # limits of one request
-    max_body_bytes: int = Field(default=128 * MIB, ge=1024, description="Largest request body, in bytes.")
+    max_body_bytes: int = Field(default=BODY.max_body_bytes, ge=1024, description="Largest request body, in bytes.")
     max_grpc_bytes: int = Field(default=32 * MIB, ge=1024, description="Largest gRPC request or reply, in bytes; at most max_body_bytes.")
     max_resident_bytes: int | None = Field(
         default=None,
@@ -88,21 +93,30 @@ class Settings(BaseModel):
         description="Resident memory at which a process with a gRPC port ends, and of which one call may need half; "
         "if not set, 90 % of its share of all.",
     )
-    max_depth: int = Field(default=64, ge=8, le=1000, description="Deepest nesting of JSON in a request.")
-    max_tensors: int = Field(default=1024, ge=16, description="Tensors in one body, and members of one JSON object.")
-    max_batch_items: int = Field(default=65536, ge=1, description="Length of the batch axis of one call.")
-    max_pairs: int = Field(default=1 << 36, ge=1, description="Heads x queries x keys of one batch item.")
-    max_scores: int = Field(default=1 << 28, ge=1, description="Numbers of attention weights and scores in one reply.")
-    max_operations: int = Field(default=10**13, ge=1, description="Predicted work of one call, in floating-point operations.")
-    max_memory_bytes: int = Field(default=4096 * MIB, ge=MIB, description="Predicted memory of one call, in bytes.")
-    max_reply_bytes: int = Field(default=2048 * MIB, ge=1024, description="Predicted size of one reply, in bytes.")
+    max_depth: int = Field(default=BODY.max_depth, ge=8, le=1000, description="Deepest nesting of JSON in a request.")
+    max_tensors: int = Field(default=BODY.max_tensors, ge=16, description="Tensors in one body, and members of one JSON object.")
+    max_batch_items: int = Field(default=CALL.max_batch_items, ge=1, description="Length of the batch axis of one call.")
+    max_pairs: int = Field(default=CALL.max_pairs, ge=1, description="Heads x queries x keys of one batch item.")
+    max_scores: int = Field(default=CALL.max_scores, ge=1, description="Numbers of attention weights and scores in one reply.")
+    max_operations: int = Field(default=CALL.max_operations, ge=1, description="Predicted work of one call, in floating-point operations.")
+    max_memory_bytes: int = Field(default=CALL.max_memory_bytes, ge=MIB, description="Predicted memory of one call, in bytes.")
+    max_reply_bytes: int = Field(default=CALL.max_reply_bytes, ge=1024, description="Predicted size of one reply, in bytes.")
     request_timeout: float | None = Field(default=None, gt=0, description="Deadline in seconds for requests that set none.")
 
     # the queue, batches and sessions
-    max_queue_operations: int = Field(default=2 * 10**12, ge=1, description="Predicted work of all waiting calls, in operations.")
-    max_queue_bytes: int = Field(default=2048 * MIB, ge=MIB, description="Bytes of waiting calls; also of all bodies and replies.")
-    max_batch_calls: int = Field(default=64, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one.")
-    batch_delay: float = Field(default=0.0, ge=0, le=10, description="Seconds an idle device waits for more calls; useful only on a GPU.")
+    max_queue_operations: int = Field(
+        default=QUEUE.max_queue_operations, ge=1, description="Predicted work of all waiting calls, in operations."
+    )
+    max_queue_bytes: int = Field(default=QUEUE.max_queue_bytes, ge=MIB, description="Predicted memory of all waiting calls, in bytes.")
+    max_buffered_bytes: int | None = Field(
+        default=None, ge=MIB, description="Bytes of all request bodies and replies in memory; max_queue_bytes if not set."
+    )
+    max_batch_calls: int = Field(
+        default=BatchLimits().calls, ge=1, description="Calls in one batch, on a GPU. A CPU computes calls one by one."
+    )
+    batch_delay: float = Field(
+        default=QUEUE.batch_delay, ge=0, le=10, description="Seconds an idle device waits for more calls; useful only on a GPU."
+    )
     session_memory: int = Field(default=0, ge=0, description="Bytes of keys and values of sessions, with one worker; 0: no sessions.")
     replica_name: str = Field(
         default="",

@@ -16,7 +16,8 @@ from attend.attention.kernels.pages import MAX_HEAD_DIM
 from attend.attention.native.extension import extension
 from attend.check.random_cases import FEATURES, LAYER_FEATURES, Case, random_case
 from attend.errors import InvalidRequest, SessionConflict, TooLarge
-from attend.serving.admission import Admission, ServingLimits
+from attend.limits import ServingLimits
+from attend.serving.admission import Admission
 from attend.serving.calls import make_call
 from attend.serving.casting import numpy_of
 from attend.serving.sessions.steps import STEP

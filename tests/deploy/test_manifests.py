@@ -118,7 +118,7 @@ def test_the_memory_of_a_pod_suffices_for_what_the_settings_allow(kind):
     limit = pods()[kind]["containers"][0]["resources"]["limits"]["memory"]
     settings = Settings()
     assert limit.endswith("Gi")
-    assert 0.9 * int(limit[:-2]) * 2**30 >= settings.max_memory_bytes + settings.max_queue_bytes + 2**29
+    assert 0.9 * int(limit[:-2]) * 2**30 >= settings.max_memory_bytes + (settings.max_buffered_bytes or settings.max_queue_bytes) + 2**29
 
 
 def test_the_keys_file_and_the_key_of_prometheus_are_in_the_secrets_of_the_documentation():

@@ -14,19 +14,19 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from attend.errors import RequestError
+from attend.limits import WireLimits
 from attend.spec import LayerSpec
 from attend.tensors import DATATYPES
 from attend.wire import safetensors
 from attend.wire.compression import unpack
 from attend.wire.json import reader as json_reader
 from attend.wire.json.strict import parse_strictly
-from attend.wire.limits import WireLimits
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.schemas.layers import PutLayer
 from attend.wire.v2.codec import V2Codec
 
-LIMITS = WireLimits(body_bytes=1 << 20, depth=16)
+LIMITS = WireLimits(max_body_bytes=1 << 20, max_depth=16)
 TOKENS = (
     "shape datatype data base64 heads queries top_k left right p seed -inf end zero FP32 BF16 nested dtype data_offsets request F32 BOOL"
 )
@@ -131,12 +131,12 @@ def _flat(data: Any) -> list[Any]:
 
 def check_gzip(body: bytes) -> None:
     with suppress(RequestError):
-        assert unpack(body, "gzip", LIMITS.body_bytes) == (gzip.decompress(body) if body else b"")
+        assert unpack(body, "gzip", LIMITS.max_body_bytes) == (gzip.decompress(body) if body else b"")
 
 
 def check_deflate(body: bytes) -> None:
     with suppress(RequestError):
-        unpacked = unpack(body, "deflate", LIMITS.body_bytes)
+        unpacked = unpack(body, "deflate", LIMITS.max_body_bytes)
         stream = zlib.decompressobj()
         assert not body or unpacked.startswith(stream.decompress(body))
 

@@ -11,8 +11,8 @@ import pytest
 from attend import Client
 from attend.errors import CallerGone
 from attend.heads.circuits import CircuitsOperation
+from attend.limits import ServingLimits
 from attend.serving import layer_requests
-from attend.serving.admission import ServingLimits
 from attend.serving.cost import predict_circuits
 from attend.serving.layer_requests import layer_circuits
 from attend.serving.requests import Request

@@ -17,8 +17,8 @@ from attend.attention.operations import FORWARD
 from attend.attention.reference.forward import attend
 from attend.attention.stacking import stack
 from attend.check.random_cases import FEATURES, Case, random_case
-from attend.serving.admission import ServingLimits
-from attend.serving.batching import MAX_EXAMINED, BatchLimits, Job, batch_key, form_batch, limits_on
+from attend.limits import BatchLimits, ServingLimits
+from attend.serving.batching import MAX_EXAMINED, Job, batch_key, form_batch, limits_on
 from attend.serving.binding import Prepared
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost, predict

@@ -85,7 +85,7 @@ def test_all_callers_together_stay_within_the_budget() -> None:
     budget = ByteBudget(CAPACITY)
     budget.lease("a").add(CAPACITY // 2)
     budget.lease("b").add(CAPACITY // 4)
-    with pytest.raises(Overloaded, match=f"{CAPACITY} bytes in all .max_queue_bytes"):
+    with pytest.raises(Overloaded, match=f"{CAPACITY} bytes in all .max_buffered_bytes"):
         budget.lease("c").add(CAPACITY // 2)
 
 
@@ -185,7 +185,7 @@ def test_rule_5_bodies_that_are_being_read_count_against_the_budget() -> None:
     body = b'{"query": [[1, 2, 3, 4]]}'.ljust(size)
 
     async def test() -> None:
-        async with serving(max_queue_bytes=1 << 20) as app:
+        async with serving(max_buffered_bytes=1 << 20) as app:
 
             async def ask(address: str = "192.0.2.1") -> int:
                 """The status of the answer to this body."""
@@ -233,7 +233,7 @@ def test_rule_5_replies_count_against_the_budget_until_they_are_sent(path: str) 
     body = json.dumps(document).encode()
 
     async def test() -> None:
-        async with serving(max_queue_bytes=1 << 20) as app:
+        async with serving(max_buffered_bytes=1 << 20) as app:
             budget = app.state.service.budget
             slow = Exchange(app, len(body), "192.0.2.1", path)
             slow.taking.clear()
@@ -249,7 +249,7 @@ def test_rule_5_replies_count_against_the_budget_until_they_are_sent(path: str) 
                 again.push(body)
                 await again.answered
                 assert again.status == 429
-                assert "max_queue_bytes" in again.reply.decode()
+                assert "max_buffered_bytes" in again.reply.decode()
                 assert computed == _computed(app)
             slow.taking.set()
             await slow.answered
@@ -276,7 +276,7 @@ def test_rule_13_every_reply_is_reserved_at_its_size(method: str, path: str) -> 
     body = b"" if document is None else json.dumps(document).encode()
 
     async def test() -> None:
-        async with serving(layers=layers, max_queue_bytes=1 << 22) as app:
+        async with serving(layers=layers, max_buffered_bytes=1 << 22) as app:
 
             def ask() -> Exchange:
                 exchange = Exchange(app, len(body), "192.0.2.1", path, method)
@@ -295,7 +295,7 @@ def test_rule_13_every_reply_is_reserved_at_its_size(method: str, path: str) -> 
                     lease.resize((budget.capacity - size - 30_000) // 2)  # leaves room for the body
                 refused = ask()
                 await refused.answered
-                assert (refused.status, "max_queue_bytes" in refused.reply.decode()) == (429, True)
+                assert (refused.status, "max_buffered_bytes" in refused.reply.decode()) == (429, True)
             slow.taking.set()
             await slow.answered
             assert slow.status == 200
@@ -358,11 +358,11 @@ def test_rule_13_words_of_links_count_against_the_budget() -> None:
         async with serving(max_reply_bytes=planned - 1) as app:
             refused = await reply(app, "/attend/analysis")
             assert (refused.status, "max_reply_bytes" in refused.reply.decode(), bool(_computed(app))) == (413, True, False)
-        async with serving(max_queue_bytes=1 << 20) as app:
+        async with serving(max_buffered_bytes=1 << 20) as app:
             with app.state.service.budget.lease("192.0.2.2") as other:
                 other.resize(500_000)
                 refused = await reply(app, "/attend/analysis")
-            assert (refused.status, "max_queue_bytes" in refused.reply.decode(), bool(_computed(app))) == (429, True, False)
+            assert (refused.status, "max_buffered_bytes" in refused.reply.decode(), bool(_computed(app))) == (429, True, False)
 
     run(test())
 
@@ -406,7 +406,7 @@ def test_rule_12_a_large_body_is_joined_in_the_thread_that_decodes_it(size: int,
 
     async def test() -> None:
         monkeypatch.setattr(Request, "take_body", take_body)
-        async with serving(max_queue_bytes=1 << 30) as app:
+        async with serving(max_buffered_bytes=1 << 30) as app:
             exchange = Exchange(app, size, "192.0.2.1")
             body = b'{"query": [[1, 2, 3, 4]]}'.ljust(size)
             exchange.push(body[:10], more=True)

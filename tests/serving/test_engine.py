@@ -16,8 +16,9 @@ from safetensors.numpy import save
 from attend.attention.call import Call
 from attend.attention.layer import MultiHeadAttention
 from attend.errors import AttendError
+from attend.limits import BatchLimits
 from attend.serving import batching
-from attend.serving.batching import BatchLimits, Job
+from attend.serving.batching import Job
 from attend.serving.binding import ATTEND
 from attend.serving.codec_pool import LARGE_BYTES, WorkItem
 from attend.serving.requests import Request

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend.errors import AttendError, InvalidRequest
-from attend.serving.admission import ServingLimits
+from attend.limits import ServingLimits
 from attend.serving.binding import ATTEND, Prepared
 from attend.serving.engine import Engine
 from attend.serving.layers.registry import LayerRegistry

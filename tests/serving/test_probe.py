@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from attend.errors import Overloaded, ServiceFault
-from attend.serving.batching import BatchLimits
+from attend.limits import BatchLimits, QueueLimits
 from attend.serving.metrics import Metrics
-from attend.serving.scheduler import QueueLimits, Scheduler
+from attend.serving.scheduler import Scheduler
 from attend.serving.service import Service, open_service
 from attend.spec import LayerSpec
 from support.scheduler import HEAVY, Attention, Clock, heavy_call, layer_with, loop_iterations, run
@@ -192,7 +192,7 @@ def test_the_device_is_not_probed_while_draining_or_without_layers() -> None:
 def test_the_first_retry_after_uses_the_speed_measured_at_the_start() -> None:
     async def test() -> None:
         attention = Attention()
-        scheduler = Scheduler(torch.device("cpu"), Metrics(), QueueLimits(operations=10**11), BatchLimits())
+        scheduler = Scheduler(torch.device("cpu"), Metrics(), QueueLimits(max_queue_operations=10**11), BatchLimits())
         scheduler.calibrate(10**8, 0.01)  # 10^10 operations per second
         attention.gate.clear()
         calls = []

@@ -19,11 +19,10 @@ from attend.errors import (
     SessionNotFound,
     WrongReplica,
 )
-from attend.serving.admission import ServingLimits
+from attend.limits import QueueLimits, ServingLimits
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.metrics import Metrics
 from attend.serving.requests import Request
-from attend.serving.scheduler import QueueLimits
 from attend.serving.service import Service, ServiceOptions, open_service
 from attend.serving.sessions import registry
 from attend.serving.sessions.ids import make_id, new_process
@@ -273,7 +272,7 @@ async def test_the_refusal_of_an_id_says_why_the_session_does_not_exist() -> Non
 
 
 def service_of(sessions: Sessions) -> Service:
-    service = open_service("cpu", ServiceOptions(queue=QueueLimits(delay=1e-4)))
+    service = open_service("cpu", ServiceOptions(queue=QueueLimits(batch_delay=1e-4)))
     service.registry.put(sessions.layers.find("default"))
     service.engine.sessions = sessions.registry
     return service

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from attend.attention.reference import forward
 from attend.check.random_cases import FEATURES, random_case
 from attend.errors import DeadlinePassed, LayerConflict, LayerNotFound, OutOfMemory, TooLarge
-from attend.serving.admission import Admission, ServingLimits, cost_of_part
+from attend.limits import ServingLimits
+from attend.serving.admission import Admission, cost_of_part
 from attend.serving.binding import ATTEND
 from attend.serving.calls import make_call
 from attend.serving.cost import predict

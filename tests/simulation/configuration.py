@@ -6,7 +6,8 @@ Sizes that decide which path a request takes are drawn small, so that a body of 
 from dataclasses import dataclass, field
 from typing import Any
 
-from attend.serving.batching import BatchLimits, limits_on
+from attend.limits import BatchLimits
+from attend.serving.batching import limits_on
 from attend.settings import Settings
 from attend.spec import LayerSpec
 from simulation.files import SimulatedFiles

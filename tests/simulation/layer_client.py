@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attend.serving.admission import ServingLimits
+from attend.limits import ServingLimits
 from attend.serving.layers.registry import LayerRegistry
 from attend.serving.layers.store import UNANNOUNCED
 from attend.spec import LayerSpec

@@ -11,7 +11,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from attend.serving.batching import BatchLimits
+from attend.limits import BatchLimits
 from attend.serving.service import Service
 from attend.settings import Settings
 from attend.web.app import create_app

@@ -18,7 +18,8 @@ from attend.attention.reference.forward import Outputs
 from attend.attention.reference.request import Request
 from attend.check.random_cases import FEATURES, REQUEST_FEATURES, Case, Draw, Sizes, draw_options, random_case, rounded
 from attend.cli.server_check import compare_output, compared_outputs, largest_score
-from attend.serving.admission import Admission, ServingLimits
+from attend.limits import ServingLimits
+from attend.serving.admission import Admission
 from attend.serving.binding import Prepared
 from attend.serving.casting import numpy_of
 from attend.serving.layers.registry import LayerRegistry, LoadedLayer

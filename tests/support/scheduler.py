@@ -10,8 +10,8 @@ import torch
 
 from attend.attention.call import Call, Result
 from attend.attention.operations import FORWARD
-from attend.serving.admission import ServingLimits
-from attend.serving.batching import BatchLimits, Job, batch_key
+from attend.limits import BatchLimits, QueueLimits, ServingLimits
+from attend.serving.batching import Job, batch_key
 from attend.serving.calls import make_call
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome
@@ -19,7 +19,7 @@ from attend.serving.layers.registry import LayerRegistry, LoadedLayer
 from attend.serving.metrics import Metrics
 from attend.serving.queueing import INLINE_OPERATIONS
 from attend.serving.requests import Request
-from attend.serving.scheduler import QueueLimits, Scheduler
+from attend.serving.scheduler import Scheduler
 from attend.spec import LayerSpec
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
@@ -78,7 +78,8 @@ class Harness:
         self.attention = Attention()
         self.layer = layer_with(self.attention)
         self.metrics = Metrics()
-        queue = QueueLimits(**{name: limits.pop(name) for name in ("operations", "memory_bytes", "delay") if name in limits})
+        names = {"operations": "max_queue_operations", "memory_bytes": "max_queue_bytes", "delay": "batch_delay"}
+        queue = QueueLimits(**{field: limits.pop(name) for name, field in names.items() if name in limits})
         knobs = {} if clock is None else {"clock": clock}
         self.scheduler = Scheduler(torch.device("cpu"), self.metrics, queue, BatchLimits(**limits), **knobs)
         self.unhandled: list[dict[str, Any]] = []

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from attend.errors import InvalidRequest, MalformedBody
+from attend.limits import WireLimits
 from attend.tensors import DATATYPES, datatype_of
 from attend.wire.client_codec import decode_json_reply, encode_json_request
 from attend.wire.codec import Reply
 from attend.wire.json.reader import parse
 from attend.wire.json.writer import encode_json
-from attend.wire.limits import WireLimits
 from attend.wire.schemas.attend import AttendRequest, ReplyOptions
 from attend.wire.schemas.layers import PutLayer
 

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import load, save
 
 from attend.errors import AttendError, InvalidRequest, MalformedBody, RequestError, TooLarge
+from attend.limits import WireLimits
 from attend.tensors import DATATYPES, Array, datatype_of
 from attend.wire.codec import Reply
-from attend.wire.limits import WireLimits
 from attend.wire.safetensors import MAX_HEADER_BYTES, encode, parse, read_tensors, write_tensors
 from attend.wire.schemas.attend import AttendRequest, ReplyOptions
 

@@ -99,7 +99,9 @@ class InProcessTransport(httpx.BaseTransport):
         except ValueError as error:  # no such device
             raise BadSettings(str(error)) from None
         self._asgi, self._service, self._loop = httpx.ASGITransport(app), app.state.service, asyncio.Runner()
-        self._service.wire_limits = replace(self._service.wire_limits, body_bytes=UNBOUNDED, layer_bytes=UNBOUNDED)  # of request bodies
+        self._service.wire_limits = replace(
+            self._service.wire_limits, max_body_bytes=UNBOUNDED, max_layer_bytes=UNBOUNDED
+        )  # of request bodies
         try:
             self._loop.run(self._service.start(settings.all_layers()))
             self._service.loader.stop_following()

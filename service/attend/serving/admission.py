@@ -1,33 +1,17 @@
 """Decides which calls are admitted: those whose predicted cost (`cost.py`) is within the limits of the server."""
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from attend.attention.call import CallOptions
 from attend.errors import Problem, TooLarge
+from attend.limits import ServingLimits
 from attend.serving.cost import Cost, ReplyContents, predict_call
 from attend.spec import LayerSpec
-from attend.wire.limits import MIB
 
 LARGE_REPLY = "a reply of at most {} predicted bytes (max_reply_bytes); ask for fewer outputs, or in binary"
 MAX_BATCH = 2**31 - 1  # the largest value that `largest_batch` returns
-
-
-@dataclass(frozen=True, slots=True)
-class ServingLimits:
-    """Bounds on layers and calls, each named like its setting."""
-
-    max_layer_parameters: int = 1 << 28
-    max_total_parameters: int = 1 << 30
-    max_layers: int = 1000
-    max_layer_width: int = 1 << 16  # of the rows of any input, projection or output of a layer
-    max_scores: int = 1 << 28  # batch * heads * queries * keys that [q, k] outputs may hold
-    max_memory_bytes: int = 4096 * MIB
-    max_operations: int = 10**13
-    max_batch_items: int = 65536
-    max_pairs: int = 1 << 36  # heads * queries * keys of one item
-    max_reply_bytes: int = 2048 * MIB
 
 
 class Admission(NamedTuple):

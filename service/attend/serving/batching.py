@@ -13,6 +13,7 @@ import torch
 
 from attend.attention.call import Call
 from attend.attention.operations import FORWARD, Operation
+from attend.limits import BatchLimits
 from attend.serving.cost import Cost
 from attend.serving.layers.registry import LoadedLayer
 from attend.serving.queueing import INTERNAL, Flow
@@ -63,15 +64,6 @@ class Job:
 
     def can_share_batch(self, other: "Job") -> bool:
         return self.batch_key is not None and self.batch_key == other.batch_key
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """The largest cost of one batch. A call that exceeds it runs alone."""
-
-    calls: int = 64
-    operations: int = 4_000_000_000
-    memory_bytes: int = 1 << 29
 
 
 def limits_on(device: torch.device, calls: int) -> BatchLimits:

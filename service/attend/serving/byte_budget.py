@@ -40,10 +40,10 @@ class ByteBudget(FairShare[str]):
         if (lacking := self.shortage(caller, size)) is None:
             return
         if lacking.of_caller:
-            expected = f"request bodies and replies of one caller of at most {self.times} times the free bytes (max_queue_bytes)"
+            expected = f"request bodies and replies of one caller of at most {self.times} times the free bytes (max_buffered_bytes)"
             got = f"{self.taken(caller) + size}, with {self.capacity - self.used - size} free"
         else:
-            expected = f"request bodies and replies of at most {self.capacity} bytes in all (max_queue_bytes)"
+            expected = f"request bodies and replies of at most {self.capacity} bytes in all (max_buffered_bytes)"
             got = f"{size} in addition to {self.used}"
         raise Overloaded(self._wait(lacking.missing), problems=[Problem("", expected, got)])
 

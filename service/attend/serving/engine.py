@@ -15,8 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from attend.errors import InvalidRequest, RequestError, SessionNotFound, TooLarge
+from attend.limits import ServingLimits, WireLimits
 from attend.serving import codec_pool
-from attend.serving.admission import Admission, ServingLimits
+from attend.serving.admission import Admission
 from attend.serving.batching import batch_key
 from attend.serving.binding import Binding, Prepared
 from attend.serving.codec_pool import INLINE_BYTES, CodecPool
@@ -33,7 +34,6 @@ from attend.serving.shards import ShardedScheduler, Shards
 from attend.serving.statistics import LayerStatistics
 from attend.serving.threads import usable_cores
 from attend.wire.codec import Decoded, Encoded
-from attend.wire.limits import WireLimits
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 
@@ -69,7 +69,7 @@ class Engine:
         """
         started = self.clock()
         if request.coding:
-            await self.unpack(request, self.wire_limits.body_bytes)
+            await self.unpack(request, self.wire_limits.max_body_bytes)
         size = request.size  # decoding takes the body out of the request
         if size <= INLINE_BYTES:
             decoded, found = self.decode_and_bind(request, binding, session_id)

@@ -17,6 +17,7 @@ from attend.checkpoints.families import COMPOSITES, FAMILIES
 from attend.checkpoints.model import SECTIONS
 from attend.errors import InvalidRequest
 from attend.heads.circuits import CircuitsOperation, require_circuits
+from attend.limits import WireLimits
 from attend.serving.batching import Job
 from attend.serving.cost import predict_circuits
 from attend.serving.layers.files import (
@@ -35,7 +36,6 @@ from attend.tensors import BY_TORCH
 from attend.wire.codec import Buffer
 from attend.wire.compression import unpack
 from attend.wire.json.strict import parse_strictly
-from attend.wire.limits import WireLimits
 from attend.wire.negotiation import FILE_CODEC, JSON, SAFETENSORS
 from attend.wire.problems import describe_value, validate
 from attend.wire.schemas.layers import Circuits, PutLayer
@@ -47,7 +47,7 @@ CIRCUITS_OPERATIONS = 1 << 30  # predicted operations of the heads whose circuit
 
 async def read_body(service: Service, request: Request, model: type[D]) -> D:
     """Decode the body and validate it as `model`. An empty body has no fields."""
-    await service.engine.unpack(request, service.wire_limits.body_bytes)
+    await service.engine.unpack(request, service.wire_limits.max_body_bytes)
     return await service.engine.run(request, request.size, _decode_body, request, model, service.wire_limits)
 
 
@@ -121,7 +121,7 @@ def _decode_object(request: Request, limits: WireLimits) -> dict[str, Any]:
 
 def _decode_layer(request: Request, source: CheckpointQuery, limits: WireLimits) -> ParsedLayer:
     """The layer of the body of a PUT. The loader has one thread, and decompresses the body there: few such bodies are in memory at once."""
-    body = unpack(request.take_body(), request.coding, limits.layer_bytes if request.codec is FILE_CODEC else limits.body_bytes)
+    body = unpack(request.take_body(), request.coding, limits.max_layer_bytes if request.codec is FILE_CODEC else limits.max_body_bytes)
     if request.codec is FILE_CODEC:
         return read_layer_file(body, source)
     members = _decode_members(body, request, PutLayer, limits)

@@ -21,7 +21,7 @@ from attend.wire.schemas.schema import LayerReference, Refusal
 async def plan_call(engine: Engine, request: Request) -> Plan:
     """The plan of a request to POST /attend, or with `metrics` to POST /attend/analysis. Raises InvalidRequest, and what finding the layer
     or the session raises."""
-    await engine.unpack(request, engine.wire_limits.body_bytes)
+    await engine.unpack(request, engine.wire_limits.max_body_bytes)
     size = request.size  # decoding takes the body out of the request
     decoded = await engine.run(request, size, engine.decode, request, AnalysisRequest, True)
     reference = reference_of("", decoded, in_body=True)

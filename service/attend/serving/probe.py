@@ -7,7 +7,8 @@ import numpy as np
 
 from attend.attention.operations import FORWARD
 from attend.errors import AttendError
-from attend.serving.admission import Admission, ServingLimits
+from attend.limits import ServingLimits
+from attend.serving.admission import Admission
 from attend.serving.batching import Job
 from attend.serving.calls import make_call
 from attend.serving.cost import predict

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,8 @@ import torch
 from attend.attention.call import Call
 from attend.attention.operations import Operation
 from attend.errors import AttendError, CallerGone, DeadlinePassed, OutOfMemory, Overloaded
-from attend.serving.batching import BatchLimits, Job, form_batch
+from attend.limits import BatchLimits, QueueLimits
+from attend.serving.batching import Job, form_batch
 from attend.serving.cost import Cost
 from attend.serving.executor import Outcome, Outcomes, compute
 from attend.serving.faults import error_of_batch
@@ -43,15 +43,6 @@ OVERHEAD_OPERATIONS = 1 << 20  # operations added to the cost of any call
 OVERDUE_FACTOR = 10  # a batch that takes longer than this many times its predicted seconds is overdue
 SWEEP_SHARE = 16  # the waiting calls are swept once for this share of their number of new calls
 UNHEALTHY_AFTER = 3  # after so many consecutive calls that ran out of memory, the device is unhealthy
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """The largest total cost of the waiting calls. `delay`: seconds that a call to an idle device waits for others."""
-
-    operations: int = 2_000_000_000_000
-    memory_bytes: int = 1 << 31
-    delay: float = 0.0
 
 
 class Running(NamedTuple):
@@ -77,9 +68,9 @@ class Scheduler:
         self.out_of_memory = 0  # consecutive calls that ran out of memory
         self.finished_at = -math.inf  # when the device last finished something
         self._finished = asyncio.Event()
-        self._inline = device.type == "cpu" and not self.limits.delay
+        self._inline = device.type == "cpu" and not self.limits.batch_delay
         self._queue: FairQueue[Job] = FairQueue(lambda job: job.flow, lambda job: job.cost.operations + OVERHEAD_OPERATIONS)
-        self._occupancy = Occupancy(self.limits.operations, self.limits.memory_bytes)
+        self._occupancy = Occupancy(self.limits.max_queue_operations, self.limits.max_queue_bytes)
         self._throughput = Throughput()
         self._running: Running | None = None
         self._scheduled = False  # whether `_dispatch` will be called
@@ -184,7 +175,7 @@ class Scheduler:
         is_first = not self.busy
         self._queue.append(job)
         self._occupancy.add(job.flow, job.cost)
-        self._schedule_batch(loop, self.limits.delay if is_first else 0.0)
+        self._schedule_batch(loop, self.limits.batch_delay if is_first else 0.0)
         if job.request.deadline is not None:
             job.timer = loop.call_later(max(0.0, job.request.deadline - self.clock()), self._expire, job)
         try:

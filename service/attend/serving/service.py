@@ -14,8 +14,8 @@ import structlog
 import torch
 
 from attend.errors import NotReady
-from attend.serving.admission import ServingLimits
-from attend.serving.batching import BatchLimits, limits_on
+from attend.limits import BatchLimits, QueueLimits, ServingLimits, WireLimits
+from attend.serving.batching import limits_on
 from attend.serving.byte_budget import ByteBudget
 from attend.serving.engine import Engine
 from attend.serving.executor import one_core
@@ -24,10 +24,9 @@ from attend.serving.layers.registry import LayerRegistry
 from attend.serving.layers.store import LayerStore
 from attend.serving.metrics import Metrics
 from attend.serving.probe import READY_SECONDS, Probe
-from attend.serving.scheduler import QueueLimits, Scheduler
+from attend.serving.scheduler import Scheduler
 from attend.serving.statistics import LayerStatistics
 from attend.spec import LayerSpec
-from attend.wire.limits import WireLimits
 
 T = TypeVar("T")
 Close = Callable[[], Coroutine[Any, Any, Any]]
@@ -43,6 +42,7 @@ class ServiceOptions:
     wire_limits: WireLimits = field(default_factory=WireLimits)
     limits: ServingLimits = field(default_factory=ServingLimits)
     queue: QueueLimits = field(default_factory=QueueLimits)
+    max_buffered_bytes: int | None = None  # of bodies and replies; None: as many as those of waiting calls
     batch_calls: int = BatchLimits().calls  # in one batch, on a GPU
     layers_dir: Path | None = None  # stores layers added by PUT; `start` loads those found there
     compress: bool = False  # whether replies are compressed for clients that accept several codings
@@ -60,9 +60,9 @@ class Service:
         self.statistics = LayerStatistics(metrics.folder)
         metrics.add(self.statistics)
         self.probe = Probe(scheduler, options.ready_timeout)
-        self.loader = LayerLoader(self.registry, self.probe, metrics, self.statistics, store, wire_limits.layer_bytes)
+        self.loader = LayerLoader(self.registry, self.probe, metrics, self.statistics, store, wire_limits.max_layer_bytes)
         self.engine = Engine(self.registry, scheduler, metrics, self.statistics, wire_limits, limits)
-        self.budget = ByteBudget(scheduler.limits.memory_bytes, scheduler.clock)
+        self.budget = ByteBudget(options.max_buffered_bytes or scheduler.limits.max_queue_bytes, scheduler.clock)
         self.gate = ShutdownGate()
         self.started = self.draining = False
         self.failed = False  # whether the configured layers could not be loaded
@@ -169,7 +169,7 @@ def open_service(device: str, options: ServiceOptions = ServiceOptions(), clock:
     where = find_device(device)
     one_core()  # must be created before other threads compute: see `one_core`
     metrics = Metrics()
-    store = None if options.layers_dir is None else LayerStore(options.layers_dir, options.wire_limits.layer_bytes)
+    store = None if options.layers_dir is None else LayerStore(options.layers_dir, options.wire_limits.max_layer_bytes)
     scheduler = Scheduler(where, metrics, options.queue, limits_on(where, options.batch_calls), clock)
     return Service(scheduler, metrics, store, options)
 

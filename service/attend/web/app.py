@@ -5,14 +5,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from attend.errors import Forbidden, LayerConflict, NotReady
-from attend.serving.admission import ServingLimits
+from attend.limits import QueueLimits, ServingLimits, WireLimits
 from attend.serving.memory import default_limit
-from attend.serving.scheduler import QueueLimits
 from attend.serving.service import NO_PAGES, Service, ServiceOptions, open_service
 from attend.serving.sessions.ids import default_replica, new_process
 from attend.serving.sessions.registry import SessionRegistry
@@ -32,8 +31,9 @@ from attend.web.routes import attend, health, layers, page, sessions, words
 from attend.web.telemetry import start_telemetry
 from attend.web.v2 import routes as v2
 from attend.web.v2.description import ProtocolExtensions
-from attend.wire.limits import WireLimits
 from attend.wire.native import numbers
+
+T = TypeVar("T", WireLimits, ServingLimits, QueueLimits)
 
 
 def create_app(
@@ -104,15 +104,21 @@ def create_service(settings: Settings, clock: Callable[[], float] = time.monoton
     return service
 
 
+def section(kind: type[T], settings: Settings) -> T:
+    """The limits of one kind, as the settings have them."""
+    return kind(**{name: value for name, value in settings if name in kind.__dataclass_fields__})
+
+
 def service_options(settings: Settings) -> ServiceOptions:
     """What the service takes from the settings."""
-    limits = ServingLimits(**{field.name: getattr(settings, field.name) for field in fields(ServingLimits)})
+    limits = section(ServingLimits, settings)
     if settings.grpc_port is not None:  # a process that needs too much memory ends: no call may need so much
         limits = replace(limits, max_memory_bytes=min(limits.max_memory_bytes, _resident_limit(settings) // 2))
     return ServiceOptions(
-        wire_limits=WireLimits(settings.max_body_bytes, settings.max_layer_bytes, settings.max_depth, settings.max_tensors),
+        wire_limits=section(WireLimits, settings),
         limits=limits,
-        queue=QueueLimits(settings.max_queue_operations, settings.max_queue_bytes, settings.batch_delay),
+        queue=section(QueueLimits, settings),
+        max_buffered_bytes=settings.max_buffered_bytes,
         batch_calls=settings.max_batch_calls,
         layers_dir=settings.layers_dir,
         compress=settings.compress_replies,
@@ -208,5 +214,6 @@ def _index_members(settings: Settings, service: Service) -> dict[str, Any]:
         "limits": {
             **{name: getattr(settings, name) for name in Settings.model_fields if name.startswith("max_") or name == "session_memory"},
             "max_memory_bytes": service.limits.max_memory_bytes,
+            "max_buffered_bytes": service.budget.capacity,
         },
     }

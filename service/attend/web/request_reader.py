@@ -39,7 +39,7 @@ async def receive_body(
         codec, reply_codec = _codecs(headers.get(b"content-type", b""), headers.get(b"accept", b""))
     else:
         reply_codec = codec
-    limit = ("max_layer_bytes", limits.layer_bytes) if layer and codec is FILE_CODEC else ("max_body_bytes", limits.body_bytes)
+    limit = ("max_layer_bytes", limits.max_layer_bytes) if layer and codec is FILE_CODEC else ("max_body_bytes", limits.max_body_bytes)
     if largest is not None and largest < limit[1]:
         limit = ("", largest)
     request.codec, request.reply_codec, request.parameters = codec, reply_codec, parameters

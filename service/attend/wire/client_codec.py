@@ -17,8 +17,8 @@ from pydantic import BaseModel
 
 from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, pointer
+from attend.limits import WireLimits
 from attend.tensors import BY_NUMPY, DATATYPES, Array
-from attend.wire.limits import WireLimits
 from attend.wire.problems import validate
 from attend.wire.safetensors import MAX_HEADER_BYTES, read_tensors, write_tensors
 from attend.wire.schemas.analysis import INDEX_PARTS

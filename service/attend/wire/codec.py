@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from attend.axes import Kind
 from attend.errors import Problem, RequestError
+from attend.limits import WireLimits
 from attend.tensors import Array
-from attend.wire.limits import WireLimits
 from attend.wire.schemas.attend import ReplyOptions
 
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from attend.axes import Kind
 from attend.errors import NotAcceptable, UnsupportedMediaType
+from attend.limits import WireLimits
 from attend.wire import safetensors
 from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
 from attend.wire.json import reader as json_reader
 from attend.wire.json.writer import encode_json
-from attend.wire.limits import WireLimits
 from attend.wire.schemas.attend import ReplyOptions
 
 JSON = "application/json"

@@ -15,12 +15,12 @@ import orjson
 
 from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge, pointer
+from attend.limits import JSON_TEXT_BYTES, WireLimits
 from attend.tensors import BY_SAFETENSORS, Array, Datatype, datatype_of, raw
 from attend.wire.arrays import MAX_RANK, array_of_bytes, wire_array
 from attend.wire.codec import Buffer, Reply
 from attend.wire.json import reader as json_reader
 from attend.wire.json.strict import DEFAULT_LIMITS, parse_strictly
-from attend.wire.limits import JSON_TEXT_BYTES, WireLimits
 from attend.wire.schemas.attend import ReplyOptions
 
 MAX_HEADER_BYTES = 4 * 1024 * 1024  # of a header; the bound on its values allows about ten thousand tensors
@@ -161,8 +161,8 @@ def _entry_of(name: str, entry: Any, available: int | None) -> TensorEntry:
 def parse(body: bytes, kinds: Mapping[str, Kind], limits: WireLimits, shapes_alone: bool = False) -> dict[str, Any]:
     """The members of a request: tensors under their field names, the others from the metadata entry `request`."""
     tensors, metadata = read_tensors(body, limits)
-    if len(tensors) > limits.tensors:
-        raise TooLarge.where("", f"at most {limits.tensors} tensors (max_tensors)", str(len(tensors)))
+    if len(tensors) > limits.max_tensors:
+        raise TooLarge.where("", f"at most {limits.max_tensors} tensors (max_tensors)", str(len(tensors)))
     try:
         request = metadata.get("request", "").encode()
     except UnicodeEncodeError:

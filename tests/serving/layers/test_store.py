@@ -289,7 +289,7 @@ from pathlib import Path
 import torch
 from attend.serving.layers import store
 from attend.serving.layers.registry import LayerRegistry
-from attend.serving.admission import ServingLimits
+from attend.limits import ServingLimits
 from attend.spec import LayerSpec
 
 kept = store.LayerStore(Path(sys.argv[1]), 1 << 20)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend.errors import AttendError, InvalidRequest, MalformedBody, TooLarge
+from attend.limits import WireLimits
 from attend.wire.json import lists as json_lists
 from attend.wire.json import reader as json_reader
 from attend.wire.json.lists import EMPTY_AXIS
 from attend.wire.json.strict import parse_strictly
-from attend.wire.limits import WireLimits
 from attend.wire.schemas.attend import AttendRequest
 
 pytestmark = pytest.mark.usefixtures("either_way")

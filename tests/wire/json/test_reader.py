@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
+from attend.limits import WireLimits
 from attend.tensors import DATATYPES
 from attend.wire.json.reader import parse
-from attend.wire.limits import WireLimits
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend.errors import TooLarge
+from attend.limits import WireLimits
 from attend.wire.json import strict
 from attend.wire.json.strict import parse_strictly
-from attend.wire.limits import WireLimits
 
 CODE = """
 import sys
@@ -58,8 +58,8 @@ def test_values_and_depth_are_those_of_the_document(document: Any, indent: int |
     values, depth = values_in(document) - 1, depth_of(document)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strict, "PIECE_BYTES", piece)
-        assert parse_strictly(text, limits=WireLimits(values=values, depth=depth + 1)) == document
-        for limits in [WireLimits(values=values - 1), WireLimits(depth=depth - 1)] if values > 0 else []:
+        assert parse_strictly(text, limits=WireLimits(values=values, max_depth=depth + 1)) == document
+        for limits in [WireLimits(values=values - 1), WireLimits(max_depth=depth - 1)] if values > 0 else []:
             with pytest.raises(TooLarge):
                 parse_strictly(text, limits=limits)
 

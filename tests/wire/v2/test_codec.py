@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attend.errors import RequestError
-from attend.wire.limits import WireLimits
+from attend.limits import WireLimits
 from attend.wire.problems import validate
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.v2.codec import V2Codec

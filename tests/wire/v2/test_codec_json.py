@@ -18,9 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
+from attend.limits import WireLimits
 from attend.wire.json import lists as json_lists
 from attend.wire.json.reader import split_json
-from attend.wire.limits import WireLimits
 from attend.wire.schemas.attend import AttendRequest
 from attend.wire.v2 import codec
 from attend.wire.v2.codec import MAX_CACHED_HEADER, V2Codec

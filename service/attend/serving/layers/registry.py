@@ -13,7 +13,7 @@ from attend.attention.program import formulas
 from attend.checkpoints.detection import natural
 from attend.checkpoints.reader import biases_of
 from attend.errors import InvalidRequest, LayerConflict, LayerNotFound, LayerUnloaded, Problem, TooLarge, did_you_mean, pointer
-from attend.serving.admission import ServingLimits
+from attend.limits import ServingLimits
 from attend.serving.casting import aligned, cast, numpy_of
 from attend.serving.prepared_cache import PreparedCache
 from attend.serving.rounding import score_deviation

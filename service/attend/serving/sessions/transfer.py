@@ -50,8 +50,8 @@ async def import_cache(service: Service, sessions: SessionRegistry, session_id: 
         file = await service.engine.run(request, received, _announced_by, request, session.layer)
         if session.capacity is not None and file.length > session.capacity:
             raise TooLarge.where("", f"at most {session.capacity} rows (capacity)", str(file.length))
-        if file.size > service.wire_limits.layer_bytes:
-            raise TooLarge.where("", f"a file of at most {service.wire_limits.layer_bytes} bytes (max_layer_bytes)", str(file.size))
+        if file.size > service.wire_limits.max_layer_bytes:
+            raise TooLarge.where("", f"a file of at most {service.wire_limits.max_layer_bytes} bytes (max_layer_bytes)", str(file.size))
         if request.lease is not None:
             request.lease.add(max(0, file.size - received))
         cache = KeyValueCache(session.layer.spec, sessions.pool, owner)

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody
+from attend.limits import WireLimits
 from attend.tensors import Array, Datatype, datatype_of, raw
 from attend.web.grpc import messages
 from attend.web.grpc.descriptors import DESCRIPTOR
@@ -21,7 +22,6 @@ from attend.web.grpc.messages import RAW_OUTPUTS_FIELD, SplitRequest, length_pre
 from attend.wire.arrays import array_of_bytes, require_exact, wire_array
 from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Reply
 from attend.wire.json.reader import shape_of
-from attend.wire.limits import WireLimits
 from attend.wire.problems import describe_value, validate
 from attend.wire.schemas.attend import ReplyOptions
 from attend.wire.v2.members import (

@@ -118,7 +118,7 @@ def config_of(layer: LoadedLayer, service: Service, largest: int) -> ModelConfig
 
 def _scheduling(service: Service) -> dict[str, Any]:
     """The scheduling section of Triton's configuration: `sequence_batching` if the server keeps sessions, else `dynamic_batching`."""
-    delay = round(service.scheduler.limits.delay * 1e6)
+    delay = round(service.scheduler.limits.batch_delay * 1e6)
     if service.engine.sessions is None:
         return {"dynamic_batching": {"max_queue_delay_microseconds": delay, "default_queue_policy": {"allow_timeout_override": True}}}
     idle = round(PostSession().idle_seconds * 1e6)

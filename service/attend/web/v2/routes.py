@@ -169,7 +169,7 @@ def add_endpoints(table: EndpointTable, service: Service, extensions: ProtocolEx
     )
     async def config(request: HttpRequest, name: str) -> Response:
         """Model configuration, as in Triton."""
-        return _document(config_of(find(request, name), service, service.wire_limits.body_bytes))
+        return _document(config_of(find(request, name), service, service.wire_limits.max_body_bytes))
 
     @table.add(
         "GET",

@@ -13,10 +13,10 @@ import numpy as np
 
 from attend.axes import Kind
 from attend.errors import InvalidRequest, Problem, RequestError, TooLarge, pointer
+from attend.limits import WireLimits
 from attend.tensors import BY_NUMPY, Array
 from attend.wire.arrays import MAX_RANK, beyond_float64, convert, range_text
 from attend.wire.json.strict import line_and_column, parse_strictly
-from attend.wire.limits import WireLimits
 from attend.wire.native import numbers
 from attend.wire.problems import describe_value
 
@@ -111,8 +111,8 @@ class NumberList(RawValue):
         return parse_strictly(b"".join((before, piece, after)), position_of=position_of, limits=limits)
 
     def _require_bounded(self, at: str, lists: int, depth: int) -> None:
-        if depth > self.limits.depth:
-            raise TooLarge.where(at, f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
+        if depth > self.limits.max_depth:
+            raise TooLarge.where(at, f"a document at most {self.limits.max_depth} deep (max_depth)", "one nested deeper")
         if lists > self.limits.lists:
             raise TooLarge.where(at, f"at most {self.limits.lists} lists in one tensor", "more")
 

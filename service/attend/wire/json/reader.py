@@ -16,12 +16,12 @@ import numpy as np
 
 from attend.axes import Kind
 from attend.errors import InvalidRequest, RequestError, TooLarge, did_you_mean, pointer
+from attend.limits import WireLimits
 from attend.spec_parts import whole
 from attend.tensors import DATATYPES, Array, shape_alone
 from attend.wire.arrays import MAX_RANK, array_of_base64
 from attend.wire.json.lists import NumberList, RawValue, array_of_lists
 from attend.wire.json.strict import SCALARS, line_and_column, parse_strictly
-from attend.wire.limits import WireLimits
 from attend.wire.problems import MAX_SHOWN, describe_value
 
 MAX_TEMPLATE_BYTES = 4 << 20  # bytes of a body without its numbers and base64
@@ -176,8 +176,10 @@ class DocumentReader:
         self.value_count += 1
         if self.value_count > self.limits.values:
             raise TooLarge.where(at, f"at most {self.limits.values} values outside of tensors in one body", "more")
-        if depth > self.limits.depth:
-            raise TooLarge.where("/" + at.split("/")[1], f"a document at most {self.limits.depth} deep (max_depth)", "one nested deeper")
+        if depth > self.limits.max_depth:
+            raise TooLarge.where(
+                "/" + at.split("/")[1], f"a document at most {self.limits.max_depth} deep (max_depth)", "one nested deeper"
+            )
         if isinstance(value, dict):
             return self._object(value, at, kinds or {}, depth)
         if isinstance(value, list):
@@ -185,10 +187,10 @@ class DocumentReader:
         return self._plain(value.parsed(at), at, depth) if isinstance(value, RawValue) else value
 
     def _object(self, document: dict[str, Any], at: str, kinds: Mapping[str, Kind], depth: int) -> dict[str, Any]:
-        if len(document) > self.limits.tensors:
-            raise TooLarge.where(at, f"an object of at most {self.limits.tensors} members (max_tensors)", str(len(document)))
+        if len(document) > self.limits.max_tensors:
+            raise TooLarge.where(at, f"an object of at most {self.limits.max_tensors} members (max_tensors)", str(len(document)))
         self.member_count += len(document)
-        if self.member_count > (largest := MEMBERS_PER_TENSOR * self.limits.tensors):  # a refusal of each takes long to write
+        if self.member_count > (largest := MEMBERS_PER_TENSOR * self.limits.max_tensors):  # a refusal of each takes long to write
             raise TooLarge.where(at, f"at most {largest} members of objects in one body ({MEMBERS_PER_TENSOR} x max_tensors)", "more")
         members: dict[str, Any] = {}
         for key, value in document.items():
@@ -197,7 +199,7 @@ class DocumentReader:
             place = f"{at}/{key}" if key.isidentifier() else at + pointer([key])
             if kind := kinds.get(key) or kinds.get("*"):
                 members[key] = self._tensor(value, kind, place)
-            elif type(value) in SCALARS and depth < self.limits.depth and self.value_count < self.limits.values:
+            elif type(value) in SCALARS and depth < self.limits.max_depth and self.value_count < self.limits.values:
                 self.value_count += 1  # as `_plain` does
                 members[key] = value
             else:

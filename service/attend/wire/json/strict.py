@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from attend.errors import InvalidRequest, MalformedBody, Problem, RequestError, TooLarge, pointer
+from attend.limits import JSON_TEXT_BYTES, WireLimits
 from attend.tensors import Array
-from attend.wire.limits import JSON_TEXT_BYTES, WireLimits
 
 DEFAULT_LIMITS = WireLimits()
 PIECE_BYTES = 1 << 17  # bytes of a text whose values are counted at a time
@@ -69,7 +69,7 @@ def parse_strictly(
             parse_int=_integer if huge else None,
         )
         may_be_faulty = faults or too_deep or (not nonfinite and (huge or b"e" in text or b"E" in text))
-        fault = _fault(document, (), limits.depth, nonfinite) if may_be_faulty else None
+        fault = _fault(document, (), limits.max_depth, nonfinite) if may_be_faulty else None
     except UnicodeDecodeError as error:
         raise MalformedBody.where("", "JSON in UTF-8", f"an invalid byte at offset {error.start}") from None
     except json.JSONDecodeError as error:
@@ -101,10 +101,10 @@ def parse_nested(text: str, at: str, nonfinite: bool = False) -> Any:
 def _require_few_values(text: bytes, name: str, limits: WireLimits, uncounted: int) -> bool:
     """Raises TooLarge if a JSON text has more than `limits.values` values, of which `uncounted` are left out, and its outermost one.
 
-    Returns whether it is nested deeper than `limits.depth`. Makes no object of any value. Of malformed text the numbers may be any.
+    Returns whether it is nested deeper than `limits.max_depth`. Makes no object of any value. Of malformed text the numbers may be any.
     """
     opened = text.count(b"[") + text.count(b"{")  # at least as many as outside of strings
-    if opened < limits.depth and opened + text.count(b",") - uncounted <= limits.values:
+    if opened < limits.max_depth and opened + text.count(b",") - uncounted <= limits.values:
         return False
     values, depths, opens = -uncounted, np.zeros(1, np.int64), np.zeros(1, np.bool_)
     deepest = 0
@@ -117,7 +117,7 @@ def _require_few_values(text: bytes, name: str, limits: WireLimits, uncounted: i
             raise TooLarge.where("", f"at most {limits.values} values outside of tensors in one {name}", "more")
         depths = depths[-1] + np.cumsum(opens.view(np.int8) - closes.view(np.int8), dtype=np.int64)
         deepest = max(deepest, int(depths.max()))
-    return deepest >= limits.depth
+    return deepest >= limits.max_depth
 
 
 def _structure(text: bytes) -> Iterator[Array]:

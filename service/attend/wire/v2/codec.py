@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from attend.axes import Kind
 from attend.errors import InvalidRequest, MalformedBody, RequestError, TooLarge
+from attend.limits import WireLimits
 from attend.tensors import Datatype, datatype_of, raw
 from attend.wire.arrays import array_of_bytes, wire_array
 from attend.wire.codec import Buffer, Codec, Decoded, Encoded, Headers, Reply
@@ -23,7 +24,6 @@ from attend.wire.json.lists import NumberList
 from attend.wire.json.reader import MAX_STRICT_BYTES, DocumentReader, array_of_data, parse_refused, shape_of, split_json
 from attend.wire.json.strict import parse_strictly
 from attend.wire.json.writer import json_text_of, write_json
-from attend.wire.limits import WireLimits
 from attend.wire.negotiation import JSON
 from attend.wire.problems import describe_value, validate
 from attend.wire.schemas.attend import ReplyOptions
