@@ -17,7 +17,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
                 return await asyncio.wait_for(drawn, max(0.0, deadline - self.clock()))
 """,
     ),
-    "cycle of an inline call": (SCHEDULER, "            del settled, outcome  # as in `submit`\n", "            pass\n"),
+    "cycle of an inline call": (SCHEDULER, "                del settled, outcome  # as `job`\n", "                pass\n"),
     # past: the frames of a cancelled stream kept its calls, and in Python 3.11 for ever (found by the simulation)
     "cycle of a stream that is cancelled": ("attend.serving.streams", "error.with_traceback(None) from None", "error"),
     "cycle of a failed batch": ("attend.serving.faults", "error.with_traceback(None)", "error"),

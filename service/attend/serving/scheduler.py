@@ -119,10 +119,24 @@ class Scheduler:
         """
         job.arrived = self.clock()
         try:
-            if self.computes_inline(job.cost, job.operation, job.call):
-                return self._compute_inline(job)
-            job.flow = Flow(job.request.caller, size_class(job.cost.operations))
-            return await self._enqueue(job)
+            if not self.computes_inline(job.cost, job.operation, job.call):
+                job.flow = Flow(job.request.caller, size_class(job.cost.operations))
+                return await self._enqueue(job)
+            if job.request.gone():
+                self.metrics.count_abandoned(1)
+                raise CallerGone
+            if job.request.deadline is not None and job.request.deadline <= job.arrived:
+                raise DeadlinePassed(TOO_LATE)
+            self.metrics.count_batch(1)
+            settled = compute([job], self.clock)
+            self._record(settled)
+            _, outcome = settled[0]
+            try:
+                if isinstance(outcome, AttendError):
+                    raise outcome
+                return outcome
+            finally:
+                del settled, outcome  # as `job`
         finally:
             del job  # holds the future and so its exception, whose traceback refers to this frame; such a cycle would keep the tensors
 
@@ -148,24 +162,6 @@ class Scheduler:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
-
-    def _compute_inline(self, job: Job) -> Outcome:
-        """Compute a call on the event loop, in the order in which calls arrive."""
-        if job.request.gone():
-            self.metrics.count_abandoned(1)
-            raise CallerGone
-        if job.request.deadline is not None and job.request.deadline <= self.clock():
-            raise DeadlinePassed(TOO_LATE)
-        self.metrics.count_batch(1)
-        settled = compute([job], self.clock)
-        self._record(settled)
-        _, outcome = settled[0]
-        try:
-            if isinstance(outcome, AttendError):
-                raise outcome
-            return outcome
-        finally:
-            del settled, outcome  # as in `submit`
 
     async def _enqueue(self, job: Job) -> Outcome:
         """Wait for the outcome of a call in the queue."""

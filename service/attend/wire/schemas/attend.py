@@ -300,7 +300,7 @@ class AttendRequest(Schema):
         """Whether attention weights of the call may be negative: those of the layer, or those of `pattern`."""
         return bool(spec.signed_weights) or (self.pattern is not None and bool((self.pattern < 0).any()))
 
-    @property
+    @cached_property
     def batched(self) -> bool:
         return self.query.ndim == 3
 
