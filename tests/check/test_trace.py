@@ -126,7 +126,7 @@ def test_the_first_wrong_step_is_told_with_its_line(candidate):
     name, last, found, text, options = WRONG[candidate]
     comparison = compare(candidate, longest=7, **({"framework": "numpy" if candidate in (over_queries, loops) else "torch"} | options))
     step = comparison.first.step
-    assert step is not None and (step.name, step.document()["last"]) == (name, last), f"\n{comparison}"
+    assert step is not None and (step.names[0], step.names[-1]) == (name, last), f"\n{comparison}"
     assert found in step.found and text in step.line.text, f"\n{comparison}"
     assert f"line {step.line.number} of test_trace.py" in str(comparison)
 

@@ -23,9 +23,11 @@ In the order in which to read it:
     sizes.py                 the candidate in other sizes, in which a mistake has to hold before it is named
     trace.py                 the arrays that a candidate makes, with the lines of its source
     divergence.py            the first step of the reference whose numbers are not among them
-    explanation.py           the search for the known mistakes that explain a candidate's numbers
+    explanation.py           the search for the mistake that explains a candidate's numbers
+    mistakes/                the known mistakes with their arithmetic
+    algebra/                 the changes of any step of any layer, with names and arithmetic made of the step
     fitting.py               constant factors, fitted to the candidate's numbers
-    mistakes/, changes.py    the known mistakes with their arithmetic, and the changes that they are made of
+    changes.py               what mistakes are made of
     cases.py                 the inputs
     alignment.py             causal calls with more or fewer keys than queries
     gradients.py             gradients of the inputs of torch candidates

@@ -7,12 +7,13 @@ steps are methods in place of those of the reference's `Layer`.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import numpy as np
 
 from attend.attention.operators.rope import frequencies
+from attend.attention.operators.step import Step
 from attend.check.cases import CheckCase
 from attend.check.computation import Computation
 from attend.check.layer import Layer
@@ -98,78 +99,6 @@ def with_input(case: CheckCase, role: str, x: Array) -> CheckCase:
     return replace(changed, key=changed.key[:, :keys], value=changed.value[:, :keys], visible=visible)
 
 
-def use_projection_of(role: str, source: str) -> Change:
-    """Uses the projected rows of `source`, a query, key or value, in place of those of `role`."""
-
-    def changed(c: Computation) -> Computation:
-        x, y = getattr(c.case, role), getattr(c.case, source)
-        names = {name: name.replace(source, role, 1) for name in c.weights if name.startswith((f"{source}.", f"{source}_norm."))}
-        if c.spec.latent or (not names and x is y):
-            raise Impossible
-        weights = {new: c.weights[name] for name, new in names.items()}
-        if any(weights[name].shape != c.weights[name].shape for name in weights if name in c.weights):
-            raise Impossible
-        return replace(c, case=with_input(c.case, role, y), weights={**c.weights, **weights})
-
-    return changed
-
-
-def use_heads_of(role: str, source: str) -> Change:
-    """Uses the heads of `source`, as they are when the scores are computed, in place of those of `role`. Impossible in plain layers."""
-
-    def change(c: Computation) -> Computation:
-        if c.spec.num_softmaxes > 1 or not (c.spec.rope or c.spec.qk_norm):
-            raise Impossible
-        steps, heads = c.layer, dict[str, Array]()
-
-        def project_heads(layer: Layer, name: str, x: Array) -> Array:
-            heads[name] = steps.project_heads(layer, name, x)
-            return heads[name]
-
-        def raw_scores(layer: Layer, q: Array, k: Array, ahead: Array) -> Array:
-            heads.update(query=q, key=k, value=layer.repeat_kv_heads(heads["value"]))
-            used = heads | ({role: heads[source]} if role != "value" else {})
-            return steps.raw_scores(layer, used["query"], used["key"], ahead)
-
-        def apply_weights(layer: Layer, weights: Array, values: Array) -> Array:
-            return steps.apply_weights(layer, weights, heads[source] if role == "value" else values)
-
-        return replace_steps(project_heads=project_heads, raw_scores=raw_scores, apply_weights=apply_weights)(c)
-
-    return change
-
-
-def use_heads_before_rope_of(role: str, source: str) -> Change:
-    """Uses the heads of `source` before RoPE, after its own norm, in place of those of `role`. Impossible in plain layers."""
-
-    def change(c: Computation) -> Computation:
-        if not (c.spec.rope or c.spec.qk_norm) or role == "value" or c.spec.latent:
-            raise Impossible
-        x = getattr(c.case, source)
-
-        def project_heads(layer: Layer, name: str, given: Array) -> Array:
-            return c.layer.project_heads(layer, source, x) if name == role else c.layer.project_heads(layer, name, given)
-
-        return replace_steps(project_heads=project_heads)(c)
-
-    return change
-
-
-def select_heads(names: Sequence[str], index: int) -> Function:
-    """A step that gives every head the query, key or value (`names`) of one head."""
-    return lambda layer, name, x: _heads(layer, name, x, names, lambda heads: np.broadcast_to(heads[:, [index]], heads.shape))
-
-
-def shift_heads(names: Sequence[str], by: int) -> Function:
-    """A step that gives each head the query, key or value (`names`) of the head `by` places before."""
-    return lambda layer, name, x: _heads(layer, name, x, names, lambda heads: np.roll(heads, by, axis=1))
-
-
-def _heads(layer: Layer, name: str, x: Array, names: Sequence[str], changed: Callable[[Array], Array]) -> Array:
-    heads = Layer.project_heads(layer, name, x)
-    return changed(heads) if name in names else heads
-
-
 def repack(roles: Sequence[str], order: str, other: str) -> Change:
     """Packs the rows of several weights in the order `other` and splits them as if they were in `order`."""
 
@@ -188,7 +117,7 @@ def change_mask(changed: Callable[[Array], Array]) -> Change:
     """Replaces the mask that is passed: [b, q, k]. Impossible in a case without one."""
 
     def change(c: Computation) -> Computation:
-        return _with_case(c, c.case.seeing(mask=changed(c.case.mask))) if not c.case.mask.all() else _impossible()
+        return _with_case(c, c.case.seeing(mask=changed(c.case.mask))) if not c.case.mask.all() else impossible()
 
     return change
 
@@ -197,17 +126,17 @@ def change_causality(changed: Callable[[Array], Array]) -> Change:
     """Replaces the candidate's own causal mask: [b, q, k]. Impossible for a candidate without one."""
 
     def change(c: Computation) -> Computation:
-        return _with_case(c, c.case.seeing(own=changed(c.case.own))) if c.case.causal else _impossible()
+        return _with_case(c, c.case.seeing(own=changed(c.case.own))) if c.case.causal else impossible()
 
     return change
 
 
 def _with_case(c: Computation, case: CheckCase) -> Computation:
     """The computation of another case. Impossible if the same keys are visible."""
-    return replace(c, case=case) if not np.array_equal(case.visible, c.case.visible) else _impossible()
+    return replace(c, case=case) if not np.array_equal(case.visible, c.case.visible) else impossible()
 
 
-def _impossible() -> NoReturn:
+def impossible() -> NoReturn:
     raise Impossible
 
 
@@ -233,6 +162,61 @@ def add_mask(changed: Callable[[Array], Array]) -> Change:
 def replace_steps(**methods: Function) -> Change:
     """Replaces steps of the reference, which are methods of `Layer`."""
     return lambda c: replace(c, layer=type("Mistaken", (c.layer,), methods))
+
+
+METHODS = {"scaled_products": "raw_scores", "softmax": "weights_of", "weighted_values": "apply_weights"}  # that compute these steps
+
+
+def at_step(name: str, changed: Callable[..., Any]) -> Change:
+    """Replaces what a step computes by `changed(compute, *operands)`, a function of what computes it, and of what it reads."""
+
+    def change(c: Computation) -> Computation:
+        def compute(layer: Layer, step: Step, reads: Sequence[Any]) -> Any:
+            right = partial(c.layer.compute, layer, step)
+            return changed(lambda *operands: right(operands), *reads) if step.name == name else right(reads)
+
+        def method(layer: Layer, *operands: Any) -> Any:
+            return changed(partial(getattr(c.layer, METHODS[name]), layer), *operands)
+
+        return replace_steps(**({METHODS[name]: method} if name in METHODS else {"compute": compute}))(c)
+
+    return change
+
+
+def at_steps(names: Sequence[str], changed: Callable[..., Any]) -> Change:
+    """The same of several steps."""
+    return all_of(*(at_step(name, changed) for name in names))
+
+
+def exchange_steps(first: str, second: str) -> Change:
+    """Computes a step after a later one that changes the same value."""
+
+    def change(c: Computation) -> Computation:
+        moved: dict[str, Any] = {}
+
+        def compute(layer: Layer, step: Step, reads: Sequence[Any]) -> Any:
+            right = partial(c.layer.compute, layer)
+            if step.name == first:
+                moved.update(step=step, operands=reads[1:])
+                return reads[0]
+            return right(moved["step"], [right(step, reads), *moved["operands"]]) if step.name == second and moved else right(step, reads)
+
+        return replace_steps(compute=compute)(c)
+
+    return change
+
+
+def at_heads(stage: str, changed: Callable[[Layer, Mapping[str, Array]], Mapping[str, Array]]) -> Change:
+    """Replaces heads of roles at a stage of `Layer.heads_at`."""
+
+    def change(c: Computation) -> Computation:
+        def heads_at(layer: Layer, at: str, heads: Mapping[str, Array]) -> Mapping[str, Array]:
+            right = c.layer.heads_at(layer, at, heads)
+            return {**right, **changed(layer, right)} if at == stage else right
+
+        return replace_steps(heads_at=heads_at)(c)
+
+    return change
 
 
 def change_softmax(weights: Callable[[Computation, Function, Array, Array | None], Array]) -> Change:
@@ -265,29 +249,20 @@ def all_of(*changes: Change) -> Change:
 
 # Wrong ways to split [b, n, h*d] into heads and to merge [b, h, n, d].
 SPLIT: dict[str, Function] = {
-    "reshape": lambda layer, x, h: x.reshape(len(x), h, x.shape[1], -1),
-    "head fastest": lambda layer, x, h: x.reshape(*x.shape[:2], -1, h).transpose(0, 3, 1, 2),
     "not transposed": lambda layer, x, h: x.reshape(*x.shape[:2], h, -1),
     "sequence first": lambda layer, x, h: x.reshape(*x.shape[:2], h, -1).transpose(1, 2, 0, 3),
 }
 MERGE: dict[str, Function] = {
-    "reshape": lambda layer, x: x.reshape(len(x), x.shape[2], -1),
-    "head fastest": lambda layer, x: x.transpose(0, 2, 3, 1).reshape(len(x), x.shape[2], -1),
     "not transposed": lambda layer, x: x.reshape(*x.shape[:2], -1),
     "sequence first": lambda layer, x: x.transpose(2, 0, 1, 3).reshape(x.shape[2], len(x), -1),
 }
 # Needed by splits that change the number of heads: keys and values are not repeated, and heads have no biases of their own.
-ANY_HEAD_COUNT = replace_steps(repeat_kv_heads=lambda layer, x, heads=0: x, position_bias=lambda layer, *_: np.zeros((1, 1, 1, 1)))
+ANY_HEAD_COUNT = replace_steps(repeat_kv_heads=lambda layer, x, heads=0: x, position_bias=lambda layer: np.zeros((1, 1, 1, 1)))
 
 
 def split_and_merge(name: str) -> Change:
     """Splits and merges heads in the same wrong way."""
     return replace_steps(split_heads=SPLIT[name], merge_heads=MERGE[name])
-
-
-def tile_kv_heads(layer: Layer, x: Array, heads: int = 0) -> Array:
-    """Heads 0 1 0 1 … for query heads, in place of 0 0 … 1 1 …"""
-    return np.tile(x, (1, layer.spec.num_heads // x.shape[1], 1, 1))
 
 
 def share_with_first_head(layer: Layer, shared: Array, heads: int) -> Array:
@@ -332,11 +307,11 @@ def exp_without_maximum(c: Computation, softmax: Function, scores: Array, sinks:
     return np.asarray(exponentials / (exponentials.sum(axis=-1, keepdims=True) + sink))
 
 
-def softmax_over_axis(axis: int) -> Change:
-    """Takes the softmax over another axis of [b, h, q, k]. Where it has no visible element, the weights are NaN."""
+def softmax_over(axes: tuple[int, ...]) -> Change:
+    """Takes the softmax over other axes of [b, h, q, k]. Where they have no visible element, the weights are NaN."""
 
     def weights(c: Computation, softmax: Function, scores: Array, sinks: Array | None) -> Array:
-        exponentials = np.exp(scores - scores.max(axis=axis, keepdims=True))
-        return np.asarray(exponentials / exponentials.sum(axis=axis, keepdims=True))
+        exponentials = np.exp(scores - scores.max(axis=axes, keepdims=True))
+        return np.asarray(exponentials / exponentials.sum(axis=axes, keepdims=True))
 
     return change_softmax(weights)

@@ -26,10 +26,10 @@ def in_chunks(layer: type[Layer], case: CheckCase) -> type[Layer]:
             parts = queries if name == "query" else own
             return np.concatenate([super(Chunked, self).project_heads(name, x[:, part]) for part in parts], axis=2)
 
-        def raw_scores(self, q: Array, k: Array, ahead: Array) -> Array:
+        def raw_scores(self, q: Array, k: Array) -> Array:
             scores = np.zeros((*q.shape[:3], k.shape[2]))
             for i, j in zip(queries, keys, strict=True):
-                scores[:, :, i, j] = super().raw_scores(q[:, :, i], k[:, :, j], ahead[..., i, j])
+                scores[:, :, i, j] = super().raw_scores(q[:, :, i], k[:, :, j])
             return scores
 
         def weights_of(self, scores: Array, sinks: Array | None) -> Any:

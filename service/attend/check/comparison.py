@@ -79,9 +79,8 @@ def compare(
         elsewhere = cache(
             partial(_in_other_sizes, prepared, partial(in_other_sizes, loaded, spec, convention, prepared, seed), seed, groups)
         )
-        explained = _explained(evidence, further, observe(prepared, prepared.draw_partial_cases(seed)), elsewhere)
-        if explained and explained[0].index is not None and any(_is_far(x) for x in evidence):
-            explained = (replace(explained[0], step=_first_wrong_step(prepared, seed, evidence)), *explained[1:])
+        step = _first_wrong_step(prepared, seed, evidence) if any(_is_far(x) for x in evidence) else None
+        explained = _explained(evidence, step, further, elsewhere)
     disagreements = (*explained, *failures)
     return replace(comparison, disagreements=disagreements, rounding="" if disagreements else _rounding(called.compared))
 
@@ -195,7 +194,10 @@ def _changing(prepared: Candidate, compared: Sequence[ComparedCase]) -> Disagree
 
 
 def _explained(
-    compared: Sequence[ComparedCase], further: Iterator[Observation], parts: Iterator[Observation], elsewhere: Callable[[], OtherSizes]
+    compared: Sequence[ComparedCase],
+    step: FirstWrongStep | None,
+    further: Iterator[Observation],
+    elsewhere: Callable[[], OtherSizes],
 ) -> Sequence[Disagreement]:
     """The first disagreement with the explanation of all; without one, a wrong shape is a disagreement of its own."""
     wrong = [x for x in compared if x.wrong is not None]
@@ -203,21 +205,22 @@ def _explained(
         return ()
     if not any(_is_far(x) for x in wrong):  # only as many small errors show it, which mistakes are not told apart by
         return (replace(_disagreement(wrong[0], Explanation()), hint=_words([x.wrong for x in wrong])),)
-    if explanation := explain([x.observation for x in compared], further, parts, elsewhere):
-        return (_disagreement(wrong[0], explanation),)
+    if explanation := explain([x.observation for x in compared], further, elsewhere, () if step is None else step.names):
+        return (_disagreement(wrong[0], explanation, step),)
     in_turn = explain_in_turn([x.observation for x in compared if x.has_shapes], further, elsewhere())
     if in_turn:
         first = [next(x for x in wrong if x.observation.is_unmasked == is_unmasked) for is_unmasked in (True, False)]
-        return tuple(map(_disagreement, first, in_turn))
+        return tuple(map(_disagreement, first, in_turn, (step, None)))
     shaped, misshaped = ([x for x in wrong if x.has_shapes == has_shapes] for has_shapes in (True, False))
     if shaped and misshaped:
-        explanation = explain([x.observation for x in compared if x.has_shapes], further, elsewhere=elsewhere)
-    return [_disagreement(x, explanation) for x in (*shaped[:1], *misshaped[:1])]
+        explanation = explain([x.observation for x in compared if x.has_shapes], further, elsewhere)
+    return [_disagreement(x, explanation, step) for x in (*shaped[:1], *misshaped[:1])]
 
 
 def _first_wrong_step(prepared: Candidate, seed: int, compared: Sequence[ComparedCase]) -> FirstWrongStep | None:
     """Where the candidate leaves the reference in the first wrong case, and in another draw of it; None if no array can be recorded."""
-    case = next(x.right.case for x in compared if x.wrong is not None)
+    if (case := next((x.right.case for x in compared if x.wrong is not None and x.has_shapes), None)) is None:
+        return None
     again = (x for x in prepared.draw_cases(seed + 1, (case.group,)) if x.name == case.name)
     calls = [divergence for x in (case, *islice(again, 1)) if (divergence := _divergence(prepared, x)) is not None]
     return first_wrong_step(*calls) if calls else None
@@ -267,7 +270,7 @@ def assert_agrees(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 
         warnings.warn(comparison.conclusion, stacklevel=2)
 
 
-def _disagreement(compared: ComparedCase, explanation: Explanation) -> Disagreement:
+def _disagreement(compared: ComparedCase, explanation: Explanation, step: FirstWrongStep | None = None) -> Disagreement:
     """The first wrong number, or the wrong shape, with its explanation."""
     wrong, case = compared.wrong, compared.right.case.name
     assert wrong is not None
@@ -280,7 +283,7 @@ def _disagreement(compared: ComparedCase, explanation: Explanation) -> Disagreem
     index = tuple(map(int, far[0] if len(far) else np.unravel_index(errors.argmax(), errors.shape)))
     expected, got = (f"{x[index]:.{17 if compared.right.dtype == 'float64' else 9}g}" for x in (wrong.expected, wrong.got))
     unexplained = _words([wrong]) or (UNEXPLAINED if np.isfinite(wrong.got).any() else NOT_FINITE)
-    return Disagreement(case, wrong.name, expected, got, index, str(explanation) or unexplained, explanation)
+    return Disagreement(case, wrong.name, expected, got, index, str(explanation) or unexplained, explanation, step)
 
 
 def _is_far(compared: ComparedCase) -> bool:

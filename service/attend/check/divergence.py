@@ -35,16 +35,16 @@ class RunStep:
 class FirstWrongStep:
     """Where a candidate leaves the reference."""
 
-    name: str  # of the step
+    names: tuple[str, ...]  # of the step, or of several, if the candidate has no arrays between them
     formula: str
     line: Line | None  # of the candidate, where it makes the next array
-    last: str = ""  # the last of several steps, if it has no arrays between them
     found: str = ""  # what it has in place of the step's numbers, if that is clear
 
     def __str__(self) -> str:
-        steps = f"{self.name} to {self.last}" if self.last else self.name
-        formula = f": {self.formula}" if self.formula and not self.last else ""
-        lines = [f"first wrong step{'s' if self.last else ''}: {steps}{formula}{f' ({self.found})' if self.found else ''}"]
+        several = len(self.names) > 1
+        steps = f"s: {self.names[0]} to {self.names[-1]}" if several else f": {self.names[0]}"
+        formula = f": {self.formula}" if self.formula and not several else ""
+        lines = [f"first wrong step{steps}{formula}{f' ({self.found})' if self.found else ''}"]
         if self.line is not None:
             lines.append(f"  {self.line}: {self.line.text}".rstrip(": "))
         return "\n".join(lines)
@@ -52,7 +52,7 @@ class FirstWrongStep:
     def document(self) -> dict[str, Any]:
         """For --json."""
         line = {"file": self.line.file, "line": self.line.number, "source": self.line.text} if self.line else {}
-        return {"name": self.name, "formula": self.formula, "last": self.last or self.name, "found": self.found} | line
+        return {"name": self.names[0], "formula": self.formula, "last": self.names[-1], "found": self.found} | line
 
 
 class Divergence:
@@ -174,14 +174,14 @@ def first_wrong_step(one: Divergence, two: Divergence | None = None) -> FirstWro
     right = [x and others.get(run.step.name, True) for run, x in zip(one.steps, one.right, strict=True)]
     if all(right):
         step, found = one.steps[-1].step, "its numbers occur, as those of all steps before, and are changed afterwards"
-        return FirstWrongStep(step.name, step.formula, one.made[-1].line, found=found)
+        return FirstWrongStep((step.name,), step.formula, one.made[-1].line, found=found)
     wrong = [i for i, x in enumerate(right) if not x]
     first = next((i for i in wrong if all(right[parent] for parent in one.steps[i].parents)), wrong[0])
     step, made = one.steps[first].step, one.made
     if (at := one.disordered(one.steps[first])) is not None:
-        return FirstWrongStep(step.name, step.formula, made[at].line, found="its numbers are in another order")
+        return FirstWrongStep((step.name,), step.formula, made[at].line, found="its numbers are in another order")
     if one.exact[first] is None and (times := one.factor(first)) is not None:
-        return FirstWrongStep(step.name, step.formula, made[times[1]].line, found=f"its numbers occur times {times[0]:.4g}")
+        return FirstWrongStep((step.name,), step.formula, made[times[1]].line, found=f"its numbers occur times {times[0]:.4g}")
     if (last := next((i for i in wrong if i >= first and one.is_observed(i)), None)) is None:
         return None
-    return FirstWrongStep(step.name, step.formula, one.line_after(first), one.steps[last].step.name if last > first else "")
+    return FirstWrongStep(tuple(run.step.name for run in one.steps[first : last + 1]), step.formula, one.line_after(first))

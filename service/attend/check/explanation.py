@@ -1,4 +1,5 @@
-"""The search for the known mistake that explains a candidate's numbers.
+"""The search for the mistake that explains a candidate's numbers: a known one (`mistakes/`), a change of the first wrong step
+(`algebra/`), a constant factor (`fitting.py`), or a change of another step.
 
 A mistake is named only if the reference, with this mistake made in it, gives the candidate's numbers in every case, each within its
 tolerance, and also those of the candidate in other sizes. If several explain all cases, more cases are drawn, until one is left or they
@@ -6,13 +7,15 @@ never differ. Of two mistakes, `explain_in_turn` finds the one that shows withou
 show in the same calls have no name; the first wrong step says where to look, and the second shows once the first is mended.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
+from attend.check.algebra import changes_of
 from attend.check.changes import Impossible
 from attend.check.computation import QUERIES_OF, Computation, Expected
 from attend.check.fitting import fitted_factors, fitted_scale, ratio_of_scales
@@ -46,8 +49,9 @@ class Observation:
 
     @property
     def is_unmasked(self) -> bool:
-        """Whether one call saw all keys."""
-        return not self.right.case.chunks and bool(self.right.case.visible.all())
+        """Whether it is one call without a mask; the candidate may have a causal one of its own."""
+        case = self.right.case
+        return not case.chunks and bool((case.mask & case.not_padded).all())
 
     def beside(self, mistake: Mistake) -> "Observation":
         """The same beside a reference with a mistake in it; unchanged where the mistake cannot be made."""
@@ -55,10 +59,6 @@ class Observation:
             right = mistake.change(self.right)
             return Observation(right, self.results, bool(_results_agree(right, self)))
         return self
-
-    def part(self, name: str) -> "Observation":
-        """One of the results alone."""
-        return Observation(self.right, {name: self.results[name]}, self.right.run().agrees(name, self.results[name]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +99,21 @@ def _joined(mistakes: Sequence[str]) -> str:
 def explain(
     observed: Sequence[Observation],
     further: Iterator[Observation],
-    parts: Iterable[Observation] = (),
     elsewhere: Callable[[], OtherSizes] | None = None,
+    steps: Collection[str] = (),
 ) -> Explanation:
-    """The known mistake that gives the observed numbers in every case, and in other sizes (`elsewhere`).
+    """The mistake that gives the observed numbers in every case, and in other sizes (`elsewhere`).
 
-    Where several explain all cases, `further` cases are tried until they differ. Those that never differ are named together. `parts`: cases
-    of few rows or equal keys, which tell where the numbers of others are vague.
+    Where several explain all cases, `further` cases are tried until they differ. Those that never differ are named together. `steps`: the
+    first wrong ones, if they are known.
     """
     probe = next(x for x in observed if not x.agrees)  # excludes most mistakes
     others = [x for x in observed if x is not probe]
     if not any(np.isfinite(result).any() for x in observed for result in x.results.values()):
         return Explanation()  # whatever makes NaN would explain it
-    search, more = _Search(probe, parts), _Repeatable(further)
+    search, more = _Search(probe, others, steps), _Repeatable(further)
     with np.errstate(all="ignore"):
-        for tried in (search.singles, search.factors, search.ratios):
+        for tried in (search.likely, search.factors, search.ratios, search.elsewhere):
             found = [mistake for mistake in tried() if all(_may_be(mistake, x) for x in others)]
             sizes = elsewhere() if found and elsewhere is not None else None
             found = found if sizes is None else _confirmed(found, sizes.observed)
@@ -133,13 +133,13 @@ def explain_in_turn(observed: Sequence[Observation], further: Iterator[Observati
     if all(x.agrees for x in masked) or all(x.agrees for x in unmasked):
         return ()
     more, sizes = _Repeatable(further), [x for x in elsewhere.observed if x.is_unmasked]
-    first = explain(unmasked, (x for x in more if x.is_unmasked), (), lambda: replace(elsewhere, observed=sizes))
+    first = explain(unmasked, (x for x in more if x.is_unmasked), lambda: replace(elsewhere, observed=sizes))
     if first.made is None:
         return ()
     beside = [[x.beside(first.made) for x in group] for group in (masked, elsewhere.observed)]
     if all(x.agrees for x in beside[0]):
         return ()
-    return (first, explain(beside[0], (x.beside(first.made) for x in more), (), lambda: replace(elsewhere, observed=beside[1])))
+    return (first, explain(beside[0], (x.beside(first.made) for x in more), lambda: replace(elsewhere, observed=beside[1])))
 
 
 class _Repeatable:
@@ -156,10 +156,10 @@ class _Repeatable:
 
 
 class _Search:
-    """The mistakes that give the numbers of the first wrong case, `probe`. `parts`: cases of few rows or equal keys."""
+    """The mistakes that give the numbers of the first wrong case, `probe`. `steps`: the first wrong ones; empty if none are known."""
 
-    def __init__(self, probe: Observation, parts: Iterable[Observation]) -> None:
-        self.probe, self._of_small_cases = probe, parts
+    def __init__(self, probe: Observation, others: Sequence[Observation], steps: Collection[str]) -> None:
+        self.probe, self.others, self.steps = probe, others, steps
 
     @cached_property
     def fitted(self) -> Named | None:
@@ -167,23 +167,27 @@ class _Search:
         fitted = fitted_scale(self.probe.right, self.probe.results)
         return fitted if fitted and _gives(fitted, self.probe) else None
 
-    @cached_property
-    def parts(self) -> list[Observation]:
-        """What depends on few steps: the weights, if the candidate returns them, and cases of few rows or equal keys."""
-        of_probe = [self.probe.part("attention_weights")] if "attention_weights" in self.probe.results else []
-        return [*of_probe, *self._of_small_cases]
+    def likely(self) -> Iterator[Named]:
+        """Changes of the first wrong steps, or of all if those are not known; and the known mistakes."""
+        changes = ((x.name, x.mistake) for x in changes_of(self.probe.right) if not self.steps or x.step in self.steps)
+        return self._that_give(chain(changes, *(mistakes.items() for mistakes in MISTAKES.values())))
 
-    def singles(self) -> Iterator[Named]:
-        """One known mistake. Those that enlarge rounding so much that this case does not say are last."""
+    def elsewhere(self) -> Iterator[Named]:
+        """Changes of the other steps, which may give the same numbers as what the candidate has there."""
+        return self._that_give((x.name, x.mistake) for x in changes_of(self.probe.right) if self.steps and x.step not in self.steps)
+
+    def _that_give(self, mistakes: Iterable[Named]) -> Iterator[Named]:
+        """Those that give the numbers; then those that enlarge rounding so much that this case does not say, if another wrong one does."""
         vague = list[Named]()
-        for mistake in (named for mistakes in MISTAKES.values() for named in mistakes.items()):
+        for mistake in mistakes:
             if (changed := _changed(mistake, self.probe)) is None:
                 continue
             if gives := _results_agree(changed, self.probe):
                 yield mistake
             elif gives is not None and _results_agree(changed, self.probe, vague=True):
                 vague.append(mistake)
-        yield from (mistake for mistake in vague if self._gives_a_part(mistake))
+        wrong = [x for x in self.others if not x.agrees]
+        yield from (mistake for mistake in vague if any(_gives(mistake, x) for x in wrong))
 
     def factors(self) -> Iterator[Named]:
         """Another factor on the scores or after them."""
@@ -197,11 +201,6 @@ class _Search:
         if self.fitted:
             right = self.probe.right
             yield ratio_of_scales(self.fitted[1].change(right).spec.scale, right.spec.scale, right.dtype)
-
-    def _gives_a_part(self, mistake: Named) -> bool:
-        """Whether a mistake gives a wrong part for certain, and may give all others."""
-        wrong = [part for part in self.parts if not part.agrees]
-        return all(_may_be(mistake, part) for part in self.parts) and any(_gives(mistake, part) for part in wrong)
 
 
 def _changed(mistake: Named, observed: Observation) -> Computation | None:

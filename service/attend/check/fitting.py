@@ -14,7 +14,6 @@ from attend.check.low_precision import HALF
 from attend.check.mistakes.mistake import Mistake, attention
 from attend.tensors import Array
 
-ENOUGH = {2: 0.2, 4: 0.02}  # step -> the largest error, as a part of the largest number, with which a search goes on
 IN_HALF = 5e-3  # how near a factor that is fitted to numbers in half precision is to the candidate's
 SMALLEST = 1e-6  # factor that is fitted; below it, all visible keys have the same weight
 
@@ -27,30 +26,6 @@ def fitted_scale(right: Computation, results: Mapping[str, Array]) -> tuple[str,
         factor = _factor_of_weights(right, weights) if from_weights and weights is not None else _factor_of_output(right, results["output"])
         return None if factor is None else _other_scale(factor, expected, right.dtype)
     return None
-
-
-def _error_of_scale(c: Computation, output: Array) -> Callable[[float], Array]:
-    """The error of the output as a function of the factor on the scores, 0 where it is not finite."""
-
-    def error(factor: float) -> Array:
-        difference = output - c.with_scale(factor).run().outputs["output"]
-        return np.where(np.isfinite(difference), difference, 0.0)
-
-    return error
-
-
-def _zero_of(error: Callable[[float], Array], near: float, largest: float) -> float | None:
-    """The positive factor for which the errors are 0, by Gauss and Newton's method; None where it does not soon approach one."""
-    factor = min((near * 4.0**power for power in range(-3, 4)), key=lambda factor: np.abs(error(factor)).max())
-    for step in range(10):
-        left = error(factor)
-        if step in ENOUGH and np.abs(left).max() > ENOUGH[step] * largest:
-            return None
-        slope = (left - error(factor * (1 + 1e-4))) / (factor * 1e-4)
-        if not (square := float(np.sum(slope**2))) > 0:
-            return None
-        factor += float(np.clip(np.sum(left * slope) / square, -factor / 2, factor))
-    return _with_fewest_digits(factor, lambda factor: float(np.abs(error(factor)).max()))
 
 
 def _other_scale(factor: float, expected: float, dtype: str) -> tuple[str, Mistake] | None:

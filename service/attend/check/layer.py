@@ -5,7 +5,6 @@ steps, unless a subclass replaces them. Keys that share their rotary part (`late
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,6 @@ from attend.spec import LayerSpec
 from attend.tensors import Array
 
 CAUSES = ("query", "key", "value")
-
-
-@dataclass(frozen=True, slots=True)
-class Positions:
-    """Where the queries and keys of a call are."""
-
-    indices: Array  # [b, q], the key position of each query
-    ahead: Array  # [b, 1, q, k], the position of key j less that of query i
-    coordinates: Mapping[str, Array]  # of "query" and "key", by which RoPE rotates: [b, n] or [b, n, axes]; b may be 1
 
 
 class Layer(NumpyArithmetic):
@@ -50,31 +40,29 @@ class Layer(NumpyArithmetic):
         values = self.values
         self.run(self.parts["constants"], values)
         self.run([step for step in self.parts["heads"] if not any(name.endswith("_projection") for name in step.writes)], values)
-        q, k, v = (self.project_heads(name, values[name]) for name in CAUSES)
-        ahead = np.arange(k.shape[2]) - values["positions"][:, None, :, None]
-        coordinates = {name: values[f"{name}_coordinates"] for name in ("query", "key")}
-        positions = Positions(values["positions"], ahead, coordinates)
-        q, k = self.at_positions(q, k, positions)
-        values |= {"query_projection": q, "key_projection": k, "value_projection": v}
-        biases = self.position_bias(request, q, positions)
+        heads = self.heads_at("projected", {name: self.project_heads(name, values[name]) for name in CAUSES})
+        q, k = self.at_positions(heads["query"], heads["key"])
+        heads = self.heads_at("attended", {"query": q, "key": k, "value": heads["value"]})
+        q, k, v = heads.values()
+        values |= {f"{name}_projection": x for name, x in heads.items()}
+        biases = self.position_bias()
         self.run([step for step in self.parts["placed heads"] if "block_means" in step.writes], values)
         self.run(self.parts["visible"], values)
         self.run([step for step in self.parts["bias"] if step.name != "sum_biases"], values)
         for name in ("forget_bias", "bias"):
             biases = biases if values.get(name) is None else biases + values[name]
-        weights = self._weights(request, q, self.repeat_kv_heads(k, spec.num_heads), ahead, biases)
+        weights = self._weights(q, self.repeat_kv_heads(k, spec.num_heads), biases)
         values["head_outputs"] = self.apply_weights(weights, self.repeat_kv_heads(v, spec.num_heads))
         self.run((*self.parts["head outputs"], *self.parts["output"]), values)
         return named_outputs(spec, values)
 
-    def _weights(self, request: Request, q: Array, k: Array, ahead: Array, biases: Array) -> Array:
+    def _weights(self, q: Array, k: Array, biases: Array) -> Array:
         """The attention weights [b, h, q, k], of queries and keys of every head."""
         values, blocked = self.values, ~self.values["visible"]
         all_scores, totals, normalised, mixed = [], [], [], []
         for queries, keys in zip(self.split(q), self.split(k), strict=True):
-            scores = self.mixed_scores(request, queries, keys, ahead) + biases
-            values["scores"] = scores
-            self.run([step for step in self.parts["scores"] if step.name != "add_bias"], values)
+            values |= {"scores": self.mixed_scores(queries, keys), "score_bias": biases}
+            self.run(self.parts["scores"], values)
             weights, total = self.weights_of(values["scores"], self.weights["sinks"][:, None] if self.spec.sinks else None)
             if any(step.name == "sigmoid" for step in self.parts["softmax"]):
                 weights = self.sigmoid(values["scores"])
@@ -116,6 +104,10 @@ class Layer(NumpyArithmetic):
         self.run(needed(self.parts["heads"], {f"{name}_projection"}), values)
         return np.asarray(values[f"{name}_projection"])
 
+    def heads_at(self, stage: str, heads: Mapping[str, Array]) -> Mapping[str, Array]:
+        """The heads of queries, keys and values as they are "projected", before RoPE, and "attended", as scores are computed of them."""
+        return heads
+
     def norm(self, x: Array, name: str, norm: QKNorm) -> Array:
         """The norm of heads of queries, keys or values."""
         return np.asarray(normalise(self, x, norm=norm, name="" if name == "value" or norm.weights == "none" else f"{name}_norm"))
@@ -123,7 +115,7 @@ class Layer(NumpyArithmetic):
     def norm_weight(self, name: str, otherwise: float) -> Array:
         return self.weights[name][..., None, :] if name in self.weights else np.asarray(otherwise)
 
-    def at_positions(self, q: Array, k: Array, positions: Positions) -> tuple[Array, Array]:
+    def at_positions(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries and keys after RoPE, a norm that comes after it, and the scale of queries by position."""
         values = self.values | {"query_projection": q, "key_projection": k}
         self.run([step for step in self.parts["placed heads"] if step.name != "distance_vectors"], values)
@@ -142,15 +134,13 @@ class Layer(NumpyArithmetic):
         """The queries or keys of each softmax, from [b, h, n, d]: x alone, unless the layer has several."""
         return np.split(x, self.spec.num_softmaxes, axis=-1)
 
-    def position_bias(self, request: Request, q: Array, positions: Positions) -> Array:
+    def position_bias(self) -> Array:
         """The sum of the biases of the layer, to be broadcast to [b, h, q, k]."""
-        keys = positions.ahead[0, 0, 0] + positions.indices[0, 0] if positions.ahead.size else self.values["keys"]
-        values = self.values | {"query_projection": q, "positions": positions.indices, "keys": keys}
-        self.run(self.parts["biases"], values)
-        written = [values[name] for step in self.parts["biases"] for name in step.writes]
+        self.run(self.parts["biases"], self.values)
+        written = [self.values[name] for step in self.parts["biases"] for name in step.writes]
         return np.asarray(sum(written, np.zeros((1, self.spec.num_heads, 1, 1))))
 
-    def raw_scores(self, q: Array, k: Array, ahead: Array) -> Array:
+    def raw_scores(self, q: Array, k: Array) -> Array:
         """Q Kᵀ and the terms of the distance, before the scale."""
         scores = q @ k.swapaxes(-1, -2)
         steps = [step for step in (*self.parts["placed heads"], *self.parts["products"]) if step.name in ("distance_vectors", "add_terms")]
@@ -158,16 +148,10 @@ class Layer(NumpyArithmetic):
         self.run(steps, values)
         return np.asarray(values["scores"])
 
-    def capped_scores(self, request: Request, q: Array, k: Array, ahead: Array) -> Array:
-        """Scores after scale and softcap."""
-        values = self.values | {"scores": self.values["scale"] * self.raw_scores(q, k, ahead)}
-        self.run(self.parts["capped"], values)
-        return np.asarray(values["scores"])
-
-    def mixed_scores(self, request: Request, q: Array, k: Array, ahead: Array) -> Array:
-        """Scores before biases."""
-        values = self.values | {"scores": self.capped_scores(request, q, k, ahead)}
-        self.run(self.parts["mixed"], values)
+    def mixed_scores(self, q: Array, k: Array) -> Array:
+        """Scores after the scale, before biases."""
+        values = self.values | {"scores": self.values["scale"] * self.raw_scores(q, k)}
+        self.run((*self.parts["capped"], *self.parts["mixed"]), values)
         return np.asarray(values["scores"])
 
     def weights_of(self, scores: Array, sinks: Array | None) -> tuple[Array, Array]:

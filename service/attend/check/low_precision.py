@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attend.check.layer import Layer, Positions
+from attend.check.layer import Layer
 from attend.tensors import BY_TORCH, Array
 
 HALF = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # the distance of 1 to the next number
@@ -37,13 +37,13 @@ def in_low_precision(layer: type[Layer], dtype: str, rounded: Collection[str], n
         def project(self, x: ArrayLike, name: str) -> Array:
             return to("projections", super().project(x, name))
 
-        def at_positions(self, q: Array, k: Array, positions: Positions) -> tuple[Array, Array]:
-            q, k = super().at_positions(q, k, positions)
+        def at_positions(self, q: Array, k: Array) -> tuple[Array, Array]:
+            q, k = super().at_positions(q, k)
             return to("projections", q), to("projections", k)
 
-        def raw_scores(self, q: Array, k: Array, ahead: Array) -> Array:
+        def raw_scores(self, q: Array, k: Array) -> Array:
             q = to("scaled queries", q * self.spec.scale) / self.spec.scale if "scaled queries" in rounded else to("queries", q)
-            return to("products", super().raw_scores(q, to("keys", k), ahead))
+            return to("products", super().raw_scores(q, to("keys", k)))
 
         def weights_of(self, scores: Array, sinks: Array | None) -> Any:
             weights, log_sum_exp = super().weights_of(to("scores", scores), sinks)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from attend.check.computation import VAGUE, Computation, Expected, root_mean_square
-from attend.check.layer import Layer, Positions
+from attend.check.layer import Layer
 from attend.check.low_precision import HALF
 from attend.tensors import Array
 
@@ -121,12 +121,12 @@ def _moving(dtype: str, rng: np.random.Generator, rounds_inputs: bool) -> type[L
             heads = super().project_heads(name, by_unit(x) if rounds_inputs else x)
             return by_unit(heads) if self.spec.projections else heads
 
-        def at_positions(self, q: Array, k: Array, positions: Positions) -> tuple[Array, Array]:
-            moved = super().at_positions(q, k, positions)
+        def at_positions(self, q: Array, k: Array) -> tuple[Array, Array]:
+            moved = super().at_positions(q, k)
             return moved if moved[0] is q and moved[1] is k else (by_unit(moved[0]), by_unit(moved[1]))
 
-        def raw_scores(self, q: Array, k: Array, ahead: Array) -> Array:
-            return by_sum(super().raw_scores(by_unit(q), k, ahead), np.abs(q) @ np.abs(k).swapaxes(-1, -2))
+        def raw_scores(self, q: Array, k: Array) -> Array:
+            return by_sum(super().raw_scores(by_unit(q), k), np.abs(q) @ np.abs(k).swapaxes(-1, -2))
 
         def weights_of(self, scores: Array, sinks: Array | None) -> Any:
             weights, log_sum_exp = super().weights_of(by_unit(scores), sinks)

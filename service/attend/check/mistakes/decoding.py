@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from attend.check.cases import CheckCase
-from attend.check.changes import Change, Impossible, only_if, replace_steps
+from attend.check.changes import Change, Impossible, at_heads, only_if, replace_steps
 from attend.check.computation import Computation
 from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, computing
@@ -76,8 +76,8 @@ def put_first(roles: tuple[str, ...]) -> Change:
             raise Impossible
         rows = _rows_of_places(c.case)[None, None]
 
-        def raw_scores(layer: Layer, q: Array, k: Array, ahead: Array) -> Array:
-            scores = c.layer.raw_scores(layer, q, k, ahead)
+        def raw_scores(layer: Layer, q: Array, k: Array) -> Array:
+            scores = c.layer.raw_scores(layer, q, k)
             return np.take_along_axis(scores, np.broadcast_to(rows, scores.shape), -1) if "key" in roles else scores
 
         def apply_weights(layer: Layer, weights: Array, values: Array) -> Array:
@@ -98,16 +98,10 @@ def cache_rows_of(sources: Mapping[str, str]) -> Change:
             raise Impossible
         first = c.case.chunks[0]
 
-        def project_heads(layer: Layer, name: str, x: Array) -> Array:
-            heads = c.layer.project_heads(layer, name, x)
-            if name not in sources:
-                return heads
-            source = sources[name]
-            return np.concatenate(
-                [heads[:, :, :first], c.layer.project_heads(layer, source, getattr(c.case, source))[:, :, first:]], axis=2
-            )
+        def appended(layer: Layer, heads: Mapping[str, Array]) -> Mapping[str, Array]:
+            return {role: np.concatenate([heads[role][:, :, :first], heads[x][:, :, first:]], axis=2) for role, x in sources.items()}
 
-        return replace_steps(project_heads=project_heads)(c)
+        return at_heads("projected", appended)(c)
 
     return change
 
@@ -124,11 +118,11 @@ def read_cache_of(sources: Mapping[str, str]) -> Change:
             heads[name] = c.layer.project_heads(layer, name, x)
             return heads[name]
 
-        def raw_scores(layer: Layer, q: Array, k: Array, ahead: Array) -> Array:
-            scores, heads["key"] = c.layer.raw_scores(layer, q, k, ahead), k
+        def raw_scores(layer: Layer, q: Array, k: Array) -> Array:
+            scores, heads["key"] = c.layer.raw_scores(layer, q, k), k
             if "key" not in sources:
                 return scores
-            return np.where(cached, c.layer.raw_scores(layer, q, layer.repeat_kv_heads(heads["value"]), ahead), scores)
+            return np.where(cached, c.layer.raw_scores(layer, q, layer.repeat_kv_heads(heads["value"])), scores)
 
         def apply_weights(layer: Layer, weights: Array, values: Array) -> Array:
             if "value" not in sources:

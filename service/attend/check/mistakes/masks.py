@@ -166,22 +166,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 "softmax(S + M) V, M_ij = -inf where j ≥ i",
                 only_if(lambda c: c.case.kind == "causal", change_mask(lambda mask: np.tril(mask, -1))),
             ),
-            "the mask is shifted: each query has that of the query before": (
-                "softmax(S + M) V, row i of M is that of i - 1",
-                change_mask(lambda mask: np.roll(mask, 1, axis=1)),
-            ),
-            "the mask is shifted: each query has that of the query after": (
-                "softmax(S + M) V, row i of M is that of i + 1",
-                change_mask(lambda mask: np.roll(mask, -1, axis=1)),
-            ),
-            "the mask is that of the first query for all queries": (
-                "softmax(S + M) V, row i of M is that of 0",
-                change_mask(lambda mask: np.broadcast_to(mask[:, :1], mask.shape)),
-            ),
-            "the mask is that of the first item for the whole batch": (
-                "softmax(S + M[0]) V",
-                change_mask(lambda mask: np.broadcast_to(mask[:1], mask.shape)),
-            ),
             "the mask lets each query see one key too few: its last one is blocked, too": (
                 "softmax(S + M) V, and the last visible key is blocked",
                 change_mask(_without_last_key),

@@ -7,6 +7,7 @@ the case have.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from attend.check.changes import Change
 from attend.check.computation import Computation
@@ -30,6 +31,14 @@ class Mistake:
         for name, text in words.items():
             wrong, expected = wrong.replace(name, text), expected.replace(name, text)
         return wrong, expected
+
+
+class StepMistake(NamedTuple):
+    """A mistake in a step of the layer's program, by name."""
+
+    step: str
+    name: str
+    mistake: Mistake
 
 
 def _slopes(heads: int) -> str:

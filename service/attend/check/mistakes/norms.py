@@ -5,8 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from attend.attention.operators.qk_norm import QKNorm
-from attend.check.changes import Change, Impossible, change_part, map_weights, only_if, replace_steps
-from attend.check.computation import Computation
+from attend.check.changes import Change, change_part, map_weights, only_if, replace_steps
 from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import Array
@@ -56,52 +55,7 @@ def _right(x: Array, square: Array, w: Array, eps: float) -> Array:
     return np.asarray(w * x / np.sqrt(square))
 
 
-def leave_out(name: str) -> Change:
-    """Norms the others, and leaves the queries or keys (`name`) as they are."""
-    return only_if(
-        lambda c: c.spec.qk_norm,
-        replace_steps(norm=lambda layer, x, other, norm: x if other == name else Layer.norm(layer, x, other, norm)),
-    )
-
-
-def cross_rope(name: str) -> Change:
-    """Applies the norm of the queries or keys (`name`) on the other side of RoPE, and that of the others where it should be."""
-
-    def change(c: Computation) -> Computation:
-        norm, steps = c.spec.qk_norm, c.layer
-        if norm is None or c.spec.rope is None or c.spec.latent:
-            raise Impossible
-
-        def normed(layer: Layer, x: Array, other: str, norm: QKNorm) -> Array:
-            return x if other == name else steps.norm(layer, x, other, norm)
-
-        def rotate(layer: Layer, x: Array, other: str, positions: Array) -> Array:
-            if other != name:
-                return steps.rotate(layer, x, other, positions)
-            if norm.after_rope:
-                return steps.rotate(layer, steps.norm(layer, x, other, norm), other, positions)
-            return steps.norm(layer, steps.rotate(layer, x, other, positions), other, norm)
-
-        return replace_steps(norm=normed, rotate=rotate)(c)
-
-    return change
-
-
 MISTAKES: dict[str, dict[str, Mistake]] = {
-    "norm order": {
-        "the norm of queries and keys is applied after RoPE and not before": Mistake(
-            change_part("qk_norm", after_rope=True), "norm(rope(x))", "rope(norm(x))"
-        ),
-        "the norm of queries and keys is applied before RoPE and not after": Mistake(
-            change_part("qk_norm", after_rope=False), "rope(norm(x))", "norm(rope(x))"
-        ),
-    }
-    | {
-        f"the norm of the {words} is on the other side of RoPE, and that of the {others} where it should be": Mistake(
-            cross_rope(name), f"norm and RoPE of the {words} in the other order", f"norm and RoPE of the {words} in that of the layer"
-        )
-        for name, words, others in (("query", "queries", "keys"), ("key", "keys", "queries"))
-    },
     "norm width": {
         "the norm is taken per head and not over the full width of all heads": Mistake(
             change_part("qk_norm", over="head"), "mean(x²) over each head", "mean(x²) over all heads of a row"
@@ -119,10 +73,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 norm_as(_right, (axis,)),
             )
             for axis, words in ((2, "rows"), (1, "heads"), (0, "batch"))
-        }
-        | {
-            f"the norm of the {words} is left out": (f"x of the {words}", leave_out(name))
-            for name, words in (("query", "queries"), ("key", "keys"))
         },
     ),
     "norm weights": {

@@ -1,20 +1,13 @@
 """Mistakes after the softmax: in the sum of values, the output and what is returned."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from attend.check.changes import Change, replace_steps, replace_weights
-from attend.check.computation import Computation
+from attend.check.changes import Change, replace_steps
 from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, computing
 from attend.tensors import Array
-
-
-def _identity_output(c: Computation) -> Mapping[str, Array]:
-    identity = {"output.weight": np.eye(c.spec.concatenated_dim), "output.bias": np.zeros(1)}
-    return identity if "output.weight" in c.weights else {}
 
 
 def mix_rows(of_weights: str, of_values: str) -> Change:
@@ -80,12 +73,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
             ),
         },
     ),
-    "output": {
-        "the output projection is left out": Mistake(replace_weights(_identity_output), "concat(o)", "concat(o) W_o + b_o"),
-    },
-    "sign": {
-        "the output has the opposite sign": Mistake(lambda c: replace(c, factor=-1.0), "-(concat(o) W_o + b_o)", "concat(o) W_o + b_o"),
-    },
     "residual": {
         "the query is added to the output (a residual connection)": Mistake(
             lambda c: replace(c, residual=True), "x + attention(x)", "attention(x)"

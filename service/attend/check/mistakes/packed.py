@@ -47,9 +47,9 @@ def heads_of_queries(c: Computation, rows: Array) -> Computation:
     """The outputs of heads are the queries of the heads in these rows."""
     heads = dict[str, Array]()
 
-    def raw_scores(layer: Layer, q: Array, k: Array, ahead: Array) -> Array:
+    def raw_scores(layer: Layer, q: Array, k: Array) -> Array:
         heads["query"] = q
-        return c.layer.raw_scores(layer, q, k, ahead)
+        return c.layer.raw_scores(layer, q, k)
 
     def apply_weights(layer: Layer, weights: Array, values: Array) -> Array:
         return np.where(rows[:, None, :, None], heads["query"], c.layer.apply_weights(layer, weights, values))
@@ -96,8 +96,8 @@ def begin_at_first_row(roles: tuple[str, ...]) -> Change:
         n, begins = segments.shape[1], np.argmax(segments[:, :, None] == segments[:, None], axis=2)
         rows = np.maximum(np.arange(n) - begins[:, :, None], 0)  # in place of row j, for query i: [b, q, k]
 
-        def raw_scores(layer: Layer, q: Array, k: Array, ahead: Array) -> Array:
-            scores = c.layer.raw_scores(layer, q, k, ahead)
+        def raw_scores(layer: Layer, q: Array, k: Array) -> Array:
+            scores = c.layer.raw_scores(layer, q, k)
             return np.take_along_axis(scores, np.broadcast_to(rows[:, None], scores.shape), -1) if "key" in roles else scores
 
         def apply_weights(layer: Layer, weights: Array, values: Array) -> Array:

@@ -4,10 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attend.attention.reference.request import Request
-from attend.check.changes import Change, Function, change_scale, change_softmax, only_if, replace_steps
+from attend.check.changes import Change, at_step, change_scale, only_if, replace_steps
 from attend.check.computation import Computation
-from attend.check.layer import Layer
 from attend.check.mistakes.mistake import Mistake, attention, computing
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -24,7 +22,6 @@ SCALES: dict[str, tuple[str, Callable[[Computation], float]]] = {
     "the scores are divided by head_dim and not by its square root (or by the root twice)": ("Q Kᵀ / d", lambda c: 1 / c.spec.head_dim),
     "the scores are multiplied by sqrt(head_dim) and not divided": ("Q Kᵀ · √d", lambda c: c.spec.head_dim**0.5),
     "the scores are multiplied by head_dim and not divided by its square root": ("Q Kᵀ · d", lambda c: float(c.spec.head_dim)),
-    "the scores have the opposite sign": ("-Q Kᵀ{scale}", lambda c: -c.spec.scale),
     "the scores are multiplied by 0: all visible keys have the same weight": ("0 · Q Kᵀ", lambda c: 0.0),
 } | {
     f"the scores are divided by sqrt({words}) and not by sqrt(head_dim)": (f"Q Kᵀ / √({words})", lambda c, length=length: length(c) ** -0.5)
@@ -47,7 +44,7 @@ def change_products(changed: Callable[[Computation, Array, Array], Array]) -> Ch
     """Replaces the products of queries and keys, [b, h, q, d] and [b, h, k, d] -> [b, h, q, k]."""
 
     def change(c: Computation) -> Computation:
-        return replace_steps(raw_scores=lambda layer, q, k, ahead: changed(c, q, k))(c)
+        return replace_steps(raw_scores=lambda layer, q, k: changed(c, q, k))(c)
 
     return only_if(lambda c: not c.spec.relative_scores, change)
 
@@ -83,16 +80,12 @@ def _clipped(bound: float) -> Callable[[Array], Array]:
 
 
 def cap(changed: Callable[[Array, float, float], Array]) -> Change:
-    """Replaces scale and softcap by a function of the products, the scale and the softcap. Impossible without a softcap."""
+    """Replaces the softcap by a function of the scores, the softcap and the scale. Impossible without a softcap."""
 
-    def capped_scores(layer: Layer, request: Request, q: Array, k: Array, ahead: Array) -> Array:
-        return changed(layer.raw_scores(q, k, ahead), layer.values["scale"], layer.values["softcap"] or 1.0)
+    def change(c: Computation) -> Computation:
+        return at_step("softcap", lambda compute, scores, softcap: changed(scores, softcap, c.spec.scale))(c)
 
-    return only_if(lambda c: c.spec.softcap, replace_steps(capped_scores=capped_scores))
-
-
-def _capped_after_the_mask(c: Computation, softmax: Function, scores: Array, sinks: Array | None) -> Array:
-    return np.asarray(softmax(np.where(np.isneginf(scores), -(c.spec.softcap or 0.0), scores), sinks))
+    return only_if(lambda c: c.spec.softcap, change)
 
 
 Scores = Callable[[Array], Array]
@@ -113,20 +106,16 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         {
             "the scores are not divided by the softcap before tanh": (
                 "softmax(c · tanh(S))",
-                cap(lambda s, scale, c: c * np.tanh(scale * s)),
+                cap(lambda s, c, scale: c * np.tanh(s)),
             ),
             "tanh is not multiplied by the softcap, but by the scores": (
                 "softmax(S · tanh(S / c))",
-                cap(lambda s, scale, c: scale * s * np.tanh(scale * s / c)),
+                cap(lambda s, c, scale: s * np.tanh(s / c)),
             ),
-            "tanh is not multiplied by the softcap": ("softmax(tanh(S / c))", cap(lambda s, scale, c: np.tanh(scale * s / c))),
+            "tanh is not multiplied by the softcap": ("softmax(tanh(S / c))", cap(lambda s, c, scale: np.tanh(s / c))),
             "the softcap comes before the scale": (
                 "softmax(scale · c · tanh(Q Kᵀ / c))",
-                cap(lambda s, scale, c: scale * c * np.tanh(s / c)),
-            ),
-            "the softcap comes after the mask, so that blocked scores are -c and not -inf": (
-                "softmax(c · tanh((S + M) / c))",
-                only_if(lambda c: c.spec.softcap and not c.case.visible.all(), change_softmax(_capped_after_the_mask)),
+                cap(lambda s, c, scale: scale * c * np.tanh(s / scale / c)),
             ),
         },
     ),

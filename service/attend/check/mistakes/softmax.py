@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attend.check.changes import Change, Function, change_softmax, change_spec, exp_without_maximum, softmax_over_axis
+from attend.check.changes import Change, Function, change_softmax, change_spec, exp_without_maximum
 from attend.check.computation import Computation
 from attend.check.mistakes.masks import TILES
 from attend.check.mistakes.mistake import Mistake, computing
@@ -29,14 +29,6 @@ def _largest_over(axis: int) -> Callable[[Array], Array]:
 
 def _divided_by_sum_over(axis: int) -> Callable[[Array], Array]:
     return lambda scores: np.asarray(_exponentials(scores) / _exponentials(scores).sum(axis=axis, keepdims=True))
-
-
-def _softmax_over(axes: tuple[int, ...]) -> Callable[[Array], Array]:
-    def weights(scores: Array) -> Array:
-        exponentials = np.exp(scores - scores.max(axis=axes, keepdims=True))
-        return np.asarray(exponentials / exponentials.sum(axis=axes, keepdims=True))
-
-    return weights
 
 
 def of_scores(weights: Callable[[Array], Array]) -> Change:
@@ -97,13 +89,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
     "axis": computing(
         RIGHT,
         {
-            f"the softmax runs over the {words} and not over the keys": (
-                f"P = exp(S - m) / Σ exp(S - m), m and Σ over the {words}",
-                softmax_over_axis(axis),
-            )
-            for axis, words in AXES.items()
-        }
-        | {
             f"the largest score over the {words} is subtracted before exp, and not that over the keys": (
                 f"P = exp(S - m) / Σ exp(S - m), m over the {words}",
                 shifted(_largest_over(axis)),
@@ -116,13 +101,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 of_scores(_divided_by_sum_over(axis)),
             )
             for axis, words in AXES.items()
-        }
-        | {
-            f"the softmax runs over {words} together": (
-                f"P = exp(S - m) / Σ exp(S - m), m and Σ over {words}",
-                of_scores(_softmax_over(axes)),
-            )
-            for words, axes in (("queries and keys", (2, 3)), ("heads and keys", (1, 3)), ("batch and keys", (0, 3)))
         }
         | {
             "the exponentials are divided by the sum of all of them": (
@@ -154,10 +132,6 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 of_scores(lambda s: _normalised(np.exp(s.max(axis=-1, keepdims=True) - s))),
             ),
             "each weight is the sigmoid of its score": ("P = 1 / (1 + exp(-S))", of_scores(lambda s: 1 / (1 + np.exp(-s)))),
-            "the softmax is taken twice": (
-                "P = softmax(softmax(S))",
-                change_softmax(lambda c, softmax, scores, sinks: softmax(softmax(scores, sinks), sinks)),
-            ),
             "the mean of the row is subtracted from the scores, and their exponentials are not normalised": (
                 "P = exp(S - mean S)",
                 of_scores(lambda s: np.exp(s - np.mean(s, axis=-1, keepdims=True))),
