@@ -473,16 +473,6 @@ class Unguessable(FromScratch):
         wisdom.apply(self)
 
 
-class Layer(nn.Module):
-    def __init__(self, d_model, num_heads):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(d_model, num_heads, batch_first=True)
-        self.norm = nn.LayerNorm(d_model)
-
-    def forward(self, x):
-        return self.norm(self.attention(x, x, x)[0])
-
-
 class TwoQueries(Wrong):
     def __init__(self, d_model, num_heads):
         super().__init__(d_model, num_heads)
@@ -496,10 +486,7 @@ AMBIGUOUS = {
     "no such role": (methods_only, {"framework": "torch", "arguments": {"q": "question"}}, "question"),
     "no such parameter": (methods_only, {"framework": "torch", "arguments": {"z": "query"}}, "'z'"),
     "framework": (fails, {}, r'pass framework="torch" or "numpy"; with numpy, it raised ZeroDivisionError.*; with torch, it raised'),
-    "more than attention": (Layer, {}, "'norm.weight'"),
     "two weights": (TwoQueries, {"mask_means": "attend"}, "ambiguous: which is the weight of query"),
-    "unknown layers": (Lettered, {}, r"the meaning of 'a.weight'.* pass weights=.* among a.weight \[12, 12\], a.bias \[12\]"),
-    "unknown arrays": (NumPyLettered, {}, r"which arrays are the weights; pass weights=\{\} if none are, .* among M1 \[12, 12\], M2"),
     "a name that is none": (Lettered, {"weights": {"query": "alpha"}}, "what 'query': 'alpha' in weights names"),
     "a value that is none": (Lettered, {"fused": "q,k"}, "expected fused to be q,k,v or per_head or .*, got 'q,k'"),
     "text for a number": (Lettered, {"num_heads": "three"}, "expected num_heads to be an integer, got 'three'"),

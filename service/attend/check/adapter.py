@@ -156,10 +156,18 @@ class Adapter:
         ordered = {name: values[name] for name in self.signature.parameters if name in values}
         bound = inspect.BoundArguments(self.signature, ordered)
         try:
-            return self.function(*bound.args, **bound.kwargs)
+            returned = self.function(*bound.args, **bound.kwargs)
         except Exception as error:
             called = ", ".join(f"{name} {_describe(value)}" for name, value in ordered.items())
             raise CallFailed(f"{type(error).__name__}: {error}; called with {called}") from error
+        return self.without_residual(returned, ordered[self.roles["query"]])
+
+    def without_residual(self, returned: Any, query: Any) -> Any:
+        """What was returned, less the query that a residual connection added to the output."""
+        if not self.convention.residual:
+            return returned
+        output, *others = returned if isinstance(returned, tuple | list) else (returned,)
+        return (output - query, *others) if getattr(output, "shape", None) == query.shape else returned
 
     def _result(self, result: Any) -> CandidateResult:
         """The output, and the weights if they were returned. ValueError: it is no array."""

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import chain
@@ -192,7 +193,9 @@ def _prepare(candidate: Any, spec: LayerSpec | None, convention: Convention, see
         convention = replace(convention, num_heads=convention.num_heads or heads)
     heads = convention.num_heads or _heads_attribute(candidate)
     if is_module(candidate):
+        candidate, left_out = _without(candidate, convention.left_out)
         adapter = make_adapter(candidate, convention, "torch", heads)
+        adapter = replace(adapter, others=(*adapter.others, *left_out))
         if any(hasattr(p, "materialize") for p in candidate.parameters()):
             with _evaluating(candidate):
                 adapter.call(_shape_case(convention))
@@ -236,6 +239,18 @@ def _construct(cls: type, spec: LayerSpec | None, convention: Convention, seed: 
         _tell_parameters_apart([parameter for parameter in module.parameters() if not hasattr(parameter, "materialize")])
         dtype = None if convention.dtype is None else getattr(torch, convention.dtype)
         return module.to(device=convention.device, dtype=dtype), _heads_constructed(arguments, convention, spec)
+
+
+def _without(module: Any, names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+    """A copy of a torch module in which these submodules return their input, and the names of their parameters."""
+    if not names:
+        return module, ()
+    module, left_out = deepcopy(module), []
+    for name in names:
+        left_out += [f"{name}.{parameter}" for parameter, _ in module.get_submodule(name).named_parameters()]
+        parent, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(parent), attribute, sys.modules["torch"].nn.Identity())
+    return module, tuple(left_out)
 
 
 def _heads_constructed(arguments: Mapping[str, Any], convention: Convention, spec: LayerSpec) -> int | None:

@@ -90,10 +90,11 @@ def _compared(called: Calls) -> Comparison:
     adapter = called.prepared.adapter
     left = [*(name for name in adapter.roles.values() if name not in called.tried), *adapter.others]
     inputs = {adapter.roles.get(role) for role in ("query", "key", "value", *adapter.matrices)}
+    order = [*adapter.signature.parameters, *adapter.others]
     return Comparison(
         tuple(called.results),
         (),
-        parameters=tuple(name for name in adapter.signature.parameters if name in left) or tuple(left),
+        parameters=tuple(sorted(left, key=order.index)),
         tried=tuple(name for name in adapter.signature.parameters if name in called.tried and name not in inputs),
         keys=called.keys,
         widths=tuple(sorted(called.widths)),

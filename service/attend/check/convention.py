@@ -71,6 +71,8 @@ class Convention:
     tolerance: Annotated[float | None, "relative; by default by dtype"] = None
     sizes: Mapping[str, str] = field(default_factory=dict)  # what parameters of the constructor are, by trial
     longest: int = 4104  # rows of a sequence that a class is constructed for
+    left_out: tuple[str, ...] = ()  # norms around the attention, which calls leave out, by trial
+    residual: bool = False  # whether the query is added to the output, by trial
     given: frozenset[str] = frozenset()  # the options that are given, which no trial changes
 
     def tried(self, **values: Any) -> "Convention":
@@ -176,7 +178,7 @@ KNOWN_DEFAULTS: dict[str, Callable[[Any], bool]] = {  # with another default, th
 _CALL, _WEIGHTS = by_name(CALL), by_name(WEIGHTS)
 _PROJECTION = re.compile(
     r"(?:(?:w|b|weight|bias|linear|lin|fc|to)_?)?"
-    r"(?P<role>qkv|query_key_value|queries|query|q|keys?|k|values?|v|output|out|o)s?"
+    r"(?P<role>qkv|query_key_value|kv|queries|query|q|keys?|k|values?|v|output|out|o)s?"
     r"(?P<tail>(?:_?(?:projection|proj|linear|lin|layer|dense|weights?|bias|kernel|matrix|w|b))*)"
 )
 _ROLES = {"query_key_value": "qkv"} | by_name({"query": "q queries", "key": "k keys", "value": "v values", "output": "o out"})
@@ -184,7 +186,7 @@ _ANNOTATED = re.compile(r"linears\.([0-3])\.(weight|bias)")  # The Annotated Tra
 BARE = frozenset([*PROJECTIONS, *_ROLES]) - {"query_key_value"}  # these may also be inputs
 INPUTS = ("query", "key", "value", "mask")  # what a required parameter of unknown name may be
 UNTYPED = tuple(name for operator in OPERATORS for name in operator.axes if "." not in name)  # weights without a kind
-WEIGHT_ROLES = ("qkv", *PROJECTIONS, *WEIGHTS)
+WEIGHT_ROLES = ("qkv", "kv", *PROJECTIONS, *WEIGHTS)
 
 
 def parse_weight_name(path: str) -> str | None:

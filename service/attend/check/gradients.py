@@ -76,9 +76,10 @@ def _backward(candidate: Candidate, case: CheckCase, torch: Any) -> tuple[Array,
         bound = adapter.signature.bind(*args, **kwargs)
         for name, role in parameters.items():
             bound.arguments[name] = made[role] = bound.arguments[name].detach().requires_grad_()
-        result = adapter.function(*bound.args, **bound.kwargs)
+        returned = adapter.function(*bound.args, **bound.kwargs)
+        result = adapter.without_residual(returned, made["query"])
         made["output"] = result[0] if isinstance(result, tuple | list) else result
-        return result
+        return returned
 
     with torch.enable_grad():
         replace(adapter, function=differentiable).call(case)

@@ -18,17 +18,19 @@ from attend.check.adapter import CallFailed
 from attend.check.candidate import Candidate, prepare
 from attend.check.cases import CaseKind, CheckCase
 from attend.check.computation import Computation
-from attend.check.convention import Ambiguous, Convention, Layout, MaskDType, MaskShape, Polarity
+from attend.check.convention import Ambiguous, Convention, Layout, MaskDType, MaskShape, Polarity, mask_polarity
+from attend.check.weights import names_speak_for
 from attend.spec import LayerSpec
 from attend.tensors import Array
 
 MOST_READINGS = 400  # of axes and weights together
 ALL_AGREE = 4
+NOTHING_AGREES = 1
 LONGEST = 64  # rows that a class is constructed for until it is compared
 CHANGED = 1e-3  # of the largest number: by how much an output differs that depends on a key
 MEANS = {"attend": "means attend", "block": "means blocked", "add": "is added to the scores"}
 GUESSED = ("sizes", "arguments", "weights")  # options of which most values fit no candidate
-ROLES: dict[str, CaseKind] = {"mask": "mask", "padding": "padding"}
+ROLES = ("mask", "padding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class _Trial:
                 return reading
             if best is None or agreeing > best[0]:
                 best = agreeing, reading
+        if best is not None and best[0] <= NOTHING_AGREES and (asked := self._unsupported(convention, best[1])) is not None:
+            raise asked
         if best is None or (best[0] == 0 and best[1].framework != convention.framework):
             raised = "; ".join(failures.values())
             raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {raised}')
@@ -89,8 +93,10 @@ class _Trial:
             if isinstance(reading, ValueError):
                 refused.append(reading)
             else:
-                fits = True
-                yield from _axes(self.prepare(reading), reading)
+                fits, prepared = True, self.prepare(reading)
+                yield from _axes(prepared, reading)
+                if reading.left_out:
+                    yield from _axes(prepared, replace(reading, residual=True))
         if not fits:
             first, *_ = refused
             raise first
@@ -100,9 +106,10 @@ class _Trial:
         try:
             self.prepare(convention)
         except Ambiguous as ambiguous:
-            if not ambiguous.values:
+            values = () if ambiguous.option == "weights" and convention.weights is not None else ambiguous.values
+            if not values:
                 yield ambiguous
-            readings = [self._expanded(replace(convention, **{ambiguous.option: value})) for value in ambiguous.values]
+            readings = [self._expanded(replace(convention, **{ambiguous.option: value})) for value in values]
             in_turn = chain.from_iterable(zip_longest(*readings)) if ambiguous.option == "framework" else chain.from_iterable(readings)
             for reading in filter(None, in_turn):
                 yield ambiguous if isinstance(reading, ValueError) and ambiguous.option in GUESSED else reading
@@ -114,6 +121,15 @@ class _Trial:
             yield ValueError(f"{type(error).__name__}: {error}")
         else:
             yield convention
+
+    def _unsupported(self, before: Convention, best: Convention) -> Ambiguous | None:
+        """The question whose answer was guessed, if no name speaks for the guess; None if there is none."""
+        if best.arguments != before.arguments or (best.weights != before.weights and not names_speak_for(best.weights or {})):
+            try:
+                self.prepare(replace(best, arguments=before.arguments, weights=before.weights))
+            except Ambiguous as asked:
+                return asked
+        return None
 
     def _with_causality(self, convention: Convention) -> Convention:
         """Causal if the first rows do not depend on the last key. CallFailed: it cannot be called."""
@@ -134,7 +150,9 @@ class _Trial:
             adapter = prepared.adapter
             cases = [case for case in others if not adapter.skip_reason(case) and adapter.mask_role(case.kind) not in ROLES]
             return ALL_AGREE if all(self._agrees(prepared, case) for case in cases) else ALL_AGREE - 1
-        return 1 + any(self._agrees(prepared, case) for case in prepared.draw_partial_cases(self.seed) if case.name == "one row")
+        return NOTHING_AGREES + any(
+            self._agrees(prepared, case) for case in prepared.draw_partial_cases(self.seed) if case.name == "one row"
+        )
 
     def _agrees(self, prepared: Candidate, case: CheckCase) -> bool:
         """Whether the output is the reference's."""
@@ -165,11 +183,11 @@ class _Trial:
         name = adapter.roles.get(role)
         if name is None or adapter.is_torch or {option, "mask_shape", "mask_dtype"} <= convention.given:
             return convention, ""
-        found = self._first(role, convention, lambda x: self._agrees_on(x, ROLES[role]))
+        found = self._first(role, convention, lambda x: self._agrees_on(x, role))
         found = found or self._first(role, convention, lambda x: self._hides(x, role))
         read = found or self._first(role, convention, lambda x: self._accepts(x, role)) or convention
         means = getattr(read, option)
-        if option in convention.given or means is None:
+        if option in convention.given or means is None or mask_polarity(Convention(), name):
             return read, ""
         axes = read.mask_shape if role == "mask" else "b,k"
         kind = "" if means == "add" else "true in " if read.mask_dtype == "bool" else "1 in "
@@ -177,12 +195,14 @@ class _Trial:
         return read, words if found else f"no meaning of {name} blocks a key; here {words}"
 
     def _first(self, role: str, convention: Convention, fits: Callable[[Convention], bool]) -> Convention | None:
-        """The first reading of a mask that fits."""
-        return next((reading for reading in _mask_readings(role, convention) if fits(reading)), None)
+        """The first reading of a mask that fits, of those that its name allows."""
+        named = mask_polarity(Convention(), self.prepare(convention).adapter.roles[role])
+        readings = _mask_readings(role, convention)
+        return next((x for x in readings if named in (None, getattr(x, f"{role}_means")) and fits(x)), None)
 
-    def _agrees_on(self, convention: Convention, kind: CaseKind) -> bool:
-        """Whether the candidate agrees on a case of this kind."""
-        prepared = self.prepare(convention)
+    def _agrees_on(self, convention: Convention, role: str) -> bool:
+        """Whether the candidate agrees on a case with such a mask."""
+        prepared, kind = self.prepare(convention), _kind(role, convention)
         case = next((case for case in prepared.draw_cases(self.seed, {"short"}) if case.kind == kind), None)
         return case is not None and not prepared.adapter.skip_reason(case) and self._agrees(prepared, case)
 
@@ -191,7 +211,7 @@ class _Trial:
         prepared = self.prepare(convention)
         case = next(prepared.draw_cases(self.seed))
         kept = np.broadcast_to(np.arange(case.key.shape[1]) != 1, case.mask.shape)
-        case = replace(case, kind=ROLES[role], mask=kept, visible=kept & case.own)
+        case = replace(case, kind=_kind(role, convention), mask=kept, visible=kept & case.own)
         with suppress(CallFailed, ValueError):
             before = _output(prepared, case)
             hidden, seen = (_changed_rows(before, _output(prepared, _perturbed(case, key, prepared))) for key in (1, 0))
@@ -201,17 +221,22 @@ class _Trial:
 
     def _accepts(self, convention: Convention, role: str) -> bool:
         """Whether the candidate takes a mask that is read so."""
-        prepared = self.prepare(convention)
-        case = next((case for case in prepared.draw_cases(self.seed, {"short"}) if case.kind == ROLES[role]), None)
+        prepared, kind = self.prepare(convention), _kind(role, convention)
+        case = next((case for case in prepared.draw_cases(self.seed, {"short"}) if case.kind == kind), None)
         with suppress(CallFailed, ValueError):
             return case is not None and _output(prepared, case).shape[:2] == case.query.shape[:2]
         return False
 
 
+def _kind(role: str, convention: Convention) -> CaseKind:
+    """The cases that have such a mask: over queries and keys, or over keys alone."""
+    return "mask" if role == "mask" and convention.mask_shape not in ("b,k", "b,1,1,k") else "padding"
+
+
 def _axes(prepared: Candidate, convention: Convention) -> Iterator[Convention]:
     """The convention with the usual orders of the inputs' axes; and what a mask may mean that has to be passed."""
     yield convention
-    for role in ROLES.keys() & prepared.adapter.required:
+    for role in prepared.adapter.required.intersection(ROLES):
         yield from _mask_readings(role, convention)
     if prepared.adapter.heads_given:
         for layout, batched in product(get_args(Layout), (True, False)):
@@ -274,5 +299,11 @@ def _words(before: Convention, after: Convention) -> Iterator[str]:
         yield f"its matrices are applied as x @ {'W' if after.orientation == 'in,out' else 'W.T'}"
     if after.num_heads != before.num_heads:
         yield f"it has {after.num_heads} head{'s' if after.num_heads != 1 else ''}"
+    if after.weights != before.weights:
+        yield from (f"{name} is the weight of {role}" for role, name in (after.weights or {}).items())
+    if after.left_out:
+        yield f"its attention is compared without {' and '.join(after.left_out)}"
+    if after.residual:
+        yield "its input is added to the output"
     yield from (f"{name} is {size}" for name, size in after.sizes.items())
     yield from (f"{name} is the {role}" for name, role in after.arguments.items() if name not in before.arguments)

@@ -6,6 +6,7 @@ The orientation of torch.nn.Linear and the packing of torch, GPT-2 and DeepSeek 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from typing import Any, get_args
 
 import numpy as np
@@ -16,6 +17,14 @@ from attend.spec_parts import PROJECTIONS
 from attend.tensors import Array
 
 QKV, QUERY_GATE = PROJECTIONS[:3], ("query", "gate")
+HINTS = {  # what the unusual name of a weight has that speaks for a role
+    "query": r"quer|q(?!kv|vk)(?!uv)(_|$|\.)|(^|_|\.)q(_|$|\.)|q_?in|toq",
+    "key": r"key|k(_|$|\.)|k_?in",
+    "value": r"val|v(_|$|\.)|v_?in",
+    "output": r"out|proj|final|unify|merge|combine|fc|o(_|$|\.)|0$",
+    "qkv": r"qkv|kqv|qvk|vqk|vkq|kvq|query.*key.*value|in_?proj|attn",
+    "kv": r"kv|key.*val",
+}
 _Tensor = tuple[Array, str | None]  # an array, and how a matrix is applied: "in,out", "out,in" or unknown
 
 
@@ -33,6 +42,8 @@ def read_weights(owner: Any, is_module: bool, convention: Convention) -> dict[st
         known = is_module or path.lower() not in BARE
         if name := given.get(path) or (parse_weight_name(path) if known else None):
             paths.setdefault(name, []).append(path)
+        elif is_module and (norm := _norm_at(owner, path)):
+            raise Ambiguous(f"the meaning of {path!r}; pass the attention alone", "left_out", [(*convention.left_out, norm)])
         elif is_module:
             raise _unknown(f"the meaning of {path!r}", tensors, "pass the attention alone, or ")
     if not paths and any(array.ndim == 2 and path.lower() not in BARE for path, (array, _) in tensors.items()):
@@ -60,11 +71,47 @@ def _given_names(convention: Convention, tensors: Mapping[str, _Tensor]) -> dict
     return names
 
 
-def _unknown(subject: str, tensors: Mapping[str, _Tensor], otherwise: str = "") -> ValueError:
+def _unknown(subject: str, tensors: Mapping[str, _Tensor], otherwise: str = "") -> Ambiguous:
     """The error that asks for the names of the weights."""
     example = 'weights={"query": NAME, "key": NAME, "value": NAME, "output": NAME} (or "qkv", or "query.bias" alone)'
     listed = ", ".join(f"{path} {list(array.shape)}" for path, (array, _) in tensors.items())
-    return ValueError(f"ambiguous: {subject}; {otherwise}pass {example}, with names among {listed}")
+    message = f"{subject}; {otherwise}pass {example}, with names among {listed}"
+    return Ambiguous(message, "weights", list(_guessed_names(tensors)))
+
+
+def _guessed_names(tensors: Mapping[str, _Tensor]) -> Iterator[dict[str, str]]:
+    """What layers or matrices of unknown names may be: all that their names speak for equally. Others keep what their names say.
+
+    A layer is not tried as what another one is called, since a layer that is used for another by mistake would then count as right.
+    """
+    layers = dict.fromkeys(re.sub(r"\.(weight|bias)$", "", path) for path, (array, _) in tensors.items() if array.ndim > 1)
+    by_role: dict[str, list[str]] = {}
+    for layer in layers:
+        by_role.setdefault((parse_weight_name(layer) or "").partition(".")[0], []).append(layer)
+    known = {role for role, same in by_role.items() if role and len({re.sub(r"\d+", "#", layer) for layer in same}) == 1}
+    loose = [layer for role, same in by_role.items() if role not in known for layer in same]
+    guesses = []
+    for roles in (QKV, (*QKV, "output"), ("qkv",), ("qkv", "output"), ("query", "kv"), ("query", "kv", "output")):
+        missing = [role for role in roles if role not in known]
+        if known <= {*roles} and len(missing) == len(loose):
+            guesses += [dict(zip(order, loose, strict=True)) for order in permutations(missing)]
+    scores = [sum(_speaks_for(role, layer) for role, layer in guess.items()) for guess in guesses]
+    yield from (guess for guess, score in zip(guesses, scores, strict=True) if score == max(scores))
+
+
+def names_speak_for(guess: Mapping[str, str]) -> bool:
+    """Whether the name of each weight speaks for its role."""
+    return all(_speaks_for(role, layer) for role, layer in guess.items())
+
+
+def _speaks_for(role: str, layer: str) -> bool:
+    return re.search(HINTS[role], layer.lower()) is not None
+
+
+def _norm_at(module: Any, path: str) -> str | None:
+    """The submodule that has the parameter at this path, if it is a norm."""
+    name = path.rpartition(".")[0]
+    return name if name and "norm" in type(module.get_submodule(name)).__name__.lower() else None
 
 
 def _of_module(module: Any, convention: Convention) -> Iterator[tuple[str, _Tensor]]:
@@ -175,6 +222,8 @@ def _check_shapes(weights: Mapping[str, Array], expected: Mapping[str, tuple[int
 
 def _unpack(role: str, array: Array, found: Mapping[str, Array], spec: LayerSpec, convention: Convention) -> dict[str, Array]:
     """Role -> rows of one tensor."""
+    if role == "kv":
+        return split_packed(QKV[1:], array, spec, convention.fused)
     if role in ("qkv", "in_proj"):
         return split_packed(QKV, array, spec, "q,k,v" if role == "in_proj" else convention.fused)
     if role == "query" and spec.output_gate and "gate.weight" not in found:

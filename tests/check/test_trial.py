@@ -1,0 +1,189 @@
+"""What names and options leave open is found by calls, and no mistake is taken for a convention."""
+
+import numpy as np
+import pytest
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from attend.check import compare
+
+
+def split(x, heads):
+    return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
+
+
+def merge(x):
+    return x.transpose(-3, -2).flatten(-2)
+
+
+class Named(nn.Module):
+    """Four layers of these names."""
+
+    names = ("fc_query", "fc_key", "fc_val", "final")
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        for name in self.names:
+            setattr(self, name, nn.Linear(d_model, d_model))
+
+    def heads(self, x):
+        return [split(getattr(self, name)(x), self.num_heads) for name in self.names[:3]]
+
+    def forward(self, x):
+        return getattr(self, self.names[3])(merge(scaled_dot_product_attention(*self.heads(x))))
+
+
+class Lettered(Named):
+    names = ("a", "b", "c", "d")
+
+
+class Exchanged(Named):
+    def heads(self, x):
+        q, k, v = super().heads(x)
+        return k, q, v
+
+
+class NumPyLettered:
+    def __init__(self, d_model, num_heads):
+        self.num_heads = num_heads
+        self.A, self.B, self.C, self.D = np.random.default_rng(3).standard_normal((4, d_model, d_model))
+
+    def __call__(self, x):
+        q, k, v = ((x @ w).reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2) for w in (self.A, self.B, self.C))
+        scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return (weights / weights.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(x.shape) @ self.D
+
+
+class NormFirst(nn.Module):
+    """As in a widely copied vision transformer: a norm, and one matrix for keys and values."""
+
+    def __init__(self, dim, heads=3, dim_head=4):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(dim)
+        self.to_q, self.to_kv = nn.Linear(dim, heads * dim_head, bias=False), nn.Linear(dim, 2 * heads * dim_head, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(heads * dim_head, dim), nn.Dropout(0.1))
+
+    def forward(self, x, context=None, mask=None):
+        x = self.norm(x)
+        keys, values = self.to_kv(x if context is None else context).chunk(2, dim=-1)
+        q, k, v = (split(y, self.heads) for y in (self.to_q(x), keys, values))
+        return self.to_out(merge(scaled_dot_product_attention(q, k, v, None if mask is None else mask[:, None, None, :])))
+
+
+class NormLast(nn.Module):
+    """As in a widely copied transformer: a residual connection, then a norm."""
+
+    factor = 1.0
+
+    def __init__(self, n_head, d_model, d_k, d_v, dropout=0.1):
+        super().__init__()
+        self.n_head = n_head
+        self.w_qs, self.w_ks, self.w_vs = (nn.Linear(d_model, n_head * d, bias=False) for d in (d_k, d_k, d_v))
+        self.fc, self.layer_norm = nn.Linear(n_head * d_v, d_model, bias=False), nn.LayerNorm(d_model)
+
+    def forward(self, q, k, v, mask=None):
+        residual = q
+        q, k, v = split(self.w_qs(q), self.n_head), split(self.w_ks(k), self.n_head), split(self.w_vs(v), self.n_head)
+        scores = self.factor * q @ k.mT / k.shape[-1] ** 0.5
+        scores = scores if mask is None else scores.masked_fill(mask == 0, -1e9)
+        weights = scores.softmax(dim=-1)
+        return self.layer_norm(self.fc(merge(weights @ v)) + residual), weights
+
+
+class DoublesScores(NormLast):
+    factor = 2.0
+
+
+RIGHT = {
+    "weights of unusual names": (Named, ["fc_val is the weight of value; final is the weight of output"], []),
+    "weights whose names say nothing": (
+        Lettered,
+        ["a is the weight of query; b is the weight of key; c is the weight of value; d is the weight of output"],
+        [],
+    ),
+    "matrices whose names say nothing": (
+        NumPyLettered,
+        ["x @ W", "A is the weight of query; B is the weight of key; C is the weight of value"],
+        [],
+    ),
+    "a norm first": (NormFirst, ["compared without norm", "true in mask [b,k] means attend"], ["norm.weight", "norm.bias"]),
+    "a residual and a norm last": (NormLast, ["without layer_norm", "its input is added"], ["layer_norm.weight", "layer_norm.bias"]),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_classes_agree_without_options_and_what_was_left_out_is_not_tried(name):
+    candidate, found, untried = RIGHT[name]
+    comparison = compare(candidate, longest=33)
+    assert comparison.agrees, f"\n{comparison}"
+    assert all(words in comparison.conventions for words in found), comparison.conventions
+    assert list(comparison.parameters) == untried
+
+
+def test_gradients_of_a_class_with_a_residual_are_those_of_its_attention():
+    assert compare(NormLast, longest=7, dtype="float64", backward=True).agrees
+
+
+def test_an_instance_keeps_a_norm_that_is_left_out():
+    layer = NormFirst(12)
+    assert compare(layer, longest=7).agrees
+    assert isinstance(layer.norm, nn.LayerNorm)
+
+
+class InvertsMask(Named):
+    def forward(self, x, attend_mask=None):
+        q, k, v = self.heads(x)
+        return self.final(merge(scaled_dot_product_attention(q, k, v, None if attend_mask is None else ~attend_mask)))
+
+
+WRONG = {
+    "layers that are exchanged": (Exchanged, "the matrices of query, key, value are taken to be those of key, query, value"),
+    "a factor beside a residual and a norm": (DoublesScores, "the scores are multiplied by 2"),
+    "a mask whose name says its meaning": (InvertsMask, "the mask is inverted"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_no_mistake_counts_as_a_convention(name):
+    candidate, hint = WRONG[name]
+    comparison = compare(candidate, longest=7)
+    assert not comparison.agrees and hint in comparison.first.hint, f"\n{comparison}"
+
+
+class RotatedByTables(Named):
+    def forward(self, x, cos, sin):
+        q, k, v = self.heads(x)
+        q, k = (y * cos + y.flip(-1) * sin for y in (q, k))
+        return self.final(merge(scaled_dot_product_attention(q, k, v)))
+
+
+class TwoLast(Named):
+    def __init__(self, d_model, num_heads):
+        super().__init__(d_model, num_heads)
+        self.skip = nn.Linear(d_model, d_model)
+
+    def forward(self, x):
+        return self.skip(super().forward(x))
+
+
+class FiveMatrices(NumPyLettered):
+    def __init__(self, d_model, num_heads):
+        super().__init__(d_model, num_heads)
+        self.E = self.A
+
+
+ASKED = {
+    "tables of RoPE": (RotatedByTables, "the meaning of parameter 'cos'"),
+    "five layers": (TwoLast, r"the meaning of 'fc_val.weight'; .* pass weights=.* among fc_query.weight \[12, 12\], fc_query.bias \[12\]"),
+    "five matrices": (FiveMatrices, r"which arrays are the weights; pass weights=\{\} if none are, .* among A \[12, 12\], B"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_guess_under_which_nothing_agrees_is_asked_about(name):
+    candidate, asked = ASKED[name]
+    with pytest.raises(ValueError, match=f"ambiguous: {asked}"):
+        compare(candidate)
