@@ -1,5 +1,7 @@
 """What names and options leave open is found by calls, and no mistake is taken for a convention."""
 
+import itertools
+
 import numpy as np
 import pytest
 from torch import nn
@@ -187,3 +189,27 @@ def test_a_guess_under_which_nothing_agrees_is_asked_about(name):
     candidate, asked = ASKED[name]
     with pytest.raises(ValueError, match=f"ambiguous: {asked}"):
         compare(candidate)
+
+
+def test_an_axis_that_is_right_without_a_batch_alone_is_wrong():
+    def attend(q, k, v):
+        return (q @ k.mT / q.shape[2] ** 0.5).softmax(-1) @ v
+
+    comparison = compare(attend, framework="torch", longest=7)
+    assert not comparison.agrees
+    assert comparison.conventions == "found by calls: it would agree with batched=false, but it takes all axes and is compared with them"
+    assert compare(attend, framework="torch", longest=7, batched=False).agrees
+
+
+def test_rows_that_keep_their_own_input_are_not_taken_for_causal_ones():
+    def packed(query, key, value, cu_seqlens):
+        output = query.copy()
+        for start, end in itertools.pairwise(list(cu_seqlens)[:-1]):
+            scores = query[:, start:end] @ key[:, start:end].swapaxes(-1, -2) / np.sqrt(query.shape[-1])
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            output[:, start:end] = weights / weights.sum(-1, keepdims=True) @ value[:, start:end]
+        return output
+
+    comparison = compare(lambda x, cu_seqlens: packed(x, x, x, cu_seqlens), batched=False, framework="numpy", longest=7)
+    assert "the last of the packed sequences is not computed" in comparison.first.hint
+    assert not comparison.conventions

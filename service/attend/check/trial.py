@@ -45,8 +45,9 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
     """The convention with what calls tell. ValueError: no convention fits, and the message names the option that decides."""
     trial = _Trial(candidate, spec, seed)
     with np.errstate(all="ignore"):
-        read = trial.offset(trial.reading(convention))
-        words = list(_words(convention, read))
+        read, instead = trial.reading(convention)
+        read = trial.offset(read)
+        words = [*_words(convention, read), *([_instead(instead, read)] if instead else [])]
         for role in ROLES:
             read, meaning = trial.mask(role, read)
             words += [meaning] if meaning else []
@@ -62,9 +63,14 @@ class _Trial:
     def prepare(self, convention: Convention) -> Candidate:
         return prepare(self.candidate, self.spec, replace(convention, longest=LONGEST), self.seed)
 
-    def reading(self, convention: Convention) -> Convention:
-        """Axes, the order of packed weights and causality: the first reading that agrees, or else the first of those that agree most."""
+    def reading(self, convention: Convention) -> tuple[Convention, Convention | None]:
+        """Axes, the order of packed weights and causality: the first reading that agrees, or else the first of those that agree most.
+
+        If it takes a batch of heads, readings with fewer axes count for nothing, since an axis that is taken for another one by mistake
+        may be right in one of them. The second value is the first of those that agrees.
+        """
         best: tuple[int, Convention] | None = None
+        most_axes, instead = 0, None
         failures: dict[str | None, str] = {}
         for _, reading in zip(range(MOST_READINGS), self._readings(convention), strict=False):
             try:
@@ -74,8 +80,13 @@ class _Trial:
                 agreeing = 0
             else:
                 agreeing = self._agreement(self.prepare(reading))
+                if _axes_of(reading) > most_axes and self._takes_all(self.prepare(reading)):
+                    most_axes = _axes_of(reading)
+            if _axes_of(reading) < most_axes:
+                instead = instead or (reading if agreeing == ALL_AGREE else None)
+                continue
             if agreeing == ALL_AGREE:
-                return reading
+                return reading, None
             if best is None or agreeing > best[0]:
                 best = agreeing, reading
         if best is not None and best[0] <= NOTHING_AGREES and (asked := self._unsupported(convention, best[1])) is not None:
@@ -83,7 +94,7 @@ class _Trial:
         if best is None or (best[0] == 0 and best[1].framework != convention.framework):
             raised = "; ".join(failures.values())
             raise ValueError(f'cannot call it on NumPy arrays or torch tensors: pass framework="torch" or "numpy"; {raised}')
-        return best[1]
+        return best[1], instead
 
     def _readings(self, convention: Convention) -> Iterator[Convention]:
         """The conventions under which a candidate can be prepared, the most common first. Ambiguous: there is none."""
@@ -132,7 +143,7 @@ class _Trial:
         return None
 
     def _with_causality(self, convention: Convention) -> Convention:
-        """Causal if the first rows do not depend on the last key. CallFailed: it cannot be called."""
+        """Causal if the last row depends on the key before, and the first rows not on the last key. CallFailed: it cannot be called."""
         prepared = self.prepare(convention)
         case = next(prepared.draw_cases(self.seed))
         before = _output(prepared, case)
@@ -140,19 +151,32 @@ class _Trial:
             return convention
         changed = _changed_rows(before, _output(prepared, _perturbed(case, -1, prepared)))
         is_causal = changed[-1] and not changed[: max(1, len(changed) - 2)].any()
+        if is_causal and len(changed) > 1:  # and no row is a copy of its own input
+            is_causal = _changed_rows(before, _output(prepared, _perturbed(case, -2, prepared)))[-1]
         limited = prepared.spec.positional and any(interval.right is not None for interval in prepared.spec.intervals)
         return convention if limited else convention.tried(causal=bool(is_causal))
 
     def _agreement(self, prepared: Candidate) -> int:
         """How much agrees: ALL_AGREE if all cases do that depend on no meaning of a mask; one less if the first does; or only one row."""
-        first, *others = [case for case in prepared.draw_cases(self.seed, {"short"}) if not case.chunks and case.name != "large logits"]
+        first, *others = self._cases(prepared)
         if self._agrees(prepared, first):
-            adapter = prepared.adapter
-            cases = [case for case in others if not adapter.skip_reason(case) and adapter.mask_role(case.kind) not in ROLES]
-            return ALL_AGREE if all(self._agrees(prepared, case) for case in cases) else ALL_AGREE - 1
+            return ALL_AGREE if all(self._agrees(prepared, case) for case in others) else ALL_AGREE - 1
         return NOTHING_AGREES + any(
             self._agrees(prepared, case) for case in prepared.draw_partial_cases(self.seed) if case.name == "one row"
         )
+
+    def _cases(self, prepared: Candidate) -> list[CheckCase]:
+        """The short cases that it can be called on and that depend on no meaning of a mask."""
+        adapter = prepared.adapter
+        cases = [case for case in prepared.draw_cases(self.seed, {"short"}) if not case.chunks and case.name != "large logits"]
+        return [case for case in cases if not adapter.skip_reason(case) and adapter.mask_role(case.kind) not in ROLES]
+
+    def _takes_all(self, prepared: Candidate) -> bool:
+        """Whether each of these calls returns an output of the right shape."""
+        width = prepared.spec.output_dim
+        with suppress(CallFailed, ValueError):
+            return all(_output(prepared, case).shape == (*case.query.shape[:2], width) for case in self._cases(prepared))
+        return False
 
     def _agrees(self, prepared: Candidate, case: CheckCase) -> bool:
         """Whether the output is the reference's."""
@@ -228,6 +252,11 @@ class _Trial:
         return False
 
 
+def _axes_of(reading: Convention) -> int:
+    """How many of the axes of batch and heads the inputs have."""
+    return reading.batched + (reading.layout != "b,n,d")
+
+
 def _kind(role: str, convention: Convention) -> CaseKind:
     """The cases that have such a mask: over queries and keys, or over keys alone."""
     return "mask" if role == "mask" and convention.mask_shape not in ("b,k", "b,1,1,k") else "padding"
@@ -279,6 +308,13 @@ def _changed_rows(before: Array, after: Array) -> Array:
         return np.ones(before.shape[1], bool)
     differences = np.abs(np.nan_to_num(after) - np.nan_to_num(before)).max(axis=(0, *range(2, before.ndim)))
     return np.asarray(differences > CHANGED * np.abs(np.nan_to_num(before)).max())
+
+
+def _instead(other: Convention, read: Convention) -> str:
+    """What is said of a reading with fewer axes under which it would agree."""
+    options = [] if other.layout == read.layout else [f"layout={other.layout}"]
+    options += [] if other.batched == read.batched else ["batched=false"]
+    return f"it would agree with {' and '.join(options)}, but it takes all axes and is compared with them"
 
 
 def _words(before: Convention, after: Convention) -> Iterator[str]:
