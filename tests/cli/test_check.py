@@ -406,7 +406,7 @@ def test_the_options_reach_the_comparison(package):
         (["--module", "./theirs.py:Nothing"], "has no attribute 'Nothing'"),
         (["--module", "theirs:Right", "--with", "fused=k,q"], "expected fused to be q,k,v or per_head or q,v,k or "),
         (["--module", "theirs:Broken"], "could not be imported or constructed: OSError: no weights here"),
-        (["--module", "theirs:Right", "--with", "colour=red"], "expected an option among mask_means, "),
+        (["--module", "theirs:Right", "--with", "colour=red"], "expected an option among like, mask_means, "),
         (["--module", "theirs:Right", "--with", "=red"], "expected NAME=VALUE, got '=red'"),
         (["--module", "theirs:Right", "--case", "3"], "leave --url, --case"),
         (["--module", "theirs:Right", "--with", "colour"], "expected NAME=VALUE, got 'colour'"),

@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from attend.check.cases import CaseKind, CheckCase
-from attend.check.convention import Convention, Polarity, find_roles, mask_polarity, other_parameters
+from attend.check.convention import Alignment, Convention, Polarity, find_roles, mask_polarity, other_parameters
 from attend.check.layer import Layer
+from attend.check.signatures import FUNCTIONS, known_arguments
 from attend.check.weights import is_matrix
 from attend.tensors import BY_TORCH, Array
 
@@ -88,6 +90,11 @@ class Adapter:
         """The roles of the parameters that every call has to pass."""
         return {role for role, name in self.roles.items() if self.signature.parameters[name].default is inspect.Parameter.empty}
 
+    @property
+    def aligned(self) -> Alignment | None:
+        """The alignment of the function that it is like; None if that has none, or it is like none."""
+        return FUNCTIONS[self.convention.like].alignment if self.convention.like else None
+
     def changed_by(self, case: CheckCase) -> set[str]:
         """The parameters that calls of this case pass another value than their default."""
         changed = set()
@@ -103,7 +110,7 @@ class Adapter:
         """Why the candidate cannot be called on this case; None if it can."""
         if case.is_cross and "key" not in self.roles:
             return "it takes one input"
-        if case.is_cross and self.required & {"segments", "boundaries"}:
+        if case.is_cross and self.required & {"segments", "boundaries"} and "key_boundaries" not in self.roles:
             return "the sequences that it takes have as many keys as queries"
         if case.is_cross and self.convention.causal and self.convention.query_offset is None:
             return NO_POSITIONS
@@ -224,6 +231,7 @@ class Adapter:
             "return_weights": True,
             "softcap": 0.0,
             "window": (-1, -1),
+            "module": SimpleNamespace(num_key_value_groups=self.heads // self.kv_heads, is_causal=False, training=False),
         }
         return plain.get(role, False)
 
@@ -231,10 +239,12 @@ class Adapter:
         """The argument of integers for a role; None for other roles."""
         rows = case.first_row + np.arange(case.query.shape[1])
         segments = np.ones(case.query.shape[:2]) if case.segments is None else case.segments
+        if role in ("boundaries", "key_boundaries", "max_queries", "max_keys"):
+            bounds = _boundaries(segments if role in ("boundaries", "max_queries") else case.segments_of_keys)
+            return int(np.diff(bounds).max()) if role.startswith("max") else self._tensor(bounds, "int32")
         made: dict[str, Callable[[], Array]] = {
             "lengths": lambda: self._unbatched(mask[:, 0].sum(axis=-1)),
             "segments": lambda: self._unbatched(segments),
-            "boundaries": lambda: self._unbatched(np.flatnonzero(np.diff(segments, prepend=0, append=0))[None]),
             "positions": lambda: self._unbatched(np.broadcast_to(rows, case.query.shape[:2])),
             "cache_positions": lambda: rows,
         }
@@ -289,7 +299,7 @@ class Adapter:
         """What the candidate returned as [b, q, width], if it has the right shape."""
         x = x if self.convention.batched else x[None]
         if self.heads_given and x.ndim == 4:
-            return Layer.merge_heads(np.transpose(x, np.argsort(LAYOUTS[self.convention.layout])))
+            return Layer.merge_heads(np.transpose(x, np.argsort(LAYOUTS[self.convention.output_layout or self.convention.layout])))
         return x.swapaxes(0, 1) if not self.batch_first and self.convention.batched and x.ndim == 3 else x
 
     def _as_weights(self, x: Array) -> Array:
@@ -301,19 +311,18 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
     """The adapter of an instance or function. ValueError: its parameters or masks are ambiguous."""
     torch = sys.modules.get("torch")
     polarity: Polarity | None = None  # of torch's own masks, which may also be numbers
-    known: dict[str, str] = {}
     if torch is not None and candidate is torch.nn.functional.scaled_dot_product_attention:
-        known = {"query": "query", "key": "key", "value": "value", "attn_mask": "mask", "is_causal": "causal", "scale": "scale"}
-        convention, polarity = replace(convention, arguments=known | dict(convention.arguments)), "attend"
+        polarity = "attend"
     elif torch is not None and isinstance(candidate, torch.nn.MultiheadAttention):
         polarity = "block"
     convention = replace(convention, mask_means=convention.mask_means or polarity, padding_means=convention.padding_means or polarity)
     function, signature = _function_and_signature(candidate, convention)
-    roles = find_roles(signature, convention.arguments)
+    roles = find_roles(signature, known_arguments(convention, signature))
     polarities: dict[str, Polarity] = {
         r: mask_polarity(convention, roles[r], padding=r == "padding") or "attend" for r in ("mask", "padding") if r in roles
     }
-    others = SDPA_OTHERS if "attn_mask" in known else other_parameters(signature, roles)
+    others = SDPA_OTHERS if polarity == "attend" else other_parameters(signature, roles)
+    adds_numbers = convention.like is not None and FUNCTIONS[convention.like].adds_numbers
     first = next(iter(candidate.parameters()), None) if is_module(candidate) else None
     dtype = convention.dtype or ("float64" if framework == "numpy" else "float32")
     return Adapter(
@@ -329,7 +338,7 @@ def make_adapter(candidate: Any, convention: Convention, framework: str, heads: 
         heads=heads or 1,
         is_torch=polarity is not None,
         may_add_numbers=roles.get("mask") == "attn_mask" and not signature.parameters.keys().isdisjoint(SDPA),
-        adds_numbers=polarity is not None or polarities.get("mask") == "add",
+        adds_numbers=polarity is not None or polarities.get("mask") == "add" or adds_numbers,
         others=others,
     )
 
@@ -348,9 +357,8 @@ def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Cal
     try:
         return function, inspect.signature(described)
     except ValueError:
-        defaults = {
-            name: inspect.Parameter.empty if role in ("query", "key", "value") else None for name, role in convention.arguments.items()
-        }
+        arguments = known_arguments(convention, None)
+        defaults = {name: inspect.Parameter.empty if role in ("query", "key", "value") else None for name, role in arguments.items()}
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return function, inspect.Signature([inspect.Parameter(name, kind, default=default) for name, default in defaults.items()])
 
@@ -358,6 +366,11 @@ def _function_and_signature(candidate: Any, convention: Convention) -> tuple[Cal
 def is_module(candidate: Any) -> bool:
     torch = sys.modules.get("torch")  # a module exists only where torch was imported
     return torch is not None and isinstance(candidate, torch.nn.Module)
+
+
+def _boundaries(segments: Array) -> Array:
+    """Where each sequence of the first item begins, and where the last one ends."""
+    return np.flatnonzero(np.diff(segments[0], prepend=0, append=0))
 
 
 def _as_float64(x: Any) -> Array:

@@ -5,21 +5,18 @@ in FlashAttention since version 2.1. A candidate with a parameter for causality 
 compared with both. Rows that have no key, which only bottom-right has, are left out, since libraries disagree about them too.
 """
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from attend.check.cases import CheckCase, Draw
+from attend.check.convention import Alignment
 
-Alignment = Literal["top-left", "bottom-right"]
 PAIRS = ((5, 11), (11, 5))  # queries and keys
 WORDS: dict[Alignment, str] = {
     "top-left": "top-left (query i attends to keys 0 to i)",
     "bottom-right": "bottom-right (the last query attends to all keys)",
 }
-FLASH, TORCH = "flash_attn", "torch's scaled_dot_product_attention"
-BY_SIGNATURE: dict[str, Alignment] = {FLASH: "bottom-right", TORCH: "top-left"}
 
 
 def draw_alignments(draw: Draw, name: str) -> Iterator[dict[Alignment, CheckCase]]:
@@ -33,11 +30,3 @@ def draw_alignments(draw: Draw, name: str) -> Iterator[dict[Alignment, CheckCase
             rows: dict[str, Any] = {part: getattr(top, part)[:, -keys:] for part in ("query", "mask")}
             bottom = replace(top, whole=top, **rows).seeing()
         yield {"top-left": top, "bottom-right": bottom}
-
-
-def signature_of(signature: inspect.Signature) -> str | None:
-    """The function that a candidate's parameters are those of; None if they are of none with a rule of its own."""
-    names = signature.parameters.keys()
-    if "causal" in names and not names.isdisjoint({"softmax_scale", "window_size"}):
-        return FLASH
-    return TORCH if "is_causal" in names and not names.isdisjoint({"attn_mask", "dropout_p"}) else None

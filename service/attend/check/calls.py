@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from attend.check.adapter import NO_PARAMETER, NO_POSITIONS, CallFailed
-from attend.check.alignment import Alignment
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
 from attend.check.computation import RELATIVE, Computation, Expected
+from attend.check.convention import Alignment
 from attend.check.explanation import Observation
 from attend.check.lengths import Sweep
 from attend.check.low_precision import HALF

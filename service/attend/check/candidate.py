@@ -24,7 +24,7 @@ from typing import Any, get_args
 import numpy as np
 
 from attend.check.adapter import Adapter, is_module, make_adapter
-from attend.check.alignment import Alignment, draw_alignments
+from attend.check.alignment import draw_alignments
 from attend.check.cases import (
     POSITIONAL_QUERIES,
     CaseKind,
@@ -38,7 +38,7 @@ from attend.check.cases import (
     lengths_for,
 )
 from attend.check.constructor import Configuration, constructor_arguments, meaning_of
-from attend.check.convention import CALL, HEADS, Ambiguous, Convention, Orientation
+from attend.check.convention import CALL, HEADS, Alignment, Ambiguous, Convention, Orientation
 from attend.check.lengths import Sweep, draw_sweeps
 from attend.check.parameters import draw_parameter_cases
 from attend.check.weights import complete_weights, is_matrix, multi_head, plain_spec, read_weights
@@ -63,13 +63,13 @@ class Candidate:
         adapter, roles = self.adapter, self.adapter.roles
         draw = self._draw(seed, lengths)
         decodes = not roles.keys().isdisjoint({"cache", "first_position"})
-        drawn = [draw_short_cases(draw, decodes=decodes)] if "short" in groups else []
+        drawn = [draw_short_cases(draw, decodes=decodes, packs_keys="key_boundaries" in roles)] if "short" in groups else []
         if "parameters" in groups:
             adds = adapter.adds_numbers or adapter.may_add_numbers
-            kinds = [kind for kind in get_args(CaseKind) if kind != "segments" and (kind != "numbers" or adds)]
+            kinds = [kind for kind in get_args(CaseKind) if kind != "numbers" or adds]
             mask_of = {kind: role for kind in kinds if (role := adapter.mask_role(kind)) is not None and role != "causal"}
-            more = draw_parameter_cases(draw, roles, mask_of, is_torch=adapter.is_torch, adds_numbers=adapter.adds_numbers)
-            drawn.append(more)
+            more = {"is_torch": adapter.is_torch, "adds_numbers": adapter.adds_numbers, "moves": adapter.aligned == "bottom-right"}
+            drawn.append(draw_parameter_cases(draw, roles, mask_of, **more))
         if "long" in groups:
             drawn.append(draw_long_cases(draw, decodes=decodes))
         yield from map(self._as_passed, chain(*drawn))
@@ -89,7 +89,8 @@ class Candidate:
         roles, causal = self.adapter.roles, self.adapter.convention.causal
         if {"causal", "key"} <= roles.keys() and not causal and not self.spec.positional and "mask" not in self.adapter.required:
             for cases in draw_alignments(self._draw(seed, None), roles["causal"]):
-                yield {alignment: self._as_passed(case) for alignment, case in cases.items()}
+                if not self.adapter.skip_reason(cases["top-left"]):
+                    yield {alignment: self._as_passed(case) for alignment, case in cases.items()}
 
     def _draw(self, seed: int, lengths: Lengths | None) -> Draw:
         """What draws the cases of this candidate."""
@@ -115,7 +116,7 @@ class Candidate:
 
     def _as_passed(self, case: CheckCase) -> CheckCase:
         """The case with what each call has to pass: segments, and fields of the layer that are no defaults."""
-        roles, spec = self.adapter.roles.keys(), self.spec
+        roles, spec = self.adapter.roles.keys(), case.layer(self.spec)
         one = np.ones(case.query.shape[:2], int) if case.segments is None else case.segments
         layer = {"scale": spec.scale, "softcap": spec.softcap or 0.0, "window": _sides(spec)}
         is_usual = {

@@ -45,6 +45,7 @@ class CheckCase:
     mask: Array  # [b, q, k], true = may attend
     visible: Array
     segments: Array | None = None  # [b, q], the sequence of each query, if the candidate may get it
+    key_segments: Array | None = None  # [b, k], if they are others
     causal: bool = False  # whether the candidate is causal without a mask
     query_offset: int = 0  # the key at which its first query is
     chunks: tuple[int, ...] = ()  # rows of each call, if the sequence is decoded with a cache
@@ -62,6 +63,13 @@ class CheckCase:
     @property
     def is_cross(self) -> bool:
         return len(self.key[0]) != len(self.query[0])
+
+    @property
+    def segments_of_keys(self) -> Array:
+        """The sequence of each key: that of the query of its row, or the first."""
+        if self.key_segments is not None:
+            return self.key_segments
+        return np.ones(self.key.shape[:2]) if self.segments is None or self.is_cross else self.segments
 
     @property
     def call(self) -> "CheckCase":
@@ -170,6 +178,11 @@ class Draw:
         lengths = self.queries - 2 + np.arange(self.items("padding")) % 2
         return np.asarray(np.arange(self.queries) < lengths[:, None, None])
 
+    def segments(self) -> Array:
+        """The sequence of each row, of three or two in an item: [b, q]."""
+        parts = np.where(np.arange(self.batch) % 2 if "segments" in self.masks_per_item else np.zeros(self.batch, bool), 2, 3)
+        return np.asarray(1 + np.arange(self.queries) * parts[:, None] // self.queries)
+
 
 def lengths_for(spec: LayerSpec, *, batched: bool = True, larger: bool = False, like: Lengths | None = None) -> Lengths:
     """The lengths of short cases: the usual ones, or those `like` others. `larger`: one item and one query more, which tells a size from a
@@ -180,8 +193,8 @@ def lengths_for(spec: LayerSpec, *, batched: bool = True, larger: bool = False, 
     return Lengths(lengths.batch + larger if batched else 1, queries, lengths.keys)
 
 
-def draw_short_cases(draw: Draw, *, decodes: bool = False) -> Iterator[CheckCase]:
-    """The cases in order of difficulty. `decodes`: the candidate has a cache."""
+def draw_short_cases(draw: Draw, *, decodes: bool = False, packs_keys: bool = False) -> Iterator[CheckCase]:
+    """The cases in order of difficulty. `decodes`: the candidate has a cache. `packs_keys`: packed keys have lengths of their own."""
     spec, queries, keys = draw.spec, draw.queries, draw.lengths.keys
     yield draw.case("no mask", "plain", queries)
     if decodes:
@@ -204,10 +217,13 @@ def draw_short_cases(draw: Draw, *, decodes: bool = False) -> Iterator[CheckCase
     if draw.dtype in ("bfloat16", "float16"):  # rounding then hides less of what is wrong with scores
         yield draw.case("larger scores", "plain", queries, largest=30.0)
     if spec.normalizer != "sigmoid":  # sigmoid weights depend on the length of a segment, but not on a mask
-        segments = np.stack([1 + np.arange(queries) * parts // queries for parts in (3, 2)])
-        segments = segments[np.arange(draw.batch) % 2 if "segments" in draw.masks_per_item else np.zeros(draw.batch, int)]
+        segments = draw.segments()
         packed = draw.case("packed sequences", "segments", queries, segments[:, :, None] == segments[:, None, :])
         yield replace(packed, segments=segments)
+        if packs_keys and not spec.positional:
+            own = np.minimum(1 + np.arange(keys) // 2, segments[:, -1:])
+            packed = draw.case("packed sequences with other lengths of keys", "segments", keys, segments[:, :, None] == own[:, None, :])
+            yield replace(packed, segments=segments, key_segments=own)
 
 
 def draw_partial_cases(draw: Draw) -> Iterator[CheckCase]:

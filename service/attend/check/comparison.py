@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from attend.check.adapter import CallFailed
-from attend.check.alignment import BY_SIGNATURE, FLASH, WORDS, signature_of
+from attend.check.alignment import WORDS
 from attend.check.calls import Calls, CaseResult, ComparedCase, ComparedOutput, Failure, call, observe
 from attend.check.candidate import Candidate, load_candidate, prepare
 from attend.check.cases import CheckCase, Group, lengths_for
@@ -23,6 +23,7 @@ from attend.check.lengths import LONGEST
 from attend.check.low_precision import HALF
 from attend.check.report import Comparison, Disagreement
 from attend.check.rounded_steps import rounded_steps
+from attend.check.signatures import FUNCTIONS, function_like
 from attend.check.sizes import in_other_sizes, other_lengths
 from attend.check.trace import Trace, recorded, source_folder
 from attend.check.trial import try_conventions
@@ -59,9 +60,8 @@ def compare(
         if called.agree:
             for sweep in prepared.draw_sweeps(seed, longest):
                 called.compare_together(sweep)
-            is_flash = getattr(prepared.adapter.function, "__name__", "").startswith(FLASH)
             for cases in prepared.draw_alignments(seed):
-                called.align(cases, BY_SIGNATURE[FLASH] if is_flash else None)
+                called.align(cases, prepared.adapter.aligned)
         wrong_gradient = _compare_gradients(called, seed) if backward and called.agree else None
         comparison = replace(_compared(called), found=tried.found)
         failures = [_failure(x) for x in called.failures[:1]]
@@ -89,7 +89,7 @@ def _compared(called: Calls) -> Comparison:
     """What was looked at, without the disagreements."""
     adapter = called.prepared.adapter
     left = [*(name for name in adapter.roles.values() if name not in called.tried), *adapter.others]
-    inputs = {adapter.roles.get(role) for role in ("query", "key", "value", *adapter.matrices)}
+    inputs = {adapter.roles.get(role) for role in ("query", "key", "value", "module", *adapter.matrices)}
     order = [*adapter.signature.parameters, *adapter.others]
     return Comparison(
         tuple(called.results),
@@ -141,7 +141,9 @@ def _misaligned(called: Calls) -> Disagreement | None:
         return None
     hint = "with q = k it is causal; with q != k, its numbers are those of neither top-left nor bottom-right alignment"
     if called.alignments:
-        hint = f"with q != k, causality is {WORDS[called.alignments[0]]}; that of {FLASH} is {WORDS[BY_SIGNATURE[FLASH]]}"
+        found = called.alignments[0]
+        known = FUNCTIONS[called.prepared.adapter.convention.like or "flash_attn"]
+        hint = f"with q != k, causality is {WORDS[found]}; that of {known.title} is {WORDS[known.alignment or found]}"
     return replace(_disagreement(called.misaligned, Explanation()), hint=hint)
 
 
@@ -151,10 +153,9 @@ def _causality(called: Calls) -> str:
         return ""
     adapter, found = called.prepared.adapter, dict.fromkeys(called.alignments)
     words = " with q < k, ".join(WORDS[x] for x in found) + (" with q > k" if len(found) > 1 else "")
-    of = signature_of(adapter.signature)
-    expected = (
-        "" if of is None or [*found] == [BY_SIGNATURE[of]] else f"; that of {of}, whose parameters it has, is {WORDS[BY_SIGNATURE[of]]}"
-    )
+    of = FUNCTIONS[like] if (like := function_like(adapter.signature)) else None
+    differs = of is not None and of.alignment is not None and [*found] != [of.alignment]
+    expected = f"; that of {of.title}, whose parameters it has, is {WORDS[of.alignment]}" if of and of.alignment and differs else ""
     return f"with q != k, {adapter.roles['causal']} is {words}{expected}"
 
 

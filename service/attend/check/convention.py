@@ -21,6 +21,10 @@ MaskShape = Literal["q,k", "b,1,q,k", "b,q,k", "b,h,q,k", "b,k", "b,1,1,k"]
 MaskDType = Literal["bool", "int", "float"]
 Layout = Literal["b,h,n,d", "b,n,h,d", "n,b,h,d", "b,n,d"]
 Orientation = Literal["in,out", "out,in"]
+Alignment = Literal["top-left", "bottom-right"]
+Like = Literal[
+    "flash_attn", "flash_attn_varlen", "flash_attn_with_kvcache", "sdpa", "flex_attention", "jax", "transformers", "xformers", "onnx"
+]
 Fused = Literal["q,k,v", "per_head", "q,v,k", "k,q,v", "k,v,q", "v,q,k", "v,k,q", "per_number"]
 
 
@@ -36,6 +40,7 @@ class Ambiguous(ValueError):
 class Convention:
     """The conventions of a candidate; each field is also an option of `compare`, `assert_agrees` and `attend check --with`."""
 
+    like: Annotated[Like | None, "of a function: the one whose parameters, axes, masks and causal alignment it has"] = None
     mask_means: Annotated[Polarity | None, "true in a mask: may attend, is blocked, or is added to the scores (0 and -inf)"] = None
     mask_shape: Annotated[MaskShape, "axes of a mask"] = "q,k"
     mask_dtype: Annotated[MaskDType, "of a mask that is not added"] = "bool"
@@ -49,6 +54,7 @@ class Convention:
         Literal["start", "end"] | None, "of an always causal one, if q != k: query i is at key i, or the last query at the last key"
     ] = None
     layout: Annotated[Layout, "axes of the query, key and value of a function"] = "b,h,n,d"
+    output_layout: Annotated[Layout | None, "axes of the output of a function, if they are others"] = None
     framework: Annotated[Literal["torch", "numpy", "jax", "mlx"] | None, "whose arrays it takes; torch and numpy are tried"] = None
     dtype: Annotated[DType | None, "not for a module instance; by default float64 in NumPy, else float32"] = None
     device: Annotated[str | None, "of torch, such as cuda; not for a module instance"] = None
@@ -137,7 +143,12 @@ CALL = {  # role of a parameter of the call -> its usual names, in lower case
     "padding": "key_padding_mask padding_mask pad_mask key_mask",
     "lengths": "valid_lens valid_len valid_lengths valid_length lengths lens seq_lens seq_lengths",
     "segments": "segments segment_ids segment_id document_ids document_id doc_ids sequence_ids seq_ids",
-    "boundaries": "cu_seqlens cu_seq_lens",
+    "boundaries": "cu_seqlens cu_seq_lens cu_seqlens_q",
+    "key_boundaries": "cu_seqlens_k cu_seqlens_kv",
+    "max_queries": "max_seqlen_q",
+    "max_keys": "max_seqlen max_seqlen_k max_seqlen_kv",
+    "module": "",  # the layer that a function of transformers gets
+    "unused": "",  # no call passes it
     "positions": "position_ids positions",
     "cache": "cache kv_cache past layer_past past_kv past_key_value past_key_values",
     "use_cache": "use_cache",
@@ -220,6 +231,8 @@ def find_roles(signature: inspect.Signature, arguments: Mapping[str, str]) -> di
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         role = arguments.get(name) or _role_of(name.lower(), parameter.default)
+        if role == "unused":
+            continue
         if role is None and name.lower() not in BARE and (weight := parse_weight_name(name)) in weights:
             role = weight
         if role is None and parameter.default is parameter.empty:

@@ -27,12 +27,12 @@ class Setting:
 
 
 def draw_parameter_cases(
-    draw: Draw, names: Mapping[str, str], mask_of: Mapping[CaseKind, str], *, is_torch: bool, adds_numbers: bool
+    draw: Draw, names: Mapping[str, str], mask_of: Mapping[CaseKind, str], *, is_torch: bool, adds_numbers: bool, moves: bool = False
 ) -> Iterator[CheckCase]:
     """The cases for these parameters (role -> name), where `mask_of` has the roles of those that take the masks of each kind of case.
 
     `is_torch`: the candidate is torch's own, whose masks and causality exclude each other. `adds_numbers`: it is known that a mask may be
-    any numbers, which are added to the scores.
+    any numbers, which are added to the scores. `moves`: lengths of keys move the queries of a causal call, whose last is at the last key.
     """
     queries, key_0 = draw.queries, np.arange(draw.queries) == 0
     with_key_0 = draw.mask(queries) | key_0  # so that a row has a key, whatever else is blocked
@@ -47,8 +47,16 @@ def draw_parameter_cases(
         )
         for kind, words, mask in masks:
             excludes = setting.causal and mask_of.get(kind) == "mask"
+            if moves and mask_of.get(kind) == "lengths" and (setting.causal or "window" in setting.passed):
+                if setting.causal:
+                    yield _moved(draw, f"{setting.words} with {names['lengths']}", more)
+                continue
             if kind in mask_of and (setting.causal or kind != "causal") and not (excludes and is_torch and kind != "causal"):
                 yield draw.case(f"{setting.words} with {words}", kind, queries, mask, undefined=excludes, **more)
+        if setting.causal and mask_of.get("segments") in ("segments", "boundaries"):
+            segments = draw.segments()
+            apart = segments[:, :, None] == segments[:, None, :]
+            yield replace(draw.case(f"{setting.words} with packed sequences", "segments", queries, apart, **more), segments=segments)
     yield from _masks_beside(draw, names, mask_of, with_key_0)
     if "numbers" in mask_of:
         numbers = draw.rng.uniform(-2, 2, (draw.items("numbers"), queries, queries))
@@ -58,6 +66,15 @@ def draw_parameter_cases(
         yield draw.case("weights not returned", "plain", queries, group="parameters", passed={"return_weights": False})
     if {"return_weights", "average"} <= names.keys():
         yield draw.case("averaged weights", "plain", queries, group="parameters", passed={"average": True})
+
+
+def _moved(draw: Draw, name: str, more: Mapping[str, Any]) -> CheckCase:
+    """A causal call with more keys than queries, of which each item has its own number: its last query is at the last of them."""
+    keys = 2 * draw.queries + 1
+    lengths = keys - 1 - np.arange(draw.batch)[:, None, None] % draw.queries
+    case = draw.case(name, "padding", keys, np.arange(keys) < lengths, **{**more, "causal": False})
+    ends = lengths - draw.queries + np.arange(draw.queries)[:, None]
+    return replace(case, visible=np.arange(keys) <= ends)
 
 
 def _settings(draw: Draw, names: Mapping[str, str]) -> Iterator[Setting]:

@@ -19,6 +19,7 @@ from attend.check.candidate import Candidate, prepare
 from attend.check.cases import CaseKind, CheckCase
 from attend.check.computation import Computation
 from attend.check.convention import Ambiguous, Convention, Layout, MaskDType, MaskShape, Polarity, mask_polarity
+from attend.check.signatures import with_signature
 from attend.check.weights import names_speak_for
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -43,7 +44,7 @@ class Tried:
 
 def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int) -> Tried:
     """The convention with what calls tell. ValueError: no convention fits, and the message names the option that decides."""
-    trial = _Trial(candidate, spec, seed)
+    trial, convention = _Trial(candidate, spec, seed), with_signature(candidate, convention)
     with np.errstate(all="ignore"):
         read, instead = trial.reading(convention)
         read = trial.offset(read)
