@@ -66,7 +66,7 @@ TORCH_IN_CLIENT = ("client/remote.py", "client/transformers.py", "client/recordi
 NAMES_OPERATORS = (  # those who compute, read or compare single ones
     *("attention/operators/", "attention/reference/", "checkpoints/", "check/algebra/", "check/mistakes/"),
     *(f"check/{name}.py" for name in ("candidate", "cases", "changes", "convention", "fitting", "layer", "parameters")),
-    *(f"check/{name}.py" for name in ("constructor", "lengths", "rounding", "signatures", "weights")),
+    *(f"check/{name}.py" for name in ("constructor", "families", "lengths", "rounding", "signatures", "weights")),
 )
 WITHOUT_TORCH = ("operators", "program")  # of attention
 WATCHED = {"asyncio"}  # of the standard library: the rules say which packages may use event loops

@@ -360,8 +360,8 @@ def test_a_spec_may_be_in_a_file_and_the_printed_command_names_it(folder):
         ("Rotary", WINDOW | {"window": {"left": 4096}}, CAUSAL, "expected a window or chunk of at most 29 keys"),
         ("sliding", ROTARY, ["framework=torch"], "found no weights"),
         ("Rotary", {**ROTARY, "rope_theta": 500}, CAUSAL, '--spec: expected rope {"theta"}, got a field "rope_theta", at /rope_theta'),
-        ("Rotary", '{"d_model": 29', CAUSAL, "expected a spec in JSON, or a file with one"),
-        ("Rotary", "no_such_file.json", CAUSAL, "expected a spec in JSON, or a file with one"),
+        ("Rotary", '{"d_model": 29', CAUSAL, "expected a spec in JSON, a file with one, or a family"),
+        ("Rotary", "no_such_file.json", CAUSAL, "expected a spec in JSON, a file with one, or a family"),
     ],
 )  # fmt: skip
 def test_unsuitable_specs_are_refused(folder, name, spec, options, expected):

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from attend.checkpoints.families import FAMILIES
-from attend.cli.families import examples
+from attend.checkpoints.families.examples import examples
 from attend.spec import LayerSpec
 from support.command import run_attend
 from support.server import Server

@@ -19,6 +19,7 @@ In the order in which to read it:
     candidate.py, weights.py constructs a candidate and reads its weights
     constructor.py           arguments for the constructor of a class
     adapter.py               calls a candidate
+    families.py              the layer of a family of models
     signatures.py            functions whose parameters and conventions are known
     trial.py                 finds by calls what names and options leave open
     sizes.py                 the candidate in other sizes, in which a mistake has to hold before it is named

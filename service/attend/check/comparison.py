@@ -18,12 +18,13 @@ from attend.check.cases import CheckCase, Group, lengths_for
 from attend.check.convention import make_convention
 from attend.check.divergence import Divergence, FirstWrongStep, first_wrong_step
 from attend.check.explanation import Explanation, Observation, OtherSizes, explain, explain_in_turn
+from attend.check.families import layer_of
 from attend.check.gradients import compare_gradients
 from attend.check.lengths import LONGEST
 from attend.check.low_precision import HALF
 from attend.check.report import Comparison, Disagreement
 from attend.check.rounded_steps import rounded_steps
-from attend.check.signatures import FUNCTIONS, function_like
+from attend.check.signatures import FUNCTIONS, function_like, with_signature
 from attend.check.sizes import in_other_sizes, other_lengths
 from attend.check.trace import Trace, recorded, source_folder
 from attend.check.trial import try_conventions
@@ -37,19 +38,21 @@ FURTHER_SEEDS = 3  # draws of further cases
 
 
 def compare(
-    candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, longest: int = LONGEST, backward: bool = False, **options: Any
+    candidate: Any, *, spec: LayerSpec | str | None = None, seed: int = 0, longest: int = LONGEST, backward: bool = False, **options: Any
 ) -> Comparison:
     """Compare a candidate, or the one that "my_package:MyAttention" names, with the reference on a few cases of rising difficulty.
 
-    The reference computes the layer `spec`; without it, multi-head attention with a bias wherever the candidate has one. Options are the
-    fields of `Convention`; no call has more rows than `longest`, but for short ones. `backward`: gradients of
-    the inputs are compared, too.
+    The reference computes the layer `spec`, or that of a family such as "llama"; without it, multi-head attention with a bias wherever the
+    candidate has one. Options are the fields of `Convention`; no call has more rows than `longest`, but for short ones. `backward`:
+    gradients of the inputs are compared, too.
 
     ValueError: how to construct or call the candidate, or to read its weights, is ambiguous, and the message names the option that decides;
     or the weights are not those of the spec. TypeError: no such option.
     """
     loaded = load_candidate(candidate) if isinstance(candidate, str) else candidate
-    tried = try_conventions(loaded, spec, make_convention(options), seed)
+    convention = with_signature(loaded, make_convention(options))
+    spec, is_causal = layer_of(spec, takes_heads=convention.like is not None)
+    tried = try_conventions(loaded, spec, convention, seed, is_causal=is_causal)
     convention = tried.convention
     prepared = prepare(loaded, spec, convention, seed)
     called = Calls(prepared)
@@ -260,7 +263,9 @@ def _observe_further(prepared: Candidate, seed: int, groups: Collection[Group]) 
         yield from observe(prepared, prepared.draw_cases(other * 1_000_003, groups, larger))
 
 
-def assert_agrees(candidate: Any, *, spec: LayerSpec | None = None, seed: int = 0, allow_skipped: bool = False, **options: Any) -> None:
+def assert_agrees(
+    candidate: Any, *, spec: LayerSpec | str | None = None, seed: int = 0, allow_skipped: bool = False, **options: Any
+) -> None:
     """`compare` for tests: AssertionError with the report if the candidate disagrees.
 
     A warning names the cases and parameters that were not tried, unless `allow_skipped`.

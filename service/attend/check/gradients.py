@@ -13,6 +13,7 @@ import numpy as np
 
 from attend.check.candidate import Candidate
 from attend.check.cases import CheckCase
+from attend.check.low_precision import HALF
 from attend.tensors import Array
 
 STEP = 1e-5  # by which inputs are moved
@@ -41,7 +42,12 @@ class Gradient:
 
 
 def compare_gradients(candidate: Candidate, cases: Iterator[CheckCase]) -> Iterator[Gradient]:
-    """The gradients of every input, in those of the cases that have nothing but a mask or causality."""
+    """The gradients of every input, in those of the cases that have nothing but a mask or causality.
+
+    Functions in half precision are called in float32.
+    """
+    if candidate.module is None and candidate.adapter.dtype in HALF:
+        candidate = replace(candidate, adapter=replace(candidate.adapter, dtype="float32"))
     for case in cases:
         is_usual = case.kind in ("plain", "mask", "causal") and not case.chunks and not case.undefined and case.name != "large logits"
         if is_usual and not candidate.adapter.skip_reason(case):

@@ -9,6 +9,7 @@ from attend.check.adapter import NO_PARAMETER, NO_POSITIONS
 from attend.check.calls import RAISED, CaseResult
 from attend.check.divergence import FirstWrongStep
 from attend.check.explanation import Explanation
+from attend.check.low_precision import HALF
 from attend.spec import LayerSpec
 
 AXES = {
@@ -147,7 +148,8 @@ class Comparison:
         if not self.keys:
             return ""
         widths = f", heads of {self.widths[0]} to {self.widths[-1]} numbers" if len(self.widths) > 1 else ""
-        given = ", gradients too" if any(x.case == "gradients" and x.agrees for x in self.results) else ""
+        gradients = f", gradients{' in float32' if self.dtype in HALF else ''} too"
+        given = gradients if any(x.case == "gradients" and x.agrees for x in self.results) else ""
         given += f", and with {_listed(self.tried)}" if self.tried else ""
         return f", with up to {self.keys:,} keys{widths}{f', in {self.dtype}' if self.dtype else ''}{given}"
 

@@ -19,7 +19,6 @@ from attend.check.candidate import Candidate, prepare
 from attend.check.cases import CaseKind, CheckCase
 from attend.check.computation import Computation
 from attend.check.convention import Ambiguous, Convention, Layout, MaskDType, MaskShape, Polarity, mask_polarity
-from attend.check.signatures import with_signature
 from attend.check.weights import names_speak_for
 from attend.spec import LayerSpec
 from attend.tensors import Array
@@ -42,9 +41,12 @@ class Tried:
     found: tuple[str, ...]
 
 
-def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int) -> Tried:
-    """The convention with what calls tell. ValueError: no convention fits, and the message names the option that decides."""
-    trial, convention = _Trial(candidate, spec, seed), with_signature(candidate, convention)
+def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Convention, seed: int, *, is_causal: bool = False) -> Tried:
+    """The convention with what calls tell. `is_causal`: so is the layer, and a candidate that nothing makes causal has to be.
+
+    ValueError: no convention fits, and the message names the option that decides.
+    """
+    trial = _Trial(candidate, spec, seed)
     with np.errstate(all="ignore"):
         read, instead = trial.reading(convention)
         read = trial.offset(read)
@@ -52,6 +54,8 @@ def try_conventions(candidate: Any, spec: LayerSpec | None, convention: Conventi
         for role in ROLES:
             read, meaning = trial.mask(role, read)
             words += [meaning] if meaning else []
+        if is_causal and not {"mask", "causal"} & trial.prepare(read).adapter.roles.keys():
+            read = read.tried(causal=True)
         return Tried(read, tuple(words))
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from attend.check import Comparison, NoSuchCandidate, compare
 from attend.check.convention import option_table
 from attend.check.lengths import LONGEST
+from attend.checkpoints.families.examples import examples
 from attend.cli.clients import open_client
 from attend.cli.server_check import ServerReport, check_server
 from attend.cli.terminal import AsJson, Ca, Config, Url, fail, progress_line, report_errors, with_settings
@@ -54,7 +55,9 @@ Modules = Annotated[
 Spec = Annotated[
     str | None,
     typer.Option(
-        metavar="JSON", help="The layer that the --module computes: a spec, or a file with one. By default plain multi-head attention."
+        metavar="JSON|FAMILY",
+        help="The layer that the --module computes: a spec, a file with one, or a family of `attend families`, such as llama. "
+        "By default plain multi-head attention.",
     ),
 ]
 Options = Annotated[
@@ -127,14 +130,18 @@ def check(
         raise typer.Exit(3)
 
 
-def _read_spec(given: str | None) -> dict[str, LayerSpec]:
-    """The argument `spec` of `compare`, from JSON or the name of a file. Raises typer.Exit."""
+def _read_spec(given: str | None) -> dict[str, LayerSpec | str]:
+    """The argument `spec` of `compare`, from JSON, the name of a family or that of a file. Raises typer.Exit."""
     if given is None:
         return {}
+    if given.partition(":")[0] in examples():
+        return {"spec": given}
     try:
         return {"spec": validate(LayerSpec, json.loads(given if given.lstrip().startswith("{") else Path(given).read_text()))}
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"expected a spec in JSON, or a file with one: {error}", param_hint="--spec") from None
+        raise typer.BadParameter(
+            f"expected a spec in JSON, a file with one, or a family of `attend families`: {error}", param_hint="--spec"
+        ) from None
     except InvalidRequest as error:
         fail("check", f"--spec: {error}", code=2)
 

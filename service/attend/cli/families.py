@@ -3,29 +3,21 @@
 import json
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from importlib.resources import files
 from typing import Annotated, Any
 
 import typer
 
 from attend.attention.program import formulas, program_of
 from attend.checkpoints.families import FAMILIES
+from attend.checkpoints.families.examples import Example, examples
 from attend.cli.terminal import AsJson
 from attend.spec import LayerSpec
 
-Example = Mapping[str, Any]
 EPILOG = """\b
 Examples:
   attend families
   attend families gemma2
   attend families --kernels"""
-
-
-def examples() -> dict[str, list[Example]]:
-    """Model type -> for each part and type of its layers with other steps: `part`, `type`, whether it is `causal`, and a small `spec`."""
-    text = files("attend.checkpoints.families").joinpath("examples.json").read_text("utf-8")
-    found: dict[str, list[Example]] = json.loads(text)
-    return found
 
 
 def families(

@@ -13,7 +13,7 @@ from attend.attention.kernels.fusion import Kernel
 from attend.attention.layer import MultiHeadAttention
 from attend.attention.native.extension import extension
 from attend.check.random_cases import Case
-from attend.cli.families import examples
+from attend.checkpoints.families.examples import examples
 from attend.serving.calls import make_call
 from attend.spec import LayerSpec
 from attend.wire.problems import validate

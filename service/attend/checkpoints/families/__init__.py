@@ -3,6 +3,7 @@
     decoders.py        text models that generate, such as Llama and GPT-2, also with layers of other kinds, such as Mamba's
     encoders.py        text models that read in both directions, such as BERT, text towers; with a decoder too, such as BART and T5
     vision_audio.py    models and towers of images and sounds
+    examples.py        a small layer of each family
 
 A new family is one line in one of these, between families that resemble it; families with equal lines share one. It says only what
 differs from Llama (`decoder`), BERT (`encoder`), ViT (`vision`) or Wav2Vec2 (`audio`): in fields of `AttentionRow` (row.py) if that is a
