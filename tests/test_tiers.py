@@ -192,6 +192,37 @@ def test_a_client_loads_neither_torch_nor_fastapi() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
+CHECK = """
+import sys
+
+class OfExtras:
+    def find_spec(name, path=None, target=None):
+        if name in ("torch", "fastapi", "starlette", "uvicorn", "typer", "rich", "structlog", "matplotlib", "prometheus_client", "grpc"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, OfExtras)
+import numpy as np
+from attend.check import assert_agrees, compare
+
+def attend(query, key, value, mask=None, scale=None):
+    scores = query @ key.swapaxes(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = weights if mask is None else np.where(mask, weights, 0)
+    return weights / weights.sum(-1, keepdims=True) @ value
+
+assert_agrees(lambda query, key, value, mask=None, scale=None: attend(query, key, value, mask, scale), longest=17)
+assert_agrees(lambda q, k, v: attend(q, k.repeat(2, 1), v.repeat(2, 1)), like="sdpa", spec="llama", longest=17, allow_skipped=True)
+print(compare(lambda query, key, value: attend(query, key, value, scale=1.0), longest=7))
+"""
+
+
+def test_attend_check_runs_from_the_base_install() -> None:
+    """With NumPy, where what the extras install is missing."""
+    done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "this is what comes out when the scores are not divided by sqrt(head_dim)" in " ".join(done.stdout.split())
+
+
 def test_no_other_file_asks_for_an_operator_by_name() -> None:
     """A file that needs something of an operator lets the operator declare it.
 

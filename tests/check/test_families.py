@@ -1,7 +1,14 @@
 """A spec may be the name of a family of models, as the project's table of families has it."""
 
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from attend.check import assert_agrees, compare
@@ -78,6 +85,17 @@ def test_a_function_is_compared_with_the_heads_of_a_family_in_half_precision_wit
 def test_a_family_that_does_not_fit_is_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         compare(flash, like="flash_attn", spec=spec)
+
+
+def test_the_workflow_of_the_page_runs(monkeypatch):
+    section = (Path(__file__).parents[2] / "docs" / "check.md").read_text().partition("## In a kernel repository")[2].partition("\n## ")[0]
+    test, workflow = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
+    monkeypatch.setitem(sys.modules, "my_kernels", SimpleNamespace(flash_attn_func=flash))
+    names: dict[str, Any] = {}
+    exec(test, names)
+    names["test_attention"]("gemma2:sliding_attention", "bfloat16")
+    steps = yaml.safe_load(workflow)["jobs"]["attention"]["steps"]
+    assert steps[-1] == {"run": "pytest tests/test_attention.py"} and "attend-service @ git+" in steps[-2]["run"]
 
 
 def test_the_command_takes_the_name_of_a_family(tmp_path):

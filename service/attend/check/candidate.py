@@ -126,7 +126,8 @@ class Candidate:
         }
         needed = {role for role in layer if role in self.adapter.required or not is_usual[role]}
         passed = {role: value for role, value in layer.items() if role in roles & needed} | dict(case.passed)
-        return replace(case, passed=passed, segments=one if roles & {"segments", "boundaries"} else None)
+        whole = None if case.whole is None else self._as_passed(case.whole)
+        return replace(case, passed=passed, segments=one if roles & {"segments", "boundaries"} else None, whole=whole)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients during the `with` block; no effect unless the candidate is a module."""

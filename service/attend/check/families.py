@@ -14,8 +14,8 @@ WIDTHS = ("d_model", "key_dim", "value_dim", "output_dim")
 def layer_of(spec: LayerSpec | str | None, *, takes_heads: bool) -> tuple[LayerSpec | None, bool]:
     """The spec, and whether its layer is always causal: that of a family, such as "llama" or "gemma2:full_attention".
 
-    `takes_heads`: the candidate is a function that gets queries, keys and values after projections, norms and RoPE. ValueError: no such
-    family, or one whose heads such a function does not compute.
+    `takes_heads`: the candidate is a function that gets queries, keys and values after projections, norms and RoPE, causal or not.
+    ValueError: no such family, or one whose heads such a function does not compute.
     """
     if not isinstance(spec, str):
         return spec, False
@@ -27,7 +27,7 @@ def layer_of(spec: LayerSpec | str | None, *, takes_heads: bool) -> tuple[LayerS
         fields = {name: fields[name] for name in OF_HEADS if name in fields} | {"d_model": fields["d_model"], "projections": False}
     elif "latent" not in fields and len({fields[name] for name in WIDTHS}) == 1:  # as in most models, d_model is the width of all heads
         fields |= dict.fromkeys(WIDTHS, fields["num_heads"] * fields["head_dim"])
-    return LayerSpec.model_validate(fields | {"dtype": "float64"}), bool(example["causal"])
+    return LayerSpec.model_validate(fields | {"dtype": "float64"}), bool(example["causal"]) and not takes_heads
 
 
 def _example(name: str) -> Example:
