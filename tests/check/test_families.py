@@ -93,7 +93,7 @@ def test_the_workflow_of_the_page_runs(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_kernels", SimpleNamespace(flash_attn_func=flash))
     names: dict[str, Any] = {}
     exec(test, names)
-    names["test_attention"]("gemma2:sliding_attention", "bfloat16")
+    names["test_attention"]("gemma2:full_attention", "bfloat16")
     steps = yaml.safe_load(workflow)["jobs"]["attention"]["steps"]
     assert steps[-1] == {"run": "pytest tests/test_attention.py"} and "attend-service @ git+" in steps[-2]["run"]
 

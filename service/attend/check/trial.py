@@ -6,7 +6,7 @@ candidate agrees under none. What its numbers depend on then tells causality and
 no output; a row alone, whose softmax is 1, tells axes and the order of packed values; and of what is left, the most common.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, product, zip_longest
@@ -212,9 +212,9 @@ class _Trial:
         name = adapter.roles.get(role)
         if name is None or adapter.is_torch or {option, "mask_shape", "mask_dtype"} <= convention.given:
             return convention, ""
-        found = self._first(role, convention, lambda x: self._agrees_on(x, role))
-        found = found or self._first(role, convention, lambda x: self._hides(x, role))
-        read = found or self._first(role, convention, lambda x: self._accepts(x, role)) or convention
+        readings = self._readings_of_mask(role, convention)
+        found = next((x for x in readings if self._agrees_on(x, role)), None) or next((x for x in readings if self._hides(x, role)), None)
+        read = found or next((x for x in readings if self._accepts(x, role)), convention)
         means = getattr(read, option)
         if option in convention.given or means is None or mask_polarity(Convention(), name):
             return read, ""
@@ -223,11 +223,13 @@ class _Trial:
         words = f"{kind}{name} [{axes}] {MEANS[means]}"
         return read, words if found else f"no meaning of {name} blocks a key; here {words}"
 
-    def _first(self, role: str, convention: Convention, fits: Callable[[Convention], bool]) -> Convention | None:
-        """The first reading of a mask that fits, of those that its name allows."""
+    def _readings_of_mask(self, role: str, convention: Convention) -> list[Convention]:
+        """What a mask may be that its name allows: over keys alone only if none over queries and keys is taken, where more shows."""
         named = mask_polarity(Convention(), self.prepare(convention).adapter.roles[role])
-        readings = _mask_readings(role, convention)
-        return next((x for x in readings if named in (None, getattr(x, f"{role}_means")) and fits(x)), None)
+        readings = [x for x in _mask_readings(role, convention) if named in (None, getattr(x, f"{role}_means"))]
+        if role == "mask" and any(self._accepts(x, role) for x in readings if _kind(role, x) == "mask"):
+            return [x for x in readings if _kind(role, x) == "mask"]
+        return readings
 
     def _agrees_on(self, convention: Convention, role: str) -> bool:
         """Whether the candidate agrees on a case with such a mask."""
