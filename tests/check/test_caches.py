@@ -129,21 +129,15 @@ class RotatedCache(nn.Module):
         return self.o_proj(merge(output)), (k, v)
 
 
-@pytest.mark.parametrize(
-    ("axis", "size", "roles", "of"),
-    [
-        (0, "the size of the batch", ("query", "key"), ""),
-        (2, "the number of key heads", ("query",), " of queries"),
-        (3, "head_dim", ("key",), " of keys"),
-    ],
-)
-def test_positions_of_rope_that_begin_at_another_axis_of_the_cache_are_named(axis, size, roles, of):
+def test_positions_of_rope_that_begin_at_another_axis_of_the_cache_are_named():
     rope = {"theta": 10000.0, "interleaved": False}
     spec = LayerSpec(d_model=26, num_heads=6, num_kv_heads=3, head_dim=10, bias=False, rope=rope)
-    wrong = type("Wrong", (RotatedCache,), {f"{role}_axis": axis for role in roles})
+    wrong = type("Wrong", (RotatedCache,), {"query_axis": 2})
     assert compare(RotatedCache, spec=spec, causal=True, longest=65).agrees
     explanation = compare(wrong, spec=spec, causal=True).first.explanation
-    assert explanation.mistakes == (f"in a call with a cache, {size} is taken for the length of the cache in RoPE's positions{of}",)
+    assert explanation.mistakes == (
+        "in a call with a cache, the number of key heads is taken for the length of the cache in RoPE's positions of queries",
+    )
     assert not explanation.equals
 
 

@@ -35,7 +35,7 @@ from attend.cli import main
 from attend.serving import scheduler
 
 compute = scheduler.compute
-scheduler.compute = lambda batch, *options: Event().wait() if batch[0].raw.caller else compute(batch, *options)
+scheduler.compute = lambda batch, *options: Event().wait() if batch[0].request.caller else compute(batch, *options)
 main()
 """
 LATE = 10  # calls that a client still sends after /health/ready has returned 503
