@@ -12,6 +12,7 @@ from attend.web.requests import Handler, HttpRequest
 from attend.wire.codec import Buffer, Encoded
 from attend.wire.negotiation import SAFETENSORS
 
+CHANGES = ("PUT", "DELETE")  # methods
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 MAX_UNSPLIT_REPLY = 64 * 1024  # bytes; larger replies are sent in pieces, and the request ends only when they have left the transport
 MAX_JOINED_BYTES = 64 * 1024  # replies up to this size, in bytes, are joined: copying costs less than several sends
@@ -57,13 +58,14 @@ class Replies:
     def _begin(self, request: HttpRequest, message: Message) -> None:
         """Sets a large lease to the size of the reply, notes the status, and adds the headers of every reply.
 
-        Raises Overloaded if there is no room for a reply that was not reserved; then another reply says so.
+        Raises Overloaded if there is no room for a reply that was not reserved; then another reply says so. What has changed something is
+        answered, since a refusal would say that nothing was changed.
         """
         headers, status = message["headers"], message["status"]
         size, held = int(dict(headers).get(b"content-length", 0)), 0 if request.lease is None else request.lease.held
         if size > MAX_UNSPLIT_REPLY or held > MAX_UNSPLIT_REPLY:  # a small lease stays as it is
             lease = lease_of(request, self.service)
-            lease.reserve(size) if status < 400 else lease.resize(size)
+            lease.resize(size) if status >= 400 or request.method in CHANGES else lease.reserve(size)
         request.status = status
         if self.service.draining or self.service.retiring:  # so that clients do not reuse a connection that will be closed
             headers.append((b"connection", b"close"))
